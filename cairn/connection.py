@@ -80,9 +80,9 @@ async def follow(client: CoordinatorClient, invite: Invite, via: Sequence[str], 
 
     Members of the swarm know the address. Raises `why` if none answers, and CairnError if they know no other address.
     """
-    from peer.node.finding import find
+    from peer.node.coordinator_discovery import discover_run
 
-    found = await find(invite.run, [*via, *invite.addresses])
+    found = await discover_run(invite.run, [*via, *invite.addresses])
     if found is None:
         raise why
     if found.coordinator_address is None:

@@ -15,6 +15,7 @@ from cairn.announcements import Announcements
 from coordinator.checkpoints.archive import MODEL, Archive, ArchivedState
 from coordinator.swarm import AnnouncedUpdate, ReceivedHeartbeat
 from coordinator.tasks import wait_at_most
+from peer.node.events import MachineStepped, MessageVerified
 from peer.node.node import Node
 from peer.store import Store
 from peer.store.disk import disk
@@ -54,8 +55,8 @@ class ObserverView:
         """The reason why the newest checkpoint is not archived, for people; empty when it is."""
         size = make_codec(spec.codec, spec.model.layout).size
         self._announcements = Announcements(node.chain, RoundPolicy.of(spec), lambda n: n == size)
-        node.network.listeners.append(self._announcements.receive)
-        node.on_change = self._changed
+        node.observers.subscribe(MessageVerified, lambda event: self._announcements.receive(event.message))
+        node.observers.subscribe(MachineStepped, lambda _: self._changed())
 
     # -- SwarmView -------------------------------------------------------------------------------------------
 
@@ -68,7 +69,7 @@ class ObserverView:
         return self._node.chain.finalization
 
     async def certificates_after(self, record: Digest, limit: int) -> Sequence[Certificate] | None:
-        return self._node.chainlog.after(record, limit)
+        return self._node.certificates.after(record, limit)
 
     def certificate(self, record: Digest) -> Certificate | None:
         chain = self._node.chain
@@ -79,11 +80,11 @@ class ObserverView:
         return lambda: self._callbacks.remove(callback)
 
     def listen(self, callback: Callable[[Signed[Any]], None]) -> None:
-        self._node.network.listeners.append(callback)
+        self._node.observers.subscribe(MessageVerified, lambda event: callback(event.message))
 
     def heartbeats(self) -> Mapping[PeerKey, ReceivedHeartbeat]:
         now = time.monotonic()
-        entries = self._node.network.directory.entries()
+        entries = self._node.network.peers.entries()
         return {k: ReceivedHeartbeat(e.heartbeat.body, max(0.0, now - e.heard)) for k, e in entries.items()}
 
     def announced(self, parent: Digest) -> Sequence[AnnouncedUpdate]:
@@ -91,7 +92,7 @@ class ObserverView:
 
     def addresses(self) -> Sequence[str]:
         own = self._node.network.addresses
-        return [*own, *(a for a in self._node.network.directory.addresses() if a not in own)]
+        return [*own, *(a for a in self._node.network.peers.addresses() if a not in own)]
 
     async def publish_final(self, final: Signed[Finalization]) -> None:
         self._node.post(events.MessageReceived(final))
@@ -102,24 +103,25 @@ class ObserverView:
 
     @property
     def coordinator_address(self) -> Signed[Any] | None:
-        return self._node.locator.newest
+        return self._node.membership.locator.newest
 
-    async def publish_coordinator_address(self, word: Signed[Any]) -> None:
-        if not self._node.locator.take(word.encoded):  # else the node passes it on by itself
-            self._node.network.outbox.broadcast(self._node.network.directory.peers(), word)
+    async def publish_coordinator_address(self, address: Signed[Any]) -> None:
+        if not self._node.membership.locator.accept(address.encoded):  # else the node passes it on by itself
+            self._node.network.send_to_all(address)
 
     @property
     def directive(self) -> Signed[Directive] | None:
         return self._node.chain.newest_directive
 
-    async def publish_directive(self, word: Signed[Directive]) -> None:
-        self._node.post(events.MessageReceived(word))
+    async def publish_directive(self, directive: Signed[Directive]) -> None:
+        self._node.post(events.MessageReceived(directive))
         end = time.monotonic() + DIRECTIVE_SECONDS
-        while (newest := self._node.chain.newest_directive) is None or newest.body.precedence < word.body.precedence:
+        chain, wanted = self._node.chain, directive.body.precedence
+        while (newest := chain.newest_directive) is None or newest.body.precedence < wanted:
             if time.monotonic() > end:
                 raise CairnError("the observer does not accept the owner's directive: its log says why")
             await asyncio.sleep(0.01)
-        self._node.network.broadcast(word)
+        self._node.network.broadcast(directive)
 
     async def offer_state(self, state: Digest, record: Digest) -> None:
         archived = self._archive.all()
@@ -250,7 +252,7 @@ class ObserverView:
 
     def _claims(self, head: Digest) -> list[Signed[Heartbeat]]:
         """Return the contributors' heartbeats that name this record as their head."""
-        entries = self._node.network.directory.entries()
+        entries = self._node.network.peers.entries()
         contributors = self._node.chain.certificate(head).record.body.contributors
         return [e.heartbeat for k in contributors if (e := entries.get(k)) and e.heartbeat.body.head == head]
 

@@ -1,9 +1,12 @@
-"""Asks a run's coordinator: the spec, admission, how the swarm is, what a peer has earned.
+"""Client of a run's coordinator: the spec, admissions, the status of the swarm, a peer's earnings.
 
-The coordinator is known by the fingerprint of its TLS certificate in the invite (or in the owner's newer word on where
-it is, see `protocol.coordinator_address`), and what it says is checked all the same: the spec against the run id, the
-admission against the owner's key. All calls may be repeated without harm, so one that got no answer is tried again, at
-the next address if there is one.
+The coordinator is identified by the fingerprint of its TLS certificate, in the invite or in the owner's newest address
+record (`protocol.coordinator_address`). Its answers are checked all the same: the spec against the run id, and the
+admission against the owner's key. All calls are idempotent, so one that got no answer is tried again, at the next
+address if there is one.
+
+The dataclasses here are the client's view of `coordinator.proto`, with texts and numbers checked: the one shape of a
+peer's status on this side of the connection.
 """
 
 from __future__ import annotations
@@ -66,22 +69,22 @@ class CoordinatorRefused(PeerError):
 
 
 class WrongCoordinator(PeerError):
-    """Who answers is not the coordinator that the invite means."""
+    """The server at this address is not the coordinator that the invite means."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """A run's verified spec, the signed bytes to keep, addresses of its swarm, and the address of its page."""
+    """A run's verified spec, its signed envelope, multiaddresses of its swarm, and the address of its page."""
 
     spec: RunSpec
-    sent: bytes
+    encoded: bytes
     addresses: tuple[str, ...]
     page: str
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
-    """A verified admission; `clock_ahead` is by how many seconds this machine's clock is ahead of the coordinator's."""
+class GrantedAdmission:
+    """A verified admission. `clock_ahead`: seconds by which this machine's clock is ahead of the coordinator's."""
 
     admission: Signed[Admission]
     addresses: tuple[str, ...]
@@ -109,7 +112,10 @@ class PeerStatus:
 
 @dataclass(frozen=True, slots=True)
 class RoundStatus:
-    """One round: how many were in, and who trained and was not (the first few names, and how many in all)."""
+    """One round: the number of contributors, and the members that trained and are not among them.
+
+    `absent` are the first few names, `absent_in_all` is their number.
+    """
 
     round: int
     tokens: int
@@ -122,7 +128,7 @@ class RoundStatus:
 
 @dataclass(frozen=True, slots=True)
 class AlertStatus:
-    """What is wrong, since when (unix seconds), in words."""
+    """A present problem. `since`: unix seconds; `words`: for people."""
 
     name: str
     since: int
@@ -130,9 +136,11 @@ class AlertStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
-    """The swarm as the coordinator sees it. `checkpoint` is the state digest of the newest one it holds; `losses` are
-    those of the run so far, thinned."""
+class SwarmStatus:
+    """The swarm as the coordinator sees it.
+
+    `checkpoint` is the state digest of the newest checkpoint that it holds. `losses` is a thinned curve of the run.
+    """
 
     name: str
     health: str
@@ -156,8 +164,8 @@ class Status:
 
 
 @dataclass(frozen=True, slots=True)
-class AccountEntry:
-    """What one accepted update earned."""
+class CreditEntry:
+    """The earnings of one accepted update."""
 
     round: int
     record: Digest
@@ -167,20 +175,20 @@ class AccountEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
-    """What a peer has earned in all, and its newest entries."""
+class PeerCredits:
+    """The earnings of a peer in all, and of its newest updates."""
 
     name: str
     micro_credits_settled: int
     micro_credits_pending: int
     tokens: int
     rounds: int
-    newest: tuple[AccountEntry, ...]
+    newest: tuple[CreditEntry, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a coordinator may be, and the certificate that it must show there."""
+    """A possible address of the coordinator, and the certificate that it must show there."""
 
     endpoint: HostPort
     fingerprint: Digest
@@ -195,7 +203,7 @@ class CoordinatorClient:
         self._attempts = attempts
         self._places = self._of_invite = tuple(_Place(e, invite.fingerprint) for e in invite.coordinators)
         self._channels: dict[_Place, grpc.aio.Channel] = {}
-        self._answered: _Place | None = None  # which did last
+        self._answered: _Place | None = None  # the last address that answered
         self._lock = asyncio.Lock()
         self._spec: RunSpec | None = None
 
@@ -211,7 +219,7 @@ class CoordinatorClient:
             await channel.close(None)
 
     def moved(self, to: CoordinatorAddress) -> None:
-        """From now on ask there first, and at the invite's addresses if nobody answers there."""
+        """Use this address first from now on, and the invite's addresses if nobody answers there."""
         there = tuple(_Place(e, to.fingerprint) for e in to.coordinators)
         self._places = tuple(dict.fromkeys((*there, *self._of_invite)))
         self._answered = None
@@ -219,22 +227,22 @@ class CoordinatorClient:
     # -- the calls -------------------------------------------------------------------------------------------
 
     async def get_run(self, *, attempts: int | None = None) -> RunInfo:
-        """The spec, verified against the invite's run id. `attempts`: if not the usual number. Raises CairnError."""
+        """Return the spec, verified against the run id. `attempts` replaces the usual number. Raise CairnError."""
         request = wire.GetRunRequest(run=bytes(self._invite.run))
         reply: wire.GetRunReply = await self._call(lambda stub, t: stub.GetRun(request, timeout=t), attempts)
         self._spec = open_spec(reply.spec, self._invite.run)
         return RunInfo(self._spec, reply.spec, usable_addresses(reply.addresses), _text(reply.page, 300))
 
-    async def admit(self, identity: Identity, name: str = "", *, code: str | None = None) -> Admitted:
-        """An admission for this identity, or its renewal. `code`: the invite's, unless another is given.
+    async def admit(self, identity: Identity, name: str = "", *, code: str | None = None) -> GrantedAdmission:
+        """Request an admission for this identity, or its renewal. `code` replaces the invite's.
 
-        Raises CoordinatorRefused (with the coordinator's reason), and CairnError for all else.
+        Raise CoordinatorRefused with the coordinator's reason, and CairnError for other failures.
         """
         spec = self._spec or (await self.get_run()).spec
         code = self._invite.code if code is None else code
 
         def ask(stub: stubs.CoordinatorStub, seconds: float) -> Awaitable[wire.AdmitReply]:
-            # Signed anew for every attempt: the time in it is compared with the coordinator's clock.
+            # Signed for each attempt: the time in it is compared with the coordinator's clock.
             body = wire.AdmitBody(run=bytes(self._invite.run), time=int(time.time()), code=code, name=name)
             request = wire.AdmitRequest(
                 request=seal(identity, "admit", body.SerializeToString(deterministic=True)).encoded
@@ -244,15 +252,15 @@ class CoordinatorClient:
         reply: wire.AdmitReply = await self._call(ask)
         decoder = MessageDecoder(self._invite.run, spec.owner_key, remember=1)
         ahead = time.time() - reply.time
-        # By the coordinator's clock, which the admission was made by; this one may be off.
+        # Checked by the coordinator's clock, by which the admission was made; this machine's may be wrong.
         decoder.decode_admission_at(reply.admission, identity.key, float(reply.time))
-        return Admitted(decoder.decode(reply.admission, Admission), usable_addresses(reply.addresses), ahead)
+        return GrantedAdmission(decoder.decode(reply.admission, Admission), usable_addresses(reply.addresses), ahead)
 
-    async def status(self) -> Status:
-        """How the swarm is. Raises CairnError."""
+    async def status(self) -> SwarmStatus:
+        """Return the status of the swarm. Raise CairnError."""
         request = wire.StatusRequest(run=bytes(self._invite.run))
         m: wire.StatusReply = await self._call(lambda stub, t: stub.Status(request, timeout=t))
-        return Status(
+        return SwarmStatus(
             _text(m.name), _text(m.health), _text(m.message, 400), m.round, Digest(m.head), Digest(m.state),
             m.state_round, m.tokens, m.total_tokens, _number(m.tokens_per_second), _number(m.loss),
             tuple(_peer(p) for p in m.peers),
@@ -262,14 +270,14 @@ class CoordinatorClient:
             tuple(AlertStatus(_text(a.name), a.since, _text(a.message, 600)) for a in m.alerts[:20]),
         )  # fmt: skip
 
-    async def account(self, peer: PeerKey) -> Account:
-        """What a peer has earned; all zero for one that the run does not know. Raises CairnError."""
+    async def account(self, peer: PeerKey) -> PeerCredits:
+        """Return a peer's earnings; all zero for an unknown peer. Raise CairnError."""
         request = wire.AccountRequest(run=bytes(self._invite.run), peer=bytes(peer))
         m: wire.AccountReply = await self._call(lambda stub, t: stub.Account(request, timeout=t))
         newest = tuple(
-            AccountEntry(e.round, Digest(e.record), e.tokens, e.micro_credits, e.settled) for e in m.newest[:50]
+            CreditEntry(e.round, Digest(e.record), e.tokens, e.micro_credits, e.settled) for e in m.newest[:50]
         )
-        return Account(
+        return PeerCredits(
             _text(m.name), m.micro_credits_settled, m.micro_credits_pending, m.tokens, m.rounds, newest
         )  # fmt: skip
 
@@ -279,22 +287,19 @@ class CoordinatorClient:
         return await self._call(lambda stub, t: stub.PublishDirective(request, timeout=t))
 
     async def bind(self, binding: bytes) -> int:
-        """Hand in a signed binding; return how many peers the account has then. Raises CairnError."""
+        """Hand in a signed binding; return the number of the account's peers after it. Raise CairnError."""
         request = wire.BindRequest(run=bytes(self._invite.run), binding=binding)
         reply: wire.BindReply = await self._call(lambda stub, t: stub.Bind(request, timeout=t))
         return reply.peers
 
     async def certificates(self, after: Digest, limit: int) -> tuple[Sequence[bytes], bool]:
-        """Return certificates that follow a record, unverified, and whether there are more. Raises CairnError."""
+        """Return certificates that follow a record, unverified, and whether there are more. Raise CairnError."""
         request = wire.CertificatesRequest(run=bytes(self._invite.run), after=after, limit=limit)
         reply: wire.CertificatesReply = await self._call(lambda stub, t: stub.Certificates(request, timeout=t))
         return list(reply.certificates), reply.more
 
     async def certificate(self, record: Digest) -> bytes | None:
-        """Return the certificate of one record, unverified, also of a branch that was left; None if it is not kept.
-
-        Raises CairnError.
-        """
+        """Return the certificate of one record of any branch, unverified; None if it is not kept. Raise CairnError."""
         request = wire.CertificatesRequest(run=bytes(self._invite.run), record=record)
         reply: wire.CertificatesReply = await self._call(lambda stub, t: stub.Certificates(request, timeout=t))
         return reply.certificates[0] if reply.certificates else None
@@ -303,17 +308,17 @@ class CoordinatorClient:
 
     @property
     def run(self) -> RunId:
-        """The run that is asked about."""
+        """The run of the invite."""
         return self._invite.run
 
     async def _call(
         self, ask: Callable[[stubs.CoordinatorStub, float], Awaitable[T]], attempts: int | None = None
     ) -> T:
-        """The answer of the first coordinator that gives one; each is tried `attempts` times, with growing pauses."""
+        """Return the first answer. Each address is tried `attempts` times, with growing pauses."""
         failures: dict[_Place, CairnError] = {}
         for attempt in range(attempts or self._attempts):
             if attempt:
-                # Spread out, so that a swarm whose coordinator comes back does not ask all at once.
+                # Randomised, so that a swarm whose coordinator comes back does not call it all at once.
                 await asyncio.sleep(min(4.0, 0.25 * 2**attempt) * random.uniform(0.5, 1.5))
             for place in sorted(self._places, key=lambda p: p != self._answered):
                 if isinstance(failures.get(place), WrongCoordinator):
@@ -347,7 +352,7 @@ class CoordinatorClient:
         async with self._lock:
             if (channel := self._channels.get(place)) is None:
                 endpoint, expected = place.endpoint, place.fingerprint
-                der = await asyncio.to_thread(_certificate_of, endpoint)
+                der = await asyncio.to_thread(server_certificate, endpoint)
                 if sha256(der) != expected:
                     raise WrongCoordinator(
                         f"the coordinator at {endpoint} shows another certificate than the invite names "
@@ -362,12 +367,15 @@ class CoordinatorClient:
 
     async def _drop(self, place: _Place) -> None:
         if (channel := self._channels.pop(place, None)) is not None:
-            # Another call may be on it: let that one end by its own deadline.
+            # Another call may use it, and ends by its own deadline.
             await channel.close(self._timeout)
 
 
-def _certificate_of(endpoint: HostPort) -> bytes:
-    """The certificate (DER) that is shown at an address: not trusted, only compared. Raises CoordinatorUnreachable."""
+def server_certificate(endpoint: HostPort) -> bytes:
+    """Return the certificate (DER) that a server shows. It is only compared, not trusted.
+
+    Raise CoordinatorUnreachable, WrongCoordinator.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -413,7 +421,7 @@ def _round(m: wire.RoundStatus) -> RoundStatus:
 
 
 def _text(text: str, top: int = 80) -> str:
-    """What a terminal may be shown: printable, of bounded length."""
+    """Return text that a terminal may show: printable, of bounded length."""
     return "".join(c if c.isprintable() else "?" for c in text[:top])
 
 
@@ -424,5 +432,5 @@ def _number(value: float) -> float:
 
 
 def usable_addresses(sent: Sequence[str]) -> tuple[str, ...]:
-    """Multiaddresses are hints: what is none, or too long, is dropped."""
+    """Return the usable multiaddresses. They are hints: malformed and too long ones are dropped."""
     return tuple(a for a in sent[:MAX_ADDRESSES] if len(a) <= MAX_ADDRESS and a.startswith("/") and a.isprintable())

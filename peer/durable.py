@@ -1,11 +1,12 @@
 """Durable steps on a POSIX file system: files that are whole or absent, whatever happens while they are written.
 
-A write is a temporary name, fsync, rename, and fsync of the folder. What has returned is still there after a crash.
+A write is a temporary name, fsync, rename, and fsync of the folder. The effect of a call that has returned survives a crash.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,12 +19,15 @@ def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
-def write_durably(path: Path, parts: Iterable[bytes | bytearray | memoryview], *, draft: Path | None = None) -> int:
+def write_durably(path: Path, parts: Iterable[bytes | bytearray | memoryview], *, scratch: Path | None = None) -> int:
     """Replace `path` by a file of these parts. Return its bytes. Raise OSError, after which the old file is there.
 
-    `draft`: the temporary file, on the same file system; by default it is hidden in the same folder.
+    `scratch`: a folder of the same file system for the temporary file; by default it is hidden in the same folder.
     """
-    draft = draft or path.with_name(f".{path.name}.{os.getpid()}.part")
+    if scratch is not None:
+        draft = scratch / secrets.token_hex(12)
+    else:
+        draft = path.with_name(f".{path.name}.{os.getpid()}.part")
     size = 0
     try:
         with open(draft, "wb") as file:

@@ -1,4 +1,4 @@
-"""What can go wrong in a peer, apart from what others send: one tree, worded for the volunteer who runs it."""
+"""The errors of a peer, apart from those of other peers' messages: one tree, worded for the volunteer who runs it."""
 
 from __future__ import annotations
 

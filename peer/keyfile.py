@@ -1,4 +1,4 @@
-"""The identity on disk: read, or made on first use. It is the peer's name and its credits: nobody else may read it."""
+"""The identity on disk: read, or made on first use. It stands for the peer and its credits: nobody else may read it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ MAX_KEY_FILE = 4096
 
 
 def load_or_make(path: Path | str) -> Identity:
-    """The identity in `path`; a new one, written there durably with mode 0600, when there is no such file.
+    """Return the identity in `path`; make one there, durably and with mode 0600, when there is no such file.
 
-    A key file that others may read is closed to them again, with a warning. Raises IdentityError, with the remedy, for
+    A key file that others can read is closed to them again, with a warning. Raise IdentityError, with the remedy, for
     a file that is damaged, not ours to read, or cannot be written.
     """
     path = Path(path).expanduser()
@@ -34,7 +34,7 @@ def load_or_make(path: Path | str) -> Identity:
         ) from None
     try:
         return _make(path)
-    except FileExistsError:  # another process made it between our two looks: its key is the identity
+    except FileExistsError:  # another process made it in between: its key is the identity
         return _load(path)
     except OSError as e:
         raise IdentityError(
@@ -60,7 +60,7 @@ def _load(path: Path) -> Identity:
 
 
 def _close_to_others(path: Path, fd: int, info: os.stat_result) -> None:
-    """The key may have been read by then, so the user hears of it; from here on it is private."""
+    """Make the file private, with a warning: the key may have been read already."""
     try:
         os.fchmod(fd, 0o600)
     except OSError:
@@ -75,7 +75,7 @@ def _close_to_others(path: Path, fd: int, info: os.stat_result) -> None:
 
 
 def _make(path: Path) -> Identity:
-    """Write whole, then link into place: a crash leaves either no key file or a good one."""
+    """Make an identity. It is written to a draft and linked into place: a crash leaves no key file or a good one."""
     identity = Identity(secrets.token_bytes(32))
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
@@ -85,7 +85,7 @@ def _make(path: Path) -> Identity:
             file.write(to_key_file(identity).encode())
             file.flush()
             os.fsync(fd)
-        os.link(draft, path)  # unlike rename, fails when somebody else's key is there by now
+        os.link(draft, path)  # unlike rename, this fails when another process has written a key meanwhile
     finally:
         os.unlink(draft)
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)

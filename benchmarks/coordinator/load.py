@@ -21,7 +21,7 @@ import grpc
 import grpc.aio
 
 from benchmarks.coordinator.swarm import identity, make_spec
-from peer.coordinator_client import _certificate_of
+from peer.coordinator_client import server_certificate
 from protocol.envelope import seal
 from protocol.invite import TLS_NAME, HostPort
 from protocol.wire import coordinator_pb2 as wire
@@ -49,7 +49,7 @@ class Calls:
     """The requests of a plan, and their durations."""
 
     def __init__(self, port: int, plan: dict[str, Any]):
-        der = _certificate_of(HostPort("127.0.0.1", port))
+        der = server_certificate(HostPort("127.0.0.1", port))
         pem = ssl.DER_cert_to_PEM_cert(der).encode()
         self._channels = [
             grpc.aio.secure_channel(f"127.0.0.1:{port}", grpc.ssl_channel_credentials(pem), options=OPTIONS)

@@ -16,6 +16,8 @@ import torch
 
 from benchmarks.exchange_wan.job import LOOK_SECONDS, Diary, Job
 from benchmarks.exchange_wan.run_spec import PORT, addresses, admission, furnish, identity
+from peer.node.builder import build_node
+from peer.node.events import EventQueued, NodeEvents
 from peer.node.membership import Membership
 from peer.node.node import Node
 from peer.node.options import NodeOptions
@@ -29,30 +31,27 @@ DISK_BYTES = 2**37
 LEAVE_SECONDS = 10.0
 
 
-class Watched(Node):
-    """A node that writes down when it announced, held each of the others' updates, and was at the new state."""
+def keep_diary(node: Node, observers: NodeEvents, diary: Diary) -> None:
+    """Write down when the node announced, held each of the others' updates, and was at the new state."""
+    own: set[Digest] = set()
+    announced = -1
 
-    def __init__(self, membership: Membership, options: NodeOptions, diary: Diary):
-        self._diary = diary
-        self._own: set[Digest] = set()
-        self._round = -1
-        super().__init__(membership, options)
-
-    def post(self, event: events.Event) -> None:
-        match event:
+    def note(queued: EventQueued) -> None:
+        nonlocal announced
+        match queued.event:
             case events.UpdateReady(parent=parent, blob=blob) if blob is not None:
-                self._round = self.chain.height(parent)
-                self._own.add(blob)
-                self._diary.say("announced", self._round)
-            case events.BlobHeld(blob) if blob not in self._own and self._round >= 0:
-                self._diary.say("held", self._round, blob=str(blob))
-            case events.StateReached(record, state) if record in self.chain and record != self.chain.root:
-                body = self.chain.certificate(record).record.body
-                taking_part = len(body.updates)
-                self._diary.say("done", body.round, state=str(state), shares=None, taking_part=taking_part)
+                announced = node.chain.height(parent)
+                own.add(blob)
+                diary.say("announced", announced)
+            case events.BlobHeld(blob) if blob not in own and announced >= 0:
+                diary.say("held", announced, blob=str(blob))
+            case events.StateReached(record, state) if record in node.chain and record != node.chain.root:
+                body = node.chain.certificate(record).record.body
+                diary.say("done", body.round, state=str(state), shares=None, taking_part=len(body.updates))
             case _:
                 pass
-        super().post(event)
+
+    observers.subscribe(EventQueued, note)
 
 
 async def serve(job: Job, number: int) -> None:
@@ -75,11 +74,13 @@ async def serve(job: Job, number: int) -> None:
                 sys.executable, "-m", "benchmarks.exchange_wan.stand_in", str(job.path / "job.json"), str(number),
             ),
         )  # fmt: skip
-        node = Watched(membership, options, diary)
+        observers = NodeEvents()
+        node = build_node(membership, options, observers)
+        keep_diary(node, observers, diary)
         running = asyncio.create_task(node.run())
         introduced = False
         while not diary.over and not running.done():
-            if not introduced and len(node.network.directory.peers()) == len(job.ips) - 1:
+            if not introduced and len(node.network.peers.peers()) == len(job.ips) - 1:
                 diary.ready(-1)
                 introduced = True
             await asyncio.sleep(LOOK_SECONDS)

@@ -28,7 +28,7 @@ def renewed_invite(text: str, home: Path) -> str:
 
     Only the run's folder is read, so the peer may be running. Raises CairnError.
     """
-    from peer.node.locator import SPEC, WHEREABOUTS
+    from peer.node.coordinator_discovery import COORDINATOR_ADDRESS, SPEC
     from peer.node.membership import ADDRESSES, OWN_ADDRESSES, run_folder
     from protocol.coordinator_address import open_coordinator_address
     from protocol.invite import MAX_SWARM_ADDRESSES, one_per_peer_first
@@ -51,7 +51,7 @@ def renewed_invite(text: str, home: Path) -> str:
             "`cairn peer join`"
         )
     spec = open_spec(signed_spec, invite.run)
-    if encoded := value(WHEREABOUTS):
+    if encoded := value(COORDINATOR_ADDRESS):
         address = open_coordinator_address(encoded, invite.run, spec.owner_key).body
         invite = replace(invite, coordinators=address.coordinators, fingerprint=address.fingerprint)
     lines = b"\n".join([value(OWN_ADDRESSES), value(ADDRESSES)]).decode(errors="replace").splitlines()

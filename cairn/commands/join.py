@@ -182,10 +182,10 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
         loop.add_signal_handler(number, stop.set)
 
     from cairn.peer_screen import PeerScreen
+    from peer.node.admission_wait import wait_until_admitted
+    from peer.node.builder import build_node
     from peer.node.membership import Membership, run_folder
-    from peer.node.node import Node
     from peer.node.options import NodeOptions
-    from peer.node.waiting import wait_until_admitted
     from peer.store import Store
 
     folder = run_folder(options.home, RunId(invite.run))
@@ -229,7 +229,7 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
             key = membership.identity.key
             log.info("run %s (%s); this peer is %s%s", membership.spec.name, invite.run.short, key.short,
                      f' "{options.name}"' if options.name else "")  # fmt: skip
-            node = Node(membership, node_options)
+            node = build_node(membership, node_options)
             running = asyncio.create_task(node.run())
             asking = asyncio.create_task(_ask_for_credits(membership, screen, lambda: node.latest.members))
             with screen.showing(lambda: node.latest):  # drawn by another thread
@@ -238,7 +238,10 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
                     log.info("leaving: announcing what is done, saving the rest (at most 10 s)")
                     node.leave()
                 asking.cancel()
-                await running
+                try:
+                    await running
+                finally:
+                    await membership.close()
             end = node.snapshot()
             print(
                 f"{end.finished or 'stopped'}: round {end.round}, state {end.state[:16] or 'none'}, "

@@ -171,9 +171,9 @@ async def _serve(
     from coordinator.checkpoints.settings import CheckpointSettings, check_address
     from coordinator.service import Coordinator
     from peer.keyfile import load_or_make
-    from peer.node.locator import SPEC
+    from peer.node.builder import build_node
+    from peer.node.coordinator_discovery import SPEC
     from peer.node.membership import Membership, known_addresses
-    from peer.node.node import Node
     from peer.node.options import NodeOptions
     from protocol.chain import genesis_digest
     from protocol.message_codec import MessageDecoder
@@ -211,7 +211,7 @@ async def _serve(
         admission=b"",
         addresses=known_addresses(store),
     )
-    node = Node(membership, NodeOptions(folder, (listen,), announce, observer=True))
+    node = build_node(membership, NodeOptions(folder, (listen,), announce, observer=True))
     view = ObserverView(node, spec, archive)
     shards = [resolved.blobs[s.name] for s in spec.data.validation if s.name in resolved.blobs]
     archiver = CheckpointArchiver(

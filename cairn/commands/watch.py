@@ -78,12 +78,12 @@ async def poll(invite: Invite, via: Sequence[str], screen: WatchScreen) -> None:
 
 
 async def _ask_members(client: Any, invite: Invite, via: Sequence[str]) -> None:
-    from peer.node.finding import find
+    from peer.node.coordinator_discovery import discover_run
 
     if not [*via, *invite.addresses]:
         return
     try:
-        found = await find(invite.run, [*via, *invite.addresses])
+        found = await discover_run(invite.run, [*via, *invite.addresses])
     except CairnError as e:
         logging.getLogger(__name__).debug("members did not answer: %s", e)
         return

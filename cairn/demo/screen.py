@@ -13,7 +13,7 @@ from rich.text import Text
 
 from cairn.number_format import byte_size, count, credits, sparkline
 from cairn.peer_screen import bar
-from peer.coordinator_client import Status
+from peer.coordinator_client import SwarmStatus
 
 STATES = {"training": "green", "exchanging": "cyan", "syncing": "yellow", "joining": "yellow", "killed": "red"}
 PLAIN_SECONDS = 10.0
@@ -28,7 +28,7 @@ class DemoScreen:
         self._live: Live | None = None
         self._began = time.monotonic()
         self._printed = 0.0
-        self._status: Status | None = None
+        self._status: SwarmStatus | None = None
         self._notes: dict[str, str] = {}
         self._losses: list[float] = []
         self._page = ""
@@ -56,7 +56,7 @@ class DemoScreen:
             yield
         self._live = None
 
-    def update(self, status: Status, notes: dict[str, str], losses: list[float]) -> None:
+    def update(self, status: SwarmStatus, notes: dict[str, str], losses: list[float]) -> None:
         """Show a new status; `notes` replace the state of peers by their names."""
         self._status, self._notes, self._losses = status, notes, losses
         if not self._live_wanted and time.monotonic() - self._printed > PLAIN_SECONDS:

@@ -17,7 +17,7 @@ from cairn.demo.screen import DemoScreen
 from cairn.number_format import count
 from coordinator.authoring import load_run
 from coordinator.checkpoints.archive import Archive, ArchivedState
-from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable, Status
+from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable, SwarmStatus
 from peer.node.snapshot import Snapshot, read_snapshot
 from protocol.errors import CairnError
 from protocol.invite import Invite
@@ -52,7 +52,7 @@ class Demo:
     events: list[tuple[int, str]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     curve: list[LossPoint] = field(default_factory=list)
-    status: Status | None = None
+    status: SwarmStatus | None = None
 
 
 def run_demo(folder: Path, run_file: Path | None, *, plain: bool) -> int:
@@ -174,13 +174,13 @@ def _check_processes(demo: Demo) -> None:
         raise CairnError(f"the coordinator ended before the run did:\n{demo.coordinator.last_words()}")
 
 
-def _show(demo: Demo, status: Status) -> None:
+def _show(demo: Demo, status: SwarmStatus) -> None:
     if status.loss and (not demo.losses or status.loss != demo.losses[-1]):
         demo.losses.append(status.loss)
     demo.screen.update(status, demo.notes, demo.losses)
 
 
-def _intervene(demo: Demo, status: Status, processes: list[Process]) -> None:
+def _intervene(demo: Demo, status: SwarmStatus, processes: list[Process]) -> None:
     share = status.tokens / demo.spec.total_tokens
     if share >= KILL_AT and KILLED not in demo.notes:
         demo.peers[KILLED].kill()

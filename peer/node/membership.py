@@ -1,8 +1,7 @@
-"""Enters a run and stays in it: the identity, the spec, the admission and its renewal, the first addresses."""
+"""Membership of a run: the identity, the spec, the admission and its renewal, and the first addresses."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -12,8 +11,8 @@ from pathlib import Path
 from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable, WrongCoordinator
 from peer.errors import PeerError
 from peer.keyfile import load_or_make
-from peer.node.finding import Found, find
-from peer.node.locator import SPEC, Locator
+from peer.node.coordinator_discovery import SPEC, CoordinatorLocator, DiscoveredRun, discover_run
+from peer.node.tasks import repeat
 from peer.store import Store
 from protocol.errors import CairnError, ProtocolError
 from protocol.identity import Identity
@@ -25,30 +24,32 @@ from protocol.spec import RunSpec, open_spec
 log = logging.getLogger("peer.membership")
 
 ADMISSION, ADDRESSES, OWN_ADDRESSES = "admission", "addresses", "own-addresses"
+"""Names of the values in the store."""
+
 MAX_SAVED_ADDRESSES = 64
 CLOCK_SECONDS = 3.0
-"""hivemind's DHT takes nothing from a clock that is further off."""
+"""Maximum difference to the coordinator's clock without a warning: hivemind's DHT accepts nothing beyond it."""
 
 RENEW_SECONDS = 60.0
-"""How long after a failed renewal the next one is tried, at most."""
+"""Maximum seconds from a failed renewal to the next attempt."""
 
 ABSENT = (CoordinatorUnreachable, WrongCoordinator)
-"""Nobody can tell a coordinator that is down from one in whose place another answers: a peer that was in goes on."""
+"""Errors after which a peer with a valid admission goes on: nobody can distinguish a coordinator that is down from one
+in whose place another server answers."""
 
 
 def run_folder(home: Path, run: RunId) -> Path:
-    """Where a peer keeps what belongs to one run."""
+    """Return the folder of one run under a peer's home."""
     return home / "runs" / run.hex()[:12]
-
-
-async def _nobody_to_ask() -> None:
-    return
 
 
 @dataclass
 class Membership:
-    """What lets a peer into its run. `admission` is replaced when it is renewed; an observer has none, nor a client; a
-    newcomer whose coordinator is away has none yet."""
+    """A peer's right to take part in its run, and what it needs to enter. Close it at the end.
+
+    `admission` (an encoded envelope) is replaced when it is renewed. An observer has none, and no client; a newcomer
+    whose coordinator is away has none yet.
+    """
 
     identity: Identity
     spec: RunSpec
@@ -59,23 +60,19 @@ class Membership:
     admission: bytes
     addresses: list[str] = field(default_factory=list)
     clock_ahead: float = 0.0
-    ask: Callable[[], Awaitable[None]] = field(default_factory=lambda: _nobody_to_ask, init=False)
-    """Asks members where the coordinator is, for `locator`: the node's, once there is one."""
+    locator: CoordinatorLocator = field(init=False)
 
-    def __post_init__(self):
-        self.locator = Locator(self.store, self.spec)
-        if (client := self.client) is not None:
-            self.locator.listeners.append(lambda word: client.moved(word.body))
-            if self.locator.newest is not None:
-                client.moved(self.locator.newest.body)
+    def __post_init__(self) -> None:
+        self.locator = CoordinatorLocator(self.store, self.spec, self.client)
 
     @classmethod
     async def enter(cls, invite: Invite, home: Path, store: Store, *, name: str, via: Sequence[str] = ()) -> Membership:
-        """By the coordinator, wherever it is; or, when it does not answer, by what an earlier visit left in the store.
+        """Enter a run by its coordinator, or without it by the spec and the admission that an earlier visit stored.
 
-        Members at the addresses of the invite, of earlier visits and of `via` are asked where the coordinator is. When
-        they answer and it does not, the peer is in without an admission (`seconds_left` is 0): see `waiting`.
-        Raises PeerError with what to do when nobody gives a spec, and for a refusal.
+        Members at the addresses of the invite, of earlier visits and of `via` are asked for the coordinator's address
+        when it does not answer. When members answer and the coordinator does not, the membership has no admission yet
+        (`seconds_left` is 0): see `admission_wait`.
+        Raise PeerError, with what to do, when nobody gives a spec; CoordinatorRefused when the peer is refused.
         """
         identity = load_or_make(home / "identity.key")
         client = CoordinatorClient(invite)
@@ -89,51 +86,27 @@ class Membership:
     async def _enter(
         cls, client: CoordinatorClient, invite: Invite, identity: Identity, store: Store, name: str, via: Sequence[str]
     ) -> Membership:
-        def made(sent: bytes) -> Membership:
-            spec = open_spec(sent, invite.run)
+        def made(encoded: bytes) -> Membership:
+            spec = open_spec(encoded, invite.run)
             decoder, admission = MessageDecoder(spec.run_id, spec.owner_key), store.read_value(ADMISSION) or b""
             return cls(identity, spec, decoder, store, client, name, admission)
 
-        before: Membership | None = None
+        earlier: Membership | None = None
         if (stored := store.read_value(SPEC)) is not None:
             try:
-                before = made(stored)  # with it the client knows where the coordinator was last
+                earlier = made(stored)  # this also gives the client the coordinator's last address
             except ProtocolError as e:
-                log.warning("the stored spec is left out: %s", e)
-        addresses = list(dict.fromkeys([*via, *known_addresses(store), *invite.addresses]))
-        sent = stored if before is not None else None
-        may_go_on = before is not None and before.seconds_left() > 0
-        found: Found | None = None
-        absent: CairnError | None = None
-        try:
-            # Members may know better than to try there for long.
-            reply = await client.get_run(attempts=None if may_go_on else 1)
-            sent, addresses = reply.sent, [*reply.addresses, *addresses]
-        except ABSENT as e:
-            absent = e
-        if absent is not None and not may_go_on:
-            log.info("%s. Asking members where it is now", absent)
-            found = await find(invite.run, addresses)
-            if found is not None:
-                sent, addresses = found.sent, [*addresses, *found.addresses]
-                if found.coordinator_address is not None:
-                    client.moved(found.coordinator_address.body)
-            try:
-                reply = await client.get_run(attempts=None if found is None else 1)
-                sent, absent, addresses = reply.sent, None, [*reply.addresses, *addresses]
-            except ABSENT as e:
-                absent = e
-        if sent is None:
-            raise type(absent or PeerError())(
-                f"{absent}. Nor does any member at the addresses in the invite: ask the run's owner for the current "
-                "invite, or somebody who trains in this run for what `cairn peer invite` prints there"
-            )
-        self = before if before is not None and sent == stored else made(sent)
-        if sent != stored:
-            store.write_value(SPEC, sent)
+                log.warning("the stored spec is ignored: %s", e)
+        search = _RunSearch(client, invite, stored if earlier is not None else None)
+        search.addresses = list(dict.fromkeys([*via, *known_addresses(store), *invite.addresses]))
+        encoded = await search.run(patient=earlier is not None and earlier.seconds_left() > 0)
+        self = earlier if earlier is not None and encoded == stored else made(encoded)
+        if encoded != stored:
+            store.write_value(SPEC, encoded)
+        found, absent = search.found, search.absent
         if found is not None and found.coordinator_address is not None:
-            self.locator.take(found.coordinator_address.encoded)
-        self.addresses = list(dict.fromkeys(addresses))
+            self.locator.accept(found.coordinator_address.encoded)
+        self.addresses = list(dict.fromkeys(search.addresses))
         if absent is None:
             try:
                 await self.renew()
@@ -143,8 +116,8 @@ class Membership:
             self._go_on_without(absent, found)
         return self
 
-    def _go_on_without(self, absent: CairnError, found: Found | None) -> None:
-        """Raises PeerError when this cannot be."""
+    def _go_on_without(self, absent: CairnError, found: DiscoveredRun | None) -> None:
+        """Go on while the coordinator is absent. Raise PeerError when that is impossible."""
         if self.seconds_left() > 0:
             log.warning("%s. Going on with the admission of an earlier visit (%.1f h left)", absent, self.hours_left)
         elif found is None:
@@ -157,12 +130,12 @@ class Membership:
             self.learn(found.addresses)
 
     async def close(self) -> None:
-        """For a membership that no node has taken over."""
+        """Close the connection to the coordinator."""
         if self.client is not None:
             await self.client.close()
 
     def seconds_left(self) -> float:
-        """How long the admission lasts, by this clock; 0 when there is none that is valid."""
+        """Return the seconds for which the admission is valid by this clock; 0 when there is no valid one."""
         try:
             admission = self.decoder.decode_admission(self.admission, self.identity.key)
         except ProtocolError:
@@ -171,10 +144,11 @@ class Membership:
 
     @property
     def hours_left(self) -> float:
+        """The hours for which the admission is valid."""
         return self.seconds_left() / 3600
 
     async def renew(self) -> None:
-        """Ask for a new admission. Raises CairnError when it is not given."""
+        """Request a new admission. Raise CairnError when it is not given."""
         if self.client is None:
             raise PeerError("an observer is not admitted to anything")
         reply = await self.client.admit(self.identity, self.name)
@@ -190,42 +164,101 @@ class Membership:
                 "ahead of" if reply.clock_ahead > 0 else "behind",
             )
 
-    async def renew_wherever(self, ask: Callable[[], Awaitable[None]]) -> None:
-        """As `renew`; when nobody answers, `ask` asks members where the coordinator is now. Raises CairnError."""
+    async def renew_anywhere(self, ask_members: Callable[[], Awaitable[None]]) -> None:
+        """Renew, and when nobody answers, try once more at a newer address that `ask_members` finds.
+
+        Raise CairnError when no admission is given.
+        """
         try:
             await self.renew()
         except ABSENT:
             known = self.locator.newest
-            await ask()
+            await ask_members()
             if self.locator.newest is known:
                 raise
             await self.renew()
 
     def learn(self, addresses: Sequence[str], own: Sequence[str] = ()) -> None:
-        """Remember addresses for the next start, the newest first; one's `own`, for invites."""
+        """Store multiaddresses for the next start, newest first; and our `own`, for invites. Raise StoreError."""
         if own and (text := "\n".join(own).encode()) != self.store.read_value(OWN_ADDRESSES):
             self.store.write_value(OWN_ADDRESSES, text)
         self.addresses = list(dict.fromkeys([*addresses, *self.addresses]))[:MAX_SAVED_ADDRESSES]
         if set(known_addresses(self.store)) != set(self.addresses):
             self.store.write_value(ADDRESSES, "\n".join(self.addresses).encode())
 
-    async def keep_valid(self) -> None:
-        """For ever: renew when half of the admission's time is over; an outage of the coordinator only delays it."""
+    async def keep_valid(self, ask_members: Callable[[], Awaitable[None]]) -> None:
+        """Renew the admission whenever half of its time is over, until cancelled.
+
+        While the coordinator is away, renewal is only delayed. `ask_members` as in `renew_anywhere`.
+        """
         half = self.spec.admission.seconds / 2
-        while True:
-            await asyncio.sleep(max(min(RENEW_SECONDS, half / 2), self.seconds_left() - half))
-            try:
-                await self.renew_wherever(self.ask)
-                log.info("admission renewed: valid for %.1f h", self.hours_left)
-            except CairnError as e:
-                left = f"{self.hours_left:.1f} h left"
-                if not self.seconds_left():
-                    left = "it has ended: the others refuse this peer's updates until it is renewed"
-                level = logging.WARNING if self.hours_left > 1 else logging.ERROR
-                log.log(level, "the admission was not renewed (%s): %s", left, e)
+
+        def pause() -> float:
+            return max(min(RENEW_SECONDS, half / 2), self.seconds_left() - half)
+
+        async def renew() -> float:
+            await self.renew_anywhere(ask_members)
+            log.info("admission renewed: valid for %.1f h", self.hours_left)
+            return pause()
+
+        def failed(error: BaseException) -> float:
+            left = f"{self.hours_left:.1f} h left"
+            if not self.seconds_left():
+                left = "it has ended: the others refuse this peer's updates until it is renewed"
+            level = logging.WARNING if self.hours_left > 1 else logging.ERROR
+            log.log(level, "the admission was not renewed (%s): %s", left, error)
+            return pause()
+
+        await repeat(renew, (CairnError,), failed, first=pause())
+
+
+class _RunSearch:
+    """The search for a run's signed spec: at the coordinator, then at members, then at the address that members give.
+
+    `absent` is the reason why the coordinator did not answer (None: it did), `found` the answers of members.
+    """
+
+    def __init__(self, client: CoordinatorClient, invite: Invite, encoded: bytes | None):
+        self._client = client
+        self._run = invite.run
+        self._encoded = encoded
+        self.addresses: list[str] = []
+        self.found: DiscoveredRun | None = None
+        self.absent: CairnError | None = None
+
+    async def run(self, *, patient: bool) -> bytes:
+        """Return the signed spec. `patient`: only ask the coordinator, with all attempts; the admission still holds.
+
+        Raise CairnError when nobody gives the spec.
+        """
+        # Without an admission the coordinator gets one attempt first: members may know its new address.
+        await self._ask_coordinator(attempts=None if patient else 1)
+        if self.absent is not None and not patient:
+            log.info("%s. Asking members where it is now", self.absent)
+            self.found = await discover_run(self._run, self.addresses)
+            if self.found is not None:
+                self._encoded, self.addresses = self.found.encoded, [*self.addresses, *self.found.addresses]
+                if self.found.coordinator_address is not None:
+                    self._client.moved(self.found.coordinator_address.body)
+            await self._ask_coordinator(attempts=None if self.found is None else 1)
+        if self._encoded is None:
+            raise type(self.absent or PeerError())(
+                f"{self.absent}. Nor does any member at the addresses in the invite: ask the run's owner for the "
+                "current invite, or somebody who trains in this run for what `cairn peer invite` prints there"
+            )
+        return self._encoded
+
+    async def _ask_coordinator(self, *, attempts: int | None) -> None:
+        try:
+            reply = await self._client.get_run(attempts=attempts)
+        except ABSENT as e:
+            self.absent = e
+            return
+        self.absent = None
+        self._encoded, self.addresses = reply.encoded, [*reply.addresses, *self.addresses]
 
 
 def known_addresses(store: Store) -> list[str]:
-    """Where the swarm was entered by in earlier visits. Raises StoreError."""
+    """Return the multiaddresses by which the swarm was entered in earlier visits. Raise StoreError."""
     text = (store.read_value(ADDRESSES) or b"").decode(errors="replace")
     return [line for line in text.splitlines() if line.startswith("/")]

@@ -1,4 +1,4 @@
-"""How a node runs on this machine: what is its own, and not its run's."""
+"""The settings of a node on this machine, as opposed to those of its run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from peer.channel import Choice
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """How this node runs: where it listens, what it trains on (`observer`: nothing)."""
+    """A node's folder, the multiaddresses at which it listens and which it announces, and its trainer's settings.
+
+    An `observer` trains nothing. The other fields are explained in `peer.channel.Start`.
+    """
 
     folder: Path
     listen: tuple[str, ...] = ()
@@ -23,4 +26,4 @@ class NodeOptions:
     observer: bool = False
     overlap: bool = True
     trainer_command: tuple[str, ...] = ()
-    """Instead of the trainer's own: for measuring the node by itself."""
+    """Replaces the trainer's own command line, to measure the node by itself."""

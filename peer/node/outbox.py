@@ -1,4 +1,4 @@
-"""Sends to every peer without letting a slow one hold up the others: one bounded queue and one task a peer."""
+"""Queues of outgoing messages: one bounded queue and one task for each peer, so that a slow peer delays no other."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from protocol.wire import swarm_pb2 as wire
 log = logging.getLogger("peer.outbox")
 
 MAX_WAITING = 512
-"""Messages that wait for one peer; beyond it the oldest are dropped (the machine repeats what matters)."""
+"""Messages that wait for one peer. Beyond it the oldest are dropped; the machine repeats what matters."""
 
 MAX_PACKET = 1024 * 1024
 SEND_SECONDS = 10.0
 
 MAX_FAILURES = 1024
-"""Peers out of reach that are remembered, so that each is named in the log once."""
+"""Unreachable peers that are remembered, so that each is logged once."""
 
 NETWORK_ERRORS = (CairnError, asyncio.TimeoutError, OSError, EOFError)
-"""How a call of the network fails: a peer's doing, or that of libp2p's daemon, which is started again."""
+"""Errors of a call over the network: the peer failed, or libp2p's daemon, which is started again."""
 
 Item = Signed | Certificate
 
 
 class Outbox:
-    """`transport(to, packet, seconds)` may raise NETWORK_ERRORS: the peer is unreachable then."""
+    """The queues of one node. `transport(to, packet, seconds)` raises NETWORK_ERRORS when a peer is unreachable."""
 
     def __init__(
         self,
         transport: Callable[[PeerKey, wire.Packet, float], Awaitable[None]],
         encode: Callable[[Signed], bytes] = lambda message: message.encoded,
     ):
-        """`encode`: how a message travels."""
+        """Use `encode` to get the bytes of a message."""
         self._transport = transport
         self._encode = encode
         self._waiting: dict[PeerKey, deque[Item]] = {}
@@ -46,21 +46,21 @@ class Outbox:
         self.failures: dict[PeerKey, str] = {}
 
     def send(self, to: PeerKey, messages: Iterable[Signed] = (), certificates: Iterable[Certificate] = ()) -> None:
-        """Queue for one peer. Never blocks; a newer heartbeat replaces one that still waits."""
+        """Queue messages for one peer without blocking. A newer heartbeat replaces one that still waits."""
         items: list[Item] = [*messages, *certificates]
         if not items:
             return
         queue = self._waiting.setdefault(to, deque(maxlen=MAX_WAITING))
         for item in items:
             if isinstance(item, Signed) and isinstance(item.body, Heartbeat):
-                for old in [i for i in queue if _same_heart(i, item)]:
+                for old in [i for i in queue if _is_older_heartbeat(i, item)]:
                     queue.remove(old)
             queue.append(item)
         if to not in self._tasks:
             self._tasks[to] = asyncio.create_task(self._drain(to))
 
     def broadcast(self, to: Iterable[PeerKey], message: Signed) -> None:
-        """Queue for many."""
+        """Queue a message for several peers."""
         for key in to:
             self.send(key, (message,))
 
@@ -76,7 +76,7 @@ class Outbox:
                     self._note_failure(to, str(e) or type(e).__name__)
                     queue.clear()
         finally:
-            # At once, not when the task is over: what is sent between the two would wait for the next message.
+            # Not in a callback of the task: a message that is queued before that runs would wait for the next one.
             del self._waiting[to], self._tasks[to]
 
     def _note_failure(self, to: PeerKey, why: str) -> None:
@@ -86,14 +86,18 @@ class Outbox:
         while len(self.failures) > MAX_FAILURES:
             del self.failures[next(iter(self.failures))]
 
+    def waiting(self, to: PeerKey) -> int:
+        """Return the number of messages that wait for a peer."""
+        return len(self._waiting.get(to, ()))
+
     async def flush(self, seconds: float) -> None:
-        """Wait until all is sent, at most this long."""
+        """Wait until all messages are sent, at most these seconds."""
         tasks = list(self._tasks.values())
         if tasks:
             await asyncio.wait(tasks, timeout=seconds)
 
     async def close(self) -> None:
-        """Stop sending; what waits is dropped."""
+        """Stop sending; messages that wait are dropped."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -101,7 +105,7 @@ class Outbox:
 
 
 def _packet_of(queue: deque[Item], encode: Callable[[Signed], bytes]) -> wire.Packet:
-    """The oldest of what waits, as much as fits into one packet; taken off the queue."""
+    """Take the oldest messages off the queue, as many as fit into one packet."""
     packet, size = wire.Packet(), 0
     while queue:
         item = queue[0]
@@ -114,6 +118,6 @@ def _packet_of(queue: deque[Item], encode: Callable[[Signed], bytes]) -> wire.Pa
     return packet
 
 
-def _same_heart(waiting: Item, heartbeat: Signed) -> bool:
-    """Whether an older heartbeat of the same author still waits."""
+def _is_older_heartbeat(waiting: Item, heartbeat: Signed) -> bool:
+    """Return whether a waiting message is a heartbeat of the same author."""
     return isinstance(waiting, Signed) and isinstance(waiting.body, Heartbeat) and waiting.author == heartbeat.author

@@ -1,4 +1,4 @@
-"""What a node shows of itself: to its terminal, and as `status.json` in its folder for scripts."""
+"""The status of a node: for its terminal, and as `status.json` in its folder for scripts."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ FILE = "status.json"
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One moment of a node. Tokens are of the run; `state` is the digest of the state that is held ("" for none).
+    """The status of a node at one moment: the one shape in which it leaves the process, apart from heartbeats.
 
-    `exchange_seconds`: medians of the last rounds since our announcement (see `exchange.ExchangeTimes`);
-    `exchange_rounds`: those rounds one by one, the oldest first. `mfu`, `memory_used`, `memory_whole` (bytes; of many
-    ranks, what the one that uses most uses) and `time_shares` (of the trainer's last minute, see
-    `peer.training.time_breakdown`): None, 0 and empty when not known. Windows: `trained_windows` since this node
-    started (those that were trained again count again), `open_windows` of them covered by no update yet, and
-    `next_window`, the one to train next, as they are counted for ever (0 while no trainer says). `orders`: what the
-    run's owner has ordered that concerns this peer, in words; "" while the run goes on as ever.
+    Tokens are of the run. `head` and `state` are hex digests; `state` is empty while none is held.
+    `exchange_seconds` are the medians of the last rounds since our announcement (`round_timings.ExchangeTimes`), and
+    `exchange_rounds` those rounds one by one, oldest first.
+    `mfu` is None when unknown. `memory_used` and `memory_whole` are bytes, of the rank that uses most; 0 when unknown.
+    `time_shares` are shares of the trainer's last minute; empty when unknown.
+    `trained_windows` counts from the start of this node; windows that were trained again count again. `open_windows`
+    are not covered by an update yet. `next_window` is the absolute number of the window to train next; 0 without a
+    trainer. `orders` are the owner's directives that concern this peer, for people; empty when there are none.
     """
 
     run: str
@@ -58,7 +59,7 @@ class Snapshot:
 
 
 def write_snapshot(folder: Path, snapshot: Snapshot) -> None:
-    """Replace the file, so that a reader never sees half of it."""
+    """Replace the status file atomically. Raise OSError."""
     draft = folder / f".{FILE}.{os.getpid()}"
     try:
         draft.write_text(json.dumps(asdict(snapshot), indent=1) + "\n")
@@ -69,7 +70,7 @@ def write_snapshot(folder: Path, snapshot: Snapshot) -> None:
 
 
 def read_snapshot(folder: Path) -> Snapshot | None:
-    """The last snapshot in a folder; None when there is none that can be read."""
+    """Return the last snapshot in a folder; None when there is none that can be read."""
     try:
         return Snapshot(**json.loads((folder / FILE).read_text()))
     except (OSError, ValueError, TypeError):

@@ -13,7 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from peer.store.disk import disk, flush_folder, remove, write_durably, write_no_sync
+from peer.durable import flush_folder, write_durably
+from peer.store.disk import disk, remove, write_no_sync
 from peer.store.errors import BlobCorrupt, BlobMissing, StoreError, StoreFull
 from peer.store.in_progress import InProgressBlob
 from protocol.bounded import BoundedDict
@@ -101,7 +102,7 @@ class BlobStore:
             path = self._file(digest)
             path.parent.mkdir(exist_ok=True)
             write_no_sync(_leaf_file(path), b"".join(leaves), scratch=self.scratch)
-            write_durably(path, data, scratch=self.scratch)
+            write_durably(path, [data], scratch=self.scratch)
         self._register(digest, len(data), leaves)
         return digest
 

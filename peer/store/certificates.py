@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from peer.store.disk import disk, flush_folder, remove, write_durably
+from peer.durable import flush_folder, write_durably
+from peer.store.disk import disk, remove
 from protocol.ids import Digest, Round, sha256
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ class CertificateFiles:
         if path.exists():
             return
         with disk(f"writing the certificate of round {round}"):
-            write_durably(path, sha256(data), data, scratch=self._scratch)
+            write_durably(path, [sha256(data), data], scratch=self._scratch)
 
     def read(self) -> Iterator[bytes]:
         """Yield all certificates, by round, then digest. One that fails its checksum is removed, with a warning."""

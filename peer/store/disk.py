@@ -1,4 +1,4 @@
-"""Durable steps on a POSIX file system: the effect of a call that has returned survives a crash."""
+"""Steps on a POSIX file system that the store needs beside those of `peer.durable`."""
 
 from __future__ import annotations
 
@@ -18,43 +18,6 @@ def disk(doing: str) -> Iterator[None]:
         yield
     except OSError as e:
         raise disk_error(e, doing) from None
-
-
-def write_at(fd: int, data: bytes, at: int) -> None:
-    """Write all of `data` at offset `at`, in as many calls as the system needs."""
-    view = memoryview(data)
-    while view:
-        n = os.pwrite(fd, view, at)
-        view, at = view[n:], at + n
-
-
-def flush_folder(folder: Path) -> None:
-    """Make renames and unlinks in a folder durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def write_durably(path: Path, *pieces: bytes | memoryview, scratch: Path) -> None:
-    """Replace `path` by a file of these pieces. At every instant the file is the old one or the new one, whole.
-
-    `scratch` is a folder of the same file system, where the draft lies until it is complete.
-    """
-    draft = scratch / secrets.token_hex(12)
-    try:
-        with open(draft, "xb") as file:
-            for piece in pieces:
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(draft, path)
-    except OSError:
-        with suppress(OSError):
-            os.unlink(draft)
-        raise
-    flush_folder(path.parent)
 
 
 def write_no_sync(path: Path, data: bytes, *, scratch: Path) -> None:

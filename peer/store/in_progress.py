@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from peer.store.disk import disk, reserve, write_at
+from peer.durable import write_at
+from peer.store.disk import disk, reserve
 from peer.store.errors import BlobMissing, StoreError
 from protocol.errors import MalformedError
 from protocol.ids import Digest

@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from peer.durable import write_durably
 from peer.store.blobs import BlobStore
 from peer.store.certificates import CertificateFiles
-from peer.store.disk import disk, write_durably
+from peer.store.disk import disk
 from peer.store.errors import StoreBusy, StoreError
 from protocol.ids import Digest, Round
 
@@ -75,7 +76,7 @@ class Store(BlobStore):
     def write_value(self, name: str, data: bytes) -> None:
         """Keep a small value under a name, in place of an older one; durable when it returns. Raises StoreError."""
         with disk(f"writing {name}"):
-            write_durably(self._value_file(name), data, scratch=self.scratch)
+            write_durably(self._value_file(name), [data], scratch=self.scratch)
 
     def read_value(self, name: str) -> bytes | None:
         """Return the value of that name, or None."""

@@ -25,7 +25,7 @@ from peer.training.exchange_point import ExchangePoint
 from peer.training.layers import Report
 from peer.training.owner import ThreadOwned
 from peer.training.saved_state import SavedFolder, SavedState, TrainerManifest
-from peer.training.windows import AnnouncedUpdate
+from peer.training.windows import UndecidedUpdate
 from protocol.codec import make_codec
 from protocol.errors import CodecError, MalformedError
 from protocol.ids import Digest, PeerKey
@@ -130,7 +130,7 @@ class BaseState(ThreadOwned):
             self._exchange.loss = loss.restarted()
             self.ledger.decay(self._beta)
         first, end, steps = claim
-        made = AnnouncedUpdate(ask.parent, blob_digest(blob), len(blob), first, end, steps, loss.mean)
+        made = UndecidedUpdate(ask.parent, blob_digest(blob), len(blob), first, end, steps, loss.mean)
         manifest = TrainerManifest(ask.parent, self.round, replace(windows, announced=made), dict(self.ledger.entries))
         try:
             link_into(self._folder.keep_update(blob, manifest), ask.out)
@@ -358,5 +358,5 @@ class BaseState(ThreadOwned):
         return True
 
 
-def _made(a: AnnouncedUpdate, out: Path) -> UpdateMade:
+def _made(a: UndecidedUpdate, out: Path) -> UpdateMade:
     return UpdateMade(a.parent, out, a.size, a.blob, a.first, a.end, a.steps, a.loss)

@@ -29,7 +29,7 @@ from peer.channel.messages import DigestField, PeerKeyField
 from peer.durable import publish, write_durably
 from peer.errors import SavedStateError
 from peer.training.inner_optimizer import MOMENTS
-from peer.training.windows import AnnouncedUpdate, WindowAccounting
+from peer.training.windows import UndecidedUpdate, WindowAccounting
 from protocol.ids import MAX_COUNT, Digest, PeerKey, RunId
 from protocol.layout import Layout
 from protocol.merkle import CHUNK, blob_digest, leaf_hash, tree_hash
@@ -354,8 +354,8 @@ class SavedFolder:
         )
 
 
-def _announced(u: _Update | None) -> AnnouncedUpdate | None:
-    return u and AnnouncedUpdate(u.parent, u.blob, u.size, u.first, u.end, u.steps, u.loss)
+def _announced(u: _Update | None) -> UndecidedUpdate | None:
+    return u and UndecidedUpdate(u.parent, u.blob, u.size, u.first, u.end, u.steps, u.loss)
 
 
 def _trainer_manifest(found: _UpdateManifest) -> TrainerManifest:

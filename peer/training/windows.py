@@ -13,7 +13,7 @@ from protocol.ids import Digest
 
 
 @dataclass(frozen=True, slots=True)
-class AnnouncedUpdate:
+class UndecidedUpdate:
     """An update that was made and is undecided: its parent record, its blob, its size in bytes, the windows it claims.
 
     `loss`: mean training loss in nats per token over its `steps` inner steps.
@@ -35,7 +35,7 @@ class WindowAccounting:
     counter: int = 0
     claimed_from: int = 0
     steps: int = 0
-    announced: AnnouncedUpdate | None = None
+    announced: UndecidedUpdate | None = None
 
     @property
     def uncovered(self) -> int:

@@ -81,7 +81,7 @@ class Context:
         return self._neutral if newest is None else newest.body
 
     def is_banned(self, key: PeerKey) -> bool:
-        """Return whether the newest directive bans a peer. Records without that directive may still list its updates."""
+        """Return whether the newest directive bans a peer. Records before that may still list its updates."""
         newest = self.chain.newest_directive
         if newest is not self._banned_by:
             self._banned_by, self._banned = newest, frozenset(() if newest is None else newest.body.banned)

@@ -105,14 +105,15 @@ class RoundMachine:
         self._published: DirectivesChanged | None = None
         self._stored_epoch: int | None = None
         self.next_tick = now
-        """When to step with a `Tick`, if no other event comes before."""
+        """The time to step with a `Tick`, if no other event comes before; infinite once we have left."""
 
     # -- the only entry --------------------------------------------------------------------------------------
 
-    def start(self, now: float, *, alone: bool = False) -> list[Action]:
-        """Begin. `alone`: nobody else is there, so do not wait for anybody before training."""
+    def start(self, now: float, status: LocalStatus | None = None, *, alone: bool = False) -> list[Action]:
+        """Begin. `alone`: nobody else is there, so do not wait for anybody before training. `status` as in `step`."""
         c = self._c
         c.begin_step(now)
+        self._status = status or self._status
         c.own.recall(c.chain)
         self._departure.begin()
         self._governance.notify_pause(None, c.directive)
@@ -421,7 +422,7 @@ class RoundMachine:
         self._departure.stay(anybody_behind=self._is_anybody_behind, bytes_up=self._status.bytes_up)
         self._publish_directives()
         self._update_phase()
-        self.next_tick = c.deadlines.next_tick
+        self.next_tick = float("inf") if self._departure.has_left else c.deadlines.next_tick
 
     def _turn(self) -> bool:
         """Return whether something changed that other parts depend on."""

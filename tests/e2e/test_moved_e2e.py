@@ -11,7 +11,7 @@ import pytest
 from cairn.commands.invite import renewed_invite
 from cairn.demo.processes import free_ports
 from peer.coordinator_client import Admission, CoordinatorClient
-from peer.node.locator import WHEREABOUTS
+from peer.node.coordinator_discovery import COORDINATOR_ADDRESS
 from protocol.coordinator_address import open_coordinator_address
 from protocol.invite import HostPort, Invite
 from protocol.message_codec import MessageDecoder
@@ -49,7 +49,7 @@ class Moving(World):
 
     def knows(self, name: str) -> tuple[HostPort, ...]:
         """Return the coordinator's address that a peer has stored."""
-        file = self.peer_folder(name) / "store" / "values" / WHEREABOUTS
+        file = self.peer_folder(name) / "store" / "values" / COORDINATOR_ADDRESS
         if not file.exists():
             return ()
         return open_coordinator_address(file.read_bytes(), self.spec.run_id, self.spec.owner_key).body.coordinators

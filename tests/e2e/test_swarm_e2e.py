@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from coordinator.service import LEDGER_FILE
-from peer.coordinator_client import Account, CoordinatorClient
+from peer.coordinator_client import CoordinatorClient, PeerCredits
 from protocol.ledger.entries import decode_line
 from protocol.messages import Signed, UpdateHeader
 from tests.e2e.chains import check_same
@@ -172,7 +172,7 @@ def check_ledger(world: World) -> None:
     ]  # fmt: skip
 
 
-async def account_of(world: World, name: str) -> Account:
+async def account_of(world: World, name: str) -> PeerCredits:
     async with CoordinatorClient(world.invite) as client:
         return await client.account(world.key(name))
 

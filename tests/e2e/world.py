@@ -21,7 +21,7 @@ from cairn.commands.serve import coordinator_folder
 from cairn.demo.processes import Process, free_ports, stop_all
 from coordinator.authoring.resolve import SPEC
 from coordinator.authoring.runfile import tomllib
-from peer.coordinator_client import CoordinatorClient, Status
+from peer.coordinator_client import CoordinatorClient, SwarmStatus
 from peer.node.membership import ADMISSION, run_folder
 from peer.node.snapshot import Snapshot, read_snapshot
 from protocol.identity import Identity, from_key_file
@@ -281,7 +281,7 @@ class World:
         assert snapshot is not None, self.logs(name)
         return snapshot
 
-    async def status(self) -> Status:
+    async def status(self) -> SwarmStatus:
         async with CoordinatorClient(self.invite, timeout=60.0) as client:
             return await client.status()
 

@@ -31,7 +31,7 @@ from benchmarks.coordinator.swarm import identity, make_spec
 from coordinator.errors import TooManyError
 from coordinator.health import NAME
 from coordinator.interceptor import CALLS_OF_ONE, STREAMS_OF_ONE, ConcurrencyLimit
-from peer.coordinator_client import _certificate_of
+from peer.coordinator_client import server_certificate
 from protocol.envelope import seal
 from protocol.invite import TLS_NAME, HostPort
 from protocol.wire import coordinator_pb2 as wire
@@ -52,7 +52,7 @@ class World:
         self.server = Server(place)
         self.port: int = place["grpc"]
         self.said = said
-        der = _certificate_of(HostPort("127.0.0.1", self.port))
+        der = server_certificate(HostPort("127.0.0.1", self.port))
         self._credentials = grpc.ssl_channel_credentials(ssl.DER_cert_to_PEM_cert(der).encode())
         self._channel: grpc.Channel | None = None
         self._used = 0
@@ -371,7 +371,7 @@ async def test_who_watches_its_health_is_told_that_it_goes(tmp_path):
     import grpc.aio
 
     async with running(tmp_path, SPEC) as (c, _):
-        der = await asyncio.to_thread(_certificate_of, HostPort("127.0.0.1", c.grpc_port))
+        der = await asyncio.to_thread(server_certificate, HostPort("127.0.0.1", c.grpc_port))
         credentials = grpc.ssl_channel_credentials(ssl.DER_cert_to_PEM_cert(der).encode())
         options = [("grpc.ssl_target_name_override", TLS_NAME)]
         async with grpc.aio.secure_channel(f"127.0.0.1:{c.grpc_port}", credentials, options=options) as channel:

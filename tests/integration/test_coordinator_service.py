@@ -24,9 +24,9 @@ from peer.coordinator_client import (
     CoordinatorRefused,
     CoordinatorUnreachable,
     WrongCoordinator,
-    _certificate_of,
+    server_certificate,
 )
-from peer.node import finding
+from peer.node import coordinator_discovery
 from protocol.coordinator_address import CoordinatorAddress
 from protocol.envelope import seal
 from protocol.errors import CairnError
@@ -163,7 +163,7 @@ async def test_a_client_that_pinned_one_certificate_is_not_answered_by_another(t
     async with running(tmp_path / "a") as (a, _), running(tmp_path / "b") as (b, _):
         ask = client(a)
         channel = await ask._channel(ask._places[0])
-        pem = await asyncio.to_thread(_certificate_of, HostPort("127.0.0.1", a.grpc_port))
+        pem = await asyncio.to_thread(server_certificate, HostPort("127.0.0.1", a.grpc_port))
         import ssl
 
         credentials = grpc.ssl_channel_credentials(ssl.DER_cert_to_PEM_cert(pem).encode())
@@ -263,13 +263,13 @@ async def test_a_status_with_an_old_invite_is_asked_where_members_say(tmp_path, 
         old = replace(c.invite(), coordinators=(HostPort("127.0.0.1", 1),))
         await told(swarm, 1)
         asked: list[list[str]] = []
-        known = finding.Found(sign_spec(OWNER, SPEC).encoded, swarm.words[0], (), 1)
+        known = coordinator_discovery.DiscoveredRun(sign_spec(OWNER, SPEC).encoded, swarm.words[0], (), 1)
 
         async def find(run, addresses):
             asked.append(list(addresses))
             return known
 
-        monkeypatch.setattr(finding, "find", find)
+        monkeypatch.setattr(coordinator_discovery, "discover_run", find)
         monkeypatch.setattr(asyncio, "sleep", lambda _, sleep=asyncio.sleep: sleep(0))
         assert (await status.fetch_status(old, ["/via"])).name == "tiny"
         assert asked == [["/via", *old.addresses]]

@@ -23,6 +23,7 @@ from peer.channel import Applied, Apply, Failed, MakeUpdate, Note, Progress, Rea
 from peer.channel.messages import from_line, to_line
 from peer.errors import TrainingError
 from peer.node.assets import start_message
+from peer.node.options import NodeOptions
 from peer.store import Store
 from peer.training.layers import USUAL, LayerOptions
 from peer.training.parallel.distributed_backend import DistributedBackend
@@ -391,9 +392,8 @@ def test_the_command_line_s_layout_and_what_is_done_to_layers_reach_the_trainer(
     assert done.exit_code == 2 and "'ep=2' is no degree" in done.output
     world = World.make(tmp_path)
     with Store(tmp_path / "store", 2**30) as store:
-        start = start_message(
-            world.spec, store, tmp_path, world.start(1).identity_key, "auto", 1, asked[0].parallel, "on", "off"
-        )
+        options = NodeOptions(tmp_path, parallel=asked[0].parallel, recompute="on", compile="off")
+        start = start_message(world.spec, store, world.start(1).identity_key, options)
     assert start.parallel == "fsdp=4,tp=2" and from_line(to_line(start)[:-1]) == start
     assert (start.recompute, start.compile) == ("on", "off")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 import pytest_asyncio
 import torch
 
-from peer.node.reducing import Reducing
-from peer.node.updates import Updates
+from peer.node.shard_reducer import ShardReducer
+from peer.node.tasks import Tasks
+from peer.node.update_fetcher import UpdateFetcher
 from protocol.codec import make_codec
-from protocol.ids import Digest, Round
+from protocol.ids import Digest, PeerKey, Round
 from protocol.layout import Layout
 from protocol.merkle import CHUNK
 from protocol.message_codec import KeySigner
@@ -24,7 +26,6 @@ from protocol.reduce_plan import committees, shard_count
 from protocol.rounds.events import BlobHeld, ShardReduced
 from protocol.spec import CodecSpec, OuterSpec
 from tests.support.swarm_world import RUN, Member, Pool
-from tests.support.waiting import LIMIT, ended
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -53,23 +54,33 @@ def header(member: Member, blob: Digest) -> Signed[UpdateHeader]:
     return KeySigner(member.identity).sign(body)
 
 
+@dataclass
+class Source:
+    """A swarm as a source of slices, without relays."""
+
+    fetch_blob: Any
+
+    def everyone(self) -> list[PeerKey]:
+        return []
+
+    def relays_from(self, author: PeerKey) -> list[PeerKey]:
+        return []
+
+
 class Driver:
-    """One member's `Reducing`, over its own swarm and store."""
+    """One member's `ShardReducer`, over its own swarm and store."""
 
     def __init__(self, member: Member):
         self.member = member
         self.answers: asyncio.Queue[Any] = asyncio.Queue()
-        updates = Updates(
-            member.store, member.swarm, CODEC, deadline_seconds=LIMIT, everyone=lambda: [],
-            answer=self.answers.put_nowait, spawn=self._spawn,
+        tasks, source = Tasks(), Source(member.swarm.fetch_blob)
+        updates = UpdateFetcher(
+            member.store, source, CODEC, deadline_seconds=20, post=self.answers.put_nowait, tasks=tasks,
         )  # fmt: skip
-        self.reducing = Reducing(
-            member.store, member.swarm, updates, REDUCTION, CODEC.size, OuterSpec(),
-            exchange_seconds=2 * LIMIT, answer=self.answers.put_nowait, spawn=self._spawn,
+        self.reducing = ShardReducer(
+            member.store, source, updates, REDUCTION, CODEC.size, OuterSpec(), exchange_seconds=40,
+            post=self.answers.put_nowait, tasks=tasks,
         )  # fmt: skip
-
-    def _spawn(self, work: Any, what: str) -> asyncio.Task[None]:
-        return asyncio.create_task(work, name=what)
 
 
 async def test_every_member_of_a_committee_makes_the_same_part_and_each_moves_its_share_of_bytes(
@@ -90,7 +101,7 @@ async def test_every_member_of_a_committee_makes_the_same_part_and_each_moves_it
         made: dict[int, set[Digest]] = {}
         for d in drivers.values():
             for _ in [c for c in seats if d.member.key in c]:
-                answer = await ended(d.answers.get())
+                answer = await asyncio.wait_for(d.answers.get(), 20)
                 assert isinstance(answer, ShardReduced) and answer.record == record.digest
                 made.setdefault(answer.part, set()).add(answer.blob)
         assert sorted(made) == list(range(parts)) and all(len(found) == 1 for found in made.values())
@@ -113,6 +124,6 @@ async def test_every_member_of_a_committee_makes_the_same_part_and_each_moves_it
                     d.reducing.fetch(blob, record, part, seats[part])
         for d in drivers.values():
             for _ in [c for c in seats if d.member.key not in c]:
-                assert isinstance(await ended(d.answers.get()), BlobHeld)
+                assert isinstance(await asyncio.wait_for(d.answers.get(), 20), BlobHeld)
             assert all(d.member.store.has(blob) for found in made.values() for blob in found)
         assert all(m.bad == [] for m in lent)

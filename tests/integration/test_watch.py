@@ -21,7 +21,7 @@ from cairn.commands.watch import poll
 from cairn.status_view import whole
 from cairn.watch_screen import WatchScreen
 from coordinator.alerts.tracker import Alert
-from peer.coordinator_client import AlertStatus, PeerStatus, RoundStatus, Status
+from peer.coordinator_client import AlertStatus, PeerStatus, RoundStatus, SwarmStatus
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.invite import HostPort, Invite
 from tests.support.coordinator_fakes import FakeSwarm, make_spec
@@ -36,7 +36,7 @@ def key(n: int) -> PeerKey:
     return PeerKey(sha256(b"key", n.to_bytes(4, "big")))
 
 
-def status(peers: int = 3, rounds: int = 8, alerts: int = 0, words: str = "3 peers training", **changes) -> Status:
+def status(peers: int = 3, rounds: int = 8, alerts: int = 0, words: str = "3 peers training", **changes) -> SwarmStatus:
     phases = ("training", "exchanging", "silent", "gone")
     fields = dict(
         name="tiny", health="healthy", message=words, round=rounds, head=Digest(bytes(32)), state=Digest(bytes(32)),
@@ -53,7 +53,7 @@ def status(peers: int = 3, rounds: int = 8, alerts: int = 0, words: str = "3 pee
         losses=tuple(5 - n / 50 for n in range(min(120, 10 * rounds))),
         alerts=tuple(AlertStatus(f"a{n}", 100, "something is wrong " * 9) for n in range(alerts)),
     )  # fmt: skip
-    return Status(**(fields | changes))  # type: ignore[arg-type]
+    return SwarmStatus(**(fields | changes))  # type: ignore[arg-type]
 
 
 def console(width: int, height: int, *, terminal: bool = True) -> Console:

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from peer.keyfile import load_or_make
-from peer.node.keeping import to_keep
+from peer.node.blob_retention import assets
 from peer.node.membership import ADMISSION, SPEC, run_folder
 from peer.store import Store
-from protocol.chain import genesis_digest
+from protocol.chain import Chain, genesis_digest
 from protocol.codec import make_codec
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round
@@ -24,6 +24,8 @@ from protocol.merkle import blob_digest
 from protocol.message_codec import KeySigner, encode_certificate
 from protocol.messages import Admission, Certificate, RoundRecord, Signed, UpdateHeader, Vote
 from protocol.outer import Contribution, apply
+from protocol.rounds.policy import RoundPolicy
+from protocol.rounds.retention import retained
 from protocol.spec import RunSpec
 from protocol.state import checkpoint_chunks, state_digest, state_layout, tensors_from_checkpoint
 
@@ -105,7 +107,11 @@ class History:
                 return
             for c in self.certificates:
                 store.append_certificate(encode_certificate(c), c.record.body.round, c.record.digest)
-            keep = to_keep(self.spec, self.certificates, [self._base], [])
+            policy = RoundPolicy.of(self.spec)
+            chain = Chain(self.spec.run_id, self.spec.genesis.name, policy.chain_limits)
+            for c in self.certificates:
+                chain.add(c)
+            keep = {*assets(self.spec), self._base, *retained(policy, chain)}
             for digest, blob in self.blobs.items():
                 if digest in keep:
                     store.put(blob)

@@ -11,9 +11,10 @@ from protocol.ids import Digest, PeerKey, sha256
 from protocol.merkle import CHUNK
 from protocol.messages import Certificate, Directive, Heartbeat, Vote
 from protocol.reduce_plan import GATHER
-from protocol.rounds import header_repair, members
+from protocol.rounds import header_repair, machine, members
 from protocol.rounds.context import Context
-from protocol.rounds.events import ChainReceived, ChainUnanswered
+from protocol.rounds.events import ChainReceived, ChainUnanswered, Leave, MoveFailed
+from protocol.rounds.phase import TRANSITIONS, Phase, check_transition
 from tests.simulation.checkers import (
     Broken,
     check_account,
@@ -48,6 +49,37 @@ def test_all_promises_hold_when_rounds_are_reduced(seed):
 def test_all_promises_hold_while_the_owner_meddles(seed, exchange):
     """Pauses, bans, other policies, rollbacks, replays of old words: in the end all follow the newest."""
     Scenario(seed, orders=True, exchange=exchange).run()
+
+
+def test_every_transition_that_is_seen_is_in_the_table(monkeypatch):
+    """A machine raises at any other; here it is seen that the simulator makes nearly all of the table's."""
+    seen: set[tuple[Phase, Phase]] = set()
+
+    def note(before: Phase, after: Phase) -> None:
+        check_transition(before, after)
+        if before is not after:
+            seen.add((before, after))
+
+    monkeypatch.setattr(machine, "check_transition", note)
+    for seed in (2000, 2001, 2002, 2003):
+        scenario = Scenario(seed, orders=True, peers=5, fault_seconds=60.0)
+        scenario.run()
+        world = scenario.world
+        for node in world.honest:
+            node.step(MoveFailed(node.machine.chain.head, "the trainer died"))
+        world.clock.run_until(world.clock.now + 10.0)
+        for node in world.nodes:
+            if node.alive:
+                node.step(Leave())
+        world.clock.run_until(world.clock.now + 10.0)
+        assert all(n.machine.phase is Phase.LEFT for n in world.nodes if n.alive)
+    table = {(before, after) for before, to in TRANSITIONS.items() for after in to}
+    rare = {
+        (Phase.EXCHANGING, Phase.SYNCING),
+        (Phase.JOINING, Phase.LEAVING), (Phase.SYNCING, Phase.LEAVING), (Phase.PAUSED, Phase.LEAVING),
+        (Phase.PAUSED, Phase.EXCHANGING), (Phase.SYNCING, Phase.EXCHANGING), (Phase.PAUSED, Phase.SYNCING),
+    }  # fmt: skip
+    assert table - rare <= seen <= table, sorted(map(str, table - rare - seen))
 
 
 class Deaf(Node):

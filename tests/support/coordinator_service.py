@@ -15,7 +15,7 @@ import pytest
 from coordinator.service import Coordinator, CoordinatorConfig
 from peer.coordinator_client import (
     CoordinatorClient,
-    _certificate_of,
+    server_certificate,
 )
 from protocol.invite import TLS_NAME, HostPort
 from protocol.spec import sign_spec
@@ -55,7 +55,7 @@ async def settled(coordinator, rounds: int) -> None:
 async def raw_stub(coordinator):
     import ssl
 
-    der = await asyncio.to_thread(_certificate_of, HostPort("127.0.0.1", coordinator.grpc_port))
+    der = await asyncio.to_thread(server_certificate, HostPort("127.0.0.1", coordinator.grpc_port))
     channel = grpc.aio.secure_channel(
         f"127.0.0.1:{coordinator.grpc_port}",
         grpc.ssl_channel_credentials(ssl.DER_cert_to_PEM_cert(der).encode()),

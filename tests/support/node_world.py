@@ -18,8 +18,6 @@ from typing import Any, TypeVar
 
 import base58
 
-import peer.node.network as network_module
-import peer.node.training as training_module
 from peer.channel import (
     Apply,
     Failed,
@@ -33,6 +31,7 @@ from peer.channel import (
     UpdateMade,
 )
 from peer.errors import TrainerDied
+from peer.node.builder import build_node
 from peer.node.membership import Membership
 from peer.node.node import Node
 from peer.node.options import NodeOptions
@@ -173,11 +172,16 @@ class LoopSwarm:
         if self.internet.withheld(other.key, digest):
             return False
         arriving = None if other.store.has(digest) else other.store.in_progress(digest)
-        if other.handlers.may_serve(digest, self.key) is not None or not (arriving or other.store.has(digest)):
+        if other.handlers.may_serve(digest, self.key) is not None:
+            return False
+        other.handlers.on_blob_requested(digest, self.key)
+        if not (arriving or other.store.has(digest)):
             return False
         size = arriving.size if arriving else other.store.size(digest)
         leaves = arriving.leaves if arriving else other.store.leaves(digest)
         partial = self.store.receive(digest, size, leaves, chunks)
+        if partial is None:
+            return True
         try:
             for index in partial.missing(chunks):
                 if arriving is None or arriving.has(index):
@@ -201,7 +205,7 @@ class LoopSwarm:
 
 
 class LoopTrainer:
-    """What `peer.node.trainer.Trainer` offers a node."""
+    """A `TrainerSupervisor` whose trainer works in this process."""
 
     link = None
 
@@ -310,11 +314,10 @@ def _spoilt(made: UpdateMade) -> UpdateMade:
 class NodeWorld:
     """A run, and nodes of it by name. `close` at the end."""
 
-    def __init__(self, folder: Path, monkeypatch: Any, **fields: Any):
+    def __init__(self, folder: Path, **fields: Any):
         """`fields`: of the spec, over the tiny run's; `model`: of its model's config."""
         LoopSwarm.internet = self.internet = Internet()
-        monkeypatch.setattr(network_module, "Swarm", LoopSwarm)
-        monkeypatch.setattr(training_module, "Trainer", LoopTrainer)
+        self.trainers: dict[PeerKey, LoopTrainer] = {}
         self.folder = folder
         files = World.make(folder, config=fields.pop("model", {}))
         self.tokenizer = b"a tokenizer"
@@ -343,9 +346,21 @@ class NodeWorld:
         decoder = MessageDecoder(self.spec.run_id, OWNER.key)
         ways_in = [address_of(self.key(n)) for n in self.nodes if n != name]
         membership = Membership(me, self.spec, decoder, store, None, name, admission(self.spec, me).encoded, ways_in)
-        node = self.nodes[name] = Node(membership, NodeOptions(home, device="cpu"))
-        self.running[name] = asyncio.create_task(self._run(node, store), name=name)
+        node = self.nodes[name] = self.build(membership, NodeOptions(home, device="cpu"))
+        self.run(name, node, store)
         return node
+
+    def build(self, membership: Membership, options: NodeOptions) -> Node:
+        """A node in this world's network, with a trainer in this process."""
+        return build_node(membership, options, start_swarm=LoopSwarm.start, supervise=self._supervise)
+
+    def _supervise(self, start: Start, **how: Any) -> Any:
+        trainer = self.trainers[start.identity_key] = LoopTrainer(start, **how)
+        return trainer
+
+    def run(self, name: str, node: Node, store: Store) -> None:
+        self.nodes[name] = node
+        self.running[name] = asyncio.create_task(self._run(node, store), name=name)
 
     async def _run(self, node: Node, store: Store) -> None:
         try:
@@ -356,8 +371,8 @@ class NodeWorld:
     async def kill(self, name: str) -> None:
         """As if it lost its power: not a word more, nothing saved."""
         self.internet.there.pop(self.key(name))
-        if (training := self.nodes[name]._training) is not None:
-            training._trainer.crashed = True  # type: ignore[attr-defined]
+        if (trainer := self.trainers.get(self.key(name))) is not None:
+            trainer.crashed = True
         self.running[name].cancel()
         await asyncio.gather(self.running[name], return_exceptions=True)
 
@@ -392,8 +407,7 @@ class NodeWorld:
         await self.until(f"{', '.join(names)} in round {goal}", there, seconds)
 
     def trainer(self, name: str) -> LoopTrainer:
-        training: Any = self.nodes[name]._training
-        return training._trainer
+        return self.trainers[self.key(name)]
 
     def announced(self, name: str) -> set[Digest]:
         """The blobs of the round that is open at a node."""

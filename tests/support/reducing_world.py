@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from peer.errors import PeerError
-from peer.node.reducing import Reducing
-from peer.node.updates import Updates
+from peer.node.shard_reducer import ShardReducer
+from peer.node.update_fetcher import UpdateFetcher
 from peer.store import Store
 from protocol.errors import CodecError
 from protocol.ids import Digest, PeerKey
 from protocol.merkle import CHUNK, blob_digest, blob_leaves
 from tests.support.coordinator_fakes import ChainMaker, make_spec, peer
-from tests.support.waiting import LIMIT, ended
+from tests.support.recorded_tasks import RecordedTasks
 
 SPEC = make_spec()
 
@@ -68,6 +68,12 @@ class Source:
         self.blobs[digest] = data
         return digest
 
+    def everyone(self) -> list[PeerKey]:
+        return []
+
+    def relays_from(self, author: PeerKey) -> list[PeerKey]:
+        return []
+
     async def fetch_blob(
         self,
         digest: Digest,
@@ -89,6 +95,7 @@ class Source:
             data = self.blobs[digest]
             assert size == len(data)
             partial = self.store.receive(digest, len(data), blob_leaves(data), chunks)
+            assert partial is not None
             for i in partial.missing(chunks):
                 partial.write(i, data[i * CHUNK : (i + 1) * CHUNK])
             if not partial.left:
@@ -99,11 +106,11 @@ class Source:
 
 
 class World:
-    def __init__(self, folder: Path, authors: int, seconds: float = LIMIT):
+    def __init__(self, folder: Path, authors: int, seconds: float = 20.0):
         self.store = Store(folder, 1 << 40)
         self.source = Source(self.store)
         self.answers: asyncio.Queue[Any] = asyncio.Queue()
-        self.tasks: set[asyncio.Task[None]] = set()
+        self.tasks = RecordedTasks()
         self.data = {n: random.Random(n).randbytes(SIZE) for n in range(1, authors + 1)}
         chain = ChainMaker(SPEC)
         chain.add({n: 2 for n in self.data})
@@ -113,22 +120,17 @@ class World:
         updates = tuple(_with_blob(u, self.source.add(by_author[u.author])) for u in self.record.body.updates)
         self.record = _replace(self.record, body=_replace(self.record.body, updates=updates))
         self.blobs = {u.author: u.body.blob for u in updates}
-        updates = Updates(
-            self.store, self.source, cast(Any, _Codec()), deadline_seconds=seconds, everyone=lambda: [],
-            answer=self.answers.put_nowait, spawn=self._spawn,
+        self.updates = UpdateFetcher(
+            self.store, self.source, cast(Any, _Codec()), deadline_seconds=seconds, post=self.answers.put_nowait,
+            tasks=self.tasks,
         )  # fmt: skip
-        self.reducing = Reducing(
-            self.store, self.source, updates, cast(Any, Sums()), SIZE, SPEC.outer,
-            exchange_seconds=seconds, answer=self.answers.put_nowait, spawn=self._spawn,
+        self.reducing = ShardReducer(
+            self.store, self.source, self.updates, cast(Any, Sums()), SIZE, SPEC.outer,
+            exchange_seconds=seconds, post=self.answers.put_nowait, tasks=self.tasks,
         )  # fmt: skip
 
-    def _spawn(self, work, what: str) -> asyncio.Task[None]:
-        task = asyncio.ensure_future(work)
-        self.tasks.add(task)
-        return task
-
-    async def answer(self) -> Any:
-        return await ended(self.answers.get())
+    async def answer(self, seconds: float = 10.0) -> Any:
+        return await asyncio.wait_for(self.answers.get(), seconds)
 
     def expected(self, part: int) -> bytes:
         ordered = [self.source.blobs[u.body.blob] for u in self.record.body.updates]
@@ -137,9 +139,9 @@ class World:
         )
 
     async def close(self) -> None:
-        for task in self.tasks:
+        for task in self.tasks.spawned:
             task.cancel()
-        failed = await asyncio.gather(*self.tasks, return_exceptions=True)
+        failed = await asyncio.gather(*self.tasks.spawned, return_exceptions=True)
         self.store.close()
         for error in failed:
             if isinstance(error, Exception):

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from peer.node import briefs as module
-from peer.node.briefs import IN_PACKET, PER_AUTHOR, Briefs, Held
+from peer.node import compact_records as module
+from peer.node.compact_records import IN_PACKET, PER_AUTHOR, CompactRecords, HeaderCache
 from peer.swarm.errors import PeerUnreachable
 from protocol.compact_record import (
     HEADER_ID_BYTES,
@@ -23,6 +23,7 @@ from protocol.errors import MalformedError, SignatureError
 from protocol.ids import PeerKey
 from protocol.messages import MAX_CONTRIBUTORS, RoundRecord
 from protocol.wire import swarm_pb2 as wire
+from tests.support.recorded_tasks import RecordedTasks
 from tests.support.signed import HEADERS, PEERS, RECORD, decoder, header, heartbeat, record
 
 A, B = PEERS[1].key, PEERS[2].key
@@ -110,50 +111,48 @@ def test_what_is_asked_for_and_given_is_bounded():
 
 
 class Side:
-    """One node's briefs; `other` answers what it asks."""
+    """One node's compact records, and its network; `other` answers its requests."""
 
     def __init__(self, other: Side | None = None):
         self.other = other
         self.asked: list[int] = []
         self.taken: list[bytes] = []
         self.charged = 0
-        self.tasks: list[asyncio.Task[None]] = []
+        self.tasks = RecordedTasks()
         self.error: Exception | None = None
         self.gate: asyncio.Event | None = None
-        self.briefs = Briefs(
-            ask=self.ask,
-            take=self.take,
-            spawn=lambda work: self.tasks.append(asyncio.ensure_future(work)),
-            is_member=lambda key: key in (A, B),
-            charge=self.charge,
-        )
+        self.members = {A, B}
+        self.records = CompactRecords(self, self.tasks)
 
-    async def ask(self, of: PeerKey, names: wire.Packet) -> wire.Packet:
+    async def request_headers(self, sender: PeerKey, names: wire.Packet) -> wire.Packet:
         self.asked.append(len(names.messages))
         if self.gate is not None:
             await self.gate.wait()
         if self.error is not None:
             raise self.error
         assert self.other is not None
-        return self.other.briefs.answer(names)
+        return self.other.records.answer(names)
 
-    async def take(self, sender: PeerKey, packet: wire.Packet) -> None:
+    async def receive(self, sender: PeerKey, packet: wire.Packet) -> None:
         self.taken += packet.messages
+
+    def is_member(self, key: PeerKey) -> bool:
+        return key in self.members
 
     def charge(self, sender: PeerKey, size: int) -> None:
         self.charged += size
 
-    async def receive(self, *messages: bytes, sender: PeerKey = A) -> list[bytes]:
+    async def get(self, *messages: bytes, sender: PeerKey = A) -> list[bytes]:
         """What a packet comes to at once; then what is asked for is waited for."""
-        found = list(self.briefs.unfold(sender, wire.Packet(messages=messages)).messages)
+        found = list(self.records.reconstruct(sender, wire.Packet(messages=messages)).messages)
         if self.gate is None:
-            await asyncio.gather(*self.tasks)
+            await self.tasks.finish()
         return found
 
 
 @pytest.fixture
-def sides(monkeypatch):
-    monkeypatch.setattr(module, "BRIEF_FROM", 0)
+async def sides(monkeypatch):
+    monkeypatch.setattr(module, "COMPACT_FROM", 0)
     sender = Side()
     return sender, Side(sender)
 
@@ -161,106 +160,109 @@ def sides(monkeypatch):
 async def test_who_holds_the_headers_has_the_record_at_once(sides):
     sender, receiver = sides
     for h in HEADERS:
-        receiver.briefs.heard(h)
+        receiver.records.note(h)
     beat = heartbeat(PEERS[3]).encoded
-    assert await receiver.receive(beat, sender.briefs.encode(RECORD)) == [beat, RECORD.encoded]
+    assert await receiver.get(beat, sender.records.encode(RECORD)) == [beat, RECORD.encoded]
     assert not receiver.asked and receiver.charged == len(RECORD.encoded)
 
 
 async def test_who_lacks_some_asks_the_sender_for_those_alone(sides):
     sender, receiver = sides
     for h in HEADERS[:-2]:
-        receiver.briefs.heard(h)
-    sent = sender.briefs.encode(RECORD)
-    assert await receiver.receive(sent) == [] and receiver.asked == [2] and receiver.taken == [RECORD.encoded]
+        receiver.records.note(h)
+    sent = sender.records.encode(RECORD)
+    assert await receiver.get(sent) == [] and receiver.asked == [2] and receiver.taken == [RECORD.encoded]
     # What came with a record is held like what came alone.
-    receiver.briefs.heard(RECORD)
-    assert await receiver.receive(sent) == [RECORD.encoded] and receiver.asked == [2]
+    receiver.records.note(RECORD)
+    assert await receiver.get(sent) == [RECORD.encoded] and receiver.asked == [2]
 
 
 async def test_small_records_and_all_else_go_as_they_are(monkeypatch):
     side = Side()
-    assert [side.briefs.encode(m) for m in (RECORD, HEADERS[1])] == [RECORD.encoded, HEADERS[1].encoded]
-    monkeypatch.setattr(module, "BRIEF_FROM", 0)
-    assert is_compact_record(side.briefs.encode(RECORD)) and side.briefs.encode(HEADERS[1]) == HEADERS[1].encoded
+    assert [side.records.encode(m) for m in (RECORD, HEADERS[1])] == [RECORD.encoded, HEADERS[1].encoded]
+    monkeypatch.setattr(module, "COMPACT_FROM", 0)
+    assert is_compact_record(side.records.encode(RECORD)) and side.records.encode(HEADERS[1]) == HEADERS[1].encoded
 
 
 async def test_headers_are_given_of_records_that_went_out_and_of_no_others(sides):
     sender, _ = sides
     names = wire.Packet(messages=[header_id(h) for h in SENT])
-    assert not sender.briefs.answer(names).messages
-    sender.briefs.encode(RECORD)
-    assert list(sender.briefs.answer(names).messages) == SENT
+    assert not sender.records.answer(names).messages
+    sender.records.encode(RECORD)
+    assert list(sender.records.answer(names).messages) == SENT
     with pytest.raises(MalformedError):
-        sender.briefs.answer(wire.Packet(messages=[b"x"]))
+        sender.records.answer(wire.Packet(messages=[b"x"]))
 
 
 async def test_an_author_of_many_headers_pushes_out_its_own_only_and_the_record_still_comes(sides):
     sender, receiver = sides
     for h in HEADERS:
-        receiver.briefs.heard(h)
+        receiver.records.note(h)
     for i in range(2 * PER_AUTHOR):
         more = header(PEERS[4], inner_steps=100 + i)
-        receiver.briefs.heard(more)
-        sender.briefs.heard(more)
-    assert await receiver.receive(sender.briefs.encode(RECORD)) == []
+        receiver.records.note(more)
+        sender.records.note(more)
+    assert await receiver.get(sender.records.encode(RECORD)) == []
     assert receiver.asked == [1] and receiver.taken == [RECORD.encoded]
 
 
 @pytest.mark.parametrize("error", [PeerUnreachable("gone"), MalformedError("rubbish"), asyncio.TimeoutError()])
 async def test_a_sender_that_does_not_give_headers_costs_the_record_and_nothing_else(sides, error):
     sender, receiver = sides
-    sent = sender.briefs.encode(RECORD)
+    sent = sender.records.encode(RECORD)
     receiver.error = error
-    assert await receiver.receive(sent) == [] and not receiver.taken
+    assert await receiver.get(sent) == [] and not receiver.taken
     receiver.error = None
-    receiver.tasks.clear()
-    assert await receiver.receive(sent) == [] and receiver.taken == [RECORD.encoded]
+    receiver.tasks.spawned.clear()
+    assert await receiver.get(sent) == [] and receiver.taken == [RECORD.encoded]
 
 
 async def test_a_sender_that_knows_its_headers_no_more_leads_to_nothing(sides):
     sender, receiver = sides
-    sent = sender.briefs.encode(RECORD)
-    sender.briefs._made.clear()
-    assert await receiver.receive(sent) == [] and not receiver.taken and not receiver.briefs._asking
+    sent = sender.records.encode(RECORD)
+    for attempt in range(module.RECORDS):
+        sender.records.encode(record(HEADERS[:1], attempt=attempt))
+    assert await receiver.get(sent) == [] and not receiver.taken
 
 
 async def test_strangers_briefs_are_not_looked_at(sides):
     sender, receiver = sides
-    receiver.briefs.heard(RECORD)
-    assert await receiver.receive(sender.briefs.encode(RECORD), sender=PEERS[5].key) == []
+    receiver.records.note(RECORD)
+    assert await receiver.get(sender.records.encode(RECORD), sender=PEERS[5].key) == []
     assert not receiver.asked and not receiver.charged
 
 
 async def test_of_one_packet_some_briefs_are_looked_at_and_each_is_charged(sides):
     sender, receiver = sides
-    receiver.briefs.heard(RECORD)
-    found = await receiver.receive(*[sender.briefs.encode(RECORD)] * (2 * IN_PACKET))
+    receiver.records.note(RECORD)
+    found = await receiver.get(*[sender.records.encode(RECORD)] * (2 * IN_PACKET))
     assert len(found) == IN_PACKET and receiver.charged == IN_PACKET * len(RECORD.encoded)
 
 
 async def test_one_request_is_under_way_for_a_sender_and_so_many_in_all(sides, monkeypatch):
-    monkeypatch.setattr(module, "ASKED", 2)
+    monkeypatch.setattr(module, "REQUESTS", 2)
     _, receiver = sides
     receiver.gate = asyncio.Event()
-    receiver.briefs._is_member = lambda key: True
+    receiver.members = {p.key for p in PEERS}
     for sender in [A, A, B, *(p.key for p in PEERS[3:])]:
-        await receiver.receive(changed(names=[bytes([sender[0]]) * HEADER_ID_BYTES]), sender=sender)
+        await receiver.get(changed(names=[bytes([sender[0]]) * HEADER_ID_BYTES]), sender=sender)
     await asyncio.sleep(0)
-    assert receiver.asked == [1, 1] and receiver.briefs._asking == {A, B}
-    for task in receiver.tasks:
-        task.cancel()
-    await asyncio.gather(*receiver.tasks, return_exceptions=True)
-    assert not receiver.briefs._asking
+    assert receiver.asked == [1, 1]
+    assert len(receiver.tasks.spawned) == 2
+    await receiver.tasks.cancel()
+    await receiver.get(changed(names=[b"c" * HEADER_ID_BYTES]), sender=A)
+    await asyncio.sleep(0)
+    assert receiver.asked == [1, 1, 1]
+    await receiver.tasks.cancel()
 
 
 def test_headers_that_are_held_are_bounded(monkeypatch):
     monkeypatch.setattr(module, "AUTHORS", 3)
-    held = Held()
+    held = HeaderCache()
     for i in range(2 * PER_AUTHOR):
         for p in PEERS:
             held.add(header(p, inner_steps=1 + i))
-    assert len(held) <= 3 * PER_AUTHOR and len(held._by_author) == 3
+    assert len(held) <= 3 * PER_AUTHOR and held.authors == 3
     assert held.get(header_id(header(PEERS[-1], inner_steps=2 * PER_AUTHOR).encoded)) is not None
     assert held.get(header_id(header(PEERS[0], inner_steps=1).encoded)) is None
 
@@ -269,23 +271,23 @@ async def test_records_that_others_may_ask_about_are_bounded(sides, monkeypatch)
     monkeypatch.setattr(module, "RECORDS", 2)
     sender, _ = sides
     for attempt in range(5):
-        sender.briefs.encode(record(HEADERS, attempt=attempt))
-    assert len(sender.briefs._made) == 2
+        sender.records.encode(record(HEADERS, attempt=attempt))
+    assert sender.records.answerable == 2
 
 
 def test_old_headers_that_are_replayed_push_out_nothing():
-    held, now = Held(), header(PEERS[0], round=9)
+    held, now = HeaderCache(), header(PEERS[0], round=9)
     held.add(now)
     for i in range(2 * PER_AUTHOR):
         held.add(header(PEERS[0], round=i))
     assert held.get(header_id(now.encoded)) is not None and len(held) == PER_AUTHOR
 
 
-def test_a_record_that_is_sent_again_is_still_answered_for(monkeypatch):
-    monkeypatch.setattr(module, "BRIEF_FROM", 0)
+async def test_a_record_that_is_sent_again_is_still_answered_for(monkeypatch):
+    monkeypatch.setattr(module, "COMPACT_FROM", 0)
     monkeypatch.setattr(module, "RECORDS", 2)
-    briefs = Side().briefs
+    records = Side().records
     for attempt in range(1, 4):
-        briefs.encode(RECORD)
-        briefs.encode(record(HEADERS[:2], attempt=attempt))
-    assert len(briefs.answer(wire.Packet(messages=[header_id(h.encoded) for h in HEADERS])).messages) == len(HEADERS)
+        records.encode(RECORD)
+        records.encode(record(HEADERS[:2], attempt=attempt))
+    assert len(records.answer(wire.Packet(messages=[header_id(h.encoded) for h in HEADERS])).messages) == len(HEADERS)

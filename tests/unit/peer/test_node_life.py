@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from peer.node import node as node_module
+from peer.node import status_reporter, trainer_client
+from peer.node.builder import build_node
 from peer.node.membership import Membership
 from peer.node.network import Network
 from peer.node.node import Node
@@ -19,7 +21,6 @@ from protocol.message_codec import MessageDecoder
 from protocol.rounds.events import CertificateReceived
 from tests.support.coordinator_fakes import ChainMaker, make_spec, state
 from tests.support.specs import OWNER, identity
-from tests.support.waiting import NEVER, ended, until
 
 SPEC = make_spec(genesis={"digest": state(0).hex(), "size": 524_288})
 
@@ -37,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch) -> Path:
     """No daemon is started here: the network side neither finds nor loses anybody."""
     for name in ("start", "stop"):
         monkeypatch.setattr(Network, name, at_once)
-    for name in ("discover", "mend"):
+    for name in ("discover", "keep_running"):
         monkeypatch.setattr(Network, name, forever)
     return tmp_path
 
@@ -45,21 +46,21 @@ def folder(tmp_path: Path, monkeypatch) -> Path:
 def node(folder: Path, store: Store, *, observer: bool = True) -> Node:
     decoder = MessageDecoder(SPEC.run_id, OWNER.key)
     membership = Membership(identity("me"), SPEC, decoder, store, None, "me", b"")
-    return Node(membership, NodeOptions(folder, observer=observer))
+    return build_node(membership, NodeOptions(folder, observer=observer))
 
 
 @pytest.mark.parametrize("slow", ["the swarm", "the run's assets"])
 async def test_told_to_leave_while_it_starts_it_does_not_finish_starting_first(folder, monkeypatch, slow):
     if slow == "the swarm":
         monkeypatch.setattr(Network, "start", forever)
-    monkeypatch.setattr(node_module, "fetch_assets", forever)
-    monkeypatch.setattr(node_module, "LEAVE_SECONDS", NEVER)
+    monkeypatch.setattr(trainer_client, "fetch_assets", forever)
+    monkeypatch.setattr(node_module, "HARD_STOP_SECONDS", 100.0)
     with Store(folder / "store", 1 << 30) as store:
         n = node(folder, store, observer=False)
         running = asyncio.create_task(n.run())
         await asyncio.sleep(0.05)
         n.leave()
-        await ended(running)
+        await asyncio.wait_for(running, 30)
         assert n.snapshot().finished and (shown := read_snapshot(folder)) is not None and shown.finished
 
 
@@ -69,9 +70,9 @@ async def test_an_observer_leaves_with_a_goodbye(folder, monkeypatch):
     with Store(folder / "store", 1 << 30) as store:
         n = node(folder, store)
         running = asyncio.create_task(n.run())
-        await ended(n.started(running))
+        await asyncio.wait_for(n.started(running), 30)
         n.leave()
-        await ended(running)
+        await asyncio.wait_for(running, 30)
     assert said[0] == "Heartbeat" and said[-1] == "Goodbye"
 
 
@@ -84,31 +85,31 @@ async def test_a_certificate_that_the_disk_does_not_take_ends_the_node_with_that
 
         monkeypatch.setattr(store, "append_certificate", full)
         running = asyncio.create_task(n.run())
-        await ended(n.started(running))
+        await asyncio.wait_for(n.started(running), 30)
         n.post(CertificateReceived(ChainMaker(SPEC).add({1: 1}), identity("other").key))
         with pytest.raises(StoreFull, match="no space left"):
-            await ended(running)
+            await asyncio.wait_for(running, 30)
 
 
 async def test_a_task_that_fails_ends_the_node_with_its_error_and_the_rest_is_stopped(folder, monkeypatch):
-    stopped: list[bool] = []
+    ended: list[bool] = []
 
     async def until_cancelled(self) -> None:
         try:
             await forever()
         finally:
-            stopped.append(True)
+            ended.append(True)
 
     async def fails(self) -> None:
         await asyncio.sleep(0.05)
         raise StoreFull("no room")
 
     monkeypatch.setattr(Network, "discover", until_cancelled)
-    monkeypatch.setattr(Network, "mend", fails)
+    monkeypatch.setattr(Network, "keep_running", fails)
     with Store(folder / "store", 1 << 30) as store:
         with pytest.raises(StoreFull, match="no room"):
-            await ended(node(folder, store).run())
-    assert stopped == [True]
+            await asyncio.wait_for(node(folder, store).run(), 30)
+    assert ended == [True]
 
 
 async def test_a_cancellation_that_was_swallowed_does_not_keep_the_node(folder, monkeypatch):
@@ -125,26 +126,23 @@ async def test_a_cancellation_that_was_swallowed_does_not_keep_the_node(folder, 
     with Store(folder / "store", 1 << 30) as store:
         n = node(folder, store)
         running = asyncio.create_task(n.run())
-        await ended(n.started(running))
+        await asyncio.wait_for(n.started(running), 30)
         n.leave()
-        await ended(running)
+        await asyncio.wait_for(running, 30)
     assert swallowed == [True]
 
 
 async def test_a_status_file_that_cannot_be_written_is_said_once(folder, monkeypatch, caplog):
-    tries: list[int] = []
-
     def full(*_: Any) -> None:
-        tries.append(1)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(node_module, "write_snapshot", full)
-    monkeypatch.setattr(node_module, "SNAPSHOT_SECONDS", 0.01)
+    monkeypatch.setattr(status_reporter, "write_snapshot", full)
+    monkeypatch.setattr(status_reporter, "SNAPSHOT_SECONDS", 0.01)
     with Store(folder / "store", 1 << 30) as store:
         n = node(folder, store)
         running = asyncio.create_task(n.run())
-        await ended(n.started(running))
-        await until(lambda: len(tries) >= 3, "it has tried three times")
+        await asyncio.wait_for(n.started(running), 30)
+        await asyncio.sleep(0.1)
         n.leave()
-        await ended(running)
+        await asyncio.wait_for(running, 30)
     assert caplog.text.count("status.json is not written: no space left") == 1

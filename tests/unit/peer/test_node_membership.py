@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from peer.coordinator_client import Admitted, CoordinatorRefused, CoordinatorUnreachable, RunInfo, WrongCoordinator
+from peer.coordinator_client import (
+    CoordinatorRefused,
+    CoordinatorUnreachable,
+    GrantedAdmission,
+    RunInfo,
+    WrongCoordinator,
+)
 from peer.errors import PeerError
 from peer.node import membership as membership_module
-from peer.node.finding import Found
-from peer.node.locator import SPEC
+from peer.node.coordinator_discovery import SPEC, DiscoveredRun
 from peer.node.membership import ADMISSION, Membership, known_addresses
 from peer.store import Store, StoreFull
 from protocol.coordinator_address import CoordinatorAddress, sign_coordinator_address
@@ -22,7 +28,6 @@ from protocol.ids import Digest
 from protocol.invite import HostPort, Invite
 from protocol.spec import sign_spec
 from tests.support.specs import OWNER, admission, identity, tiny_spec
-from tests.support.waiting import until
 
 RUN = tiny_spec()
 INVITE = Invite(RUN.run_id, Digest(bytes(32)), (HostPort("c.example", 7410),), addresses=("/ip4/1.1.1.1/tcp/1",))
@@ -42,19 +47,19 @@ class Client:
         self.asked = 0
         self.closed = False
         self.places: list[Any] = []
-        self.found: Found | None = None
+        self.found: DiscoveredRun | None = None
 
     async def get_run(self, *, attempts=None) -> RunInfo:
         if self.run is not None:
             raise self.run
-        return RunInfo(RUN, sign_spec(OWNER, RUN).encoded, ("/ip4/2.2.2.2/tcp/2",))
+        return RunInfo(RUN, sign_spec(OWNER, RUN).encoded, ("/ip4/2.2.2.2/tcp/2",), "")
 
-    async def admit(self, who, name: str) -> Admitted:
+    async def admit(self, who, name: str) -> GrantedAdmission:
         self.asked += 1
         if self.admission is not None:
             raise self.admission
         given = admission(RUN, who, not_after=int(time.time()) + self.seconds)
-        return Admitted(given, ("/ip4/3.3.3.3/tcp/3",), self.ahead)
+        return GrantedAdmission(given, ("/ip4/3.3.3.3/tcp/3",), self.ahead)
 
     def moved(self, to) -> None:
         self.places.append(to)
@@ -79,6 +84,17 @@ def client(monkeypatch) -> Client:
 
 async def enter(store: Store, tmp_path: Path) -> Membership:
     return await Membership.enter(INVITE, tmp_path, store, name="me")
+
+
+async def nobody() -> None:
+    """Ask no member."""
+
+
+async def until(look: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not look():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.01)
 
 
 async def visit(store: Store, seconds: int = 86_400) -> None:
@@ -131,7 +147,7 @@ async def test_a_spec_of_another_run_is_not_taken(store, client, tmp_path, monke
     other = tiny_spec(seed=2)
 
     async def get_run(*, attempts=None) -> RunInfo:
-        return RunInfo(other, sign_spec(OWNER, other).encoded, ())
+        return RunInfo(other, sign_spec(OWNER, other).encoded, (), "")
 
     monkeypatch.setattr(client, "get_run", get_run)
     with pytest.raises(CairnError):
@@ -165,7 +181,7 @@ async def test_an_admission_is_renewed_before_it_ends_and_an_outage_is_said_loud
     monkeypatch.setattr(membership_module, "RENEW_SECONDS", 0.01)
     client.seconds = 2  # of the day that the policy gives: renewal is due at once
     m = await enter(store, tmp_path)
-    keeping = asyncio.create_task(m.keep_valid())
+    keeping = asyncio.create_task(m.keep_valid(nobody))
     try:
         client.admission = AWAY
         await until(lambda: client.asked >= 3)
@@ -214,12 +230,12 @@ def members(client, monkeypatch):
             client.run = client.admission = None
         return client.found
 
-    monkeypatch.setattr(membership_module, "find", find)
+    monkeypatch.setattr(membership_module, "discover_run", find)
     return asked
 
 
-def found(coordinator_address=None) -> Found:
-    return Found(sign_spec(OWNER, RUN).encoded, coordinator_address, ("/ip4/5.5.5.5/tcp/5",), 2)
+def found(coordinator_address=None) -> DiscoveredRun:
+    return DiscoveredRun(sign_spec(OWNER, RUN).encoded, coordinator_address, ("/ip4/5.5.5.5/tcp/5",), 2)
 
 
 async def test_with_an_old_invite_members_say_where_the_coordinator_is_and_it_admits(store, client, members, tmp_path):
@@ -265,17 +281,17 @@ async def test_a_renewal_asks_members_only_when_nobody_answers_and_goes_where_th
     async def ask() -> None:
         asked.append(1)
         if len(asked) == 2:
-            m.locator.take(word().encoded)
+            m.locator.accept(word().encoded)
             client.admission = None
 
-    await m.renew_wherever(ask)
+    await m.renew_anywhere(ask)
     assert not asked
     client.admission = AWAY
     with pytest.raises(CoordinatorUnreachable):
-        await m.renew_wherever(ask)
-    await m.renew_wherever(ask)
+        await m.renew_anywhere(ask)
+    await m.renew_anywhere(ask)
     assert client.places == [word().body] and len(asked) == 2
     client.admission = CoordinatorRefused("no")
     with pytest.raises(CoordinatorRefused):
-        await m.renew_wherever(ask)
+        await m.renew_anywhere(ask)
     assert len(asked) == 2

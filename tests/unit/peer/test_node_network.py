@@ -11,12 +11,17 @@ from typing import Any, cast
 import base58
 import pytest
 
+from peer.node import introducer as introducer_module
 from peer.node import network as network_module
 from peer.node import outbox as outbox_module
-from peer.node.exchange import Exchange, ExchangeTimes, RoundTimes
-from peer.node.inbox import MAX_KINDS_OF_REFUSAL, Inbox
-from peer.node.network import PASSED_ON, SEARCHED_FOR, Network
+from peer.node.inbox import MAX_REFUSALS, Inbox
+from peer.node.introducer import Introducer
+from peer.node.message_relay import FORWARDED_PER_BEAT
+from peer.node.network import SEARCHED_FOR, Network
 from peer.node.outbox import MAX_WAITING, Outbox
+from peer.node.peer_table import MAX_OBSERVERS
+from peer.node.round_timings import ExchangeTimes, RoundTimes, RoundTimings
+from peer.node.tasks import Tasks
 from peer.store import StoreError
 from peer.swarm import Handlers
 from protocol.errors import MalformedError
@@ -26,9 +31,8 @@ from protocol.message_codec import KeySigner, encode_certificate
 from protocol.messages import Goodbye, Signed
 from protocol.rounds.events import CertificateReceived, MessageReceived
 from protocol.wire import swarm_pb2 as wire
-from tests.support.signed import CERTIFICATE, HEADERS, PEERS, RECORD, RUN, SPEC, VOTES, decoder, heartbeat, raw, vote
+from tests.support.signed import CERTIFICATE, HEADERS, PEERS, RUN, SPEC, VOTES, decoder, heartbeat, raw, vote
 from tests.support.specs import admission, identity
-from tests.support.waiting import LIMIT, until
 
 A, B, C = (p.key for p in PEERS[1:4])
 
@@ -37,7 +41,7 @@ class Wire:
     """A transport that notes what went out, and fails or waits as told."""
 
     def __init__(self):
-        self.sent: list[tuple[PeerKey, wire.Packet]] = []
+        self.encoded: list[tuple[PeerKey, wire.Packet]] = []
         self.gate: asyncio.Event | None = None
         self.error: BaseException | None = None
 
@@ -46,10 +50,10 @@ class Wire:
             await self.gate.wait()
         if self.error is not None:
             raise self.error
-        self.sent.append((to, packet))
+        self.encoded.append((to, packet))
 
     def messages(self, to: PeerKey) -> list[bytes]:
-        return [m for t, p in self.sent if t == to for m in p.messages]
+        return [m for t, p in self.encoded if t == to for m in p.messages]
 
 
 # -- the outbox -----------------------------------------------------------------------------------------------
@@ -60,8 +64,8 @@ async def test_what_is_queued_together_goes_together_and_in_order():
     box = Outbox(w)
     box.send(A, HEADERS[:2])
     box.send(A, VOTES[:1], [CERTIFICATE])
-    await box.flush(LIMIT)
-    ((to, packet),) = w.sent
+    await box.flush(1)
+    ((to, packet),) = w.encoded
     assert to == A and list(packet.messages) == [h.encoded for h in [*HEADERS[:2], VOTES[0]]]
     assert list(packet.certificates) == [encode_certificate(CERTIFICATE)]
 
@@ -74,10 +78,11 @@ async def test_a_peer_that_does_not_answer_holds_up_nobody_else_and_its_queue_is
     await asyncio.sleep(0)
     for _ in range(2 * MAX_WAITING):
         box.send(A, VOTES[:1])
-    assert len(box._waiting[A]) == MAX_WAITING
+    assert box.waiting(A) == MAX_WAITING
     w.gate = None
     box.send(B, HEADERS[1:2])
-    await until(lambda: w.messages(B) == [HEADERS[1].encoded])
+    await asyncio.sleep(0.01)
+    assert w.messages(B) == [HEADERS[1].encoded]
     await box.close()
 
 
@@ -90,7 +95,7 @@ async def test_a_newer_heartbeat_takes_the_place_of_one_that_waits():
     for sequence in range(1, 6):
         box.send(A, [heartbeat(PEERS[5], sequence=sequence), heartbeat(PEERS[6], sequence=sequence)])
     w.gate.set()
-    await box.flush(LIMIT)
+    await box.flush(1)
     assert w.messages(A) == [HEADERS[0].encoded] + [heartbeat(PEERS[i], sequence=5).encoded for i in (5, 6)]
 
 
@@ -98,10 +103,11 @@ async def test_what_is_sent_in_the_very_moment_in_which_the_queue_ran_dry_is_not
     w = Wire()
     box = Outbox(w)
     box.send(A, HEADERS[:1])
-    task = box._tasks[A]
+    (task,) = asyncio.all_tasks() - {asyncio.current_task()}
     task.add_done_callback(lambda _: box.send(A, HEADERS[1:2]))  # after the drain ended, before anything else
-    await until(lambda: w.messages(A) == [h.encoded for h in HEADERS[:2]])
-    await until(lambda: not box._tasks and not box._waiting)
+    await asyncio.sleep(0.01)
+    assert w.messages(A) == [h.encoded for h in HEADERS[:2]]
+    assert not box.waiting(A) and asyncio.all_tasks() == {asyncio.current_task()}
 
 
 @pytest.mark.parametrize("error", [StoreError("x"), asyncio.TimeoutError(), ConnectionResetError(), EOFError()])
@@ -112,11 +118,11 @@ async def test_who_cannot_be_reached_is_named_once_and_tried_again(error, caplog
     box = Outbox(w)
     for _ in range(3):
         box.send(A, HEADERS[:1])
-        await box.flush(LIMIT)
+        await box.flush(1)
     assert caplog.text.count("cannot reach") == 1 and list(box.failures) == [A]
     w.error = None
     box.send(A, HEADERS[:1])
-    await box.flush(LIMIT)
+    await box.flush(1)
     assert w.messages(A) == [HEADERS[0].encoded] and not box.failures
 
 
@@ -127,7 +133,7 @@ async def test_failures_remembered_are_bounded(monkeypatch):
     box = Outbox(w)
     for i in range(10):
         box.send(identity(i).key, HEADERS[:1])
-    await box.flush(LIMIT)
+    await box.flush(1)
     assert len(box.failures) == 3
 
 
@@ -136,8 +142,8 @@ async def test_a_packet_has_a_size(monkeypatch):
     w = Wire()
     box = Outbox(w)
     box.send(A, HEADERS[:5])
-    await box.flush(LIMIT)
-    assert [len(p.messages) for _, p in w.sent] == [2, 2, 1]
+    await box.flush(1)
+    assert [len(p.messages) for _, p in w.encoded] == [2, 2, 1]
 
 
 # -- the inbox ------------------------------------------------------------------------------------------------
@@ -174,9 +180,9 @@ def test_an_admission_that_has_ended_is_refused_and_the_same_refusal_is_not_news
 
 def test_refusals_remembered_are_bounded():
     inbox = Inbox(decoder())
-    for i in range(MAX_KINDS_OF_REFUSAL + 50):
+    for i in range(MAX_REFUSALS + 50):
         list(inbox.packet(identity(i).key, wire.Packet(messages=[b"rubbish"]), 0.0))
-    assert len(inbox.refused) == MAX_KINDS_OF_REFUSAL
+    assert len(inbox.refused) == MAX_REFUSALS
 
 
 async def test_a_chain_reply_is_taken_whole_or_not_at_all():
@@ -221,7 +227,9 @@ class FakeSwarm:
         self.stopped = False
         self.error: Exception | None = None
         self.found: list[PeerKey] = []
+        self.in_dht: list[bytes] = []
         self.fetch_blob: Any = None
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def connect(self, addresses, soon=False) -> list[PeerKey]:
         if self.error is not None:
@@ -229,17 +237,24 @@ class FakeSwarm:
         self.dialled.append(tuple(addresses))
         return self.found
 
+    async def discover(self) -> list[bytes]:
+        return self.in_dht
+
     async def send(self, to, packet, seconds) -> None:
         await self.wire(to, packet, seconds)
+
+    async def wait_lost(self) -> str:
+        return await self.lost
 
     async def stop(self) -> None:
         self.stopped = True
 
 
 class FakeMembership:
-    def __init__(self, me=PEERS[0]):
-        self.spec = SPEC
+    def __init__(self, me: Identity, spec: Any):
+        self.spec = spec
         self.identity = me
+        self.store = None
         self.addresses: list[str] = []
         self.learnt: list[str] = []
         self.locator = SimpleNamespace(newest=None)
@@ -248,69 +263,98 @@ class FakeMembership:
         self.learnt = list(addresses)
 
 
-def network(me=PEERS[0], banned: Collection[PeerKey] = ()) -> tuple[Network, FakeSwarm]:
-    handlers = Handlers(on_packet=cast(Any, None), on_chain_request=cast(Any, None), may_serve=cast(Any, None))
-    net = Network(
-        cast(Any, FakeMembership(me)), handlers, listen=(), announce=(), discovered=cast(Any, SimpleNamespace()),
-        refused=lambda key: key in banned,
-    )  # fmt: skip
-    swarm = FakeSwarm()
-    net._swarm = cast(Any, swarm)
-    return net, swarm
+class World:
+    """A started network over a `FakeSwarm`."""
+
+    def __init__(self, me: Identity, banned: Collection[PeerKey], spec: Any):
+        self.membership = FakeMembership(me, spec)
+        self.swarms: list[FakeSwarm] = []
+        self.packets: list[tuple[PeerKey, wire.Packet]] = []
+        self.passed = 0.0
+        self.restarted = asyncio.Event()
+        self.network = Network(
+            cast(Any, self.membership), Tasks(), is_banned=lambda key: key in banned, start_swarm=self._start,
+            clock=lambda: time.monotonic() + self.passed,
+        )  # fmt: skip
+
+    async def _start(self, *_: Any, **__: Any) -> FakeSwarm:
+        self.swarms.append(FakeSwarm())
+        if len(self.swarms) > 1:
+            self.restarted.set()
+        return self.swarms[-1]
+
+    async def start(self) -> None:
+        async def on_packet(sender: PeerKey, packet: wire.Packet) -> None:
+            self.packets.append((sender, packet))
+
+        nothing = cast(Any, None)
+        await self.network.start(Handlers(on_packet=on_packet, on_chain_request=nothing, may_serve=nothing))
+
+
+async def world(me=PEERS[0], banned: Collection[PeerKey] = (), spec: Any = SPEC) -> World:
+    w = World(me, banned, spec)
+    await w.start()
+    return w
+
+
+async def network(me=PEERS[0]) -> tuple[Network, FakeSwarm]:
+    w = await world(me)
+    return w.network, w.swarms[0]
 
 
 def hear(net: Network, message: Signed) -> None:
     """First-hand."""
-    net.note(message, message.author)
+    net.observe(message, message.author)
 
 
 async def test_a_newcomer_is_told_of_the_others_and_the_others_of_it_and_it_is_dialled():
-    net, swarm = network()
+    net, swarm = await network()
     theirs = [way(p, 1) for p in PEERS[:3]]
     first, second = heartbeat(PEERS[1], addresses=theirs[:2]), heartbeat(PEERS[2], addresses=theirs)
     hear(net, first)
     hear(net, second)
-    await net.outbox.flush(LIMIT)
+    await net.flush(1)
     assert swarm.wire.messages(B) == [first.encoded, second.encoded]
     assert second.encoded in swarm.wire.messages(A)
     assert swarm.dialled == [(theirs[1],), (theirs[2],)], "where each itself is, not whom it names"
-    swarm.wire.sent.clear()
+    swarm.wire.encoded.clear()
     hear(net, heartbeat(PEERS[2], sequence=2))
-    await net.outbox.flush(LIMIT)
-    assert swarm.wire.sent == []
+    await net.flush(1)
+    assert swarm.wire.encoded == []
     await net.stop(0.1)
 
 
 async def test_a_newcomer_is_told_where_the_coordinator_is_as_far_as_that_is_known():
-    net, swarm = network()
+    w = await world()
+    net, swarm = w.network, w.swarms[0]
     hear(net, heartbeat(PEERS[1]))
-    net._membership.locator.newest = word = coordinator_address()
+    w.membership.locator.newest = word = coordinator_address()
     hear(net, heartbeat(PEERS[2]))
     hear(net, heartbeat(PEERS[2], sequence=2))
-    await net.outbox.flush(LIMIT)
+    await net.flush(1)
     assert swarm.wire.messages(B).count(word.encoded) == 1 and word.encoded not in swarm.wire.messages(A)
     await net.stop(0.1)
 
 
 async def test_there_is_always_room_for_the_coordinators_observer_and_it_is_no_stranger():
-    net, swarm = network()
-    net.directory._observers = 2
-    for i in range(4):
+    w = await world()
+    net = w.network
+    for i in range(MAX_OBSERVERS + 2):
         hear(net, heartbeat(identity(f"stranger {i}"), admission=b""))
-    assert len(net.directory.peers()) == 2
+    assert len(net.peers.peers()) == MAX_OBSERVERS
     watcher = heartbeat(OBSERVER, admission=b"")
     hear(net, watcher)
-    assert OBSERVER.key not in net.directory.peers() and not net.is_known(OBSERVER.key)
-    net._membership.locator.newest = coordinator_address()
+    assert OBSERVER.key not in net.peers.peers() and not net.is_known(OBSERVER.key)
+    w.membership.locator.newest = coordinator_address()
     hear(net, watcher)
-    assert OBSERVER.key in net.directory.peers() and net.is_known(OBSERVER.key)
+    assert OBSERVER.key in net.peers.peers() and net.is_known(OBSERVER.key)
     assert not net.is_known(identity("stranger 0").key)
     await net.stop(0.1)
 
 
-async def test_strangers_who_take_calls_and_do_not_answer_hold_up_no_member():
-    net, swarm = network()
-    net._to_strangers = asyncio.Semaphore(2)
+async def test_strangers_who_take_calls_and_do_not_answer_hold_up_no_member(monkeypatch):
+    monkeypatch.setattr(network_module, "TO_STRANGERS", 2)
+    net, swarm = await network()
     under_way: list[PeerKey] = []
     answers = asyncio.Event()
 
@@ -323,16 +367,16 @@ async def test_strangers_who_take_calls_and_do_not_answer_hold_up_no_member():
     for i in range(8):
         hear(net, heartbeat(identity(f"stranger {i}"), admission=b""))
     hear(net, heartbeat(PEERS[1]))
-    await until(lambda: A in under_way and len(under_way) == 3)
     await asyncio.sleep(0.05)
-    assert len([k for k in under_way if k != A]) == 2
+    assert A in under_way and len([k for k in under_way if k != A]) == 2
     answers.set()
-    await until(lambda: len(set(under_way)) == 9)
+    await asyncio.sleep(0.05)
+    assert len(set(under_way)) == 9
     await net.stop(0.1)
 
 
 async def test_who_comes_and_goes_all_the_time_is_dialled_once_at_a_time_and_introduced_now_and_then(monkeypatch):
-    net, swarm = network()
+    net, swarm = await network()
     hear(net, heartbeat(PEERS[2]))
     dialled: list[str] = []
 
@@ -347,7 +391,7 @@ async def test_who_comes_and_goes_all_the_time_is_dialled_once_at_a_time_and_int
         hear(net, KeySigner(PEERS[1]).sign(Goodbye(RUN, 2 * i + 1)))
         await asyncio.sleep(0)
     assert len(dialled) == 1
-    await net.outbox.flush(LIMIT)
+    await net.flush(1)
     told = [m for m in swarm.wire.messages(B) if m != heartbeat(PEERS[2]).encoded]
     assert len(told) == 1, "of a newcomer"
     monkeypatch.setattr(network_module, "STRANGERS_DIALLED", 3)
@@ -362,38 +406,32 @@ async def test_who_comes_and_goes_all_the_time_is_dialled_once_at_a_time_and_int
 
 async def test_more_than_fits_a_packet_is_taken_from_the_dht(monkeypatch):
     monkeypatch.setattr(network_module, "MAX_MESSAGES", 3)
-    net, swarm = network()
-    taken: list[int] = []
-
-    async def discovered(packet) -> None:
-        taken.append(len(packet.messages))
-
-    async def discover() -> list[bytes]:
-        return [b"x"] * 7
-
-    net._discovered, swarm.discover = discovered, discover
-    await net._ask_the_dht(cast(Any, swarm))
-    assert taken == [3, 3, 1]
+    w = await world()
+    net, swarm = w.network, w.swarms[0]
+    swarm.in_dht = [b"x"] * 7
+    await net.read_dht()
+    assert [(sender, len(packet.messages)) for sender, packet in w.packets] == [(PEERS[0].key, n) for n in (3, 3, 1)]
     await net.stop(0.1)
 
 
 async def test_what_a_member_does_not_hear_is_passed_on_to_it_and_to_nobody_else():
-    net, swarm = network()
+    w = await world()
+    net, swarm = w.network, w.swarms[0]
     deaf = heartbeat(PEERS[1], unreachable=(short_id(PEERS[2].key),))
     for beat in (deaf, heartbeat(PEERS[2]), heartbeat(PEERS[3])):
         hear(net, beat)
     net.broadcast(heartbeat(PEERS[0]))
-    await net.outbox.flush(LIMIT)
-    swarm.wire.sent.clear()
-    net._relaying_due = 0.0  # a heartbeat's time has passed
+    await net.flush(1)
+    swarm.wire.encoded.clear()
+    w.passed = SPEC.round.heartbeat_seconds + 1  # a heartbeat's time has passed
     for message in (heartbeat(PEERS[2], sequence=2), HEADERS[2], VOTES[2]):
         hear(net, message)
     for _ in range(3):
         hear(net, HEADERS[2])  # it has been passed on
     hear(net, HEADERS[3])  # that is heard
-    net.note(heartbeat(PEERS[2], sequence=3), PEERS[3].key)  # not first-hand: who passed it on passes it on to all
-    await net.outbox.flush(LIMIT)
-    assert [to for to, _ in swarm.wire.sent] == [A] * len(swarm.wire.sent)
+    net.observe(heartbeat(PEERS[2], sequence=3), PEERS[3].key)  # not first-hand: who passed it on passes it on to all
+    await net.flush(1)
+    assert [to for to, _ in swarm.wire.encoded] == [A] * len(swarm.wire.encoded)
     passed_on = swarm.wire.messages(A)
     assert len(passed_on) == 3
     assert {heartbeat(PEERS[2], sequence=2).encoded, HEADERS[2].encoded, VOTES[2].encoded} <= set(passed_on)
@@ -402,47 +440,48 @@ async def test_what_a_member_does_not_hear_is_passed_on_to_it_and_to_nobody_else
 
 
 async def test_who_says_too_much_is_passed_on_no_further_until_the_next_heartbeat():
-    net, swarm = network()
+    w = await world()
+    net, swarm = w.network, w.swarms[0]
     for beat in (heartbeat(PEERS[1], unreachable=(short_id(PEERS[2].key),)), heartbeat(PEERS[2]), heartbeat(PEERS[3])):
         hear(net, beat)
     net.broadcast(heartbeat(PEERS[0]))
-    await net.outbox.flush(LIMIT)
-    swarm.wire.sent.clear()
-    net._relaying_due = 0.0
+    await net.flush(1)
+    swarm.wire.encoded.clear()
+    w.passed = SPEC.round.heartbeat_seconds + 1
     for i in range(100):
         hear(net, vote(PEERS[2], HEADERS[i % 3], round=Round(i)))
-    await net.outbox.flush(LIMIT)
-    assert len(swarm.wire.messages(A)) == PASSED_ON
+    await net.flush(1)
+    assert len(swarm.wire.messages(A)) == FORWARDED_PER_BEAT
     await net.stop(0.1)
 
 
 async def test_strangers_are_not_introduced_to_everybody_but_hear_of_everybody():
-    net, swarm = network()
+    net, swarm = await network()
     hear(net, heartbeat(PEERS[1]))
     watcher = heartbeat(PEERS[2], admission=b"")
     hear(net, watcher)
-    await net.outbox.flush(LIMIT)
+    await net.flush(1)
     assert watcher.encoded not in swarm.wire.messages(A)
     assert heartbeat(PEERS[1]).encoded in swarm.wire.messages(B)
     await net.stop(0.1)
 
 
 async def test_in_a_crowd_a_few_introduce_whom_others_tell_of(monkeypatch):
-    monkeypatch.setattr(network_module, "CROWD", 2)
-    monkeypatch.setattr(network_module, "INTRODUCERS", 2)
+    monkeypatch.setattr(introducer_module, "CROWD", 2)
+    monkeypatch.setattr(introducer_module, "INTRODUCERS", 2)
     newcomer = heartbeat(PEERS[6], addresses=[way(PEERS[6], 1)])
     introducers = 0
     for me in PEERS[:6]:
-        net, swarm = network(me)
+        net, swarm = await network(me)
         for other in PEERS[:6]:
             if other is not me:
                 hear(net, heartbeat(other))
-        await net.outbox.flush(LIMIT)
-        swarm.wire.sent.clear()
-        net.note(newcomer, next(p.key for p in PEERS if p is not me))
+        await net.flush(1)
+        swarm.wire.encoded.clear()
+        net.observe(newcomer, next(p.key for p in PEERS if p is not me))
         await asyncio.sleep(0)
-        await net.outbox.flush(LIMIT)
-        told = {to for to, p in swarm.wire.sent if newcomer.encoded in p.messages} - {newcomer.author}
+        await net.flush(1)
+        told = {to for to, p in swarm.wire.encoded if newcomer.encoded in p.messages} - {newcomer.author}
         assert len(told) in (0, 5) and bool(told) == bool(swarm.wire.messages(newcomer.author))
         assert (way(PEERS[6], 1),) in swarm.dialled
         introducers += bool(told)
@@ -452,48 +491,43 @@ async def test_in_a_crowd_a_few_introduce_whom_others_tell_of(monkeypatch):
 
 @pytest.mark.parametrize("others", [0, 1, 2])
 async def test_in_a_crowd_who_enters_by_us_is_introduced_unless_two_others_do_it(monkeypatch, others):
-    monkeypatch.setattr(network_module, "CROWD", 2)
-    monkeypatch.setattr(network_module, "INTRODUCERS", 0)
-    net, swarm = network()
+    monkeypatch.setattr(introducer_module, "CROWD", 2)
+    monkeypatch.setattr(introducer_module, "INTRODUCERS", 0)
     soon = SPEC.model_copy(update={"round": SPEC.round.model_copy(update={"heartbeat_seconds": 0.05})})
-    cast(Any, net._membership).spec = soon
+    w = await world(spec=soon)
+    net, swarm = w.network, w.swarms[0]
     for other in PEERS[1:5]:
         hear(net, heartbeat(other))
     newcomer = heartbeat(PEERS[6])
     hear(net, newcomer)
     for other in PEERS[1 : 1 + others]:
-        net.note(heartbeat(PEERS[6], sequence=2), other.key)
+        net.observe(heartbeat(PEERS[6], sequence=2), other.key)
     assert newcomer.encoded not in swarm.wire.messages(A)
-    if others < 2:
-        await until(lambda: newcomer.encoded in swarm.wire.messages(A), "the newcomer is introduced")
-    else:
-        await asyncio.sleep(0.1)  # time in which it could be introduced, and must not
-        assert newcomer.encoded not in swarm.wire.messages(A)
+    await asyncio.sleep(0.1)
+    await net.flush(1)
+    assert (newcomer.encoded in swarm.wire.messages(A)) == (others < 2)
     await net.stop(0.1)
 
 
-def test_whom_others_told_of_is_remembered_within_a_bound(monkeypatch):
-    monkeypatch.setattr(network_module, "PASSED_ON_REMEMBERED", 3)
-    net = network()[0]
+async def test_whom_others_told_of_is_remembered_within_a_bound(monkeypatch):
+    monkeypatch.setattr(introducer_module, "REMEMBERED", 3)
+    nothing = cast(Any, None)
+    made = Introducer(A, nothing, nothing, nothing, nothing, beat_seconds=1.0, clock=lambda: 0.0)
     for i in range(10):
-        net._told[identity(i).key] = set()
-    net.note(vote(PEERS[1], RECORD), PEERS[2].key)
-    assert len(net._told) == 10  # only a heartbeat introduces
-    net.directory.limit = 0  # nobody is taken in: no task is started
-    for other in PEERS[2:]:
-        net.note(heartbeat(PEERS[1]), other.key)
-    assert len(net._told) == 3 and len(net._told[PEERS[1].key]) == 2
+        for other in PEERS[2:]:
+            made.note_introduction(identity(i).key, other.key)
+    assert len(made) == 3 and len(made.introducers_of(identity(9).key)) == 2
 
 
 async def test_who_said_goodbye_is_sent_nothing_more():
-    net, swarm = network()
+    net, swarm = await network()
     hear(net, heartbeat(PEERS[1]))
     hear(net, KeySigner(PEERS[1]).sign(Goodbye(RUN, 9)))
-    await net.outbox.flush(LIMIT)
-    swarm.wire.sent.clear()
+    await net.flush(1)
+    swarm.wire.encoded.clear()
     net.broadcast(HEADERS[3])
-    await net.outbox.flush(LIMIT)
-    assert swarm.wire.sent == []
+    await net.flush(1)
+    assert swarm.wire.encoded == []
     await net.stop(0.1)
     assert swarm.stopped
 
@@ -503,31 +537,32 @@ def way(peer: Identity, port: int) -> str:
 
 
 async def test_who_is_out_of_sight_is_dialled_a_few_at_a_time_and_hears_of_us_and_all_while_we_are_alone():
-    net, swarm = network()
+    w = await world()
+    net, swarm = w.network, w.swarms[0]
     mine, there = heartbeat(PEERS[0]), heartbeat(PEERS[1], addresses=(way(PEERS[1], 1),))
     net.broadcast(mine)
-    net._membership.addresses = [way(p, 100 + i) for i, p in enumerate(PEERS[:5])]
-    await net._search(cast(Any, swarm))
-    assert sorted(swarm.dialled.pop()) == sorted(net._membership.addresses[1:]), "all but ourselves"
+    w.membership.addresses = [way(p, 100 + i) for i, p in enumerate(PEERS[:5])]
+    await net.search()
+    assert sorted(swarm.dialled.pop()) == sorted(w.membership.addresses[1:]), "all but ourselves"
     lost = [identity(50 + i) for i in range(3 * SEARCHED_FOR)]
     now = time.monotonic()
     for i, peer in enumerate(lost):
-        net.directory.hear(heartbeat(peer, addresses=(way(peer, i),), admission=b"a member"), now - 1000.0)
-    net.directory.forget_silent(now)
+        net.peers.hear(heartbeat(peer, addresses=(way(peer, i),), admission=b"a member"), now - 1000.0)
+    net.peers.forget_silent(now)
     hear(net, there)
     await asyncio.sleep(0)
     swarm.dialled.clear()
     seen: set[str] = set()
     for _ in range(100):
-        await net._search(cast(Any, swarm))
+        await net.search()
         dialled = swarm.dialled.pop()
         assert len(dialled) == SEARCHED_FOR
         seen.update(dialled)
-    assert seen == {way(p, i) for i, p in enumerate(lost)} | set(net._membership.addresses[2:])
+    assert seen == {way(p, i) for i, p in enumerate(lost)} | set(w.membership.addresses[2:])
     swarm.found = [lost[0].key]
-    swarm.wire.sent.clear()
-    assert await net._search(cast(Any, swarm)) == [lost[0].key]
-    await net.outbox.flush(LIMIT)
+    swarm.wire.encoded.clear()
+    assert await net.search() == [lost[0].key]
+    await net.flush(1)
     assert swarm.wire.messages(lost[0].key) == [mine.encoded]
     await net.stop(0.1)
 
@@ -535,50 +570,53 @@ async def test_who_is_out_of_sight_is_dialled_a_few_at_a_time_and_hears_of_us_an
 @pytest.mark.parametrize("alone", [True, False])
 async def test_who_is_banned_is_not_looked_for_and_who_left_only_while_we_are_alone(alone):
     banned, left, lost = identity("banned"), identity("left"), identity("lost")
-    net, swarm = network(banned=[banned.key])
-    net._membership.addresses = [way(p, 1) for p in (banned, left, lost)]
+    w = await world(banned=[banned.key])
+    net, swarm = w.network, w.swarms[0]
+    w.membership.addresses = [way(p, 1) for p in (banned, left, lost)]
     silent = time.monotonic() - 1000.0
     for peer in (banned, left, lost):
-        net.directory.hear(heartbeat(peer, addresses=(way(peer, 2),), admission=b"a member"), silent)
-    net.directory.goodbye(left.key, 2**40)
-    net.directory.forget_silent(time.monotonic())
+        net.peers.hear(heartbeat(peer, addresses=(way(peer, 2),), admission=b"a member"), silent)
+    net.peers.goodbye(left.key, 2**40)
+    net.peers.forget_silent(time.monotonic())
     if not alone:
         hear(net, heartbeat(PEERS[1]))
         await asyncio.sleep(0)
         swarm.dialled.clear()
-    await net._search(cast(Any, swarm))
+    await net.search()
     expected = {way(lost, 1), way(lost, 2)} | ({way(left, 1)} if alone else set())
     assert set(swarm.dialled.pop()) == expected
     await net.stop(0.1)
 
 
 async def test_nobody_has_us_dial_or_keep_whom_it_likes():
-    net, swarm = network()
+    w = await world()
+    net, swarm = w.network, w.swarms[0]
     other, victim = identity("other"), identity("victim")
     said = (way(other, 1), *(way(identity(f"victim {i}"), 443) for i in range(5)), way(victim, 443))
-    net.directory.hear(heartbeat(other, addresses=said, admission=b"a member"), time.monotonic() - 1000.0)
+    net.peers.hear(heartbeat(other, addresses=said, admission=b"a member"), time.monotonic() - 1000.0)
     hear(net, heartbeat(PEERS[1], addresses=(way(PEERS[1], 2), way(victim, 443))))
-    net._save_addresses(net.directory.addresses())
-    assert cast(Any, net._membership).learnt == [way(PEERS[1], 2), way(other, 1)]
-    net.directory.forget_silent(time.monotonic())
+    net.save_addresses()
+    assert w.membership.learnt == [way(PEERS[1], 2), way(other, 1)]
+    net.peers.forget_silent(time.monotonic())
     await asyncio.sleep(0)
     swarm.dialled.clear()
-    await net._search(cast(Any, swarm))
+    await net.search()
     assert swarm.dialled == [(way(other, 1),)]
     await net.stop(0.1)
 
 
 async def test_a_dial_that_fails_in_any_way_is_a_line_in_the_log(caplog):
     caplog.set_level("DEBUG")
-    net, swarm = network()
+    net, swarm = await network()
     swarm.error = ConnectionResetError("libp2p is gone")
     hear(net, heartbeat(PEERS[1], addresses=[way(PEERS[1], 1)]))
-    await until(lambda: "cannot dial: libp2p is gone" in caplog.text)
+    await asyncio.sleep(0.01)
+    assert "cannot dial: libp2p is gone" in caplog.text
     await net.stop(0.1)
 
 
 async def test_who_served_wrong_bytes_of_one_blob_is_asked_last_for_the_next(caplog):
-    net, swarm = network()
+    net, swarm = await network()
     asked: list[list[PeerKey]] = []
 
     async def fetch(digest, size, holders, *, deadline_seconds, on_bad, chunks) -> None:
@@ -592,17 +630,23 @@ async def test_who_served_wrong_bytes_of_one_blob_is_asked_last_for_the_next(cap
     assert f"{A.short} served wrong bytes" in caplog.text
 
 
-def test_traffic_of_a_daemon_that_died_still_counts():
-    net = network()[0]
-    net._bytes = (100, 200)
-    assert (net.bytes_up, net.bytes_down) == (105, 207)
+async def test_a_daemon_that_died_is_replaced_and_its_traffic_still_counts(monkeypatch):
+    monkeypatch.setattr(network_module, "LONELY_SECONDS", 0.0)
+    w = await world()
+    net = w.network
+    running = asyncio.create_task(net.keep_running())
+    w.swarms[0].lost.set_result("killed")
+    await asyncio.wait_for(w.restarted.wait(), 10)
+    assert w.swarms[0].stopped and (net.bytes_up, net.bytes_down) == (10, 14)
+    running.cancel()
+    await net.stop(0.1)
 
 
 # -- how long an exchange takes -------------------------------------------------------------------------------
 
 
 def test_times_are_medians_since_our_own_announcement():
-    e = Exchange(remembered=3)
+    e = RoundTimings(remembered=3)
     assert e.times == ExchangeTimes()
     for n, (blobs, certified, applied) in enumerate([(1, 2, 3), (2, 4, 6), (3, 6, 9), (9, 9, 9)]):
         parent, start = Digest(bytes([n]) * 32), 100.0 * n

@@ -16,7 +16,8 @@ NORTH, SOUTH = ("ada", "alan"), ("grace", "edsger")
 @pytest.fixture
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(network_module, "DISCOVER_SECONDS", 0.2)
-    w = NodeWorld(tmp_path, monkeypatch, round={"target_tokens": 1024, "max_update_tokens": 8192, **TIMERS})
+    monkeypatch.setattr(network_module, "MIN_FORGET_SECONDS", 2.0)
+    w = NodeWorld(tmp_path, round={"target_tokens": 1024, "max_update_tokens": 8192, **TIMERS})
     yield w
     await w.close()
 
@@ -34,11 +35,10 @@ async def test_halves_that_forgot_each_other_are_one_swarm_again(world):
     await w.rounds(everyone, 1)
 
     def known(name: str) -> set[PeerKey]:
-        return set(w.nodes[name].network.directory.peers())
+        return set(w.nodes[name].network.peers.peers())
 
     for node in w.nodes.values():
-        node.network.directory._forget = 2.0
-        node.network._membership.addresses.clear()  # as in a swarm whose newest addresses are all of one's own side
+        node.membership.addresses.clear()  # as in a swarm whose newest addresses are all of one's own side
     cut(w)
     for side in (NORTH, SOUTH):
         for name in side:

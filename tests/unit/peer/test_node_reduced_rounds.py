@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from protocol.reduce_plan import shard_count
+from protocol.rounds.policy import RoundPolicy
 from tests.support.node_world import TIMERS, NodeWorld
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
@@ -20,7 +21,7 @@ async def world(tmp_path, monkeypatch):
     made: list[NodeWorld] = []
 
     def make(**fields) -> NodeWorld:
-        made.append(NodeWorld(tmp_path, monkeypatch, **fields))
+        made.append(NodeWorld(tmp_path, **fields))
         return made[-1]
 
     yield make
@@ -106,7 +107,7 @@ async def test_authors_and_committees_behind_nats_reach_each_other_by_who_hears_
     assert "cannot get, or use, the update" not in caplog.text
     since = [c.record.body for c in w.path("ada") if c.record.body.round >= now]
     assert sum(len(body.updates) for body in since) >= 3.5 * len(since)
-    alone = [c for b in since for c in w.nodes["ada"].machine._c.policy.exchange.committees(b) if w.key("ada") not in c]
+    alone = [c for b in since for c in RoundPolicy.of(w.spec).exchange.committees(b) if w.key("ada") not in c]
     assert len(alone) >= 3  # else nobody was put to the test
     assert all(len(set(same.values())) == 1 for same in states(w).values())
 
@@ -115,7 +116,7 @@ async def test_an_update_that_breaks_the_rules_where_only_some_look_is_in_no_rec
     w = world(model=WIDE, codec={"kind": "int8"}, round=REDUCE)
     for name in ("ada", "alan", "grace", "edsger"):
         w.start(name)
-    await w.until("edsger has a trainer", lambda: w.nodes["edsger"]._training is not None)
+    await w.until("edsger has a trainer", lambda: w.key("edsger") in w.trainers)
     w.trainer("edsger").spoil = True
     others = ["ada", "alan", "grace"]
     await w.rounds(others, 3)

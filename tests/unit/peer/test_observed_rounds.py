@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from cairn.swarm_view import ObserverView
 from coordinator.checkpoints.archive import Archive
 from coordinator.service import Coordinator, CoordinatorConfig
@@ -29,16 +27,14 @@ def observer(world: NodeWorld) -> Node:
     decoder = MessageDecoder(world.spec.run_id, OWNER.key)
     ways_in = [address_of(world.key(n)) for n in world.nodes]
     me = identity("observer")
-    node = Node(
-        Membership(me, world.spec, decoder, store, None, "coordinator", b"", ways_in), NodeOptions(home, observer=True)
-    )
-    world.nodes["observer"] = node
-    world.running["observer"] = asyncio.create_task(world._run(node, store))
+    membership = Membership(me, world.spec, decoder, store, None, "coordinator", b"", ways_in)
+    node = world.build(membership, NodeOptions(home, observer=True))
+    world.run("observer", node, store)
     return node
 
 
 async def test_the_observer_sees_how_each_rounds_time_splits_and_who_announced(tmp_path, monkeypatch):
-    world = NodeWorld(tmp_path, monkeypatch, round=ROUND)
+    world = NodeWorld(tmp_path, round=ROUND)
     coordinator = None
     try:
         for name in ("ada", "grace"):

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cairn.peer_screen import progress_line
 from peer.channel import Memory, Progress, TimeShares
 from peer.node.snapshot import Snapshot
-from peer.node.usage import FIRST_SECONDS, SECONDS, UsageLog
+from peer.node.usage_log import FIRST_SECONDS, SECONDS, UsageLog
 from peer.training import memory, packed_sequences
 from peer.training.device import pinned_for
 from peer.training.flops import flops_per_token, mfu, peak_flops

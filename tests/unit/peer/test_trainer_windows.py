@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from peer.training.schedule import factor, step_factor
 from peer.training.throughput import RATE_SECONDS, MeanLoss, ThroughputMeter
-from peer.training.windows import AnnouncedUpdate, WindowAccounting
+from peer.training.windows import UndecidedUpdate, WindowAccounting
 from protocol.ids import Digest, sha256
 from protocol.spec import Schedule
 
@@ -22,7 +22,7 @@ def announced(windows: WindowAccounting) -> WindowAccounting:
     if (claim := windows.claim(MOST)) is None:
         return windows
     first, end, steps = claim
-    made = AnnouncedUpdate(Digest(sha256(b"parent")), Digest(sha256(b"blob")), 1, first, end, steps, 1.0)
+    made = UndecidedUpdate(Digest(sha256(b"parent")), Digest(sha256(b"blob")), 1, first, end, steps, 1.0)
     return replace(windows, announced=made)
 
 

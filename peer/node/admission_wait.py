@@ -1,0 +1,87 @@
+"""The wait of a newcomer whose coordinator is away: it is in the swarm as an observer until it is admitted.
+
+Only the run's key admits, so members can let nobody contribute. They can give the chain, the data and the coordinator's
+address, and they notice when it is back. An observer node is the simplest thing that collects all of that. It exists
+for coordinators anyway, and to follow the chain takes a round machine, a network and a store. It ends before the member
+node begins, since an observer's machine neither trains nor holds updates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+import time
+from contextlib import suppress
+from dataclasses import replace
+
+from peer.errors import PeerError
+from peer.node.assets import fetch_assets
+from peer.node.builder import build_node
+from peer.node.membership import ABSENT, Membership
+from peer.node.node import Node
+from peer.node.options import NodeOptions
+from peer.node.outbox import NETWORK_ERRORS
+from peer.node.tasks import cancel_and_wait
+from protocol.errors import CairnError
+
+log = logging.getLogger("peer.admission")
+
+FIRST_SECONDS, RETRY_SECONDS = 3.0, 15.0
+"""Seconds until the first and between the later requests for an admission."""
+
+REPORT_SECONDS = 30.0
+"""Minimum seconds between two reports of the wait in the log."""
+
+
+async def wait_until_admitted(membership: Membership, options: NodeOptions) -> None:
+    """Return when the membership has a valid admission; may be cancelled.
+
+    Raise CairnError when the coordinator refuses the peer, or when the observer cannot go on.
+    """
+    node = build_node(membership, replace(options, observer=True))
+    running = asyncio.ensure_future(node.run())
+    fetching = asyncio.ensure_future(_fetch_meanwhile(membership, node, running))
+    try:
+        await _request_again(membership, node, running)
+    finally:
+        await cancel_and_wait([fetching])
+        node.leave()
+        with suppress(CairnError):
+            await running
+
+
+async def _request_again(membership: Membership, node: Node, running: asyncio.Future[None]) -> None:
+    reported, pause = -math.inf, min(RETRY_SECONDS, FIRST_SECONDS)
+    while True:
+        moved = asyncio.ensure_future(membership.locator.newer_than(membership.locator.newest))
+        await asyncio.wait([running, moved], timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+        moved.cancel()
+        if running.done():
+            running.result()
+            raise PeerError("the peer ended before it was admitted; the same command tries again")
+        if time.monotonic() >= reported + REPORT_SECONDS:
+            reported, status = time.monotonic(), node.snapshot()
+            log.info(
+                "waiting for the coordinator: it is away, and nobody else can admit a peer. This one follows the chain "
+                "meanwhile (round %d, %d members), and begins when the coordinator is back; Ctrl-C stops",
+                status.round,
+                status.members,
+            )
+        try:
+            await membership.renew_anywhere(node.ask_for_coordinator)
+            log.info("admitted: the coordinator is back")
+            return
+        except ABSENT as e:
+            log.debug("not admitted yet: %s", e)
+        pause = RETRY_SECONDS * random.uniform(0.75, 1.25)  # spreads the requests of all peers that wait
+
+
+async def _fetch_meanwhile(membership: Membership, node: Node, running: asyncio.Future[None]) -> None:
+    """Fetch what training needs as far as members have it now; the rest is fetched when training begins."""
+    try:
+        await node.started(running)
+        await fetch_assets(membership.spec, membership.store, node.network)
+    except NETWORK_ERRORS as e:
+        log.info("not everything was fetched while waiting: %s", str(e) or type(e).__name__)

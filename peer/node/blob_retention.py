@@ -1,0 +1,63 @@
+"""Retention of blobs on disk: those that the round machine and the spec name, and what this node has just made.
+
+The rule is the machine's (`RoundMachine.retained_blobs`): the newest checkpoints, all blobs applied since the oldest of
+them, the blobs of the open round, and own updates that may still return to the error feedback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from peer.node.update_fetcher import UpdateFetcher
+from peer.store import Store
+from protocol.ids import Digest
+from protocol.spec import RunSpec
+
+NEW_UPDATES = 2
+"""Own updates that are kept before the machine names them."""
+
+
+class BlobRetention:
+    """Removal of all blobs that nobody needs.
+
+    `retained` gives the blobs to keep beside the run's assets, whenever it is called.
+    """
+
+    def __init__(self, spec: RunSpec, store: Store, updates: UpdateFetcher, retained: Callable[[], Iterable[Digest]]):
+        self._assets = assets(spec)
+        self._store = store
+        self._updates = updates
+        self._retained = retained
+        self._states: deque[Digest] = deque(maxlen=spec.checkpoint.keep + 1)
+        self._new_updates: deque[Digest] = deque(maxlen=NEW_UPDATES)
+
+    def keep_update(self, digest: Digest) -> None:
+        """Keep an update that this node has just made: the machine may not have processed it yet."""
+        self._new_updates.append(digest)
+
+    def keep_state(self, digest: Digest) -> None:
+        """Keep a checkpoint of the store as one of the newest, though no record of the chain may name it yet."""
+        if digest not in self._states:
+            self._states.append(digest)
+
+    async def prune(self) -> list[Digest]:
+        """Remove the blobs that nobody needs, partial ones included, and return them.
+
+        They are selected at once; blobs that arrive later stay. Raise StoreError.
+        """
+        gone = self._store.unreferenced({*self._assets, *self._states, *self._new_updates, *self._retained()})
+        await asyncio.to_thread(self._remove, gone)
+        self._updates.forget(gone)
+        return gone
+
+    def _remove(self, gone: Sequence[Digest]) -> None:
+        for digest in gone:
+            self._store.remove(digest)
+
+
+def assets(spec: RunSpec) -> set[Digest]:
+    """Return the blobs that the spec itself names."""
+    named = [spec.genesis, spec.tokenizer, *spec.data.train, *spec.data.validation]
+    return {b.name for b in named}

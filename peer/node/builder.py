@@ -1,0 +1,123 @@
+"""Construction of a node from its parts, bottom-up: each part gets the finished parts that it uses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from peer.node.action_handler import ActionHandler
+from peer.node.blob_retention import BlobRetention
+from peer.node.certificate_store import CertificateStore
+from peer.node.directive_handler import DirectiveHandler, is_banned
+from peer.node.driver import RoundDriver
+from peer.node.events import EventQueue, NodeEvents
+from peer.node.inbox import Inbox
+from peer.node.membership import Membership
+from peer.node.network import Network
+from peer.node.node import Node
+from peer.node.options import NodeOptions
+from peer.node.peer_requests import PeerRequests
+from peer.node.round_timings import RoundTimings
+from peer.node.shard_reducer import ShardReducer
+from peer.node.slice_relay import SliceRelay
+from peer.node.state_loader import StateLoader
+from peer.node.status_reporter import StatusReporter, local_status
+from peer.node.tasks import Tasks
+from peer.node.trainer_client import TrainerClient
+from peer.node.trainer_supervisor import TrainerSupervisor
+from peer.node.update_fetcher import UpdateFetcher
+from peer.swarm import Swarm
+from protocol.codec import make_codec
+from protocol.message_codec import KeySigner
+from protocol.reduce import Reduction
+from protocol.rounds.machine import RoundMachine
+from protocol.rounds.policy import RoundPolicy
+
+OBSERVED_RECORDS, OBSERVED_BYTES = 200_000, 2**30
+"""The chain in an observer's memory: its coordinator may have to catch up from far behind."""
+
+
+def build_node(
+    membership: Membership,
+    options: NodeOptions,
+    observers: NodeEvents | None = None,
+    *,
+    start_swarm: Callable[..., Any] = Swarm.start,
+    supervise: Callable[..., TrainerSupervisor] = TrainerSupervisor,
+) -> Node:
+    """Return a node that is ready to run. Raise StoreError.
+
+    `observers` receives the node's events. `start_swarm` and `supervise` replace the network and the trainer's process.
+    """
+    spec, store, me = membership.spec, membership.store, membership.identity.key
+    observers = observers or NodeEvents()
+    tasks, queue, timings = Tasks(), EventQueue(observers), RoundTimings()
+    codec = make_codec(spec.codec, spec.model.layout)
+    reduction = Reduction(spec.codec, spec.model.layout)
+    exchange_seconds = spec.round.exchange_seconds
+    inbox = Inbox(membership.decoder, membership.locator)
+
+    policy = RoundPolicy.of(spec)
+    limits = policy.chain_limits
+    if options.observer:
+        limits = replace(limits, max_records=OBSERVED_RECORDS, max_bytes=OBSERVED_BYTES)
+    certificates = CertificateStore(store, membership.decoder, spec, limits)
+    chain = certificates.chain
+    machine = RoundMachine(
+        policy=policy,
+        run=spec.run_id,
+        signer=KeySigner(membership.identity),
+        chain=chain,
+        observer=options.observer,
+        blob_size=codec.size,
+        now=time.monotonic(),
+    )
+    banned = partial(is_banned, chain)
+    network = Network(
+        membership,
+        tasks,
+        listen=options.listen,
+        announce=options.announce,
+        is_banned=banned,
+        start_swarm=start_swarm,
+    )
+
+    updates = UpdateFetcher(store, network, codec, deadline_seconds=exchange_seconds, post=queue.post, tasks=tasks)
+    reducer = ShardReducer(
+        store,
+        network,
+        updates,
+        reduction,
+        codec.size,
+        spec.outer,
+        exchange_seconds=exchange_seconds,
+        post=queue.post,
+        tasks=tasks,
+    )
+    relay = SliceRelay(me, store, network, reduction, codec.size, spec.round, machine, tasks)
+    retention = BlobRetention(
+        spec, store, updates, lambda: machine.retained_blobs() | set(reducer.retained_blobs())
+    )  # fmt: skip
+
+    trainer = None
+    if not options.observer:
+        loader = StateLoader(spec, me, store, chain, network, updates, reducer, post=queue.post)
+        trainer = TrainerClient(
+            spec, me, options, store, chain, updates, retention, loader, tasks, queue.post, supervise
+        )  # fmt: skip
+    directives = DirectiveHandler(me, spec.data.window, trainer, (updates, reducer, network))
+    handler = ActionHandler(
+        store, network, inbox, certificates, updates, reducer, directives, trainer, queue, tasks, observers
+    )  # fmt: skip
+    status = partial(local_status, membership, network, trainer)
+    driver = RoundDriver(machine, handler, queue, observers, timings, status=status)
+    requests = PeerRequests(
+        me, inbox, network, machine, certificates, membership.locator, relay, queue, observers, banned
+    )
+    reporter = StatusReporter(membership, options, network, machine, directives, timings, trainer, observers)
+    return Node(
+        membership, network, certificates, retention, trainer, driver, requests, reporter, observers, tasks
+    )  # fmt: skip

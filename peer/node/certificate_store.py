@@ -1,0 +1,129 @@
+"""The chain on disk: it is loaded at the start, extended as the machine asks, and given to peers that request it."""
+
+from __future__ import annotations
+
+import logging
+from itertools import islice
+
+from peer.store import Store
+from protocol.chain import Chain, ChainLimits, UnknownParent
+from protocol.errors import ChainError, FinalizedConflict, MalformedError, ProtocolError
+from protocol.ids import Digest
+from protocol.message_codec import MessageDecoder, encode_certificate
+from protocol.messages import Certificate, Directive, Finalization, Signed
+from protocol.spec import RunSpec
+from protocol.wire import swarm_pb2 as wire
+
+log = logging.getLogger("peer.chain")
+
+FINALIZATION, DIRECTIVE = "finalization", "directive"
+"""Names of the values in the store."""
+
+MAX_HAVE = 256
+REPLY_CERTIFICATES = 64
+REPLY_BYTES = 2 * 1024 * 1024
+
+SWEEP_EVERY = 256
+"""Certificates stored between two searches for those that nobody needs."""
+
+
+class CertificateStore:
+    """The certificates, the newest finalization and the newest directive of one run, and the chain that they form."""
+
+    def __init__(self, store: Store, decoder: MessageDecoder, spec: RunSpec, limits: ChainLimits):
+        """Load the chain from the store. Raise StoreError.
+
+        Values that do not verify are left out with a warning, and fetched from other peers again.
+        """
+        self._store = store
+        self._decoder = decoder
+        self._spec = spec
+        self._stored = 0
+        self.chain = Chain(spec.run_id, spec.genesis.name, limits)
+        self._load(self.chain)
+
+    def _load(self, chain: Chain) -> None:
+        if (encoded := self._store.read_value(DIRECTIVE)) is not None:
+            try:
+                chain.add_directive(self._decoder.decode(encoded, Directive))  # first: it excludes rolled back rounds
+            except ProtocolError as e:
+                log.warning("the stored directive is left out: %s", e)
+        loaded, left_out, why, rolled_back = 0, 0, "", 0
+        for data in self._store.certificates():
+            try:
+                loaded += chain.add(self._decoder.decode_certificate(data))
+            except FinalizedConflict:
+                rolled_back += 1
+            except UnknownParent as e:
+                if chain.rollback is None:
+                    left_out, why = left_out + 1, why or str(e)
+                rolled_back += chain.rollback is not None
+            except ProtocolError as e:
+                left_out, why = left_out + 1, why or str(e)
+        if left_out:
+            log.warning("%d stored certificates are left out, the first because %s; others have them", left_out, why)
+        if rolled_back:
+            log.info("%d stored certificates are of branches that cannot win any more", rolled_back)
+        if (encoded := self._store.read_value(FINALIZATION)) is not None:
+            try:
+                chain.add_finalization(self._decoder.decode(encoded, Finalization))
+            except ProtocolError as e:
+                log.warning("the stored finalization is left out: %s", e)
+        if loaded:
+            log.info("resuming: %d records in the store, round %d", loaded, chain.height(chain.head))
+
+    def store(self, certificate: Certificate) -> None:
+        """Write a certificate; it is on disk on return. Raise StoreError.
+
+        From time to time the certificates that the tree has dropped are removed from the disk: anybody that was
+        admitted can certify any number of records with itself alone.
+        """
+        number = certificate.record.body.round
+        self._store.append_certificate(encode_certificate(certificate), number, certificate.digest)
+        self._stored += 1
+        chain = self.chain
+        if self._stored % SWEEP_EVERY == 0:
+            # Rounds before the tree's first one were swept in their time; of those the tree knows nothing any more.
+            first = chain.height(chain.root)
+            gone = self._store.drop_certificates(lambda round, digest: round >= first and digest not in chain)
+            if gone:
+                log.info("%d certificates of branches that lost are removed from the store", gone)
+
+    def store_finalization(self, finalization: Signed[Finalization]) -> None:
+        """Write the newest finalization; it is on disk on return. Raise StoreError."""
+        self._store.write_value(FINALIZATION, finalization.encoded)
+
+    def store_directive(self, directive: Signed[Directive]) -> None:
+        """Write the newest directive; it is on disk on return. Raise StoreError."""
+        self._store.write_value(DIRECTIVE, directive.encoded)
+
+    def after(self, record: Digest, limit: int) -> tuple[Certificate, ...] | None:
+        """Return at most `limit` certificates after a record on the main branch, oldest first.
+
+        Return None when the record is not on it.
+        """
+        chain = self.chain
+        if record not in chain or chain.main_chain_at(chain.height(record)) != record:
+            return None
+        stop = chain.main_chain_at(min(chain.height(chain.head), chain.height(record) + limit))
+        return chain.path(record, chain.head if stop is None else stop)
+
+    def answer(self, request: wire.ChainRequest) -> wire.ChainReply:
+        """Return the certificates that the requester is missing, as far as memory goes.
+
+        Raise ProtocolError for a malformed request.
+        """
+        if bytes(request.run) != self._spec.run_id or len(request.have) > MAX_HAVE:
+            raise MalformedError("a chain request of another run, or with too long a list")
+        chain = self.chain
+        have = [Digest(d) for d in islice(request.have, MAX_HAVE)]
+        try:
+            certificates, more = chain.certificates_after(have, count=REPLY_CERTIFICATES, size=REPLY_BYTES)
+        except UnknownParent as e:
+            raise ChainError(str(e)) from None
+        return wire.ChainReply(
+            certificates=[encode_certificate(c) for c in certificates],
+            final=chain.finalization.encoded if chain.finalization is not None else b"",
+            more=more,
+            directive=chain.newest_directive.encoded if chain.newest_directive is not None else b"",
+        )

@@ -1,0 +1,222 @@
+"""Exchange of large records in compact form (`protocol.compact_record`): headers are named, and the receiver has them.
+
+The sender makes compact records, and gives the headers of the records that it sent to receivers that miss some. The
+receiver reconstructs the record; it requests missing headers from the sender and from nobody else. Everything is
+bounded: what does not fit is dropped, and the round machine repeats what matters.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Protocol
+
+from peer.node.outbox import NETWORK_ERRORS
+from peer.node.tasks import Tasks
+from protocol.compact_record import (
+    CompactRecord,
+    check_header_ids,
+    check_requested_headers,
+    compact,
+    header_id,
+    is_compact_record,
+    parse_compact_record,
+)
+from protocol.errors import MalformedError
+from protocol.ids import Digest, PeerKey
+from protocol.messages import MAX_CONTRIBUTORS, RoundRecord, Signed, UpdateHeader
+from protocol.wire import swarm_pb2 as wire
+
+log = logging.getLogger("peer.compact_records")
+
+COMPACT_FROM = 16 * 1024
+"""Bytes of the smallest record that is sent in compact form: for a smaller one, requesting a header costs more than it
+saves."""
+
+PER_AUTHOR = 4
+"""Headers kept for one author: of this round and the next, and twice as many for an author that announces twice."""
+
+AUTHORS = 2 * MAX_CONTRIBUTORS
+RECORDS = 16
+"""Number of records sent in compact form whose headers others may request."""
+
+REQUESTS = 32
+"""Maximum number of header requests under way, one for each sender: an answer has at most 2.6 MB."""
+
+IN_PACKET = 4
+"""Compact records of one packet that are processed: each may stand for 2.6 MB."""
+
+
+class HeaderCache:
+    """The headers of each author's latest rounds, by name: PER_AUTHOR of each of AUTHORS.
+
+    Old headers that are replayed evict nothing newer.
+    """
+
+    def __init__(self) -> None:
+        self._by_author: OrderedDict[PeerKey, list[tuple[int, bytes]]] = OrderedDict()
+        self._encoded: dict[bytes, bytes] = {}
+
+    def add(self, header: Signed[UpdateHeader]) -> None:
+        """Keep a verified header."""
+        name = header_id(header.encoded)
+        if name in self._encoded:
+            return
+        kept = self._by_author.setdefault(header.author, [])
+        self._by_author.move_to_end(header.author)
+        kept.append((header.body.round, name))
+        self._encoded[name] = header.encoded
+        if len(kept) > PER_AUTHOR:
+            oldest = min(kept, key=lambda entry: entry[0])
+            kept.remove(oldest)
+            del self._encoded[oldest[1]]
+        if len(self._by_author) > AUTHORS:
+            for _, old in self._by_author.popitem(last=False)[1]:
+                del self._encoded[old]
+
+    def get(self, name: bytes) -> bytes | None:
+        """Return the envelope of a header by its name."""
+        return self._encoded.get(name)
+
+    @property
+    def authors(self) -> int:
+        """The number of authors with headers here."""
+        return len(self._by_author)
+
+    def __len__(self) -> int:
+        return len(self._encoded)
+
+
+class HeaderLink(Protocol):
+    """The network as `CompactRecords` uses it."""
+
+    async def request_headers(self, sender: PeerKey, names: wire.Packet) -> wire.Packet:
+        """Return the headers with these names. Raise NETWORK_ERRORS."""
+        ...
+
+    async def receive(self, sender: PeerKey, packet: wire.Packet) -> None:
+        """Process a packet with a reconstructed record as if it had arrived whole."""
+        ...
+
+    def is_member(self, key: PeerKey) -> bool:
+        """Return whether a peer is a member: compact records of others are dropped."""
+        ...
+
+    def charge(self, sender: PeerKey, size: int) -> None:
+        """Count bytes of a reconstructed record against the sender's limit: it is no cheaper than a whole one."""
+        ...
+
+
+class CompactRecords:
+    """Both sides of the exchange, for one node."""
+
+    def __init__(self, link: HeaderLink, tasks: Tasks):
+        self._link = link
+        self._tasks = tasks
+        self._headers = HeaderCache()
+        self._made: OrderedDict[Digest, tuple[bytes | None, dict[bytes, bytes]]] = OrderedDict()
+        self._requesting: set[PeerKey] = set()
+
+    # -- sending ---------------------------------------------------------------------------------------------
+
+    def encode(self, message: Signed) -> bytes:
+        """Return a message as it is sent: itself, or the compact form of a large record."""
+        if not isinstance(message.body, RoundRecord) or len(message.encoded) < COMPACT_FROM:
+            return message.encoded
+        made = self._made.get(message.digest)
+        if made is None:
+            short = compact(message)
+            headers = {} if short is None else {header_id(u.encoded): u.encoded for u in message.body.updates}
+            made = self._made[message.digest] = (short, headers)
+            if len(self._made) > RECORDS:
+                self._made.popitem(last=False)
+        self._made.move_to_end(message.digest)  # a record that is sent again may be asked about again
+        return message.encoded if made[0] is None else made[0]
+
+    def answer(self, request: wire.Packet) -> wire.Packet:
+        """Return the requested headers of the records that this node sent. Raise MalformedError."""
+        names = check_header_ids([bytes(n) for n in request.messages])
+        found: list[bytes] = []
+        for name in dict.fromkeys(names):
+            header = next((h for _, hs in self._made.values() if (h := hs.get(name)) is not None), None)
+            if header is not None:
+                found.append(header)
+        return wire.Packet(messages=found)
+
+    @property
+    def answerable(self) -> int:
+        """The number of records whose headers others may request."""
+        return len(self._made)
+
+    # -- receiving -------------------------------------------------------------------------------------------
+
+    def note(self, message: Signed) -> None:
+        """Keep the headers in a verified message, our own included: records will name them."""
+        if isinstance(message.body, UpdateHeader):
+            self._headers.add(message)
+        elif isinstance(message.body, RoundRecord):
+            for header in message.body.updates:
+                self._headers.add(header)
+
+    def reconstruct(self, sender: PeerKey, packet: wire.Packet) -> wire.Packet:
+        """Return a packet with whole records in place of compact ones.
+
+        Records whose headers have to be requested first are left out; they arrive by `HeaderLink.receive`.
+        """
+        if not any(map(is_compact_record, packet.messages)):
+            return packet
+        messages: list[bytes] = []
+        seen = 0
+        for encoded in packet.messages:
+            if not is_compact_record(encoded):
+                messages.append(encoded)
+                continue
+            seen += 1
+            if seen <= IN_PACKET and self._link.is_member(sender):
+                record = self._record(sender, encoded)
+                if record is not None:
+                    messages.append(record)
+        return wire.Packet(messages=messages, certificates=packet.certificates)
+
+    def _record(self, sender: PeerKey, encoded: bytes) -> bytes | None:
+        """Return the whole record; None when it is refused, or its headers are requested first."""
+        try:
+            short = parse_compact_record(encoded)
+        except MalformedError as e:
+            log.warning("refused a compact record from %s: %s", sender.short, e)
+            return None
+        found = self._known(short.header_ids)
+        if len(found) == len(short.header_ids):
+            record = short.reconstruct([found[n] for n in short.header_ids])
+            self._link.charge(sender, len(record))
+            return record
+        if sender not in self._requesting and len(self._requesting) < REQUESTS:
+            self._requesting.add(sender)
+            self._tasks.spawn(self._complete(sender, short), "headers of a record")
+        return None
+
+    def _known(self, names: Iterable[bytes]) -> dict[bytes, bytes]:
+        return {n: h for n in names if (h := self._headers.get(n)) is not None}
+
+    async def _complete(self, sender: PeerKey, short: CompactRecord) -> None:
+        """Request the missing headers from the sender, and process the record."""
+        try:
+            found = self._known(short.header_ids)
+            missing = [n for n in short.header_ids if n not in found]
+            reply = await self._link.request_headers(sender, wire.Packet(messages=missing))
+            found |= check_requested_headers(missing, [bytes(h) for h in reply.messages])
+            if len(found) < len(short.header_ids):
+                log.info("%s names headers in a record that it does not give", sender.short)
+                return
+            record = short.reconstruct([found[n] for n in short.header_ids])
+            self._link.charge(sender, len(record))
+        except MalformedError as e:
+            log.warning("refused the headers of a record from %s: %s", sender.short, e)
+            return
+        except NETWORK_ERRORS as e:
+            log.info("no headers of a record from %s: %s", sender.short, str(e) or type(e).__name__)
+            return
+        finally:
+            self._requesting.discard(sender)
+        await self._link.receive(sender, wire.Packet(messages=[record]))

@@ -1,0 +1,85 @@
+"""Execution of the owner's directives on this machine (docs/control.md): the round policy, and rest for the trainer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from peer.channel import Orders
+from protocol.chain import Chain
+from protocol.ids import PeerKey
+from protocol.messages import Directive
+from protocol.rounds.actions import DirectivesChanged
+from protocol.rounds.policy import RoundPolicy
+
+
+class PolicyUser(Protocol):
+    """A part of the node that follows the policy of the open round."""
+
+    def apply_policy(self, policy: RoundPolicy) -> None:
+        """Follow this policy from now on."""
+        ...
+
+
+class OrderedTrainer(Protocol):
+    """The trainer as `DirectiveHandler` uses it."""
+
+    def order(self, orders: Orders) -> None:
+        """Give the trainer its orders."""
+        ...
+
+
+class DirectiveHandler:
+    """Passes changes of the directives in force to the trainer and to all users of the policy."""
+
+    def __init__(self, me: PeerKey, window: int, trainer: OrderedTrainer | None, users: Sequence[PolicyUser]):
+        """`window`: tokens of one window. `trainer`: None for an observer."""
+        self._me = me
+        self._window = window
+        self._trainer = trainer
+        self._users = users
+        self._directive: Directive | None = None
+        self._policy: RoundPolicy | None = None
+        self._orders: Orders | None = None
+
+    def handle(self, change: DirectivesChanged) -> None:
+        """Carry out the action."""
+        self._directive = change.directive
+        if change.policy != self._policy:
+            self._policy = change.policy
+            for user in self._users:
+                user.apply_policy(change.policy)
+        orders = orders_of(change.resting, change.policy, self._window)
+        if orders != self._orders and self._trainer is not None:
+            self._trainer.order(orders)
+        self._orders = orders
+
+    @property
+    def target_tokens(self) -> int:
+        """The tokens that the swarm aims at in the open round; 0 before the start."""
+        return 0 if self._orders is None else self._orders.target_tokens
+
+    @property
+    def description(self) -> str:
+        """The directives that concern this peer, for people; empty when there are none."""
+        return "" if self._directive is None else describe(self._directive, self._me)
+
+
+def is_banned(chain: Chain, key: PeerKey) -> bool:
+    """Return whether the newest directive on the chain bans a peer."""
+    return chain.newest_directive is not None and key in chain.newest_directive.body.banned
+
+
+def orders_of(resting: bool, policy: RoundPolicy, window: int) -> Orders:
+    """Return the orders for the trainer."""
+    return Orders(resting, policy.max_update_windows, policy.target_windows * window)
+
+
+def describe(directive: Directive, me: PeerKey) -> str:
+    """Return, for people, what a directive orders that concerns a peer."""
+    why = f" ({directive.reason})" if directive.reason else ""
+    since = f" since {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime(directive.since))}" if directive.since else ""
+    if me in directive.banned:
+        return f"banned by the run's owner{why}"
+    return "" if directive.run_status == "running" else f"{directive.run_status} by the run's owner{since}{why}"

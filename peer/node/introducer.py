@@ -1,0 +1,110 @@
+"""Introduction of newcomers: a new peer is sent the others' heartbeats, and the others are sent its heartbeat.
+
+So members find each other however the DHT fares.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from itertools import islice
+
+from peer.node.coordinator_discovery import CoordinatorLocator
+from peer.node.outbox import Outbox
+from peer.node.peer_table import PeerTable
+from peer.node.tasks import Tasks
+from protocol.ids import PeerKey, sha256
+from protocol.messages import Heartbeat, Signed
+
+CROWD = 32
+"""Number of members above which only a few introduce a newcomer: a thousand members would each send it 700 KB, and its
+heartbeat to everyone."""
+
+INTRODUCERS = 4
+"""Number of members that introduce a newcomer even when another has already: a packet may be lost."""
+
+ENOUGH_INTRODUCERS = 2
+"""Number of other peers that must have sent us a newcomer's heartbeat before we leave its introduction to them: one of
+them may be a liar."""
+
+REMEMBERED = 8192
+"""Number of newcomers whose introducers are remembered."""
+
+INTERVAL_BEATS = 2
+"""Heartbeat intervals within which nobody is introduced twice."""
+
+
+class Introducer:
+    """One node's introductions. `clock` gives monotonic seconds."""
+
+    def __init__(
+        self,
+        me: PeerKey,
+        peers: PeerTable,
+        outbox: Outbox,
+        locator: CoordinatorLocator,
+        tasks: Tasks,
+        *,
+        beat_seconds: float,
+        clock: Callable[[], float],
+    ):
+        self._me = me
+        self._peers = peers
+        self._outbox = outbox
+        self._locator = locator
+        self._tasks = tasks
+        self._beat = beat_seconds
+        self._clock = clock
+        self._introduced: dict[PeerKey, float] = {}
+        self._introducers: dict[PeerKey, set[PeerKey]] = {}
+        """For each newcomer the other peers that introduced it: at most ENOUGH_INTRODUCERS of them."""
+
+    def note_introduction(self, newcomer: PeerKey, sender: PeerKey) -> None:
+        """Note that another peer has sent us the newcomer's heartbeat."""
+        senders = self._introducers.setdefault(newcomer, set())
+        if len(senders) < ENOUGH_INTRODUCERS:
+            senders.add(sender)
+        while len(self._introducers) > REMEMBERED:
+            del self._introducers[next(iter(self._introducers))]
+
+    def introducers_of(self, newcomer: PeerKey) -> frozenset[PeerKey]:
+        """Return the other peers that are known to have introduced a newcomer."""
+        return frozenset(self._introducers.get(newcomer, ()))
+
+    def __len__(self) -> int:
+        return len(self._introducers)
+
+    def welcome(self, heartbeat: Signed[Heartbeat], *, direct: bool) -> None:
+        """Introduce a newcomer, if that is for us to do. `direct`: it sent its heartbeat itself."""
+        if len(self._peers.peers()) <= CROWD or self._is_chosen(heartbeat.author):
+            self._introduce(heartbeat)
+        elif direct:
+            self._tasks.spawn(self._introduce_if_nobody_does(heartbeat), "introduction")
+
+    def _introduce(self, heartbeat: Signed[Heartbeat]) -> None:
+        now = self._clock()
+        for key in [k for k, then in self._introduced.items() if now - then > INTERVAL_BEATS * self._beat]:
+            del self._introduced[key]
+        if heartbeat.author in self._introduced:
+            return
+        self._introduced[heartbeat.author] = now
+        self._outbox.send(heartbeat.author, self._peers.heartbeats())
+        if (record := self._locator.newest) is not None:
+            self._outbox.send(heartbeat.author, (record,))
+        if heartbeat.body.admission:
+            # Strangers are not introduced: anybody can make keys, and would crowd out the members.
+            for key in self._peers.peers():
+                if key != heartbeat.author:
+                    self._outbox.send(key, (heartbeat,))
+
+    def _is_chosen(self, newcomer: PeerKey) -> bool:
+        """Return whether we are one of the few members that the newcomer's key chooses."""
+        distance = sha256(newcomer, self._me)
+        nearer = (k for k in self._peers.peers() if k != newcomer and sha256(newcomer, k) < distance)
+        return sum(1 for _ in islice(nearer, INTRODUCERS)) < INTRODUCERS
+
+    async def _introduce_if_nobody_does(self, heartbeat: Signed[Heartbeat]) -> None:
+        """Introduce a newcomer that nobody else introduced within a heartbeat: we may be its only contact."""
+        await asyncio.sleep(self._beat)
+        if len(self.introducers_of(heartbeat.author)) < ENOUGH_INTRODUCERS:
+            self._introduce(heartbeat)

@@ -1,0 +1,144 @@
+"""The peers in the swarm and their addresses: the newest heartbeat of every member and observer. Pure and bounded.
+
+This table is for reaching peers. The round machine decides which members take part in rounds
+(`protocol.rounds.members`), and forgets a silent one after `member_seconds`. This table keeps it for longer, because it
+may still hold blobs or be reachable again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.ids import PeerKey
+from protocol.messages import Heartbeat, Signed
+
+MAX_LOST = 256
+"""Maximum number of members that fell silent whose addresses are remembered."""
+
+MAX_OBSERVERS = 64
+"""Maximum number of peers without an admission."""
+
+
+@dataclass(slots=True)
+class PeerEntry:
+    """One peer of the table."""
+
+    heartbeat: Signed[Heartbeat]
+    heard: float
+    """Time of the last news of it, directly or through others, by our monotonic clock in seconds."""
+
+    direct: float
+    """Time of the last message received from the peer itself; at first, the time of its first heartbeat."""
+
+
+class PeerTable:
+    """The peers with news within `forget_seconds`: at most `limit` members and `observers` others."""
+
+    def __init__(self, me: PeerKey, *, forget_seconds: float, limit: int, observers: int = MAX_OBSERVERS):
+        self._me = me
+        self._forget = forget_seconds
+        self._limit = limit
+        self._observers = observers
+        self._entries: dict[PeerKey, PeerEntry] = {}
+        self._gone: dict[PeerKey, int] = {}
+        """The sequence of the goodbye of each member that left."""
+        self._lost: dict[PeerKey, tuple[str, ...]] = {}
+
+    @property
+    def limit(self) -> int:
+        """Maximum number of members."""
+        return self._limit
+
+    def set_limit(self, members: int) -> None:
+        """Apply the `max_members` of the open round's policy."""
+        self._limit = members
+
+    def hear(
+        self, heartbeat: Signed[Heartbeat], now: float, *, direct: bool = True, welcome: bool = False
+    ) -> bool | None:
+        """Note a heartbeat. Return True for a new peer, False for news of a known one, None for an old or refused one.
+
+        `direct`: the author itself sent it. `welcome`: the author is accepted even when the table is full.
+        """
+        key, body = heartbeat.author, heartbeat.body
+        if key == self._me or body.sequence <= self._gone.get(key, -1):
+            return None
+        known = self._entries.get(key)
+        if known is not None:
+            if direct:
+                known.direct = now
+            if body.sequence <= known.heartbeat.body.sequence:
+                return None
+            known.heartbeat, known.heard = heartbeat, now
+            return False
+        admitted = bool(body.admission)
+        same_kind = sum(bool(e.heartbeat.body.admission) == admitted for e in self._entries.values())
+        if not welcome and same_kind >= (self._limit if admitted else self._observers):
+            return None
+        self._entries[key] = PeerEntry(heartbeat, now, now)
+        self._lost.pop(key, None)
+        return True
+
+    def goodbye(self, key: PeerKey, sequence: int) -> None:
+        """Remove a member that left; its heartbeats from before are no longer news.
+
+        Peers without an admission are only removed when they fall silent: anybody can make keys, and would otherwise
+        join and leave with a new key all the time.
+        """
+        self._lost.pop(key, None)
+        known = self._entries.get(key)
+        if known is None or not known.heartbeat.body.admission or sequence < known.heartbeat.body.sequence:
+            return
+        del self._entries[key]
+        self._gone[key] = sequence
+        while len(self._gone) > self._limit:
+            self._gone.pop(next(iter(self._gone)))
+
+    def forget_silent(self, now: float) -> list[PeerKey]:
+        """Remove the peers without news for `forget_seconds`, and return them."""
+        silent = [k for k, e in self._entries.items() if now - e.heard > self._forget]
+        for key in silent:
+            body = self._entries.pop(key).heartbeat.body
+            if body.admission and body.addresses:
+                self._lost[key] = tuple(body.addresses)
+        while len(self._lost) > MAX_LOST:
+            del self._lost[next(iter(self._lost))]
+        return silent
+
+    def lost(self) -> dict[PeerKey, tuple[str, ...]]:
+        """Return the addresses of members that fell silent without a goodbye: the network may have been cut."""
+        return dict(self._lost)
+
+    def has_left(self, key: PeerKey) -> bool:
+        """Return whether this peer said goodbye and has sent nothing since."""
+        return key in self._gone and key not in self._entries and key not in self._lost
+
+    def unheard(self, now: float, seconds: float) -> list[PeerKey]:
+        """Return the members (not observers) that are present and sent us nothing themselves for these seconds."""
+        return [
+            k
+            for k, e in self._entries.items()
+            if now - e.direct > seconds and e.heartbeat.body.admission and now - e.heard <= self._forget
+        ]
+
+    def peers(self) -> list[PeerKey]:
+        """Return all peers of the table, members and others."""
+        return list(self._entries)
+
+    def is_member(self, key: PeerKey) -> bool:
+        """Return whether this peer is in the table and was admitted."""
+        entry = self._entries.get(key)
+        return entry is not None and bool(entry.heartbeat.body.admission)
+
+    def entries(self) -> dict[PeerKey, PeerEntry]:
+        """Return a copy of the table."""
+        return dict(self._entries)
+
+    def heartbeats(self) -> list[Signed[Heartbeat]]:
+        """Return the newest heartbeat of each peer, to send to a newcomer."""
+        return [e.heartbeat for e in self._entries.values()]
+
+    def addresses(self) -> list[str]:
+        """Return the multiaddresses of members, not of strangers: those with the latest news first."""
+        newest = sorted(self._entries.values(), key=lambda e: -e.heard)
+        return list(dict.fromkeys(a for e in newest if e.heartbeat.body.admission for a in e.heartbeat.body.addresses))

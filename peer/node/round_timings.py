@@ -1,0 +1,76 @@
+"""Measurement of how long a round takes from our announcement until it is applied, and of its stages. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from statistics import median
+
+from protocol.ids import Digest
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeTimes:
+    """Medians over the last rounds, in seconds since our announcement; 0 before the first round."""
+
+    blobs: float = 0.0
+    """Seconds until the last of the other members' updates was held and checked."""
+    certified: float = 0.0
+    """Seconds until there was a certificate to apply."""
+    applied: float = 0.0
+    """Seconds until the new state was held."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTimes:
+    """The times of one round, by its number; fields as in ExchangeTimes."""
+
+    round: int
+    blobs: float
+    certified: float
+    applied: float
+
+
+class RoundTimings:
+    """The last `remembered` rounds in which we announced. A round is identified by its parent record."""
+
+    def __init__(self, remembered: int = 32):
+        self._parent: Digest | None = None
+        self._number = 0
+        self._began = self._blobs = self._certified = 0.0
+        self._rounds: deque[RoundTimes] = deque(maxlen=remembered)
+
+    def announced(self, parent: Digest, number: int, now: float) -> None:
+        """Note that our header for round `number`, the one after `parent`, was sent. Repeats do not count."""
+        if parent != self._parent:
+            self._parent, self._number = parent, number
+            self._began = self._blobs = self._certified = now
+
+    def held(self, now: float) -> None:
+        """Note that another member's update, or a reduced shard, is held."""
+        if self._certified == self._began:
+            self._blobs = now
+
+    def certified(self, parent: Digest, now: float) -> None:
+        """Note that the record after `parent` is to be applied."""
+        if parent == self._parent:
+            self._certified = now
+
+    def applied(self, parent: Digest, now: float) -> None:
+        """Note that the record after `parent` was applied."""
+        if parent == self._parent:
+            times = (round(t - self._began, 4) for t in (self._blobs, self._certified, now))
+            self._rounds.append(RoundTimes(self._number, *times))
+
+    @property
+    def rounds(self) -> list[RoundTimes]:
+        """The remembered rounds, oldest first."""
+        return list(self._rounds)
+
+    @property
+    def times(self) -> ExchangeTimes:
+        """The medians of the remembered rounds."""
+        if not self._rounds:
+            return ExchangeTimes()
+        columns = zip(*((r.blobs, r.certified, r.applied) for r in self._rounds), strict=True)
+        return ExchangeTimes(*(round(median(column), 4) for column in columns))

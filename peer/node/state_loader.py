@@ -1,0 +1,322 @@
+"""Moves of the trainer to the state that the round machine asks for: one record on, or a checkpoint and a replay.
+
+Everything that a move needs is fetched before the trainer is asked for it. A move that cannot be prepared ends with
+`MoveFailed(kept=True)`: the trainer still has its state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+from rich.filesize import decimal
+
+from peer.channel import Apply, Load, RoundUpdates, ToTrainer, UpdateFile
+from peer.errors import PeerError, TrainerDied
+from peer.node.shard_reducer import ShardReducer
+from peer.node.update_fetcher import BlobFormat, BlobSource, UpdateFetcher
+from peer.store import BlobMissing, Store, StoreFull
+from protocol.chain import Chain, genesis_digest
+from protocol.errors import CairnError, CodecError
+from protocol.ids import Digest, PeerKey, Round, RunId
+from protocol.messages import Certificate, Rollback
+from protocol.rounds.actions import ApplyRecord, Resync
+from protocol.rounds.blobs import applied_blobs
+from protocol.rounds.events import MoveFailed
+from protocol.spec import RunSpec
+from protocol.state import state_layout
+
+log = logging.getLogger("peer.states")
+
+VERIFY_CHUNKS = 256
+"""Chunks that are verified in one piece of work: the end of the node waits for no more than that."""
+
+AT_ONCE = 32
+"""Blobs that are requested at the same time: a round may have a thousand shards."""
+
+CHECKPOINT_SECONDS = 600.0
+
+OWN_RECORDS = 256
+"""Records searched for own updates whose untransmitted residual must be restored."""
+
+
+class StateLoader:
+    """Works through ApplyRecord and Resync actions one by one. The trainer answers a successful move itself.
+
+    `post` gives a MoveFailed to the machine.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        me: PeerKey,
+        store: Store,
+        chain: Chain,
+        source: BlobSource,
+        updates: UpdateFetcher,
+        reducer: ShardReducer,
+        *,
+        post: Callable[[MoveFailed], None],
+    ):
+        self._spec = spec
+        self._run = spec.run_id
+        self._me = me
+        self._checkpoint_size = state_layout(spec.model.layout, spec.outer).checkpoint_size
+        self._store = store
+        self._chain = chain
+        self._source = source
+        self._updates = updates
+        self._reducer = reducer
+        self._post = post
+        self._turns = asyncio.Semaphore(AT_ONCE)
+        self._queue: asyncio.Queue[ApplyRecord | Resync] = asyncio.Queue(maxsize=64)
+        self._current: asyncio.Task[None] | None = None
+        self._given: tuple[Digest, ...] = ()
+        """Blobs whose files the trainer was last asked to read."""
+
+    @property
+    def given(self) -> tuple[Digest, ...]:
+        """The blobs whose files the trainer was last asked to read."""
+        return self._given
+
+    def apply(self, action: ApplyRecord) -> None:
+        """Queue a move behind those that were asked for before."""
+        self._put(action)
+
+    def resync(self, action: Resync) -> None:
+        """Replace all moves that were asked for before."""
+        self.drop()
+        self._put(action)
+
+    def drop(self) -> None:
+        """Cancel all moves: the trainer that they were for is lost, or a Resync replaces them."""
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        if self._current is not None:
+            self._current.cancel()
+
+    def _put(self, action: ApplyRecord | Resync) -> None:
+        try:
+            self._queue.put_nowait(action)
+        except asyncio.QueueFull:
+            self._post(MoveFailed(_target(action, self._run), "too many rounds wait to be applied"))
+
+    async def verify_given(self) -> None:
+        """Verify the blobs that the trainer could not use. The store drops damaged ones, and they are fetched again.
+
+        Raise StoreError when the disk cannot be read at all.
+        """
+        for blob in self._given:
+            self._updates.forget([blob])
+            with contextlib.suppress(BlobMissing):  # the store has reported it
+                first = 0
+                while not await asyncio.to_thread(self._store.verify, blob, first, VERIFY_CHUNKS):
+                    first += VERIFY_CHUNKS
+
+    async def run(self, send: Callable[[ToTrainer], Awaitable[None]]) -> None:
+        """Make one move after the other, until cancelled. `send` gives a message to the trainer."""
+        while True:
+            action = await self._queue.get()
+            self._current = asyncio.create_task(self._do(action, send))
+            try:
+                # A newer Resync cancels the present move, not this loop.
+                await asyncio.wait([self._current])
+            except asyncio.CancelledError:
+                self._current.cancel()
+                raise
+            if not self._current.cancelled() and (error := self._current.exception()) is not None:
+                raise error
+            self._current = None
+
+    async def _do(self, action: ApplyRecord | Resync, send: Callable[[ToTrainer], Awaitable[None]]) -> None:
+        target = _target(action, self._run)
+        try:
+            await send(await (self._apply(action) if isinstance(action, ApplyRecord) else self._resync(action)))
+        except TrainerDied as e:
+            # The supervisor reports the loss, once, for all that was under way.
+            log.debug("not at the state after %s: %s", target.short, e)
+        except StoreFull:
+            raise  # no other attempt helps: the user must act
+        except (CairnError, asyncio.TimeoutError) as e:
+            reason = str(e) or "no answer in time"
+            # The machine reports it, with the time of the next attempt. The trainer has not been asked yet.
+            log.debug("cannot get to the state after %s: %s", target.short, reason)
+            self._post(MoveFailed(target, reason, kept=True))
+
+    async def _apply(self, action: ApplyRecord) -> Apply:
+        record = action.certificate.record.body
+        update = await self._round(action.certificate)
+        self._given = tuple(applied_blobs(action.certificate))
+        return Apply(
+            update=update,
+            missed=self._own(action.missed),
+            next_window=action.next_window,
+            accepted_windows=action.weight,
+            write_checkpoint=self._checkpoint_path(Round(record.round + 1), action.is_checkpoint),
+        )
+
+    async def _resync(self, action: Resync) -> Load:
+        path = action.path
+        back = action.start if not path else None
+        start, checkpoint, replay = await self._gather(action, back)
+        if start < len(path):
+            body = path[start].record.body
+            record, number, base = body.parent, body.round, body.base_state
+        elif back is not None:
+            record, number, base = back.record, back.round, back.state
+        else:
+            record, number, base = genesis_digest(self._run), Round(0), self._spec.genesis.name
+        reduced = await self._reduced_before(record, action.regained)
+        end = Round(path[-1].record.body.round + 1) if path else number
+        self._given = (base, *(blob for c in path[start:] for blob in applied_blobs(c)), *action.regained)
+        return Load(
+            checkpoint=checkpoint,
+            base_state=base,
+            record=record,
+            round=number,
+            replay=replay,
+            restore=self._own(action.missed),
+            next_window=action.next_window,
+            accepted_windows=action.weight,
+            write_checkpoint=self._checkpoint_path(end, action.is_checkpoint),
+            withdraw=self._own(action.regained),
+            reduced=reduced,
+        )
+
+    async def _gather(self, action: Resync, back: Rollback | None) -> tuple[int, Path, tuple[RoundUpdates, ...]]:
+        """Return the index on the path to start from, the checkpoint of the state there, and the rounds after it.
+
+        A base state that is on disk comes first, then those that members keep (`action.starts`). Without a path the
+        state is the one that the run was rolled back to, or the genesis.
+        """
+        path = action.path
+        if back is not None:
+            return 0, await self._checkpoint(back.state, self._checkpoint_size), ()
+        if not path:
+            return 0, await self._checkpoint(self._spec.genesis.name, self._spec.genesis.size), ()
+        errors: list[str] = []
+        unavailable = -1
+        """The last round on the path that nobody gave: to start before it is useless."""
+        for i in self._starts(action):
+            if i <= unavailable:
+                continue
+            base = path[i].record.body.base_state
+            size = self._spec.genesis.size if base == self._spec.genesis.name else self._checkpoint_size
+            rounds: list[RoundUpdates] = []
+            checkpoint = None
+            try:
+                checkpoint = await self._checkpoint(base, size)
+                for certificate in path[i:]:
+                    rounds.append(await self._round(certificate))
+                return i, checkpoint, tuple(rounds)
+            except (StoreFull, CodecError):
+                raise  # no other start helps: the user must act, or the record lists an invalid update
+            except (CairnError, asyncio.TimeoutError) as e:
+                errors.append(f"from the state of round {path[i].record.body.round}: {e}")
+                if checkpoint is not None:
+                    unavailable = i + len(rounds)
+        what = "what leads there from a checkpoint" if unavailable >= 0 else "a checkpoint to start from"
+        raise PeerError(f"no member gave {what} ({'; '.join(errors)}); it is tried again")
+
+    def _starts(self, action: Resync) -> Iterable[int]:
+        """Return the indices on the path to start from, best first: that of the newest base state in our store."""
+        newest = range(len(action.path) - 1, -1, -1)
+        held = islice((i for i in newest if self._store.has(action.path[i].record.body.base_state)), 1)
+        return dict.fromkeys([*held, *action.starts])
+
+    async def _checkpoint(self, state: Digest, size: int) -> Path:
+        if not self._store.has(state):
+            log.info("fetching the checkpoint %s (%s)", state.short, decimal(size))
+            everyone = self._source.everyone()
+            await self._source.fetch_blob(state, size, everyone, deadline_seconds=CHECKPOINT_SECONDS)
+        return self._store.path(state)
+
+    async def _round(self, certificate: Certificate) -> RoundUpdates:
+        """Return the files that a record's state is made of; those that are not held are fetched.
+
+        These are the record's updates, or the reduced shards of a reduced round. Of a reduced round our own update is
+        included: the residual that the mean leaves out of it goes back into the error feedback.
+        """
+        record = certificate.record
+        listed, holders = record.body.updates, list(record.body.contributors)
+        wanted: list[tuple[Digest, list[PeerKey], BlobFormat | None]]
+        if certificate.shards:
+            wanted = [
+                (blob, holders, self._reducer.format_of(len(listed), shard))
+                for shard, blob in enumerate(certificate.shards)
+            ]
+        else:
+            wanted = [(u.body.blob, [u.author, *holders], None) for u in listed]
+        tasks = [asyncio.ensure_future(self._ensure(*one)) for one in wanted]
+        try:
+            files = tuple(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()  # when one is unavailable, the others would delay the next attempt
+        if not certificate.shards:
+            updates = tuple(UpdateFile(u.author, u.body.windows, f) for u, f in zip(listed, files, strict=True))
+            return RoundUpdates(record.body.round, certificate.digest, updates)
+        own = [(u, f) for u in listed if u.author == self._me for f in self._own([u.body.blob])]
+        updates = tuple(UpdateFile(u.author, u.body.windows, f) for u, f in own)
+        return RoundUpdates(record.body.round, certificate.digest, updates, files)
+
+    async def _ensure(self, blob: Digest, holders: Sequence[PeerKey], kind: BlobFormat | None) -> Path:
+        async with self._turns:
+            return await self._updates.ensure(blob, holders, self._updates.deadline_seconds, kind)
+
+    async def _reduced_before(self, record: Digest, regained: Sequence[Digest]) -> tuple[RoundUpdates, ...]:
+        """Return the reduced rounds up to a record whose residual of our update may have to be restored, oldest first.
+
+        These are the last round that accepted one of our updates, and those that accepted one of `regained`. A round
+        whose blobs are unavailable is left out: that costs the residual, not the state.
+        """
+        found: list[RoundUpdates] = []
+        wanted, last = set(regained), True
+        for certificate in islice(self._back_from(record), OWN_RECORDS):
+            own = next((u.body.blob for u in certificate.record.body.updates if u.author == self._me), None)
+            if own is None or not (last or own in wanted):
+                continue
+            last = False
+            if certificate.shards and self._store.has(own):
+                try:
+                    found.append(await self._round(certificate))
+                except StoreFull:
+                    raise
+                except (CairnError, asyncio.TimeoutError) as e:
+                    number = certificate.record.body.round
+                    log.warning("what round %d left out of our update is lost: %s", number, e)
+            wanted.discard(own)
+            if not wanted:
+                break
+        return tuple(reversed(found))
+
+    def _back_from(self, record: Digest) -> Iterator[Certificate]:
+        """Yield a record's certificate, its parent's, and so on as far as memory goes."""
+        if record in self._chain:
+            for digest in self._chain.ancestors(record):
+                if digest != self._chain.root:
+                    yield self._chain.certificate(digest)
+
+    def _own(self, blobs: Sequence[Digest]) -> tuple[Path, ...]:
+        """Return the files of own updates for the error feedback; one that the disk lost is reported as an error."""
+        held = [b for b in blobs if self._store.has(b)]
+        for lost in set(blobs) - set(held):
+            log.error("own update %s is gone from the store: its content is not put back", lost.short)
+        return tuple(self._store.path(b) for b in held)
+
+    def _checkpoint_path(self, number: Round, is_checkpoint: bool) -> Path | None:
+        """Return the file for the trainer to write the state of this round to; None when it is not to be kept."""
+        return self._store.scratch / f"state-{number}.safetensors" if is_checkpoint else None
+
+
+def _target(action: ApplyRecord | Resync, run: RunId) -> Digest:
+    """Return the record whose state an action leads to."""
+    if isinstance(action, ApplyRecord):
+        return action.certificate.digest
+    if not action.path and action.start is not None:
+        return action.start.record
+    return action.path[-1].digest if action.path else genesis_digest(run)

@@ -1,0 +1,80 @@
+"""Background tasks of a node: how they start, how their errors end the node, and how they are cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any
+
+log = logging.getLogger("peer.node")
+
+
+class Tasks:
+    """The tasks of one node. The first unexpected error in one of them becomes `failure`, which ends the node."""
+
+    def __init__(self) -> None:
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Start a task; `name` is for the log."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if self.failure.done():
+            log.error("%s: %s", task.get_name(), error)
+        else:
+            self.failure.set_exception(error)
+
+    def stop_reporting(self) -> None:
+        """Log the errors of tasks from here on instead of ending the node: it is ending anyway."""
+        if not self.failure.done():
+            self.failure.cancel()
+
+    async def cancel(self) -> None:
+        """Cancel all tasks and wait until they are over."""
+        await cancel_and_wait(self._tasks)
+
+
+async def cancel_and_wait(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel these tasks and wait until they are over.
+
+    A task is cancelled up to five times: hivemind uses `asyncio.wait_for`, which before Python 3.12 swallows a
+    cancellation that arrives at the same moment as its result.
+    """
+    left = {t for t in tasks if not t.done()}
+    for _ in range(5):
+        for task in left:
+            task.cancel()
+        if not left:
+            return
+        _, left = await asyncio.wait(left, timeout=1.0)
+    log.error("these tasks did not end and are abandoned: %s", ", ".join(str(t) for t in left))
+
+
+async def repeat(
+    step: Callable[[], Awaitable[float]],
+    errors: tuple[type[BaseException], ...] = (),
+    failed: Callable[[BaseException], float] | None = None,
+    *,
+    first: float = 0.0,
+) -> None:
+    """Call `step` until cancelled: first after `first` seconds, then after the seconds that the call before returned.
+
+    An error of the kinds in `errors` is given to `failed`, which logs it and returns the seconds until the next call.
+    Any other error ends the loop.
+    """
+    pause = first
+    while True:
+        await asyncio.sleep(pause)
+        try:
+            pause = await step()
+        except errors as e:
+            pause = failed(e) if failed is not None else 0.0

@@ -1,0 +1,267 @@
+"""The node's side of the trainer: the round machine's requests to it, and its answers as events for the machine.
+
+`TrainerSupervisor` keeps the process alive and `StateLoader` moves it along the chain. An update's fate (accepted,
+missed, regained) is decided by the machine alone (`protocol.rounds.own_updates`); the trainer keeps the counterpart for
+its error feedback, on the other side of the process border.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+
+from peer.channel import (
+    SAVE_SECONDS,
+    Applied,
+    Failed,
+    FromTrainer,
+    MakeUpdate,
+    Note,
+    NothingDone,
+    Orders,
+    Progress,
+    Ready,
+    Start,
+    ToTrainer,
+    UpdateMade,
+)
+from peer.errors import TrainerDied
+from peer.node.assets import fetch_assets, start_message
+from peer.node.blob_retention import BlobRetention
+from peer.node.options import NodeOptions
+from peer.node.state_loader import StateLoader
+from peer.node.tasks import Tasks
+from peer.node.trainer_epoch import remove_outdated_state, remove_saved_state
+from peer.node.trainer_supervisor import TrainerSupervisor
+from peer.node.update_fetcher import BlobSource, UpdateFetcher
+from peer.node.usage_log import UsageLog
+from peer.store import Store, StoreError
+from protocol.chain import Chain
+from protocol.ids import PeerKey
+from protocol.rounds import events
+from protocol.rounds.actions import ApplyRecord, RequestUpdate, Resync
+from protocol.spec import RunSpec
+
+log = logging.getLogger("peer.training")
+
+LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+_NO_PROGRESS = Progress(0, 0.0, 0.0, 0, 0.0, False)
+
+
+class TrainerClient:
+    """`begin` once the node is in the swarm, `stop` at the end. `post` receives events for the machine.
+
+    `supervise` makes the supervisor of a process (tests replace it).
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        me: PeerKey,
+        options: NodeOptions,
+        store: Store,
+        chain: Chain,
+        updates: UpdateFetcher,
+        retention: BlobRetention,
+        loader: StateLoader,
+        tasks: Tasks,
+        post: Callable[[events.Event], None],
+        supervise: Callable[..., TrainerSupervisor] = TrainerSupervisor,
+    ):
+        self._spec = spec
+        self._me = me
+        self._options = options
+        self._store = store
+        self._chain = chain
+        self._updates = updates
+        self._retention = retention
+        self._loader = loader
+        self._tasks = tasks
+        self._post = post
+        self._supervise = supervise
+        self._start: Start | None = None
+        self._supervisor: TrainerSupervisor | None = None
+        self._usage = UsageLog()
+        self._orders: Orders | None = None
+        self._verifying: asyncio.Task[None] | None = None
+        self._missing = 0
+        """Own updates that the present move puts back."""
+        self._trained_before = 0
+        self.progress = _NO_PROGRESS
+        self.made = self.missed = 0
+        """Own updates that were made, and that rounds left out."""
+
+    async def begin(self, source: BlobSource) -> None:
+        """Fetch what the trainer needs, and start it. Raise CairnError."""
+        folder = self._options.folder
+        await fetch_assets(self._spec, self._store, source)
+        self._start = start_message(self._spec, self._store, self._me, self._options)
+        remove_outdated_state(self._store, self._chain, folder / "trainer")
+        self._launch(self._start)
+        self._tasks.spawn(self._loader.run(self.send), "states")
+
+    def _launch(self, start: Start) -> None:
+        """Start a trainer with a new supervisor."""
+        self._supervisor = self._supervise(
+            start,
+            on_message=self._on_message,
+            on_lost=self._on_lost,
+            command=self._options.trainer_command or None,
+        )
+        self._tasks.spawn(self._supervisor.run(), "trainer")
+
+    async def stop(self) -> bool:
+        """Have the trainer save and exit. Return whether all that it learnt is on disk. Idempotent."""
+        return self._supervisor is not None and await self._supervisor.stop(SAVE_SECONDS)
+
+    async def send(self, message: ToTrainer) -> None:
+        """Send a message to the present trainer. Raise TrainerDied."""
+        if self._supervisor is None:
+            raise TrainerDied("the trainer was not started")
+        await self._supervisor.send(message)
+
+    @property
+    def device(self) -> str:
+        """The device, for people; empty until the trainer is ready."""
+        ready = self._supervisor.ready if self._supervisor is not None else None
+        return ready.device[:80] if ready is not None else ""
+
+    @property
+    def trained(self) -> int:
+        """Windows of all inner steps since this node started; windows that were trained twice count twice."""
+        return self._trained_before + self.progress.trained
+
+    @property
+    def restarts(self) -> int:
+        """The number of restarts of the present supervisor's process."""
+        return self._supervisor.restarts if self._supervisor is not None else 0
+
+    # -- requests of the machine -----------------------------------------------------------------------------
+
+    def request_update(self, action: RequestUpdate) -> None:
+        """Have the trainer make an update."""
+        self._tasks.spawn(self._request_update(action), "update")
+
+    async def _request_update(self, action: RequestUpdate) -> None:
+        out = self._store.scratch / f"update-{action.round}.blob"
+        try:
+            await self.send(MakeUpdate(round=action.round, parent=action.parent, out=out))
+        except TrainerDied as e:
+            # `_on_lost` informs the machine that the state is gone.
+            log.warning("no update for round %d: %s", action.round, e)
+
+    def order(self, orders: Orders) -> None:
+        """Give the trainer its orders; trainers that are started later receive them too."""
+        self._orders = orders
+        self._tasks.spawn(self._send_orders(), "orders")
+
+    async def _send_orders(self) -> None:
+        if self._orders is not None and self._supervisor is not None:
+            with contextlib.suppress(TrainerDied):  # the next process receives them when it is ready
+                await self._supervisor.send(self._orders)
+
+    def move(self, action: ApplyRecord | Resync) -> None:
+        """Move the trainer to the state that the action leads to."""
+        if self._start is not None and self._supervisor is not None and self._supervisor.stopping:
+            log.info("the chain changed after the run's end: the trainer is started again")
+            self._launch(self._start)
+        self._stop_verifying()
+        self._missing = len(action.missed)
+        if isinstance(action, ApplyRecord):
+            self._loader.apply(action)
+        elif action.reset:
+            self._loader.drop()
+            self._tasks.spawn(self._reset(action), "reset of the trainer")
+        else:
+            self._loader.resync(action)
+
+    async def _reset(self, action: Resync) -> None:
+        """Replace the trainer by a new process without its saved state."""
+        log.warning("the trainer starts from scratch: what it had learnt since is of rounds that were rolled back")
+        if self._start is not None and self._supervisor is not None:
+            await self._supervisor.stop(0.0)
+            await asyncio.to_thread(remove_saved_state, self._start.state_folder)
+            self._launch(self._start)
+        self._loader.resync(action)
+
+    # -- messages of the trainer -----------------------------------------------------------------------------
+
+    def _on_message(self, message: FromTrainer) -> None:
+        match message:
+            case Progress():
+                self.progress = message
+                if line := self._usage.line(message, time.monotonic()):
+                    log.info("%s", line)
+                self._post(events.TrainingProgress(message.windows, message.loss, message.tokens_per_second))
+            case UpdateMade():
+                self._tasks.spawn(self._keep_update(message), "own update")
+            case NothingDone(parent):
+                self._post(events.UpdateReady(parent, 0, 0, 0, None, 0, 0.0))
+            case Applied():
+                self._tasks.spawn(self._keep_state(message), "state")
+            case Failed(what, reason, fatal):
+                log.error("trainer: %s", reason)
+                if what in ("load", "apply") and not fatal:
+                    self._verifying = self._tasks.spawn(self._move_failed(reason), "verification")
+                elif what == "update" and not fatal:
+                    self._post(events.MoveFailed(self._chain.head, reason))
+            case Note(level, _, text):
+                log.log(LEVELS[level], "%s", text)
+            case Ready():
+                if self._orders is not None:
+                    self._tasks.spawn(self._send_orders(), "orders")
+                log.info(
+                    "training on %s: %s parameters, %s bytes an update",
+                    message.device, f"{message.parameters:,}", f"{message.update_size:,}",
+                )  # fmt: skip
+            case _:
+                pass
+
+    def _stop_verifying(self) -> None:
+        """Cancel the verification after a failed move: a newer request, or the trainer's loss, makes it obsolete."""
+        if self._verifying is not None:
+            self._verifying.cancel()
+            self._verifying = None
+
+    async def _move_failed(self, reason: str) -> None:
+        try:
+            await self._loader.verify_given()
+        except StoreError as e:
+            log.error("%s", e)
+        self._post(events.MoveFailed(self._chain.head, reason))
+
+    def _on_lost(self, reason: str) -> None:
+        self._stop_verifying()
+        self._trained_before += self.progress.trained
+        self.progress = _NO_PROGRESS
+        self._loader.drop()
+        self._post(events.TrainingProgress(0, 0.0, 0.0))
+        self._post(events.MoveFailed(self._chain.head, reason))
+
+    async def _keep_update(self, made: UpdateMade) -> None:
+        self._retention.keep_update(made.digest)
+        blob = await asyncio.to_thread(self._store.adopt, made.blob_path, made.digest)
+        self._updates.trust(blob)
+        self.made += 1
+        self._post(events.BlobHeld(blob))
+        self._post(
+            events.UpdateReady(
+                made.parent, made.first_window, made.end_window, made.inner_steps, blob, made.size, made.loss
+            )
+        )
+
+    async def _keep_state(self, applied: Applied) -> None:
+        self.missed, self._missing = self.missed + self._missing, 0
+        if applied.checkpoint_path is not None:
+            try:
+                await asyncio.to_thread(self._store.adopt, applied.checkpoint_path, applied.state_digest)
+                self._retention.keep_state(applied.state_digest)
+            except StoreError as e:
+                log.error("the checkpoint was not kept: %s", e)
+                applied.checkpoint_path.unlink(missing_ok=True)
+        self._post(events.StateReached(applied.record, applied.state_digest))
+        await self._retention.prune()

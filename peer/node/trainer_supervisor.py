@@ -1,0 +1,224 @@
+"""Supervision of the trainer's process: it is started, restarted after a crash, and abandoned when it cannot work.
+
+The loss of a process is reported once, by `on_lost`. A request to one process is never repeated to the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+
+import async_timeout
+
+from peer.channel import (
+    Applied,
+    Apply,
+    Failed,
+    FromTrainer,
+    Load,
+    MakeUpdate,
+    NothingDone,
+    Progress,
+    Ready,
+    Start,
+    Stop,
+    Stopped,
+    ToTrainer,
+    TrainerLink,
+    UpdateMade,
+)
+from peer.errors import ChannelError, TrainerDied
+
+log = logging.getLogger("peer.trainer")
+
+START_SECONDS = 300.0
+"""Seconds to import torch, build the model and move it to a GPU: a cold disk can take minutes."""
+
+ANSWER_SECONDS, REPLAY_SECONDS = 900.0, 60.0
+"""Seconds of silence after which a trainer that owes an answer is considered hung; each round to replay adds the
+second."""
+
+EXIT_SECONDS = 2.0
+"""Seconds that `stop` waits for the exit of a process that saved or was killed."""
+
+PAUSE_SECONDS = 0.5
+"""Seconds before a restart, doubled for each death in a row."""
+
+MAX_FAILURES = 5
+"""Deaths in a row, with no work done in between, after which the user must act."""
+
+
+class TrainerSupervisor:
+    """One trainer process at a time.
+
+    `on_message` receives all its messages; `on_lost(reason)` is called when it has died. `command` replaces the
+    trainer's own command line (for tests).
+    """
+
+    def __init__(
+        self,
+        start: Start,
+        *,
+        on_message: Callable[[FromTrainer], None],
+        on_lost: Callable[[str], None],
+        command: Sequence[str] | None = None,
+    ):
+        self._start = start
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._command = command
+        self._up: asyncio.Future[TrainerLink] = asyncio.get_running_loop().create_future()
+        """Done when the present process is ready, failed when it is lost. The next process has a new future."""
+        self._stopped: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._gone = asyncio.Event()
+        """Set when the process has ended and was waited for."""
+        self._alarm: asyncio.TimerHandle | None = None
+        self._allowed = 0.0
+        self._overdue = ""
+        self._cannot_start = False
+        self.link: TrainerLink | None = None
+        self.ready: Ready | None = None
+        self.stopping = False
+        self.restarts = 0
+
+    async def run(self) -> None:
+        """Keep a process alive until `stop`. Raise TrainerDied when that is impossible."""
+        failures = 0
+        while not self.stopping:
+            reason, worked = await self._life()
+            if self.stopping:
+                return
+            if self._cannot_start:
+                raise TrainerDied(reason)
+            failures = 1 if worked else failures + 1
+            if failures >= MAX_FAILURES:
+                raise TrainerDied(f"the trainer died {failures} times in a row, last: {reason}")
+            log.error("%s; it is restarted from the store (attempt %d of %d)", reason, failures, MAX_FAILURES)
+            self.restarts += 1
+            self._up = asyncio.get_running_loop().create_future()
+            self._on_lost(reason)
+            await asyncio.sleep(min(30.0, PAUSE_SECONDS * 2**failures))
+
+    async def _life(self) -> tuple[str, bool]:
+        """Run one process from start to end. Return why it ended, and whether it had worked.
+
+        It worked when it trained or went from one state to the next. To load a state does not count: a process that
+        runs out of memory in its first step also gets this far every time.
+        """
+        worked, applied = False, 0
+        reason = ""
+        self._overdue = ""
+        link = self.link = await TrainerLink.start(threads=self._start.threads, command=self._command)
+        self._gone.clear()
+        if self.stopping:
+            link.kill()
+        self._expect(f"was not ready within {START_SECONDS:.0f} s", START_SECONDS)
+        try:
+            await link.send(self._start)
+            async for message in link:
+                self._answered(message)
+                match message:
+                    case Ready() if not self._up.done():
+                        self.ready = message
+                        self._up.set_result(link)
+                    case Applied():
+                        applied += 1
+                        worked = worked or applied > 1
+                    case Progress(tokens_per_second=rate) if rate > 0:
+                        worked = True
+                    case Failed(what=what, fatal=True):
+                        reason = message.reason
+                        # The device, the data or the installed libraries are at fault: the next start would fail too.
+                        self._cannot_start = what == "start" and self.ready is None
+                    case Stopped() if not self._stopped.done():
+                        self._stopped.set_result(message.saved)
+                    case _:
+                        pass
+                self._on_message(message)
+        except (ChannelError, TrainerDied) as e:
+            reason = reason or str(e)
+        finally:
+            self._cancel_alarm()
+            self._lose(f"the trainer (process {link.pid}) is gone")
+            if self.stopping and not self._stopped.done():
+                self._stopped.set_result(False)
+            end = await link.stop(10.0)
+            self._gone.set()
+        return self._overdue or reason or str(end), worked
+
+    async def send(self, message: ToTrainer) -> None:
+        """Send a message once the process is ready. Raise TrainerDied when it is lost first, as `on_lost` reports."""
+        link = await asyncio.shield(self._up)
+        if isinstance(message, Apply | Load | MakeUpdate):
+            replay = len(message.replay) if isinstance(message, Load) else 1
+            seconds = ANSWER_SECONDS + REPLAY_SECONDS * replay
+            self._expect(f"has not answered {type(message).__name__} for {seconds:.0f} s", seconds)
+        try:
+            await link.send(message)
+        except TrainerDied:
+            link.kill()  # it may only hang
+            raise
+
+    @property
+    def is_ready(self) -> bool:
+        """True while the present process is ready."""
+        return self._up.done() and self._up.exception() is None
+
+    async def stop(self, seconds: float) -> bool:
+        """Have the process save and exit within these seconds, else kill it. Return whether it saved. Idempotent."""
+        self.stopping = True
+        link = self.link
+        if link is not None and link.running and not self._stopped.done():
+            if self.is_ready:
+                try:
+                    async with async_timeout.timeout(seconds):
+                        await self._save_and_leave(link)
+                except (asyncio.TimeoutError, TrainerDied) as e:
+                    log.warning("the trainer did not save in time: %s", str(e) or "no answer")
+            if not self._stopped.done():
+                link.kill()
+        if link is not None:
+            with contextlib.suppress(asyncio.TimeoutError):
+                async with async_timeout.timeout(EXIT_SECONDS):
+                    await self._gone.wait()
+        return self._stopped.done() and self._stopped.result()
+
+    async def _save_and_leave(self, link: TrainerLink) -> None:
+        await link.send(Stop())
+        await asyncio.shield(self._stopped)
+
+    # -- a process that hangs --------------------------------------------------------------------------------
+
+    def _expect(self, otherwise: str, seconds: float) -> None:
+        """Kill the process unless it sends something within these seconds."""
+        self._cancel_alarm()
+        self._allowed = seconds
+
+        def overdue() -> None:
+            if self.link is not None:
+                self._overdue = f"the trainer (process {self.link.pid}) {otherwise}"
+                self.link.kill()
+
+        self._alarm = asyncio.get_running_loop().call_later(seconds, overdue)
+
+    def _answered(self, message: FromTrainer) -> None:
+        """Note a message: after an answer nothing is expected, and after any other message the time starts again."""
+        answer = isinstance(message, Ready | Applied | UpdateMade | NothingDone | Failed)
+        if self._alarm is not None and not answer:
+            self._expect(f"was silent for {self._allowed:.0f} s", self._allowed)
+        elif answer:
+            self._cancel_alarm()
+
+    def _cancel_alarm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+
+    def _lose(self, reason: str) -> None:
+        """Fail the requests that wait for this process, and those made before `on_lost` was called."""
+        if self._up.done():
+            self._up = asyncio.get_running_loop().create_future()
+        self._up.set_exception(TrainerDied(reason))
+        self._up.exception()  # marks it as retrieved: nobody may be waiting for it

@@ -1,0 +1,44 @@
+"""Periodic log line on the trainer's time, memory and speed. The time is an argument."""
+
+from __future__ import annotations
+
+from peer.channel import Progress, TimeShares
+
+FIRST_SECONDS, SECONDS = 60.0, 300.0
+"""Seconds until the first line after the trainer began, and between the following ones."""
+
+_LABELS = {
+    "training": "training",
+    "data": "waiting for data",
+    "compressing": "compressing",
+    "applying": "applying",
+    "saving": "saving",
+    "waiting": "waiting for the swarm",
+}
+
+
+class UsageLog:
+    """Chooses when to log. It is given each Progress."""
+
+    def __init__(self) -> None:
+        self._due: float | None = None
+
+    def line(self, progress: Progress, now: float) -> str:
+        """Return the line to log now; mostly the empty text."""
+        if self._due is None:
+            self._due = now + FIRST_SECONDS
+        if now < self._due or progress.spent is None:
+            return ""
+        self._due = now + SECONDS
+        return usage_line(progress, progress.spent)
+
+
+def usage_line(progress: Progress, spent: TimeShares) -> str:
+    """Return shares of the last minute (those above 0.5%), memory and MFU as one line."""
+    shares = [(getattr(spent, name), label) for name, label in _LABELS.items()]
+    listed = ", ".join(f"{share:.0%} {label}" for share, label in shares if share >= 0.005)
+    parts = [f"of the last minute: {listed}"]
+    if progress.memory is not None:
+        parts.append(f"{progress.memory.used / 1e9:.1f} of {progress.memory.whole / 1e9:.1f} GB of memory")
+    parts.append("MFU not known for this device or model" if progress.mfu is None else f"MFU {progress.mfu:.0%}")
+    return "; ".join(parts)

@@ -1,0 +1,79 @@
+"""Messages reach members that do not hear their author: by few, the same for everybody, and only where it is needed."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peer.node.peer_table import PeerTable
+from peer.node.relay_selector import RELAYS, RelaySelector
+from protocol.ids import PeerKey, short_id
+from protocol.messages import Heartbeat, Signed
+from tests.support.signed import PEERS, heartbeat
+
+KEYS = [p.key for p in PEERS[:6]]
+
+
+def beats(deaf: set[tuple[int, int]]) -> dict[PeerKey, Signed[Heartbeat]]:
+    """Of six members; (a, b) in `deaf`: b hears nothing of a."""
+    return {
+        KEYS[b]: heartbeat(PEERS[b], unreachable=tuple(short_id(KEYS[a]) for a in range(6) if (a, b) in deaf))
+        for b in range(6)
+    }
+
+
+PAIRS = st.tuples(st.integers(0, 5), st.integers(0, 5)).filter(lambda pair: pair[0] != pair[1])
+
+
+@given(st.sets(PAIRS))
+def test_whoever_is_not_heard_reaches_everyone_by_few_who_hear_it_and_are_heard(deaf: set[tuple[int, int]]):
+    relaying = RelaySelector(beats(deaf))
+    for a in range(6):
+        assert {KEYS.index(k) for k in relaying.cut_off_from(KEYS[a])} == {b for x, b in deaf if x == a}
+        for b in relaying.cut_off_from(KEYS[a]):
+            b = KEYS.index(b)
+            chosen = relaying.relays(KEYS[a], KEYS[b])
+            between = [
+                c
+                for c in range(6)
+                if c not in (a, b) and (a, c) not in deaf and (b, c) not in deaf and (c, b) not in deaf
+            ]
+            assert len(chosen) == min(RELAYS, len(between))
+            assert {KEYS.index(k) for k in chosen} <= set(between)
+            assert {c for c in range(6) if relaying.connects(KEYS[c], KEYS[a], KEYS[b])} == set(between)
+            assert relaying.is_cut_off(KEYS[b], KEYS[a]) and relaying.is_cut_off_from_some(KEYS[b])
+
+
+def test_the_work_is_spread_over_those_who_can_do_it():
+    half = [PEERS[i] for i in range(3)]
+    said = {p.key: heartbeat(p, unreachable=tuple(short_id(o.key) for o in half if o is not p)) for p in half}
+    said |= {p.key: heartbeat(p) for p in PEERS[3:]}
+    relaying = RelaySelector(said)
+    doing = [k for p in half for to in relaying.cut_off_from(p.key) for k in relaying.relays(p.key, to)]
+    assert len(doing) == 6 * RELAYS and len(set(doing)) >= min(3, len(PEERS) - 3)
+    assert not {p.key for p in half} & set(doing)
+
+
+def test_strangers_neither_relay_nor_are_relayed_nor_ask_for_it():
+    said = beats({(0, 1)})
+    strangers = {k: heartbeat(p, admission=b"", unreachable=(short_id(KEYS[0]),)) for p in PEERS[2:6] if (k := p.key)}
+    relaying = RelaySelector(said | strangers)
+    assert relaying.cut_off_from(KEYS[0]) == [KEYS[1]]
+    assert relaying.relays(KEYS[0], KEYS[1]) == []  # all who hear both are strangers
+    assert relaying.cut_off_from(KEYS[2]) == [] == relaying.relays(KEYS[2], KEYS[1])
+
+
+def test_a_member_is_unheard_when_only_others_tell_of_it_and_no_more_once_it_speaks_itself():
+    here = PeerTable(KEYS[0], forget_seconds=60.0, limit=10)
+    here.hear(heartbeat(PEERS[1], sequence=1), 0.0, direct=False)
+    assert here.unheard(1.0, 3.0) == []  # it has had no time yet
+    here.hear(heartbeat(PEERS[1], sequence=2), 4.0, direct=False)
+    assert here.unheard(4.0, 3.0) == [KEYS[1]]
+    here.hear(heartbeat(PEERS[1], sequence=2), 5.0, direct=True)  # no news, but first-hand
+    assert here.unheard(6.0, 3.0) == []
+
+
+def test_an_observer_is_not_waited_for():
+    here = PeerTable(KEYS[0], forget_seconds=60.0, limit=10)
+    here.hear(heartbeat(PEERS[1], admission=b""), 0.0, direct=False)
+    assert here.unheard(10.0, 3.0) == []

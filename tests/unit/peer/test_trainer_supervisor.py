@@ -1,0 +1,213 @@
+"""The node keeps a trainer alive, tells of each loss once, and never asks a new process what was asked of the old."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import textwrap
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from peer.channel import FromTrainer, MakeUpdate, NothingDone, Ready, Start
+from peer.errors import TrainerDied
+from peer.node import trainer_supervisor as module
+from peer.node.trainer_supervisor import TrainerSupervisor
+from protocol.ids import Digest, PeerKey
+from tests.support.waiting import LIMIT, NEVER, ended
+
+D, K = Digest(bytes(range(32))), PeerKey(bytes(range(1, 33)))
+
+PROLOGUE = """
+import argparse, os, sys, time
+from pathlib import Path
+from peer.channel import *
+from protocol.ids import Digest
+p = argparse.ArgumentParser(); p.add_argument("--fd", type=int); p.add_argument("--parent", type=int)
+a = p.parse_args(); end = TrainerEnd.from_fd(a.fd)
+start = end.receive(None)
+D = Digest(bytes(range(32)))
+lives = start.state_folder / "lives"
+life = len(lives.read_text()) if lives.exists() else 0
+lives.write_text("x" * (life + 1))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _restart_at_once(monkeypatch):
+    monkeypatch.setattr(module, "PAUSE_SECONDS", 0.02)
+
+
+class World:
+    """A supervisor over a stand-in for the trainer's process, and what it told."""
+
+    def __init__(self, folder: Path, program: str):
+        self.said: list[FromTrainer] = []
+        self.lost: list[str] = []
+        self.news = asyncio.Event()
+        command = (sys.executable, "-c", PROLOGUE + textwrap.dedent(program))
+        self.trainer = TrainerSupervisor(
+            Start(folder / "spec", folder, K, folder, "cpu", 1, {}),
+            on_message=self._message,
+            on_lost=self._lost,
+            command=command,
+        )
+
+    def _message(self, message: FromTrainer) -> None:
+        self.said.append(message)
+        self.news.set()
+
+    def _lost(self, reason: str) -> None:
+        self.lost.append(reason)
+        self.news.set()
+
+    async def until(self, look) -> None:
+        async def seen() -> None:
+            while not look():
+                await self.news.wait()
+                self.news.clear()
+
+        await ended(seen())
+
+    def names(self) -> list[str]:
+        return [type(m).__name__ for m in self.said]
+
+
+@asynccontextmanager
+async def supervised(folder: Path, program: str):
+    world = World(folder, program)
+    running = asyncio.create_task(world.trainer.run())
+    try:
+        yield world, running
+    finally:
+        await world.trainer.stop(2.0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+ASK = MakeUpdate(0, D, Path("out"))
+
+DIES_ONCE = """
+end.send(Ready("cpu", 1, 1, 1))
+while (m := end.receive(None)) is not None:
+    if isinstance(m, Stop):
+        end.send(Stopped(True)); sys.exit(0)
+    if life == 0:
+        sys.exit(3)
+    end.send(NothingDone(D))
+"""
+
+
+async def test_a_trainer_that_dies_of_a_question_is_told_once_and_the_question_is_not_asked_again(tmp_path):
+    async with supervised(tmp_path, DIES_ONCE) as (world, _):
+        await world.trainer.send(ASK)
+        await world.until(lambda: world.lost)
+        assert len(world.lost) == 1 and "code 3" in world.lost[0]
+        # The new process is up, and nobody has asked it anything.
+        await world.until(lambda: world.names().count("Ready") == 2)
+        await asyncio.sleep(0.2)
+        assert "NothingDone" not in world.names()
+        await world.trainer.send(ASK)
+        await world.until(lambda: "NothingDone" in world.names())
+        assert len(world.lost) == 1 and world.trainer.restarts == 1
+
+
+async def test_who_waits_for_a_trainer_that_dies_before_it_is_ready_hears_of_it(tmp_path):
+    program = """
+    if life == 0:
+        sys.exit(3)
+    end.send(Ready("cpu", 1, 1, 1)); end.receive(None)
+    """
+    async with supervised(tmp_path, program) as (world, _):
+        with pytest.raises(TrainerDied):
+            await ended(world.trainer.send(ASK))
+        await world.until(lambda: world.lost)
+        await ended(world.trainer.send(ASK))  # the next one is asked
+        assert len(world.lost) == 1
+
+
+async def test_a_trainer_that_hangs_is_killed_and_restarted(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "ANSWER_SECONDS", 2.0)
+    monkeypatch.setattr(module, "REPLAY_SECONDS", 0.0)
+    program = """
+    end.send(Ready("cpu", 1, 1, 1))
+    end.receive(None)
+    if life == 0:
+        time.sleep(3600)
+    end.send(NothingDone(D)); end.receive(None)
+    """
+    async with supervised(tmp_path, program) as (world, _):
+        await world.trainer.send(ASK)
+        await world.until(lambda: world.lost)
+        assert "has not answered MakeUpdate" in world.lost[0]
+        await world.trainer.send(ASK)
+        await world.until(lambda: "NothingDone" in world.names())
+
+
+async def test_a_trainer_that_waits_for_the_node_is_not_taken_for_one_that_hangs(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(module, "REPLAY_SECONDS", 0.0)
+    program = """
+    end.send(Ready("cpu", 1, 1, 1))
+    end.receive(None); end.send(NothingDone(D)); end.receive(None)
+    """
+    async with supervised(tmp_path, program) as (world, _):
+        await world.trainer.send(ASK)
+        await world.until(lambda: "NothingDone" in world.names())
+        await asyncio.sleep(2.0)
+        assert not world.lost
+
+
+async def test_a_trainer_that_can_never_start_ends_the_node_with_its_own_words(tmp_path):
+    program = 'end.send(Failed("start", "no such device: use another", fatal=True)); sys.exit(1)'
+    async with supervised(tmp_path, program) as (world, running):
+        with pytest.raises(TrainerDied, match="no such device"):
+            await ended(running)
+        assert (tmp_path / "lives").read_text() == "x" and not world.lost
+
+
+@pytest.mark.parametrize(
+    ("does", "lives"),
+    [
+        ("end.send(Progress(8, 1.0, 100.0, 1, 1e-3, False))", 4),  # it has trained
+        ("end.send(Applied(D, D, 0.0, None))", 4),  # another round
+        ("end.send(Progress(8, 1.0, 0.0, 0, 1e-3, False))", 2),  # only loaded, as at every start
+    ],
+)
+async def test_deaths_in_a_row_are_too_many_only_when_nothing_was_done_in_between(tmp_path, monkeypatch, does, lives):
+    monkeypatch.setattr(module, "MAX_FAILURES", 2)
+    program = f"""
+    end.send(Ready("cpu", 1, 1, 1))
+    end.send(Applied(D, D, 0.0, None))
+    if life < 3:
+        {does}
+    sys.exit(3)
+    """
+    async with supervised(tmp_path, program) as (_, running):
+        with pytest.raises(TrainerDied, match="2 times in a row"):
+            await ended(running)
+        assert (tmp_path / "lives").read_text() == "x" * lives
+
+
+async def test_stopping_tells_whether_the_trainer_saved(tmp_path):
+    async with supervised(tmp_path, DIES_ONCE) as (world, running):
+        await world.until(lambda: "Ready" in world.names())
+        assert await world.trainer.stop(LIMIT) is True
+        await ended(running)
+        assert await world.trainer.stop(LIMIT) is True  # and again
+    deaf = tmp_path / "deaf"
+    deaf.mkdir()
+    async with supervised(deaf, 'end.send(Ready("cpu", 1, 1, 1)); time.sleep(3600)') as (world, running):
+        await world.until(lambda: "Ready" in world.names())
+        assert await ended(world.trainer.stop(0.3)) is False
+        await ended(running)
+        assert not world.lost
+
+
+async def test_stopping_while_the_trainer_starts_does_not_wait_for_it(tmp_path):
+    async with supervised(tmp_path, "time.sleep(3600)") as (world, running):
+        await asyncio.sleep(0.05)
+        assert await ended(world.trainer.stop(NEVER)) is False
+        await ended(running)
+    assert not isinstance(world.trainer.ready, Ready) and NothingDone not in map(type, world.said)

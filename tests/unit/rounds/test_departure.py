@@ -1,0 +1,135 @@
+"""The end of a machine's part: leaving, a run that is over, a ban."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from protocol.ids import Digest, sha256
+from protocol.messages import Directive, Goodbye
+from protocol.rounds import actions as do
+from protocol.rounds import events as ev
+from protocol.rounds.departure import MAX_STAY_SECONDS, QUIET_BYTES, QUIET_SECONDS
+from protocol.rounds.gather import Gather
+from protocol.rounds.policy import LocalStatus
+from tests.simulation.network import Weather
+from tests.simulation.node import Node
+from tests.simulation.signer import FakeSigner
+from tests.simulation.world import World, policy_for
+from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, Bench
+
+NEXT = Digest(sha256(b"next"))
+TOTAL = replace(POLICY, total_windows=25)
+
+
+def undecided() -> Bench:
+    b = Bench()
+    b.beat(OTHERS[0])
+    b.announce()
+    return b
+
+
+def test_a_leaver_says_goodbye_within_its_time_though_its_round_is_undecided():
+    b = undecided()
+    b.step(ev.Leave(), 1.0)
+    while not b.of(do.Finished):
+        assert not b.said(Goodbye)
+        b.beat(OTHERS[0], sequence=int(b.now * 1000) + 2)
+        b.step(ev.Tick(), b.machine.next_tick)
+    assert b.now == 1.0 + Gather.leave_seconds and b.said(Goodbye) and b.machine.phase == "left"
+
+
+def completed(*, behind: bool) -> Bench:
+    """A machine whose run is over, and another member."""
+    b = Bench(policy=TOTAL)
+    b.announce()
+    b.step(ev.StateReached(b.chain.head, NEXT))
+    assert b.of(do.RunCompleted) and not b.of(do.Finished)
+    b.beat(OTHERS[0], head=b.chain.genesis if behind else b.chain.head)
+    return b
+
+
+def seconds_until_finished(b: Bench, *, sent_each_second: int = 0, caught_up: float = 1e9) -> float:
+    """Step each second, with heartbeats of the other member, until the machine says that its driver may stop."""
+    began = b.now
+    for second in range(1, 1000):
+        b.now = began + second
+        b.actions = b.machine.step(ev.Tick(), b.now, LocalStatus(bytes_up=sent_each_second * second))
+        if b.of(do.Finished):
+            return b.now - began
+        head = b.chain.head if b.now >= caught_up else b.chain.genesis
+        b.beat(OTHERS[0], head=head, sequence=1 + second)
+        assert not b.of(do.Finished)
+    raise AssertionError("it stays without end")
+
+
+def test_when_the_run_is_over_and_nobody_is_behind_it_finishes_soon():
+    b = completed(behind=False)
+    b.step(ev.Tick(), QUIET_SECONDS)
+    assert [f.reason for f in b.of(do.Finished)] == ["the run has reached its 25 windows"]
+    b.step(ev.Tick(), 3 * QUIET_SECONDS)
+    assert not b.of(do.Finished)
+
+
+def test_it_stays_for_a_member_that_is_behind():
+    assert seconds_until_finished(completed(behind=True), caught_up=42.0) == 45.0
+
+
+def test_it_stays_while_it_sends_much():
+    b = completed(behind=True)
+    busy = 1 + QUIET_BYTES // int(QUIET_SECONDS)
+    assert seconds_until_finished(b, sent_each_second=busy, caught_up=0.0) == MAX_STAY_SECONDS
+
+
+def test_it_does_not_stay_without_end():
+    assert seconds_until_finished(completed(behind=True)) == MAX_STAY_SECONDS
+
+
+def test_a_banned_peer_stops_at_once_and_an_observer_never():
+    ban = FakeSigner(OTHERS[9]).sign(Directive(RUN, 1, banned=(ME,)))
+    b = Bench()
+    b.step(ev.MessageReceived(ban))
+    assert [f.reason for f in b.of(do.Finished)] == ["banned by the run's owner"] and not b.of(do.RunCompleted)
+    b = Bench(observer=True)
+    b.step(ev.MessageReceived(FakeSigner(OTHERS[9]).sign(Directive(RUN, 1, order="ended"))))
+    assert b.of(do.RunCompleted)
+    for second in range(1, 700, 5):
+        assert not b.step(ev.Tick(), float(second)) or not b.of(do.Finished)
+
+
+def test_leaving_after_the_run_is_over_finishes_once():
+    b = completed(behind=True)
+    b.step(ev.Leave(), QUIET_SECONDS)
+    assert b.said(Goodbye) and [f.reason for f in b.of(do.Finished)] == ["left the swarm"]
+
+
+class Stopping(Node):
+    """Stops when its machine says so, as a peer does."""
+
+    finished_at = 0.0
+
+    def carry_out(self, actions):
+        super().carry_out(actions)
+        if self.done and not self.finished_at:
+            self.finished_at = self.world.clock.now
+            self.crash()
+
+
+class Slow(Stopping):
+    """Its trainer takes long to apply a record."""
+
+    def worked(self, incarnation, action):
+        self.world.clock.after(8.0, super().worked, incarnation, action)
+
+
+def test_peers_stay_until_a_slow_one_has_the_last_state():
+    """In the simulator, with all messages: nobody stops while the slow one may still need its blobs."""
+    policy = policy_for(4, total_windows=60)
+    world = World(7, 4, Weather(delay=0.02, jitter=0.001), policy=policy)
+    for i in range(4):
+        world.clock.at(0.0, world.add(Slow if i == 3 else Stopping, speed=2.0).boot)
+    world.clock.run_until(240.0)
+    assert all(n.done for n in world.nodes), world.describe()
+    slow = world.nodes[3]
+    assert slow.trainer_record == world.nodes[0].trainer_record
+    reached = world.applied_at[slow.trainer_record]
+    assert all(n.finished_at >= reached for n in world.nodes)
