@@ -1,4 +1,4 @@
-"""An hour of simulated time, as fast as it goes: a round of 1,000 updates each minute through chain indexer and ledger."""
+"""An hour of simulated time at full speed: a round of 1,000 updates each minute through chain indexer and ledger."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from coordinator.swarm import ReceivedHeartbeat, UndecidedUpdate
+from coordinator.swarm import AnnouncedUpdate, ReceivedHeartbeat
 from protocol.chain import genesis_digest
 from protocol.errors import CairnError
 from protocol.identity import Identity
@@ -101,7 +101,7 @@ class SimulatedSwarm:
     def listen(self, callback: Callable[[Signed[Any]], None]) -> None:
         """Messages are not passed on one by one."""
 
-    def announced(self, parent: Digest) -> Sequence[UndecidedUpdate]:
+    def announced(self, parent: Digest) -> Sequence[AnnouncedUpdate]:
         return ()
 
     async def publish_directive(self, word: Signed[Directive]) -> None:

@@ -29,7 +29,7 @@ from coordinator.history import RoundHistory
 from coordinator.indexed_chain import IndexedChain
 from coordinator.ledger_thread import LedgerThread
 from coordinator.page.credit_routes import IMMUTABLE, credit_routes
-from coordinator.swarm import UndecidedUpdate
+from coordinator.swarm import AnnouncedUpdate
 from peer.coordinator_client import CoordinatorRefused
 from peer.keyfile import load_or_make
 from peer.log_client import LogClient
@@ -541,7 +541,7 @@ async def test_the_commands_bind_show_export_and_check_receipts(tmp_path, monkey
     async with running(tmp_path, spec=SPEC, swarm=FakeSwarm(SPEC)) as (c, swarm):
         for n in (1, 2):
             await c.admitter.admit(admit_request(n))
-        swarm.headers.append(UndecidedUpdate(late_header(swarm), True, ""))
+        swarm.headers.append(AnnouncedUpdate(late_header(swarm), True, ""))
         for _ in range(7):
             swarm.round({1: 40, 2: 30})
         await settled(c, 7)

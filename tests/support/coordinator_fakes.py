@@ -12,7 +12,7 @@ from coordinator.checkpoints.archiver import CheckpointArchiver
 from coordinator.checkpoints.evaluations import EvaluationLog
 from coordinator.checkpoints.settings import CheckpointSettings
 from coordinator.overview import Overview, PeerOverview
-from coordinator.swarm import ReceivedHeartbeat, SwarmView, UndecidedUpdate
+from coordinator.swarm import AnnouncedUpdate, ReceivedHeartbeat, SwarmView
 from protocol.chain import genesis_digest
 from protocol.errors import CairnError
 from protocol.identity import Identity
@@ -136,7 +136,7 @@ class FakeSwarm:
         self.blobs: set[Digest] = set()
         self.left: list[Certificate] = []
         """Of branches that the chain has left."""
-        self.headers: list[UndecidedUpdate] = []
+        self.headers: list[AnnouncedUpdate] = []
         self.directives: list[Signed[Directive]] = []
         self.offered: list[Digest] = []
         """States that were offered to peers; asked for another than those in `blobs`, it is refused."""
@@ -192,7 +192,7 @@ class FakeSwarm:
     def heartbeats(self) -> Mapping[PeerKey, ReceivedHeartbeat]:
         return self.heard
 
-    def announced(self, parent: Digest) -> Sequence[UndecidedUpdate]:
+    def announced(self, parent: Digest) -> Sequence[AnnouncedUpdate]:
         return [a for a in self.headers if a.header.body.parent == parent]
 
     def addresses(self) -> Sequence[str]:
