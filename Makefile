@@ -68,6 +68,7 @@ chromium:
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m tools.prose
 	$(BIN)/pyright
 
 format: $(STAMP)

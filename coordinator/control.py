@@ -1,6 +1,6 @@
-"""Run control at the coordinator (docs/control.md):
+"""Run control at the coordinator (docs/control.md).
 
-accepts the owner's directives, and makes everything here follow them.
+It accepts the owner's directives, and makes everything here follow them.
 
 The order is: on disk, then published, then the ledger. After a kill at any moment the next start completes the rest.
 The owner's signature is the only authority: a directive counts for it, whoever delivers it.

@@ -1,13 +1,14 @@
-"""Which windows of the data a peer trains on: a pure function of (spec seed, peer key, counter).
+"""The assignment of data windows to peers: a pure function of (spec seed, peer key, counter).
 
 A peer counts the windows that it trains on, from 0 and for ever. Pass p of a peer is its counters [p*n, (p+1)*n), n
 being the training windows there are; in each pass it sees every window exactly once, in its own order. So a peer's
-assignment is exactly uniform over each pass, peers are independent of each other, and anyone can tell what any peer was
-meant to have seen, one counter at a time, which is what audits need.
+assignment is exactly uniform over each pass, and peers are independent of each other. Anyone can compute the windows
+of any peer, one counter at a time, as audits need.
 
-The order is a keyed permutation of [0, n): a Feistel network (Luby and Rackoff 1988) of ROUNDS rounds over the smallest
-even number of bits that holds n, walked along its cycle until it falls below n (Black and Rogaway, "Ciphers with
-arbitrary finite domains", CT-RSA 2002; fewer than 4 steps expected). Its round keys are SHA-256 of seed, peer and pass;
+The order is a keyed permutation of [0, n): a Feistel network (Luby and Rackoff 1988) of ROUNDS rounds over the
+smallest even number of bits that holds n. The permutation follows its cycle until it falls below n (Black and
+Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002; fewer than 4 steps expected). Its round keys are
+SHA-256 of seed, peer and pass;
 its round function is the finaliser of splitmix64 (Steele, Lea and Flood 2014). It mixes well and is no cipher: nothing
 here is secret.
 """
@@ -30,12 +31,12 @@ MAX_WINDOWS_PER_CALL = 2**20
 
 
 def window_of(seed: int, peer: PeerKey, counter: int, total: int) -> int:
-    """The window in [0, total) that `peer` trains on at its `counter`. Raises MalformedError."""
+    """Return the window in [0, total) that `peer` trains on at its `counter`. Raises MalformedError."""
     return int(windows_of(seed, peer, counter, 1, total)[0])
 
 
 def windows_of(seed: int, peer: PeerKey, first: int, count: int, total: int) -> np.ndarray:
-    """The windows of the counters [first, first + count): int64 [count], each in [0, total).
+    """Return the windows of the counters [first, first + count): int64 [count], each in [0, total).
 
     `seed` is the spec's, `total` its data's `train_windows`. Raises MalformedError for what is out of range.
     """
@@ -90,7 +91,7 @@ def _mixed(z: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class WindowTable:
-    """Where windows lie: global window index -> shard and first token."""
+    """The places of windows: global window index -> shard and first token."""
 
     window: int
     ends: tuple[int, ...]
@@ -98,7 +99,7 @@ class WindowTable:
 
     @classmethod
     def of(cls, shards: Sequence[DataShard], window: int) -> WindowTable:
-        """The table of a spec's shards, in the spec's order (`data.train` or `data.validation`)."""
+        """Return the table of a spec's shards, in the spec's order (`data.train` or `data.validation`)."""
         ends, total = [], 0
         for shard in shards:
             total += windows_in(shard.tokens, window)

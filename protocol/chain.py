@@ -1,13 +1,13 @@
 """The chain: a bounded tree of certified records since the genesis, and the fork choice over it.
 
-A record of round r names its parent, the record of round r - 1 by its certificate's digest (which binds what is
-applied: the parts, where there are any); the parent of round 0 is `genesis_digest(run)`. The
-weight of a record is the number of windows accepted from the genesis up to it. The head is the heaviest record
-(ties: the smaller digest) among those that descend from the newest record that the owner signed as final, and, once the
-owner has rolled the run back (see `standing`), from the record that it goes on from, by records that carry that word.
+A record of round r names its parent, the record of round r - 1, by its certificate's digest, which also covers the
+reduced shards if there are any. The parent of round 0 is `genesis_digest(run)`. The
+weight of a record is the number of windows accepted from the genesis up to it. The head is the heaviest record (ties:
+the smaller digest) among the descendants of the newest finalized record. After a rollback it also descends from the
+record to which the run was rolled back, by records that carry that directive.
 
-Whoever adds certificates must have decoded them with `MessageDecoder`: signatures, admissions and the number of votes
-are checked there. Here is checked what depends on the place in the tree.
+Only certificates from `MessageDecoder` may be added: it checks signatures, admissions and the number of votes. Here
+is checked what depends on the place in the tree.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Chain(Tree):
 
     @property
     def newest_directive(self) -> Signed[Directive] | None:
-        """The owner's newest directive that was heard of, whether or not a record carries it."""
+        """The owner's newest directive so far, whether or not a record carries it."""
         return self._newest_directive
 
     @property
     def rollback(self) -> Rollback | None:
-        """The newest that was heard of."""
+        """The newest finalization so far."""
         return self._rollback
 
     @property
@@ -69,26 +69,29 @@ class Chain(Tree):
 
     @property
     def is_missing_required_ancestor(self) -> bool:
-        """Whether a record that all must descend from is not in the tree: it is asked for, however light its branch."""
+        """Return whether a record that all must descend from is missing.
+
+        It is then fetched, however light its branch.
+        """
         back = self._rollback
         behind = back is not None and back.record not in self._nodes and self._root.height < back.round
         return self._pending_finalization is not None or behind
 
     @property
     def is_rolled_back_past_root(self) -> bool:
-        """Whether the run was rolled back further than this tree goes: it must be loaded anew."""
+        """Return whether the run was rolled back beyond this tree, which must then be loaded again."""
         back = self._rollback
         if back is None or self._root.height < back.round:
             return False
         return self._root.digest != back.record and self._root.directives.epoch < back.epoch
 
     def epoch(self, parent: Digest) -> int:
-        """Rollbacks on the branch of the round after a record: updates for it must name so many."""
+        """Return the number of rollbacks on the branch of a record; updates of the next round must name it."""
         epoch, back = self._node(parent).directives.epoch, self._rollback
         return epoch if back is None or back.record != parent else max(epoch, back.epoch)
 
     def directive_to_include(self, parent: Digest) -> Signed[Directive] | None:
-        """The directive that a record after this one should carry, if any."""
+        """Return the directive that a record after this one should carry, if any."""
         newest, standing = self._newest_directive, self._node(parent).directives
         if newest is None or newest.body.precedence <= standing.precedence:
             return None
@@ -109,7 +112,7 @@ class Chain(Tree):
         return parent.directives.validation_error(record)
 
     def is_reduced_after(self, parent: Digest) -> bool:
-        """Whether the round after a record is reduced, not gathered (see `exchange`)."""
+        """Return whether the round after a record is reduced, not gathered."""
         return self.limits.reduce_plan.is_reduced(self._node(parent).contributors)
 
     # -- writing ---------------------------------------------------------------------------------------------
@@ -169,7 +172,7 @@ class Chain(Tree):
         """
         body = final.body
         if self._newest_directive is not None and body.epoch < self._newest_directive.body.epoch:
-            return False  # what it was signed on was rolled back, or is before the record that all descend from
+            return False  # its record was rolled back, or is before the record that all descend from
         if self._finalization is not None and _rank(body) <= _rank(self._finalization.body):
             return False
         link = self._nodes.get(body.record)
@@ -223,21 +226,21 @@ class Chain(Tree):
         self._choose_head()
 
     def release(self, record: Digest) -> None:
-        """Let a record that was set aside compete again."""
+        """Release a quarantined record, so that it competes again."""
         if record in self._quarantined:
             self._quarantined.discard(record)
             self._choose_head()
 
     def is_quarantined(self, record: Digest) -> bool:
-        """Whether it is set aside itself."""
+        """Return whether the record itself is quarantined."""
         return record in self._quarantined
 
     def best_descendant(self, record: Digest) -> Digest:
-        """The heaviest that is built on a record, or itself; not those that are set aside."""
+        """Return the heaviest descendant of a record, or itself, without quarantined ones."""
         return self._best_after(self._node(record)).digest
 
     def head_if_released(self, record: Digest) -> Digest | None:
-        """What the head would be if this record were not set aside; None when that changes nothing."""
+        """Return the head without the quarantine of this record; None if it is the same."""
         link = self._node(record)
         up = link.parent
         while up is not None and self._main_chain.get(up.height) is not up:
@@ -264,7 +267,7 @@ class Chain(Tree):
         return None if self._newest_directive is None else self._newest_directive.body.rollback
 
     def _check_rivals(self, body: RoundRecord, digest: Digest, parent: RecordNode) -> None:
-        """Raises RivalOfFinal for a record that no branch can have any more."""
+        """Raise RivalOfFinal for a record that no branch can have any more."""
         final = None if self._finalization is None else self._nodes.get(self._finalization.body.record)
         if final is not None and parent.height < final.height:
             raise FinalizedConflict(f"record {digest.short} is a rival of records that the owner has signed as final")
@@ -316,7 +319,7 @@ class Chain(Tree):
         return False
 
     def _choose_head(self) -> None:
-        """Fork choice from the start: used when the tree loses records, or some are set aside."""
+        """Compute the fork choice again: the tree has lost records, or some were quarantined."""
         floor = self.required_ancestor
         self._move_head(self._best_after(self._root if floor is None else self._nodes.get(floor, self._root)))
 
@@ -385,5 +388,5 @@ class Chain(Tree):
 
 
 def _rank(final: Finalization) -> tuple[int, int]:
-    """Of two finals the one of the later epoch counts, then the one of the later round."""
+    """Return the order of finalizations: by epoch, then by round."""
     return final.epoch, final.round

@@ -1,9 +1,10 @@
 """A record among those who hold its headers: it names them, and is put together again from them.
 
-A record of a thousand contributors has 600 KB of headers, which every member has heard already, from their authors. In
+A record of a thousand contributors has 600 KB of headers, which every member has received already, from their
+authors. In
 a brief each header is replaced by the first NAME_BYTES of the SHA-256 of its envelope: 18 KB. All else is the record's
-own, also its signature, which does not cover the brief: a brief is a hint. Whoever has all headers puts the record's
-envelope together, to the byte, and opens that as ever: a brief that names something else comes to nothing.
+own, also its signature, which does not cover the brief: a brief is a hint. A peer with all headers reconstructs the
+record's envelope to the byte, and decodes it like any other. A wrong compact record therefore has no effect.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _MARK = wire.Envelope(kind=KIND).SerializeToString(deterministic=True)
 
 @dataclass(frozen=True, slots=True)
 class CompactRecord:
-    """What a brief says, unverified: who claims to have signed the record, and the names of its headers, in order."""
+    """The unverified contents of a compact record: the claimed author, and the short ids of the headers in order."""
 
     author: PeerKey
     header_ids: tuple[bytes, ...]
@@ -37,7 +38,9 @@ class CompactRecord:
     signature: bytes
 
     def reconstruct(self, headers: Sequence[bytes]) -> bytes:
-        """The record's envelope, from the headers' envelopes in the order of `names`; to be opened like any other.
+        """Return the record's envelope, from the headers' envelopes in the order of `names`.
+
+        It must be decoded like any other.
 
         Raises MalformedError when they are not the headers that are named.
         """
@@ -53,18 +56,20 @@ class CompactRecord:
 
 
 def header_id(header: bytes) -> bytes:
-    """The name of a header, from its envelope."""
+    """Return the short id of a header, from its envelope."""
     return sha256(header)[:HEADER_ID_BYTES]
 
 
 def is_compact_record(sent: bytes) -> bool:
-    """Whether this claims to be a brief: only for choosing how to open it."""
+    """Return whether this claims to be a compact record, to choose how to decode it."""
     return sent.startswith(_MARK)
 
 
 def compact(record: Signed[RoundRecord]) -> bytes | None:
-    """The brief of a verified record; None when the record could not be put together from it to the byte (its payload
-    is written as another version writes it)."""
+    """Return the compact record of a verified record; None if the record cannot be reconstructed from it to the byte.
+
+    This happens if another version of the software wrote its payload.
+    """
     whole = wire.Envelope.FromString(record.encoded)
     body = wire.RoundRecord.FromString(whole.payload)
     headers = list(body.updates)
@@ -81,7 +86,7 @@ def compact(record: Signed[RoundRecord]) -> bytes | None:
 
 
 def parse_compact_record(sent: bytes) -> CompactRecord:
-    """What a brief says. Raises MalformedError."""
+    """Parse a compact record. Raises MalformedError."""
     if len(sent) > MAX_COMPACT_RECORD:
         raise MalformedError(f"a brief of {len(sent)} bytes: at most {MAX_COMPACT_RECORD} are accepted")
     try:
@@ -107,7 +112,7 @@ def check_header_ids(header_ids: Sequence[bytes]) -> Sequence[bytes]:
 
 
 def check_requested_headers(header_ids: Sequence[bytes], headers: Sequence[bytes]) -> dict[bytes, bytes]:
-    """The answer to that, by name. Raises MalformedError when it has anything that was not asked for."""
+    """Parse the reply, by short id. Raises MalformedError when it has anything that was not asked for."""
     if len(headers) > len(header_ids) or any(len(h) > MAX_HEADER_ENVELOPE for h in headers):
         raise MalformedError("more, or longer, headers than were asked for")
     found = {header_id(h): h for h in headers}

@@ -1,4 +1,4 @@
-"""Where a run's coordinator is now: the owner's signed word, which members keep and pass on.
+"""The signed record of a coordinator's address, which members store and pass on.
 
 An invite names the address that the coordinator had when it was published. The coordinator may move: whoever finds it
 gone asks any member, and takes the newest word that the run's owner signed. A member can withhold that word or give an
@@ -31,8 +31,11 @@ _BEGINNING = bytes([0x0A, len(KIND)]) + KIND.encode()
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorAddress:
-    """`sequence`: unix milliseconds, and more than in any before it. `fingerprint`: SHA-256 of the TLS certificate
-    (DER) that is shown at the `coordinators`. `addresses`: multiaddresses of its observer in the swarm."""
+    """`sequence`: unix milliseconds, and more than in any before it.
+
+    `fingerprint`: SHA-256 of the TLS certificate (DER) that is shown at the `coordinators`. `addresses`:
+    multiaddresses of its observer in the swarm.
+    """
 
     run: RunId
     sequence: int
@@ -42,12 +45,15 @@ class CoordinatorAddress:
 
 
 def is_coordinator_address(sent: bytes) -> bool:
-    """Whether an envelope claims to be of this kind: every canonical one begins so."""
+    """Return whether an envelope claims to be of this kind, by its first bytes."""
     return sent.startswith(_BEGINNING)
 
 
 def sign_coordinator_address(owner: Identity, body: CoordinatorAddress) -> Signed[Any]:
-    """The signed word, as others will read it. Raises MalformedError for one that they would refuse."""
+    """Return the signed record, rounded as others will read it.
+
+    Raises MalformedError for one that they would refuse.
+    """
     message = wire.CoordinatorAddress(
         run=body.run, sequence=body.sequence, coordinators=[str(e) for e in body.coordinators],
         fingerprint=body.fingerprint, addresses=body.addresses,
@@ -57,15 +63,17 @@ def sign_coordinator_address(owner: Identity, body: CoordinatorAddress) -> Signe
 
 
 def open_coordinator_address(sent: bytes, run: RunId, owner: PeerKey) -> Signed[Any]:
-    """A verified word (`body`: Whereabouts). Raises MalformedError, SignatureError; AdmissionError when it is not the
-    owner's."""
+    """Return the verified record.
+
+    Raises MalformedError, SignatureError; AdmissionError when it is not the owner's.
+    """
     body: Any = _check_claims(sent, run, owner)  # a body of its own beside those of `messages`
     e = open_envelope(sent, KIND, limit=MAX_COORDINATOR_ADDRESS_ENVELOPE)
     return Signed(body, e.author, e.digest, e.encoded)
 
 
 def open_if_newer(sent: bytes, run: RunId, owner: PeerKey, than: Signed[Any] | None) -> Signed[Any] | None:
-    """As `open_coordinator_address`; None when it is not newer than the given one, which costs no signature check."""
+    """Open a record if it is newer than the given one. For an older one return None, without a signature check."""
     if than is not None:
         if sent == than.encoded:
             return None
@@ -75,7 +83,7 @@ def open_if_newer(sent: bytes, run: RunId, owner: PeerKey, than: Signed[Any] | N
 
 
 def next_coordinator_address(owner: Identity, newest: Signed[Any] | None, now: CoordinatorAddress) -> Signed[Any]:
-    """What the coordinator says: its newest word again while nothing has changed, else a newer one that says `now`.
+    """Return the coordinator's newest record while nothing has changed, else a newer one with the time `now`.
 
     `now.sequence` is the clock's (unix milliseconds); a clock that went backwards gives no word that others overlook.
     """
@@ -87,12 +95,12 @@ def next_coordinator_address(owner: Identity, newest: Signed[Any] | None, now: C
 
 
 def newest_address(found: Sequence[Signed[Any]]) -> Signed[Any] | None:
-    """The one that counts."""
+    """Return the newer of two records."""
     return max(found, key=lambda s: s.body.sequence, default=None)
 
 
 def _check_claims(sent: bytes, run: RunId, owner: PeerKey) -> CoordinatorAddress:
-    """What an envelope claims, its signature not looked at: only for refusing cheaply."""
+    """Return the unverified claims of an envelope, only to refuse it cheaply."""
     if len(sent) > MAX_COORDINATOR_ADDRESS_ENVELOPE:
         raise MalformedError(
             f"a {KIND} message of {len(sent)} bytes: at most {MAX_COORDINATOR_ADDRESS_ENVELOPE} are accepted"

@@ -22,7 +22,7 @@ CHANGE_BOUNDS: dict[str, tuple[float, float]] = {
         (1e-3, 86_400 * 7),
     ),
 }  # fmt: skip
-"""What a directive may change of the round policy, and the bounds of each, as in `spec.RoundSpec`."""
+"""The fields of the round policy that a directive may change, with their bounds, as in `spec.RoundSpec`."""
 
 
 def encode_directive(b: Directive) -> wire.Directive:

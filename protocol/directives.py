@@ -1,4 +1,4 @@
-"""What the owner's directives come to on a branch of the chain: a pure function of the records on the way.
+"""The owner's directives in force on a branch of the chain: a pure function of its records.
 
 A record may carry one directive, newer than any that the records before it carry. From the round after it the banned
 are out, and from `from_round` on, if that is later, the changes of the round policy hold.
@@ -71,5 +71,5 @@ class ActiveDirectives:
 
 
 def starts_rollback_branch(record: RoundRecord, back: Rollback) -> bool:
-    """Whether a record is a first one of the branch that a rollback, or a later one to the same place, begins."""
+    """Return whether a record is the first one of the branch that a rollback begins."""
     return record.parent == back.record and record.directive is not None and record.directive.body.epoch >= back.epoch

@@ -1,8 +1,8 @@
 """Signed envelopes: the only way a message that matters enters.
 
-A signature covers DSSE's pre-authentication encoding (https://github.com/secure-systems-lab/dsse, PAE) of
-the message's kind and its exact payload bytes, so a signature for one purpose is none for another, and
-nothing is ever re-serialised to be checked. `open_envelope` verifies before anybody decodes the payload.
+A signature covers DSSE's pre-authentication encoding (https://github.com/secure-systems-lab/dsse, PAE) of the
+message's kind and its exact payload bytes. So a signature for one purpose is invalid for another, and nothing is
+serialised again for a check. `open_envelope` verifies before anybody decodes the payload.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def seal(identity: Identity, kind: str, payload: bytes) -> Envelope:
 
 
 def _encode(kind: str, payload: bytes, key: bytes, signature: bytes) -> bytes:
-    """The one accepted way to write these four down."""
+    """Return the canonical bytes of an envelope."""
     message = wire.Envelope(kind=kind, payload=payload, key=bytes(key), signature=signature)
     return message.SerializeToString(deterministic=True)
 
@@ -70,8 +70,8 @@ def open_envelope(encoded: bytes, kind: str, *, limit: int = MAX_ENVELOPE) -> En
     author = PeerKey(message.key)
     if len(message.signature) != 64:
         raise SignatureError("an Ed25519 signature is 64 bytes")
-    # The envelope around the payload is not signed: were there more than one way to write it, whoever passes a
-    # message on could pad it, and make of one header any number that all verify.
+    # The envelope around the payload is not signed. With several valid encodings a relaying peer could pad a message,
+    # and make any number of valid copies of one header.
     if _encode(kind, message.payload, author, message.signature) != encoded:
         raise MalformedError(f"the envelope of a {kind} message is not in canonical form")
     verify(author, pae(kind, message.payload), message.signature)
@@ -79,12 +79,12 @@ def open_envelope(encoded: bytes, kind: str, *, limit: int = MAX_ENVELOPE) -> En
 
 
 def kind_of(encoded: bytes, *, limit: int = MAX_ENVELOPE) -> str:
-    """The kind that an envelope claims, unverified: only for choosing how to open it. Raises MalformedError."""
+    """Return the kind that an envelope claims, unverified: only to choose how to decode it. Raises MalformedError."""
     return _parsed(encoded, "signed", limit).kind
 
 
 def author_of(encoded: bytes, *, limit: int = MAX_ENVELOPE) -> PeerKey:
-    """The author that an envelope claims, unverified: only for refusing cheaply. Raises MalformedError."""
+    """Return the author that an envelope claims, unverified: only to refuse it cheaply. Raises MalformedError."""
     return PeerKey(_parsed(encoded, "signed", limit).key)
 
 

@@ -31,7 +31,7 @@ class Identity:
         return self._seed
 
     def libp2p_private_key(self) -> bytes:
-        """The same key as libp2p's PrivateKey protobuf: type Ed25519, data = seed and public key."""
+        """Return the same key as libp2p's PrivateKey protobuf: type Ed25519, data = seed and public key."""
         return bytes.fromhex("08011240") + self._seed + bytes(self.key)
 
     def __repr__(self) -> str:
@@ -39,7 +39,7 @@ class Identity:
 
 
 def verify(key: PeerKey, message: bytes, signature: bytes) -> None:
-    """Raises SignatureError unless `signature` is the key's over the message."""
+    """Raise SignatureError unless `signature` is the key's over the message."""
     try:
         Ed25519PublicKey.from_public_bytes(bytes(key)).verify(signature, message)
     except (InvalidSignature, ValueError):
@@ -47,12 +47,12 @@ def verify(key: PeerKey, message: bytes, signature: bytes) -> None:
 
 
 def to_key_file(identity: Identity) -> str:
-    """The text of a key file."""
+    """Return the text of a key file."""
     return f"-----BEGIN {_PEM_LABEL}-----\n{identity.seed.hex()}\n-----END {_PEM_LABEL}-----\n"
 
 
 def from_key_file(text: str) -> Identity:
-    """The identity in a key file's text. Raises IdentityError."""
+    """Return the identity in a key file's text. Raises IdentityError."""
     lines = text.strip().splitlines()
     if len(lines) != 3 or lines[0] != f"-----BEGIN {_PEM_LABEL}-----" or lines[2] != f"-----END {_PEM_LABEL}-----":
         raise IdentityError("this is not a Cairn key file; move it away and a new identity is made at the next start")

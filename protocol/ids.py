@@ -31,7 +31,7 @@ class _Bytes32(bytes):
 
     @classmethod
     def parse(cls, text: str):
-        """From 64 hexadecimal digits. Raises MalformedError."""
+        """Parse 64 hexadecimal digits. Raises MalformedError."""
         # `fromhex` alone would take white space too: one name would have many spellings.
         if len(text) != 64 or not set(text) <= _HEX_DIGITS:
             raise MalformedError(f"{text[:80]!r} is not a {cls.__name__}: want 64 hexadecimal digits")
@@ -73,7 +73,7 @@ class PeerKey(_Bytes32):
 
     @classmethod
     def from_libp2p_id(cls, peer_id: bytes) -> PeerKey:
-        """The key in a libp2p peer id. Raises MalformedError when the id does not embed an Ed25519 key."""
+        """Return the key in a libp2p peer id. Raises MalformedError when the id does not embed an Ed25519 key."""
         if len(peer_id) != 38 or not peer_id.startswith(_LIBP2P_ED25519_PREFIX):
             raise MalformedError("this libp2p peer id does not embed an Ed25519 key")
         return cls(peer_id[6:])
@@ -97,7 +97,7 @@ def b64url(data: bytes) -> str:
 
 
 def from_b64url(text: str) -> bytes:
-    """The inverse of `b64url`, for exactly the texts that it makes. Raises MalformedError."""
+    """Invert `b64url`, for exactly the texts that it makes. Raises MalformedError."""
     try:
         data = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
     except ValueError:
@@ -109,5 +109,5 @@ def from_b64url(text: str) -> bytes:
 
 
 def short_id(digest: Digest | PeerKey) -> int:
-    """The first 8 bytes of a digest or key: enough to ask "do you have it", never to trust."""
+    """Return the first 8 bytes of a digest or key: enough to ask "do you have it", never to trust."""
     return int.from_bytes(digest[:8], "little")

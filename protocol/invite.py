@@ -39,7 +39,7 @@ _BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 
 @dataclass(frozen=True, slots=True)
 class HostPort:
-    """Where a coordinator's gRPC is: a host name or IP address, and a TCP port."""
+    """The address of a coordinator's gRPC: a host name or IP address, and a TCP port."""
 
     host: str
     port: int
@@ -57,7 +57,7 @@ class HostPort:
 
     @classmethod
     def parse(cls, text: str) -> HostPort:
-        """From "host:port" or "[IPv6]:port". Raises MalformedError."""
+        """Parse "host:port" or "[IPv6]:port". Raises MalformedError."""
         host, colon, port = text.rpartition(":")
         if not colon or not (port.isascii() and port.isdigit() and len(port) <= 5):
             raise MalformedError(f"{text[:80]!r} is not HOST:PORT")
@@ -73,7 +73,7 @@ class HostPort:
 
 @dataclass(frozen=True, slots=True)
 class Invite:
-    """What is needed to enter a run: who coordinates it, by which certificate, and where its swarm is."""
+    """The data to enter a run: its coordinators, their certificate, and addresses of its swarm."""
 
     run: RunId
     fingerprint: Digest
@@ -105,7 +105,10 @@ class Invite:
 
     @classmethod
     def parse(cls, text: str) -> Invite:
-        """The invite in a pasted text; white space that a terminal put in is dropped. Raises MalformedError."""
+        """Return the invite in a pasted text, without the white space that a terminal inserted.
+
+        Raises MalformedError.
+        """
         if len(text) > 4 * MAX_INVITE:
             raise MalformedError(f"this is too long for an invite: {_REMEDY}")
         text = "".join(text.split())
@@ -132,7 +135,7 @@ def one_per_peer_first(addresses: Iterable[str]) -> tuple[str, ...]:
 
 
 def check_code(code: str) -> None:
-    """Raises MalformedError unless this can be an invite code (or is empty)."""
+    """Raise MalformedError unless this can be an invite code (or is empty)."""
     if len(code) > MAX_CODE or not code.isascii() or not code.isprintable() or " " in code:
         raise MalformedError(f"an invite code is at most {MAX_CODE} printable ASCII characters without spaces")
 

@@ -48,7 +48,7 @@ class TensorShape:
 class TensorSlice:
     """Coordinates `start` to `stop` of a layout's tensor `index`: whole codec chunks, or up to the tensor's end.
 
-    What one of several processes that hold a state together has of a tensor.
+    The slice of a tensor in one of several processes that hold a state together.
     """
 
     index: int
@@ -84,7 +84,7 @@ class Layout:
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
-        """From names to shapes, in any order."""
+        """Return a layout from a mapping of names to shapes, in any order."""
         return cls(tuple(TensorShape(n, tuple(shapes[n])) for n in sorted(shapes, key=_utf8)))
 
     @cached_property
@@ -106,19 +106,21 @@ class Layout:
         return Digest(sha256(b"cairn/v1/layout", json.dumps([[t.name, t.shape] for t in self.tensors]).encode()))
 
     def with_momentum(self) -> Layout:
-        """The layout of a state whose outer optimiser keeps momentum."""
+        """Return the layout of a state whose outer optimiser keeps momentum."""
         shapes = {t.name: t.shape for t in self.tensors}
         return Layout.of(shapes | {MOMENTUM + n: s for n, s in shapes.items()})
 
     def without_momentum(self) -> Layout:
-        """Without the outer optimiser's momentum."""
+        """Return the layout without the outer optimiser's momentum."""
         return Layout(tuple(t for t in self.tensors if not t.name.startswith(MOMENTUM)))
 
     # -- checkpoints: canonical safetensors ----------------------------------------------------------------
 
     def checkpoint_header(self) -> bytes:
-        """The first bytes of a checkpoint file of this layout: a safetensors header, padded with spaces so that
-        the tensors (fp32, little endian, in layout order, without gaps) begin at a chunk's boundary."""
+        """Return the first bytes of a checkpoint file of this layout: a safetensors header, padded with spaces.
+
+        The tensors (fp32, little endian, in layout order, without gaps) then begin at a chunk's boundary.
+        """
         entries: dict[str, object] = {}
         offset = 0
         for t in self.tensors:
@@ -135,7 +137,7 @@ class Layout:
 
     @classmethod
     def from_checkpoint(cls, start: bytes) -> Layout:
-        """The layout of the checkpoint whose file starts with these bytes (the header at least).
+        """Return the layout of the checkpoint whose file starts with these bytes (the header at least).
 
         Strict: only a file whose header is exactly `checkpoint_header` of its layout is accepted.
         Raises MalformedError.
@@ -169,8 +171,8 @@ def _utf8(name: str) -> bytes:
         raise MalformedError(f"{name[:80]!r} is not the name of a tensor: it is not Unicode text") from None
 
 
-# One entry of `checkpoint_header`. A strange header is read entry by entry with this, not as JSON: 64 MiB of JSON can
-# unfold to gigabytes of lists, and a long number takes time that grows with the square of its length.
+# One entry of `checkpoint_header`. A foreign header is read entry by entry with this pattern, not as JSON. 64 MiB of
+# JSON can expand to gigabytes of lists, and a long number takes time that grows with the square of its length.
 _ENTRY = re.compile(
     rb'"((?:[ !#-\[\]-~]|\\[ -~]){1,%d})":{"dtype":"F32","shape":\[((?:\d{1,13},){0,%d}\d{1,13})?\],'
     rb'"data_offsets":\[\d{1,15},\d{1,15}\]}([,}])' % (6 * MAX_TENSOR_NAME, MAX_DIMENSIONS - 1)
@@ -178,7 +180,10 @@ _ENTRY = re.compile(
 
 
 def _header_entries(text: bytes) -> Iterator[TensorShape]:
-    """The tensors that a header lists, as far as it is in canonical form. Raises MalformedError where it is not."""
+    """Yield the tensors that a header lists, as long as it is in canonical form.
+
+    Raises MalformedError where it is not.
+    """
     at = 1
     for _ in range(MAX_TENSORS):
         entry = _ENTRY.match(text, at)
@@ -196,7 +201,10 @@ def _header_entries(text: bytes) -> Iterator[TensorShape]:
 
 
 def checkpoint_header_size(start: bytes) -> int:
-    """How many bytes of a checkpoint file `Layout.from_checkpoint` needs, from its first 8. Raises MalformedError."""
+    """Return the number of bytes of a checkpoint file that `Layout.from_checkpoint` needs, from its first 8.
+
+    Raises MalformedError.
+    """
     size = int.from_bytes(start[:8], "little")
     if len(start) < 8 or not 0 < size <= MAX_HEADER:
         raise MalformedError("this is not a Cairn checkpoint: its header is cut off or too large")

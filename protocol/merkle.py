@@ -26,7 +26,7 @@ def leaf_hash(data: bytes | memoryview) -> bytes:
 
 
 def tree_hash(leaves: Sequence[bytes]) -> Digest:
-    """The Merkle tree hash of leaf hashes (RFC 9162 section 2.1.1); of none, the SHA-256 of nothing."""
+    """Return the Merkle tree hash of leaf hashes (RFC 9162 section 2.1.1); of none, the SHA-256 of nothing."""
     if not leaves:
         return Digest(sha256())
     level = list(leaves)
@@ -40,12 +40,12 @@ def tree_hash(leaves: Sequence[bytes]) -> Digest:
 
 
 def chunk_count(size: int) -> int:
-    """How many chunks a blob of `size` bytes has."""
+    """Return the number of chunks of a blob of `size` bytes."""
     return -(-size // CHUNK)
 
 
 def chunk_size(size: int, index: int) -> int:
-    """The bytes in chunk `index` of a blob of `size` bytes. Raises MalformedError when there is no such chunk."""
+    """Return the size of chunk `index` of a blob of `size` bytes. Raises MalformedError when there is no such chunk."""
     if not 0 <= index < chunk_count(size):
         raise MalformedError(f"chunk {index} of a blob of {size} bytes")
     return min(CHUNK, size - index * CHUNK)
@@ -63,11 +63,11 @@ def blob_leaves(data: bytes | memoryview) -> list[bytes]:
 
 
 def blob_digest(data: bytes | memoryview) -> Digest:
-    """The digest that names these bytes."""
+    """Return the digest that names these bytes."""
     return tree_hash(blob_leaves(data))
 
 
 def check_leaves(digest: Digest, size: int, leaves: Sequence[bytes]) -> None:
-    """Raises MalformedError unless the leaves are those of the blob named by `digest`, of `size` bytes."""
+    """Raise MalformedError unless the leaves are those of the blob named by `digest`, of `size` bytes."""
     if len(leaves) != chunk_count(size) or any(len(leaf) != 32 for leaf in leaves) or tree_hash(leaves) != digest:
         raise MalformedError(f"these leaf hashes are not those of blob {digest.short}")

@@ -1,8 +1,7 @@
 """The messages of the swarm (see `bodies`): signed, and opened by functions that verify before they decode.
 
-`MessageDecoder` is the way in for all that
-comes from the network; it remembers what it has verified, so that a header that arrives alone, in a record and in a
-certificate is verified once.
+`MessageDecoder` is the only entry for messages from the network. It remembers verified messages, so that a header
+that arrives alone, in a record and in a certificate is verified once.
 """
 
 from __future__ import annotations
@@ -189,8 +188,8 @@ def _decode_goodbye(payload: bytes, _: MessageDecoder) -> Goodbye:
     return Goodbye(RunId(m.run), bounded("sequence", m.sequence))
 
 
-# The limits leave room for what a field or two more would take, and no more: a record must fit MAX_ENVELOPE, and a
-# certificate MAX_CERTIFICATE, though each of MAX_CONTRIBUTORS pads its messages as far as it may.
+# The limits leave room for one or two more fields. A record must fit MAX_ENVELOPE, and a certificate MAX_CERTIFICATE,
+# although each of MAX_CONTRIBUTORS may pad its messages to their limits.
 MAX_HEADER_ENVELOPE = 640
 MAX_VOTE_ENVELOPE = 256
 
@@ -211,7 +210,7 @@ _BY_KIND = {kind: body for body, (kind, *_) in KINDS.items()}
 
 
 class Signer(Protocol):
-    """Whatever signs this peer's messages. Deterministic; the simulator has a cheap one."""
+    """The signer of this peer's messages. Deterministic; the simulator has a cheap one."""
 
     key: PeerKey
 
@@ -226,12 +225,12 @@ class KeySigner:
         self.key = identity.key
 
     def sign(self, body: T) -> Signed[T]:
-        """The signed body, rounded as the wire rounds it. Raises MalformedError for a body that others would refuse."""
+        """Return the signed body, rounded as on the wire. Raises MalformedError for a body that others would refuse."""
         kind, limit, encode, decode = KINDS[type(body)]
         e = seal(self._identity, kind, encode(body).SerializeToString(deterministic=True))
         if len(e.encoded) > limit:
             raise MalformedError(f"a {kind} message of {len(e.encoded)} bytes: at most {limit} are accepted")
-        if not isinstance(body, RoundRecord):  # whose updates are verified already
+        if not isinstance(body, RoundRecord):  # its updates are verified already
             body = decode(e.payload, None)
         return Signed(body, e.author, e.digest, e.encoded)
 
@@ -257,13 +256,16 @@ class _Memory:
 
     @staticmethod
     def _cost(signed: Signed[Any]) -> int:
-        # About what the decoded values take: 8 bytes of `known` on the wire are 40 in a tuple of ints.
+        # Approximate size of the decoded values: 8 bytes of `known` on the wire are 40 in a tuple of ints.
         return 1024 + 5 * len(signed.encoded)
 
 
 class MessageDecoder:
-    """Verifies, then decodes. Keeps the last `remember` verified envelopes of each kind, within MAX_REMEMBERED: a flood
-    of one kind, which anybody may sign, leaves the others remembered."""
+    """Verifies, then decodes.
+
+    Keeps the last `remember` verified envelopes of each kind, within MAX_REMEMBERED: a flood of one kind, which
+    anybody may sign, leaves the others remembered.
+    """
 
     def __init__(self, run: RunId, owner: PeerKey, *, remember: int = 16_384):
         self.run = run
@@ -271,7 +273,7 @@ class MessageDecoder:
         self._seen = {body: _Memory(remember) for body in KINDS}
 
     def decode(self, encoded: bytes, body: type[T]) -> Signed[T]:
-        """The signed body of the given type. Raises MalformedError, SignatureError, AdmissionError.
+        """Return the signed body of the given type. Raises MalformedError, SignatureError, AdmissionError.
 
         A header's author was admitted by the owner, and a heartbeat's too unless it presents no admission; at some
         time: see `admission_at`. A vote or a record may be anybody's: whether its author is a contributor is the
@@ -298,18 +300,18 @@ class MessageDecoder:
         return signed
 
     def decode_kind(self, encoded: bytes, kind: str) -> Signed[Any]:
-        """As `open`, for a kind by its name on the wire."""
+        """Decode an envelope of a kind, given by its name on the wire."""
         body = _BY_KIND.get(kind)
         if body is None:
             raise MalformedError(f"a message of unknown kind {kind[:32]!r}")
         return self.decode(encoded, body)
 
     def decode_header(self, encoded: bytes) -> Signed[UpdateHeader]:
-        """A signed header whose author the run's owner admitted (at some time: see `admission_at`)."""
+        """Return a signed header whose author the run's owner admitted (at some time: see `admission_at`)."""
         return self.decode(encoded, UpdateHeader)
 
     def decode_admission(self, encoded: bytes, peer: PeerKey) -> Admission:
-        """The admission of this peer in an envelope. Raises AdmissionError when it is another's."""
+        """Return the admission of this peer in an envelope. Raises AdmissionError when it is another's."""
         admission = self.decode(encoded, Admission).body
         if admission.peer != peer:
             raise AdmissionError(f"peer {peer.short} presents an admission of {admission.peer.short}")
@@ -318,7 +320,7 @@ class MessageDecoder:
     def decode_admission_at(
         self, encoded: bytes, peer: PeerKey, unix_seconds: float, *, tolerance: float = 600
     ) -> Admission:
-        """The admission of this peer, valid at a time within a tolerance for clocks. Raises AdmissionError."""
+        """Return the admission of this peer, valid at a time within a tolerance for clocks. Raises AdmissionError."""
         a = self.decode_admission(encoded, peer)
         if not a.not_before - tolerance <= unix_seconds <= a.not_after + tolerance:
             raise AdmissionError(
@@ -328,7 +330,7 @@ class MessageDecoder:
         return a
 
     def decode_certificate(self, encoded: bytes) -> Certificate:
-        """A certificate: every header and vote verified, votes by more than two thirds of its contributors."""
+        """Return a certificate: every header and vote verified, votes by more than two thirds of its contributors."""
         if len(encoded) > MAX_CERTIFICATE:
             raise MalformedError(f"a certificate of {len(encoded)} bytes: at most {MAX_CERTIFICATE} are accepted")
         m = parsed(wire.Certificate(), encoded)
@@ -342,7 +344,7 @@ class MessageDecoder:
 
 
 def check_certificate(certificate: Certificate) -> Certificate:
-    """The same certificate, if its votes make it one. Raises MalformedError."""
+    """Return the same certificate, if it has enough votes. Raises MalformedError."""
     record, votes = certificate.record, certificate.votes
     _check_voters(record.body, [v.author for v in votes])
     ballot = (record.body.run, record.body.round, record.digest)
@@ -365,13 +367,13 @@ def _check_voters(record: RoundRecord, voters: Sequence[PeerKey]) -> None:
 
 
 def encode_certificate(certificate: Certificate) -> bytes:
-    """A certificate's bytes for the wire and the disk."""
+    """Return a certificate's bytes for the wire and the disk."""
     return wire.Certificate(
         record=certificate.record.encoded, votes=[v.encoded for v in certificate.votes], parts=certificate.shards
     ).SerializeToString(deterministic=True)
 
 
 def message_digest(author: PeerKey, body: Body) -> Digest:
-    """The digest that a body signed by the author has."""
+    """Return the digest of a body, as signed by its author."""
     kind, _, encode, _ = KINDS[type(body)]
     return content_digest(kind, author, encode(body).SerializeToString(deterministic=True))

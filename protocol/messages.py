@@ -1,4 +1,4 @@
-"""What the members of a swarm say to each other, as frozen values. `messages` signs and opens them.
+"""The messages between members of a swarm, as frozen dataclasses. `messages` signs and opens them.
 
 `Signed` pairs a body with its author and the exact bytes that were signed; a `Certificate` is a record with its votes.
 """
@@ -41,7 +41,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class UpdateHeader:
-    """What an author says of its update: it commits to the blob before anybody may see others' (docs/rounds.md)."""
+    """The announcement of an update: it commits to the blob before its author may see others' (docs/rounds.md)."""
 
     run: RunId
     round: Round
@@ -78,8 +78,10 @@ class RoundChanges:
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """The run goes on from the `state` after `record`, with which `round` begins. `epoch`: how many there were, with
-    this one."""
+    """The run goes on from the `state` after `record`, with which `round` begins.
+
+    `epoch`: how many there were, with this one.
+    """
 
     epoch: int
     record: Digest
@@ -118,7 +120,7 @@ class Directive:
 
 @dataclass(frozen=True, slots=True)
 class RoundRecord:
-    """What a round accepts: signed headers in canonical order (ascending author key, each author once)."""
+    """The updates that a round accepts: signed headers in canonical order (ascending author key, each author once)."""
 
     run: RunId
     round: Round
@@ -140,8 +142,10 @@ class RoundRecord:
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """A contributor's word that it holds and has checked every update of a record; in a round that is reduced: every
-    part of the mean, of which `parts` is the `shards_digest`."""
+    """A contributor's statement that it holds and has checked every update of a record.
+
+    In a reduced round it is about every shard of the mean, and names their digest.
+    """
 
     run: RunId
     round: Round
@@ -151,8 +155,11 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class ShardAttestation:
-    """A committee member's word on one part of a record's mean: the digest of the part's blob, or None and the authors
-    (ascending keys, 1 to MAX_LACKING) whose updates it could not get or could not use."""
+    """A committee member's statement about one shard of a record's mean.
+
+    It is the digest of the shard's blob, or None and the authors (ascending keys, 1 to MAX_LACKING) whose updates it
+    could not get or use.
+    """
 
     run: RunId
     round: Round
@@ -164,8 +171,10 @@ class ShardAttestation:
 
 @dataclass(frozen=True, slots=True)
 class Finalization:
-    """The owner's word that nothing up to and including this record is ever reverted: but by a rollback, of a later
-    `epoch`."""
+    """The owner's signature that nothing up to and including this record is ever reverted.
+
+    Only a rollback, of a later `epoch`, reverts it.
+    """
 
     run: RunId
     round: Round
@@ -175,10 +184,10 @@ class Finalization:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """What a member says of itself, for scheduling and for people. `known` are `short_id`s of the round's headers.
+    """The status of a member, for scheduling and for people. `known` are `short_id`s of the round's headers.
 
-    `state`: after the head, as the author holds it; None for an observer. `unheard`: `short_id`s of members of whom it
-    hears nothing first-hand; others pass their messages on to it.
+    `state`: after the head, as the author holds it; None for an observer. `unheard`: `short_id`s of members whose
+    messages do not reach it directly; others relay them.
     """
 
     run: RunId
@@ -238,7 +247,7 @@ class Certificate:
 
     @property
     def digest(self) -> Digest:
-        """What the chain calls the record, with what is applied: children name it as their parent, finals sign it.
+        """The digest of the record and of the applied blobs: children name it as their parent, finalizations sign it.
 
         Of a round that was gathered, the record's digest. Of one that was reduced, SHA-256 over that and the
         `shards_digest`: one record that was certified with two sets of parts is two branches.
@@ -248,10 +257,13 @@ class Certificate:
 
 
 def votes_needed(contributors: int) -> int:
-    """The least number that is more than two thirds of the contributors."""
+    """Return the least number that is more than two thirds of the contributors."""
     return contributors * 2 // 3 + 1
 
 
 def shards_digest(shards: Sequence[Digest]) -> Digest | None:
-    """What votes name of a reduced mean: SHA-256 over the digests of its parts in order. None when there are none."""
+    """Return the digest of a reduced mean in votes: SHA-256 over the digests of its shards in order.
+
+    None when there are none.
+    """
     return Digest(sha256(b"cairn/v1/parts", *shards)) if shards else None

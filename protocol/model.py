@@ -33,7 +33,7 @@ MAX_LAYERS = 10_000
 
 
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The whole config that `config` stands for, defaults written out, as values that survive canonical JSON.
+    """Return the full config with all defaults, as values that survive canonical JSON.
 
     This is what a spec holds: a later `transformers` with other defaults still builds the same model.
     Raises SpecError.
@@ -59,7 +59,9 @@ def build_model(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> nn.Module:
-    """The model, in training mode, with initial weights drawn from `seed`; the process's random state stays as it was.
+    """Build the model in training mode, with initial weights drawn from `seed`.
+
+    The process's random state is unchanged.
 
     On device "meta" it has shapes and no memory. Attention is scaled_dot_product_attention where the model has it.
     Raises SpecError, in one line that names the field.
@@ -86,7 +88,7 @@ def build_model(
 
 
 def model_layout(model: nn.Module) -> Layout:
-    """The layout of the model's parameters; one that is tied to another has the first one's name only.
+    """Return the layout of the model's parameters; a tied parameter has the first one's name only.
 
     Raises SpecError for persistent buffers: they change while training, and updates would not carry them.
     """
@@ -101,7 +103,7 @@ def model_layout(model: nn.Module) -> Layout:
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
-    """The model's parameters by their layout names: the tensors themselves, detached, in layout order."""
+    """Return the model's parameters by their layout names: the tensors themselves, detached, in layout order."""
     named = dict(model.named_parameters())
     return {t.name: named[t.name].detach() for t in model_layout(model).tensors}
 
@@ -122,7 +124,10 @@ def load_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _config_of(config: Mapping[str, Any]) -> PretrainedConfig:
-    """A `transformers` config from a mapping with a model_type; every field known to it. Raises SpecError."""
+    """Return a `transformers` config from a mapping with a model_type, whose fields it must all know.
+
+    Raises SpecError.
+    """
     from transformers import CONFIG_MAPPING, __version__
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 

@@ -1,10 +1,11 @@
 """The outer step, `apply`: a pure function of state and accepted updates that gives the same bits on every machine.
 
-How that is done: everything per tensor (norms, clip factors, weights) is exact or correctly rounded double arithmetic,
-made fp32 once; everything per coordinate is one fp32 multiplication, addition or division at a time, in the canonical
-order of authors. IEEE 754 fixes the result of each, on a CPU and on a GPU. So: no fused multiply-add (addcmul, add with
-alpha, lerp, foreach, torch.compile), no sums over coordinates, no atomics, no division by a scalar (on CUDA that is a
-multiplication by a rounded reciprocal). Subnormal numbers are kept: do not call torch.set_flush_denormal.
+All values per tensor (norms, clip factors, weights) are exact or correctly rounded double arithmetic, converted to
+fp32 once. All values per coordinate are single fp32 multiplications, additions or divisions, in the canonical order
+of authors. IEEE 754 fixes the result of each, on a CPU and on a GPU. So there is no fused multiply-add (addcmul, add
+with alpha, lerp, foreach, torch.compile), no sum over coordinates, and no atomic operation. There is no division by a
+scalar, since CUDA multiplies by a rounded reciprocal. Subnormal numbers are kept: do not call
+torch.set_flush_denormal.
 """
 
 from __future__ import annotations
@@ -49,15 +50,16 @@ def apply(
 ) -> None:
     """state[r] to state[r+1] in place, from the accepted updates in any order.
 
-    For each tensor: mean = sum(w_i * clip_i * value_i) / sum(w_i over those who sent the coordinate) with the weights
-    of `mean_weights` and the factors of `clip_factors`; then state -= lr * mean, or Nesterov's step (Sutskever et al.
+    For each tensor, mean = sum(w_i * clip_i * value_i) / sum(w_i over those who sent the coordinate). The weights are
+    those of `mean_weights` and the factors those of `clip_factors`. Then state -= lr * mean, or Nesterov's step
+    (Sutskever et al.
     2013, in PyTorch's form): m <- mu * m + mean, state -= lr * (mean + mu * m). A coordinate that nobody sent has mean
     0. With mean = "all", and for codecs in which everyone sends everything, the weights' sum is 1 and nothing is
     divided. Nothing accepted: nothing changes, momentum neither.
 
     `state` holds fp32 tensors, all on one device; `run_chunks` bounds the scratch memory and changes no bit. With
-    `parts` (of the codec's layout) the state's tensors, momentum too, are these parts only, and get the bits that they
-    have in the whole: several processes can hold a state together (see `held`). Raises CodecError for blobs of another
+    `parts` (slices of the codec's layout) the state's tensors, momentum too, are these slices only. They get the same
+    bits as in the whole, so several processes can hold a state together. Raises CodecError for blobs of another
     run before anything is changed; a blob that never passed `check` can raise it half way: the state is then lost.
     """
     for c in contributions:
@@ -72,7 +74,7 @@ def apply(
 
 
 def canonical_order(contributions: Sequence[Contribution]) -> list[Contribution]:
-    """In canonical order. Raises CodecError unless each author is there once."""
+    """Return the contributions in canonical order. Raises CodecError unless each author is there once."""
     ordered = sorted(contributions, key=lambda c: c.author)
     if any(a.author == b.author for a, b in zip(ordered, ordered[1:], strict=False)):
         raise CodecError("two updates by one author in a round: a record lists each author once")
@@ -111,9 +113,9 @@ class OuterOptimiser:
 
 
 def mean_weights(windows: Sequence[int], cap: float) -> list[float]:
-    """Each update's share of the round's weight: by windows, none above `cap`; they sum to 1 but for rounding.
+    """Return each update's share of the round's weight: by windows, none above `cap`; the sum is 1 up to rounding.
 
-    What is above the cap is cut to a common level (so that the cap holds of what remains). When n * cap < 1 no shares
+    Shares above the cap are reduced to a common level, so that the cap holds for the result. When n * cap < 1 no shares
     keep the cap, and all are equal. Exact until the last rounding. Raises CodecError for an update without windows.
     """
     if any(w < 1 for w in windows):
@@ -135,7 +137,7 @@ def mean_weights(windows: Sequence[int], cap: float) -> list[float]:
 
 
 def clip_factors(norms: Sequence[float]) -> list[float]:
-    """What brings each norm down to the median norm: min(1, median / norm), and 1 for a norm of 0.
+    """Return the factors that bring each norm down to the median norm: min(1, median / norm), and 1 for a norm of 0.
 
     The median of an even number is the mean of the middle two. When more than half of the norms are 0, so is the
     median, and the others' factors are 0: most updates say that this tensor should stay.
@@ -160,7 +162,9 @@ class RobustMean:
         clip_slices: bool = False,
         batch_chunks: int | None = None,
     ):
-        """Of one or more updates of this codec (headers checked), in canonical order, over `parts` (None: everything).
+        """Return the mean of updates of this codec over `parts` (None: all).
+
+        There is at least one update, in canonical order, with checked header.
 
         `clip_parts`: norms are those of the parts, of which nothing else is looked at; else of whole tensors. Raises
         CodecError.
@@ -176,7 +180,7 @@ class RobustMean:
         self._weight = torch.empty_like(self._total) if by_senders else None
 
     def _factors_of(self, outer: OuterSpec, device: torch.device, slices: Sequence[TensorSlice] | None) -> list[Tensor]:
-        """By what each update's values count, weight times clip factor: for each update fp32 [tensors]."""
+        """Return the factor of each update's values, weight times clip factor: for each update fp32 [tensors]."""
         clips: Sequence[Sequence[float]] = [[1.0] * len(self._codec.layout.tensors)] * len(self._ordered)
         if outer.clip == "median" and len(self._ordered) > 1:
             energies = [self._codec.sum_squares(c.blob, device, slices) for c in self._ordered]
@@ -215,5 +219,5 @@ def _add(total: Tensor, positions: Tensor | None, values: Tensor) -> None:
 
 
 def round_to_fp32(value: float) -> float:
-    """The nearest fp32 (ties to even)."""
+    """Return the nearest fp32 (ties to even)."""
     return struct.unpack("<f", struct.pack("<f", value))[0]

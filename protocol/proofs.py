@@ -1,6 +1,6 @@
 """Proofs about an append-only log: that an entry is in it, and that a later tree extends an earlier one (RFC 9162).
 
-Proofs are made from the hashes of complete subtrees, of which a log stores each once: `node(level, index)` is the hash
+Proofs are made from the hashes of complete subtrees, which a log stores once each. `node(level, index)` is the hash
 over the leaves index * 2**level up to (index + 1) * 2**level. They are verified with nothing but the trees' roots.
 """
 
@@ -33,7 +33,7 @@ class Subtree:
 
 
 def completed_subtrees(leaf_index: int, leaf: bytes, node: SubtreeHash) -> list[Subtree]:
-    """The subtrees that are complete once leaf number `leaf_index` (from 0) is appended, the leaf itself first.
+    """Return the subtrees that are complete once leaf number `leaf_index` (from 0) is appended, the leaf itself first.
 
     `node` is asked only for subtrees that were complete before. To store all of them is enough for every proof: two
     hashes for each leaf in the long run.
@@ -66,7 +66,7 @@ class MerkleFrontier:
             self._edge = {level: node(level, index) for level, index in _peaks(0, size)}
 
     def append(self, leaf: bytes) -> list[Subtree]:
-        """As `completed`, for the next leaf."""
+        """Append a leaf; return the subtrees that it completes."""
         made = completed_subtrees(self.size, leaf, lambda level, _: self._edge[level])
         for done in made[:-1]:
             self._edge.pop(done.level, None)
@@ -75,17 +75,19 @@ class MerkleFrontier:
         return made
 
     def root(self) -> Digest:
-        """Of what was appended so far."""
+        """Return the root of the leaves so far."""
         return _fold([self._edge[level] for level in sorted(self._edge, reverse=True)])
 
 
 def root_at(size: int, node: SubtreeHash) -> Digest:
-    """The root that a log had when it held so many leaves. O(log size) nodes."""
+    """Return the root that a log had at a number of leaves. O(log size) nodes."""
     return _hash(0, size, node)
 
 
 def inclusion_proof(index: int, size: int, node: SubtreeHash) -> tuple[bytes, ...]:
-    """The audit path of leaf number `index` in the tree over the first `size` leaves (section 2.1.3.1), leaf first.
+    """Return the audit path of leaf number `index` in the tree over the first `size` leaves.
+
+    The leaf comes first (section 2.1.3.1).
 
     Raises MalformedError when there is no such leaf.
     """
@@ -105,7 +107,7 @@ def inclusion_proof(index: int, size: int, node: SubtreeHash) -> tuple[bytes, ..
 
 
 def consistency_proof(first: int, second: int, node: SubtreeHash) -> tuple[bytes, ...]:
-    """That the tree over the first `second` leaves extends the one over the first `first` (section 2.1.4.1).
+    """Return the proof that the tree over `second` leaves extends the one over `first` leaves (section 2.1.4.1).
 
     Empty when there is nothing to prove: both are the same, or the first is empty. Raises MalformedError when the first
     is the larger.
@@ -130,8 +132,10 @@ def consistency_proof(first: int, second: int, node: SubtreeHash) -> tuple[bytes
 
 
 def check_inclusion(leaf: bytes, index: int, size: int, path: Sequence[bytes], root: bytes) -> None:
-    """Raises MalformedError unless the path proves that the leaf hash is number `index` of the tree with this root and
-    size (section 2.1.3.2)."""
+    """Raise MalformedError unless the path proves that the leaf hash has number `index`.
+
+    The tree is that with this root and size (section 2.1.3.2).
+    """
     _check_form(path, leaf, root)
     if not 0 <= index < size <= MAX_COUNT:
         raise MalformedError(f"there is no entry {index} in a log of {size}")
@@ -151,7 +155,7 @@ def check_inclusion(leaf: bytes, index: int, size: int, path: Sequence[bytes], r
 
 
 def check_consistency(first: int, first_root: bytes, second: int, second_root: bytes, path: Sequence[bytes]) -> None:
-    """Raises MalformedError unless the path proves that the second tree extends the first (section 2.1.4.2)."""
+    """Raise MalformedError unless the path proves that the second tree extends the first (section 2.1.4.2)."""
     _check_form(path, first_root, second_root)
     wrong = MalformedError(f"this does not prove that the log of {second} entries extends the one of {first} entries")
     if not 0 <= first <= second <= MAX_COUNT:
@@ -195,7 +199,7 @@ def _join(left: bytes, right: bytes) -> bytes:
 
 
 def _split(count: int) -> int:
-    """The largest power of two that is less than `count` (at least 2)."""
+    """Return the largest power of two that is less than `count` (at least 2)."""
     return 1 << (count - 1).bit_length() - 1
 
 
@@ -208,7 +212,7 @@ def _peaks(start: int, count: int) -> Iterable[tuple[int, int]]:
 
 
 def _hash(start: int, count: int, node: SubtreeHash) -> Digest:
-    """The tree hash over `count` leaves from `start`."""
+    """Return the tree hash over `count` leaves from `start`."""
     return _fold([node(level, index) for level, index in _peaks(start, count)])
 
 

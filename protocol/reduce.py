@@ -1,10 +1,11 @@
 """The sharded reduce: a round's parameters in parts, each averaged by a committee and sent on as one blob.
 
-A part is consecutive codec chunks in layout order, so its records lie in one piece in every update's blob. A member of
-its committee takes these slices of all listed updates, averages them as `outer.apply` would, and encodes the mean with
-the codec of sums (`make_shard_codec`) over a layout of the part's own, a tensor for each piece. Everything is exact or
+A part is consecutive codec chunks in layout order, so its records lie in one piece in every update's blob. A member
+of its committee takes these slices of all listed updates and averages them as `outer.apply` would. It encodes the
+mean with the codec of sums (`make_shard_codec`) over the shard's own layout, with one tensor for each slice.
+Everything is exact or
 correctly rounded in canonical order: members who reduce the same updates make the same bytes, on any machine. The state
-then takes its step by what the parts decode to. What that leaves out of an update is for `dropped`.
+then takes its step by what the parts decode to. `untransmitted` handles the values that the mean leaves out.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Reduction:
 
     @classmethod
     def of(cls, codec: Codec) -> Reduction:
-        """With a codec that is there already."""
+        """Return the reducer with an existing codec."""
         made = cls.__new__(cls)
         made._begin(codec)
         return made
@@ -54,7 +55,7 @@ class Reduction:
     # -- where parts lie -------------------------------------------------------------------------------------
 
     def _slices(self, count: int) -> tuple[tuple[TensorSlice, ...], ...]:
-        """The pieces of tensors that each part has, in layout order, at most one of a tensor."""
+        """Return the tensor slices of each shard, in layout order, at most one of a tensor."""
         layout = self.codec.layout
         if not 1 <= count <= layout.chunks:
             raise ValueError(f"{layout.chunks} chunks in {count} parts")
@@ -72,7 +73,7 @@ class Reduction:
         return tuple(map(tuple, found))
 
     def _shard_codec(self, count: int, shard: int) -> Codec:
-        """The codec of a reduced part: its layout has the part's pieces as tensors, in order."""
+        """Return the codec of a reduced shard: its layout has the shard's slices as tensors, in order."""
         pieces = self._slices_of(count, shard)
         # The part's number is in the names, so no part can be taken for another.
         shapes = [TensorShape(f"{shard:04d}/{i:05d}", (piece.numel,)) for i, piece in enumerate(pieces)]
@@ -84,13 +85,13 @@ class Reduction:
         return self.slices(count)[shard]
 
     def update_slice(self, count: int, shard: int) -> tuple[int, int]:
-        """Which bytes of an update's blob are the part's: from, to (excluded). Part 0 has the header."""
+        """Return the range of a shard's bytes in an update's blob: from, to (excluded). Part 0 has the header."""
         pieces = self._slices_of(count, shard)
         start, (last, size) = self.codec.record_range(pieces[0])[0], self.codec.record_range(pieces[-1])
         return (start if shard else 0), last + size
 
     def chunks(self, count: int, shard: int) -> tuple[int, ...]:
-        """The Merkle chunks of an update's blob that cover its slice."""
+        """Return the Merkle chunks of an update's blob that cover its slice."""
         start, stop = self.update_slice(count, shard)
         return tuple(range(start // CHUNK, -(-stop // CHUNK)))
 
@@ -105,7 +106,7 @@ class Reduction:
     # -- what committees do ----------------------------------------------------------------------------------
 
     def check_slice(self, blob: Blob, count: int, shard: int) -> None:
-        """Raises CodecError unless the part's records in an update's blob are valid; with part 0, its header is, too.
+        """Raise CodecError unless the part's records in an update's blob are valid; with part 0, its header is, too.
 
         The blob has its full size; what is not in `chunks` is not looked at, and may be anything.
         """
@@ -122,7 +123,7 @@ class Reduction:
         shard: int,
         device: torch.device | str = "cpu",
     ) -> bytes:
-        """The reduced part's blob: the robust mean of the updates over the part, by the codec of sums.
+        """Return the reduced shard's blob: the robust mean of the updates over the shard, by the codec of sums.
 
         As `apply` has it but for norms, which are of the part's pieces of tensors; and kept within what codecs take
         (MAX_INPUT). Of the blobs no more is looked at than by `check_slice`. Raises CodecError for updates that do not
@@ -146,11 +147,11 @@ class Reduction:
     # -- what everybody does with a reduced part -------------------------------------------------------------
 
     def check_shard(self, blob: Blob, count: int, shard: int) -> None:
-        """Raises CodecError unless this can be the reduced part's blob."""
+        """Raise CodecError unless this can be the reduced part's blob."""
         self.shard_codec(count, shard).check(blob)
 
     def check_shard_headers(self, shards: Sequence[Blob]) -> None:
-        """Raises CodecError unless these are as many blobs as a round can have parts, of the right sizes, in order."""
+        """Raise CodecError unless these are as many blobs as a round can have parts, of the right sizes, in order."""
         if not 1 <= len(shards) <= self.codec.layout.chunks:
             raise CodecError(f"{len(shards)} reduced parts of a model of {self.codec.layout.chunks} chunks")
         for part, blob in enumerate(shards):
@@ -163,7 +164,7 @@ class Reduction:
         slices: Sequence[TensorSlice] | None = None,
         batch_chunks: int | None = None,
     ) -> Iterator[tuple[Batch, Tensor]]:
-        """What a round's reduced parts, whose headers were checked, say: runs of the model's layout with their values.
+        """Yield the values of a round's reduced shards, in batches of the model's layout. Their headers were checked.
 
         Values: fp32 [run.numel], fresh, 0 where nothing was sent. `parts`: only what lies in these, at most one of a
         tensor. Raises CodecError.

@@ -1,8 +1,8 @@
 """How a round's updates reach everybody: gathered, or reduced in parts by committees. Pure rules that all agree on.
 
 *Gather*: everyone fetches every update, so a peer's bytes grow with the number of contributors. *Reduce*: the mean is
-cut into parts; each is made by a small committee drawn by hash, which alone fetches the slices of the updates that it
-needs; everyone fetches the parts that more than half of each committee agree on, and their bytes do not grow.
+divided into shards. A small committee, drawn by hash, makes each shard, and fetches only the slices that it needs.
+Everyone fetches the shards on which more than half of each committee agree, so a peer's bytes do not grow.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ from protocol.spec import RunSpec
 
 
 def shard_count(contributors: int, update_size: int) -> int:
-    """Into how many parts the mean of so many updates, of `update_size` bytes each, is cut: a part is a blob's chunk of
-    every update, or more, and there are no more parts than contributors."""
+    """Return the number of shards of the mean of a number of updates of `update_size` bytes each.
+
+    A shard covers at least one chunk of every update, and there are no more shards than contributors.
+    """
     return max(1, min(contributors, chunk_count(update_size), MAX_SHARDS))
 
 
 def committees(
     parent: Digest, attempt: int, contributors: Iterable[PeerKey], shards: int, committee: int
 ) -> tuple[tuple[PeerKey, ...], ...]:
-    """For each part the contributors that make it, by ascending key: `size` of them, or all when there are fewer.
+    """Return the committee of each shard, by ascending key: `size` contributors, or all if there are fewer.
 
-    Contributors sit in the order of SHA-256 of parent, attempt and key, and parts are dealt round the table. So nobody
-    has more than its share of the work (`size` parts when there are as many parts as contributors); and another
-    attempt seats them anew, so that a committee that cannot agree does not stop the round for ever.
+    Contributors sit in the order of SHA-256 of parent, attempt and key, and parts are dealt round the table. So
+    nobody has more than its share of the work: `size` shards if there are as many shards as contributors. Each
+    attempt draws new committees, so that one that cannot agree does not stop the round for ever.
     """
     place = b"cairn/v1/committee" + parent + attempt.to_bytes(4, "big")
     seated = sorted(contributors, key=lambda key: sha256(place, key))
@@ -52,19 +54,19 @@ class ReducePlan:
 
     @classmethod
     def of(cls, spec: RunSpec) -> ReducePlan:
-        """From a run spec."""
+        """Return the plan of a run spec."""
         layout, r = spec.model.layout, spec.round
         return cls(r.exchange, r.committee, blob_size(spec.codec, layout), mean_size(spec.codec, layout))
 
     def is_reduced(self, contributors: int) -> bool:
-        """Whether the round after a record with so many contributors (0: the genesis) is reduced."""
+        """Return whether the round after a record with a number of contributors (0: the genesis) is reduced."""
         if self.kind != "auto":
             return self.kind == "reduce"
         # A member gets (and gives) about `committee` times an update for its own parts, and then the whole mean.
         return (contributors - 1) * self.update_size > 2 * (self.committee * self.update_size + self.mean_size)
 
     def shard_count(self, contributors: int) -> int:
-        """The parts of the mean of a record with so many contributors."""
+        """Return the number of shards of the mean of a record with a number of contributors."""
         return shard_count(contributors, self.update_size)
 
     def validation_error(self, certificate: Certificate, before: int) -> str | None:
@@ -77,7 +79,7 @@ class ReducePlan:
         return f"it is certified with {found} parts of the mean, and should be with {wanted}"
 
     def committees(self, record: RoundRecord) -> tuple[tuple[PeerKey, ...], ...]:
-        """The committee of each part of a record's mean."""
+        """Return the committee of each shard of a record's mean."""
         keys = record.contributors
         return committees(record.parent, record.attempt, keys, self.shard_count(len(keys)), self.committee)
 

@@ -90,7 +90,7 @@ class ModelSpec(Section):
 
 
 def _check_plain(value: Any, field: str, depth: int = 0) -> None:
-    """Raises ValueError unless the value is as good in canonical JSON as it is here, and brings no code."""
+    """Raise ValueError unless the value is as good in canonical JSON as it is here, and brings no code."""
     if depth > MAX_CONFIG_DEPTH:
         raise ValueError(f"{field[:60]}... is nested more than {MAX_CONFIG_DEPTH} deep")
     if isinstance(value, dict):
@@ -157,7 +157,10 @@ class DataSpec(Section):
 
 
 def windows_in(tokens: int, window: int) -> int:
-    """How many windows a shard of so many tokens has (the last target is one token beyond its window)."""
+    """Return the number of windows in a data shard of `tokens` tokens.
+
+    The last target is one token beyond its window.
+    """
     return max(0, (tokens - 1) // window)
 
 
@@ -187,7 +190,8 @@ class InnerSpec(Section):
 
 
 MEAN_KEEP_FACTOR = 4
-"""A mean of sparse updates keeps so many times the coordinates of one: peers choose different ones."""
+"""Factor of the coordinates that a mean of sparse updates keeps, compared with one update: peers choose different
+ones."""
 
 
 class CodecSpec(Section):
@@ -244,7 +248,7 @@ class RoundSpec(Section):
 
 
 class AdmissionSpec(Section):
-    """Who may contribute."""
+    """Admission of contributors."""
 
     mode: Literal["open", "invite", "allow"] = "open"
     seconds: Annotated[int, Field(ge=60, le=30 * 86_400)] = Field(
@@ -268,7 +272,7 @@ class CreditSpec(Section):
 
 
 class CheckpointSpec(Section):
-    """Which states are kept and when they become final."""
+    """Retention of states, and their finalization."""
 
     every: Annotated[int, Field(ge=1, le=100_000)] = Field(default=10, description="rounds between checkpoints")
     keep: Annotated[int, Field(ge=1, le=1000)] = Field(default=2, description="checkpoints that each member keeps")
@@ -328,8 +332,10 @@ class RunSpec(Section):
 
 
 def explain(error: ValidationError, where: str) -> str:
-    """One line a problem, the first SHOWN: the field, what is wrong, and what was found there. Fit for a terminal,
-    whoever wrote the spec."""
+    """One line a problem, the first SHOWN: the field, what is wrong, and what was found there.
+
+    Fit for a terminal, whoever wrote the spec.
+    """
     lines = []
     for e in error.errors(include_url=False)[:SHOWN]:
         field = ".".join(_shown(part) for part in e["loc"]) or "the spec"
@@ -346,13 +352,13 @@ def explain(error: ValidationError, where: str) -> str:
 
 
 def _shown(part: str | int) -> str:
-    """A part of a field's name: as it is when it is a name, else quoted, for it may hold anything."""
+    """Return a component of a field's name: unchanged if it is a name, else quoted, since it may hold anything."""
     text = str(part)
     return text if len(text) <= 60 and text.isprintable() else repr(text[:60])
 
 
 def parse_spec(data: bytes) -> RunSpec:
-    """A spec from its canonical bytes. Raises SpecError for anything else."""
+    """Return the spec in its canonical bytes. Raises SpecError for anything else."""
     if len(data) > MAX_SPEC:
         raise SpecError(f"a run spec of {len(data)} bytes: at most {MAX_SPEC} are accepted")
     try:
@@ -365,14 +371,14 @@ def parse_spec(data: bytes) -> RunSpec:
 
 
 def sign_spec(owner: Identity, spec: RunSpec) -> Envelope:
-    """The signed spec. Raises SpecError when the key is not the owner's."""
+    """Return the signed spec. Raises SpecError when the key is not the owner's."""
     if owner.key != spec.owner_key:
         raise SpecError(f"this run is owned by {spec.owner[:8]}, not by the key {owner.key.short}")
     return seal(owner, KIND, spec.canonical())
 
 
 def open_spec(sent: bytes, run: RunId) -> RunSpec:
-    """The spec in a signed envelope, if it is the run's. Raises SpecError, SignatureError, MalformedError."""
+    """Return the spec in a signed envelope, if it is the run's. Raises SpecError, SignatureError, MalformedError."""
     envelope = open_envelope(sent, KIND, limit=MAX_SPEC + 1024)
     if blob_digest(envelope.payload) != run:
         raise SpecError(f"this spec is not that of run {run.short}")

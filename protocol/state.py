@@ -1,7 +1,7 @@
 """A state as bytes: its canonical checkpoint file, and the state digest, which is that file's blob digest.
 
-Whoever holds a state can therefore serve it chunk by chunk, and whoever fetches it can check every chunk against what
-the chain says. The file is safetensors: anything that reads those reads a checkpoint.
+A holder of a state can therefore serve it chunk by chunk, and a fetching peer can check every chunk against the
+chain. The file is safetensors: anything that reads those reads a checkpoint.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ HASH_BATCH = 256
 
 
 def state_layout(model: Layout, outer: OuterSpec) -> Layout:
-    """The layout of a run's states: the model's tensors, and the outer optimiser's if it keeps any."""
+    """Return the layout of a run's states: the model's tensors, and the outer optimiser's if it keeps any."""
     return model.with_momentum() if outer.optimiser == "nesterov" else model
 
 
 def flat_view(tensors: Mapping[str, Tensor], shape: TensorShape) -> Tensor:
-    """The named tensor as a 1-d view of the same memory.
+    """Return the named tensor as a 1-d view of the same memory.
 
     Raises MalformedError unless it is there, fp32, contiguous and of the layout's shape (or flattened).
     """
@@ -51,7 +51,7 @@ def flat_view(tensors: Mapping[str, Tensor], shape: TensorShape) -> Tensor:
 def local_views(
     tensors: Mapping[str, Tensor], layout: Layout, slices: Sequence[TensorSlice] | None, prefix: str = ""
 ) -> dict[int, tuple[int, Tensor]]:
-    """What is held of each of the layout's tensors, by its index: from which coordinate on, and a 1-d view of it.
+    """Return the local slice of each of the layout's tensors, by its index: its first coordinate, and a 1-d view of it.
 
     `parts` None: all of everything. Otherwise `tensors` has, by name, these parts, at most one of a tensor: 1-d, fp32.
     `prefix` goes before the layout's names. Raises MalformedError when they do not fit.
@@ -65,7 +65,7 @@ def local_views(
 
 
 def checkpoint_chunks(layout: Layout, tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
-    """The checkpoint file of a state in pieces of CHUNK bytes, the last one shorter.
+    """Yield the checkpoint file of a state in chunks of CHUNK bytes, the last one shorter.
 
     Most are views of the tensors' own memory: use each before the state changes. Raises MalformedError for tensors that
     do not fit the layout.
@@ -91,20 +91,20 @@ def checkpoint_chunks(layout: Layout, tensors: Mapping[str, Tensor]) -> Iterator
 
 
 def _pieces(parts: list[Tensor]) -> Iterator[memoryview]:
-    """The bytes of each flat tensor: views where it is in memory, copies of STAGE bytes where it is not."""
+    """Yield the bytes of each flat tensor: views where it is in memory, copies of STAGE bytes where it is not."""
     for part in parts:
         for some in (part,) if part.device.type == "cpu" else part.split(STAGING_BYTES // 4):
             yield some.cpu().numpy().data.cast("B")
 
 
 def state_leaves(layout: Layout, tensors: Mapping[str, Tensor], threads: int | None = None) -> list[bytes]:
-    """The leaf hashes of a state's checkpoint file, by `threads` at once (by default one a core, at most 8)."""
+    """Return the leaf hashes of a state's checkpoint file, by `threads` at once (by default one a core, at most 8)."""
     chunks = checkpoint_chunks(layout, tensors)
     threads = threads or min(8, os.cpu_count() or 1)
     if threads == 1:
         return [leaf_hash(chunk) for chunk in chunks]
     leaves: list[bytes] = []
-    # hashlib lets go of the interpreter's lock while it hashes a chunk.
+    # hashlib releases the interpreter's lock while it hashes a chunk.
     with ThreadPoolExecutor(threads) as pool:
         while batch := list(islice(chunks, HASH_BATCH)):
             leaves += pool.map(leaf_hash, batch)
@@ -112,12 +112,12 @@ def state_leaves(layout: Layout, tensors: Mapping[str, Tensor], threads: int | N
 
 
 def state_digest(layout: Layout, tensors: Mapping[str, Tensor], threads: int | None = None) -> Digest:
-    """The state's digest: that of the blob which is its checkpoint file."""
+    """Return the state's digest: that of its checkpoint file as a blob."""
     return tree_hash(state_leaves(layout, tensors, threads))
 
 
 def tensors_from_checkpoint(layout: Layout, data: bytes | bytearray | memoryview | mmap.mmap) -> dict[str, Tensor]:
-    """The tensors in a checkpoint file of this layout: fp32 copies, in memory of their own.
+    """Return the tensors in a checkpoint file of this layout: fp32 copies, in memory of their own.
 
     The bytes are taken to be what a digest vouched for. Raises MalformedError when they are not of this layout.
     """

@@ -12,12 +12,12 @@ from protocol.messages import Certificate
 from protocol.reduce_plan import GATHER, ReducePlan
 
 SNAPSHOT_EVERY = 32
-"""Every so many rounds a record keeps a whole map of next windows; those between keep only what they changed."""
+"""Number of rounds after which a record keeps a full map of next windows; those between keep only their changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChainLimits:
-    """What a certificate may hold, and how much of the tree is kept in memory."""
+    """The limits of a certificate, and of the tree in memory."""
 
     max_update_windows: int
     max_members: int
@@ -34,7 +34,7 @@ class ChainLimits:
     """Tokens of one: directives speak of tokens."""
 
     def round_limits(self, standing: ActiveDirectives) -> tuple[int, int]:
-        """The most windows of an update, and the most contributors, in the round that follows."""
+        """Return the maximum windows of an update, and the maximum contributors, in the next round."""
         changes = standing.changes
         tokens, members = changes.max_update_tokens, changes.max_members
         windows = self.max_update_windows if tokens is None else max(1, tokens // self.window_tokens)
@@ -56,7 +56,7 @@ class Anchor:
     """Of the record; 0 for the genesis. How the next round is exchanged may follow from it."""
 
     standing: ActiveDirectives = ActiveDirectives()
-    """What the owner's directives come to."""
+    """The owner's directives in force."""
 
 
 class RecordNode:
@@ -87,7 +87,7 @@ class RecordNode:
 
 
 def genesis_digest(run: RunId) -> Digest:
-    """The parent of round 0: a fixed function of the run."""
+    """Return the parent of round 0: a fixed function of the run."""
     return Digest(sha256(b"cairn/v1/genesis", run))
 
 
@@ -108,7 +108,7 @@ class Tree:
         self._main_chain: dict[int, RecordNode] = {self._root.height: self._root}
 
     def __len__(self) -> int:
-        """Records in memory, without the root."""
+        """Return the number of records in memory, without the root."""
         return len(self._nodes) - 1
 
     def __contains__(self, record: object) -> bool:
@@ -125,7 +125,7 @@ class Tree:
         return self._root.digest
 
     def height(self, record: Digest) -> Round:
-        """The round that follows a record: 0 after the genesis. Raises ChainError when it is not in the tree."""
+        """Return the round that follows a record: 0 after the genesis. Raises ChainError when it is not in the tree."""
         return Round(self._node(record).height)
 
     def weight(self, record: Digest) -> int:
@@ -133,18 +133,18 @@ class Tree:
         return self._node(record).weight
 
     def certificate(self, record: Digest) -> Certificate:
-        """Raises ChainError for the root and for what is not in the tree."""
+        """Raise ChainError for the root and for what is not in the tree."""
         certificate = self._node(record).certificate
         if certificate is None:
             raise ChainError(f"record {record.short} is where this tree begins: its certificate is not in memory")
         return certificate
 
     def parent(self, record: Digest) -> Digest:
-        """Raises ChainError for the root."""
+        """Raise ChainError for the root."""
         return self.certificate(record).record.body.parent
 
     def next_window(self, author: PeerKey, at: Digest) -> int:
-        """The end of the author's windows that were accepted up to a record: what comes next must not start before."""
+        """Return the end of the author's accepted windows up to a record; later ones must not start before it."""
         link: RecordNode | None = self._node(at)
         while link is not None:
             end = link.next_windows.get(author)
@@ -156,16 +156,16 @@ class Tree:
         return 0
 
     def directives(self, record: Digest) -> ActiveDirectives:
-        """What the directives on the way to a record come to, for the round that follows it."""
+        """Return the directives in force in the round after a record."""
         return self._node(record).directives
 
     def is_ancestor(self, ancestor: Digest, record: Digest) -> bool:
-        """Whether `ancestor` is the record or comes before it; False when either is not in the tree."""
+        """Return whether `ancestor` is the record or comes before it; False if either is not in the tree."""
         a, b = self._nodes.get(ancestor), self._nodes.get(record)
         return a is not None and b is not None and self._descends(b, a)
 
     def common_ancestor(self, a: Digest, b: Digest) -> Digest:
-        """The newest record that both descend from."""
+        """Return the newest record that both descend from."""
         x, y = self._node(a), self._node(b)
         while x is not y:
             if x.height >= y.height:
@@ -188,14 +188,14 @@ class Tree:
         return tuple(reversed(found))
 
     def ancestors(self, record: Digest) -> Iterator[Digest]:
-        """The record, its parent, and so on to the root."""
+        """Yield the record, its parent, and so on to the root."""
         link: RecordNode | None = self._node(record)
         while link is not None:
             yield link.digest
             link = link.parent
 
     def ancestor_at(self, record: Digest, height: int) -> Digest | None:
-        """The record on the way to `record` after which round `height` comes; None when it is not in the tree."""
+        """Return the record on the path to `record` after which round `height` comes; None if it is not in the tree."""
         link = self._nodes.get(record)
         if link is None or not self._root.height <= height <= link.height:
             return None
@@ -206,7 +206,7 @@ class Tree:
         return link.digest
 
     def main_chain_at(self, height: int) -> Digest | None:
-        """The record on the head's path after which round `height` comes."""
+        """Return the record on the head's path after which round `height` comes."""
         link = self._main_chain.get(height)
         return None if link is None else link.digest
 
@@ -225,7 +225,7 @@ class Tree:
     def certificates_after(
         self, have: Iterable[Digest], *, count: int = 64, size: int = 2 * 1024 * 1024
     ) -> tuple[tuple[Certificate, ...], bool]:
-        """What a `locator` lacks of the head's path: certificates, oldest first, and whether there are more.
+        """Return the head's certificates that a `locator` does not have, oldest first, and whether there are more.
 
         At most `count` of them, and `size` bytes when there is more than one. Raises UnknownParent when the asker's
         newest known record is older than this tree: older certificates are on disk.
@@ -254,7 +254,7 @@ class Tree:
         return tuple(found), height in self._main_chain
 
     def anchor(self, record: Digest, state: Digest | None) -> Anchor:
-        """What a tree can be started from later without the records before this one."""
+        """Return the data from which a tree can start later without the records before this one."""
         link = self._node(record)
         return Anchor(
             record, link.height, link.weight, state, self._next_windows_at(link), link.contributors, link.directives

@@ -1,7 +1,7 @@
-"""What the reduced parts of a round leave out of an update: values at coordinates that the sums do not have.
+"""The values of an update that the reduced shards of a round leave out: those at coordinates that the sums do not have.
 
-The author puts these back into its error feedback, so nothing is lost and no committee holds state. Which they are is a
-`ResidualMask`: a bit for each value that the update lists, in the order of its records. It takes a thirtieth of the
+The author puts these back into its error feedback, so nothing is lost and no committee holds state. A `ResidualMask`
+selects them: a bit for each value that the update lists, in the order of its records. It takes a thirtieth of the
 model at most, and says later what was put back, should the round be undone.
 """
 
@@ -27,7 +27,7 @@ class ResidualMask:
     """Some of the values that an update of `codec` lists. Only sparse codecs list some, and drop any."""
 
     def __init__(self, codec: Codec, device: torch.device | str = "cpu"):
-        """None of them. Raises CodecError for a codec that is not sparse."""
+        """Return a mask that selects no value. Raises CodecError for a codec that is not sparse."""
         if not isinstance(codec, SparseCodec):
             raise CodecError("under this run's codec every update says all: nothing of one is ever dropped")
         self._codec = codec
@@ -36,7 +36,7 @@ class ResidualMask:
 
     @classmethod
     def from_bytes(cls, codec: Codec, data: bytes, device: torch.device | str = "cpu") -> ResidualMask:
-        """The one that `packed` made these bytes of. Raises CodecError when they are of another size."""
+        """Return the mask from which `packed` made these bytes. Raises CodecError when they are of another size."""
         made = cls(codec, device)
         count = len(made._bits)
         if len(data) != packed_size(count, 1):
@@ -46,7 +46,7 @@ class ResidualMask:
         return made
 
     def to_bytes(self) -> bytes:
-        """A bit a value, least significant first."""
+        """Return one bit for each value, least significant first."""
         return pack(self._bits.unsqueeze(0), 1).cpu().numpy().tobytes()
 
     @property
@@ -54,12 +54,12 @@ class ResidualMask:
         return not bool(self._bits.any())
 
     def _listed(self, numel: int) -> int:
-        """How many values an update lists of a tensor's first `numel` coordinates."""
+        """Return the number of values that an update lists of a tensor's first `numel` coordinates."""
         whole, rest = divmod(numel, CODEC_CHUNK)
         return whole * self._codec.kept + (self._codec.positions(rest).k if rest else 0)
 
     def _places(self, run: Batch) -> list[tuple[slice, slice]]:
-        """Of each piece of a run: rows of the run, and where their bits are."""
+        """Yield for each slice of a batch its rows, and the positions of their bits."""
         each = self._codec.positions(run.width).k
         starts = [self._starts[p.index] + self._listed(p.start) for p in run.segments]
         return [
@@ -73,14 +73,16 @@ class ResidualMask:
             self._bits[at] = chosen[rows].reshape(-1).to(torch.uint8)
 
     def batch_mask(self, run: Batch) -> Tensor:
-        """Those of a run: uint8 of zeros and ones, [run.count, values that a chunk lists]."""
+        """Return the bits of a batch: uint8 of zeros and ones, [count, values that a chunk lists]."""
         return torch.cat([self._bits[at].view(rows.stop - rows.start, -1) for rows, at in self._places(run)])
 
 
 def untransmitted(
     own: Blob, shards: Sequence[Blob], reduction: Reduction, device: torch.device | str = "cpu"
 ) -> ResidualMask | None:
-    """What a round that accepted the update `own` and was reduced to `sums` left out of it; None: nothing.
+    """Return the mask of values of `own` that are missing in `sums`.
+
+    It is None if there are none. `own` was accepted, and its round was reduced to `sums`.
 
     Raises CodecError for blobs of another run, and for such as never passed a check.
     """

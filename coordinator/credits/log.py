@@ -113,8 +113,9 @@ class CreditLog:
         return self._heads.age
 
     async def heads(self, before: int | None, limit: int) -> list[bytes]:
-        """Return signed tree heads, newest first, of sizes less than `before`; the newest of all is at most a minute
-        old.
+        """Return signed tree heads, newest first, of sizes less than `before`.
+
+        The newest of all is at most a minute old.
         """
         if before is not None:
             return [h.sent for h in await self._ledger.read(lambda ledger: ledger.heads(limit, before))]

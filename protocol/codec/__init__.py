@@ -20,7 +20,7 @@ __all__ = ["Codec", "Decoded", "Batch", "make_codec", "make_shard_codec"]
 
 
 def make_codec(spec: CodecSpec, layout: Layout) -> Codec:
-    """The run's codec for its model. `layout` is the model's, without the outer optimiser's momentum."""
+    """Return the run's codec for its model. `layout` is the model's, without the outer optimiser's momentum."""
     if spec.kind == "sparse":
         return SparseCodec(layout, spec.k)
     if spec.kind == "sign":
@@ -31,7 +31,7 @@ def make_codec(spec: CodecSpec, layout: Layout) -> Codec:
 
 
 def make_shard_codec(codec: Codec, layout: Layout) -> Codec:
-    """What a mean of updates of this codec is sent by, once it is summed up (see `protocol.reduce`).
+    """Return the codec that encodes a mean of updates of this codec (see `protocol.reduce`).
 
     Encoding with it gives the same bytes on every machine, whatever the device and the number of threads.
     """

@@ -1,7 +1,8 @@
 """How work on a blob is cut: in runs of chunks of one width, gathered from as many tensors as it takes.
 
-A model has many small tensors, and one call of torch costs as much as the arithmetic on thousands of coordinates: taken
-tensor by tensor, a small model's round would be all calls. Runs also bound the memory. Neither their length nor what
+A model has many small tensors, and one call of torch costs as much as the arithmetic on thousands of coordinates.
+Tensor by tensor, a small model's round would consist of calls. Runs also bound the memory. Neither their length nor
+what
 lies in one together changes a bit: no operation of a codec or of the outer step looks from one chunk to another.
 """
 
@@ -63,21 +64,21 @@ class Batch:
         return self.count * self.width
 
     def source_slice(self, segment: Segment, origin: int = 0) -> slice:
-        """Where a piece's coordinates are in its flattened tensor, or in what is held of it, from `origin` on."""
+        """Return the slice's range in its flattened tensor. The tensor may be a local slice that begins at `origin`."""
         start = segment.start - origin
         return slice(start, start + segment.count * self.width)
 
     def batch_slice(self, segment: Segment) -> slice:
-        """Where they are among the run's."""
+        """Return the range of the slice's coordinates in the batch."""
         return slice(segment.row * self.width, (segment.row + segment.count) * self.width)
 
     def segment_at(self, row: int) -> Segment:
-        """The piece that has the run's chunk `row`."""
+        """Return the slice that has the batch's chunk `row`."""
         return next(p for p in self.segments if row < p.row + p.count)
 
 
 def split_into_batches(ranges: Iterable[ChunkRange], limit: int, record: int) -> Iterator[Batch]:
-    """The runs, of at most `limit` chunks, that cover the spans. `record`: bytes of a full chunk's record.
+    """Yield the batches, of at most `limit` chunks, that cover the ranges. `record`: bytes of a full chunk's record.
 
     First all shorter last chunks, by width; then the full ones, in the order of the spans.
     """

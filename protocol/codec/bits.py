@@ -1,8 +1,8 @@
 """Rows of small numbers to bytes and back: eight fields of `width` bits become `width` bytes, least significant first.
 
-Eight fields lie in one 64-bit word, a byte each, and three shift-and-mask steps press out the unused bits (the
-"compress" of Hacker's Delight, section 7-4, for a regular mask); where fields do not cross bytes, a table of all bytes
-takes them apart. Plain tensor operations on any device.
+Eight fields lie in one 64-bit word, a byte each. Three shift-and-mask steps remove the unused bits (the "compress" of
+Hacker's Delight, section 7-4, for a regular mask). If fields do not cross bytes, a table of all bytes separates them.
+Plain tensor operations on any device.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def pack(fields: Tensor, width: int) -> Tensor:
 
 
 def unpack(packed: Tensor, count: int, width: int) -> Tensor:
-    """The inverse of `pack`, with what lies beyond: uint8 [n, packed_size] to uint8 [n, c], count <= c < count + 8.
+    """Invert `pack`, padding included: uint8 [n, packed_size] to uint8 [n, c], count <= c < count + 8.
 
     Fields from `count` on hold the filling bits; a strict reader checks that they are zero (`has_padding_bits`).
     """
@@ -58,7 +58,7 @@ def unpack(packed: Tensor, count: int, width: int) -> Tensor:
 
 
 def has_padding_bits(packed: Tensor, count: int, width: int) -> Tensor:
-    """Which rows of uint8 [n, packed_size(count, width)] have filling bits that are set: bool [n]."""
+    """Return the rows of uint8 [n, packed_size(count, width)] that have padding bits set: bool [n]."""
     used = count * width % 8
     return (packed[:, -1] >> used != 0) if used else torch.zeros(len(packed), dtype=torch.bool, device=packed.device)
 
@@ -69,7 +69,7 @@ _WORDS = {1: torch.int64, 2: torch.int32, 4: torch.int16}
 
 @lru_cache(maxsize=64)
 def _table(width: int, device: torch.device) -> Tensor:
-    """The fields in each byte, as one word: [256]."""
+    """Return the fields in each byte, as one word: [256]."""
     packed = torch.arange(256, dtype=torch.uint8)
     fields = [(packed >> at) & ((1 << width) - 1) for at in range(0, 8, width)]
     return torch.stack(fields, 1).view(_WORDS[width]).view(-1).to(device)

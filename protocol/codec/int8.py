@@ -40,7 +40,7 @@ class Int8Codec(Codec):
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest scales that cover the rows of fp32 [n, c], fp32 [n, 1], and codes, int8 [n, c], -127 to 127.
+    """Return the smallest scales that cover the rows of fp32 [n, c], fp32 [n, 1], and codes, int8 [n, c], -127 to 127.
 
     Every operation is exact or correctly rounded: the same bits on every device. Raises RecordError for values that are
     not finite or above MAX_INPUT.
@@ -53,12 +53,12 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(scale: Tensor, codes: Tensor) -> Tensor:
-    """What the codes stand for, fp32 [n, c], which knows no -0."""
+    """Return the values of the codes, fp32 [n, c], without -0."""
     return codes.to(torch.float32) * scale
 
 
 def read_codes(scales: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-    """The scales, fp32 [n, 1], and codes, int8 [n, c], of uint8 from a stranger. Raises RecordError."""
+    """Return the scales, fp32 [n, 1], and codes, int8 [n, c], of uint8 from a stranger. Raises RecordError."""
     scale = decode_scales(scales, MAX_SCALE)
     wanted = codes.view(torch.int8)
     reject_rows(wanted.amin(1) < -LEVELS, "a value is -128")
@@ -66,7 +66,7 @@ def read_codes(scales: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sum_squares(scale: Tensor, codes: Tensor) -> Tensor:
-    """The sum of squares of each row's values: fp64 [n], exact."""
+    """Return the sum of squares of each row's values: fp64 [n], exact."""
     wide = codes.to(torch.int32)
     total = (wide * wide).sum(1, dtype=torch.int64)
     scale = scale.view(-1).to(torch.float64)

@@ -1,8 +1,8 @@
-"""What every codec offers: fixed-size records of chunks, encoding with error feedback, strict decoding in slices.
+"""The interface of codecs: fixed-size records of chunks, encoding with error feedback, strict decoding in slices.
 
 A blob is a header of 40 bytes and one record a chunk, tensors in layout order, chunks in the order of their
-coordinates. A record's size depends on nothing but the codec and the chunk's width, so any chunk's record is found by
-arithmetic, and records can be made on different devices and joined. `docs/codec.md` has the bytes.
+coordinates. A record's size depends only on the codec and the chunk's width, so the position of any chunk's record is
+computed. Records can be made on different devices and joined. `docs/codec.md` has the bytes.
 
 Work goes in runs (see `runs`), which bound the memory and change no bit.
 """
@@ -45,14 +45,14 @@ class RecordError(Exception):
 
 
 def reject_rows(bad: Tensor, reason: str) -> None:
-    """Raises RecordError with the first row in which `bad` (bool [n] or [n, c]) holds."""
+    """Raise RecordError with the first row in which `bad` (bool [n] or [n, c]) holds."""
     if bad.any():
         raise RecordError(int(bad.nonzero()[0, 0]), reason)
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """What an update says of a run or a tensor, flattened.
+    """The values of an update in a batch or a tensor, flattened.
 
     `positions is None`: `values` has one fp32 for each coordinate. Otherwise `values[i]` belongs to the coordinate
     `positions[i]` (int64, strictly increasing, relative to the start of the run or tensor).
@@ -104,20 +104,20 @@ class Codec(ABC):
         """uint8 [n, record_size(width)] from a stranger. Raises RecordError."""
 
     def _check(self, records: Tensor, width: int) -> None:
-        """Raises RecordError exactly when `_decode` does; it may cost less."""
+        """Raise RecordError exactly when `_decode` does; it may cost less."""
         self._decode(records, width)
 
     @abstractmethod
     def _sum_squares(self, records: Tensor, width: int) -> Tensor:
-        """The sum of squares of each record's values: fp64 [n], the same bits everywhere. Raises RecordError."""
+        """Return the sum of squares of each record's values: fp64 [n], the same bits everywhere. Raises RecordError."""
 
     # -- encoding -------------------------------------------------------------------------------------------
 
     def encode(self, feedback: Mapping[str, Tensor]) -> bytearray:
         """Compress the error feedback e into a blob, in place e <- e - decode(blob), bit for bit.
 
-        The tensors of `feedback` are all on one device. Which of several equally large coordinates a sparse codec keeps
-        is not defined; what it keeps is what it subtracts. Raises CodecError when e has a value that is not finite or
+        The tensors of `feedback` are all on one device. A sparse codec may keep any of several equally large
+        coordinates; it subtracts the ones that it keeps. Raises CodecError when e has a value that is not finite or
         absurdly large (e is then spoilt).
         """
         parts = [flat_view(feedback, t) for t in self.layout.tensors]
@@ -128,7 +128,9 @@ class Codec(ABC):
         return blob
 
     def encode_chunks(self, index: int, first: int, values: Tensor) -> bytearray:
-        """The records of chunks from `first` on of a tensor: `values` is their part of its flattened error feedback.
+        """Encode the records of a tensor's chunks from `first` on.
+
+        `values` is their slice of its flattened error feedback.
 
         `values` (fp32, contiguous, 1-d) covers whole chunks, or goes to the tensor's end; it is reduced in place by
         what was encoded. A blob is the header and these records in order, whoever made which. Raises CodecError.
@@ -165,23 +167,23 @@ class Codec(ABC):
     # -- decoding -------------------------------------------------------------------------------------------
 
     def check(self, blob: Blob) -> None:
-        """Raises CodecError, with the place, unless every byte is as the format wants it. Memory is bounded."""
+        """Raise CodecError, with the place, unless every byte is as the format wants it. Memory is bounded."""
         self.check_header(blob)
         self.check_records(blob)
 
     def check_records(self, blob: Blob, slices: Sequence[TensorSlice] | None = None) -> None:
-        """Raises CodecError unless the records of some parts (None: all) are valid. Of a blob of the right size."""
+        """Raise CodecError unless the records of some parts (None: all) are valid. Of a blob of the right size."""
         for run in self.batches(max(BATCH_CHUNKS, CHECK_BATCH_BYTES // self.record_size(CODEC_CHUNK)), slices=slices):
             self._read(blob, run, "cpu", self._check)
 
     def check_header(self, blob: Blob) -> None:
-        """Raises CodecError unless the blob has the right size and header: what `decode_batch` takes for granted."""
+        """Raise CodecError unless the blob has the right size and header: what `decode_batch` takes for granted."""
         self.check_size(blob)
         if bytes(blob[:HEADER]) != self.header:
             raise CodecError("an update for another codec, format or model: its header is not the run's")
 
     def check_size(self, blob: Blob) -> None:
-        """Raises CodecError unless the blob has as many bytes as every other."""
+        """Raise CodecError unless the blob has as many bytes as every other."""
         if len(blob) != self.size:
             raise CodecError(f"an update of {len(blob)} bytes: under this run's codec and model it has {self.size}")
 
@@ -216,7 +218,7 @@ class Codec(ABC):
                     part[at] = part[at] + values[rows].view(-1)
 
     def decode_tensor(self, blob: Blob, index: int, device: torch.device | str = "cpu") -> Decoded:
-        """What the blob says of one tensor. Raises CodecError."""
+        """Return the blob's values of one tensor. Raises CodecError."""
         self.check_header(blob)
         runs = sorted(self.batches(tensor=index, device=device), key=lambda run: run.segments[0].start)
         parts = [self.decode_batch(blob, run, device) for run in runs]
@@ -230,13 +232,13 @@ class Codec(ABC):
         return Decoded(values, torch.cat(every))
 
     def decode_batch(self, blob: Blob, batch: Batch, device: torch.device | str = "cpu") -> Decoded:
-        """What a blob whose header was checked says of one run. Raises CodecError."""
+        """Return the values of one batch in a blob whose header was checked. Raises CodecError."""
         return self._read(blob, batch, device, self._decode)
 
     def sum_squares(
         self, blob: Blob, device: torch.device | str = "cpu", slices: Sequence[TensorSlice] | None = None
     ) -> list[float]:
-        """The sum of squares of each tensor's decoded values, for exact norms; with `parts`, of these parts of them.
+        """Return the sum of squares of each tensor's decoded values, for exact norms; with `parts`, of these slices.
 
         Of a blob whose header was checked. `parts`: at most one of a tensor; tensors without have 0. The sum over
         chunks is correctly rounded (fsum): neither order nor grouping can change it. Raises CodecError.
@@ -263,15 +265,14 @@ class Codec(ABC):
         slices: Sequence[TensorSlice] | None = None,
         device: torch.device | str = "cpu",
     ) -> Iterator[Batch]:
-        """The runs, of at most `limit` chunks (without: what suits the device), that cover the model, one tensor, or
-        some parts."""
+        """Yield the batches, of at most `limit` chunks, that cover the model, one tensor, or some slices."""
         if slices is None:
             slices = self.layout.full_slices if tensor is None else self.layout.full_slices[tensor : tensor + 1]
         spans = [ChunkRange(p.index, p.start, p.stop, self.record_range(p)[0]) for p in slices]
         return split_into_batches(spans, limit or _batch_limit(device), self.record_size(CODEC_CHUNK))
 
     def record_range(self, tensor_slice: TensorSlice) -> tuple[int, int]:
-        """Where the records of a part begin in every blob, and how many bytes they have."""
+        """Return the offset and the size of a slice's records in every blob."""
         before = tensor_slice.start // CODEC_CHUNK * self.record_size(CODEC_CHUNK)
         return self._offsets[tensor_slice.index] + before, self._records_size(tensor_slice.numel)
 

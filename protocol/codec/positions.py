@@ -1,4 +1,4 @@
-"""Which k of a chunk's m coordinates are sent, as bytes: nothing when all are, a bitmap, or Elias-Fano.
+"""The positions of the k sent coordinates of a chunk's m, as bytes: nothing if all are sent, a bitmap, or Elias-Fano.
 
 Elias-Fano (P. Elias, J. ACM 21(2), 1974; R. Fano, 1971): the low bits of each position as they are, the high bits in
 unary. At k = 64 of 4096 a position costs 8 bits, within 0.7 of the information bound. All records of one (m, k) have
@@ -53,7 +53,10 @@ class Positions(PositionSizes):
         return positions
 
     def _ones(self, packed: Tensor, length: int) -> Tensor:
-        """Where the k ones of each row of `length` bits are: int64 [n, k]. Raises RecordError unless there are k."""
+        """Return the positions of the k ones in each row of `length` bits: int64 [n, k].
+
+        Raises RecordError unless there are k.
+        """
         reject_rows(has_padding_bits(packed, length, 1), "filling bits of the positions are set")
         bits = unpack(packed, length, 1)
         n, stride = bits.shape

@@ -15,7 +15,7 @@ _MAGNITUDE = 0x7FFFFFFF
 
 
 def topk(x: Tensor, k: int) -> Tensor:
-    """Where the k largest magnitudes of each row of fp32 [n, m] are, k < m: int64 [n, k], increasing.
+    """Return the positions of the k largest magnitudes in each row of fp32 [n, m], k < m: int64 [n, k], increasing.
 
     Of equal ones the first. NaN counts as larger than every number.
     """
@@ -38,7 +38,7 @@ def topk(x: Tensor, k: int) -> Tensor:
 def _topk_by_torch(x: Tensor, k: int) -> Tensor:
     n, m = x.shape
     magnitudes = x.contiguous().view(torch.int32) & _MAGNITUDE
-    # Which of several equals topk takes is not defined; how large the last of them is, is.
+    # topk may take any of several equal values; only the value of the last one is defined.
     least = torch.topk(magnitudes, k, dim=1, sorted=False).values.amin(1, keepdim=True)
     chosen = (magnitudes >= least).view(-1).nonzero().view(-1)
     if len(chosen) != n * k:
@@ -49,14 +49,14 @@ def _topk_by_torch(x: Tensor, k: int) -> Tensor:
 
 
 def sort_descending(x: Tensor) -> Tensor:
-    """Each row of fp32 [n, m], without NaN, from its largest to its smallest."""
+    """Return each row of fp32 [n, m], without NaN, from its largest to its smallest."""
     if x.device.type != "cpu":
         return torch.sort(x, dim=1, descending=True).values
     return torch.from_numpy(np.sort(x.numpy(), axis=1)).flip(1)
 
 
 def nonzero(bits: Tensor) -> Tensor:
-    """Where uint8 [n] of zeros and ones is one: int64, increasing."""
+    """Return the positions of the ones in uint8 [n] of zeros and ones: int64, increasing."""
     if bits.device.type != "cpu":
         return bits.nonzero().view(-1)
     return torch.from_numpy(np.flatnonzero(bits.numpy().view(np.bool_)))

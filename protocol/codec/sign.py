@@ -47,7 +47,7 @@ class SignCodec(Codec):
 
 
 def _parts(records: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The scales, fp32 [n, 1], and the signs, packed: uint8. Raises RecordError."""
+    """Return the scales, fp32 [n, 1], and the signs, packed: uint8. Raises RecordError."""
     packed = records[:, SCALE:]
     reject_rows(has_padding_bits(packed, width, 1), "filling bits of the signs are set")
     return decode_scales(records[:, :SCALE]), packed

@@ -27,7 +27,7 @@ SAMPLE = 512
 
 @lru_cache(maxsize=8192)
 def positions_of(width: int, kept: int) -> Positions:
-    """The coding of positions in a chunk of `width` coordinates, when `kept` of a full one are kept."""
+    """Return the coding of positions in a chunk of `width` coordinates, when `kept` of a full one are kept."""
     return Positions(width, kept_of(width, kept))
 
 
@@ -42,7 +42,7 @@ class SparseCodec(Codec):
         super().__init__(layout)
 
     def positions(self, width: int) -> Positions:
-        """The coding of positions in a chunk of `width` coordinates."""
+        """Return the coding of positions in a chunk of `width` coordinates."""
         return positions_of(width, self.kept)
 
     def record_size(self, width: int) -> int:
@@ -113,7 +113,7 @@ def _parts(records: Tensor, coding: Positions) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _values(lo: Tensor, hi: Tensor, codes: Tensor) -> Tensor:
-    """What the codes, uint8 [n, k], stand for: fp32 [n, k]."""
+    """Return the values of the codes, uint8 [n, k]: fp32 [n, k]."""
     # A look-up: several times as fast on a CPU as torch.where, whose branches nothing can predict.
     return torch.cat([lo, hi, -lo, -hi], 1).gather(1, codes.to(torch.int64))
 

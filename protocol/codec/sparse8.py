@@ -31,7 +31,7 @@ class Sparse8Codec(Codec):
         super().__init__(layout)
 
     def positions(self, width: int) -> Positions:
-        """The coding of positions in a chunk of `width` coordinates."""
+        """Return the coding of positions in a chunk of `width` coordinates."""
         return positions_of(width, self.kept)
 
     def record_size(self, width: int) -> int:

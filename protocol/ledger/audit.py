@@ -1,7 +1,7 @@
 """Checks a log of credits against the chain: every entry, every line, every hash, every signed head. Pure.
 
-An auditor is handed the entries in the order in which the coordinator gives them, and finds each difference by itself:
-after one it goes on from what the chain says, so that a single change is a single finding, not a flood. The rules of
+An auditor receives the entries in the coordinator's order, and finds each difference separately. After a difference
+it continues from the chain, so that a single change is a single finding, not a flood. The rules of
 the accounts are those of `books`; what a round earned comes from its certificate, never from the log.
 """
 
@@ -44,7 +44,7 @@ REMEMBERED = 1024
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Where the log is not what it should be. `entry`: which; None for what is about the log as a whole."""
+    """A difference between the log and the chain. `entry`: which; None for what is about the log as a whole."""
 
     entry: int | None
     message: str
@@ -60,7 +60,7 @@ class TrustedTreeHead:
 
 @dataclass(slots=True)
 class AuditReport:
-    """What an audit found. `unproved`: what could not be checked, and why; amounts in micro-credits."""
+    """The result of an audit. `unproved`: what could not be checked, and why; amounts in micro-credits."""
 
     entries: int = 0
     rounds: int = 0
@@ -81,7 +81,7 @@ class AuditReport:
 
 
 CreditsLookup = Callable[[Digest], RoundCredits | None]
-"""What the certificate of a record earns whom (`credits.credits_of`); None for a record of no known certificate."""
+"""A function that returns the credits of a record's certificate (`credits.credits_of`); None without a certificate."""
 
 
 class Auditor:
@@ -136,7 +136,7 @@ class Auditor:
         return self._books.tip
 
     def add(self, encoded: bytes, lines: Sequence[bytes] = ()) -> None:
-        """The next entry as it was given, and the lines of a round."""
+        """Check the next entry as received, with the credit lines of a round."""
         report, place = self.report, self._log.size
         leaf = leaf_hash(encoded)
         self._log.append(leaf)
@@ -158,8 +158,11 @@ class Auditor:
     def finish(
         self, finalized: Round | None = None, record: Digest | None = None, *, epoch: int | None = None
     ) -> AuditReport:
-        """The report. `final`: the newest round that the owner has signed as final, as the swarm holds it; `record` its
-        record. `epoch`: of the newest rollback that the swarm has heard of; None when nobody of it was asked."""
+        """Return the report.
+
+        `final`: the newest round that the owner has signed as final, as the swarm holds it; `record` its record.
+        `epoch` is that of the newest rollback in the swarm; None if no member was asked.
+        """
         report, books = self.report, self._books
         if epoch is not None and books.epoch > epoch:
             n = self._rolled_back
@@ -205,7 +208,7 @@ class Auditor:
     # -- the log itself --------------------------------------------------------------------------------------
 
     def _check_place(self, entry: LedgerEntry, place: int) -> None:
-        """Number, hash chain and time."""
+        """Check number, hash chain and time."""
         n, expected = entry.sequence, self._number
         if entry.run != self._run:
             self._add_finding(place, f"place {place} holds an entry of another run ({entry.run.short})")
@@ -235,7 +238,7 @@ class Auditor:
             self._leaves.popitem(last=False)
 
     def _check_heads(self) -> None:
-        """The heads over as many entries as there are now."""
+        """Check the heads over the present number of entries."""
         for seen in self._wanted.pop(self._log.size, ()):
             if self._log.root() != seen.head.root:
                 self._add_finding(
@@ -259,7 +262,7 @@ class Auditor:
 
     def _check_what(self, entry: LedgerEntry, lines: list[bytes]) -> None:
         books, what, n = self._books, entry.payload, entry.sequence
-        # What the log itself is has been looked at above: the books are to judge what is said.
+        # The log's own form was checked above; the ledger state checks its contents.
         books.size, books.leaf, books.time = n, entry.previous, min(books.time, entry.time)
         if lines and not isinstance(what, RoundEntry):
             self._add_finding(n, f"entry {n} is no round, and has lines")
@@ -303,7 +306,7 @@ class Auditor:
         books.size = n
 
     def _spare(self, number: int) -> int:
-        """The number of a missing entry, for what takes its place."""
+        """Return the number of a missing entry, for its substitute."""
         return self._missing.pop(0) if self._missing else number
 
     def _compare(self, entry: LedgerEntry, made: LedgerEntry) -> None:
@@ -381,7 +384,7 @@ class Auditor:
             self._add_finding(n, f"{named - MAX_LINES_NAMED} more lines of entry {n} differ")
 
     def _as_told(self, entry: LedgerEntry, what: RoundEntry, lines: list[bytes]) -> RoundCredits | None:
-        """A round without a certificate, as the log itself has it."""
+        """Return a round without a certificate, as in the log itself."""
         if tree_hash([leaf_hash(line) for line in lines]) != what.lines_root:
             self._add_finding(
                 entry.sequence, f"the lines of entry {entry.sequence} do not hash to what the entry commits to"
@@ -394,7 +397,7 @@ class Auditor:
         return RoundCredits(what.round, what.record, what.parent, what.parent, 0.0, shares)
 
     def _post_what_is_missing(self, account: RoundCredits, entry: LedgerEntry) -> None:
-        """Rounds of the chain between where the books are and this one, of which the log has no entry."""
+        """Post the rounds of the chain before this one of which the log has no entry."""
         books = self._books
         missing: list[RoundCredits] = []
         parent = account.parent
@@ -426,7 +429,7 @@ class Auditor:
 
 
 def _said(entry: LedgerEntry) -> str:
-    """An entry in words."""
+    """Describe an entry in words."""
     what = entry.payload
     match what:
         case RoundEntry():
@@ -440,7 +443,7 @@ def _said(entry: LedgerEntry) -> str:
 
 
 def _line_words(said: bytes | None, true: CreditLine | None) -> str:
-    """What a line says, and what it should."""
+    """Compare a credit line with the right one."""
     if said is None and true is not None:
         return f"it is missing; peer {true.peer.short} earned {true.micro_credits} micro-credits"
     try:

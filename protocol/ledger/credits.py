@@ -21,7 +21,7 @@ FLOPS_PER_MICRO_CREDIT = 10**9
 class CreditRule:
     """The run's rule: FLOPs per parameter and token (spec), the model's parameters, and tokens per window (spec).
 
-    What is posted settles when `hold_rounds` rounds are posted after it, or the run has its `total_tokens` (0: never).
+    Credit settles when `hold_rounds` more rounds are posted, or the run has its `total_tokens` (0: never).
     """
 
     flops_per_parameter_token: int
@@ -38,7 +38,7 @@ class CreditRule:
         )  # fmt: skip
 
     def micro_credits(self, windows: int) -> int:
-        """What an accepted update over so many windows earns."""
+        """Return the micro-credits of an accepted update over a number of windows."""
         tokens = windows * self.window
         return self.flops_per_parameter_token * self.parameters * tokens // FLOPS_PER_MICRO_CREDIT
 
@@ -68,7 +68,7 @@ class RoundCredits:
 
 
 def credits_of(certificate: Certificate, rule: CreditRule) -> RoundCredits:
-    """What a certificate earns whom. Entries are by ascending peer key, as in the record."""
+    """Return the credits of a certificate, by peer. Entries are by ascending peer key, as in the record."""
     record = certificate.record.body
     entries = tuple(
         CreditLine(u.author, u.digest, u.body.windows, u.body.windows * rule.window, rule.micro_credits(u.body.windows))
@@ -80,18 +80,18 @@ def credits_of(certificate: Certificate, rule: CreditRule) -> RoundCredits:
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """What a peer has in all: micro-credits, accepted tokens, and rounds it was in."""
+    """The totals of a peer: micro-credits, accepted tokens, and rounds."""
 
     micro_credits: int = 0
     tokens: int = 0
     rounds: int = 0
 
     def plus(self, line: CreditLine) -> Balance:
-        """With what a line brings."""
+        """Return the totals with a credit line."""
         return Balance(self.micro_credits + line.micro_credits, self.tokens + line.tokens, self.rounds + 1)
 
     def minus(self, line: CreditLine) -> Balance:
-        """Without what a line brought."""
+        """Return the totals without a credit line."""
         return Balance(self.micro_credits - line.micro_credits, self.tokens - line.tokens, self.rounds - 1)
 
     def combined(self, other: Balance) -> Balance:

@@ -1,6 +1,6 @@
 """The ledger's entries and lines as bytes: one way to write each, strictly read and bounded.
 
-What was written is what is hashed, so reading takes exactly the bytes that writing makes. Messages are in
+The hash is over the written bytes, so reading accepts exactly the bytes that writing makes. Messages are in
 protocol/wire/ledger.proto; what they mean is in `books`.
 """
 
@@ -31,7 +31,10 @@ MAX_ENTRY = MAX_ENVELOPE + 1024
 
 @dataclass(frozen=True, slots=True)
 class CreditLine:
-    """What one accepted update earned: a leaf of its round's lines. `update` is the digest of its signed header."""
+    """The credits of one accepted update: a leaf of its round's credit lines.
+
+    `update` is the digest of its signed header.
+    """
 
     peer: PeerKey
     update: Digest
@@ -97,17 +100,17 @@ class LedgerEntry:
 
     @property
     def kind(self) -> str:
-        """ "round", "settle", "void" or "rollback"."""
+        """One of "round", "settle", "void" and "rollback"."""
         return KINDS[type(self.payload)]
 
 
 def genesis_leaf(run: RunId) -> Digest:
-    """What the first entry of a run's log names as the one before."""
+    """Return the predecessor that the first entry of a run's log names."""
     return Digest(sha256(b"cairn/v1/ledger", run))
 
 
 def lines_root(lines: Sequence[CreditLine]) -> Digest:
-    """The Merkle tree hash over a round's lines, in the record's order."""
+    """Return the Merkle tree hash over a round's credit lines, in the record's order."""
     return tree_hash([leaf_hash(encode_line(line)) for line in lines])
 
 
@@ -115,7 +118,7 @@ def lines_root(lines: Sequence[CreditLine]) -> Digest:
 
 
 def encode_line(line: CreditLine) -> bytes:
-    """The one way to write a line."""
+    """Return the canonical bytes of a credit line."""
     message = wire.Line(
         peer=line.peer, update=line.update, windows=line.windows, tokens=line.tokens, micro_credits=line.micro_credits
     )
@@ -123,7 +126,7 @@ def encode_line(line: CreditLine) -> bytes:
 
 
 def encode_entry(entry: LedgerEntry) -> bytes:
-    """The one way to write an entry."""
+    """Return the canonical bytes of an entry."""
     message = wire.Entry(run=entry.run, sequence=entry.sequence, previous=entry.previous, time=entry.time)
     what = entry.payload
     if isinstance(what, RoundEntry):
@@ -150,7 +153,7 @@ def encode_entry(entry: LedgerEntry) -> bytes:
 
 
 def decode_line(encoded: bytes) -> CreditLine:
-    """Raises MalformedError for anything but what `encode_line` writes of a line within bounds."""
+    """Raise MalformedError for anything but what `encode_line` writes of a line within bounds."""
     m = _parsed(wire.Line(), encoded, "a line", MAX_LINE)
     if not m.windows or not m.tokens:
         raise MalformedError("a line of the ledger covers at least one window")
@@ -164,7 +167,7 @@ def decode_line(encoded: bytes) -> CreditLine:
 
 
 def decode_entry(encoded: bytes) -> LedgerEntry:
-    """Raises MalformedError for anything but what `encode_entry` writes of an entry within bounds."""
+    """Raise MalformedError for anything but what `encode_entry` writes of an entry within bounds."""
     m = _parsed(wire.Entry(), encoded, "an entry", MAX_ENTRY)
     kind = m.WhichOneof("what")
     if kind is None:

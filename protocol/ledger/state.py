@@ -3,10 +3,10 @@
     issuance -> pending/PEER -> settled/PEER
                              -> voided/PEER
 
-No clock, disk or network. The coordinator makes entries with `post_round`, `void`, `rollback`; an auditor hands what
-was made to `replay`, which makes each entry anew and compares the bytes, so there is one set of rules. Every amount
-goes from one account to another, so all accounts together are zero. Memory: what is pending, 48 bytes for each round
-of the run, and a standing for each peer.
+No clock, disk or network. The coordinator makes entries with `post_round`, `void`, `rollback`. An auditor passes the
+entries to `replay`, which makes each entry again and compares the bytes, so there is one set of rules. Every amount
+goes from one account to another, so all accounts together are zero. Memory: the pending credits, 48 bytes for each
+round of the run, and a balance for each peer.
 """
 
 from __future__ import annotations
@@ -75,9 +75,12 @@ class PendingRound:
 
 @dataclass(slots=True)
 class LedgerSnapshot:
-    """What the books are made of, to go on from where a database ends: the log's size, its last leaf and time, the
-    round entries in it, the newest rollback's epoch (0: none), the branch (record, own tokens and sequence of each of
-    its rounds), records that were rolled back, what is held (oldest first), and each peer's standing."""
+    """The contents of the ledger state, to continue from the end of a database.
+
+    These are the log's size, its last leaf and time, its round entries, and the newest rollback's epoch (0: none).
+    There are also the branch (record, own tokens and sequence of each round), rolled-back records, pending rounds
+    (oldest first), and each peer's balance.
+    """
 
     size: int
     leaf: Digest
@@ -107,7 +110,7 @@ class LedgerState:
         self.epoch = 0
         """Of the newest rollback: each is done once, in the order in which the owner numbered them."""
         self.balances: dict[PeerKey, AccountBalance] = {}
-        """What each peer has pending, settled and voided."""
+        """The pending, settled and voided credits of each peer."""
         self.totals: Counter[str] = Counter()
         """The sum over all accounts of a kind; issuance is what was issued, below zero."""
         self._pending: dict[int, PendingRound] = {}
@@ -151,13 +154,13 @@ class LedgerState:
         return self.record_of(Round(self.rounds - 1)) if self.rounds else genesis_digest(self.run)
 
     def record_of(self, round_: Round) -> Digest:
-        """The record of a round on the branch. Raises IndexError."""
+        """Return the record of a round on the branch. Raises IndexError."""
         if not 0 <= round_ < self.rounds:
             raise IndexError(round_)
         return Digest(bytes(self._records[32 * round_ : 32 * round_ + 32]))
 
     def entry_of(self, round_: Round) -> int:
-        """The sequence of the round entry of a round on the branch. Raises IndexError."""
+        """Return the sequence of the round entry of a round on the branch. Raises IndexError."""
         return self._sequences[round_]
 
     @property
@@ -167,12 +170,12 @@ class LedgerState:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the branch has the run's tokens."""
+        """Return whether the branch has the run's tokens."""
         return 0 < self.rule.total_tokens <= self.tokens
 
     @property
     def pending(self) -> tuple[PendingRound, ...]:
-        """What is posted and not settled, oldest first."""
+        """Return the posted rounds that are not settled, oldest first."""
         return tuple(self._pending.values())
 
     @property
@@ -184,13 +187,13 @@ class LedgerState:
         return oldest.sequence
 
     def imbalance(self) -> int:
-        """The sum over all accounts; anything but 0 is a fault of this program."""
+        """Return the sum over all accounts; anything but 0 is a fault of this program."""
         return sum(self.totals.values())
 
     # -- writing ---------------------------------------------------------------------------------------------
 
     def post_round(self, account: RoundCredits, time: int) -> list[PostedEntry]:
-        """The round's entry, then the settlements that it makes due, oldest first. `time`: unix milliseconds."""
+        """Return the round's entry, then the settlements that it makes due, oldest first. `time`: unix milliseconds."""
         rounds_posted = [self._post(account, self._monotonic(time))]
         while (entry := self.due) is not None:
             rounds_posted.append(self._settle(entry, self.time))
@@ -205,7 +208,7 @@ class LedgerState:
         return self._rollback(record, round_, directive, self._monotonic(time))
 
     def has_rollback(self, directive: bytes) -> bool:
-        """Whether the rollback that a directive orders is in the log already, by this word or by an earlier one."""
+        """Return whether the rollback of a directive is in the log already, by this directive or by an earlier one."""
         return self._rollback_in(directive).epoch <= self.epoch
 
     # -- checking --------------------------------------------------------------------------------------------
@@ -302,7 +305,7 @@ class LedgerState:
         return self._append(PostedEntry(entry, sent, (), transfers))
 
     def _line_of(self, verdict: VoidOrder) -> tuple[PendingRound, int]:
-        """The line that a verdict is about."""
+        """Return the credit line that a verdict is about."""
         for held in self._pending.values():
             if (held.record, held.round) == (verdict.record, verdict.round):
                 for i, line in enumerate(held.lines):
@@ -340,7 +343,7 @@ class LedgerState:
         return self._append(PostedEntry(entry, sent))
 
     def _rollback_in(self, directive: bytes) -> Rollback:
-        """The rollback that the owner's word orders."""
+        """Return the rollback that the owner's directive orders."""
         try:
             back = MessageDecoder(self.run, self.owner, remember=1).decode(directive, Directive).body.rollback
         except (MalformedError, SignatureError, AdmissionError) as e:
@@ -354,7 +357,7 @@ class LedgerState:
             raise LedgerRuleError(f"entry {self.size} must settle entry {due}, which is due")
 
     def _monotonic(self, time: int) -> int:
-        """A clock that was set back writes the time of the entry before."""
+        """Return the time of the next entry: a clock that was set back repeats the time of the entry before."""
         return max(int(time), self.time)
 
     def _make_entry(self, what: EntryPayload, time: int, expected: _Expected | None) -> tuple[LedgerEntry, bytes]:
@@ -398,7 +401,7 @@ _NOTHING = AccountBalance()
 
 
 class _Expected:
-    """What an entry that is replayed must be, to the byte."""
+    """The entry that a replay must produce, to the byte."""
 
     def __init__(self, sent: bytes, sequence: int):
         self._sent = sent

@@ -67,8 +67,10 @@ class BindPeer:
 
 @dataclass(frozen=True, slots=True)
 class BindAccount:
-    """An account's word that a peer is one of its own, what it is called, and its team ("": none). `peer_word`: the
-    envelope of the peer's `BindPeer`."""
+    """An account's word that a peer is one of its own, what it is called, and its team ("": none).
+
+    `peer_word`: the envelope of the peer's `BindPeer`.
+    """
 
     run: RunId
     peer_statement: bytes
@@ -109,7 +111,7 @@ class AccountBinding:
 
 
 def sign(identity: Identity, body: T) -> SignedStatement[T]:
-    """The signed statement. Raises MalformedError for one that others would refuse."""
+    """Return the signed statement. Raises MalformedError for one that others would refuse."""
     kind, limit, encode, decode = _KINDS[type(body)]
     e = seal(identity, kind, encode(body).SerializeToString(deterministic=True))
     if len(e.encoded) > limit or decode(e.payload) != body:
@@ -118,17 +120,20 @@ def sign(identity: Identity, body: T) -> SignedStatement[T]:
 
 
 def open_tree_head(sent: bytes, run: RunId, owner: PeerKey) -> SignedStatement[TreeHead]:
-    """Raises MalformedError, SignatureError; AdmissionError when it is not the owner's."""
+    """Raise MalformedError, SignatureError; AdmissionError when it is not the owner's."""
     return _open(sent, TreeHead, run, owner)
 
 
 def open_receipt(sent: bytes, run: RunId, owner: PeerKey) -> SignedStatement[Receipt]:
-    """Raises MalformedError, SignatureError; AdmissionError when it is not the owner's."""
+    """Raise MalformedError, SignatureError; AdmissionError when it is not the owner's."""
     return _open(sent, Receipt, run, owner)
 
 
 def open_bind_peer(sent: bytes, run: RunId) -> SignedStatement[BindPeer]:
-    """A peer's word for an account, to be signed by the account. Raises MalformedError, SignatureError."""
+    """Return a peer's consent to be bound to an account, which the account signs.
+
+    Raises MalformedError, SignatureError.
+    """
     return _open(sent, BindPeer, run, None)
 
 

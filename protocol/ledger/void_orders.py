@@ -31,13 +31,13 @@ class VoidOrder:
 
 
 def seal_void_order(owner: Identity, order: VoidOrder) -> Envelope:
-    """The signed verdict. Raises MalformedError when the reason is empty, too long or not for people."""
+    """Return the signed verdict. Raises MalformedError when the reason is empty, too long or not for people."""
     _check_reason(order.reason)
     return seal(owner, KIND, _encode(order))
 
 
 def open_void_order(encoded: bytes, run: RunId, owner: PeerKey) -> VoidOrder:
-    """A verdict of this run by its owner. Raises MalformedError, SignatureError."""
+    """Return a verdict of this run by its owner. Raises MalformedError, SignatureError."""
     envelope = open_envelope(encoded, KIND, limit=MAX_VOID_ORDER)
     if envelope.author != owner:
         raise SignatureError(f"a verdict signed by {envelope.author.short}, who does not own the run")
