@@ -68,17 +68,17 @@ def address_of(key: PeerKey) -> str:
 
 
 class Internet:
-    """Who is there. Every message and every byte goes through here."""
+    """The peers that are there. Every message and every byte goes through here."""
 
     def __init__(self):
         self.there: dict[PeerKey, LoopSwarm] = {}
         self.withheld: Callable[[PeerKey, Digest], bool] = lambda giver, blob: False
-        """Whether a peer gives nobody a blob that it has."""
+        """True for a peer and a blob that it has but gives nobody."""
         self.behind_nats: set[PeerKey] = set()
         """No two of these reach each other."""
 
         self.sends: Callable[[PeerKey, bytes], bytes] = lambda giver, chunk: chunk
-        """What a peer gives for a chunk of an update that is being made."""
+        """The bytes that a peer gives for a chunk of an update that is being made."""
         """Such chunks: who got it, of whom, by which name, its index."""
         self.fetched: list[tuple[PeerKey, Digest, int]] = []
         """Chunks of blobs that have a digest: who got it, of which blob, its index."""
@@ -88,7 +88,7 @@ class Internet:
 
 
 class LoopSwarm:
-    """What `peer.swarm.Swarm` offers a node."""
+    """The interface that `peer.swarm.Swarm` offers a node, in memory."""
 
     internet: Internet
 
@@ -168,7 +168,7 @@ class LoopSwarm:
         return False
 
     def _fetch_from(self, other: LoopSwarm, digest: Digest, chunks: Collection[int] | None) -> bool:
-        """Whether all is here now."""
+        """Fetch the chunks that another peer has; return whether all are here now."""
         if self.internet.withheld(other.key, digest):
             return False
         arriving = None if other.store.has(digest) else other.store.in_progress(digest)
@@ -304,7 +304,7 @@ class LoopTrainer:
 
 
 def _spoilt(made: UpdateMade) -> UpdateMade:
-    """Its last records are noise: only those who look at the end of the update see it."""
+    """Return the update with noise as its last records: only those who look at its end see it."""
     data = made.blob_path.read_bytes()
     data = data[:-5000] + b"\xff" * 5000
     made.blob_path.write_bytes(data)
@@ -335,7 +335,7 @@ class NodeWorld:
         return identity(name).key
 
     def start(self, name: str) -> Node:
-        """A peer, with the disk that it had when it was there before."""
+        """Start a peer, with the disk that it had when it was there before."""
         me, home = identity(name), self.folder / name
         home.mkdir(exist_ok=True)
         store = Store(home / "store", 1 << 40)
@@ -351,7 +351,7 @@ class NodeWorld:
         return node
 
     def build(self, membership: Membership, options: NodeOptions) -> Node:
-        """A node in this world's network, with a trainer in this process."""
+        """Build a node in this world's network, with a trainer in this process."""
         return build_node(membership, options, start_swarm=LoopSwarm.start, supervise=self._supervise)
 
     def _supervise(self, start: Start, **how: Any) -> Any:
@@ -369,7 +369,7 @@ class NodeWorld:
             store.close()
 
     async def kill(self, name: str) -> None:
-        """As if it lost its power: not a word more, nothing saved."""
+        """Stop a node as if it lost its power: it sends nothing more and saves nothing."""
         self.internet.there.pop(self.key(name))
         if (trainer := self.trainers.get(self.key(name))) is not None:
             trainer.crashed = True
@@ -382,7 +382,7 @@ class NodeWorld:
         await asyncio.gather(*self.running.values(), return_exceptions=True)
 
     def path(self, name: str) -> tuple[Certificate, ...]:
-        """The chain of a node, from the oldest in memory."""
+        """Return the chain of a node, from the oldest in memory."""
         chain = self.nodes[name].chain
         return chain.path(chain.root, chain.head)
 
@@ -397,7 +397,7 @@ class NodeWorld:
             await asyncio.sleep(0.02)
 
     async def rounds(self, names: Sequence[str], count: int, seconds: float = 2 * LIMIT) -> None:
-        """Until these hold states so many rounds further than the chain of the first is now."""
+        """Wait until these nodes hold states `count` rounds beyond the present head of the first one's chain."""
         chain = self.nodes[names[0]].chain
         goal = chain.height(chain.head) + count
 
@@ -410,23 +410,23 @@ class NodeWorld:
         return self.trainers[self.key(name)]
 
     def announced(self, name: str) -> set[Digest]:
-        """The blobs of the round that is open at a node."""
+        """Return the blobs of the round that is open at a node."""
         return {h.body.blob for h in self.nodes[name].machine.summary(time.monotonic()).headers}
 
     def slices(self, name: str) -> set[Digest]:
-        """The partial blobs of a node's store."""
+        """Return the partial blobs of a node's store."""
         return {Digest.parse(f.name) for f in (self.folder / name / "store" / "partial").glob("*") if not f.suffix}
 
     def is_a_blob(self, name: Digest) -> bool:
-        """Whether some node has a blob of that digest."""
+        """Return whether some node has a blob of that digest."""
         return any(s.store.has(name) for s in self.internet.there.values())
 
     def is_a_part(self, blob: Digest) -> bool:
-        """Whether it is no update: by its size."""
+        """Return whether a blob is no update, judged by its size."""
         sizes = [s.store.blobs().get(blob) for s in self.internet.there.values()]
         return self._update_size not in sizes
 
     def contributed(self, name: str, since: int = 0) -> int:
-        """In how many rounds, from that one on."""
+        """Return the number of rounds, from `since` on, to which a peer contributed."""
         one = next(n for n, t in self.running.items() if not t.done())
         return sum(self.key(name) in c.record.body.contributors for c in self.path(one) if c.record.body.round >= since)

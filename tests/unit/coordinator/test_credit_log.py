@@ -85,7 +85,7 @@ class World:
         return Leaderboard(SPEC.run_id, self.ledger, self.chain, admitters.name_of, admitters.knows, self.now)
 
     async def read_balances(self) -> None:
-        """As the chain indexer does after each post."""
+        """Read the balances from the ledger, as the chain indexer does after each post."""
         balances = await self.ledger.read(lambda ledger: ledger.balances())
         self.chain.restore(None, (), RoundHistory(), {}, balances)
 

@@ -1,4 +1,4 @@
-"""Who cannot be admitted yet follows the chain, says so, and is admitted when the coordinator is back."""
+"""A peer that cannot be admitted yet follows the chain, says so, and is admitted when the coordinator is back."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def at_once(*_: Any, **__: Any) -> None:
 
 
 class Away:
-    """A coordinator that is away until it is told of a place, or for good."""
+    """A coordinator that is away until the client receives a new address of it, or for good."""
 
     def __init__(self):
         self.asked = 0
@@ -62,7 +62,7 @@ class Away:
 
 @pytest.fixture
 def newcomer(tmp_path: Path, monkeypatch):
-    """Whose network finds nobody, and whose blobs are fetched in no time."""
+    """A membership whose network finds nobody, and whose blobs are fetched at once."""
     for name in ("start", "stop"):
         monkeypatch.setattr(Network, name, at_once)
     for name in ("discover", "keep_running"):

@@ -1,4 +1,4 @@
-"""Large records go as names of headers: put together to the byte, asked for where lacking, bounded against liars."""
+"""Large records go as names of headers: rebuilt to the byte, missing headers requested, bounded against liars."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def brief_of(of=RECORD) -> bytes:
 
 
 def changed(**changes) -> bytes:
-    """A brief of RECORD with other names, or another signature."""
+    """Return a brief of RECORD with other names, or another signature."""
     envelope = wire.Envelope.FromString(brief_of())
     body = wire.RoundRecord.FromString(envelope.payload)
     if "names" in changes:
@@ -143,7 +143,7 @@ class Side:
         self.charged += size
 
     async def get(self, *messages: bytes, sender: PeerKey = A) -> list[bytes]:
-        """What a packet comes to at once; then what is asked for is waited for."""
+        """Return the messages that a packet yields at once; without a gate, wait for the requested headers first."""
         found = list(self.records.reconstruct(sender, wire.Packet(messages=messages)).messages)
         if self.gate is None:
             await self.tasks.finish()
@@ -172,7 +172,7 @@ async def test_who_lacks_some_asks_the_sender_for_those_alone(sides):
         receiver.records.note(h)
     sent = sender.records.encode(RECORD)
     assert await receiver.get(sent) == [] and receiver.asked == [2] and receiver.taken == [RECORD.encoded]
-    # What came with a record is held like what came alone.
+    # Headers that came with a record are held like those that came alone.
     receiver.records.note(RECORD)
     assert await receiver.get(sent) == [RECORD.encoded] and receiver.asked == [2]
 

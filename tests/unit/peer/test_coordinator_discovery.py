@@ -160,7 +160,7 @@ async def test_a_newer_word_is_passed_on_once_and_of_many_at_once_only_the_last(
 
 
 def heard(*replies: wire.CoordinatorAddressReply):
-    """As if members had answered so, whatever the addresses."""
+    """Return a stand-in for `ask_for_coordinator`: members gave these replies, whatever the addresses."""
 
     async def ask_for_coordinator(run, addresses: Iterable[str], good, **_: Any) -> int:
         return sum(good(identity(i).key, reply) for i, reply in enumerate(replies))

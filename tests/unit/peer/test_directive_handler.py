@@ -1,4 +1,4 @@
-"""What a node does by the owner's word: its trainer rests, what it learnt on rounds that are gone goes too."""
+"""A node follows the owner's directives: its trainer rests, and what it learnt on rounds that are gone goes too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node ends soon whenever it is told to, and at once, with the cause, when it cannot go on."""
+"""A node ends soon whenever it is asked to, and at once, with the cause, when it cannot go on."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ async def nobody() -> None:
 
 
 async def visit(store: Store, seconds: int = 86_400) -> None:
-    """What an earlier visit left."""
+    """Store the spec and the admission that an earlier visit left."""
     store.write_value(SPEC, sign_spec(OWNER, RUN).encoded)
     store.write_value(ADMISSION, admission(RUN, ME, not_after=int(time.time()) + seconds).encoded)
 

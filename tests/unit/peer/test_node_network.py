@@ -1,4 +1,4 @@
-"""What a node sends to whom: every queue bounded, nothing left lying, members introduced and strangers not."""
+"""A node's messages to its peers: every queue bounded, nothing left lying, members introduced and strangers not."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ A, B, C = (p.key for p in PEERS[1:4])
 
 
 class Wire:
-    """A transport that notes what went out, and fails or waits as told."""
+    """A transport that notes what went out, and fails or waits on request."""
 
     def __init__(self):
         self.encoded: list[tuple[PeerKey, wire.Packet]] = []
@@ -212,7 +212,7 @@ OBSERVER = identity("the coordinator's observer")
 
 
 def coordinator_address() -> Signed[Any]:
-    """The owner's word, as far as the network looks at it."""
+    """Return a coordinator address record of the owner, as far as the network looks at it."""
     body = SimpleNamespace(addresses=(way(OBSERVER, 7412),))
     return Signed(cast(Any, body), VOTES[3].author, VOTES[3].digest, VOTES[3].encoded)
 
@@ -427,7 +427,7 @@ async def test_what_a_member_does_not_hear_is_passed_on_to_it_and_to_nobody_else
         hear(net, message)
     for _ in range(3):
         hear(net, HEADERS[2])  # it has been passed on
-    hear(net, HEADERS[3])  # that is heard
+    hear(net, HEADERS[3])  # its author reaches that member itself
     net.observe(heartbeat(PEERS[2], sequence=3), PEERS[3].key)  # not first-hand: who passed it on passes it on to all
     await net.flush(LIMIT)
     assert [to for to, _ in swarm.wire.encoded] == [A] * len(swarm.wire.encoded)

@@ -30,7 +30,7 @@ async def world(tmp_path, monkeypatch):
 
 
 def states(w: NodeWorld) -> dict[str, dict[str, str]]:
-    """By record: the state that each node holds after it."""
+    """Return, by record, the state that each node holds after it."""
     found: dict[str, dict[str, str]] = {}
     for name, task in w.running.items():
         if not task.done() and (s := w.nodes[name].snapshot()).state:
@@ -57,7 +57,7 @@ async def test_rounds_are_reduced_by_committees_also_while_peers_come_and_go(wor
     assert all(w.contributed(name, now) for name in four)
     for same in states(w).values():
         assert len(set(same.values())) == 1
-    # What was fetched of others' updates is gone when their round is over; the parts stay.
+    # Fetched data of others' updates is gone when their round is over; the parts stay.
     for name in four:
         store = w.nodes[name].store
         foreign = {u.body.blob for c in w.path(name) for u in c.record.body.updates if u.author != w.key(name)}

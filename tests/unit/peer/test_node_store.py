@@ -1,4 +1,4 @@
-"""What a node keeps of the run on its disk: enough to go on and to serve others, and no more."""
+"""A node keeps enough of the run on its disk to go on and to serve others, and no more."""
 
 from __future__ import annotations
 

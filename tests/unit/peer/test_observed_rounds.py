@@ -20,7 +20,7 @@ ROUND = {"target_tokens": 10 * BATCH * WINDOW, "max_update_tokens": 40 * BATCH *
 
 
 def observer(world: NodeWorld) -> Node:
-    """As `cairn coordinator serve` has one: without admission and without a trainer."""
+    """Run an observer like that of `cairn coordinator serve`: without admission and without a trainer."""
     home = world.folder / "observer"
     home.mkdir()
     store = Store(home / "store", 1 << 40)

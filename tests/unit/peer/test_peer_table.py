@@ -1,4 +1,4 @@
-"""Who a node knows of: bounded, whoever knocks, and not fooled by old news."""
+"""The peers that a node knows of: bounded, whoever knocks, and not fooled by old news."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def test_a_stranger_cannot_come_and_go_under_ever_new_names():
 def test_who_left_is_gone_until_it_comes_back_itself():
     d = directory()
     d.hear(member(1, 5), 0.0)
-    d.goodbye(PEERS[1].key, 4)  # older than what was heard since
+    d.goodbye(PEERS[1].key, 4)  # older than the heartbeat received since
     assert d.peers() == [PEERS[1].key]
     d.goodbye(PEERS[1].key, 6)
     assert d.peers() == []
-    assert d.hear(member(1, 5), 0.0) is None  # passed on by somebody who has not heard of it
+    assert d.hear(member(1, 5), 0.0) is None  # passed on by somebody who does not know of the goodbye
     assert d.hear(member(1, 7), 0.0) is True
 
 

@@ -1,4 +1,4 @@
-"""Messages reach members that do not hear their author: by few, the same for everybody, and only where it is needed."""
+"""Messages reach members that their author does not: by few, the same for everybody, and only where it is needed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEYS = [p.key for p in PEERS[:6]]
 
 
 def beats(deaf: set[tuple[int, int]]) -> dict[PeerKey, Signed[Heartbeat]]:
-    """Of six members; (a, b) in `deaf`: b hears nothing of a."""
+    """Return the heartbeats of six members; for each (a, b) in `deaf`, b receives nothing from a."""
     return {
         KEYS[b]: heartbeat(PEERS[b], unreachable=tuple(short_id(KEYS[a]) for a in range(6) if (a, b) in deaf))
         for b in range(6)
@@ -59,7 +59,7 @@ def test_strangers_neither_relay_nor_are_relayed_nor_ask_for_it():
     strangers = {k: heartbeat(p, admission=b"", unreachable=(short_id(KEYS[0]),)) for p in PEERS[2:6] if (k := p.key)}
     relaying = RelaySelector(said | strangers)
     assert relaying.cut_off_from(KEYS[0]) == [KEYS[1]]
-    assert relaying.relays(KEYS[0], KEYS[1]) == []  # all who hear both are strangers
+    assert relaying.relays(KEYS[0], KEYS[1]) == []  # all who receive from both are strangers
     assert relaying.cut_off_from(KEYS[2]) == [] == relaying.relays(KEYS[2], KEYS[1])
 
 

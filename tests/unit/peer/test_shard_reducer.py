@@ -1,4 +1,4 @@
-"""A committee member makes its part of what comes in time, says who is lacking, and holds no more than the slices."""
+"""A committee member makes its part of what comes in time, says who is missing, and holds no more than the slices."""
 
 from __future__ import annotations
 

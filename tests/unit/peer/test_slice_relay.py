@@ -42,7 +42,7 @@ class Seats:
 
 
 def relaying(*, asker_hears=(), seated_hears=()) -> RelaySelector:
-    """Author, asker and the third are behind NATs, but for what is said; the others hear all."""
+    """Return a selector: author, asker and the third are behind NATs, except as given; the others receive from all."""
     nats = [AUTHOR, ASKER, SEATED]
     unheard = {p.key: {o for o in nats if o is not p} for p in nats}
     unheard[ASKER.key] -= set(asker_hears)
@@ -60,13 +60,13 @@ async def world(tmp_path):
 
 
 def listing(record: Signed[RoundRecord], blob: Digest) -> Signed[RoundRecord]:
-    """The same, with this as the author's update."""
+    """Return the same record, with this blob as the author's update."""
     updates = tuple(_with_blob(u, blob) if u.author == AUTHOR.key else u for u in record.body.updates)
     return replace(record, body=replace(record.body, updates=updates))
 
 
 def relay_of(w: World, who: RelaySelector, *, me=None, parts=(1,), committee=(ASKER, SEATED), known=True):
-    """A relay that the asker asked for the author's update, and its seats; `me`: by default one of its relays."""
+    """Return a relay asked by the asker for the author's update, and its seats; `me`: by default one of its relays."""
     me = me or who.relays(AUTHOR.key, ASKER.key)[0]
     seats = Seats(w, parts, committee, known)
     made = SliceRelay(me, w.store, Swarm(w, who), cast(Any, Sums()), SIZE, SPEC.round, seats, w.tasks)

@@ -208,7 +208,7 @@ async def test_without_any_checkpoint_the_machine_hears_why():
         await w.next()
         assert w.asked == [] and len(w.failed) == 1
         assert w.failed[0].record == w.chain.head and "no member gave a checkpoint" in w.failed[0].reason
-        assert w.failed[0].kept  # the trainer has heard nothing of it
+        assert w.failed[0].kept  # the trainer has received nothing of it
 
 
 async def test_a_newer_checkpoint_is_fetched_when_rounds_since_that_on_disk_cannot_be_had():
@@ -387,7 +387,7 @@ def parts(number: int, count: int = 2) -> tuple[Digest, ...]:
 
 
 def reduce(w: World, *rounds: int) -> None:
-    """As if these rounds had been reduced."""
+    """Give these rounds their shards, as if they had been reduced."""
     w.chain.certificates = [
         replace(c, shards=parts(i)) if i in rounds else c for i, c in enumerate(w.chain.certificates)
     ]

@@ -40,7 +40,7 @@ def _restart_at_once(monkeypatch):
 
 
 class World:
-    """A supervisor over a stand-in for the trainer's process, and what it told."""
+    """A supervisor over a stand-in for the trainer's process, and what it reported."""
 
     def __init__(self, folder: Path, program: str):
         self.said: list[FromTrainer] = []
