@@ -77,9 +77,6 @@ class Internet:
         self.behind_nats: set[PeerKey] = set()
         """No two of these reach each other."""
 
-        self.sends: Callable[[PeerKey, bytes], bytes] = lambda giver, chunk: chunk
-        """The bytes that a peer gives for a chunk of an update that is being made."""
-        """Such chunks: who got it, of whom, by which name, its index."""
         self.fetched: list[tuple[PeerKey, Digest, int]] = []
         """Chunks of blobs that have a digest: who got it, of which blob, its index."""
 
