@@ -16,7 +16,7 @@ EXCHANGES = {"gather": GATHER, "reduce": REDUCE}
 
 
 def run_seed(job: tuple[int, str, bool]) -> Outcome | str:
-    """The outcome, or what was broken and how to see it again."""
+    """Return the outcome, or the broken promise and the command that replays it."""
     seed, exchange, orders = job
     try:
         return Scenario(seed, exchange=EXCHANGES[exchange], orders=orders).run()

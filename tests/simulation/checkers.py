@@ -14,7 +14,7 @@ class Broken(AssertionError):
 
 
 def check_sizes(world: World) -> None:
-    """No container grows without bound: each machine's containers are within the bounds that it states."""
+    """Check that no container grows without bound: each machine's containers are within the bounds that it states."""
     for node in world.nodes:
         if node.alive and node.honest:
             for name, (size, bound) in node.machine.sizes().items():
@@ -23,7 +23,7 @@ def check_sizes(world: World) -> None:
 
 
 def way_to(world: World, record: Digest) -> list[Digest]:
-    """All records from the genesis to this one, newest first."""
+    """Return all records from the genesis to this one, newest first."""
     found = []
     while record != genesis_digest(world.run):
         found.append(record)
@@ -32,7 +32,7 @@ def way_to(world: World, record: Digest) -> list[Digest]:
 
 
 def check_counted_once(world: World) -> None:
-    """No window is counted twice on any chain, by what headers claim and by what updates really carry."""
+    """Check that no window is counted twice on any chain, by the headers' claims and by the updates' real contents."""
     parents = {c.record.body.parent for c in world.records.values()}
     for tip in world.records:
         if tip in parents:
@@ -46,7 +46,7 @@ def check_counted_once(world: World) -> None:
                     raise Broken(f"record {record.short} claims windows of {u.author.short} a second time")
                 ends[u.author] = u.body.end_window
                 content = world.contents[u.body.blob]
-                # What a dishonest peer's error feedback does is its own affair.
+                # The error feedback of a dishonest peer is its own affair.
                 if world.by_key[u.author].honest and not seen.isdisjoint(content):
                     raise Broken(
                         f"round {body.round}, record {record.short}: an update of peer {world.by_key[u.author].index} "
@@ -56,8 +56,10 @@ def check_counted_once(world: World) -> None:
 
 
 def check_parts(world: World) -> None:
-    """A part of a certified mean is what the listed updates give, and those are good where it was looked at: but for
-    parts of whose committee more than half lie, and records that nobody honest voted for."""
+    """Check that a part of a certified mean is the mean of the listed updates, and that their slices in it are good.
+
+    Parts are exempt if more than half of their committee lie. Records are exempt if nobody honest voted for them.
+    """
     for certificate in world.records.values():
         body = certificate.record.body
         if not certificate.shards or not any(world.by_key[v.author].honest for v in certificate.votes):
@@ -74,8 +76,11 @@ def check_parts(world: World) -> None:
 
 
 def check_account(world: World, node: Node) -> None:
-    """Every window that a peer has trained since its start is in exactly one place: accepted on the chain that it is
-    on, in an update that is still undecided, in the error feedback, or not announced yet."""
+    """Check that every window that a peer has trained since its start is in exactly one place.
+
+    It is accepted on the peer's chain, in an update that is still undecided, in the error feedback, or not announced
+    yet.
+    """
     trainer, machine = node.trainer, node.machine
     at = node.trainer_record
     if at is None or node.working or node.queue:
@@ -103,7 +108,7 @@ def check_account(world: World, node: Node) -> None:
 
 
 def check_one_state(world: World) -> None:
-    """All honest members at one head hold one state, at any time: but for devices that computed wrongly."""
+    """Check that all honest members at one head hold one state at any time, except devices that computed wrongly."""
     held: dict[Digest, tuple[int, Digest]] = {}
     for node in world.honest:
         at, state = node.trainer_record, node.trainer.state
@@ -115,7 +120,7 @@ def check_one_state(world: World) -> None:
 
 
 def check_shown(world: World) -> None:
-    """What honest peers show of themselves while they train: the state after the record that they name."""
+    """Check that honest peers, while they train, show the state after the record that they name."""
     shown: dict[Digest, tuple[int, Digest | None]] = {}
     for node in world.honest:
         view = node.machine.summary(world.clock.now)
@@ -156,7 +161,7 @@ def check_words(world: World) -> None:
 
 
 def check_words_reached(world: World) -> None:
-    """In the end all follow the owner's last rollback, and its finals since."""
+    """Check that in the end all follow the owner's last rollback, and its finalizations since."""
     newest = world.owner.newest
     for node in world.honest:
         chain, at = node.machine.chain, node.trainer_record

@@ -14,29 +14,32 @@ if TYPE_CHECKING:
 
 RETRY = 0.1
 LACKING_AFTER = 0.5
-"""Of `exchange_seconds`: then it is said whose slices are lacking."""
+"""Fraction of `exchange_seconds` after which the authors of missing slices are reported."""
 
 
 def part_of(record: RoundRecord, parts: int, part: int) -> Digest:
-    """What every honest committee member makes of a part: it depends on the updates, not on the record around them."""
+    """Return the digest that every honest committee member makes of a part.
+
+    It depends on the updates, not on the record around them.
+    """
     updates = (u.author + u.body.blob + u.body.windows.to_bytes(8, "big") for u in record.updates)
     return Digest(sha256(b"part", bytes([parts, part]), *updates))
 
 
 def bad_slice(blob: Digest, parts: int) -> int:
-    """Where a bad update is bad."""
+    """Return the number of the slice in which a bad update is bad."""
     return blob[0] % parts
 
 
 class CommitteeWork:
-    """What one incarnation of a node does for slates; `slices` survives in its store."""
+    """The work of one incarnation of a node for slates; `slices` survives in its store."""
 
     def __init__(self, node: Node):
         self.node = node
         self.under_way: set[tuple[Digest, int]] = set()
 
     def gives(self, blob: Digest, parts: int, part: int, to: PeerKey) -> bool:
-        """Whether the node serves a slice of an update to a peer now."""
+        """Return whether the node serves a slice of an update to a peer now."""
         n = self.node
         held = blob in n.blobs or (blob, parts, part) in n.slices
         return n.alive and held and n.machine.may_serve(blob, to) is None

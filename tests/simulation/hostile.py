@@ -70,7 +70,7 @@ HOSTILE = (Equivocator, Withholder, Poisoner, Boaster)
 
 
 def lie(word: ShardAttestation) -> Digest:
-    """The wrong digest that all liars agree on."""
+    """Return the wrong digest that all liars agree on."""
     return Digest(sha256(b"lie", word.record, bytes([word.shard])))
 
 

@@ -55,7 +55,7 @@ class Network:
         self.cut: set[tuple[int, int]] = set()
 
     def connected(self, a: int, b: int) -> bool:
-        """Whether questions of a can be answered by b."""
+        """Return whether b can answer questions of a."""
         return (a, b) not in self.cut and (b, a) not in self.cut
 
     def delay(self) -> float:

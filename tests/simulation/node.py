@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 FETCH_DEADLINE = 3.0
 RETRY = 0.1
-"""After a refusal because the holder has not heard our header yet."""
+"""Seconds until the next try after a refusal because the holder has not received our header yet."""
 
 CHAIN_DEADLINE = 2.0
 ADMISSION = b"admitted"
@@ -131,7 +131,7 @@ class Node:
             self.carry_out(self.driver.step(event))
 
     def later(self, incarnation: int, event) -> None:
-        """An event for the incarnation that asked for it."""
+        """Deliver an event to the incarnation that asked for it."""
         if self.alive and incarnation == self.incarnation:
             self.step(event)
 
@@ -232,11 +232,11 @@ class Node:
     # -- blobs and certificates from others -------------------------------------------------------------------
 
     def gives(self, blob: Digest, to: PeerKey) -> bool:
-        """Whether this node serves a blob to a peer now."""
+        """Return whether this node serves a blob to a peer now."""
         return self.alive and blob in self.blobs and self.machine.may_serve(blob, to) is None
 
     def gives_slice(self, blob: Digest, parts: int, part: int, to: PeerKey) -> bool:
-        """Whether this node serves the slice of an update that a part needs."""
+        """Return whether this node serves a peer the slice of an update that a part needs."""
         return self.committee_work.gives(blob, parts, part, to)
 
     def fetch(self, incarnation: int, action: do.FetchBlob | do.FetchShard, deadline: float) -> None:

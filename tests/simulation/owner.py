@@ -34,7 +34,7 @@ class Owner:
         return Directive(self.world.run, 0) if self.newest is None else self.newest.body
 
     def say(self, **changes) -> Signed[Directive]:
-        """One word more; the observers hear it, or else one peer."""
+        """Issue one more directive; the observers receive it, or else one peer."""
         world = self.world
         body = replace(self.body, sequence=self.body.sequence + 1, **changes)
         self.said.append(KEY.sign(body))
@@ -46,7 +46,7 @@ class Owner:
         return self.said[-1]
 
     def change_something(self) -> None:
-        """A fault of a kind: whatever it is, all promises hold."""
+        """Cause a fault of a random kind: all promises hold, whatever it is."""
         rng, world = self.rng, self.world
         height = max((n.machine.chain.height(n.machine.chain.head) for n in world.honest), default=0)
         match rng.choice(("pause", "resume", "resume", "ban", "unban", "policy", "rollback", "rollback", "replay")):
@@ -77,7 +77,7 @@ class Owner:
                         node.hear(rng.choice(self.said))
 
     def roll_back(self) -> bool:
-        """To a checkpoint on the chain of the observers, or else of a peer, that somebody has."""
+        """Roll back to a checkpoint that somebody has, on the chain of the observers or else of a peer."""
         world, every = self.world, self.world.policy.checkpoint_every
         up = [n for n in world.nodes if n.alive and (n.observer or (n.honest and n.key not in self.body.banned))]
         up = [n for n in up if n.observer] or up
@@ -101,7 +101,7 @@ class Owner:
         return True
 
     def state_of(self, record: Digest) -> Digest:
-        """The state after a record, by replaying its way from the genesis."""
+        """Return the state after a record, by replaying its path from the genesis."""
         way = []
         while record in self.world.records:
             way.append(self.world.records[record])

@@ -29,7 +29,7 @@ LARGE = (12, 20, 50)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a seed came to."""
+    """The result of one seed."""
 
     seed: int
     peers: int
@@ -72,7 +72,7 @@ class Scenario:
         if rng.random() < 0.5:
             self.world.add(observer=True)
         self.orders = orders
-        """Whether the owner meddles."""
+        """True if the owner meddles."""
         self.changed = 0.0
         """When the faults last changed."""
         self._watched: tuple[float, int] = (0.0, 0)
@@ -188,7 +188,10 @@ class Scenario:
             self._check_progress()
 
     def _check_progress(self) -> None:
-        """A group of honest peers that can talk goes on, whatever the others do, once it saw that they are gone."""
+        """Check that a group of honest peers that can talk goes on, whatever the others do.
+
+        It goes on once it has seen that the others are gone.
+        """
         world, p = self.world, self.world.policy
         group = max(self._groups(), key=len, default=[])
         now, height = world.clock.now, max((n.machine.chain.height(n.machine.chain.head) for n in group), default=0)

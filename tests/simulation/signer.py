@@ -28,7 +28,7 @@ LABELS = {
     Heartbeat: b"Heartbeat", Goodbye: b"Goodbye", UpdateHeader: b"Header", RoundRecord: b"Record", Vote: b"Vote",
     Finalization: b"Final", Directive: b"Directive", ShardAttestation: b"Reduced",
 }  # fmt: skip
-"""What digests of each kind begin with. Proposer order follows from digests, so another label is another seed."""
+"""Labels that begin digests of each kind. Proposer order follows from digests, so another label is another seed."""
 
 
 class FakeSigner:
@@ -62,6 +62,6 @@ class FakeSigner:
 
 
 def certificate(record: Signed[RoundRecord], keys, parts: tuple[Digest, ...] = ()) -> Certificate:
-    """With votes of these contributors."""
+    """Return the certificate of a record with votes of these contributors."""
     vote = Vote(record.body.run, record.body.round, record.digest, shards_digest(parts))
     return Certificate(record, tuple(FakeSigner(k).sign(vote) for k in sorted(keys)), parts)

@@ -183,7 +183,7 @@ def test_rounds_are_reduced_though_one_of_five_is_hostile(liar):
     hostile = liar(scenario.world, 4, 2.0)
     scenario.world.nodes[4] = scenario.world.by_key[hostile.key] = hostile
     outcome = scenario.run()
-    honest = [n.key for n in scenario.world.nodes[:4] if n.speed >= 1.0]  # who is slower has nothing in short rounds
+    honest = [n.key for n in scenario.world.nodes[:4] if n.speed >= 1.0]  # a slower one has nothing in short rounds
     assert outcome.rounds >= 4 and len(honest) == 3
     listed = [key for c in scenario.world.records.values() for key in c.record.body.contributors]
     assert all(listed.count(key) >= outcome.rounds * 2 / 3 for key in honest)
@@ -191,8 +191,10 @@ def test_rounds_are_reduced_though_one_of_five_is_hostile(liar):
 
 @pytest.mark.parametrize("honest, speed, liars", [(4, 0.0, 1), (2, 2.0, 2)], ids=["sole contributor", "double votes"])
 def test_one_record_that_is_certified_with_two_means_sets_nobody_apart(honest, speed, liars):
-    """A liar works alone, before the eyes of others; or two of four vote twice. Whoever is at one head holds one state,
-    and in the end all are at one head."""
+    """A liar works alone, before the eyes of others; or two of four vote twice.
+
+    All peers at one head hold one state, and in the end all are at one head.
+    """
     world = World(5, honest + liars, Weather(delay=0.02, jitter=0.001), policy=policy_for(4, exchange=REDUCE))
     for i in range(honest + liars):
         node = world.add(speed=speed) if i < honest else world.add(TwoMinded, speed=2.0)
@@ -248,7 +250,7 @@ def test_fifty_peers_agree_round_after_round(exchange):
 
 
 class Forgetful(Node):
-    """Does not put missed updates back into the error feedback."""
+    """A node that does not put missed updates back into the error feedback."""
 
     def reached(self, action, record, state):
         super().reached(replace(action, missed=()), record, state)

@@ -12,7 +12,7 @@ from protocol.rounds.actions import ApplyRecord, Resync
 
 
 def state_after(state: Digest, certificate: Certificate) -> Digest:
-    """What a record makes of a state: by its updates, or by the parts of their mean."""
+    """Return the state that a record makes of a state, by its updates or by the parts of their mean."""
     return Digest(sha256(b"state", state, certificate.record.digest, *certificate.shards))
 
 
@@ -79,13 +79,13 @@ class Trainer:
         self.claimed = max(self.claimed, self.counter - self.cap)
 
     def order(self, now: float, rests: bool, cap: int) -> None:
-        """Whether to rest, and the most windows of an update, from now on."""
+        """Set whether to rest, and the most windows of an update, from now on."""
         if (rests, cap) != (self.rests, self.cap):
             self.run(now)
             self.rests, self.cap = rests, cap
 
     def begin_afresh(self) -> None:
-        """All that was learnt is of rounds that were rolled back."""
+        """Discard all that was learnt: it is of rounds that were rolled back."""
         self.counter = self.claimed = self.covered = 0
         self.feedback.clear()
         self.fresh.clear()

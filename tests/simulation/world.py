@@ -51,12 +51,12 @@ class World:
         self.nodes: list[Node] = []
         self.by_key: dict[PeerKey, Node] = {}
         self.contents: dict[Digest, frozenset[int]] = {}
-        """What each blob carries."""
+        """The windows that each blob carries."""
         self.bad_blobs: set[Digest] = set()
         self.records: dict[Digest, Certificate] = {}
         """Every record that anybody certified, by the name that the chain gives it."""
         self.wrong_states: set[Digest] = set()
-        """What devices that drifted computed, and what they made of it."""
+        """States that drifted devices computed, and the states that came of them."""
         self.announced_at: dict[Digest, float] = {}
         """When the first update after each parent was ready."""
         self.applied_at: dict[Digest, float] = {}
@@ -81,7 +81,7 @@ class World:
         return [n for n in self.nodes if n.honest and n.alive and not n.observer and n.key not in banned]
 
     def rolled_back(self, height: int) -> None:
-        """The owner has said so."""
+        """Record that the owner has rolled the run back from this height."""
         back = self.owner.body.rollback
         assert back is not None
         self._finals = back.round
@@ -94,7 +94,7 @@ class World:
         )
 
     def describe(self) -> list[str]:
-        """A line for each node: where it stands and what it waits for."""
+        """Return a line for each node: its position and what it waits for."""
         names = {n.key: n.index for n in self.nodes}
         lines = []
         for node in self.nodes:
@@ -145,7 +145,7 @@ class World:
             print(f"{self.clock.now:8.2f} {node.index:3d} {report.level}: {report.kind}: {report.text}")
 
     def _available(self, observer: Node, record: Digest) -> bool:
-        """Whether all that a member may have to replay the rounds up to a record with is given by somebody."""
+        """Return whether somebody serves each blob that a member may need to replay the rounds up to a record."""
         chain = observer.machine.chain
         givers = [n for n in self.nodes if n.alive and self.network.connected(observer.index, n.index)]
         since = chain.height(record) - 2 * self.policy.checkpoint_every
@@ -157,7 +157,7 @@ class World:
         return True
 
     def sign_finals(self, depth: int) -> None:
-        """The owner signs what an observer sees deep enough in the chain, and what can be had; again and again."""
+        """Sign, as the owner and again and again, records deep enough in an observer's chain whose blobs can be had."""
         for node in self.nodes:
             if node.observer and node.alive:
                 chain = node.machine.chain

@@ -45,7 +45,7 @@ def test_a_leaver_says_goodbye_within_its_time_though_its_round_is_undecided():
 
 
 def completed(*, behind: bool) -> Bench:
-    """A machine whose run is over, and another member."""
+    """Return a machine whose run is over, beside another member."""
     b = Bench(policy=TOTAL)
     b.announce()
     b.step(ev.StateReached(b.chain.head, NEXT))

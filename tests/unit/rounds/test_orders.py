@@ -23,7 +23,7 @@ def word(sequence: int, **fields):
 
 
 def started_again(kept) -> Bench:
-    """A peer that comes back with a word that it heard in an earlier life."""
+    """Return a peer that comes back with a directive that it received in an earlier life."""
     b = Bench()
     b.now, b.chain = 0.0, Chain(RUN, STATE, POLICY.chain_limits)
     b.chain.add_directive(kept)

@@ -24,7 +24,10 @@ class Split(Second):
     """Stands on a first record; others come on rival branches from the genesis, of more weight."""
 
     def hears(self, label: bytes, by=(LIAR,), parent: Certificate | None = None, windows: int = 50) -> Certificate:
-        """A record by these, the first of a branch, or after another of theirs; its updates are not given."""
+        """Deliver a record by these authors and return its certificate.
+
+        It is the first of a branch, or it follows another of their records. Nobody serves its updates.
+        """
         number = 0 if parent is None else parent.record.body.round + 1
         base = STATE if parent is None else state(number)
         at = self.chain.genesis if parent is None else parent.digest
@@ -41,7 +44,7 @@ class Split(Second):
         return made
 
     def passes(self, seconds: float) -> list[do.Action]:
-        """All that is done meanwhile, half a second after the other."""
+        """Step the machine every half second and return all its actions, with those of the last step before."""
         found = list(self.actions)
         for _ in range(int(2 * seconds)):
             found += self.step(ev.Tick(), self.now + 0.5)
@@ -69,14 +72,14 @@ def test_what_nobody_gave_is_asked_for_again_and_followed_when_it_is_here():
 
 
 def test_where_a_branch_led_that_the_tree_has_dropped_nobody_looks_any_more():
-    """A tree has room for so many records beside its main branch: the lightest tips go."""
+    """A tree has room for a limited number of records beside its main branch: the lightest tips are removed."""
     b = Split()
     b.chain.limits = replace(b.chain.limits, max_side_records=8)
     small = b.hears(b"b", parent=b.hears(b"a"), windows=2)
     b.passes(2 * PATIENCE + 2)
     assert b.tip == small.digest
     big = b.hears(b"c", parent=b.hears(b"d"), windows=10)
-    b.passes(4)  # its author has let us down before: it is set aside soon
+    b.passes(4)  # its author has failed us before: it is quarantined soon
     for i in range(6):
         big = b.hears(bytes([i]), parent=big, windows=1)
     assert small.digest not in b.chain and b.tip != small.digest

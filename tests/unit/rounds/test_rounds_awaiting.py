@@ -1,4 +1,4 @@
-"""Whom a round waits for: laggards for a little, nobody for ever, and nobody on the word of one who lies."""
+"""A round waits for laggards for a little, for nobody for ever, and for nobody on the word of a liar."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_strangers_do_not_make_a_record_that_most_announced():
     b.announce()
     stranger = b.header(OTHERS[3], 1)
     b.step(ev.CertificateReceived(certificate(b.record(OTHERS[3], [stranger]), [OTHERS[3]]), OTHERS[3]))
-    assert b.of(do.StoreCertificate) and b.chain.head == b.chain.genesis  # nobody had heard that it announced
+    assert b.of(do.StoreCertificate) and b.chain.head == b.chain.genesis  # nobody had received its announcement
 
 
 def test_a_record_of_most_who_announced_is_followed_at_once_though_others_announced_more_work():
@@ -147,7 +147,7 @@ def test_a_record_of_most_who_announced_is_followed_at_once_though_others_announ
 
 
 class Far(Node):
-    """All it hears, and all it says, takes longer than the others' whole rounds."""
+    """A node whose messages, in both directions, take longer than the others' whole rounds."""
 
     def hear(self, message):
         self.world.clock.after(DISTANCE, super().hear, message)
@@ -161,7 +161,10 @@ DISTANCE = 0.4
 
 @pytest.mark.parametrize("exchange", [GATHER, REDUCE])
 def test_who_is_far_away_is_in_the_rounds_though_exchanges_take_longer_than_training(exchange: ReducePlan):
-    """Everybody announces the moment it has a new state; two have it, and are heard, long after the others."""
+    """Every peer announces the moment it has a new state.
+
+    Two have theirs long after the others, and their announcements arrive long after the others'.
+    """
     peers = 6
     policy = policy_for(peers, target_windows=2, exchange=exchange)
     world = World(3, peers, Weather(delay=0.02, jitter=0.005), policy=policy)

@@ -1,4 +1,7 @@
-"""A newcomer hears what the others have before it loads a state: as long as something comes of it, not for ever."""
+"""A newcomer learns what the others have before it loads a state.
+
+It waits as long as something comes of it, not for ever.
+"""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Reducing(Bench):
         return self.actions
 
     def slate(self, attempt=0, by=None, headers=None):
-        """A record of the others, or ours where it was our turn, as it is known to the machine."""
+        """Return a record that the machine knows: one of the others, or ours if it was our turn."""
         mine = [p for p in self.proposed() if p.body.attempt == attempt]
         if mine and by is None:
             return mine[0]
@@ -73,7 +73,7 @@ class Reducing(Bench):
         return self.step(ev.MessageReceived(FakeSigner(by).sign(body)))
 
     def reduce_all(self, record, blobs=None):
-        """Our driver makes every part that it was told to."""
+        """Make every part that the machine ordered, as our driver does."""
         for action in self.all_of(do.ReduceShard):
             if action.record.digest == record.digest:
                 blob = part(action.shard) if blobs is None else blobs[action.shard]
@@ -172,7 +172,7 @@ def test_words_and_votes_that_come_before_the_slate_count():
         b.step(
             ev.MessageReceived(FakeSigner(key).sign(Vote(RUN, record.body.round, record.digest, shards_digest(parts))))
         )
-    b.now += 2 * THREE.exchange_seconds  # whatever we proposed ourselves is over
+    b.now += 2 * THREE.exchange_seconds  # our own proposals are abandoned by now
     b.step(ev.MessageReceived(record))
     for i in range(3):
         b.step(ev.ShardReduced(record.digest, i, part(i)))

@@ -1,4 +1,7 @@
-"""A split that only some see: an observer hears both sides, and hands each the other's records, but not their blobs."""
+"""A split that only some see.
+
+An observer receives the messages of both sides. It passes each side the other's records, but not their blobs.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def split(seed: int, peer: type[Node] = Node, **changes: float) -> World:
 
 
 def check_agreement_soon(world: World) -> None:
-    """From now on: within three seconds and two rounds."""
+    """Check that all honest nodes agree within three seconds and two rounds from now."""
     whole, height = world.clock.now, world.height()
     while disagreement(world.honest) is not None and world.clock.now < whole + 60.0:
         world.clock.run_until(world.clock.now + 0.25)
@@ -64,7 +67,10 @@ class HalfServed(Node):
 
 @pytest.mark.parametrize("seed", range(1, 4))
 def test_who_cannot_get_all_of_another_branch_keeps_its_own_state_and_goes_on(seed: int):
-    """What it lacks to move is found out on the way there: nobody gives up what it stands on for that."""
+    """A peer finds out only on the way to the other branch that updates are missing.
+
+    Nobody abandons its own record for that.
+    """
     world = split(seed, HalfServed)
     assert any(r.kind == "apply-failed" for _, _, r in world.reports)
     assert all(n.machine.phase in ("training", "exchanging") for n in world.honest)
@@ -79,13 +85,13 @@ def test_after_a_split_the_heavier_branch_is_followed_at_once_though_it_was_set_
 
 
 def _away(b: Second) -> None:
-    """A heavier branch beside the first record, whose updates nobody gives."""
+    """Deliver a heavier branch beside the first record; nobody serves its updates."""
     rivals = [b.header(key, 50) for key in OTHERS[3:5]]
     b.step(ev.CertificateReceived(certificate(b.record(OTHERS[3], rivals), OTHERS[3:5]), OTHERS[3]))
 
 
 def _next(b: Second, by, label: bytes, end: int, parent=None, number: int = 1, base=NEXT, first: int = 10):
-    """A certificate of one contributor on our branch, its blob here."""
+    """Deliver and return a certificate of one contributor on our branch; its blob is held here."""
     parent = parent or b.first
     theirs = b.header(by, label=label, round=Round(number), parent=parent, base_state=base, first_window=first,
                       end_window=end)  # fmt: skip
@@ -104,7 +110,7 @@ def test_while_the_heavier_branch_cannot_be_had_its_own_is_gone_along():
     assert b.chain.weight(b.chain.head) == 100 and not b.of(do.ApplyRecord)
     b.step(ev.Tick(), b.now + 2 * POLICY.heartbeat_seconds)
     assert [a.certificate for a in b.of(do.ApplyRecord)] == [made]
-    assert b.chain.weight(b.chain.head) == 100  # nothing was set aside: its updates may still come
+    assert b.chain.weight(b.chain.head) == 100  # nothing was quarantined: its updates may still come
 
 
 def test_going_along_the_own_branch_does_not_put_off_that_the_other_is_set_aside():
