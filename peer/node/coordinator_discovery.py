@@ -84,7 +84,7 @@ class CoordinatorLocator:
         self._changed.set()
         self._changed = asyncio.Event()
         try:
-            self._store.write_value(COORDINATOR_ADDRESS, found.sent)
+            self._store.write_value(COORDINATOR_ADDRESS, found.encoded)
         except StoreError as e:
             log.warning("the coordinator's address was not kept for the next start: %s", e)
         return True

@@ -47,7 +47,7 @@ class Sums:
         found = b"".join(bytes(c.blob[i * CHUNK : i * CHUNK + 1]) for c in contributions for i in self.chunks(0, part))
         return found.ljust(PART_SIZE, b"=")
 
-    def check(self, blob: memoryview, count: int, part: int) -> None:
+    def check_shard(self, blob: memoryview, count: int, part: int) -> None:
         if not bytes(blob).endswith(b"="):
             raise CodecError("no part")
 

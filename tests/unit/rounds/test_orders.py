@@ -54,11 +54,11 @@ def test_it_leaves_when_nobody_knows_a_newer_word_and_at_once_when_it_is_said_ag
         b.step(ev.Tick(), t / 2)
         if b.of(do.Resync):
             b.step(ev.StateReached(b.chain.genesis, STATE))
-        ends += [b.now] * len(b.of(do.RunCompleted if "order" in orders else do.Finished))
+        ends += [b.now] * len(b.of(do.RunCompleted if "run_status" in orders else do.Finished))
     assert ends == [POLICY.member_seconds]
     b = started_again(word(1, **orders))
     b.step(ev.MessageReceived(word(2, **orders)), 1.0)
-    assert b.of(do.RunCompleted if "order" in orders else do.Finished)
+    assert b.of(do.RunCompleted if "run_status" in orders else do.Finished)
 
 
 def test_a_move_to_rounds_that_are_rolled_back_is_not_waited_for():
