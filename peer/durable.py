@@ -1,6 +1,6 @@
 """Durable steps on a POSIX file system: files that are whole or absent, whatever happens while they are written.
 
-A write is a temporary name, fsync, rename, and fsync of the folder. The effect of a call that has returned survives a crash.
+A write is a temporary name, fsync, rename, and fsync of the folder. The effect of a finished call survives a crash.
 """
 
 from __future__ import annotations

@@ -7,17 +7,14 @@ needs; everyone fetches the parts that more than half of each committee agree on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from protocol.blob_sizes import blob_size, mean_size
 from protocol.ids import Digest, PeerKey, sha256
-from protocol.layout import CODEC_CHUNK, Layout
 from protocol.merkle import chunk_count
 from protocol.messages import MAX_SHARDS, Certificate, RoundRecord
-from protocol.spec import MEAN_KEEP_FACTOR, CodecSpec, RunSpec
-
-HEADER = 40
-"""Bytes before the records of every blob of a codec."""
+from protocol.spec import RunSpec
 
 
 def shard_count(contributors: int, update_size: int) -> int:
@@ -87,54 +84,3 @@ class ReducePlan:
 
 GATHER = ReducePlan()
 """Every round is gathered."""
-
-
-def mean_size(codec: CodecSpec, layout: Layout) -> int:
-    """Bytes of the whole mean as its parts have it, but for their headers: what `Reduction.total_size(1)` says."""
-    match codec.kind:
-        case "sparse":
-            k = min(CODEC_CHUNK, MEAN_KEEP_FACTOR * codec.k)
-            return _size(layout, lambda width: 2 + _kept(width, k) + _positions_size(width, _kept(width, k)))
-        case "none":
-            return blob_size(codec, layout)
-        case _:
-            return blob_size(codec.model_copy(update={"kind": "int8"}), layout)
-
-
-def blob_size(codec: CodecSpec, layout: Layout) -> int:
-    """Bytes of every update under a codec: what `Codec.size` says, known without building the codec (docs/codec.md)."""
-    match codec.kind:
-        case "none":
-            return _size(layout, lambda width: 4 * width)
-        case "int8":
-            return _size(layout, lambda width: 2 + width)
-        case "sign":
-            return _size(layout, lambda width: 2 + -(-width // 8))
-        case _:
-            k = codec.k
-            return _size(
-                layout,
-                lambda width: 4 + _positions_size(width, _kept(width, k)) + -(-2 * _kept(width, k) // 8),
-            )
-
-
-def _size(layout: Layout, record_size: Callable[[int], int]) -> int:
-    size = HEADER
-    for tensor in layout.tensors:
-        whole, rest = divmod(tensor.numel, CODEC_CHUNK)
-        size += whole * record_size(CODEC_CHUNK) + (record_size(rest) if rest else 0)
-    return size
-
-
-def _kept(width: int, k: int) -> int:
-    """Coordinates that are kept of a chunk, when k are of a full one."""
-    return -(-width * k // CODEC_CHUNK)
-
-
-def _positions_size(m: int, k: int) -> int:
-    """Bytes of k positions below m: none, Elias-Fano's or a bitmap's."""
-    if k == m:
-        return 0
-    low = (m // k).bit_length() - 1
-    elias_fano = -(-k * low // 8) + -(-(k + ((m - 1) >> low)) // 8)
-    return min(elias_fano, -(-m // 8))

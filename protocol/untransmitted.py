@@ -13,8 +13,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from protocol.blob_sizes import packed_size
 from protocol.codec import Batch, Codec
-from protocol.codec.bits import pack, packed_size, unpack
+from protocol.codec.bits import pack, unpack
 from protocol.codec.interface import Blob
 from protocol.codec.sparse import SparseCodec
 from protocol.errors import CodecError

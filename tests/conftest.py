@@ -1,8 +1,7 @@
-"""What all tests share: property tests without a stopwatch, since the machines that run them are shared; and, with
-pytest-xdist, which tests run one after the other.
+"""Settings and fixtures of all tests, and their order with pytest-xdist.
 
-Two workers finish soonest when the long files begin first, and the short ones fill what is left. A file stays on one
-worker: its fixtures are made once, and what it measures is not measured beside itself.
+Property tests have no deadline, since the machines that run them are shared. Two workers finish soonest when the long
+files begin first and the short ones fill the rest. A file stays on one worker, so that its fixtures are made once.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from tests.support import postgres_world
 os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 
 hypothesis.settings.register_profile("cairn", deadline=None, print_blob=True)
-# The same examples each time: who changes one thing is not told of another. By hand one looks further.
+# The same examples each time, so that a change shows no failure of something else. By hand, others are tried.
 hypothesis.settings.register_profile("same", deadline=None, print_blob=True, derandomize=True)
 hypothesis.settings.load_profile(os.environ.get("CAIRN_EXAMPLES", "cairn"))
 
 
 @pytest.fixture(autouse=True)
 def room_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No coordinator in this process alerts because the machine that runs the tests is short of disk."""
+    """Keep coordinators in this process from alerting that the machine that runs the tests is short of disk."""
     usage = SimpleNamespace(free=10**12, used=10**12, total=2 * 10**12)
     monkeypatch.setattr("coordinator.alerts.inputs.disk_usage", lambda _: usage)
 
 
 @pytest.fixture(scope="session")
 def postgres_url() -> Iterator[str]:
-    """A PostgreSQL server of this session's own; skips, with the reason, where there can be none."""
+    """Yield the URL of a PostgreSQL server of this session, or skip with the reason why there is none."""
     if reason := postgres_world.missing():
         pytest.skip(reason)
     with postgres_world.server() as url:
@@ -45,7 +44,7 @@ def postgres_url() -> Iterator[str]:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def ledger_place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """Where a new ledger is kept: a file, then a PostgreSQL database that holds nothing else."""
+    """Yield the place of a new ledger: a file, then an empty PostgreSQL database."""
     if request.param == "sqlite":
         yield str(tmp_path / "ledger.sqlite")
     else:
@@ -80,11 +79,11 @@ FIRST = (
     "tests/unit/peer/test_layers.py",
     "tests/unit/peer/test_node_reduced_rounds.py",
 )
-"""What takes longest, the longest first."""
+"""Files, or beginnings of their paths, that take longest; the longest first."""
 
 
 def lane(nodeid: str) -> str:
-    """What is run one after the other has the same one."""
+    """Return the lane of a test: tests of one lane run one after the other."""
     file = nodeid.split("::")[0]
     return TOGETHER.get(file, file)
 

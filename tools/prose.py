@@ -7,6 +7,7 @@ blocks, headings and quotations are not prose: they are masked or left out befor
 from __future__ import annotations
 
 import ast
+import os
 import re
 import sys
 from bisect import bisect_right
@@ -22,7 +23,8 @@ LEAD_IN_WORDS = 6
 """A sentence of at most this length that ends with a colon introduces a list and is read as a heading."""
 
 SUFFIXES = (".md", ".proto", ".py")
-SKIPPED = re.compile(r"_pb2|(?:^|/)(?:\.\w|build/|\w+\.egg-info)")
+SKIPPED = re.compile(r"\.|build$|demo-run$|.*\.egg-info$|.*_pb2")
+"""Names of folders and files without prose of ours: hidden, built and generated ones."""
 
 RELATIVE = re.compile(
     r"(?:(?:about|after|at|before|by|for|from|in|of|on|over|since|than|through|to|until|with)\s+)?"
@@ -241,8 +243,12 @@ def check(path: Path) -> list[Finding]:
 def files(paths: Iterable[Path]) -> Iterator[Path]:
     """Yield the files that paths name: themselves, and in folders all that hold prose and are not generated."""
     for path in paths:
-        inside = sorted(p for suffix in SUFFIXES for p in path.rglob(f"*{suffix}")) if path.is_dir() else [path]
-        yield from (p for p in inside if not SKIPPED.search(str(p)))
+        if path.is_file():
+            yield path
+        for folder, inner, names in os.walk(path):
+            inner[:] = sorted(name for name in inner if not SKIPPED.match(name))
+            prose = (name for name in sorted(names) if name.endswith(SUFFIXES) and not SKIPPED.match(name))
+            yield from (Path(folder) / name for name in prose)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from cairn.commands.options import parse_count
+from protocol.blob_sizes import HEADER, blob_size, mean_size
 from protocol.layout import CODEC_CHUNK, Layout, TensorShape
 from protocol.merkle import CHUNK
-from protocol.reduce_plan import HEADER, ReducePlan, blob_size, mean_size, shard_count
+from protocol.reduce_plan import ReducePlan, shard_count
 from protocol.rounds.policy import RoundPolicy
 from protocol.spec import CodecSpec
 

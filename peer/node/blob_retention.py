@@ -1,7 +1,7 @@
 """Retention of blobs on disk: those that the round machine and the spec name, and what this node has just made.
 
-The rule is the machine's (`RoundMachine.retained_blobs`): the newest checkpoints, all blobs applied since the oldest of
-them, the blobs of the open round, and own updates that may still return to the error feedback.
+The rule is the machine's (`RoundMachine.retained_blobs`). It keeps the newest checkpoints, all blobs applied since the
+oldest of them, the blobs of the open round, and own updates that may still return to the error feedback.
 """
 
 from __future__ import annotations

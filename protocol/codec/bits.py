@@ -12,10 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-
-def packed_size(count: int, width: int) -> int:
-    """Bytes that `count` fields of `width` bits take: the last byte is filled up with zero bits."""
-    return -(-count * width // 8)
+from protocol.blob_sizes import packed_size
 
 
 def _lanes(bits: int, lane: int) -> int:

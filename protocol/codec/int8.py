@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from protocol.blob_sizes import SCALE, int8_record
 from protocol.codec.interface import Codec, Decoded, reject_rows
 from protocol.codec.scales import MAX_INPUT, decode_scales, encode_scales, round_up_to_scale
 
-SCALE = 2
 LEVELS = 127
 MAX_SCALE = 2.0**23
 """127 times it is below MAX_VALUE, and MAX_INPUT / 127, rounded up, is below it."""
@@ -22,7 +22,7 @@ class Int8Codec(Codec):
     sends_all = True
 
     def record_size(self, width: int) -> int:
-        return SCALE + width
+        return int8_record(width)
 
     def _encode(self, x: Tensor) -> Tensor:
         scale, codes = quantise(x)

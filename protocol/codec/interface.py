@@ -20,6 +20,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from protocol.blob_sizes import HEADER
 from protocol.codec.batches import BATCH_CHUNKS, BATCH_CHUNKS_DEVICE, Batch, ChunkRange, split_into_batches
 from protocol.errors import CodecError
 from protocol.layout import CODEC_CHUNK, Layout, TensorSlice
@@ -29,7 +30,6 @@ MAGIC = b"CRN1"
 FORMAT = 1
 CHECK_BATCH_BYTES = 256 * 1024
 """Of records that are checked at once: in a thread beside a busy one, each operation may wait for the interpreter."""
-HEADER = 40
 
 Blob = bytes | bytearray | memoryview
 T = TypeVar("T")

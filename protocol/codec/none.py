@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from protocol.blob_sizes import raw_record
 from protocol.codec.interface import Codec, Decoded, reject_rows
 from protocol.codec.scales import MAX_INPUT, MAX_VALUE
 from protocol.layout import CODEC_CHUNK
@@ -18,7 +19,7 @@ class RawCodec(Codec):
     sends_all = True
 
     def record_size(self, width: int) -> int:
-        return 4 * width
+        return raw_record(width)
 
     def _encode(self, x: Tensor) -> Tensor:
         reject_rows(~(x.abs().amax(1) <= MAX_INPUT), f"a value is not finite, or larger than {MAX_INPUT:g}")

@@ -7,54 +7,17 @@ one size, so a chunk's place in a blob is arithmetic.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
-from protocol.codec.bits import has_padding_bits, pack, packed_size, unpack
+from protocol.blob_sizes import PositionSizes, packed_size
+from protocol.codec.bits import has_padding_bits, pack, unpack
 from protocol.codec.interface import RecordError, reject_rows
 from protocol.codec.rows import nonzero
 
 
-@dataclass(frozen=True)
-class Positions:
+class Positions(PositionSizes):
     """The coding of k distinct positions below m, 1 <= k <= m."""
-
-    m: int
-    k: int
-
-    @property
-    def dense(self) -> bool:
-        """Every coordinate is sent: positions cost nothing."""
-        return self.k == self.m
-
-    @cached_property
-    def low(self) -> int:
-        """Low bits that Elias-Fano writes as they are: floor(log2(m / k))."""
-        return (self.m // self.k).bit_length() - 1
-
-    @cached_property
-    def _high(self) -> int:
-        """Bits of the unary part: a one for each position, a zero for each step of the high bits."""
-        return self.k + ((self.m - 1) >> self.low)
-
-    @cached_property
-    def bitmap(self) -> bool:
-        """A bit a coordinate is no longer than Elias-Fano: about from k = m / 4 on."""
-        return not self.dense and packed_size(self.m, 1) <= self._elias_fano_size
-
-    @cached_property
-    def _elias_fano_size(self) -> int:
-        return packed_size(self.k, self.low) + packed_size(self._high, 1)
-
-    @cached_property
-    def size(self) -> int:
-        """Bytes of the positions of one chunk."""
-        if self.dense:
-            return 0
-        return packed_size(self.m, 1) if self.bitmap else self._elias_fano_size
 
     def encode(self, positions: Tensor) -> Tensor:
         """int64 [n, k], each row strictly increasing and below m, to uint8 [n, size]. Not for dense chunks."""
@@ -62,7 +25,7 @@ class Positions:
         if self.bitmap:
             bits = torch.zeros((n, self.m), dtype=torch.uint8, device=device)
             return pack(bits.scatter_(1, positions, 1), 1)
-        bits = torch.zeros((n, self._high), dtype=torch.uint8, device=device)
+        bits = torch.zeros((n, self.high), dtype=torch.uint8, device=device)
         bits.scatter_(1, (positions >> self.low) + torch.arange(self.k, device=device), 1)
         high = pack(bits, 1)
         if not self.low:
@@ -77,7 +40,7 @@ class Positions:
         if self.bitmap:
             return self._ones(packed, self.m)
         lows = packed_size(self.k, self.low)
-        positions = self._ones(packed[:, lows:], self._high).sub_(torch.arange(self.k, device=packed.device))
+        positions = self._ones(packed[:, lows:], self.high).sub_(torch.arange(self.k, device=packed.device))
         if self.low:
             reject_rows(
                 has_padding_bits(packed[:, :lows], self.k, self.low),

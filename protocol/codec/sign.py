@@ -10,11 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from protocol.codec.bits import has_padding_bits, pack, packed_size, unpack
+from protocol.blob_sizes import SCALE, sign_record
+from protocol.codec.bits import has_padding_bits, pack, unpack
 from protocol.codec.interface import Codec, Decoded, reject_rows
 from protocol.codec.scales import MAX_INPUT, decode_scales, encode_scales, round_to_scale
-
-SCALE = 2
 
 
 class SignCodec(Codec):
@@ -25,7 +24,7 @@ class SignCodec(Codec):
     sends_all = True
 
     def record_size(self, width: int) -> int:
-        return SCALE + packed_size(width, 1)
+        return sign_record(width)
 
     def _encode(self, x: Tensor) -> Tensor:
         magnitudes = x.abs()

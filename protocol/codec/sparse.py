@@ -12,14 +12,15 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from protocol.codec.bits import has_padding_bits, pack, packed_size, unpack
+from protocol.blob_sizes import SCALE, kept_of, sparse_record
+from protocol.codec.bits import has_padding_bits, pack, unpack
 from protocol.codec.interface import Codec, Decoded, reject_rows
 from protocol.codec.positions import Positions
 from protocol.codec.rows import sort_descending, topk
 from protocol.codec.scales import MAX_INPUT, decode_scales, encode_scales, round_to_scale
-from protocol.layout import CODEC_CHUNK, Layout
+from protocol.layout import Layout
 
-SCALES = 4
+SCALES = 2 * SCALE
 SAMPLE = 512
 """Magnitudes that are sorted to place the levels; all of them up to k = 512."""
 
@@ -27,7 +28,7 @@ SAMPLE = 512
 @lru_cache(maxsize=8192)
 def positions_of(width: int, kept: int) -> Positions:
     """The coding of positions in a chunk of `width` coordinates, when `kept` of a full one are kept."""
-    return Positions(width, -(-width * kept // CODEC_CHUNK))
+    return Positions(width, kept_of(width, kept))
 
 
 class SparseCodec(Codec):
@@ -45,8 +46,7 @@ class SparseCodec(Codec):
         return positions_of(width, self.kept)
 
     def record_size(self, width: int) -> int:
-        coding = self.positions(width)
-        return SCALES + coding.size + packed_size(coding.k, 2)
+        return sparse_record(width, self.kept)
 
     def _encode(self, x: Tensor) -> Tensor:
         coding = self.positions(x.shape[1])

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from protocol.codec.int8 import SCALE, dequantise, quantise, read_codes, sum_squares
+from protocol.blob_sizes import SCALE, sparse8_record
+from protocol.codec.int8 import dequantise, quantise, read_codes, sum_squares
 from protocol.codec.interface import Codec, Decoded
 from protocol.codec.positions import Positions
 from protocol.codec.rows import topk
@@ -34,8 +35,7 @@ class Sparse8Codec(Codec):
         return positions_of(width, self.kept)
 
     def record_size(self, width: int) -> int:
-        coding = self.positions(width)
-        return SCALE + coding.size + coding.k
+        return sparse8_record(width, self.kept)
 
     def _encode(self, x: Tensor) -> Tensor:
         coding = self.positions(x.shape[1])

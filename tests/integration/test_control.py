@@ -108,7 +108,7 @@ async def test_what_is_late_goes_by_the_policy_that_holds_now(tmp_path):
         assert await after(4000) == "healthy"
         judged = coordinator._alert_input()
         assert judged.round_limit == 5000 + 700 + SPEC.round.patience_seconds
-        assert coordinator.peers.member_seconds == coordinator.observations.member_seconds == 300
+        assert coordinator._member_seconds() == 300
         async with client(coordinator) as c:
             await c.publish_directive(word(2, from_round=0).encoded)
         assert coordinator.directives.round_policy == SPEC.round, "as in the spec again"

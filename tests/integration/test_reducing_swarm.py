@@ -26,6 +26,7 @@ from protocol.reduce_plan import committees, shard_count
 from protocol.rounds.events import BlobHeld, ShardReduced
 from protocol.spec import CodecSpec, OuterSpec
 from tests.support.swarm_world import RUN, Member, Pool
+from tests.support.waiting import LIMIT, ended
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -75,10 +76,10 @@ class Driver:
         self.answers: asyncio.Queue[Any] = asyncio.Queue()
         tasks, source = Tasks(), Source(member.swarm.fetch_blob)
         updates = UpdateFetcher(
-            member.store, source, CODEC, deadline_seconds=20, post=self.answers.put_nowait, tasks=tasks,
+            member.store, source, CODEC, deadline_seconds=LIMIT, post=self.answers.put_nowait, tasks=tasks,
         )  # fmt: skip
         self.reducing = ShardReducer(
-            member.store, source, updates, REDUCTION, CODEC.size, OuterSpec(), exchange_seconds=40,
+            member.store, source, updates, REDUCTION, CODEC.size, OuterSpec(), exchange_seconds=2 * LIMIT,
             post=self.answers.put_nowait, tasks=tasks,
         )  # fmt: skip
 
@@ -101,7 +102,7 @@ async def test_every_member_of_a_committee_makes_the_same_part_and_each_moves_it
         made: dict[int, set[Digest]] = {}
         for d in drivers.values():
             for _ in [c for c in seats if d.member.key in c]:
-                answer = await asyncio.wait_for(d.answers.get(), 20)
+                answer = await ended(d.answers.get())
                 assert isinstance(answer, ShardReduced) and answer.record == record.digest
                 made.setdefault(answer.part, set()).add(answer.blob)
         assert sorted(made) == list(range(parts)) and all(len(found) == 1 for found in made.values())
@@ -124,6 +125,6 @@ async def test_every_member_of_a_committee_makes_the_same_part_and_each_moves_it
                     d.reducing.fetch(blob, record, part, seats[part])
         for d in drivers.values():
             for _ in [c for c in seats if d.member.key not in c]:
-                assert isinstance(await asyncio.wait_for(d.answers.get(), 20), BlobHeld)
+                assert isinstance(await ended(d.answers.get()), BlobHeld)
             assert all(d.member.store.has(blob) for found in made.values() for blob in found)
         assert all(m.bad == [] for m in lent)

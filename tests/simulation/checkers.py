@@ -148,7 +148,7 @@ def check_words(world: World) -> None:
             if any(u.body.windows > most for u in body.updates):
                 raise Broken(f"{where} lists an update of more than {most} windows")
             if body.directive is not None:
-                if said and body.directive.body.precedence <= said[-1].rank:
+                if said and body.directive.body.precedence <= said[-1].precedence:
                     raise Broken(f"{where} carries a directive that is not newer")
                 carried.append(body.directive)
             if carried and carried[-1].body.from_round <= body.round + 1:

@@ -1,9 +1,13 @@
-"""One peer of the simulated swarm: carries out its machine's actions, with a store that survives crashes."""
+"""One peer of the simulated swarm: the product's driver over simulated effects, and a store that survives crashes."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from peer.node.driver import RoundDriver
+from peer.node.events import EventQueue, NodeEvents
+from peer.node.round_timings import RoundTimings
 from protocol.chain import Chain, FinalizedConflict, UnknownParent
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.messages import Certificate, Directive, Finalization, Signed
@@ -19,6 +23,8 @@ from tests.simulation.trainer import Trainer, state_after
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
+T = TypeVar("T")
+
 FETCH_DEADLINE = 3.0
 RETRY = 0.1
 """After a refusal because the holder has not heard our header yet."""
@@ -27,8 +33,20 @@ CHAIN_DEADLINE = 2.0
 ADMISSION = b"admitted"
 
 
+def completed(work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of a coroutine that waits for nothing: the simulator's effects are immediate."""
+    try:
+        work.send(None)
+    except StopIteration as result:
+        return result.value
+    raise AssertionError("an effect of the simulator waits for something")
+
+
 class Node:
-    """`honest` nodes are the ones whose promises are checked."""
+    """One peer, driven by the product's `RoundDriver`, whose effects (`RoundEffects`) it is.
+
+    `honest` nodes are the ones whose promises are checked.
+    """
 
     honest = True
     machine_type = RoundMachine
@@ -75,7 +93,6 @@ class Node:
         )
         self.machine = self.machine_type(
             w.policy, w.run, self.signer, chain, now=w.clock.now, observer=self.observer, blob_size=1000,
-            status=self.status(self.incarnation),
         )  # fmt: skip
         self.tick_at = float("inf")
         self.trainer_record: Digest | None = None
@@ -86,23 +103,32 @@ class Node:
         self.working = False
         self.fetching: set[Digest] = set()
         self.committee_work = CommitteeWork(self)
-        self.parts_asked: dict[Digest, set[Digest]] = {}
+        self.shards_asked: dict[Digest, set[Digest]] = {}
+        """Shards that are fetched, by record."""
+
         self.done = False
-        self.carry_out(self.machine.start(w.clock.now))
+        observers = NodeEvents()
+        self.driver = RoundDriver(
+            self.machine, self, EventQueue(observers), observers, RoundTimings(), status=self.status,
+            clock=lambda: w.clock.now,
+        )  # fmt: skip
+        self.booting = True
+        self.carried_out(completed(self.driver.start(alone=False)))
+        self.booting = False
         self.progress(self.incarnation)
 
     def crash(self) -> None:
         """Lose all that is not in the store."""
         self.alive = False
 
-    def status(self, sequence: int = 0) -> LocalStatus:
-        """Return what the machine cannot know; `sequence` makes up for a restart within a millisecond."""
-        admission = b"" if self.observer else ADMISSION
-        return LocalStatus(int(self.world.clock.now * 1000) + sequence, admission=admission)
+    def status(self) -> LocalStatus:
+        """Return what the machine cannot know. At a restart the sequence grows, even within a millisecond."""
+        sequence = int(self.world.clock.now * 1000) + (self.incarnation if self.booting else 0)
+        return LocalStatus(sequence, admission=b"" if self.observer else ADMISSION)
 
     def step(self, event) -> None:
         if self.alive:
-            self.carry_out(self.machine.step(event, self.world.clock.now, self.status()))
+            self.carry_out(self.driver.step(event))
 
     def later(self, incarnation: int, event) -> None:
         """An event for the incarnation that asked for it."""
@@ -125,44 +151,13 @@ class Node:
 
     # -- actions ---------------------------------------------------------------------------------------------
 
-    def carry_out(self, actions) -> None:  # noqa: C901 (a flat dispatch)
+    def carry_out(self, actions) -> None:
+        """Carry out actions through the product's driver, whose effects are the methods below."""
+        self.carried_out(completed(self.driver.carry_out(actions)))
+
+    def carried_out(self, finished: do.Finished | None) -> None:
         w = self.world
-        for action in actions:
-            match action:
-                case do.Broadcast(message):
-                    self.broadcast(message)
-                case do.Send(to, messages, certificates):
-                    self.send(to, messages, certificates)
-                case do.ReduceShard():
-                    self.committee_work.begin(action)
-                case do.CancelReduce(record):
-                    self.committee_work.drop(record)
-                    self.fetching -= self.parts_asked.pop(record, set())
-                case do.FetchBlob() | do.FetchShard():
-                    if action.blob not in self.fetching:
-                        self.fetching.add(action.blob)
-                        if isinstance(action, do.FetchShard):
-                            self.parts_asked.setdefault(action.record.digest, set()).add(action.blob)
-                        self.fetch(self.incarnation, action, w.clock.now + FETCH_DEADLINE)
-                case do.DropBlob(blob):
-                    self.fetching.discard(blob)
-                case do.RequestChain(to, have):
-                    self.request_chain(to, have)
-                case do.StoreCertificate(certificate):
-                    self.certificates.append(certificate)
-                    w.certified(self, certificate)
-                case do.StoreFinalization(message):
-                    self.final = message
-                case do.StoreDirective(message):
-                    self.directive = message
-                case do.Notice():
-                    w.report(self, action)
-                case do.DirectivesChanged(_, resting, policy):
-                    self.trainer.order(w.clock.now, resting, policy.max_update_windows)
-                case do.Finished():
-                    self.done = True
-                case do.RequestUpdate() | do.ApplyRecord() | do.Resync():
-                    self.queue.append(action)
+        self.done = self.done or finished is not None
         self.work()
         if self.machine.next_tick < self.tick_at:
             self.tick_at = self.machine.next_tick
@@ -173,14 +168,62 @@ class Node:
             if node is not self and node.alive:
                 self.world.network.send(self.index, node.index, node.hear, message)
 
-    def send(self, to: PeerKey, messages, certificates) -> None:
-        node = self.world.by_key.get(to)
+    def send(self, action: do.Send) -> None:
+        node = self.world.by_key.get(action.to)
         if node is not None and node.alive:
-            for message in messages:
+            for message in action.messages:
                 self.world.network.send(self.index, node.index, node.hear, message)
-            for certificate in certificates:
+            for certificate in action.certificates:
                 event = ev.CertificateReceived(certificate, self.key)
                 self.world.network.send(self.index, node.index, node.step, event)
+
+    def request_update(self, action: do.RequestUpdate) -> None:
+        self.queue.append(action)
+
+    def move(self, action: do.ApplyRecord | do.Resync) -> None:
+        self.queue.append(action)
+
+    def reduce_shard(self, action: do.ReduceShard) -> None:
+        self.committee_work.begin(action)
+
+    def cancel_reduce(self, action: do.CancelReduce) -> None:
+        self.committee_work.drop(action.record)
+        self.fetching -= self.shards_asked.pop(action.record, set())
+
+    def fetch_blob(self, action: do.FetchBlob | do.FetchShard) -> None:
+        if action.blob not in self.fetching:
+            self.fetching.add(action.blob)
+            self.fetch(self.incarnation, action, self.world.clock.now + FETCH_DEADLINE)
+
+    def fetch_shard(self, action: do.FetchShard) -> None:
+        if action.blob not in self.fetching:
+            self.shards_asked.setdefault(action.record.digest, set()).add(action.blob)
+        self.fetch_blob(action)
+
+    def drop_blob(self, action: do.DropBlob) -> None:
+        self.fetching.discard(action.blob)
+
+    async def store_certificate(self, certificate: Certificate) -> None:
+        self.certificates.append(certificate)
+        self.world.certified(self, certificate)
+
+    async def store_finalization(self, finalization: Signed[Finalization]) -> None:
+        self.final = finalization
+
+    async def store_directive(self, directive: Signed[Directive]) -> None:
+        self.directive = directive
+
+    async def store_epoch(self, epoch: int) -> None:
+        """Do nothing: a restarted trainer has learnt nothing."""
+
+    def directives_changed(self, action: do.DirectivesChanged) -> None:
+        self.trainer.order(self.world.clock.now, action.resting, action.policy.max_update_windows)
+
+    def notify(self, action: do.Notice) -> None:
+        self.world.report(self, action)
+
+    def run_completed(self, action: do.RunCompleted) -> None:
+        """Do nothing: the trainer goes on, so that its account can be checked."""
 
     def hear(self, message) -> None:
         if self.alive:
@@ -226,7 +269,8 @@ class Node:
             self.blobs.add(blob)
             self.step(ev.BlobHeld(blob))
 
-    def request_chain(self, to: PeerKey, have) -> None:
+    def request_chain(self, action: do.RequestChain) -> None:
+        to, have = action.to, action.have
         w, node, incarnation = self.world, self.world.by_key[to], self.incarnation
         lost = w.network.rng.random() < w.network.weather.loss
         if lost or not node.alive or not w.network.connected(self.index, node.index):

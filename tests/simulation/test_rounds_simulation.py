@@ -266,7 +266,7 @@ class Doubling(Node):
 class Stubborn(Node):
     """Never asks for the chain of others."""
 
-    def request_chain(self, to, have):
+    def request_chain(self, action):
         pass
 
 
@@ -329,9 +329,9 @@ def test_who_has_announced_and_does_not_say_which_headers_it_knows_is_not_sent_t
                 beats.append(len(message.body.known_headers))
             super().broadcast(message)
 
-        def send(self, to, messages, certificates):
-            helped.extend(messages)
-            super().send(to, messages, certificates)
+        def send(self, action):
+            helped.extend(action.messages)
+            super().send(action)
 
     for i in range(5):
         world.add(Listening if i else Withholder, speed=2.0)

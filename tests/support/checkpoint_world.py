@@ -152,7 +152,7 @@ class Uniform(torch.nn.Module):
 
 
 def shards(folder: Path, *windows: int) -> list[Path]:
-    """So many windows in each shard, each window begun by its number over all."""
+    """Write shards with these numbers of windows; each window begins with its number over all shards."""
     paths, number = [], 0
     for n, count in enumerate(windows):
         tokens = np.zeros(count * 16 + 1, dtype="<u2")

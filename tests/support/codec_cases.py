@@ -84,7 +84,7 @@ specs = st.one_of(
 
 
 def assert_refused_or_sane(codec, blob) -> None:
-    """The promise of the strict decoder, whatever the bytes."""
+    """Assert the promise of the strict decoder, whatever the bytes."""
     try:
         codec.check(blob)
     except CodecError:

@@ -157,8 +157,8 @@ class FakeSwarm:
     def directive(self) -> Signed[Directive] | None:
         return self.directives[-1] if self.directives else None
 
-    async def publish_directive(self, word: Signed[Directive]) -> None:
-        self.directives.append(word)
+    async def publish_directive(self, directive: Signed[Directive]) -> None:
+        self.directives.append(directive)
 
     async def offer_state(self, state: Digest, record: Digest) -> None:
         if state not in self.blobs:
@@ -185,7 +185,7 @@ class FakeSwarm:
         self._listeners.append(callback)
 
     def forget_subscribers(self) -> None:
-        """A coordinator that subscribed has stopped."""
+        """Drop all subscriptions: the coordinator that made them has stopped."""
         self._callbacks.clear()
         self._listeners.clear()
 
@@ -208,8 +208,8 @@ class FakeSwarm:
     def coordinator_address(self) -> Signed[Any] | None:
         return max(self.words, key=lambda w: w.body.sequence, default=None)
 
-    async def publish_coordinator_address(self, word: Signed[Any]) -> None:
-        self.words.append(word)
+    async def publish_coordinator_address(self, address: Signed[Any]) -> None:
+        self.words.append(address)
 
     def held_state(self) -> int:
         return len(self.chain.certificates) if self.held is None else self.held

@@ -23,10 +23,10 @@ class FakeNode:
 
     def __init__(self, folder: Path, chain: Chain):
         self.chain = chain
-        self.on_change = lambda: None
+        self.observers = SimpleNamespace(subscribe=lambda *_: None)
         self.held: list[Digest] = []
         self.folder = folder
-        self.network = SimpleNamespace(fetch_blob=self._fetch, everyone=lambda: [], directory=self, listeners=[])
+        self.network = SimpleNamespace(fetch_blob=self._fetch, everyone=lambda: [], peers=self)
         self.store = SimpleNamespace(path=lambda d: folder / "blob", has=lambda d: True)
         (folder / "blob").write_bytes(b"blob")
         self.fetched: list[Digest] = []

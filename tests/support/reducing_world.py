@@ -17,6 +17,7 @@ from protocol.ids import Digest, PeerKey
 from protocol.merkle import CHUNK, blob_digest, blob_leaves
 from tests.support.coordinator_fakes import ChainMaker, make_spec, peer
 from tests.support.recorded_tasks import RecordedTasks
+from tests.support.waiting import LIMIT, ended
 
 SPEC = make_spec()
 
@@ -106,7 +107,7 @@ class Source:
 
 
 class World:
-    def __init__(self, folder: Path, authors: int, seconds: float = 20.0):
+    def __init__(self, folder: Path, authors: int, seconds: float = LIMIT):
         self.store = Store(folder, 1 << 40)
         self.source = Source(self.store)
         self.answers: asyncio.Queue[Any] = asyncio.Queue()
@@ -129,8 +130,8 @@ class World:
             exchange_seconds=seconds, post=self.answers.put_nowait, tasks=self.tasks,
         )  # fmt: skip
 
-    async def answer(self, seconds: float = 10.0) -> Any:
-        return await asyncio.wait_for(self.answers.get(), seconds)
+    async def answer(self) -> Any:
+        return await ended(self.answers.get())
 
     def expected(self, part: int) -> bytes:
         ordered = [self.source.blobs[u.body.blob] for u in self.record.body.updates]
@@ -151,7 +152,7 @@ class World:
 class _Codec:
     size = SIZE
 
-    def check(self, blob: object) -> None: ...
+    def check_shard(self, blob: object) -> None: ...
 
 
 def _replace(value: Any, **fields: Any) -> Any:

@@ -27,6 +27,7 @@ from protocol.spec import sign_spec
 from protocol.wire import swarm_pb2 as wire
 from tests.support.signed import HEADERS, PEERS, decoder
 from tests.support.specs import OWNER, digest, identity, tiny_spec
+from tests.support.waiting import until
 
 RUN = tiny_spec()
 SENT = sign_spec(OWNER, RUN).encoded
@@ -146,11 +147,11 @@ async def test_a_newer_word_is_passed_on_once_and_of_many_at_once_only_the_last(
     passing = asyncio.create_task(module.pass_on(cast(Any, network), locator))
     await asyncio.sleep(0)
     locator.accept(word(1).encoded)
-    await asyncio.sleep(0.01)
+    await until(lambda: network.said)
     for i in range(2, 30):
         locator.accept(word(i).encoded)
         locator.accept(word(i).encoded)
-    await asyncio.sleep(0.2)
+    await until(lambda: network.said[-1] == word(29).encoded)
     assert network.said == [word(1).encoded, word(29).encoded]
     passing.cancel()
 

@@ -13,8 +13,9 @@ from peer.training.exchange_point import ExchangePoint
 from peer.training.owner import ThreadOwned
 from peer.training.windows import WindowAccounting
 from protocol.spec import CodecSpec
-from tests.support.trainer_states import closed, loaded, train, update
+from tests.support.local_trainer import closed, loaded, train, update
 from tests.support.trainer_world import World, accepted_round, finish
+from tests.support.waiting import LIMIT
 
 __all__ = ["closed"]  # a fixture
 
@@ -102,7 +103,7 @@ def test_a_state_that_is_saved_while_an_update_is_made_waits_for_it(tmp_path, mo
 
     making = threading.Thread(target=make)
     making.start()
-    assert entered.wait(30)
+    assert entered.wait(LIMIT)
     trainer.checkpointer.start()
     finish(trainer)
     making.join(30)

@@ -21,6 +21,7 @@ from protocol.message_codec import MessageDecoder
 from protocol.rounds.events import CertificateReceived
 from tests.support.coordinator_fakes import ChainMaker, make_spec, state
 from tests.support.specs import OWNER, identity
+from tests.support.waiting import NEVER, ended, until
 
 SPEC = make_spec(genesis={"digest": state(0).hex(), "size": 524_288})
 
@@ -54,13 +55,13 @@ async def test_told_to_leave_while_it_starts_it_does_not_finish_starting_first(f
     if slow == "the swarm":
         monkeypatch.setattr(Network, "start", forever)
     monkeypatch.setattr(trainer_client, "fetch_assets", forever)
-    monkeypatch.setattr(node_module, "HARD_STOP_SECONDS", 100.0)
+    monkeypatch.setattr(node_module, "HARD_STOP_SECONDS", NEVER)
     with Store(folder / "store", 1 << 30) as store:
         n = node(folder, store, observer=False)
         running = asyncio.create_task(n.run())
         await asyncio.sleep(0.05)
         n.leave()
-        await asyncio.wait_for(running, 30)
+        await ended(running)
         assert n.snapshot().finished and (shown := read_snapshot(folder)) is not None and shown.finished
 
 
@@ -70,9 +71,9 @@ async def test_an_observer_leaves_with_a_goodbye(folder, monkeypatch):
     with Store(folder / "store", 1 << 30) as store:
         n = node(folder, store)
         running = asyncio.create_task(n.run())
-        await asyncio.wait_for(n.started(running), 30)
+        await ended(n.started(running))
         n.leave()
-        await asyncio.wait_for(running, 30)
+        await ended(running)
     assert said[0] == "Heartbeat" and said[-1] == "Goodbye"
 
 
@@ -85,20 +86,20 @@ async def test_a_certificate_that_the_disk_does_not_take_ends_the_node_with_that
 
         monkeypatch.setattr(store, "append_certificate", full)
         running = asyncio.create_task(n.run())
-        await asyncio.wait_for(n.started(running), 30)
+        await ended(n.started(running))
         n.post(CertificateReceived(ChainMaker(SPEC).add({1: 1}), identity("other").key))
         with pytest.raises(StoreFull, match="no space left"):
-            await asyncio.wait_for(running, 30)
+            await ended(running)
 
 
 async def test_a_task_that_fails_ends_the_node_with_its_error_and_the_rest_is_stopped(folder, monkeypatch):
-    ended: list[bool] = []
+    stopped: list[bool] = []
 
     async def until_cancelled(self) -> None:
         try:
             await forever()
         finally:
-            ended.append(True)
+            stopped.append(True)
 
     async def fails(self) -> None:
         await asyncio.sleep(0.05)
@@ -108,8 +109,8 @@ async def test_a_task_that_fails_ends_the_node_with_its_error_and_the_rest_is_st
     monkeypatch.setattr(Network, "keep_running", fails)
     with Store(folder / "store", 1 << 30) as store:
         with pytest.raises(StoreFull, match="no room"):
-            await asyncio.wait_for(node(folder, store).run(), 30)
-    assert ended == [True]
+            await ended(node(folder, store).run())
+    assert stopped == [True]
 
 
 async def test_a_cancellation_that_was_swallowed_does_not_keep_the_node(folder, monkeypatch):
@@ -126,14 +127,17 @@ async def test_a_cancellation_that_was_swallowed_does_not_keep_the_node(folder, 
     with Store(folder / "store", 1 << 30) as store:
         n = node(folder, store)
         running = asyncio.create_task(n.run())
-        await asyncio.wait_for(n.started(running), 30)
+        await ended(n.started(running))
         n.leave()
-        await asyncio.wait_for(running, 30)
+        await ended(running)
     assert swallowed == [True]
 
 
 async def test_a_status_file_that_cannot_be_written_is_said_once(folder, monkeypatch, caplog):
+    tries: list[int] = []
+
     def full(*_: Any) -> None:
+        tries.append(1)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(status_reporter, "write_snapshot", full)
@@ -141,8 +145,8 @@ async def test_a_status_file_that_cannot_be_written_is_said_once(folder, monkeyp
     with Store(folder / "store", 1 << 30) as store:
         n = node(folder, store)
         running = asyncio.create_task(n.run())
-        await asyncio.wait_for(n.started(running), 30)
-        await asyncio.sleep(0.1)
+        await ended(n.started(running))
+        await until(lambda: len(tries) >= 3, "it has tried three times")
         n.leave()
-        await asyncio.wait_for(running, 30)
+        await ended(running)
     assert caplog.text.count("status.json is not written: no space left") == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +27,7 @@ from protocol.ids import Digest
 from protocol.invite import HostPort, Invite
 from protocol.spec import sign_spec
 from tests.support.specs import OWNER, admission, identity, tiny_spec
+from tests.support.waiting import until
 
 RUN = tiny_spec()
 INVITE = Invite(RUN.run_id, Digest(bytes(32)), (HostPort("c.example", 7410),), addresses=("/ip4/1.1.1.1/tcp/1",))
@@ -88,13 +88,6 @@ async def enter(store: Store, tmp_path: Path) -> Membership:
 
 async def nobody() -> None:
     """Ask no member."""
-
-
-async def until(look: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not look():
-        assert time.monotonic() < end
-        await asyncio.sleep(0.01)
 
 
 async def visit(store: Store, seconds: int = 86_400) -> None:

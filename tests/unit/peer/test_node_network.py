@@ -33,6 +33,7 @@ from protocol.rounds.events import CertificateReceived, MessageReceived
 from protocol.wire import swarm_pb2 as wire
 from tests.support.signed import CERTIFICATE, HEADERS, PEERS, RUN, SPEC, VOTES, decoder, heartbeat, raw, vote
 from tests.support.specs import admission, identity
+from tests.support.waiting import LIMIT, ended, until
 
 A, B, C = (p.key for p in PEERS[1:4])
 
@@ -64,7 +65,7 @@ async def test_what_is_queued_together_goes_together_and_in_order():
     box = Outbox(w)
     box.send(A, HEADERS[:2])
     box.send(A, VOTES[:1], [CERTIFICATE])
-    await box.flush(1)
+    await box.flush(LIMIT)
     ((to, packet),) = w.encoded
     assert to == A and list(packet.messages) == [h.encoded for h in [*HEADERS[:2], VOTES[0]]]
     assert list(packet.certificates) == [encode_certificate(CERTIFICATE)]
@@ -81,8 +82,7 @@ async def test_a_peer_that_does_not_answer_holds_up_nobody_else_and_its_queue_is
     assert box.waiting(A) == MAX_WAITING
     w.gate = None
     box.send(B, HEADERS[1:2])
-    await asyncio.sleep(0.01)
-    assert w.messages(B) == [HEADERS[1].encoded]
+    await until(lambda: w.messages(B) == [HEADERS[1].encoded])
     await box.close()
 
 
@@ -95,7 +95,7 @@ async def test_a_newer_heartbeat_takes_the_place_of_one_that_waits():
     for sequence in range(1, 6):
         box.send(A, [heartbeat(PEERS[5], sequence=sequence), heartbeat(PEERS[6], sequence=sequence)])
     w.gate.set()
-    await box.flush(1)
+    await box.flush(LIMIT)
     assert w.messages(A) == [HEADERS[0].encoded] + [heartbeat(PEERS[i], sequence=5).encoded for i in (5, 6)]
 
 
@@ -105,9 +105,8 @@ async def test_what_is_sent_in_the_very_moment_in_which_the_queue_ran_dry_is_not
     box.send(A, HEADERS[:1])
     (task,) = asyncio.all_tasks() - {asyncio.current_task()}
     task.add_done_callback(lambda _: box.send(A, HEADERS[1:2]))  # after the drain ended, before anything else
-    await asyncio.sleep(0.01)
-    assert w.messages(A) == [h.encoded for h in HEADERS[:2]]
-    assert not box.waiting(A) and asyncio.all_tasks() == {asyncio.current_task()}
+    await until(lambda: w.messages(A) == [h.encoded for h in HEADERS[:2]] and not box.waiting(A))
+    await until(lambda: asyncio.all_tasks() == {asyncio.current_task()})
 
 
 @pytest.mark.parametrize("error", [StoreError("x"), asyncio.TimeoutError(), ConnectionResetError(), EOFError()])
@@ -118,11 +117,11 @@ async def test_who_cannot_be_reached_is_named_once_and_tried_again(error, caplog
     box = Outbox(w)
     for _ in range(3):
         box.send(A, HEADERS[:1])
-        await box.flush(1)
+        await box.flush(LIMIT)
     assert caplog.text.count("cannot reach") == 1 and list(box.failures) == [A]
     w.error = None
     box.send(A, HEADERS[:1])
-    await box.flush(1)
+    await box.flush(LIMIT)
     assert w.messages(A) == [HEADERS[0].encoded] and not box.failures
 
 
@@ -133,7 +132,7 @@ async def test_failures_remembered_are_bounded(monkeypatch):
     box = Outbox(w)
     for i in range(10):
         box.send(identity(i).key, HEADERS[:1])
-    await box.flush(1)
+    await box.flush(LIMIT)
     assert len(box.failures) == 3
 
 
@@ -142,7 +141,7 @@ async def test_a_packet_has_a_size(monkeypatch):
     w = Wire()
     box = Outbox(w)
     box.send(A, HEADERS[:5])
-    await box.flush(1)
+    await box.flush(LIMIT)
     assert [len(p.messages) for _, p in w.encoded] == [2, 2, 1]
 
 
@@ -313,13 +312,13 @@ async def test_a_newcomer_is_told_of_the_others_and_the_others_of_it_and_it_is_d
     first, second = heartbeat(PEERS[1], addresses=theirs[:2]), heartbeat(PEERS[2], addresses=theirs)
     hear(net, first)
     hear(net, second)
-    await net.flush(1)
+    await net.flush(LIMIT)
     assert swarm.wire.messages(B) == [first.encoded, second.encoded]
     assert second.encoded in swarm.wire.messages(A)
     assert swarm.dialled == [(theirs[1],), (theirs[2],)], "where each itself is, not whom it names"
     swarm.wire.encoded.clear()
     hear(net, heartbeat(PEERS[2], sequence=2))
-    await net.flush(1)
+    await net.flush(LIMIT)
     assert swarm.wire.encoded == []
     await net.stop(0.1)
 
@@ -331,7 +330,7 @@ async def test_a_newcomer_is_told_where_the_coordinator_is_as_far_as_that_is_kno
     w.membership.locator.newest = word = coordinator_address()
     hear(net, heartbeat(PEERS[2]))
     hear(net, heartbeat(PEERS[2], sequence=2))
-    await net.flush(1)
+    await net.flush(LIMIT)
     assert swarm.wire.messages(B).count(word.encoded) == 1 and word.encoded not in swarm.wire.messages(A)
     await net.stop(0.1)
 
@@ -367,11 +366,11 @@ async def test_strangers_who_take_calls_and_do_not_answer_hold_up_no_member(monk
     for i in range(8):
         hear(net, heartbeat(identity(f"stranger {i}"), admission=b""))
     hear(net, heartbeat(PEERS[1]))
+    await until(lambda: A in under_way and len(under_way) == 3)
     await asyncio.sleep(0.05)
-    assert A in under_way and len([k for k in under_way if k != A]) == 2
+    assert len([k for k in under_way if k != A]) == 2
     answers.set()
-    await asyncio.sleep(0.05)
-    assert len(set(under_way)) == 9
+    await until(lambda: len(set(under_way)) == 9)
     await net.stop(0.1)
 
 
@@ -391,7 +390,7 @@ async def test_who_comes_and_goes_all_the_time_is_dialled_once_at_a_time_and_int
         hear(net, KeySigner(PEERS[1]).sign(Goodbye(RUN, 2 * i + 1)))
         await asyncio.sleep(0)
     assert len(dialled) == 1
-    await net.flush(1)
+    await net.flush(LIMIT)
     told = [m for m in swarm.wire.messages(B) if m != heartbeat(PEERS[2]).encoded]
     assert len(told) == 1, "of a newcomer"
     monkeypatch.setattr(network_module, "STRANGERS_DIALLED", 3)
@@ -421,7 +420,7 @@ async def test_what_a_member_does_not_hear_is_passed_on_to_it_and_to_nobody_else
     for beat in (deaf, heartbeat(PEERS[2]), heartbeat(PEERS[3])):
         hear(net, beat)
     net.broadcast(heartbeat(PEERS[0]))
-    await net.flush(1)
+    await net.flush(LIMIT)
     swarm.wire.encoded.clear()
     w.passed = SPEC.round.heartbeat_seconds + 1  # a heartbeat's time has passed
     for message in (heartbeat(PEERS[2], sequence=2), HEADERS[2], VOTES[2]):
@@ -430,7 +429,7 @@ async def test_what_a_member_does_not_hear_is_passed_on_to_it_and_to_nobody_else
         hear(net, HEADERS[2])  # it has been passed on
     hear(net, HEADERS[3])  # that is heard
     net.observe(heartbeat(PEERS[2], sequence=3), PEERS[3].key)  # not first-hand: who passed it on passes it on to all
-    await net.flush(1)
+    await net.flush(LIMIT)
     assert [to for to, _ in swarm.wire.encoded] == [A] * len(swarm.wire.encoded)
     passed_on = swarm.wire.messages(A)
     assert len(passed_on) == 3
@@ -445,12 +444,12 @@ async def test_who_says_too_much_is_passed_on_no_further_until_the_next_heartbea
     for beat in (heartbeat(PEERS[1], unreachable=(short_id(PEERS[2].key),)), heartbeat(PEERS[2]), heartbeat(PEERS[3])):
         hear(net, beat)
     net.broadcast(heartbeat(PEERS[0]))
-    await net.flush(1)
+    await net.flush(LIMIT)
     swarm.wire.encoded.clear()
     w.passed = SPEC.round.heartbeat_seconds + 1
     for i in range(100):
         hear(net, vote(PEERS[2], HEADERS[i % 3], round=Round(i)))
-    await net.flush(1)
+    await net.flush(LIMIT)
     assert len(swarm.wire.messages(A)) == FORWARDED_PER_BEAT
     await net.stop(0.1)
 
@@ -460,7 +459,7 @@ async def test_strangers_are_not_introduced_to_everybody_but_hear_of_everybody()
     hear(net, heartbeat(PEERS[1]))
     watcher = heartbeat(PEERS[2], admission=b"")
     hear(net, watcher)
-    await net.flush(1)
+    await net.flush(LIMIT)
     assert watcher.encoded not in swarm.wire.messages(A)
     assert heartbeat(PEERS[1]).encoded in swarm.wire.messages(B)
     await net.stop(0.1)
@@ -476,11 +475,11 @@ async def test_in_a_crowd_a_few_introduce_whom_others_tell_of(monkeypatch):
         for other in PEERS[:6]:
             if other is not me:
                 hear(net, heartbeat(other))
-        await net.flush(1)
+        await net.flush(LIMIT)
         swarm.wire.encoded.clear()
         net.observe(newcomer, next(p.key for p in PEERS if p is not me))
         await asyncio.sleep(0)
-        await net.flush(1)
+        await net.flush(LIMIT)
         told = {to for to, p in swarm.wire.encoded if newcomer.encoded in p.messages} - {newcomer.author}
         assert len(told) in (0, 5) and bool(told) == bool(swarm.wire.messages(newcomer.author))
         assert (way(PEERS[6], 1),) in swarm.dialled
@@ -503,9 +502,11 @@ async def test_in_a_crowd_who_enters_by_us_is_introduced_unless_two_others_do_it
     for other in PEERS[1 : 1 + others]:
         net.observe(heartbeat(PEERS[6], sequence=2), other.key)
     assert newcomer.encoded not in swarm.wire.messages(A)
-    await asyncio.sleep(0.1)
-    await net.flush(1)
-    assert (newcomer.encoded in swarm.wire.messages(A)) == (others < 2)
+    if others < 2:
+        await until(lambda: newcomer.encoded in swarm.wire.messages(A), "the newcomer is introduced")
+    else:
+        await asyncio.sleep(0.1)  # time in which it could be introduced, and must not
+        assert newcomer.encoded not in swarm.wire.messages(A)
     await net.stop(0.1)
 
 
@@ -523,10 +524,10 @@ async def test_who_said_goodbye_is_sent_nothing_more():
     net, swarm = await network()
     hear(net, heartbeat(PEERS[1]))
     hear(net, KeySigner(PEERS[1]).sign(Goodbye(RUN, 9)))
-    await net.flush(1)
+    await net.flush(LIMIT)
     swarm.wire.encoded.clear()
     net.broadcast(HEADERS[3])
-    await net.flush(1)
+    await net.flush(LIMIT)
     assert swarm.wire.encoded == []
     await net.stop(0.1)
     assert swarm.stopped
@@ -562,7 +563,7 @@ async def test_who_is_out_of_sight_is_dialled_a_few_at_a_time_and_hears_of_us_an
     swarm.found = [lost[0].key]
     swarm.wire.encoded.clear()
     assert await net.search() == [lost[0].key]
-    await net.flush(1)
+    await net.flush(LIMIT)
     assert swarm.wire.messages(lost[0].key) == [mine.encoded]
     await net.stop(0.1)
 
@@ -610,8 +611,7 @@ async def test_a_dial_that_fails_in_any_way_is_a_line_in_the_log(caplog):
     net, swarm = await network()
     swarm.error = ConnectionResetError("libp2p is gone")
     hear(net, heartbeat(PEERS[1], addresses=[way(PEERS[1], 1)]))
-    await asyncio.sleep(0.01)
-    assert "cannot dial: libp2p is gone" in caplog.text
+    await until(lambda: "cannot dial: libp2p is gone" in caplog.text)
     await net.stop(0.1)
 
 
@@ -636,7 +636,7 @@ async def test_a_daemon_that_died_is_replaced_and_its_traffic_still_counts(monke
     net = w.network
     running = asyncio.create_task(net.keep_running())
     w.swarms[0].lost.set_result("killed")
-    await asyncio.wait_for(w.restarted.wait(), 10)
+    await ended(w.restarted.wait())
     assert w.swarms[0].stopped and (net.bytes_up, net.bytes_down) == (10, 14)
     running.cancel()
     await net.stop(0.1)

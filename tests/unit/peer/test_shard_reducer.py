@@ -13,6 +13,7 @@ from protocol.rounds.events import BlobHeld, BlobInvalid, BlobUnavailable, Shard
 from tests.support.coordinator_fakes import peer
 from tests.support.open_files import few_files
 from tests.support.reducing_world import BAD, PART_SIZE, SIZE, World, _replace, _with_blob
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ async def test_what_was_made_is_kept_for_some_rounds_also_when_its_record_is_dro
 
 
 async def test_who_gives_nothing_in_time_is_lacking_and_may_be_asked_again(world):
-    w = world(3, seconds=1.0)
+    w = world(3, seconds=3.0)
     late = w.blobs[peer(2).key]
     w.source.silent.add(late)
     w.reducing.reduce(w.record, 0, ())
@@ -109,8 +110,7 @@ async def test_what_is_dropped_is_not_answered(world):
     w.reducing.reduce(w.record, 0, ())
     w.reducing.reduce(w.record, 1, ())
     w.reducing.fetch(blob_digest(b"part"), w.record, 2, ())
-    while w.source.at_once < 7:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: w.source.at_once >= 7)
     assert w.reducing.retained_blobs() == [blob_digest(b"part")]
     w.reducing.drop(w.record.digest)
     w.source.gate.set()
@@ -125,8 +125,7 @@ async def test_no_more_slices_are_fetched_at_once_than_agreed(world):
     w.source.gate = asyncio.Event()
     for part in range(3):
         w.reducing.reduce(w.record, part, ())
-    while w.source.at_once < AT_ONCE:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: w.source.at_once >= AT_ONCE)
     await asyncio.sleep(0.05)
     assert w.source.most_at_once == AT_ONCE
     w.source.gate.set()
@@ -135,7 +134,7 @@ async def test_no_more_slices_are_fetched_at_once_than_agreed(world):
 
 
 async def test_parts_that_others_made_are_fetched_and_checked_as_parts(world):
-    w = world(3, seconds=0.5)
+    w = world(3, seconds=3.0)
     good, bad = w.source.add(b"sum".ljust(PART_SIZE, b"=")), w.source.add(b"sum".ljust(PART_SIZE, b"!"))
     w.reducing.fetch(good, w.record, 0, (peer(2).key,))
     assert await w.answer() == BlobHeld(good)

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protocol.blob_sizes import packed_size
 from protocol.codec import make_codec
-from protocol.codec.bits import pack, packed_size, unpack
+from protocol.codec.bits import pack, unpack
 from protocol.codec.positions import Positions
 from protocol.layout import Layout
 from protocol.spec import CodecSpec

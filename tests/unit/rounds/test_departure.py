@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
+from peer.node.node import HARD_STOP_SECONDS
 from protocol.ids import Digest, sha256
 from protocol.messages import Directive, Goodbye
+from protocol.reduce_plan import GATHER
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from protocol.rounds.departure import MAX_STAY_SECONDS, QUIET_BYTES, QUIET_SECONDS
 from protocol.rounds.gather import Gather
 from protocol.rounds.policy import LocalStatus
+from protocol.rounds.reduce import Reduce
+from tests.simulation.hostile import Withholder
 from tests.simulation.network import Weather
 from tests.simulation.node import Node
 from tests.simulation.signer import FakeSigner
-from tests.simulation.world import World, policy_for
+from tests.simulation.world import REDUCE, World, policy_for
 from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, Bench
 
 NEXT = Digest(sha256(b"next"))
@@ -90,7 +96,7 @@ def test_a_banned_peer_stops_at_once_and_an_observer_never():
     b.step(ev.MessageReceived(ban))
     assert [f.reason for f in b.of(do.Finished)] == ["banned by the run's owner"] and not b.of(do.RunCompleted)
     b = Bench(observer=True)
-    b.step(ev.MessageReceived(FakeSigner(OTHERS[9]).sign(Directive(RUN, 1, order="ended"))))
+    b.step(ev.MessageReceived(FakeSigner(OTHERS[9]).sign(Directive(RUN, 1, run_status="ended"))))
     assert b.of(do.RunCompleted)
     for second in range(1, 700, 5):
         assert not b.step(ev.Tick(), float(second)) or not b.of(do.Finished)
@@ -133,3 +139,22 @@ def test_peers_stay_until_a_slow_one_has_the_last_state():
     assert slow.trainer_record == world.nodes[0].trainer_record
     reached = world.applied_at[slow.trainer_record]
     assert all(n.finished_at >= reached for n in world.nodes)
+
+
+@pytest.mark.parametrize("exchange", [GATHER, REDUCE])
+def test_others_receive_the_goodbye_of_a_leaver_whose_round_is_undecided(exchange):
+    """Through the product's driver, which ends when the machine has finished, or at its hard stop."""
+    policy = policy_for(4, exchange=exchange, exchange_seconds=60.0, patience_seconds=60.0, member_seconds=30.0)
+    world = World(3, 4, Weather(delay=0.02, jitter=0.001), policy=policy)
+    for i in range(4):
+        world.clock.at(0.0, world.add(Withholder if i == 3 else Stopping, speed=2.0).boot)
+    leaver = world.nodes[0]
+    while leaver.machine.phase != "exchanging" if leaver.alive else True:
+        world.clock.run_until(world.clock.now + 0.1)
+    began = world.clock.now
+    leaver.step(ev.Leave())
+    world.clock.at(began + HARD_STOP_SECONDS, leaver.crash)
+    world.clock.run_until(began + HARD_STOP_SECONDS - 1.0)
+    assert leaver.done and leaver.finished_at <= began + Reduce.leave_seconds
+    for other in world.nodes[1:]:
+        assert leaver.key not in [m.key for m in other.machine.summary(world.clock.now).members]

@@ -53,5 +53,5 @@ def test_own_updates_stay_until_they_are_finalized_after_a_restart_too():
     machine = RoundMachine(POLICY, SPEC.run_id, KeySigner(me), chain, now=0.0)
     machine.start(0.0)
     assert mine in machine.retained_blobs() and theirs not in machine.retained_blobs()
-    chain.add_final(KeySigner(OWNER).sign(Finalization(SPEC.run_id, old.body.round, old.digest)))
+    chain.add_finalization(KeySigner(OWNER).sign(Finalization(SPEC.run_id, old.body.round, old.digest)))
     assert mine not in machine.retained_blobs()
