@@ -47,4 +47,4 @@ async def test_halves_that_forgot_each_other_are_one_swarm_again(world):
     del w.internet.reach
     await w.until("all have heard of all", lambda: all(len(known(n)) == 3 for n in everyone))
     await w.rounds(everyone, 2)
-    assert len({w.nodes[n].chain.on_main(w.nodes["ada"].snapshot().round - 1) for n in everyone}) == 1
+    assert len({w.nodes[n].chain.main_chain_at(w.nodes["ada"].snapshot().round - 1) for n in everyone}) == 1
