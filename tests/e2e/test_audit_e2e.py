@@ -45,7 +45,7 @@ async def test_a_stranger_audits_the_ledger_and_a_peer_its_receipts(swarm: World
     assert sum(found["micro_credits"][k] for k in ("settled", "pending")) == found["micro_credits"]["issued"] > 0
     assert head_file(home, swarm.spec.run_id).exists()
     code, out = await cairn("audit", "ledger", invite, "--home", str(home))
-    assert code == 0 and "the one seen last was over" in out and "clean" in out, out
+    assert code == 0 and "the last one seen was over" in out and "clean" in out, out
     ada = str(swarm.folder / "ada")
     code, out = await cairn("account", "show", invite, "--json", "--home", ada)
     assert code == 0 and json.loads(out)["receipts"], out
