@@ -31,7 +31,7 @@ def word(sequence: int, signer=OWNER, **fields):
 
 def line_of(directive) -> str:
     """Return a directive as its file has it."""
-    return base64.b64encode(directive.sent).decode()
+    return base64.b64encode(directive.encoded).decode()
 
 
 @pytest.mark.asyncio

@@ -104,7 +104,7 @@ async def test_every_member_of_a_committee_makes_the_same_part_and_each_moves_it
             for _ in [c for c in seats if d.member.key in c]:
                 answer = await ended(d.answers.get())
                 assert isinstance(answer, ShardReduced) and answer.record == record.digest
-                made.setdefault(answer.part, set()).add(answer.blob)
+                made.setdefault(answer.shard, set()).add(answer.blob)
         assert sorted(made) == list(range(parts)) and all(len(found) == 1 for found in made.values())
         # As one who has all of everything would make it.
         whole = [Contribution(h.author, h.body.windows, blobs[h.author]) for h in ordered]
