@@ -101,7 +101,7 @@ def _one_by_one(ledger: Ledger, jobs) -> None:
 class _InTwoTransactions(store.Ledger):
     """Writes the entries of a round first, and what they do to accounts then."""
 
-    def post(self, account: RoundCredits, *, final: bytes | None = None) -> bool:
+    def post(self, account: RoundCredits, *, finalization: bytes | None = None) -> bool:
         with self._writing() as (books, numbers):
             if account.round < books.rounds:
                 return False
@@ -109,11 +109,11 @@ class _InTwoTransactions(store.Ledger):
             for posted in made:
                 writes.write(self._db, posted)
                 if posted.lines:
-                    writes.write_round(self._db, numbers, posted, account, None, final)
+                    writes.write_round(self._db, numbers, posted, account, None, finalization)
         with self._db.transaction():
             for posted in made:
                 writes.write_transfers(self._db, numbers, posted)
-            self._write_standings(books, numbers, made)
+            self._write_balances(books, numbers, made)
         return True
 
 
