@@ -150,7 +150,7 @@ def set_order(path: Path, home: Path, order: str, reason: str, message: str) -> 
             click.echo(f"the run is {order} already")
             return None
         click.echo(message.format(round=status.round if status.round is not None else "that is open then"))
-        return replace(status.body, order=order, since=int(time.time()), reason=_checked(reason))
+        return replace(status.body, run_status=order, since=int(time.time()), reason=_checked(reason))
 
     send_directive(open_run(path, home), change)
 
