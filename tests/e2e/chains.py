@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from peer.node.certificate_store import DIRECTIVE, FINALIZATION
 from protocol.chain import Chain
 from protocol.errors import FinalizedConflict, UnknownParent
 from protocol.ids import Digest, PeerKey
@@ -54,7 +55,7 @@ def read_branch(spec: RunSpec, store: Path) -> Branch:
     """Read the chain, and verify every certificate like a stranger's. Raises ProtocolError for one that is none."""
     decoder = _OPENERS.setdefault(bytes(spec.run_id), MessageDecoder(spec.run_id, spec.owner_key))
     chain = Chain(spec.run_id, spec.genesis.name, RoundPolicy.of(spec).chain_limits)
-    if (word := store / "values" / "directive").exists():
+    if (word := store / "values" / DIRECTIVE).exists():
         chain.add_directive(decoder.decode(word.read_bytes(), Directive))
     stored, parents = 0, dict[Digest, Digest]()
     for file in sorted((store / "chain").glob("*-*")):
@@ -65,7 +66,7 @@ def read_branch(spec: RunSpec, store: Path) -> Branch:
             chain.add(certificate)
         stored += 1
     final = None
-    if (value := store / "values" / "final").exists():
+    if (value := store / "values" / FINALIZATION).exists():
         final = decoder.decode(value.read_bytes(), Finalization)
         chain.add_finalization(final)
     path = chain.path(chain.genesis, chain.head)

@@ -19,7 +19,7 @@ from coordinator.observation_file import ObservationFile
 from coordinator.page.app import make_app
 from coordinator.page.server import PageServer
 from coordinator.round_observations import RoundObservation
-from coordinator.service import Coordinator, CoordinatorConfig
+from coordinator.service import OBSERVATIONS_FILE, Coordinator, CoordinatorConfig
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.messages import Certificate, RoundRecord, Signed, UpdateHeader
@@ -257,7 +257,7 @@ def crowd(folder: Path, *, peers: int = 1000, rounds: int = 10_000) -> World:
         seen.append(
             RoundObservation(r, c.digest, at - 40, at - 8, at - 2, at, 900 + r % 90, 10**9 + r, 10**10, (), 0)
         )  # fmt: skip
-    ObservationFile(folder / "sightings.jsonl").append(seen)
+    ObservationFile(folder / OBSERVATIONS_FILE).append(seen)
     world = World(folder, swarm, peers=peers)
     world.beats()
     world.start()

@@ -21,7 +21,7 @@ MEMBER = SPEC.round.member_seconds
 
 
 class Watch:
-    """A swarm, its sightings, and a clock."""
+    """A swarm, its observations, and a clock."""
 
     def __init__(self):
         self.swarm = FakeSwarm(SPEC)
@@ -137,7 +137,7 @@ def test_one_author_cannot_fill_the_memory_nor_replace_what_came_first():
 
 
 def test_what_was_seen_outlives_a_restart_and_a_torn_line(tmp_path):
-    w, file = Watch(), ObservationFile(tmp_path / "sightings.jsonl")
+    w, file = Watch(), ObservationFile(tmp_path / "observations.jsonl")
     w.swarm.beat(3, phase="syncing")
     for _ in range(3):
         w.round({0: 10, 1: 10})
@@ -159,7 +159,7 @@ def test_what_was_seen_outlives_a_restart_and_a_torn_line(tmp_path):
 
 
 def test_the_file_is_bounded_and_rubbish_in_it_is_left_out(tmp_path):
-    w, file = Watch(), ObservationFile(tmp_path / "sightings.jsonl", max_bytes=4000)
+    w, file = Watch(), ObservationFile(tmp_path / "observations.jsonl", max_bytes=4000)
     for _ in range(100):
         w.round({0: 10})
         file.append(w.seen.take_unsaved())
