@@ -16,6 +16,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from peer.training.parallel.group import SoleRank
 from peer.training.parallel.sharded_file import ShardedFile
 
 T = TypeVar("T")
@@ -201,3 +202,33 @@ def write_shard(
         return report
     finally:
         os.close(descriptor)
+
+
+def write_file(group: SoleRank, file: ShardedFile, tensors: Iterable[Tensor], path: Path | None) -> list[bytes] | None:
+    """Write a file that the ranks own together, and flush it. Return its reports, on rank 0. Collective.
+
+    `tensors`: this rank's slices, 1-d fp32, in order. Without a path nothing is written. Raise OSError on all ranks;
+    some of the file may then be there.
+    """
+    left = iter(tensors)
+
+    def report() -> bytes:
+        try:
+            return file.report(group.rank, left) if path is None else write_shard(file, group.rank, left, path)
+        except OSError:
+            for _ in left:  # this may be collective: an error waits until all ranks are done with it
+                pass
+            raise
+
+    with group.together():
+        if path is not None and group.rank == 0:
+            path.unlink(missing_ok=True)
+    return gather_reports(group, file, report)
+
+
+def gather_reports(group: SoleRank, file: ShardedFile, report: Callable[[], bytes]) -> list[bytes] | None:
+    """Return what `report` returns on each rank, on rank 0. Collective. Raise OSError on all ranks."""
+    mine = b""
+    with group.together():
+        mine = report()
+    return group.gather(mine, [file.report_size(rank) for rank in range(group.world)])

@@ -347,14 +347,11 @@ class BaseState(ThreadOwned):
             # count that work twice.
             text = "the saved state is older than the last accepted update: only its optimiser's moments are used"
             self._report("info", "saved-state", text)
-            self._backend.set_moments(saved)
+            self._backend.resume(saved, everything=False)
             return False
         self._exchange.windows = windows
         self.ledger.resume(saved.restored)
-        if saved.feedback:
-            self._backend.resume(saved)
-        else:
-            self._backend.set_moments(saved)
+        self._backend.resume(saved, everything=bool(saved.feedback))
         return True
 
 

@@ -243,15 +243,16 @@ class AsyncCheckpointer:
         return whole <= within < whole + (whole - spent)
 
     def _write_now(self, began: float) -> None:
-        try:
-            with self._exchange:
-                state = self._manifest()
-                if state is None:
-                    return
-                self._folder.write(state, self._backend.write_now)
-        except SavedStateError:
-            self.due = time.monotonic() + RETRY_SECONDS
-            raise
+        with self._exchange:
+            state = self._manifest()
+            if state is None:
+                return
+            try:
+                file = self._folder.next_file()
+                self._backend.write_now(file)
+                self._folder.publish(state, file, self._backend.digest())
+            except OSError as e:
+                raise self._failed(e) from None
         took = time.monotonic() - began
         self._schedule_next(began, took, took)
 

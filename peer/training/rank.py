@@ -40,7 +40,7 @@ def main() -> int:
         if level != "info":  # rank 0 reports it for all
             print(f"rank {a.rank}: {text}", file=sys.stderr, flush=True)
 
-    number, code = -1, 1
+    command, code = None, 1
     try:
         device = choose_device(a.device, a.threads)
         spec = parse_spec(a.spec.read_bytes())
@@ -49,16 +49,17 @@ def main() -> int:
             layers = LayerOptions("on" if a.recompute else "off", bool(a.compile))
             worker = RankWorker(spec, group, device, a.piece or None, layers, report)
             while True:
-                number, payload = group.receive_command()
+                name, arguments = group.receive_command()
+                command = Command(name)
                 try:
-                    worker.do(Command(number), payload)
+                    worker.do(command, *arguments)
                 except (CairnError, OSError) as e:
                     if e is not group.agreed:
                         raise
-                if number == Command.STOP:
+                if command == Command.STOP:
                     return 0
         except torch.OutOfMemoryError:
-            code = OUT_OF_MEMORY if number in STEPPING else 1
+            code = OUT_OF_MEMORY if command in STEPPING else 1
             raise out_of_memory(device, "hold this rank's share of the training") from None
     except (CairnError, OSError, RuntimeError) as e:
         text = " ".join(str(e).split())[:500]

@@ -133,18 +133,6 @@ class SavedFolder:
         self._needed: frozenset[Path] = frozenset()
         """The update and the masks that the state on disk refers to."""
 
-    def write(self, state: SavedState, by: Callable[[Path], Digest]) -> None:
-        """Replace the saved state. Raise SavedStateError, after which the old one is still there.
-
-        `by` writes the tensors (those in `state` are not used): a safetensors file, on the disk, with this module's
-        names. It returns the file's blob digest.
-        """
-        try:
-            temporary = self.next_file()
-            self.publish(state, temporary, by(temporary))
-        except OSError as e:
-            raise self.not_saved(e) from None
-
     def next_file(self) -> Path:
         """Return the path for the next state's tensors, which `publish` expects. Raise OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)

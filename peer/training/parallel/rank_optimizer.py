@@ -44,7 +44,7 @@ class RankOptimizer(InnerOptimizer):
         self.built = built
         self.shards = {n: nn.Parameter(built.local(n)) for n in built.parameters}
         super().__init__(
-            spec, built.body, built.device, layers=layers, report=report, named=self.shards, hidden=built.hidden
+            spec, built.body, built.device, layers=layers, report=report, parameters=self.shards, hidden=built.hidden
         )
         if self.muon is not None and built.dims.fsdp * built.dims.tp > 1:
             self.muon = ShardedMuon({n: p for n, p in self.shards.items() if n in self._by_muon}, built, spec)

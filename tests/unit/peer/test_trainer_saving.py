@@ -95,7 +95,7 @@ def test_steps_go_on_while_a_slow_disk_writes_and_what_is_saved_is_as_it_was_bef
     train(trainer, 2)
     update(trainer, world.folder / "u")
     train(trainer, 1)
-    feedback, progress = copied(trainer.backend.outer.feedback), trainer.backend.outer.progress()
+    feedback, progress = copied(trainer.backend.outer.feedback), dict(trainer.backend.outer.progress())
     steps, moments = trainer.backend.inner.moments()
     moments = copied(moments)
     trainer.checkpointer.start()
@@ -356,7 +356,7 @@ def test_a_gpu_without_memory_to_save_is_an_error_with_a_remedy(world, monkeypat
     def full(*_):
         raise torch.OutOfMemoryError("a GPU's")
 
-    monkeypatch.setattr(trainer.backend.outer, "progress_of", full)
+    monkeypatch.setattr(trainer.backend.outer, "progress", full)
     with ours, theirs, pytest.raises(TrainingError, match="does not suffice to save.*stop other programs"):
         service = TrainerService(TrainerEnd(ours))
         service.save(trainer, trainer.save if asked else trainer.checkpointer.start)
