@@ -29,10 +29,10 @@ for all that is not on the disk yet."""
 class BackgroundTask(Generic[T]):
     """A call that runs in a thread of its own. Its exception is raised by `result`."""
 
-    def __init__(self, work: Callable[[], T]):
+    def __init__(self, work: Callable[[], T], name: str = "save"):
         self._result: Future[T] = Future()
         # A daemon: a disk that hangs does not keep a process that has to end.
-        self._thread = threading.Thread(target=self._run, args=(work,), name="save", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
         self._thread.start()
 
     def _run(self, work: Callable[[], T]) -> None:
@@ -77,7 +77,7 @@ def _allocation(size: int, device: torch.device) -> int:
 
 
 class ShardCheckpointWriter:
-    """One process's shard of a saved file: `copy`, then `start` to write it, then `report`, which waits for the end.
+    """One process's shard of a saved file: `copy`, then `start_write`, then `report`, which waits for the end.
 
     One copy at a time, and one thread. `background_hook` is called for every chunk that is written.
     """
@@ -120,8 +120,8 @@ class ShardCheckpointWriter:
             self.pinned[saved.name] = buffer
         return buffer.copy_(flat, non_blocking=True)
 
-    def start(self, path: Path) -> None:
-        """Write the copy to its place in a file, which other ranks may be writing as well."""
+    def start_write(self, path: Path) -> None:
+        """Write the copy to its place in a file, in the background; other ranks may be writing it as well."""
         file, copies = self._file, self._copies
         if file is None:
             raise ValueError("nothing was copied that could be written")
@@ -158,7 +158,7 @@ class ShardCheckpointWriter:
             raise ValueError("nothing is being written")
         return writing.result()
 
-    def cancel(self, seconds: float | None = None) -> None:
+    def cancel_write(self, seconds: float | None = None) -> None:
         """Drop the copy and end its writing; wait for the end, at most for `seconds`."""
         self._file, self._copies = None, []
         self._cancelled.set()

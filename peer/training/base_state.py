@@ -8,7 +8,6 @@ the next `load`.
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,12 +23,12 @@ from peer.training.error_feedback import AcceptedUpdate, ErrorFeedbackLedger
 from peer.training.exchange_point import ExchangePoint
 from peer.training.layers import Report
 from peer.training.owner import ThreadOwned
-from peer.training.saved_state import SavedFolder, SavedState, TrainerManifest
+from peer.training.saved_state import SavedFolder, SavedState, TrainerManifest, file_digest
 from peer.training.windows import UndecidedUpdate
 from protocol.codec import make_codec
 from protocol.errors import CodecError, MalformedError
 from protocol.ids import Digest, PeerKey
-from protocol.merkle import CHUNK, blob_digest, leaf_hash, tree_hash
+from protocol.merkle import blob_digest
 from protocol.outer import Contribution
 from protocol.reduce import Reduction
 from protocol.spec import RunSpec
@@ -309,16 +308,13 @@ class BaseState(ThreadOwned):
 
     def _check(self, path: Path, digest: Digest) -> None:
         """Raise MalformedError unless the file is the checkpoint with this digest. Raise OSError."""
-        with open(path, "rb") as file:
-            if file.seek(0, 2) != self._state_layout.checkpoint_size:
-                raise MalformedError(f"{path} is not a checkpoint of this run's model: it has {file.tell()} bytes")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                found = tree_hash([leaf_hash(data[i : i + CHUNK]) for i in range(0, len(data), CHUNK)])
-                if found != digest:
-                    raise MalformedError(
-                        f"{path} is damaged or another state: its digest is {found.short}, the chain says "
-                        f"{digest.short}; fetch it again"
-                    )
+        if (size := path.stat().st_size) != self._state_layout.checkpoint_size:
+            raise MalformedError(f"{path} is not a checkpoint of this run's model: it has {size} bytes")
+        if (found := file_digest(path)) != digest:
+            raise MalformedError(
+                f"{path} is damaged or another state: its digest is {found.short}, the chain says {digest.short}; "
+                "fetch it again"
+            )
 
     # -- what survives a restart -------------------------------------------------------------------------------
 

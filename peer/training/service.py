@@ -10,7 +10,6 @@ import os
 import queue
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -82,9 +81,6 @@ class TrainerService:
         self._end = end
         self._requests = RequestHandler(end)
         self._notes: queue.Queue[Note] = queue.Queue(NOTES_MOST)
-        self._reading = ThreadPoolExecutor(1, thread_name_prefix="batch")
-        self._next_batch: tuple[int, Future[Tensor]] | None = None
-        """(its first window, the batch) of the batch that is being read, or waits to be trained on."""
         self._data_retry: tuple[float, float] | None = None
         """(when to read again, how long the wait was) after data could not be read."""
         self._started = False
@@ -126,7 +122,6 @@ class TrainerService:
             return 1
         finally:
             trainer.close(in_order=in_order)
-            self._reading.shutdown(wait=False, cancel_futures=True)
 
     def _turn(self, trainer: Trainer) -> None:
         """Deal with pending messages, then make one inner step; without a batch, wait for a message."""
@@ -143,7 +138,6 @@ class TrainerService:
         if batch is None:
             self._send_progress(trainer, waiting=not trainer.steps.may_train or self._data_retry is not None)
             return
-        self._read(trainer, trainer.windows.counter + len(batch))  # while the device computes
         trainer.steps.times.turn(Activity.TRAINING, time.monotonic())
         trainer.steps.step(batch, lambda: self._deal_with_pending(trainer))
         self._send_progress(trainer, waiting=False)
@@ -159,32 +153,29 @@ class TrainerService:
         """Return the next step's batch if it was read and may be trained on; have it read otherwise."""
         if not trainer.steps.may_train:
             return None
-        if self._data_retry and time.monotonic() < self._data_retry[0]:
+        if self._waits_to_retry:
             return None
         first = trainer.windows.counter
-        if self._next_batch is None or self._next_batch[0] != first:
-            self._read(trainer, first)
-        if self._next_batch is None or not self._next_batch[1].done():
+        if not trainer.steps.batches.request(first).done():
             return None
         try:
-            batch = self._next_batch[1].result()
+            batch = trainer.steps.batches.take(first)
         except DataError as e:
             first_wait, longest = DATA_RETRY_SECONDS
             wait = min(longest, 2 * self._data_retry[1]) if self._data_retry else first_wait
             self._data_retry = (time.monotonic() + wait, wait)
-            self._next_batch = None
             self._note("error", "data", f"{e}; trying again in {wait:.0f} s")
             return None
         self._data_retry = None
         return batch
 
-    def _read(self, trainer: Trainer, first: int) -> None:
-        # In a thread of its own: a slow source of data must not keep the node waiting for answers.
-        self._next_batch = (first, self._reading.submit(trainer.steps.batches.take, first))
+    @property
+    def _waits_to_retry(self) -> bool:
+        return self._data_retry is not None and time.monotonic() < self._data_retry[0]
 
     def _patience(self, trainer: Trainer) -> float:
         """Return the seconds to wait for a message when there is no batch to train on."""
-        if self._next_batch is not None and trainer.steps.may_train:
+        if trainer.steps.may_train and not self._waits_to_retry:
             return DATA_SECONDS
         return IDLE_SECONDS if trainer.checkpointer.is_idle else SAVING_SECONDS
 

@@ -105,4 +105,4 @@ class SingleProcessBackend(StateWriter):
 
     def close(self, *, in_order: bool = False) -> None:
         """End the writing of a state, and all other ranks. `in_order`: nothing has failed, so there is time."""
-        self.writer.cancel(None if in_order else CLOSE_SECONDS)
+        self.cancel_write(None if in_order else CLOSE_SECONDS)

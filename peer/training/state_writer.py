@@ -18,20 +18,23 @@ from protocol.ids import Digest
 from protocol.layout import Layout
 
 
-class StateWriter:
-    """The only process of a peer, or one rank. Methods are called on all ranks in the same order; properties alone."""
+class StateWriter(ShardCheckpointWriter):
+    """The only process of a peer, or one rank. Methods are called on all ranks in the same order; properties alone.
+
+    A state is copied by `copy_state`, then written by `start_write` and `finish_write`; or by `write_now`.
+    """
 
     def __init__(
         self, layout: Layout, inner: InnerOptimizer, outer: OuterOperations, background_hook: Callable[[], None]
     ):
         """Write the state of these. `background_hook` is called often by the thread that writes."""
+        super().__init__(outer.group.rank, inner.device, background_hook)
         self._layout = layout
         self._inner = inner
         self._outer = outer
         self._group = outer.group
         self._copied: ShardedFile | None = None
         self._reports: tuple[ShardedFile, list[bytes]] | None = None
-        self.writer = ShardCheckpointWriter(outer.group.rank, inner.device, background_hook)
 
     @property
     def optimizer_steps(self) -> int:
@@ -39,42 +42,21 @@ class StateWriter:
         return self._inner.moments()[0]
 
     @property
-    def save_size(self) -> int:
-        """Bytes of the file that a save would write now."""
-        return self._file().size
-
-    @property
     def copy_size(self) -> int:
         """Bytes of memory that a copy needs, on all ranks, beyond those that are reserved for it already."""
-        reserved = self._copied if self.writer.reserved else None
-        return copy_size(self._file(), self._inner.device) - (
-            copy_size(reserved, self._inner.device) if reserved else 0
-        )
+        reserved = self._copied if self.reserved else None
+        return copy_size(self._state_file(), self._device) - (copy_size(reserved, self._device) if reserved else 0)
 
     def copy_state(self) -> None:
         """Copy feedback, progress and moments to memory."""
-        self._copied = self._file()
-        self.writer.copy(self._copied, self._tensors(self._copied))
-
-    def start_write(self, path: Path) -> None:
-        """Write the copy into a file in the background. An error is raised by `finish_write`."""
-        self.writer.start(path)
-
-    @property
-    def is_written(self) -> bool:
-        """True when `finish_write` will not wait for the disk."""
-        return self.writer.is_written
-
-    @property
-    def written_share(self) -> float:
-        """Share of this process's shard that is written: 0 to 1."""
-        return self.writer.written_share
+        self._copied = self._state_file()
+        self.copy(self._copied, self._tensors(self._copied))
 
     def finish_write(self) -> None:
         """Wait until all have written; rank 0 then knows the `digest`. Raise OSError on all ranks."""
         if (file := self._copied) is None:
             raise ValueError("nothing was copied")
-        self._set_reports(file, gather_reports(self._group, file, self.writer.report))
+        self._set_reports(file, gather_reports(self._group, file, self.report))
 
     def _set_reports(self, file: ShardedFile, every: list[bytes] | None) -> None:
         self._reports = (file, every) if every is not None else None
@@ -86,17 +68,13 @@ class StateWriter:
         file, every = self._reports
         return file.digest(every)
 
-    def cancel_write(self) -> None:
-        """Drop the copy, and end its writing."""
-        self.writer.cancel()
-
     def write_now(self, path: Path) -> None:
         """Write feedback, progress and moments into a file at once; rank 0 then knows the `digest`. Raise OSError."""
-        file = self._file()
+        file = self._state_file()
         tensors = (saved.tensor.reshape(-1) for saved in self._tensors(file))
         self._set_reports(file, write_file(self._group, file, tensors, path))
 
-    def _file(self) -> ShardedFile:
+    def _state_file(self) -> ShardedFile:
         """Return the file of all that there is to save now."""
         shapes = {t.name: t.shape for t in self._layout.tensors}
         held = self._inner.moments()[1]

@@ -115,17 +115,14 @@ class DistributedBackend:
         self, rank: int, spec: Path, kind: str, threads: int, profile: MicroBatchProfile, compiled: bool, seconds: float
     ) -> subprocess.Popen[bytes]:
         options = {
-            "rank": rank, "threads": threads, "parent": os.getpid(), "piece": profile.windows or 0, "spec": spec,
-            "recompute": int(profile.recompute), "compile": int(compiled),
-            "folder": self._folder, "parallel": self.dims, "device": f"cuda:{rank}" if kind == "cuda" else "cpu",
-            "seconds": seconds,
+            "rank": rank, "threads": threads, "parent": os.getpid(), "piece": profile.windows, "spec": str(spec),
+            "recompute": profile.recompute, "compile": compiled, "folder": str(self._folder),
+            "parallel": str(self.dims), "device": f"cuda:{rank}" if kind == "cuda" else "cpu", "seconds": seconds,
         }  # fmt: skip
-        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        command = [sys.executable, "-m", "peer.training.rank", json.dumps(options)]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         try:
-            return subprocess.Popen(
-                [sys.executable, "-m", "peer.training.rank", *words], stdin=subprocess.DEVNULL, env=environment
-            )
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
         except OSError as e:
             raise TrainingError(f"rank {rank} cannot be started: {e}; check the limits on processes") from None
 
@@ -231,7 +228,7 @@ class DistributedBackend:
                 process.kill()
                 process.wait()
         if self._worker is not None:
-            self._worker.writer.cancel(LEAVE_SECONDS)
+            self._worker.cancel_write(LEAVE_SECONDS)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # -- states --------------------------------------------------------------------------------------------------
@@ -251,10 +248,6 @@ class DistributedBackend:
     @property
     def optimizer_steps(self) -> int:
         return self.worker.optimizer_steps
-
-    @property
-    def save_size(self) -> int:
-        return self.worker.save_size
 
     @property
     def copy_size(self) -> int:
@@ -278,7 +271,7 @@ class DistributedBackend:
 
     def finish_write(self) -> None:
         # Not within a command: ranks that wait for each other for minutes end.
-        self.worker.writer.wait()
+        self.worker.wait()
         self.do(Command.WRITTEN)
 
     def digest(self) -> Digest:

@@ -108,11 +108,11 @@ def build_rank_model(
     if dims.tp > 1:
         parallelize_module(body, mesh["tp"], _tp_plan(body))
     outside = StageModule(body, mesh["pp"].get_local_rank(), dims.pp) if dims.pp > 1 else body
-    if dims.fsdp > 1:
+    if dims.fsdp > 1 or 1 < dims.dp < dims.world:
         _shard(outside, dims, mesh, device)
     else:
         _materialise(body, device)
-        if dims.dp == dims.world and dims.dp > 1:
+        if dims.dp > 1:
             outside = DistributedDataParallel(body, process_group=mesh["dp"].get_group(), gradient_as_bucket_view=True)
     body.to(device)  # buffers
     parameters = {n: p for n, p in body.named_parameters() if p.requires_grad}

@@ -31,7 +31,7 @@ USABLE = 0.8
 LISTED = 12
 """Layouts that an error lists at most."""
 
-Interconnect = Literal["nvlink", "pcie", "none"]
+Interconnect = Literal["nvlink", "pcie"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,50 +150,50 @@ def memory(degrees: ParallelDims, parameters: int, largest: int = 0) -> int:
 
 
 def choose(
-    world: int, memory_bytes: int | None, link: Interconnect, limits: ModelLimits, largest: int = 0
+    world: int, memory_bytes: int, link: Interconnect, limits: ModelLimits, largest: int = 0
 ) -> tuple[ParallelDims, str]:
     """Return the degrees for `world` ranks, and the reason in one line.
 
-    `memory_bytes`: of each rank; None does not bound. The choice splits as little as fits: dp moves the fewest bytes.
+    `memory_bytes`: of each rank. The choice splits as little as fits: dp moves the fewest bytes.
     Next comes fsdp, whose traffic overlaps with computation on any link. Then comes tp with NVLink (it communicates
     four times a layer), or pp without. Raise TrainingError when nothing fits.
     """
     works = layouts(world, limits)
     if not works:
         check(ParallelDims(dp=world), world, limits)
-    room = None if memory_bytes is None else int(memory_bytes * USABLE)
+    room = int(memory_bytes * USABLE)
 
     def needs(d: ParallelDims) -> int:
         return memory(d, limits.parameters, largest)
 
-    fitting = [d for d in works if room is None or needs(d) <= room]
+    fitting = [d for d in works if needs(d) <= room]
     if not fitting:
         least = min(works, key=needs)
         raise TrainingError(
             f"{_gib(needs(least))} a GPU is the least that {limits.parameters:,} parameters need on {world} of them "
-            f"(with {least}), and {_gib(room or 0)} of each can be used: use more GPUs, or larger ones"
+            f"(with {least}), and {_gib(room)} of each can be used: use more GPUs, or larger ones"
         )
     if link == "nvlink":
         best = min(fitting, key=lambda d: (d.pp, d.tp, d.fsdp))
     else:
         best = min(fitting, key=lambda d: (d.tp, d.pp, d.fsdp))
-    if best.fsdp > 1 and link != "nvlink" and (room is None or needs(replace(best, zero=2)) <= room):
+    if best.fsdp > 1 and link != "nvlink" and needs(replace(best, zero=2)) <= room:
         best = replace(best, zero=2)
     return best, _why(best, world, room, link, limits, needs)
 
 
-def _why(best: ParallelDims, world: int, room: int | None, link: Interconnect, limits: ModelLimits, needs) -> str:
+def _why(best: ParallelDims, world: int, room: int, link: Interconnect, limits: ModelLimits, needs) -> str:
     """Return the reason for people."""
     if world == 1:
         return "one process"
-    over = {"nvlink": "over NVLink", "pcie": "over PCIe", "none": "on CPUs"}[link]
+    over = {"nvlink": "over NVLink", "pcie": "over PCIe"}[link]
     whole = ParallelDims(dp=world)
     if best.fsdp == best.tp == best.pp == 1:
         return f"{best}: the model fits on each of {world} ranks, so only gradients travel, {over}"
     if rejection(whole, world, limits):
         reason = f"dp={world} {rejection(whole, world, limits)}"
     else:
-        reason = f"dp={world} would need {_gib(needs(whole))} of {_gib(room or 0)} on each"
+        reason = f"dp={world} would need {_gib(needs(whole))} of {_gib(room)} on each"
     return f"{best}: {_gib(needs(best))} a rank before activations, {over}; {reason}"
 
 

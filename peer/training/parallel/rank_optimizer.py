@@ -25,9 +25,6 @@ from peer.training.parallel.muon import ShardedMuon
 from peer.training.parallel.pipeline import Pipeline, groups_of
 from protocol.spec import InnerSpec
 
-BUCKET = 2**24
-"""Elements of gradients that are summed over dp at a time, where neither DDP nor FSDP does it."""
-
 
 class RankOptimizer(InnerOptimizer):
     """One rank's optimizer: `begin`, then `piece` for each piece, then `end`, and `optimizer_step` or `drop`."""
@@ -113,8 +110,6 @@ class RankOptimizer(InnerOptimizer):
     def end(self) -> StepResult:
         """Clip the whole model's gradient, of which each rank has its shard. Return the same result on every rank."""
         self._hand_over()
-        if self._sums_by_itself:
-            self._sum_over_dp()
         dims = self.built.dims
         stage = dims.world // dims.pp
         # Each shard counts once, however many ranks hold it.
@@ -147,11 +142,6 @@ class RankOptimizer(InnerOptimizer):
         super().optimizer_step(step)
         self.drop()
 
-    @property
-    def _sums_by_itself(self) -> bool:
-        d = self.built.dims
-        return d.dp > 1 and d.fsdp == 1 and not isinstance(self.built.outside, DistributedDataParallel)
-
     def _hand_over(self) -> None:
         """Give each shard its gradient, and its present memory, which FSDP may have moved in its first pass."""
         for name, part in self.shards.items():
@@ -160,17 +150,3 @@ class RankOptimizer(InnerOptimizer):
                 part.data = now
             gradient = self.built.parameters[name].grad
             part.grad = None if gradient is None else shard(gradient)
-
-    def _sum_over_dp(self) -> None:
-        """Average gradients over dp, as DDP does, after the other axes have summed them."""
-        group, n = self.built.mesh["dp"].get_group(), self.built.dims.dp
-        left = [p.grad for p in self.shards.values() if p.grad is not None]
-        while left:
-            some, size = [], 0
-            while left and (not some or size + left[-1].numel() <= BUCKET):
-                some.append(left.pop())
-                size += some[-1].numel()
-            together = torch.cat([g.reshape(-1) for g in some]).div_(n)
-            dist.all_reduce(together, group=group)
-            for gradient, summed in zip(some, together.split([g.numel() for g in some]), strict=True):
-                gradient.copy_(summed.view_as(gradient))

@@ -372,7 +372,7 @@ def test_a_gpu_s_state_is_copied_to_pinned_memory_that_is_used_again(world):
         expected = copied(trainer.backend.inner.moments()[1])
         trainer.checkpointer.due = 0.0
         trainer.checkpointer.start()
-        held = dict(trainer.backend.writer.pinned)  # type: ignore[attr-defined]
+        held = dict(trainer.backend.pinned)  # type: ignore[attr-defined]
         assert all(t.is_pinned() for t in held.values())
         train(trainer, 1)
         finish(trainer)
@@ -382,7 +382,7 @@ def test_a_gpu_s_state_is_copied_to_pinned_memory_that_is_used_again(world):
         train(trainer, 0)
     trainer.checkpointer.due = 0.0
     trainer.checkpointer.start()
-    assert {k: t.data_ptr() for k, t in trainer.backend.writer.pinned.items()} == {  # type: ignore[attr-defined]
+    assert {k: t.data_ptr() for k, t in trainer.backend.pinned.items()} == {  # type: ignore[attr-defined]
         k: t.data_ptr() for k, t in held.items()
     }
 
