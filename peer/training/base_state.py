@@ -132,7 +132,7 @@ class BaseState(ThreadOwned):
         made = UndecidedUpdate(ask.parent, blob_digest(blob), len(blob), first, end, steps, loss.mean)
         manifest = TrainerManifest(ask.parent, self.round, replace(windows, announced=made), dict(self.ledger.entries))
         try:
-            link_into(self._folder.keep_update(blob, manifest), ask.out)
+            link_into(self._folder.keep_update(made.blob, blob, manifest), ask.out)
         except OSError:
             with self._exchange:
                 self._outer.add_back(blob)
@@ -346,7 +346,7 @@ class BaseState(ThreadOwned):
             self._backend.resume(saved, everything=False)
             return False
         self._exchange.windows = windows
-        self.ledger.resume(saved.restored)
+        self.ledger.entries = dict(saved.restored)
         self._backend.resume(saved, everything=bool(saved.feedback))
         return True
 

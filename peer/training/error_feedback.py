@@ -7,7 +7,7 @@ branches win and lose. The feedback then contains each of these values once, dec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,10 +51,6 @@ class ErrorFeedbackLedger:
         self._report = report
         self.entries: dict[Digest, FeedbackEntry] = {}
         """The feedback's content by update; replaced or changed under the lock."""
-
-    def resume(self, entries: Mapping[Digest, FeedbackEntry]) -> None:
-        """Continue with the entries of a saved feedback."""
-        self.entries = dict(entries)
 
     def decay(self, beta: float) -> None:
         """Multiply every entry by `beta`, as an announcement does with the feedback."""

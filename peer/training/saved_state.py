@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -36,7 +36,6 @@ from protocol.merkle import CHUNK, blob_digest, leaf_hash, tree_hash
 
 STATE_MANIFEST = "trainer.json"
 UPDATE_MANIFEST = "update.json"
-MAX_MANIFEST = 1024 * 1024
 FEEDBACK, PROGRESS = "feedback", "progress"
 
 
@@ -62,10 +61,6 @@ class TrainerManifest:
     restored: Mapping[DigestField, FeedbackEntry]
     __pydantic_config__ = STRICT
 
-    @property
-    def announced_blob(self) -> Digest | None:
-        return self.windows.announced and self.windows.announced.blob
-
 
 @dataclass(frozen=True)
 class SavedState(TrainerManifest):
@@ -83,7 +78,7 @@ class SavedState(TrainerManifest):
 
 
 class _UpdateManifest(BaseModel):
-    model_config = ConfigDict(**STRICT, frozen=True)
+    model_config = STRICT
     run: DigestField
     peer: PeerKeyField
     layout: DigestField
@@ -155,8 +150,6 @@ class SavedFolder:
         """Return a manifest, or None when it is not there. Raise SavedStateError."""
         path = self.folder / name
         try:
-            if path.stat().st_size > MAX_MANIFEST:
-                raise SavedStateError(f"{path} is too large to be a trainer's state")
             manifest = kind.model_validate_json(path.read_bytes())
         except FileNotFoundError:
             return None
@@ -178,12 +171,10 @@ class SavedFolder:
 
     # -- the undecided update, and the masks ---------------------------------------------------------------------
 
-    def keep_update(self, blob: bytes, manifest: TrainerManifest) -> Path:
+    def keep_update(self, name: Digest, blob: bytes, manifest: TrainerManifest) -> Path:
         """Keep the own update that `manifest` has as announced until it is decided. Raise OSError."""
-        if manifest.windows.announced is None:
-            raise ValueError("no update is announced")
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.update_file(manifest.windows.announced.blob)
+        path = self.update_file(name)
         write_durably(path, [blob])
         kept = _UpdateManifest(run=self.run, peer=self.peer, layout=self.layout.digest, held=manifest)
         write_durably(self.folder / UPDATE_MANIFEST, [kept.model_dump_json(indent=1).encode()])
@@ -225,8 +216,8 @@ class SavedFolder:
 
     def _files_of(self, manifest: TrainerManifest) -> Iterator[Path]:
         """Yield the update and the masks that a manifest refers to."""
-        if (blob := manifest.announced_blob) is not None:
-            yield self.update_file(blob)
+        if manifest.windows.announced is not None:
+            yield self.update_file(manifest.windows.announced.blob)
         yield from (self._mask_file(e.only) for e in manifest.restored.values() if e.only is not None)
 
     def tidy(

@@ -16,11 +16,9 @@ from torch import Tensor
 
 from peer.channel import (
     SAVE_SECONDS,
-    Apply,
     Failed,
     FromTrainer,
     Load,
-    MakeUpdate,
     Note,
     Orders,
     Progress,
@@ -215,8 +213,6 @@ class TrainerService:
                 raise _Stopping
             case Start():
                 self._end.send(Failed("channel", "Start was sent twice: a new run needs a new trainer", fatal=False))
-            case MakeUpdate() | Apply():
-                raise TrainingError(f"{type(message).__name__} reached the thread that trains")
 
     def _swap_base(self, trainer: Trainer, move: BaseMove) -> None:
         try:

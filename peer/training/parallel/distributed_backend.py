@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,11 @@ class DistributedBackend:
             raise
         self.inner = DistributedInner(self, yield_hook)
         self.outer = DistributedOuter(self)
+        self.load_state = partial(self.do, Command.LOAD)
+        self.copy_state = partial(self.do, Command.COPY)
+        self.start_write = partial(self.do, Command.WRITE)
+        self.cancel_write = partial(self.do, Command.CANCEL_WRITE)
+        self.write_now = partial(self.do, Command.SAVE)
 
     def _start(
         self, rank: int, spec: Path, kind: str, threads: int, profile: MicroBatchProfile, compiled: bool, seconds: float
@@ -233,9 +239,6 @@ class DistributedBackend:
 
     # -- states --------------------------------------------------------------------------------------------------
 
-    def load_state(self, checkpoint: Path) -> None:
-        self.do(Command.LOAD, checkpoint)
-
     def store_state(self, threads: int, checkpoint: Path | None) -> Digest:
         return self.do(Command.STORE, checkpoint)
 
@@ -252,12 +255,6 @@ class DistributedBackend:
     @property
     def copy_size(self) -> int:
         return self.worker.copy_size
-
-    def copy_state(self) -> None:
-        self.do(Command.COPY)
-
-    def start_write(self, path: Path) -> None:
-        self.do(Command.WRITE, path)
 
     @property
     def is_written(self) -> bool:
@@ -277,67 +274,47 @@ class DistributedBackend:
     def digest(self) -> Digest:
         return self.worker.digest()
 
-    def cancel_write(self) -> None:
-        self.do(Command.CANCEL_WRITE)
-
-    def write_now(self, path: Path) -> None:
-        self.do(Command.SAVE, path)
-
 
 class DistributedInner:
     """The inner side of all ranks. `InnerOptimizer` documents the methods."""
 
     def __init__(self, backend: DistributedBackend, yield_hook: Callable[[], None]):
-        self._backend = backend
+        self._worker = backend.worker
+        self._do = backend.do
         self._yield_hook = yield_hook
+        self.set_rate = partial(backend.do, Command.RATE)
 
     @property
     def learning_rate(self) -> float:
-        return self._backend.worker.inner.learning_rate
-
-    def set_rate(self, factor: float) -> None:
-        self._backend.do(Command.RATE, factor)
+        return self._worker.inner.learning_rate
 
     def forward_backward(self, windows: Tensor, go_on: Callable[[], bool] = lambda: True) -> StepResult | None:
         """Compute a step's gradient. Between two pieces another thread's command may come first."""
         tokens = windows.cpu().to(torch.int32).numpy().tobytes()
-        for number in range(self._backend.do(Command.BEGIN, windows.shape[1], tokens)):
+        for number in range(self._do(Command.BEGIN, windows.shape[1], tokens)):
             if number and not go_on():
-                self._backend.do(Command.DROP)
+                self._do(Command.DROP)
                 return None
             self._yield_hook()
-            self._backend.do(Command.PIECE, number)
+            self._do(Command.PIECE, number)
         self._yield_hook()
-        return self._backend.do(Command.END)
+        return self._do(Command.END)
 
     def optimizer_step(self, step: StepResult) -> None:
-        self._backend.do(Command.OPTIMIZER_STEP)
+        self._do(Command.OPTIMIZER_STEP)
 
 
 class DistributedOuter:
     """The outer side of all ranks. `OuterOperations` documents the methods."""
 
     def __init__(self, backend: DistributedBackend):
-        self._backend = backend
-
-    def drop_base(self) -> None:
-        """Release rank 0's base; `load_state` releases the others'."""
-        self._backend.worker.outer.drop_base()
-
-    def announce(self) -> bytes:
-        return self._backend.do(Command.ANNOUNCE)
+        self._do = backend.do
+        self.drop_base = backend.worker.outer.drop_base  # rank 0's: `load_state` releases the others'
+        self.announce = partial(backend.do, Command.ANNOUNCE)
+        self.advance_reduced = partial(backend.do, Command.ADVANCE_REDUCED)
+        self.rebase = partial(backend.do, Command.REBASE)
+        self.add_back = partial(backend.do, Command.ADD_BACK)
+        self.subtract = partial(backend.do, Command.SUBTRACT)
 
     def advance(self, contributions: Sequence[Contribution]) -> None:
-        self._backend.do(Command.ADVANCE, [(c.author, c.windows, c.blob) for c in contributions])
-
-    def advance_reduced(self, parts: Sequence[Path]) -> None:
-        self._backend.do(Command.ADVANCE_REDUCED, parts)
-
-    def rebase(self) -> None:
-        self._backend.do(Command.REBASE)
-
-    def add_back(self, blob: bytes, only: bytes | None = None) -> None:
-        self._backend.do(Command.ADD_BACK, blob, only)
-
-    def subtract(self, blob: bytes, factor: float, only: bytes | None = None) -> None:
-        self._backend.do(Command.SUBTRACT, blob, factor, only)
+        self._do(Command.ADVANCE, [(c.author, c.windows, c.blob) for c in contributions])
