@@ -120,13 +120,6 @@ class InnerOptimizer:
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
 
-    def step(self, windows: Tensor) -> StepResult | None:
-        """Make a whole step: `forward_backward`, then `optimizer_step`."""
-        step = self.forward_backward(windows)
-        if step is not None:
-            self.optimizer_step(step)
-        return step
-
     def forward_backward(self, windows: Tensor, go_on: Callable[[], bool] = lambda: True) -> StepResult | None:
         """Compute the clipped gradient of a step on tokens [batch, window + 1]: inputs, and targets shifted by one.
 

@@ -5,8 +5,6 @@ No channel and no loop here (that is `service`): a test drives these objects dir
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -44,7 +42,7 @@ Lost = Callable[[str], None]
 class Trainer:
     """The parts of a peer's training. Built by the thread that trains, which owns all of them at first."""
 
-    def __init__(self, start: Start, report: Report, lost: Lost | None = None):
+    def __init__(self, start: Start, report: Report, lost: Lost = lambda why: None):
         """Build the model and read what was saved.
 
         `report` is called with what a person should know. Raise CairnError, OSError or torch.OutOfMemoryError.
@@ -60,7 +58,7 @@ class Trainer:
         self.exchange = ExchangePoint()
         self.gate = YieldGate()
         times = TimeBreakdown(time.monotonic())
-        self.backend = _backend(self.spec, start, dims, kind, self.gate, times, report, lost or _exit)
+        self.backend = _backend(self.spec, start, dims, kind, self.gate, times, report, lost)
         if dims.world > 1:
             report("info", "parallel", why)
         self.flops_per_token = flops_per_token(model, self.spec.data.window)
@@ -142,9 +140,3 @@ def _batches(spec: RunSpec, start: Start, backend: TrainingBackend, report: Repo
     # Several ranks receive their windows as bytes, and each pins its own.
     pinned = None if backend.is_distributed else pinned_for(backend.device)
     return Batches(reader, assigned, batch=spec.inner.batch, prepare=pinned)
-
-
-def _exit(why: str) -> None:
-    """End this process: one of several ranks has ended, and nobody else deals with it."""
-    print(f"trainer: {why}", file=sys.stderr, flush=True)
-    os._exit(1)

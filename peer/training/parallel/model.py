@@ -170,14 +170,6 @@ def _materialise(root: nn.Module, device: torch.device) -> None:
             if parameter is None or not parameter.is_meta:
                 continue
             if id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(_zeros(parameter.detach(), device), parameter.requires_grad)
+                zeros = torch.zeros_like(parameter.detach(), device=device)
+                made[id(parameter)] = nn.Parameter(zeros, parameter.requires_grad)
             module._parameters[name] = made[id(parameter)]
-
-
-def _zeros(like: Tensor, device: torch.device) -> Tensor:
-    if not isinstance(like, DTensor):
-        return torch.zeros(like.shape, dtype=like.dtype, device=device)
-    part = torch.zeros(like.to_local().shape, dtype=like.dtype, device=device)
-    return DTensor.from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )

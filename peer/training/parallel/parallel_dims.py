@@ -6,9 +6,9 @@ the degrees.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
 from dataclasses import dataclass, replace
-from math import gcd
+from itertools import product
 from typing import Literal
 
 from peer.errors import TrainingError
@@ -84,14 +84,13 @@ class ParallelDims:
         """Read "fsdp=4,tp=2": dp, fsdp, tp, pp, each once, and zero=2 or zero=3. Raise TrainingError."""
         found: dict[str, int] = {}
         for word in text.split(","):
-            name, _, number = (part.strip() for part in word.partition("="))
-            known = name in (*AXES, "zero") and name not in found
-            if not known or not number.isascii() or not number.isdigit() or not 1 <= int(number[:9]) <= MAX_RANKS:
+            degree = re.fullmatch(rf"\s*({'|'.join(AXES)}|zero)\s*=\s*([0-9]{{1,9}})\s*", word)
+            if not degree or degree[1] in found or not 1 <= int(degree[2]) <= MAX_RANKS:
                 raise TrainingError(
                     f"--parallel {text[:60]}: {word[:20]!r} is no degree; write auto, or some of "
                     "dp=N, fsdp=N, tp=N, pp=N with commas between them, such as fsdp=4,tp=2"
                 )
-            found[name] = int(number)
+            found[degree[1]] = int(degree[2])
         if found.get("zero", 3) not in (2, 3) or ("zero" in found and found.get("fsdp", 1) == 1):
             raise TrainingError(f"--parallel {text[:60]}: zero is 2 or 3, and goes with fsdp, such as fsdp=4,zero=2")
         return cls(**found)
@@ -125,7 +124,9 @@ def rejection(degrees: ParallelDims, world: int, limits: ModelLimits) -> str:
 
 def layouts(world: int, limits: ModelLimits) -> list[ParallelDims]:
     """Return all degrees that work on `world` ranks (zero = 3), those with fewer kinds of parallelism first."""
-    found = [d for d in _products(world) if not rejection(d, world, limits)]
+    divisors = [n for n in range(1, world + 1) if world % n == 0]
+    every = (ParallelDims(*degrees) for degrees in product(divisors, repeat=4))
+    found = [d for d in every if not rejection(d, world, limits)]
     return sorted(found, key=lambda d: (sum(getattr(d, axis) > 1 for axis in AXES), d.pp, d.tp, d.fsdp))
 
 
@@ -199,15 +200,3 @@ def _why(best: ParallelDims, world: int, room: int, link: Interconnect, limits: 
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
-
-
-def _products(world: int) -> Iterator[ParallelDims]:
-    """Yield every way to write `world` as dp * fsdp * tp * pp."""
-    for pp in _divisors(world):
-        for tp in _divisors(world // pp):
-            for fsdp in _divisors(world // pp // tp):
-                yield ParallelDims(world // pp // tp // fsdp, fsdp, tp, pp)
-
-
-def _divisors(n: int) -> list[int]:
-    return [k for k in range(1, n + 1) if gcd(k, n) == k]
