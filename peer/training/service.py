@@ -28,9 +28,8 @@ from peer.channel import (
     TrainerEnd,
 )
 from peer.errors import ChannelError, SavedStateError, TrainingError
-from peer.training.base_state import BaseMove
 from peer.training.data import DataError
-from peer.training.device import choose_device, out_of_memory
+from peer.training.device import choose_device, memory_for, out_of_memory
 from peer.training.flops import mfu
 from peer.training.layers import Level
 from peer.training.request_handler import Handover, Message, RequestHandler, SaveAfterUpdate, SwapBase
@@ -201,7 +200,8 @@ class TrainerService:
                 # The state has the update as announced: whatever becomes of it, nothing is counted twice.
                 self.save(trainer, trainer.checkpointer.start)
             case SwapBase(move):
-                self._swap_base(trainer, move)
+                with memory_for(trainer.backend.device, "go on from a state"), trainer.base.owned():
+                    trainer.swap_base(move)
             case Load():
                 self._load(trainer, message)
             case Orders():
@@ -214,21 +214,13 @@ class TrainerService:
             case Start():
                 self._end.send(Failed("channel", "Start was sent twice: a new run needs a new trainer", fatal=False))
 
-    def _swap_base(self, trainer: Trainer, move: BaseMove) -> None:
-        try:
-            with trainer.base.owned():
-                trainer.swap_base(move)
-        except torch.OutOfMemoryError:
-            raise out_of_memory(trainer.backend.device, "go on from a state") from None
-
     def _load(self, trainer: Trainer, ask: Load) -> None:
-        try:
-            with trainer.base.owned():
-                answer: FromTrainer = trainer.load(ask)
-        except torch.OutOfMemoryError:
-            raise out_of_memory(trainer.backend.device, "load a state") from None
-        except (CairnError, OSError) as e:
-            answer = Failed("load", str(e), fatal=False)
+        with memory_for(trainer.backend.device, "load a state"):
+            try:
+                with trainer.base.owned():
+                    answer: FromTrainer = trainer.load(ask)
+            except (CairnError, OSError) as e:
+                answer = Failed("load", str(e), fatal=False)
         self._send_notes()
         self._end.send(answer)
 
@@ -238,11 +230,10 @@ class TrainerService:
 
     def save(self, trainer: Trainer, do: Callable[[], None]) -> bool:
         """Do a part of saving. Return False when it failed, which is reported: a later one may succeed."""
+        times, device = trainer.steps.times, trainer.backend.device
         try:
-            with trainer.steps.times.during(Activity.SAVING, time.monotonic):
+            with times.during(Activity.SAVING, time.monotonic), memory_for(device, "save what was learnt"):
                 do()
-        except torch.OutOfMemoryError:
-            raise out_of_memory(trainer.backend.device, "save what was learnt") from None
         except SavedStateError as e:
             self._end.send(Note("warning", "saved-state", str(e)))
             return False
