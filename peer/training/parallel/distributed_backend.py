@@ -248,23 +248,12 @@ class DistributedBackend:
 
     # -- saving: each rank copies and writes the chunks that it owns -------------------------------------------
 
-    @property
-    def optimizer_steps(self) -> int:
-        return self.worker.optimizer_steps
-
-    @property
-    def copy_size(self) -> int:
-        return self.worker.copy_size
-
-    @property
-    def is_written(self) -> bool:
-        """True when rank 0 has written its shard: the others have as much to write, and are about to be done."""
-        return self.worker.is_written
-
-    @property
-    def written_share(self) -> float:
-        """Share of rank 0's shard that is written, which is also an estimate for the others."""
-        return self.worker.written_share
+    optimizer_steps = property(lambda self: self.worker.optimizer_steps)
+    copy_size = property(lambda self: self.worker.copy_size)
+    is_written = property(lambda self: self.worker.is_written)
+    """True when rank 0 has written its shard: the others have as much to write, and are about to be done."""
+    written_share = property(lambda self: self.worker.written_share)
+    """Share of rank 0's shard that is written, which is also an estimate for the others."""
 
     def finish_write(self) -> None:
         # Not within a command: ranks that wait for each other for minutes end.

@@ -185,8 +185,6 @@ def choose(
 
 def _why(best: ParallelDims, world: int, room: int, link: Interconnect, limits: ModelLimits, needs) -> str:
     """Return the reason for people."""
-    if world == 1:
-        return "one process"
     over = {"nvlink": "over NVLink", "pcie": "over PCIe"}[link]
     whole = ParallelDims(dp=world)
     if best.fsdp == best.tp == best.pp == 1:
