@@ -135,7 +135,7 @@ class RankGroup(SoleRank):
         def outside(value: object) -> dict[str, object]:
             if isinstance(value, Path):
                 return {"path": str(value)}
-            if not isinstance(value, bytes | memoryview):
+            if not isinstance(value, bytes | bytearray | memoryview):
                 raise TypeError(f"a command has no {type(value).__name__}")
             raw.append(bytes(value))
             return {"bytes": len(value)}
