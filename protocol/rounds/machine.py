@@ -189,10 +189,13 @@ class RoundMachine:
         return self._consensus.round
 
     def may_serve(self, blob: Digest, requester: PeerKey) -> str | None:
-        """Return why a blob must not be given to a peer yet; None when it may.
+        """Return why a blob must not be given to a peer now; None when it may.
 
-        An undecided round's updates are only for those who have announced their own (commit, then reveal).
+        The banned get nothing. An undecided round's updates are only for those who have announced their own (commit,
+        then reveal).
         """
+        if self._c.is_banned(requester):
+            return "the run's owner has banned you"
         r = self._consensus.round
         if r is None or requester in r.headers or self._sync.is_behind:
             return None
