@@ -41,7 +41,7 @@ class Stragglers:
 
     def _is_awaited(self, key: PeerKey) -> bool:
         c, r = self._c, self._r
-        if not c.members.is_waited_for(key, r.number):
+        if c.members.late.holds(key, r.number):
             return False
         header, member = r.headers.get(key), c.members.get(key)
         if header is not None:
@@ -88,11 +88,11 @@ class Stragglers:
             r.mark_ready(c.now)
             for author, header in r.headers.items():
                 if self._x.is_delivered(header):
-                    c.members.forgive(author)
+                    c.members.late.forgive(author)
         elif late:
             self._penalised = True
             for key in awaited:
-                c.members.penalise(key, r.number)
+                c.members.late.penalise(key, r.number)
                 text = f"peer {key.short} kept the round waiting: the next ones do not wait for it"
                 c.notify("info", "late", text, key)
 
