@@ -141,7 +141,7 @@ def test_what_one_announces_who_was_late_before_counts_for_the_target():
 
 
 def test_who_is_in_an_applied_record_is_forgiven_however_late_it_came():
-    b = late_round(OTHERS[2])  # whose vote is missing
+    b = late_round(OTHERS[2])  # its vote is missing
     assert b.chain.head == b.chain.genesis
     theirs = b.header(BUSY)
     b.step(ev.CertificateReceived(certificate(b.record(BUSY, [b.mine, theirs]), [BUSY, ME]), BUSY))
