@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import json
 import logging
-import os
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import click
 
 from cairn.connection import CoordinatorConnection, connect
 from cairn.number_format import credits
+from coordinator import durable
 from protocol.errors import CairnError, MalformedError, ProtocolError
 from protocol.ids import PeerKey, RunId, from_b64url
 from protocol.ledger.audit import Auditor, AuditReport, Finding, TrustedTreeHead
@@ -318,16 +318,10 @@ def _seen_head(home: Path, r: CoordinatorConnection) -> SignedStatement[TreeHead
 def _remember_head(home: Path, r: CoordinatorConnection, head: SignedStatement[TreeHead]) -> None:
     """Write the newest head, whole or not at all. Raises CairnError."""
     path = head_file(home, r.spec.run_id)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with draft.open("wb") as file:
-            file.write(head.encoded)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
+        durable.replace(path, head.encoded)
     except OSError as e:
-        draft.unlink(missing_ok=True)
         raise CairnError(f"{path} cannot be written: {(e.strerror or str(e)).lower()}") from None
 
 

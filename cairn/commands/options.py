@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-DEFAULT_HOME = "~/.cairn"
+FILE = click.Path(dir_okay=False, path_type=Path)
+FOLDER = click.Path(file_okay=False, path_type=Path)
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 
@@ -16,8 +17,8 @@ def home_option(keeps: str):
     """Return the option --home; `keeps` is its help, "Where ...", and names what the command finds there."""
     return click.option(
         "--home",
-        type=click.Path(file_okay=False, path_type=Path),
-        default=DEFAULT_HOME,
+        type=FOLDER,
+        default="~/.cairn",
         envvar="CAIRN_HOME",
         show_default=True,
         help=keeps,

@@ -22,8 +22,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tests.support.coordinator_fakes as fakes
 from cairn.checkpoints import find_checkpoint
-from coordinator.authoring import ResolvedRun, RunChangedError, load_run, resolve, tokens
+from coordinator.authoring import tokens
 from coordinator.authoring.documents import TextSegment
+from coordinator.authoring.errors import RunChangedError
+from coordinator.authoring.resolve import ResolvedRun, resolve
+from coordinator.authoring.runfile import load_run
 from coordinator.authoring.weights import WeightsError, read, read_headers
 from coordinator.checkpoints.archive import Archive
 from peer.node.snapshot import Snapshot, write_snapshot
