@@ -72,6 +72,7 @@ def _remedies_lines(p: RunPlan) -> Iterator[str]:
 
 def _choices(p: RunPlan) -> Iterator[tuple[str, ...]]:
     from coordinator.authoring import measurements
+    from coordinator.authoring.plan import LEAST_STEPS, MOST_BATCH
 
     q, m, c = p.inputs, p.setting, p.cost
     measured = f"measured: {measurements.SOURCE}"
@@ -96,22 +97,17 @@ def _choices(p: RunPlan) -> Iterator[tuple[str, ...]]:
         yield "outer.momentum", f"{m.outer.momentum:g}", "everyone holds it: 4 more bytes a parameter, also to fetch"
     yield "outer.lr", f"{m.outer.lr:g}", "0.5 of momentum goes as far as a rate of 2 without"
     yield "inner.lr", f"{p.lr:g}", "a start, from the model's size: try half and double of it on a small scale"
-    yield "inner.batch", f"{q.windows}", _why_batch(p)
+    halved = f"at most {MOST_BATCH}, halved until the run has {LEAST_STEPS:,} inner steps"
+    yield "inner.batch", f"{q.windows}", halved if q.batch is None else "as given"
     yield "warmup_tokens", f"{p.warmup_tokens:_}", f"{measurements.WARMUP:.0%} of the run, then a cosine to a tenth"
-    t = p.timers
-    yield "round.max_seconds", f"{t.max_seconds}", f"3 x the {c.training_seconds:.3g} s of training, at least 600"
-    yield "round.exchange_seconds", f"{t.exchange_seconds}", f"4 x the {c.exchange_seconds:.3g} s planned, at least 60"
-    yield "round.propose_seconds", f"{t.propose_seconds}", "20 round trips, at least 10"
-    yield "round.patience_seconds", f"{t.patience_seconds}", "2 x exchange_seconds, at least 120"
+    for field, why in (
+        ("max_seconds", f"3 x the {c.training_seconds:.3g} s of training, at least 600"),
+        ("exchange_seconds", f"4 x the {c.exchange_seconds:.3g} s planned, at least 60"),
+        ("propose_seconds", "20 round trips, at least 10"),
+        ("patience_seconds", "2 x exchange_seconds, at least 120"),
+    ):
+        yield f"round.{field}", f"{p.timers[field]}", why
     yield "overlap", "always", "training goes on during the exchange: not a field"
-
-
-def _why_batch(p: RunPlan) -> str:
-    from coordinator.authoring.plan import LEAST_STEPS, MOST_BATCH
-
-    if p.inputs.batch is not None:
-        return "as given"
-    return f"at most {MOST_BATCH}, halved until the run has {LEAST_STEPS:,} inner steps"
 
 
 def _costs(p: RunPlan) -> Iterator[tuple[str, ...]]:
@@ -126,13 +122,13 @@ def _costs(p: RunPlan) -> Iterator[tuple[str, ...]]:
         f"{c.share:.1%} of {c.training_seconds:.3g} s of training, which goes on meanwhile: that makes the loss "
         f"{c.loss / c.setting.loss - 1:.1%} higher",
     )
-    yield "length", f"{p.rounds:,} rounds, {_long(p.days)} ({_long(p.days_without_overlap)} if nothing overlapped)"
+    yield "length", f"{p.rounds:,} rounds, {_long(p.days)}"
+    total = p.rounds * p.up_bytes
     yield (
         "in all",
-        f"{byte_size(p.total_up_bytes)} up a peer; data-parallel in bf16 {byte_size(p.data_parallel_bytes)} (ring "
-        f"all-reduce a step): {p.data_parallel_bytes / p.total_up_bytes:,.3g}x",
+        f"{byte_size(total)} up a peer; data-parallel in bf16 {byte_size(p.data_parallel_bytes)} (ring "
+        f"all-reduce a step): {p.data_parallel_bytes / total:,.3g}x",
     )
-    yield "by payload", f"an update is {p.fewer_than_gradients:,.4g}x smaller than the bf16 gradients of its steps"
 
 
 def _changes(p: RunPlan) -> Iterator[tuple[str, ...]]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cairn.commands.options import home_option, parse_count, via_option
-from cairn.connection import check_via, parse_invite
+from cairn.connection import parse_invite
 from cairn.logs import set_up_logging
 from protocol.errors import CairnError
 from protocol.ids import RunId
@@ -131,7 +131,6 @@ def join_run(options: JoinOptions) -> None:
     if len(options.name.encode()) > MAX_NAME_BYTES or not options.name.isprintable():
         raise CairnError(f"--name: at most {MAX_NAME_BYTES} bytes of printable text")
     invite = parse_invite(options.invite)
-    check_via(options.via)
     asyncio.run(_join(options, invite))
 
 

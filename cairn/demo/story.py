@@ -48,9 +48,8 @@ class Demo:
     coordinator: Process
     page: str
     peers: dict[str, Process] = field(default_factory=dict)
-    notes: dict[str, str] = field(default_factory=dict)
     events: list[tuple[int, str]] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
+    killed: bool = False
     curve: list[LossPoint] = field(default_factory=list)
     status: SwarmStatus | None = None
 
@@ -158,7 +157,7 @@ async def _watch(demo: Demo, processes: list[Process]) -> None:
                 demo.screen.say(str(e), "yellow")
                 await asyncio.sleep(1.0)
                 continue
-            _show(demo, demo.status)
+            demo.screen.update(demo.status)
             _intervene(demo, demo.status, processes)
             await asyncio.sleep(0.5)
         await _wait_for_archive(demo, time.monotonic() + END_SECONDS)
@@ -168,23 +167,17 @@ async def _watch(demo: Demo, processes: list[Process]) -> None:
 
 def _check_processes(demo: Demo) -> None:
     for p in [demo.coordinator, *demo.peers.values()]:
-        if p.code not in (None, 0) and demo.notes.get(p.name) != "killed":
+        if p.code not in (None, 0) and not (demo.killed and p.name == KILLED):
             raise CairnError(f"{p.name} ended with code {p.code} (its log is in {p.home}):\n{p.last_words()}")
     if demo.coordinator.code is not None:
         raise CairnError(f"the coordinator ended before the run did:\n{demo.coordinator.last_words()}")
 
 
-def _show(demo: Demo, status: SwarmStatus) -> None:
-    if status.loss and (not demo.losses or status.loss != demo.losses[-1]):
-        demo.losses.append(status.loss)
-    demo.screen.update(status, demo.notes, demo.losses)
-
-
 def _intervene(demo: Demo, status: SwarmStatus, processes: list[Process]) -> None:
     share = status.tokens / demo.spec.total_tokens
-    if share >= KILL_AT and KILLED not in demo.notes:
+    if share >= KILL_AT and not demo.killed:
         demo.peers[KILLED].kill()
-        demo.notes[KILLED] = "killed"
+        demo.killed = True
         demo.events.append((status.tokens, f"{KILLED} killed"))
         demo.screen.say(f"{KILLED} is killed with SIGKILL in round {status.round}; the others go on", "red")
     if share >= LATE_AT and LATE not in demo.peers:
@@ -242,9 +235,8 @@ def _problems(
         problems.append("the archived checkpoint is not the state that the peers hold")
     if not judged.before - judged.after >= MARGIN:
         problems.append(f"the held-out loss fell by {judged.before - judged.after:.2f}, less than {MARGIN:.2f}")
-    for name in (KILLED, LATE):
-        if name not in demo.notes and name not in demo.peers:
-            problems.append(f"{name} took no part: the run was over too soon")
+    if LATE not in demo.peers:
+        problems.append(f"{LATE} took no part: the run was over too soon")
     late = next((p for p in demo.status.peers if p.name == LATE), None) if demo.status else None
     if late is None or late.micro_credits_settled + late.micro_credits_pending == 0:
         problems.append(f"{LATE}, who joined late, earned nothing")
@@ -262,16 +254,14 @@ def _print(
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("peer")
     table.add_column("state digest", no_wrap=True)
-    table.add_column("round", justify="right")
-    table.add_column("settled", justify="right")
-    table.add_column("pending", justify="right")
-    table.add_column("credits", justify="right")
+    for title in ("round", "settled", "pending", "credits"):
+        table.add_column(title, justify="right")
     for p in sorted(status.peers if status else (), key=lambda p: p.name):
         if p.name in demo.peers:
             snapshot = snapshots.get(p.name)
             table.add_row(
                 p.name,
-                snapshot.state[:32] if snapshot else demo.notes.get(p.name, "-"),
+                snapshot.state[:32] if snapshot else "killed" if p.name == KILLED else "-",
                 str(snapshot.round if snapshot else p.round),
                 credits(p.micro_credits_settled),
                 credits(p.micro_credits_pending),

@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_args
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_validator
 
 from coordinator.authoring.errors import RunFileError
-from coordinator.authoring.prepare import SHARD_TOKENS
+from coordinator.authoring.prepare import SHARD_TOKENS, check_choices
 from protocol.data_address import check_address
 from protocol.errors import SpecError
 from protocol.spec import (
@@ -66,28 +66,16 @@ class DataTable(Section):
     def _one_way(self):
         if (self.source is None) == (self.prepared is None):
             raise ValueError("write either source (documents) or prepared (a folder made by `cairn data prepare`)")
-        if self.source is not None and (self.vocabulary is None) == (self.tokenizer is None):
-            raise ValueError("write either vocabulary (tokens of a tokenizer to train) or tokenizer (a tokenizer.json)")
-        if self.validation_every and self.validation:
-            raise ValueError("write either validation_every or validation, not both")
-        if self.validation_every == 1:
-            raise ValueError("validation_every = 1 would hold out every document: write 2 or more")
+        if self.source is not None:
+            check_choices(self.vocabulary, self.tokenizer, self.validation_every, self.validation)
         for address in self.addresses:
             try:
                 check_address(address)
             except SpecError as e:
                 raise ValueError(f"addresses: {e}") from None
         if self.prepared is not None:
-            fixed = (
-                "field",
-                "vocabulary",
-                "tokenizer",
-                "end_of_text",
-                "validation_every",
-                "validation",
-                "shard_tokens",
-            )
-            also = [name for name in fixed if name in self.model_fields_set]
+            allowed = ("prepared", "window", "addresses")
+            also = [name for name in DataTable.model_fields if name in self.model_fields_set and name not in allowed]
             if also:
                 raise ValueError(f"{', '.join(also)}: fixed when the folder was prepared; remove it here")
         return self

@@ -205,10 +205,6 @@ class Archive:
         """Return the newest state with a finalization."""
         return next((a for a in reversed(self.all()) if a.final), None)
 
-    def state_for(self, record: Digest) -> ArchivedState | None:
-        """Return the archived state after a record (the genesis digest: the first state); None if there is none."""
-        return next((a for a in self.all() if a.record == record), None)
-
     @contextlib.contextmanager
     def reading(self, archived: ArchivedState) -> Iterator[ArchivedState]:
         """Keep this state from being deleted until the context ends. Raises CoordinatorError if it is deleted."""

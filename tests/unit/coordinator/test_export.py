@@ -112,7 +112,7 @@ class World:
     def archive(self, round_: int) -> Path:
         """Archive a state in the owner's folder."""
         path, state = self.checkpoint(round_)
-        archive = Archive(self.folder / "owner" / "checkpoints", self.spec)
+        archive = Archive(self.folder / "owner" / "checkpoints", self.spec, spec_envelope=self.run.spec_envelope)
         record = digest(round_)
         return archive.add(path, self.tokenizer, round=round_, state=state, record=record, tokens=1000 * round_).folder
 
