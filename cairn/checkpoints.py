@@ -16,9 +16,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from coordinator.checkpoints.archive import CONFIG, MODEL, SPEC, TOKENIZER, ArchivedState, read_manifest
+from coordinator.checkpoints.copies import file_reader
+from coordinator.checkpoints.verification import VerificationError, VerifiedCheckpoint
+from coordinator.checkpoints.verification import verify_checkpoint as verify
 from coordinator.export import ExportError, checkpoint_digest, read_layout
 from coordinator.model_card import Origin
 from peer.node.snapshot import read_snapshot
@@ -30,9 +33,6 @@ from protocol.merkle import blob_digest
 from protocol.message_codec import MessageDecoder
 from protocol.messages import RoundRecord
 from protocol.spec import KIND, MAX_SPEC, RunSpec, open_spec, parse_spec
-
-if TYPE_CHECKING:
-    from coordinator.checkpoints.verification import VerifiedCheckpoint
 
 SPECS = ("spec.json", "run/spec.signed", "spec.signed", "store/values/spec", "values/spec")
 """Paths of a run's spec, relative to a folder of the run."""
@@ -96,9 +96,6 @@ def verify_checkpoint(place: str, trusted: str, report: Callable[[str], None] = 
 
     `trusted` is an invite, or the owner's key in hex. Raises CairnError, which names the failed check.
     """
-    from coordinator.checkpoints.copies import file_reader
-    from coordinator.checkpoints.verification import VerificationError, verify_checkpoint
-
     run, owner = None, None
     try:
         if trusted.startswith("cairn1:"):
@@ -108,7 +105,7 @@ def verify_checkpoint(place: str, trusted: str, report: Callable[[str], None] = 
     except MalformedError as e:
         raise VerificationError(f"{e}: give the run's invite, or its owner's key (64 hexadecimal digits)") from None
     try:
-        return verify_checkpoint(file_reader(place), run=run, owner=owner, report=report)
+        return verify(file_reader(place), run=run, owner=owner, report=report)
     except VerificationError as e:
         raise VerificationError(f"{place}: {e}") from None
 
@@ -129,9 +126,6 @@ def read_spec(path: Path) -> RunSpec:
     except CairnError as e:
         why = " ".join(str(e).split())[:200]
         raise ExportError(f"{path}: not a run's spec: {why}: name its spec.json or spec.signed") from None
-
-
-# -- archived by a coordinator -------------------------------------------------------------------------------
 
 
 def _newest_archived(folder: Path) -> ArchivedState | None:
@@ -156,9 +150,6 @@ def _of_archived(archived: ArchivedState, given: _Run | None) -> FoundCheckpoint
     before = run.record(archived.round - 1, archived.record)
     origin = run.origin(archived.state, archived.round, archived.tokens, before)
     return FoundCheckpoint(folder / MODEL, run.spec.model.config, folder / TOKENIZER, origin)
-
-
-# -- held by a node ------------------------------------------------------------------------------------------
 
 
 def _run_above(path: Path) -> _Run:

@@ -18,6 +18,7 @@ import click
 from cairn.connection import CoordinatorConnection, connect
 from cairn.number_format import credits
 from coordinator import durable
+from peer.keyfile import load_or_make
 from protocol.errors import CairnError, MalformedError, ProtocolError
 from protocol.ids import PeerKey, RunId, from_b64url
 from protocol.ledger.audit import Auditor, AuditReport, Finding, TrustedTreeHead
@@ -209,9 +210,6 @@ async def _proofs(
     return found
 
 
-# -- receipts ------------------------------------------------------------------------------------------------------
-
-
 def audit_receipts(text: str, files: Sequence[Path], peer: str, home: Path, *, via: Sequence[str]) -> bool:
     """Check receipts in files, or the newest of a peer (by default this machine's); return whether all are good.
 
@@ -285,17 +283,12 @@ def _receipt_bytes(path: Path) -> bytes:
 
 
 def _peer_key(text: str, home: Path) -> PeerKey:
-    from peer.keyfile import load_or_make
-
     if text:
         return PeerKey.parse(text)
     path = home / "identity.key"
     if not path.exists():
         raise CairnError(f"there is no {path}: name a peer with --peer, or receipts in files")
     return load_or_make(path).key
-
-
-# -- the last head that was seen ---------------------------------------------------------------------------------
 
 
 def head_file(home: Path, run: RunId) -> Path:
@@ -323,9 +316,6 @@ def _remember_head(home: Path, r: CoordinatorConnection, head: SignedStatement[T
         durable.replace(path, head.encoded)
     except OSError as e:
         raise CairnError(f"{path} cannot be written: {(e.strerror or str(e)).lower()}") from None
-
-
-# -- output ------------------------------------------------------------------------------------------------------
 
 
 def _when(head: TreeHead) -> str:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from cairn.number_format import byte_size, count
-
-if TYPE_CHECKING:
-    from coordinator.authoring.plan import RunPlan
+from coordinator.authoring import measurements
+from coordinator.authoring.plan import ASSUMED_FLOPS, ASSUMED_UTILISATION, LEAST_STEPS, MOST_BATCH, Remedies, RunPlan
 
 
 def lines(p: RunPlan, model: str = "", *, assumed: bool = False) -> Iterator[str]:
@@ -18,7 +16,7 @@ def lines(p: RunPlan, model: str = "", *, assumed: bool = False) -> Iterator[str
     yield from _aligned(_conditions(p, model, assumed))
     yield ""
     if p.remedies:
-        yield from _remedies_lines(p)
+        yield from _remedies_lines(p, p.remedies)
         yield ""
     yield from _aligned([("write", "value", "why"), *_choices(p)])
     yield ""
@@ -32,8 +30,6 @@ def lines(p: RunPlan, model: str = "", *, assumed: bool = False) -> Iterator[str
 
 
 def _conditions(p: RunPlan, model: str, assumed: bool) -> Iterator[tuple[str, ...]]:
-    from coordinator.authoring.plan import ASSUMED_FLOPS, ASSUMED_UTILISATION
-
     q = p.inputs
     said = " (assumed: --parameters or --model says otherwise)" if assumed else f" ({model})" if model else ""
     yield "model", f"{q.parameters:,} parameters{said}"
@@ -47,10 +43,8 @@ def _conditions(p: RunPlan, model: str, assumed: bool) -> Iterator[tuple[str, ..
     yield "data", f"{count(q.total)} tokens, {q.total / q.parameters:.3g} a parameter"
 
 
-def _remedies_lines(p: RunPlan) -> Iterator[str]:
-    q, remedies = p.inputs, p.remedies
-    if remedies is None:
-        return
+def _remedies_lines(p: RunPlan, remedies: Remedies) -> Iterator[str]:
+    q = p.inputs
     yield (
         f"TOO SLOW: no measured setting exchanges within {q.share:.1%} of a round's training; the one that comes "
         f"nearest takes {p.cost.share:.1%}. It is planned below; one of these would make it fit:"
@@ -71,9 +65,6 @@ def _remedies_lines(p: RunPlan) -> Iterator[str]:
 
 
 def _choices(p: RunPlan) -> Iterator[tuple[str, ...]]:
-    from coordinator.authoring import measurements
-    from coordinator.authoring.plan import LEAST_STEPS, MOST_BATCH
-
     q, m, c = p.inputs, p.setting, p.cost
     measured = f"measured: {measurements.SOURCE}"
     rule = f"the least with an exchange of up to {q.share:.0%} of a round" if p.fits else "the nearest to fitting"
@@ -132,8 +123,6 @@ def _costs(p: RunPlan) -> Iterator[tuple[str, ...]]:
 
 
 def _changes(p: RunPlan) -> Iterator[tuple[str, ...]]:
-    from coordinator.authoring import measurements
-
     q, c = p.inputs, p.cost
     if p.setting.loss == min(m.loss for m in measurements.MEASURED):
         yield "better", "nothing that was measured has less loss"

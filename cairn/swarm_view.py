@@ -60,8 +60,6 @@ class ObserverView:
         node.observers.subscribe(MessageVerified, lambda event: self._announcements.receive(event.message))
         node.observers.subscribe(MachineStepped, lambda _: self._changed())
 
-    # -- SwarmView -------------------------------------------------------------------------------------------
-
     @property
     def head(self) -> Digest:
         return self._node.chain.head
@@ -139,8 +137,6 @@ class ObserverView:
 
     def has_blob(self, digest: Digest) -> bool:
         return self._node.store.has(digest)
-
-    # -- the archive -----------------------------------------------------------------------------------------
 
     def _changed(self) -> None:
         chain = self._node.chain

@@ -142,9 +142,6 @@ def _model(config: Mapping[str, Any]) -> tuple[Layout, str, dict[str, Any]]:
     )
 
 
-# -- the weights ---------------------------------------------------------------------------------------------
-
-
 def _write_weights(checkpoint: Path, held: Layout, target: Path, metadata: Mapping[str, str]) -> Digest:
     """Copy the model's tensors into a safetensors file; return the digest of the checkpoint that was read."""
     wanted = {t.name for t in held.without_momentum().tensors}
@@ -189,9 +186,6 @@ def _chunks(path: Path) -> Iterator[bytes]:
 def checkpoint_digest(path: Path) -> Digest:
     """Return the blob digest of a file. Raises ExportError."""
     return tree_hash(leaves_of(_chunks(path)))
-
-
-# -- the folder ----------------------------------------------------------------------------------------------
 
 
 def _check_out(out: Path, force: bool) -> None:

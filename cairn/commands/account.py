@@ -16,6 +16,7 @@ import click
 from cairn.commands.options import FILE, home_option, via_option
 from cairn.connection import connect, parse_invite
 from cairn.number_format import count, credits
+from peer.keyfile import load_or_make
 from protocol.errors import CairnError, MalformedError
 from protocol.identity import Identity
 from protocol.ids import PeerKey, b64url, from_b64url
@@ -40,8 +41,6 @@ def account() -> None:
 @HOME
 def new(home: Path) -> None:
     """Make an account: a key file, to which peers are bound."""
-    from peer.keyfile import load_or_make
-
     path = home / KEY_FILE
     made = not path.exists()
     key = load_or_make(path).key
@@ -230,8 +229,6 @@ def _account(path: Path) -> Identity:
 
 
 def _read(path: Path, remedy: str) -> Identity:
-    from peer.keyfile import load_or_make
-
     if not path.exists():
         raise CairnError(f"there is no {path}: {remedy}")
     return load_or_make(path)

@@ -12,6 +12,7 @@ from coordinator.authoring.errors import DataInputError
 from coordinator.authoring.prepare import load_prepared
 from coordinator.authoring.resolve import check_weights, model_of
 from coordinator.authoring.runfile import RunFile, load_run
+from protocol.codec import make_codec
 from protocol.layout import Layout
 from protocol.spec import windows_in
 
@@ -25,8 +26,6 @@ def validate(path: Path) -> list[str]:
     Only the headers of initial weights are read. Data are not prepared: without a prepared folder the numbers of tokens
     are estimates, and the lines say so. Raises the errors of `load_run` and `resolve`.
     """
-    from protocol.codec import make_codec
-
     run_file = load_run(path)
     vocabulary, data_lines = _data(run_file)
     config, layout = model_of(run_file, {"vocab_size": vocabulary})

@@ -19,8 +19,23 @@ from coordinator.authoring.plan import RunPlan
 TEMPLATE = Path(__file__).with_name("run_template.toml")
 
 
-def fill(plan: RunPlan, model: Mapping[str, Any], vocabulary: int, model_note: str) -> str:
-    """Return the text of a run.toml. `model` is its [model] table, `model_note` a line about the table's source."""
+def fill(
+    plan: RunPlan, model: Mapping[str, Any], vocabulary: int, model_note: str, lines: Mapping[str, str] | None = None
+) -> str:
+    """Return the text of a run.toml.
+
+    `model` is its [model] table, `model_note` a line about the table's source. `lines` replace those of a new run: by,
+    name, weights, vocabulary, tokenizer, end_of_text, lr.
+    """
+    new_run = {
+        "by": "planned by `cairn run plan`",
+        "name": 'name = "my-run"',
+        "weights": '#weights = ""',
+        "vocabulary": f"vocabulary = {vocabulary}",
+        "tokenizer": '#tokenizer = "tokenizer.json"',
+        "end_of_text": '#end_of_text = "<|endoftext|>"',
+        "lr": f"lr = {plan.lr}",
+    }
     q, cost = plan.inputs, plan.cost
     codec, outer = plan.setting.codec, plan.setting.outer
     return Template(TEMPLATE.read_text()).substitute(
@@ -32,8 +47,6 @@ def fill(plan: RunPlan, model: Mapping[str, Any], vocabulary: int, model_note: s
         model_note=" ".join(model_note.split()),
         model="\n".join(f"{_key(k)} = {_value(v)}" for k, v in model.items()),
         window=q.window,
-        vocabulary=vocabulary,
-        lr=plan.lr,
         batch=q.windows,
         warmup=f"{measurements.WARMUP:.0%}",
         warmup_tokens=f"{plan.warmup_tokens:_}",
@@ -56,6 +69,7 @@ def fill(plan: RunPlan, model: Mapping[str, Any], vocabulary: int, model_note: s
         max_update_tokens=f"{2 * plan.target_tokens:_}",
         max_members=plan.max_members,
         **plan.timers,
+        **(new_run | dict(lines or {})),
     )
 
 

@@ -176,8 +176,6 @@ class Archive:
                 raise CoordinatorError(f"{archived.folder / MANIFEST} cannot be read back: check the disk")
             return found
 
-    # -- what there is -------------------------------------------------------------------------------------------
-
     def all(self) -> list[ArchivedState]:
         """Return the archived states, oldest first."""
         with self._lock:
@@ -219,8 +217,6 @@ class Archive:
         finally:
             with self._lock:
                 self._open[archived.folder] -= 1
-
-    # -- what goes -----------------------------------------------------------------------------------------------
 
     def drop(self, archived: Iterable[ArchivedState]) -> None:
         """Delete states that the chain has left."""

@@ -80,8 +80,6 @@ class CheckpointArchiver:
         self._counts = {"evaluated": 0, "evaluations_failed": 0, "copied": 0, "copies_failed": 0, "copied_bytes": 0}
         self._seconds = 0.0
 
-    # -- life ------------------------------------------------------------------------------------------------
-
     def start(self, finalization_of: FinalizationOf) -> None:
         """Begin, on the running event loop."""
         self._unsubscribe = self._view.subscribe(self._wake)
@@ -120,8 +118,6 @@ class CheckpointArchiver:
     def _wake(self) -> None:
         for wake in self._wakes:
             wake.set()
-
-    # -- finalizations -----------------------------------------------------------------------------------------
 
     async def _mark_final(self, finalization_of: FinalizationOf) -> None:
         """Add the finalization to each state that has become final.
@@ -163,8 +159,6 @@ class CheckpointArchiver:
             last = self._decoder.decode_certificate((archived.folder / CERTIFICATE).read_bytes())
             return last if ends_with_state(last, archived) else None
         return None
-
-    # -- evaluation --------------------------------------------------------------------------------------------
 
     def _due(self) -> ArchivedState | None:
         """Return the newest state, if it is to be evaluated now; older ones are skipped."""
@@ -223,8 +217,6 @@ class CheckpointArchiver:
             "temperature": s.temperature, "seed": s.seed,
         }  # fmt: skip
 
-    # -- copies ------------------------------------------------------------------------------------------------
-
     def to_copy(self) -> list[ArchivedState]:
         """Return the final states, and round 0, of which no copy is known: oldest first."""
         done = self._copied | self._not_wanted
@@ -277,8 +269,6 @@ class CheckpointArchiver:
             round_ = next((a.round for a in self.archive.all() if str(a.state) == state), None)
             size = row["bytes"] / 1e6
             log.info("copied the state of round %s to %s (%.1f MB)", round_, self._settings.archive.address, size)
-
-    # -- reports -----------------------------------------------------------------------------------------------
 
     def _report(self, topic: str, problem: str) -> None:
         """Keep a problem, and log it once for as long as it stays the same."""

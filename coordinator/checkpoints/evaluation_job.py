@@ -87,9 +87,6 @@ def free_device(name: str, size: int) -> str:
     return max(found)[1] if found else "cpu"
 
 
-# -- what the model writes ----------------------------------------------------------------------------------------
-
-
 def _samples(job: Row, model: torch.nn.Module, data: DataSpec, folder: Path, shards: list[Path]) -> Iterator[Row]:
     """Yield each prompt continued twice: greedily, and sampled at a temperature from a fixed seed."""
     from tokenizers import Tokenizer

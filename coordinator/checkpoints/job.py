@@ -45,15 +45,16 @@ async def run_job(
         sys.executable, "-m", module, str(os.getpid()), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE, start_new_session=True, limit=MAX_LINE,
     )  # fmt: skip
-    assert process.stdin and process.stdout and process.stderr  # they are pipes
-    output = asyncio.create_task(_last_output(process.stderr))
+    stdin, stdout, stderr = process.stdin, process.stdout, process.stderr
+    assert stdin is not None and stdout is not None and stderr is not None
+    output = asyncio.create_task(_last_output(stderr))
     try:
         async with async_timeout.timeout(deadline):
             with contextlib.suppress(OSError):  # the process ended at once: its exit code says why
-                process.stdin.write(json.dumps(job).encode())
-                await process.stdin.drain()
-                process.stdin.close()
-            while line := await _next_line(process.stdout, silence):
+                stdin.write(json.dumps(job).encode())
+                await stdin.drain()
+                stdin.close()
+            while line := await _next_line(stdout, silence):
                 row = json.loads(line)
                 if "failed" in row:
                     raise JobError(row["failed"][:MAX_MESSAGE])
@@ -90,9 +91,6 @@ def _why(code: int, output: str) -> str:
     if code == -signal.SIGKILL:
         return "its process was killed: most likely memory ran out"
     return f"its process ended with code {code}: {output[-500:] or 'it said nothing'}"
-
-
-# -- in the process ---------------------------------------------------------------------------------------------
 
 
 def serve_job(work: Callable[[Row, Callable[[Row], None]], None]) -> None:
