@@ -11,13 +11,17 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rich.table import Table
+
+from cairn.commands.serve import coordinator_folder
 from cairn.demo.processes import Process, serve, stop_all, wait_for_file
 from cairn.demo.report import Judged, LossPoint, judge, loss_curve, plot
 from cairn.demo.screen import DemoScreen
-from cairn.number_format import count
+from cairn.number_format import count, credits
 from coordinator.authoring.runfile import load_run
 from coordinator.checkpoints.archive import Archive, ArchivedState
 from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable, SwarmStatus
+from peer.node.membership import run_folder
 from peer.node.snapshot import Snapshot, read_snapshot
 from protocol.errors import CairnError
 from protocol.invite import Invite
@@ -104,11 +108,10 @@ def _clear(folder: Path) -> int:
 
 
 def _start(folder: Path, run_file: Path, screen: DemoScreen, processes: list[Process]) -> Demo:
-    """Start the coordinator and the first four peers."""
     screen.say(f"coordinator: cairn coordinator serve {run_file.name} (prepares data and draws the first weights)")
     coordinator, url = serve(run_file, folder)
     processes.append(coordinator)
-    home = coordinator_home(folder, load_run(run_file).run.name)
+    home = coordinator_folder(folder / "coordinator", load_run(run_file).run.name)
     invite = Invite.parse(wait_for_file(home / "invite", coordinator, READY_SECONDS))
     spec = asyncio.run(_spec(invite))
     screen.say(f"invite: {str(invite)[:48]}...   page: {url}")
@@ -118,13 +121,6 @@ def _start(folder: Path, run_file: Path, screen: DemoScreen, processes: list[Pro
         _join(demo, name, processes)
     screen.say(f"peers: {', '.join(PEERS)} join with cairn peer join INVITE")
     return demo
-
-
-def coordinator_home(folder: Path, name: str) -> Path:
-    """Return the folder of the demo's coordinator."""
-    from cairn.commands.serve import coordinator_folder
-
-    return coordinator_folder(folder / "coordinator", name)
 
 
 async def _spec(invite: Invite) -> RunSpec:
@@ -187,7 +183,7 @@ def _intervene(demo: Demo, status: SwarmStatus, processes: list[Process]) -> Non
 
 
 def _archive(demo: Demo) -> list[ArchivedState]:
-    return Archive(coordinator_home(demo.folder, demo.spec.name) / "checkpoints", demo.spec).all()
+    return Archive(coordinator_folder(demo.folder / "coordinator", demo.spec.name) / "checkpoints", demo.spec).all()
 
 
 async def _wait_for_archive(demo: Demo, end: float) -> None:
@@ -203,7 +199,7 @@ def _conclude(demo: Demo) -> int:
     say = demo.screen.say
     say("training is over; evaluating the model on held-out text")
     archived = _archive(demo)
-    data = coordinator_home(demo.folder, demo.spec.name) / "run" / "data"
+    data = coordinator_folder(demo.folder / "coordinator", demo.spec.name) / "run" / "data"
     shards = [data / f"{s.digest}.tokens" for s in demo.spec.data.validation]
     judged = judge(demo.spec, shards, archived[0].folder, archived[-1].folder, PROMPT)
     picture = demo.folder / "loss.png"
@@ -219,8 +215,6 @@ def _conclude(demo: Demo) -> int:
 
 
 def _snapshot(demo: Demo, name: str) -> Snapshot | None:
-    from peer.node.membership import run_folder
-
     return read_snapshot(run_folder(demo.folder / name, demo.invite.run))
 
 
@@ -246,10 +240,6 @@ def _problems(
 def _print(
     demo: Demo, snapshots: dict[str, Snapshot | None], archived: list[ArchivedState], judged: Judged, picture: Path
 ) -> None:
-    from rich.table import Table
-
-    from cairn.number_format import credits
-
     say, status = demo.screen.say, demo.status
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("peer")

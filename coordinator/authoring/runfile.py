@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_validator
 
-from coordinator.authoring.errors import RunFileError
+from coordinator.authoring.errors import AuthoringError, RunFileError
 from coordinator.authoring.prepare import SHARD_TOKENS, check_choices
 from protocol.data_address import check_address
 from protocol.errors import SpecError
@@ -140,16 +140,9 @@ class RunFile(Section):
 
 def load_run(path: Path) -> RunFile:
     """Return the checked run.toml. Raises RunFileError with a line for each problem: file, line and field."""
-    try:
-        if path.stat().st_size > MAX_FILE:
-            raise RunFileError(f"{path}: larger than {MAX_FILE >> 10} KiB: this is not a run.toml")
-        text = path.read_bytes().decode()
-    except FileNotFoundError:
-        raise RunFileError(f"{path}: no such file: examples/sotu.toml is one to begin with") from None
-    except OSError as e:
-        raise RunFileError(f"{path}: cannot be read: {e.strerror or e}") from None
-    except UnicodeDecodeError:
-        raise RunFileError(f"{path}: not UTF-8 text: save it as such") from None
+    if not path.exists():
+        raise RunFileError(f"{path}: no such file: examples/sotu.toml is one to begin with")
+    text = read_text(path, RunFileError, "this is not a run.toml")
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
@@ -163,6 +156,18 @@ def load_run(path: Path) -> RunFile:
         raise RunFileError("\n".join(_problems(e, path, text))) from None
     run_file._path = path.resolve()
     return run_file
+
+
+def read_text(path: Path, error: type[AuthoringError], remedy: str) -> str:
+    """Return the text of a file of at most MAX_FILE bytes. Raises `error`."""
+    try:
+        if path.stat().st_size > MAX_FILE:
+            raise error(f"{path}: larger than {MAX_FILE >> 10} KiB: {remedy}")
+        return path.read_bytes().decode()
+    except OSError as e:
+        raise error(f"{path}: cannot be read: {e.strerror or e}") from None
+    except UnicodeDecodeError:
+        raise error(f"{path}: not UTF-8 text: {remedy}") from None
 
 
 def _fill_in(tables: dict[str, Any]) -> None:
