@@ -53,18 +53,10 @@ class VerificationError(CoordinatorError):
 
 @dataclass(frozen=True, slots=True)
 class VerifiedCheckpoint:
-    """The verified facts.
-
-    `signed` is the finalized record, None for the run's first state; `contributors` and `votes` are of that record.
-    `witnesses` counts the contributors that confirm the last state (0: a record names it).
-    """
+    """A state that the run's owner finalized, and the run's spec."""
 
     spec: RunSpec
     archived: ArchivedState
-    signed: Digest | None = None
-    contributors: int = 0
-    votes: int = 0
-    witnesses: int = 0
 
 
 def names_state(certificate: Certificate, archived: ArchivedState) -> bool:
@@ -144,22 +136,21 @@ def _signed(
         raise VerificationError(
             f"the owner signed record {final.record.short}, and {CERTIFICATE} is {certificate.digest.short}"
         )
-    proved = VerifiedCheckpoint(spec, archived, final.record, len(body.contributors), len(certificate.votes))
-    voted = f"{proved.votes} of {proved.contributors} contributors voted for it"
+    contributors = len(body.contributors)
+    voted = f"{len(certificate.votes)} of {contributors} contributors voted for it"
     if names_state(certificate, archived):
         report(f"record   {certificate.digest}, round {body.round}, names this state as its base; {voted}")
     elif ends_with_state(certificate, archived):
         sent = _witnesses(_read(read_file, WITNESSES, MAX_WITNESSES))
         count = _count(sent, certificate, archived, decoder)
         report(f"record   {certificate.digest}, round {body.round}, the run's last; {voted}")
-        report(f"state    {count} of {proved.contributors} contributors sign that they hold it after that record")
-        proved = VerifiedCheckpoint(spec, archived, final.record, proved.contributors, proved.votes, count)
+        report(f"state    {count} of {contributors} contributors sign that they hold it after that record")
     else:
         raise VerificationError(
             f"the record in {CERTIFICATE} does not name state {archived.state.short}: it is another's"
         )
     report("final    the owner's key signs this record as final")
-    return proved
+    return VerifiedCheckpoint(spec, archived)
 
 
 def _count(sent: Sequence[bytes], certificate: Certificate, archived: ArchivedState, decoder: MessageDecoder) -> int:
