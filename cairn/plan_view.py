@@ -128,10 +128,7 @@ def _changes(p: RunPlan) -> Iterator[tuple[str, ...]]:
         yield "better", "nothing that was measured has less loss"
     elif p.better:
         b = p.better.setting
-        yield (
-            "better",
-            f"from {_mbit(p.better.uplink_needed)} up: {b} (loss {b.loss:g} x, for {p.setting.loss:g} x)",
-        )
+        yield ("better", f"from {_mbit(p.better.uplink_needed)} up: {b} (loss {b.loss:g} x, for {p.setting.loss:g} x)")
     else:
         yield "better", "over a faster uplink: shorter rounds, or the same with less training on old states"
     if p.fits:

@@ -113,7 +113,7 @@ def serve_run(options: ServeOptions) -> None:
 
     _allow_many_files()
     listen, page = _endpoint(options.grpc, "--grpc"), _endpoint(options.page, "--page")
-    public, announce = _public(options, listen[1])
+    public, _ = _public(options, listen[1])
     run_file = load_run(options.run_file)
     folder = coordinator_folder(options.home, run_file.run.name)
     set_up_logging(folder / "coordinator.log")
@@ -132,7 +132,7 @@ def serve_run(options: ServeOptions) -> None:
             ledger=options.ledger,
             alerts=load_config(folder, options.webhook),
         )
-        asyncio.run(_serve(config, store, owner, resolved, options.swarm, announce, options.settings))
+        asyncio.run(_serve(options, config, store, owner, resolved))
 
 
 def _allow_many_files() -> None:
@@ -144,13 +144,7 @@ def _allow_many_files() -> None:
 
 
 async def _serve(
-    config: CoordinatorConfig,
-    store: Store,
-    owner: Identity,
-    resolved: ResolvedRun,
-    listen: str,
-    announce: tuple[str, ...],
-    settings: CheckpointSettings,
+    options: ServeOptions, config: CoordinatorConfig, store: Store, owner: Identity, resolved: ResolvedRun
 ) -> None:
     from cairn.swarm_view import ObserverView, put_blob
     from coordinator.checkpoints.archive import Archive
@@ -167,7 +161,8 @@ async def _serve(
     from protocol.chain import genesis_digest
     from protocol.message_codec import MessageDecoder
 
-    spec, folder = resolved.spec, config.folder
+    spec, folder, settings = resolved.spec, config.folder, options.settings
+    _, announce = _public(options, config.listen_port)
     until = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -199,7 +194,7 @@ async def _serve(
         admission=b"",
         addresses=known_addresses(store),
     )
-    node = build_node(membership, NodeOptions(folder, (listen,), announce, observer=True))
+    node = build_node(membership, NodeOptions(folder, (options.swarm,), announce, observer=True))
     view = ObserverView(node, spec, archive)
     shards = [resolved.blobs[s.name] for s in spec.data.validation if s.name in resolved.blobs]
     archiver = CheckpointArchiver(

@@ -218,12 +218,7 @@ def _data_spec(run_file: RunFile, prepared: Prepared) -> DataSpec:
 
 
 def _spec(
-    run_file: RunFile,
-    owner: Identity,
-    config: dict[str, Any],
-    layout: Layout,
-    prepared: Prepared,
-    genesis: BlobRef,
+    run_file: RunFile, owner: Identity, config: dict[str, Any], layout: Layout, prepared: Prepared, genesis: BlobRef
 ) -> RunSpec:
     shards = prepared.manifest.train.shards
     if not any(windows_in(s.tokens, run_file.data.window) for s in shards):

@@ -311,11 +311,7 @@ class CheckpointArchiver:
             ("cairn_archive_bytes", "Bytes of archived states.", sum(a.size for a in archived)),
             ("cairn_archive_final_round", "Round of the newest final archived state.", final[-1].round if final else 0),
             ("cairn_archive_problem", "1 while archiving, copying or evaluating fails.", bool(self.problem)),
-            (
-                "cairn_copies_waiting",
-                "Final states without a copy.",
-                waiting,
-            ),
+            ("cairn_copies_waiting", "Final states without a copy.", waiting),
             ("cairn_copies_total", "States copied.", c["copied"]),
             ("cairn_copies_bytes_total", "Bytes copied.", c["copied_bytes"]),
             ("cairn_copies_failed_total", "Attempts to copy that failed.", c["copies_failed"]),

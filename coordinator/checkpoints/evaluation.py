@@ -68,8 +68,8 @@ def measure(
 
     `shards` are files of `data.dtype` tokens, little endian, in the order of `data.validation`. `most` limits the
     number of the chosen windows, `seconds` the time (at least one batch is done). With either, any first part of the
-    order of windows is spread evenly too. The order is the same each time, so that a slow machine judges all states by the same
-    few windows. Raises CoordinatorError.
+    order of windows is spread evenly too. The order is the same each time, so that a slow machine judges all states by
+    the same few windows. Raises CoordinatorError.
     """
     held = ValidationWindows(data, shards)
     n = min(max_windows, len(held))
