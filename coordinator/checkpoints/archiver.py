@@ -71,7 +71,7 @@ class CheckpointArchiver:
         self._problems: dict[str, str] = {}
         self._copied: set[str] = set()
         self._listed = False
-        """Whether the copies that were there before are in `_copied`."""
+        """True once `_copied` has the copies that were there before."""
 
         self._not_wanted: set[str] = set()
         """Final states that the policy of the copies excludes."""
