@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Iterable
 
 from peer.coordinator_client import CoordinatorClient
 from peer.swarm.anonymous import ChainReader
 from peer.swarm.errors import PeerRefused, PeerUnreachable
+from protocol.bounded import BoundedDict
 from protocol.chain import Chain
 from protocol.errors import CairnError, ProtocolError
 from protocol.ids import Digest, PeerKey, Round
@@ -45,7 +45,7 @@ class AuditedChain:
         self._asker = asker
         self._members = () if asker is None else asker.members
         self._coordinator = coordinator
-        self._accounts: OrderedDict[Digest, RoundCredits] = OrderedDict()
+        self._accounts: BoundedDict[Digest, RoundCredits] = BoundedDict(KEPT)
         self._abandoned: set[Digest] = set()
         self._read: set[Digest] = set()
         """Every record that was read as part of the chain: about 100 bytes a round."""
@@ -194,6 +194,4 @@ class AuditedChain:
                 added += 1
                 self._read.add(certificate.digest)
                 self._accounts[certificate.digest] = credits_of(certificate, self._rule)
-        while len(self._accounts) > KEPT:
-            self._accounts.popitem(last=False)
         return added
