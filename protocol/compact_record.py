@@ -20,7 +20,7 @@ from protocol.message_codec import MAX_HEADER_ENVELOPE
 from protocol.messages import MAX_CONTRIBUTORS, RoundRecord, Signed
 from protocol.wire import swarm_pb2 as wire
 
-KIND = "brief"
+KIND = "compact-record"
 HEADER_ID_BYTES = 16
 MAX_COMPACT_RECORD = MAX_CONTRIBUTORS * (HEADER_ID_BYTES + 2) + 1024
 """No brief is larger, in bytes."""
@@ -50,7 +50,7 @@ class CompactRecord:
         del record.updates[:]
         record.updates.extend(headers)
         return wire.Envelope(
-            kind="record", payload=record.SerializeToString(deterministic=True), key=bytes(self.author),
+            kind="round-record", payload=record.SerializeToString(deterministic=True), key=bytes(self.author),
             signature=self.signature,
         ).SerializeToString(deterministic=True)  # fmt: skip
 

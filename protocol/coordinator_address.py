@@ -21,7 +21,7 @@ from protocol.invite import MAX_COORDINATORS, MAX_SWARM_ADDRESSES, HostPort
 from protocol.messages import MAX_ADDRESS, Signed
 from protocol.wire import swarm_pb2 as wire
 
-KIND = "coordinator_address"
+KIND = "coordinator-address"
 MAX_COORDINATOR_ADDRESS_ENVELOPE = 4096
 """No envelope of this kind is larger, in bytes."""
 

@@ -28,7 +28,7 @@ CHANGE_BOUNDS: dict[str, tuple[float, float]] = {
 def encode_directive(b: Directive) -> wire.Directive:
     changed = {f.name: value for f in fields(RoundChanges) if (value := getattr(b.changes, f.name)) is not None}
     m = wire.Directive(
-        run=b.run, sequence=b.sequence, order=b.run_status, since=b.since, reason=b.reason, banned=b.banned,
+        run=b.run, sequence=b.sequence, run_status=b.run_status, since=b.since, reason=b.reason, banned=b.banned,
         from_round=b.from_round, changes=wire.RoundChanges(**changed) if changed else None,
     )  # fmt: skip
     if (back := b.rollback) is not None:
@@ -38,8 +38,8 @@ def encode_directive(b: Directive) -> wire.Directive:
 
 def decode_directive(payload: bytes, _: object = None) -> Directive:
     m = parsed(wire.Directive(), payload)
-    if m.order not in RUN_STATUSES:
-        raise MalformedError(f"{m.order[:20]!r} is not an order to a run")
+    if m.run_status not in RUN_STATUSES:
+        raise MalformedError(f"{m.run_status[:20]!r} is not a run status")
     if len(m.banned) > MAX_BANNED:
         raise MalformedError(f"a directive bans at most {MAX_BANNED} peers, not {len(m.banned)}")
     banned = tuple(PeerKey(key) for key in m.banned)
@@ -53,7 +53,7 @@ def decode_directive(payload: bytes, _: object = None) -> Directive:
         if not epoch:
             raise MalformedError("the first rollback has epoch 1")
     body = Directive(
-        RunId(m.run), bounded("sequence", m.sequence), m.order, bounded("since", m.since),
+        RunId(m.run), bounded("sequence", m.sequence), m.run_status, bounded("since", m.since),
         text("reason", m.reason, MAX_REASON), banned, Round(bounded("from_round", m.from_round, MAX_ROUND)),
         _decode_changes(m.changes), rollback,
     )  # fmt: skip

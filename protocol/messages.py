@@ -186,7 +186,7 @@ class Finalization:
 class Heartbeat:
     """The status of a member, for scheduling and for people. `known` are `short_id`s of the round's headers.
 
-    `state`: after the head, as the author holds it; None for an observer. `unheard`: `short_id`s of members whose
+    `state`: after the head, as the author holds it; None for an observer. `unreachable`: `short_id`s of members whose
     messages do not reach it directly; others relay them.
     """
 
@@ -266,4 +266,4 @@ def shards_digest(shards: Sequence[Digest]) -> Digest | None:
 
     None when there are none.
     """
-    return Digest(sha256(b"cairn/v1/parts", *shards)) if shards else None
+    return Digest(sha256(b"cairn/v1/shards", *shards)) if shards else None

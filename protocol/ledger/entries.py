@@ -23,7 +23,7 @@ MAX_LINE = 128
 """Bytes of a line: two digests, three counts."""
 
 MAX_VOID_ORDER = 1024
-"""Bytes of the envelope of a verdict."""
+"""Bytes of the envelope of a void order."""
 
 MAX_ENTRY = MAX_ENVELOPE + 1024
 """Bytes of an entry: the largest carries a directive."""
@@ -66,7 +66,7 @@ class SettleEntry:
 
 @dataclass(frozen=True, slots=True)
 class VoidEntry:
-    """One line of the round entry `entry`, by a verdict of the owner: pending -> voided."""
+    """One line of the round entry `entry`, by a void order of the owner: pending -> voided."""
 
     entry: int
     line: int
@@ -119,7 +119,7 @@ def lines_root(lines: Sequence[CreditLine]) -> Digest:
 
 def encode_line(line: CreditLine) -> bytes:
     """Return the canonical bytes of a credit line."""
-    message = wire.Line(
+    message = wire.CreditLine(
         peer=line.peer, update=line.update, windows=line.windows, tokens=line.tokens, micro_credits=line.micro_credits
     )
     return message.SerializeToString(deterministic=True)
@@ -127,7 +127,7 @@ def encode_line(line: CreditLine) -> bytes:
 
 def encode_entry(entry: LedgerEntry) -> bytes:
     """Return the canonical bytes of an entry."""
-    message = wire.Entry(run=entry.run, sequence=entry.sequence, previous=entry.previous, time=entry.time)
+    message = wire.LedgerEntry(run=entry.run, sequence=entry.sequence, previous=entry.previous, time=entry.time)
     what = entry.payload
     if isinstance(what, RoundEntry):
         message.round.CopyFrom(
@@ -141,7 +141,7 @@ def encode_entry(entry: LedgerEntry) -> bytes:
     elif isinstance(what, VoidEntry):
         message.void.CopyFrom(
             wire.VoidEntry(
-                entry=what.entry, line=what.line, micro_credits=what.micro_credits, verdict=what.void_order
+                entry=what.entry, line=what.line, micro_credits=what.micro_credits, void_order=what.void_order
             )
         )  # fmt: skip
     else:
@@ -154,7 +154,7 @@ def encode_entry(entry: LedgerEntry) -> bytes:
 
 def decode_line(encoded: bytes) -> CreditLine:
     """Raise MalformedError for anything but what `encode_line` writes of a line within bounds."""
-    m = _parsed(wire.Line(), encoded, "a line", MAX_LINE)
+    m = _parsed(wire.CreditLine(), encoded, "a line", MAX_LINE)
     if not m.windows or not m.tokens:
         raise MalformedError("a line of the ledger covers at least one window")
     line = CreditLine(
@@ -168,8 +168,8 @@ def decode_line(encoded: bytes) -> CreditLine:
 
 def decode_entry(encoded: bytes) -> LedgerEntry:
     """Raise MalformedError for anything but what `encode_entry` writes of an entry within bounds."""
-    m = _parsed(wire.Entry(), encoded, "an entry", MAX_ENTRY)
-    kind = m.WhichOneof("what")
+    m = _parsed(wire.LedgerEntry(), encoded, "an entry", MAX_ENTRY)
+    kind = m.WhichOneof("payload")
     if kind is None:
         raise MalformedError("an entry of the ledger that says nothing")
     what = _READ[kind](getattr(m, kind))
@@ -194,11 +194,11 @@ def _settle(m: wire.SettleEntry) -> SettleEntry:
 
 
 def _void(m: wire.VoidEntry) -> VoidEntry:
-    if not 1 <= len(m.verdict) <= MAX_VOID_ORDER:
-        raise MalformedError(f"a verdict of {len(m.verdict)} bytes: want 1 to {MAX_VOID_ORDER}")
+    if not 1 <= len(m.void_order) <= MAX_VOID_ORDER:
+        raise MalformedError(f"a void order of {len(m.void_order)} bytes: want 1 to {MAX_VOID_ORDER}")
     return VoidEntry(
         _count("entry", m.entry), _count("line", m.line, MAX_CONTRIBUTORS - 1),
-        _count("micro-credits", m.micro_credits), bytes(m.verdict),
+        _count("micro-credits", m.micro_credits), bytes(m.void_order),
     )  # fmt: skip
 
 

@@ -200,7 +200,7 @@ class LedgerState:
         return rounds_posted
 
     def void(self, void_order: bytes, time: int) -> PostedEntry:
-        """Void the line that a verdict of the owner names (see `verdicts`), while it is pending."""
+        """Void the line that a void order of the owner names (see `void_orders`), while it is pending."""
         return self._void(void_order, self._monotonic(time))
 
     def rollback(self, record: Digest, round_: Round, directive: bytes, time: int) -> PostedEntry:
@@ -289,33 +289,33 @@ class LedgerState:
         del self._pending[sequence]
         return self._append(PostedEntry(entry, sent, (), transfers))
 
-    def _void(self, sent_verdict: bytes, time: int, expected: _Expected | None = None) -> PostedEntry:
+    def _void(self, encoded: bytes, time: int, expected: _Expected | None = None) -> PostedEntry:
         self._check_nothing_due()
         try:
-            verdict = open_void_order(sent_verdict, self.run, self.owner)
+            void_order = open_void_order(encoded, self.run, self.owner)
         except (MalformedError, SignatureError) as e:
-            raise LedgerRuleError(f"a verdict that does not count: {e}") from None
-        held, i = self._line_of(verdict)
+            raise LedgerRuleError(f"a void order that does not count: {e}") from None
+        held, i = self._line_of(void_order)
         line = held.lines[i]
-        what = VoidEntry(held.sequence, i, line.micro_credits, sent_verdict)
+        what = VoidEntry(held.sequence, i, line.micro_credits, encoded)
         entry, sent = self._make_entry(what, time, expected)
         moved = [(i, LedgerAccount(PENDING, line.peer), LedgerAccount(VOIDED, line.peer))]
         transfers = self._transfer(entry, held.sequence, held.lines, moved)
         held.voided.add(i)
         return self._append(PostedEntry(entry, sent, (), transfers))
 
-    def _line_of(self, verdict: VoidOrder) -> tuple[PendingRound, int]:
-        """Return the credit line that a verdict is about."""
+    def _line_of(self, order: VoidOrder) -> tuple[PendingRound, int]:
+        """Return the credit line that a void order is about."""
         for held in self._pending.values():
-            if (held.record, held.round) == (verdict.record, verdict.round):
+            if (held.record, held.round) == (order.record, order.round):
                 for i, line in enumerate(held.lines):
-                    if (line.peer, line.update) == (verdict.peer, verdict.update):
+                    if (line.peer, line.update) == (order.peer, order.update):
                         if i in held.voided:
                             raise LedgerRuleError(f"line {i} of entry {held.sequence} is voided already")
                         return held, i
         raise LedgerRuleError(
-            f"a verdict on update {verdict.update.short} of {verdict.peer.short} in round {verdict.round}: no such "
-            "line is pending (what is settled stays)"
+            f"a void order on update {order.update.short} of {order.peer.short} in round {order.round}: no such line "
+            "is pending (what is settled stays)"
         )
 
     def _rollback(

@@ -1,7 +1,7 @@
 """Signed words about the ledger: tree heads and receipts by the owner, bindings by peers and accounts.
 
 Each is opened by a function that verifies before it decodes, and refuses what its maker would not have written byte for
-byte: one statement has one form. Verdicts, which are part of entries, are in `verdicts`.
+byte: one statement has one form. Void orders, which are part of entries, are in `void_orders`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class BindPeer:
 class BindAccount:
     """An account's word that a peer is one of its own, what it is called, and its team ("": none).
 
-    `peer_word`: the envelope of the peer's `BindPeer`.
+    `peer_statement`: the envelope of the peer's `BindPeer`.
     """
 
     run: RunId
@@ -214,7 +214,7 @@ def _decode_bind_peer(payload: bytes) -> BindPeer:
 
 
 def _encode_bind_account(b: BindAccount) -> Message:
-    return wire.BindAccount(run=b.run, peer_word=b.peer_statement, time=b.time, name=b.name, team=b.team)
+    return wire.BindAccount(run=b.run, peer_statement=b.peer_statement, time=b.time, name=b.name, team=b.team)
 
 
 def _decode_bind_account(payload: bytes) -> BindAccount:
@@ -222,7 +222,7 @@ def _decode_bind_account(payload: bytes) -> BindAccount:
     name, team = _text("name", m.name, MAX_ACCOUNT_NAME), _text("team", m.team, MAX_ACCOUNT_NAME)
     if name != name.strip() or team != team.strip():
         raise MalformedError("a name neither begins nor ends with a space")
-    return BindAccount(RunId(m.run), bytes(m.peer_word), _count("time", m.time), name, team)
+    return BindAccount(RunId(m.run), bytes(m.peer_statement), _count("time", m.time), name, team)
 
 
 def _count(what: str, value: int, top: int = MAX_COUNT) -> int:

@@ -87,4 +87,4 @@ class LocalStatus:
     addresses: tuple[str, ...] = ()
     admission: bytes = b""
     device: str = ""
-    unheard: tuple[int, ...] = ()
+    unreachable: tuple[int, ...] = ()
