@@ -1,8 +1,8 @@
 """The signed record of a coordinator's address, which members store and pass on.
 
 An invite names the address that the coordinator had when it was published. The coordinator may move: whoever finds it
-gone asks any member, and takes the newest word that the run's owner signed. A member can withhold that word or give an
-old one; it cannot make one up, and an old one leads to an address where nobody shows the right certificate.
+gone asks any member, and accepts the newest record that the run's owner signed. A member can withhold it or give an old
+one; it cannot forge one, and an old one leads to an address where nobody shows the right certificate.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class CoordinatorAddress:
     addresses: tuple[str, ...] = ()
 
 
-def is_coordinator_address(sent: bytes) -> bool:
+def is_coordinator_address(encoded: bytes) -> bool:
     """Return whether an envelope claims to be of this kind, by its first bytes."""
-    return sent.startswith(_BEGINNING)
+    return encoded.startswith(_BEGINNING)
 
 
 def sign_coordinator_address(owner: Identity, body: CoordinatorAddress) -> Signed[Any]:
@@ -58,34 +58,34 @@ def sign_coordinator_address(owner: Identity, body: CoordinatorAddress) -> Signe
         run=body.run, sequence=body.sequence, coordinators=[str(e) for e in body.coordinators],
         fingerprint=body.fingerprint, addresses=body.addresses,
     )  # fmt: skip
-    sent = seal(owner, KIND, message.SerializeToString(deterministic=True)).encoded
-    return open_coordinator_address(sent, body.run, owner.key)
+    encoded = seal(owner, KIND, message.SerializeToString(deterministic=True)).encoded
+    return open_coordinator_address(encoded, body.run, owner.key)
 
 
-def open_coordinator_address(sent: bytes, run: RunId, owner: PeerKey) -> Signed[Any]:
+def open_coordinator_address(encoded: bytes, run: RunId, owner: PeerKey) -> Signed[Any]:
     """Return the verified record.
 
     Raises MalformedError, SignatureError; AdmissionError when it is not the owner's.
     """
-    body: Any = _check_claims(sent, run, owner)  # a body of its own beside those of `messages`
-    e = open_envelope(sent, KIND, limit=MAX_COORDINATOR_ADDRESS_ENVELOPE)
+    body: Any = _check_claims(encoded, run, owner)  # a body of its own beside those of `messages`
+    e = open_envelope(encoded, KIND, limit=MAX_COORDINATOR_ADDRESS_ENVELOPE)
     return Signed(body, e.author, e.digest, e.encoded)
 
 
-def open_if_newer(sent: bytes, run: RunId, owner: PeerKey, than: Signed[Any] | None) -> Signed[Any] | None:
+def open_if_newer(encoded: bytes, run: RunId, owner: PeerKey, than: Signed[Any] | None) -> Signed[Any] | None:
     """Open a record if it is newer than the given one. For an older one return None, without a signature check."""
     if than is not None:
-        if sent == than.encoded:
+        if encoded == than.encoded:
             return None
-        if _check_claims(sent, run, owner).sequence <= than.body.sequence:
+        if _check_claims(encoded, run, owner).sequence <= than.body.sequence:
             return None
-    return open_coordinator_address(sent, run, owner)
+    return open_coordinator_address(encoded, run, owner)
 
 
 def next_coordinator_address(owner: Identity, newest: Signed[Any] | None, now: CoordinatorAddress) -> Signed[Any]:
     """Return the coordinator's newest record while nothing has changed, else a newer one with the time `now`.
 
-    `now.sequence` is the clock's (unix milliseconds); a clock that went backwards gives no word that others overlook.
+    `now.sequence` is the clock's (unix milliseconds); a clock that went backwards gives no record that others overlook.
     """
     if newest is not None:
         if replace(now, sequence=newest.body.sequence) == newest.body:
@@ -99,15 +99,15 @@ def newest_address(found: Sequence[Signed[Any]]) -> Signed[Any] | None:
     return max(found, key=lambda s: s.body.sequence, default=None)
 
 
-def _check_claims(sent: bytes, run: RunId, owner: PeerKey) -> CoordinatorAddress:
+def _check_claims(encoded: bytes, run: RunId, owner: PeerKey) -> CoordinatorAddress:
     """Return the unverified claims of an envelope, only to refuse it cheaply."""
-    if len(sent) > MAX_COORDINATOR_ADDRESS_ENVELOPE:
+    if len(encoded) > MAX_COORDINATOR_ADDRESS_ENVELOPE:
         raise MalformedError(
-            f"a {KIND} message of {len(sent)} bytes: at most {MAX_COORDINATOR_ADDRESS_ENVELOPE} are accepted"
+            f"a {KIND} message of {len(encoded)} bytes: at most {MAX_COORDINATOR_ADDRESS_ENVELOPE} are accepted"
         )
     m = wire.Envelope()
     try:
-        m.ParseFromString(sent)
+        m.ParseFromString(encoded)
     except DecodeError:
         raise MalformedError(f"the bytes of a {KIND} message do not parse") from None
     if m.kind != KIND:

@@ -1,4 +1,4 @@
-"""The owner's word on a running run on the wire: strict, bounded, whole. See docs/control.md for what it does."""
+"""The codec of directives: strict, bounded, whole. See docs/control.md for their effects."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def decode_directive(payload: bytes, _: object = None) -> Directive:
         text("reason", m.reason, MAX_REASON), banned, Round(bounded("from_round", m.from_round, MAX_ROUND)),
         _decode_changes(m.changes), rollback,
     )  # fmt: skip
-    # All must do the same by it: a word of which this version knows a part only is refused, not half followed.
+    # All must do the same by it: a directive with fields that this version does not know is refused, not half followed.
     if encode_directive(body).SerializeToString(deterministic=True) != payload:
         raise MalformedError("a directive with fields that this version does not know: update the software")
     return body

@@ -213,11 +213,11 @@ _READ = {"round": _round, "settle": _settle, "void": _void, "rollback": _rollbac
 M = TypeVar("M", bound=Message)
 
 
-def _parsed(message: M, sent: bytes, name: str, limit: int) -> M:
-    if len(sent) > limit:
-        raise MalformedError(f"{name} of the ledger of {len(sent)} bytes: at most {limit} are accepted")
+def _parsed(message: M, encoded: bytes, name: str, limit: int) -> M:
+    if len(encoded) > limit:
+        raise MalformedError(f"{name} of the ledger of {len(encoded)} bytes: at most {limit} are accepted")
     try:
-        message.ParseFromString(sent)
+        message.ParseFromString(encoded)
     except DecodeError:
         raise MalformedError(f"the bytes of {name} of the ledger do not parse") from None
     return message

@@ -1,4 +1,4 @@
-"""Signed words about the ledger: tree heads and receipts by the owner, bindings by peers and accounts.
+"""Signed statements about the ledger: tree heads and receipts by the owner, bindings by peers and accounts.
 
 Each is opened by a function that verifies before it decodes, and refuses what its maker would not have written byte for
 byte: one statement has one form. Void orders, which are part of entries, are in `void_orders`.
@@ -24,7 +24,7 @@ MAX_ACCOUNT_NAME = 40
 
 @dataclass(frozen=True, slots=True)
 class TreeHead:
-    """The owner's word that the log has `size` entries with this root at a time (unix milliseconds)."""
+    """The owner's statement that the log has `size` entries with this root at a time (unix milliseconds)."""
 
     run: RunId
     size: int
@@ -34,7 +34,7 @@ class TreeHead:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """The owner's word on one update that was announced in a round that is final.
+    """The owner's statement about one update that was announced in a round that is final.
 
     `windows`, `tokens` and `micro_credits` are what was accepted: 0 when it was not, and then `reason` says why.
     `entry` is the sequence of the round's entry, `line` its place among the round's lines. It settles when the ledger's
@@ -58,7 +58,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class BindPeer:
-    """A peer's word that what it earns counts for an account. `time` in unix seconds: the newest counts."""
+    """A peer's statement that its credits count for an account. `time` in unix seconds: the newest counts."""
 
     run: RunId
     account: PeerKey
@@ -67,7 +67,7 @@ class BindPeer:
 
 @dataclass(frozen=True, slots=True)
 class BindAccount:
-    """An account's word that a peer is one of its own, what it is called, and its team ("": none).
+    """An account's statement that a peer is its own, with the account's name and team ("": none).
 
     `peer_statement`: the envelope of the peer's `BindPeer`.
     """
@@ -94,7 +94,7 @@ class SignedStatement(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class AccountBinding:
-    """A peer and an account that both said so. Of several of a peer, that with the greatest `order` counts."""
+    """A binding that peer and account have signed. Of several of a peer, that with the greatest `precedence` counts."""
 
     peer: PeerKey
     account: PeerKey
@@ -106,7 +106,7 @@ class AccountBinding:
 
     @property
     def precedence(self) -> tuple[int, int]:
-        """The peer's word decides first: an account cannot keep a peer that has gone to another."""
+        """The peer's time decides first: an account cannot keep a peer that has gone to another."""
         return self.peer_time, self.account_time
 
 
@@ -119,27 +119,30 @@ def sign(identity: Identity, body: T) -> SignedStatement[T]:
     return SignedStatement(body, e.author, e.digest, e.encoded)
 
 
-def open_tree_head(sent: bytes, run: RunId, owner: PeerKey) -> SignedStatement[TreeHead]:
+def open_tree_head(encoded: bytes, run: RunId, owner: PeerKey) -> SignedStatement[TreeHead]:
     """Raise MalformedError, SignatureError; AdmissionError when it is not the owner's."""
-    return _open(sent, TreeHead, run, owner)
+    return _open(encoded, TreeHead, run, owner)
 
 
-def open_receipt(sent: bytes, run: RunId, owner: PeerKey) -> SignedStatement[Receipt]:
+def open_receipt(encoded: bytes, run: RunId, owner: PeerKey) -> SignedStatement[Receipt]:
     """Raise MalformedError, SignatureError; AdmissionError when it is not the owner's."""
-    return _open(sent, Receipt, run, owner)
+    return _open(encoded, Receipt, run, owner)
 
 
-def open_bind_peer(sent: bytes, run: RunId) -> SignedStatement[BindPeer]:
+def open_bind_peer(encoded: bytes, run: RunId) -> SignedStatement[BindPeer]:
     """Return a peer's consent to be bound to an account, which the account signs.
 
     Raises MalformedError, SignatureError.
     """
-    return _open(sent, BindPeer, run, None)
+    return _open(encoded, BindPeer, run, None)
 
 
-def open_binding(sent: bytes, run: RunId) -> AccountBinding:
-    """Both words, verified. Raises MalformedError, SignatureError; AdmissionError when they name different accounts."""
-    outer = _open(sent, BindAccount, run, None)
+def open_binding(encoded: bytes, run: RunId) -> AccountBinding:
+    """Return both statements, verified.
+
+    Raises MalformedError, SignatureError; AdmissionError when they name different accounts.
+    """
+    outer = _open(encoded, BindAccount, run, None)
     inner = _open(outer.body.peer_statement, BindPeer, run, None)
     if inner.body.account != outer.author:
         raise AdmissionError(
@@ -151,16 +154,16 @@ def open_binding(sent: bytes, run: RunId) -> AccountBinding:
 
 
 def bind(peer: Identity, account: Identity, run: RunId, time: int, name: str, team: str = "") -> AccountBinding:
-    """Both words, signed. Raises MalformedError for names that are too long or not printable."""
+    """Return both statements, signed. Raises MalformedError for names that are too long or not printable."""
     inner = sign(peer, BindPeer(run, account.key, time))
     return open_binding(sign(account, BindAccount(run, inner.encoded, time, name, team)).encoded, run)
 
 
-def _open(sent: bytes, body: type[T], run: RunId, by: PeerKey | None) -> SignedStatement[T]:
+def _open(encoded: bytes, body: type[T], run: RunId, by: PeerKey | None) -> SignedStatement[T]:
     kind, limit, encode, decode = _KINDS[body]
-    if by is not None and author_of(sent, limit=limit) != by:
+    if by is not None and author_of(encoded, limit=limit) != by:
         raise AdmissionError(f"a {kind} that is not signed by the run's owner")
-    e = open_envelope(sent, kind, limit=limit)
+    e = open_envelope(encoded, kind, limit=limit)
     decoded = decode(e.payload)
     if encode(decoded).SerializeToString(deterministic=True) != e.payload:
         raise MalformedError(f"a {kind} that is not in canonical form")

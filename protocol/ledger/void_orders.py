@@ -1,4 +1,4 @@
-"""The owner's word that one accepted update earns nothing, and why."""
+"""The owner's signed order that one accepted update earns nothing, and why."""
 
 from __future__ import annotations
 

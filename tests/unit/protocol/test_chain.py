@@ -70,7 +70,7 @@ def test_a_reduced_round_has_the_parts_that_its_contributors_make(contributors, 
     if fits:
         assert chain.add(made) and chain.certificate(chain.head).shards == made.shards
     else:
-        with pytest.raises(ChainError, match="parts of the mean"):
+        with pytest.raises(ChainError, match="shards of the mean"):
             chain.add(made)
 
 
@@ -91,7 +91,7 @@ def test_one_record_with_two_sets_of_parts_is_two_branches_and_children_say_whic
 
 def test_a_gathered_round_has_no_parts():
     chain = new()
-    with pytest.raises(ChainError, match="1 parts of the mean, and should be with 0"):
+    with pytest.raises(ChainError, match="1 shards of the mean, and should be with 0"):
         chain.add(make(chain.genesis, 0, {0: (0, 1)}, parts=1))
 
 
@@ -108,7 +108,7 @@ def test_auto_follows_the_contributors_of_the_record_before_on_each_branch_and_a
         True,
     ]
     assert chain.add(make(a.record.digest, 1, {5: (0, 1)}))
-    with pytest.raises(ChainError, match="parts of the mean"):
+    with pytest.raises(ChainError, match="shards of the mean"):
         chain.add(make(b.record.digest, 1, {5: (0, 1)}))
     after = make(b.record.digest, 1, {4: (0, 1), 5: (0, 1)}, parts=2)
     assert chain.add(after)

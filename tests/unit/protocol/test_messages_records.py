@@ -127,13 +127,13 @@ def test_what_the_chain_calls_a_record_binds_its_parts_and_is_the_records_digest
     "parts", [(), PARTS[:6], PARTS[::-1], (*PARTS, PARTS[0]), (digest("else"), *PARTS[1:]), (PARTS[0],) * MAX_SHARDS]
 )
 def test_votes_for_some_parts_certify_no_others(parts):
-    with pytest.raises(MalformedError, match="other parts"):
+    with pytest.raises(MalformedError, match="other shards"):
         decoder().decode_certificate(encode_certificate(Certificate(RECORD, REDUCED_CERTIFICATE.votes, parts)))
 
 
 def test_votes_for_no_parts_certify_none_and_mixed_votes_nothing():
     for votes in (VOTES[:5], [*REDUCED_CERTIFICATE.votes[:4], VOTES[4]]):
-        with pytest.raises(MalformedError, match="other parts"):
+        with pytest.raises(MalformedError, match="other shards"):
             decoder().decode_certificate(encode_certificate(Certificate(RECORD, tuple(votes), PARTS)))
 
 
