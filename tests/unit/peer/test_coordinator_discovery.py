@@ -118,7 +118,7 @@ class FakeNetwork:
     async def request_coordinator_address(
         self, to: PeerKey, request: wire.CoordinatorAddressRequest
     ) -> wire.CoordinatorAddressReply:
-        assert request.run == RUN.run_id and not request.spec
+        assert request.run == RUN.run_id and not request.wants_spec
         answer = self._answers[to]
         if isinstance(answer, Exception):
             raise answer
