@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -64,6 +65,11 @@ def test_each_kind_opens_as_it_was_signed(signed: Signed[Any]):
 
 def test_there_is_a_sample_of_each_kind():
     assert {type(s.body) for s in ONE_OF_EACH} == KINDS.keys()
+
+
+def test_the_kind_of_a_message_is_the_name_of_its_class():
+    for body, (kind, *_) in KINDS.items():
+        assert kind == re.sub(r"(?<=[a-z])(?=[A-Z])", "-", body.__name__).lower()
 
 
 COUNTS = st.integers(0, MAX_COUNT)
