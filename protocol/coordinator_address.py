@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from google.protobuf.message import DecodeError
-
+from protocol.checks import bounded, parsed
 from protocol.envelope import open_envelope, seal
 from protocol.errors import AdmissionError, MalformedError
 from protocol.identity import Identity
-from protocol.ids import MAX_COUNT, Digest, PeerKey, RunId
+from protocol.ids import Digest, PeerKey, RunId
 from protocol.invite import MAX_COORDINATORS, MAX_SWARM_ADDRESSES, HostPort
 from protocol.messages import MAX_ADDRESS, Signed
 from protocol.wire import swarm_pb2 as wire
@@ -105,11 +104,7 @@ def _check_claims(encoded: bytes, run: RunId, owner: PeerKey) -> CoordinatorAddr
         raise MalformedError(
             f"a {KIND} message of {len(encoded)} bytes: at most {MAX_COORDINATOR_ADDRESS_ENVELOPE} are accepted"
         )
-    m = wire.Envelope()
-    try:
-        m.ParseFromString(encoded)
-    except DecodeError:
-        raise MalformedError(f"the bytes of a {KIND} message do not parse") from None
+    m = parsed(wire.Envelope(), encoded)
     if m.kind != KIND:
         raise MalformedError(f"a message of kind {m.kind[:32]!r} where {KIND!r} was expected")
     if m.key != owner:
@@ -118,15 +113,9 @@ def _check_claims(encoded: bytes, run: RunId, owner: PeerKey) -> CoordinatorAddr
 
 
 def _decode(payload: bytes, run: RunId) -> CoordinatorAddress:
-    m = wire.CoordinatorAddress()
-    try:
-        m.ParseFromString(payload)
-    except DecodeError:
-        raise MalformedError(f"the payload of a {KIND} message does not parse") from None
+    m = parsed(wire.CoordinatorAddress(), payload)
     if bytes(m.run) != run:
         raise MalformedError(f"a {KIND} message of another run")
-    if m.sequence > MAX_COUNT:
-        raise MalformedError(f"the sequence of a {KIND} message is {m.sequence}: at most {MAX_COUNT} is accepted")
     if not 1 <= len(m.coordinators) <= MAX_COORDINATORS or len(m.addresses) > MAX_SWARM_ADDRESSES:
         raise MalformedError(
             f"a {KIND} message names 1 to {MAX_COORDINATORS} coordinators and at most {MAX_SWARM_ADDRESSES} addresses"
@@ -139,6 +128,6 @@ def _decode(payload: bytes, run: RunId) -> CoordinatorAddress:
         ):
             raise MalformedError(f"{address[:80]!r} is not a multiaddress")
     return CoordinatorAddress(
-        run, m.sequence, tuple(HostPort.parse(text) for text in m.coordinators), Digest(m.fingerprint),
-        tuple(m.addresses),
+        run, bounded("sequence", m.sequence), tuple(HostPort.parse(text) for text in m.coordinators),
+        Digest(m.fingerprint), tuple(m.addresses),
     )  # fmt: skip

@@ -10,15 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
+from protocol.checks import bounded, parsed, text
 from protocol.envelope import author_of, open_envelope, seal
 from protocol.errors import AdmissionError, MalformedError
 from protocol.identity import Identity
-from protocol.ids import MAX_COUNT, MAX_ROUND, Digest, PeerKey, Round, RunId
+from protocol.ids import MAX_ROUND, Digest, PeerKey, Round, RunId
+from protocol.messages import MAX_REASON
 from protocol.wire import ledger_pb2 as wire
 
-MAX_REASON = 200
 MAX_ACCOUNT_NAME = 40
 
 
@@ -180,8 +181,8 @@ def _encode_head(b: TreeHead) -> Message:
 
 
 def _decode_head(payload: bytes) -> TreeHead:
-    m = _parsed(wire.TreeHead(), payload)
-    return TreeHead(RunId(m.run), _count("size", m.size), Digest(m.root), _count("time", m.time))
+    m = parsed(wire.TreeHead(), payload)
+    return TreeHead(RunId(m.run), bounded("size", m.size), Digest(m.root), bounded("time", m.time))
 
 
 def _encode_receipt(b: Receipt) -> Message:
@@ -193,12 +194,12 @@ def _encode_receipt(b: Receipt) -> Message:
 
 
 def _decode_receipt(payload: bytes) -> Receipt:
-    m = _parsed(wire.Receipt(), payload)
+    m = parsed(wire.Receipt(), payload)
     receipt = Receipt(
-        RunId(m.run), PeerKey(m.peer), Round(_count("round", m.round, MAX_ROUND)), Digest(m.record), Digest(m.update),
-        m.accepted, _text("reason", m.reason, MAX_REASON), _count("windows", m.windows), _count("tokens", m.tokens),
-        _count("micro_credits", m.micro_credits), _count("entry", m.entry), _count("line", m.line),
-        _count("pending_until", m.pending_until),
+        RunId(m.run), PeerKey(m.peer), Round(bounded("round", m.round, MAX_ROUND)), Digest(m.record), Digest(m.update),
+        m.accepted, text("reason", m.reason, MAX_REASON), bounded("windows", m.windows), bounded("tokens", m.tokens),
+        bounded("micro_credits", m.micro_credits), bounded("entry", m.entry), bounded("line", m.line),
+        bounded("pending_until", m.pending_until),
     )  # fmt: skip
     if receipt.accepted == bool(receipt.reason):
         raise MalformedError("a receipt says why an update was not accepted, and nothing else")
@@ -212,8 +213,8 @@ def _encode_bind_peer(b: BindPeer) -> Message:
 
 
 def _decode_bind_peer(payload: bytes) -> BindPeer:
-    m = _parsed(wire.BindPeer(), payload)
-    return BindPeer(RunId(m.run), PeerKey(m.account), _count("time", m.time))
+    m = parsed(wire.BindPeer(), payload)
+    return BindPeer(RunId(m.run), PeerKey(m.account), bounded("time", m.time))
 
 
 def _encode_bind_account(b: BindAccount) -> Message:
@@ -221,34 +222,11 @@ def _encode_bind_account(b: BindAccount) -> Message:
 
 
 def _decode_bind_account(payload: bytes) -> BindAccount:
-    m = _parsed(wire.BindAccount(), payload)
-    name, team = _text("name", m.name, MAX_ACCOUNT_NAME), _text("team", m.team, MAX_ACCOUNT_NAME)
+    m = parsed(wire.BindAccount(), payload)
+    name, team = text("name", m.name, MAX_ACCOUNT_NAME), text("team", m.team, MAX_ACCOUNT_NAME)
     if name != name.strip() or team != team.strip():
         raise MalformedError("a name neither begins nor ends with a space")
-    return BindAccount(RunId(m.run), bytes(m.peer_statement), _count("time", m.time), name, team)
-
-
-def _count(what: str, value: int, top: int = MAX_COUNT) -> int:
-    if value > top:
-        raise MalformedError(f"{what} is {value}: at most {top} is accepted")
-    return value
-
-
-def _text(what: str, value: str, top: int) -> str:
-    if len(value.encode()) > top or not value.isprintable():
-        raise MalformedError(f"{what} is longer than {top} bytes or not printable")
-    return value
-
-
-M = TypeVar("M", bound=Message)
-
-
-def _parsed(message: M, payload: bytes) -> M:
-    try:
-        message.ParseFromString(payload)
-    except DecodeError:
-        raise MalformedError(f"the payload is not a {type(message).__name__}") from None
-    return message
+    return BindAccount(RunId(m.run), bytes(m.peer_statement), bounded("time", m.time), name, team)
 
 
 _KINDS: dict[type, tuple[str, int, Callable[[Any], Message], Callable[[bytes], Any]]] = {

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from google.protobuf.message import DecodeError
-
+from protocol.checks import bounded, parsed
 from protocol.envelope import Envelope, open_envelope, seal
 from protocol.errors import MalformedError, SignatureError
 from protocol.identity import Identity
 from protocol.ids import MAX_ROUND, Digest, PeerKey, Round, RunId
 from protocol.ledger.entries import MAX_VOID_ORDER
+from protocol.messages import MAX_REASON
 from protocol.wire import ledger_pb2 as wire
 
 KIND = "void-order"
-MAX_REASON = 200
-"""Bytes of the reason, in UTF-8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +39,9 @@ def open_void_order(encoded: bytes, run: RunId, owner: PeerKey) -> VoidOrder:
     envelope = open_envelope(encoded, KIND, limit=MAX_VOID_ORDER)
     if envelope.author != owner:
         raise SignatureError(f"a void order signed by {envelope.author.short}, who does not own the run")
-    m = wire.VoidOrder()
-    try:
-        m.ParseFromString(envelope.payload)
-    except DecodeError:
-        raise MalformedError("the payload of a void order does not parse") from None
-    if m.round > MAX_ROUND:
-        raise MalformedError(f"round is {m.round}: at most {MAX_ROUND} is accepted")
-    void_order = VoidOrder(RunId(m.run), Round(m.round), Digest(m.record), PeerKey(m.peer), Digest(m.update), m.reason)
+    m = parsed(wire.VoidOrder(), envelope.payload)
+    round_ = Round(bounded("round", m.round, MAX_ROUND))
+    void_order = VoidOrder(RunId(m.run), round_, Digest(m.record), PeerKey(m.peer), Digest(m.update), m.reason)
     _check_reason(void_order.reason)
     if void_order.run != run:
         raise SignatureError(f"a void order on run {void_order.run.short}, not on {run.short}")
