@@ -157,8 +157,8 @@ class AuditedChain:
                 word = self._decoder.decode(reply.directive, Directive)
                 self._chain.add_directive(word)
                 self.epoch = max(self.epoch, word.body.epoch)
-            if reply.final:
-                final = self._decoder.decode(reply.final, Finalization)
+            if reply.finalization:
+                final = self._decoder.decode(reply.finalization, Finalization)
                 newest = None if self._final is None else (self._final.body.epoch, self._final.body.round)
                 if newest is None or (final.body.epoch, final.body.round) > newest:
                     self._final = final

@@ -362,7 +362,7 @@ def _plain(a: AuditResult) -> dict[str, Any]:
             for peer, s in sorted(r.balances.items())
         },
         "certificates": {"members": {str(k): n for k, n in a.from_members.items()}, "coordinator": a.from_coordinator},
-        "differences": [dataclasses.asdict(d) for d in r.findings],
+        "findings": [dataclasses.asdict(d) for d in r.findings],
         "unproved": [dataclasses.asdict(d) for d in r.unproved],
         "warnings": a.warnings,
     }

@@ -22,7 +22,7 @@ from protocol.messages import MAX_NAME, Admission, Signed
 from protocol.spec import AdmissionSpec, RunSpec
 from protocol.wire import coordinator_pb2 as wire
 
-KIND = "admit"
+KIND = "admission-request"
 MAX_REQUEST = 1024
 CLOCK_TOLERANCE = 600
 MAX_ADMISSIONS = 100_000
@@ -47,7 +47,7 @@ class AdmissionRequest:
 def open_request(sent: bytes) -> AdmissionRequest:
     """Verify and decode a request. Raises MalformedError, SignatureError."""
     envelope = open_envelope(sent, KIND, limit=MAX_REQUEST)
-    body = wire.AdmitBody()
+    body = wire.AdmissionRequest()
     try:
         body.ParseFromString(envelope.payload)
     except DecodeError:
@@ -142,7 +142,7 @@ class Admitter:
         check_policy(request, self._policy, self._codes)
         known = self._admitted.get(request.peer)
         if known and known.name == request.name and known.not_after - now >= _FRESH * self._policy.seconds:
-            return self._decoder.decode(known.sent, Admission)
+            return self._decoder.decode(known.encoded, Admission)
         if known is None and len(self._admitted) >= MAX_ADMISSIONS:
             raise TooManyError("this run has admitted as many peers as it takes: try again tomorrow")
         start = int(now)

@@ -198,7 +198,7 @@ class ChainIndexer:
     def _post(
         self, ledger: Ledger, accounts: Sequence[RoundCredits], finalization: bytes | None
     ) -> tuple[list[RoundCredits], dict[PeerKey, AccountBalance]]:
-        """Post rounds, the finalization of the last one, and verdicts: in the ledger's thread, in one transaction."""
+        """Post rounds, the finalization of the last, and void orders: in the ledger's thread, in one transaction."""
         added = []
         for account in accounts:
             since = ledger.active_since(e.peer for e in account.lines)
@@ -207,8 +207,8 @@ class ChainIndexer:
             added.append(account)
             seen_at = self._chain.first_seen.get(account.record)
             if seen_at is not None and ledger.holds(account.record):
-                for verdict in self._plausibility.verdicts(account, seen_at, since):
-                    ledger.void(verdict)
+                for void_order in self._plausibility.void_orders(account, seen_at, since):
+                    ledger.void(void_order)
         return added, ledger.current_balances()
 
     async def _off_the_chain(self) -> str:

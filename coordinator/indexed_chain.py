@@ -46,7 +46,7 @@ class IndexedChain:
         """Credits of each peer in open rounds, and in posted rounds within the hold."""
 
         self.voided: Mapping[PeerKey, Balance] = {}
-        """Credits that each peer lost by a verdict of the owner, from `balances`."""
+        """Credits that each peer lost by a void order of the owner, from `balances`."""
 
     @property
     def head(self) -> tuple[Round, Digest] | None:

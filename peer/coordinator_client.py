@@ -243,9 +243,9 @@ class CoordinatorClient:
 
         def ask(stub: stubs.CoordinatorStub, seconds: float) -> Awaitable[wire.AdmitReply]:
             # Signed for each attempt: the time in it is compared with the coordinator's clock.
-            body = wire.AdmitBody(run=bytes(self._invite.run), time=int(time.time()), code=code, name=name)
+            body = wire.AdmissionRequest(run=bytes(self._invite.run), time=int(time.time()), code=code, name=name)
             request = wire.AdmitRequest(
-                request=seal(identity, "admit", body.SerializeToString(deterministic=True)).encoded
+                request=seal(identity, "admission-request", body.SerializeToString(deterministic=True)).encoded
             )
             return stub.Admit(request, timeout=seconds)
 

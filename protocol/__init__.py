@@ -1,10 +1,22 @@
 """The rules that every member of a run must agree on, as pure functions and state machines.
 
-Here live identities and signatures, the run spec, blobs and their digests, the update codec, `apply`,
-the chain of certificates, the round machine and the assignment of data windows. Nothing in this package opens a
-socket or a file, reads a clock, draws a random number or starts a process. `peer`, `coordinator` and `cairn` do that;
-they depend on this package, and never the reverse.
+Nothing here opens a socket or a file, reads a clock, draws a random number or starts a process: `peer`, `coordinator`
+and `cairn` do that. They depend on this package, never the reverse. Read its modules in this order:
 
-Read in this order to learn the protocol: `ids`, `errors`, `identity`, `envelope`, `merkle`, `spec`, `layout`,
-`bodies`, `messages`, `assignment`, `codec`, `outer`, `exchange`, `chain`, `rounds`, `ledger`.
+    ids, errors, identity, envelope      digests and keys; Ed25519 signatures over exact bytes
+    merkle                               blobs, their chunks and digests
+    spec (with model, data_address)      the run spec, all that peers must agree on; `invite` leads to it
+    layout, state                        the parameters in canonical order; a state as a file, and its digest
+    messages                             what members tell each other, as dataclasses
+    wire, checks, message_codec          the same as bytes: signed, verified, bounded
+    directives, directive_codec          the owner's orders, and those in force on a branch
+    coordinator_address, compact_record  the address that members pass on; a record as short ids
+    assignment                           data windows of a peer
+    codec, blob_sizes                    pseudo-gradients as bytes, and how many
+    outer                                the outer step: a state and updates give the next state, bit for bit
+    reduce_plan, reduce, untransmitted   the mean made by committees, in shards; values that they leave out
+    record_node, chain                   the tree of certificates, its head, and what is finalized
+    rounds                               the round machine: from events to actions
+    ledger, proofs                       credits, their log, and proofs about it
+    bounded, token_bucket                two helpers
 """

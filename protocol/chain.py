@@ -13,40 +13,204 @@ is checked what depends on the place in the tree.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
 
-from protocol.directives import starts_rollback_branch
+from protocol.directives import ActiveDirectives, starts_rollback_branch
 from protocol.errors import ChainError, FinalizedConflict, UnknownParent
-from protocol.ids import Digest, RunId
+from protocol.ids import Digest, PeerKey, Round, RunId, sha256
 from protocol.messages import Certificate, Directive, Finalization, Rollback, RoundRecord, Signed
-from protocol.tree import SNAPSHOT_EVERY, Anchor, ChainLimits, RecordNode, Tree, genesis_digest
+from protocol.record_node import RecordNode
+from protocol.reduce_plan import GATHER, ReducePlan
 
 
-class Chain(Tree):
-    """The tree, its head, and what is final. Every method is cheap in the number of peers and of records.
+@dataclass(frozen=True, slots=True)
+class ChainLimits:
+    """The limits of a certificate, and of the tree in memory."""
+
+    max_update_windows: int
+    max_members: int
+    max_records: int = 4096
+    max_bytes: int = 256 * 1024 * 1024
+    max_side_records: int = 256
+    """Records that are not on the head's path: the lightest branches are dropped first."""
+
+    min_main_records: int = 64
+    """Records on the head's path that no limit drops."""
+
+    reduce_plan: ReducePlan = GATHER
+    window_tokens: int = 1
+    """Tokens of one: directives speak of tokens."""
+
+    def round_limits(self, active: ActiveDirectives) -> tuple[int, int]:
+        """Return the maximum windows of an update, and the maximum contributors, in the next round."""
+        changes = active.changes
+        tokens, members = changes.max_update_tokens, changes.max_members
+        windows = self.max_update_windows if tokens is None else max(1, tokens // self.window_tokens)
+        return windows, self.max_members if members is None else members
+
+
+def genesis_digest(run: RunId) -> Digest:
+    """Return the parent of round 0: a fixed function of the run."""
+    return Digest(sha256(b"cairn/v1/genesis", run))
+
+
+class Chain:
+    """The tree of records, its head, and what is finalized. Every method is cheap in the number of peers and records.
 
     >>> chain = Chain(run, genesis_state, ChainLimits(max_update_windows=64, max_members=256))
     """
 
-    def __init__(self, run: RunId, genesis_state: Digest, limits: ChainLimits, *, anchor: Anchor | None = None):
-        super().__init__(run, anchor or Anchor(genesis_digest(run), 0, 0, genesis_state, {}))
+    def __init__(self, run: RunId, genesis_state: Digest, limits: ChainLimits):
+        self.run = run
+        self.genesis = genesis_digest(run)
         self.limits = limits
+        self._root = RecordNode(self.genesis)
+        self._root_state: Digest | None = genesis_state
+        """State after the root, where it is known: children must name it as their base."""
+        self._nodes: dict[Digest, RecordNode] = {self.genesis: self._root}
+        self._head = self._root
+        self._main_chain: dict[int, RecordNode] = {0: self._root}
+        """The path from the root to the head, by height."""
         self._bytes = 0
         self._quarantined: set[Digest] = set()
         self._invalid: OrderedDict[Digest, None] = OrderedDict()
-        self._newest_directive = self._root.directives.newest
+        self._newest_directive: Signed[Directive] | None = None
         self._finalization: Signed[Finalization] | None = None
         self._pending_finalization: Signed[Finalization] | None = None
 
-    # -- reading ---------------------------------------------------------------------------------------------
+    # -- records ---------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Return the number of records in memory, without the root."""
+        return len(self._nodes) - 1
+
+    def __contains__(self, record: object) -> bool:
+        return record in self._nodes
+
+    @property
+    def head(self) -> Digest:
+        """The record that fork choice prefers; the root when there is none."""
+        return self._head.digest
+
+    @property
+    def root(self) -> Digest:
+        """The oldest record in memory (its certificate is not): the genesis until limits drop what is old."""
+        return self._root.digest
+
+    def height(self, record: Digest) -> Round:
+        """Return the round that follows a record: 0 after the genesis. Raises ChainError when it is not in the tree."""
+        return Round(self._node(record).height)
+
+    def weight(self, record: Digest) -> int:
+        """Windows accepted from the genesis up to a record."""
+        return self._node(record).weight
+
+    def certificate(self, record: Digest) -> Certificate:
+        """Raise ChainError for the root and for what is not in the tree."""
+        certificate = self._node(record).certificate
+        if certificate is None:
+            raise ChainError(f"record {record.short} is where this tree begins: its certificate is not in memory")
+        return certificate
+
+    def parent(self, record: Digest) -> Digest:
+        """Raise ChainError for the root."""
+        return self.certificate(record).record.body.parent
+
+    def next_window(self, author: PeerKey, at: Digest) -> int:
+        """Return the end of the author's accepted windows up to a record; later ones must not start before it."""
+        return self._node(at).next_window(author)
+
+    def directives(self, record: Digest) -> ActiveDirectives:
+        """Return the directives in force in the round after a record."""
+        return self._node(record).directives
+
+    def is_ancestor(self, ancestor: Digest, record: Digest) -> bool:
+        """Return whether `ancestor` is the record or comes before it; False if either is not in the tree."""
+        a, b = self._nodes.get(ancestor), self._nodes.get(record)
+        return a is not None and b is not None and self._descends(b, a)
+
+    def common_ancestor(self, a: Digest, b: Digest) -> Digest:
+        """Return the newest record that both descend from."""
+        other = self._node(b)
+        return next(node.digest for node in self._node(a).branch() if self._descends(other, node))
+
+    def path(self, after: Digest, to: Digest) -> tuple[Certificate, ...]:
+        """Certificates after one record up to another that descends from it, oldest first. Raises ChainError."""
+        start = self._node(after)
+        found: list[Certificate] = []
+        for node in self._node(to).branch():
+            if node is start:
+                return tuple(reversed(found))
+            if node.certificate is None or node.height <= start.height:
+                break
+            found.append(node.certificate)
+        raise ChainError(f"record {to.short} does not descend from {after.short}")
+
+    def ancestors(self, record: Digest) -> Iterator[Digest]:
+        """Return the record, its parent, and so on to the root."""
+        return (node.digest for node in self._node(record).branch())
+
+    def ancestor_at(self, record: Digest, height: int) -> Digest | None:
+        """Return the record on the path to `record` after which round `height` comes; None if it is not in the tree."""
+        node = self._nodes.get(record)
+        if node is None or not self._root.height <= height <= node.height:
+            return None
+        if self._is_on_main_chain(node):
+            return self._main_chain[height].digest
+        return next(n.digest for n in node.branch() if n.height == height)
+
+    def main_chain_at(self, height: int) -> Digest | None:
+        """Return the record on the head's path after which round `height` comes."""
+        node = self._main_chain.get(height)
+        return None if node is None else node.digest
+
+    def locator(self) -> tuple[Digest, ...]:
+        """Digests on the head's path, newest first: ten in a row, then gaps that double, the root last."""
+        found: list[Digest] = []
+        height, gap = self._head.height, 1
+        while height > self._root.height:
+            found.append(self._main_chain[height].digest)
+            if len(found) >= 10:
+                gap *= 2
+            height -= gap
+        found.append(self._root.digest)
+        return tuple(found)
+
+    def certificates_after(
+        self, have: Iterable[Digest], *, count: int = 64, size: int = 2 * 1024 * 1024
+    ) -> tuple[tuple[Certificate, ...], bool]:
+        """Return the head's certificates that a `locator` does not have, oldest first, and whether there are more.
+
+        At most `count` of them, and `size` bytes when there is more than one. Raises UnknownParent when the newest of
+        these records is older than this tree: older certificates are on disk.
+        """
+        newest = next((self._nodes[digest] for digest in have if digest in self._nodes), None)
+        if newest is None and self._root.digest != self.genesis:
+            raise UnknownParent("the records asked for are older than what is kept in memory")
+        start = next(node for node in (newest or self._root).branch() if self._is_on_main_chain(node))
+        found: list[Certificate] = []
+        total = 0
+        height = start.height + 1
+        while (node := self._main_chain.get(height)) is not None and len(found) < count:
+            total += node.size
+            if (found and total > size) or node.certificate is None:
+                break
+            found.append(node.certificate)
+            height += 1
+        return tuple(found), height in self._main_chain
+
+    # -- the owner's signatures ------------------------------------------------------------------------------
 
     @property
     def finalization(self) -> Signed[Finalization] | None:
-        """The newest final whose record is in the tree (or was, when limits have passed it)."""
+        """The newest finalization whose record is in the tree (or was, when limits have passed it)."""
         return self._finalization
 
     @property
     def pending_finalization(self) -> Signed[Finalization] | None:
-        """A newer final whose record is not in the tree yet: it must be asked for, however light its branch is."""
+        """A newer finalization, whose record is not in the tree yet: it is requested, however light its branch is."""
         return self._pending_finalization
 
     @property
@@ -56,15 +220,15 @@ class Chain(Tree):
 
     @property
     def rollback(self) -> Rollback | None:
-        """The newest finalization so far."""
-        return self._rollback
+        """The newest rollback so far."""
+        return None if self._newest_directive is None else self._newest_directive.body.rollback
 
     @property
     def required_ancestor(self) -> Digest | None:
-        """The newest record that no branch can leave: a final one, or the one that the run was rolled back to."""
+        """The newest record that no branch can leave: a finalized one, or the one that the run was rolled back to."""
         if self._finalization is not None:
             return self._finalization.body.record
-        back = self._rollback
+        back = self.rollback
         return None if back is None or back.record not in self._nodes else back.record
 
     @property
@@ -73,34 +237,34 @@ class Chain(Tree):
 
         It is then fetched, however light its branch.
         """
-        back = self._rollback
+        back = self.rollback
         behind = back is not None and back.record not in self._nodes and self._root.height < back.round
         return self._pending_finalization is not None or behind
 
     @property
     def is_rolled_back_past_root(self) -> bool:
         """Return whether the run was rolled back beyond this tree, which must then be loaded again."""
-        back = self._rollback
+        back = self.rollback
         if back is None or self._root.height < back.round:
             return False
         return self._root.digest != back.record and self._root.directives.epoch < back.epoch
 
     def epoch(self, parent: Digest) -> int:
         """Return the number of rollbacks on the branch of a record; updates of the next round must name it."""
-        epoch, back = self._node(parent).directives.epoch, self._rollback
+        epoch, back = self._node(parent).directives.epoch, self.rollback
         return epoch if back is None or back.record != parent else max(epoch, back.epoch)
 
     def directive_to_include(self, parent: Digest) -> Signed[Directive] | None:
         """Return the directive that a record after this one should carry, if any."""
-        newest, standing = self._newest_directive, self._node(parent).directives
-        if newest is None or newest.body.precedence <= standing.precedence:
+        newest, active = self._newest_directive, self._node(parent).directives
+        if newest is None or newest.body.precedence <= active.precedence:
             return None
         back = newest.body.rollback
-        return newest if back == standing.rollback or (back is not None and back.record == parent) else None
+        return newest if back == active.rollback or (back is not None and back.record == parent) else None
 
     def validation_error(self, record: RoundRecord) -> str | None:
         """Why a record cannot follow its parent, as far as directives go; None when it can."""
-        parent, back = self._node(record.parent), self._rollback
+        parent, back = self._node(record.parent), self.rollback
         if back is not None and parent.digest == back.record and not starts_rollback_branch(record, back):
             return "the run's owner has rolled the run back to before it"
         windows, members = self.limits.round_limits(parent.directives)
@@ -118,9 +282,9 @@ class Chain(Tree):
     # -- writing ---------------------------------------------------------------------------------------------
 
     def add(self, certificate: Certificate) -> bool:
-        """Put an opened certificate in its place. False when its record is here already.
+        """Put a verified certificate in its place. Return False when its record is here already.
 
-        Raises UnknownParent, or ChainError when it breaks a rule of the chain: its source, or its makers, are at fault.
+        Raises UnknownParent, or ChainError when it breaks a rule of the chain: its source, or an author, is at fault.
         """
         record, digest = certificate.record, certificate.digest
         body = record.body
@@ -134,7 +298,7 @@ class Chain(Tree):
         if parent is None:
             raise UnknownParent(f"the parent {body.parent.short} of record {digest.short} is not known here")
         if body.directive is not None:
-            self.add_directive(body.directive)  # the owner's word, whatever becomes of the record
+            self.add_directive(body.directive)  # it counts, whatever becomes of the record
         self._check_rivals(body, digest, parent)
         if body.round != parent.height:
             raise ChainError(f"record {digest.short}: round {body.round} after round {parent.height - 1}")
@@ -143,56 +307,51 @@ class Chain(Tree):
         self._check_updates(certificate, parent)
         if (flaw := self.limits.reduce_plan.validation_error(certificate, parent.contributors)) is not None:
             raise ChainError(f"record {digest.short}: {flaw}")
-        link = RecordNode(digest, parent, parent.height + 1, parent.weight + body.windows, certificate)
-        link.size = len(record.encoded) + sum(len(v.encoded) for v in certificate.votes) + 32 * len(certificate.shards)
-        link.next_windows = {u.author: u.body.end_window for u in body.updates}
-        if link.height % SNAPSHOT_EVERY == 0:
-            link.next_windows = self._next_windows_at(link)
-            link.is_snapshot = True
-        parent.children.append(link)
-        self._nodes[link.digest] = link
-        self._bytes += link.size
-        if self._pending_finalization is not None and self._pending_finalization.body.record == link.digest:
+        node = RecordNode(digest, parent, certificate)
+        parent.children.append(node)
+        self._nodes[node.digest] = node
+        self._bytes += node.size
+        if self._pending_finalization is not None and self._pending_finalization.body.record == node.digest:
             awaited, self._pending_finalization = self._pending_finalization, None
             self.add_finalization(awaited)
-        if (back := self._rollback) is not None and link.digest == back.record:
-            self._drop_branches_beside(link)
+        if (back := self.rollback) is not None and node.digest == back.record:
+            self._drop_branches_beside(node)
             self._choose_head()
-        elif self._better(link, self._head) and not self._is_on_quarantined_branch(link):
-            self._move_head(link)
+        elif self._better(node, self._head) and not self._is_on_quarantined_branch(node):
+            self._move_head(node)
         self._enforce_limits()
-        return link.digest in self._nodes
+        return node.digest in self._nodes
 
     def add_finalization(self, final: Signed[Finalization]) -> bool:
-        """Take the owner's final (opened). True when it is newer than what was known.
+        """Add a finalization. Return True when it is newer than every other so far.
 
-        A final for a record that is not here yet is remembered, and takes effect when the record comes.
-        So is one that contradicts an older final: its record can never come. Raises ChainError when it names a wrong
-        round for its record.
+        One for a record that is not here yet is remembered, and takes effect when the record comes.
+        So is one that contradicts an older finalization: its record can never come. Raises ChainError when it names a
+        wrong round for its record.
         """
         body = final.body
         if self._newest_directive is not None and body.epoch < self._newest_directive.body.epoch:
             return False  # its record was rolled back, or is before the record that all descend from
         if self._finalization is not None and _rank(body) <= _rank(self._finalization.body):
             return False
-        link = self._nodes.get(body.record)
-        if link is None:
+        node = self._nodes.get(body.record)
+        if node is None:
             if self._pending_finalization is None or _rank(body) > _rank(self._pending_finalization.body):
                 self._pending_finalization = final
                 return True
             return False
-        if link.height != body.round + 1:
-            raise ChainError(f"the owner's final names round {body.round} for a record of round {link.height - 1}")
+        if node.height != body.round + 1:
+            raise ChainError(f"the owner's final names round {body.round} for a record of round {node.height - 1}")
         self._finalization = final
         if self._pending_finalization is not None and _rank(self._pending_finalization.body) <= _rank(body):
             self._pending_finalization = None
-        self._drop_branches_beside(link)
+        self._drop_branches_beside(node)
         self._choose_head()
         self._enforce_limits()
         return True
 
     def add_directive(self, directive: Signed[Directive]) -> bool:
-        """Take the owner's word (opened), from wherever it came. True when it is newer than what was known.
+        """Add a directive from any source. Return True when it is newer than every other so far.
 
         A rollback takes effect at once: what was built on the record that the run goes on from leaves the tree.
         """
@@ -200,9 +359,9 @@ class Chain(Tree):
         if before is not None and body.precedence <= before.body.precedence:
             return False
         back = body.rollback
-        link = None if back is None else self._nodes.get(back.record)
-        if back is not None and link is not None and link.height != back.round:
-            raise ChainError(f"the owner's rollback names round {back.round} for a record of round {link.height - 1}")
+        node = None if back is None else self._nodes.get(back.record)
+        if back is not None and node is not None and node.height != back.round:
+            raise ChainError(f"the owner's rollback names round {back.round} for a record of round {node.height - 1}")
         self._newest_directive = directive
         if back is None or (before is not None and before.body.rollback == back):
             return True
@@ -210,8 +369,8 @@ class Chain(Tree):
             self._finalization = None
         if self._pending_finalization is not None and self._pending_finalization.body.epoch < back.epoch:
             self._pending_finalization = None
-        if link is not None:
-            self._drop_branches_beside(link)
+        if node is not None:
+            self._drop_branches_beside(node)
         beyond = [x for x in self._nodes.values() if x.height == back.round + 1 and x is not self._root]
         for child in beyond:
             if child.certificate is None or not starts_rollback_branch(child.certificate.record.body, back):
@@ -241,13 +400,13 @@ class Chain(Tree):
 
     def head_if_released(self, record: Digest) -> Digest | None:
         """Return the head without the quarantine of this record; None if it is the same."""
-        link = self._node(record)
-        up = link.parent
-        while up is not None and self._main_chain.get(up.height) is not up:
-            if up.digest in self._quarantined:
+        node = self._node(record)
+        for above in islice(node.branch(), 1, None):
+            if self._is_on_main_chain(above):
+                break
+            if above.digest in self._quarantined:
                 return None
-            up = up.parent
-        best = self._best_after(link)
+        best = self._best_after(node)
         return best.digest if self._better(best, self._head) else None
 
     def mark_invalid(self, record: Digest) -> None:
@@ -255,45 +414,54 @@ class Chain(Tree):
         self._invalid[record] = None
         while len(self._invalid) > self.limits.max_side_records:
             self._invalid.popitem(last=False)
-        link = self._nodes.get(record)
-        if link is not None and link is not self._root:
-            self._drop(link)
+        node = self._nodes.get(record)
+        if node is not None and node is not self._root:
+            self._drop(node)
             self._choose_head()
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    @property
-    def _rollback(self) -> Rollback | None:
-        return None if self._newest_directive is None else self._newest_directive.body.rollback
+    def _node(self, record: Digest) -> RecordNode:
+        node = self._nodes.get(record)
+        if node is None:
+            raise ChainError(f"record {record.short} is not in the tree")
+        return node
+
+    def _is_on_main_chain(self, node: RecordNode) -> bool:
+        return self._main_chain.get(node.height) is node
+
+    def _descends(self, node: RecordNode, ancestor: RecordNode) -> bool:
+        for above in node.branch():
+            if above.height <= ancestor.height:
+                return above is ancestor
+            if self._is_on_main_chain(above):
+                return self._is_on_main_chain(ancestor)
+        return False
 
     def _check_rivals(self, body: RoundRecord, digest: Digest, parent: RecordNode) -> None:
-        """Raise RivalOfFinal for a record that no branch can have any more."""
+        """Raise FinalizedConflict for a record that no branch can have any more."""
         final = None if self._finalization is None else self._nodes.get(self._finalization.body.record)
         if final is not None and parent.height < final.height:
             raise FinalizedConflict(f"record {digest.short} is a rival of records that the owner has signed as final")
         if parent.digest not in self._nodes:
             raise FinalizedConflict(f"record {digest.short} is of rounds that the owner has rolled back")
-        if (back := self._rollback) is None:
+        if (back := self.rollback) is None:
             return
-        known = back.record in self._nodes
-        if parent.height < back.round and digest != back.record and (known or parent.height + 1 == back.round):
+        is_here = back.record in self._nodes
+        if parent.height < back.round and digest != back.record and (is_here or parent.height + 1 == back.round):
             raise FinalizedConflict(
                 f"record {digest.short} is a rival of the one that the owner has rolled the run back to"
             )
         if parent.height == back.round and not starts_rollback_branch(body, back) or self.is_rolled_back_past_root:
             raise FinalizedConflict(f"record {digest.short} is of rounds that the owner has rolled back")
 
-    def _drop_branches_beside(self, link: RecordNode) -> None:
-        """Nothing beside the way to a record can win any more."""
-        on_way = {link.digest}
-        up = link.parent
-        while up is not None:
-            on_way.add(up.digest)
-            for child in list(up.children):
-                if child.digest not in on_way:
-                    self._drop(child)
-            up = up.parent
-        self._quarantined -= on_way
+    def _drop_branches_beside(self, node: RecordNode) -> None:
+        """Drop every record that neither comes before this one nor descends from it: none of them can win any more."""
+        on_branch = {n.digest for n in node.branch()}
+        for above in islice(node.branch(), 1, None):
+            for child in [c for c in above.children if c.digest not in on_branch]:
+                self._drop(child)
+        self._quarantined -= on_branch
 
     def _check_updates(self, certificate: Certificate, parent: RecordNode) -> None:
         record, name = certificate.record, certificate.digest.short
@@ -308,15 +476,8 @@ class Chain(Tree):
     def _better(self, a: RecordNode, b: RecordNode) -> bool:
         return a.weight > b.weight or (a.weight == b.weight and a.digest < b.digest)
 
-    def _is_on_quarantined_branch(self, link: RecordNode) -> bool:
-        if not self._quarantined:
-            return False
-        up: RecordNode | None = link
-        while up is not None:
-            if up.digest in self._quarantined:
-                return True
-            up = up.parent
-        return False
+    def _is_on_quarantined_branch(self, node: RecordNode) -> bool:
+        return bool(self._quarantined) and any(n.digest in self._quarantined for n in node.branch())
 
     def _choose_head(self) -> None:
         """Compute the fork choice again: the tree has lost records, or some were quarantined."""
@@ -326,44 +487,42 @@ class Chain(Tree):
     def _best_after(self, start: RecordNode) -> RecordNode:
         best, todo = start, [start]
         while todo:
-            link = todo.pop()
-            if link.digest in self._quarantined and link is not start:
+            node = todo.pop()
+            if node.digest in self._quarantined and node is not start:
                 continue
-            if self._better(link, best):
-                best = link
-            todo.extend(link.children)
+            if self._better(node, best):
+                best = node
+            todo.extend(node.children)
         return best
 
-    def _move_head(self, link: RecordNode) -> None:
-        for height in range(link.height + 1, self._head.height + 1):
+    def _move_head(self, node: RecordNode) -> None:
+        for height in range(node.height + 1, self._head.height + 1):
             self._main_chain.pop(height, None)
-        self._head = link
-        up: RecordNode | None = link
-        while up is not None and self._main_chain.get(up.height) is not up:
-            self._main_chain[up.height] = up
-            up = up.parent
+        self._head = node
+        for above in node.branch():
+            if self._is_on_main_chain(above):
+                break
+            self._main_chain[above.height] = above
 
-    def _drop(self, link: RecordNode) -> int:
-        """Forget a record and all that is built on it. The caller sees to the head."""
-        if link.parent is not None:
-            link.parent.children.remove(link)
-        todo, count = [link], 0
+    def _drop(self, node: RecordNode) -> None:
+        """Forget a record and all that is built on it. The caller chooses a new head."""
+        if node.parent is not None:
+            node.parent.children.remove(node)
+        todo = [node]
         while todo:
             gone = todo.pop()
             todo.extend(gone.children)
             del self._nodes[gone.digest]
             self._quarantined.discard(gone.digest)
             self._bytes -= gone.size
-            if self._main_chain.get(gone.height) is gone:
+            if self._is_on_main_chain(gone):
                 del self._main_chain[gone.height]
-            count += 1
-        return count
 
     def _enforce_limits(self) -> None:
         limits = self.limits
         length = self._head.height - self._root.height
         while len(self) - length > limits.max_side_records:
-            tips = (x for x in self._nodes.values() if not x.children and self._main_chain.get(x.height) is not x)
+            tips = (x for x in self._nodes.values() if not x.children and not self._is_on_main_chain(x))
             self._drop(min(tips, key=lambda x: (x.weight, x.digest)))
         while (len(self) > limits.max_records or self._bytes > limits.max_bytes) and length > limits.min_main_records:
             self._advance_root()
@@ -374,12 +533,8 @@ class Chain(Tree):
         for child in list(self._root.children):
             if child is not new:
                 self._drop(child)
-        new.next_windows = self._next_windows_at(new)
-        new.is_snapshot = True
         self._bytes -= new.size
-        new.size = 0
-        new.parent = None
-        new.certificate = None
+        new.become_root()
         del self._nodes[self._root.digest]
         del self._main_chain[self._root.height]
         self._root = new

@@ -1,10 +1,10 @@
-"""A record among those who hold its headers: it names them, and is put together again from them.
+"""A record for members that hold its headers: it names them, and is reconstructed from them.
 
 A record of a thousand contributors has 600 KB of headers, which every member has received already, from their
-authors. In
-a brief each header is replaced by the first NAME_BYTES of the SHA-256 of its envelope: 18 KB. All else is the record's
-own, also its signature, which does not cover the brief: a brief is a hint. A peer with all headers reconstructs the
-record's envelope to the byte, and decodes it like any other. A wrong compact record therefore has no effect.
+authors. In a compact record each header is replaced by the first HEADER_ID_BYTES of the SHA-256 of its envelope: 18 KB.
+All else is the record's own, also its signature, which does not cover the compact record: that is a hint. A peer with
+all headers reconstructs the record's envelope to the byte, and decodes it like any other. A wrong compact record
+therefore has no effect.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from protocol.message_codec import MAX_HEADER_ENVELOPE
 from protocol.messages import MAX_CONTRIBUTORS, RoundRecord, Signed
 from protocol.wire import swarm_pb2 as wire
 
-KIND = "brief"
+KIND = "compact-record"
 HEADER_ID_BYTES = 16
 MAX_COMPACT_RECORD = MAX_CONTRIBUTORS * (HEADER_ID_BYTES + 2) + 1024
-"""No brief is larger, in bytes."""
+"""No compact record is larger, in bytes."""
 
 _MARK = wire.Envelope(kind=KIND).SerializeToString(deterministic=True)
 
@@ -38,7 +38,7 @@ class CompactRecord:
     signature: bytes
 
     def reconstruct(self, headers: Sequence[bytes]) -> bytes:
-        """Return the record's envelope, from the headers' envelopes in the order of `names`.
+        """Return the record's envelope, from the headers' envelopes in the order of `header_ids`.
 
         It must be decoded like any other.
 
@@ -50,7 +50,7 @@ class CompactRecord:
         del record.updates[:]
         record.updates.extend(headers)
         return wire.Envelope(
-            kind="record", payload=record.SerializeToString(deterministic=True), key=bytes(self.author),
+            kind="round-record", payload=record.SerializeToString(deterministic=True), key=bytes(self.author),
             signature=self.signature,
         ).SerializeToString(deterministic=True)  # fmt: skip
 
@@ -60,9 +60,9 @@ def header_id(header: bytes) -> bytes:
     return sha256(header)[:HEADER_ID_BYTES]
 
 
-def is_compact_record(sent: bytes) -> bool:
+def is_compact_record(encoded: bytes) -> bool:
     """Return whether this claims to be a compact record, to choose how to decode it."""
-    return sent.startswith(_MARK)
+    return encoded.startswith(_MARK)
 
 
 def compact(record: Signed[RoundRecord]) -> bytes | None:
@@ -75,37 +75,37 @@ def compact(record: Signed[RoundRecord]) -> bytes | None:
     headers = list(body.updates)
     del body.updates[:]
     body.updates.extend(header_id(h) for h in headers)
-    sent = wire.Envelope(
+    encoded = wire.Envelope(
         kind=KIND, payload=body.SerializeToString(deterministic=True), key=whole.key, signature=whole.signature
     ).SerializeToString(deterministic=True)
     return (
-        sent
-        if len(sent) <= MAX_COMPACT_RECORD and parse_compact_record(sent).reconstruct(headers) == record.encoded
+        encoded
+        if len(encoded) <= MAX_COMPACT_RECORD and parse_compact_record(encoded).reconstruct(headers) == record.encoded
         else None
     )
 
 
-def parse_compact_record(sent: bytes) -> CompactRecord:
+def parse_compact_record(encoded: bytes) -> CompactRecord:
     """Parse a compact record. Raises MalformedError."""
-    if len(sent) > MAX_COMPACT_RECORD:
-        raise MalformedError(f"a brief of {len(sent)} bytes: at most {MAX_COMPACT_RECORD} are accepted")
+    if len(encoded) > MAX_COMPACT_RECORD:
+        raise MalformedError(f"a compact record of {len(encoded)} bytes: at most {MAX_COMPACT_RECORD} are accepted")
     try:
-        envelope = wire.Envelope.FromString(sent)
+        envelope = wire.Envelope.FromString(encoded)
         body = wire.RoundRecord.FromString(envelope.payload)
     except DecodeError:
-        raise MalformedError("the bytes of a brief do not parse") from None
-    names = tuple(bytes(n) for n in body.updates)
+        raise MalformedError("the bytes of a compact record do not parse") from None
+    header_ids = tuple(bytes(n) for n in body.updates)
     if envelope.kind != KIND or len(envelope.signature) != 64:
-        raise MalformedError("a brief without a signature, or of another kind")
-    if not 1 <= len(names) <= MAX_CONTRIBUTORS or any(len(n) != HEADER_ID_BYTES for n in names):
-        raise MalformedError(f"a brief names 1 to {MAX_CONTRIBUTORS} headers by {HEADER_ID_BYTES} bytes each")
-    if len(set(names)) != len(names):
-        raise MalformedError("a brief names a header twice")
-    return CompactRecord(PeerKey(envelope.key), names, envelope.payload, envelope.signature)
+        raise MalformedError("a compact record without a signature, or of another kind")
+    if not 1 <= len(header_ids) <= MAX_CONTRIBUTORS or any(len(i) != HEADER_ID_BYTES for i in header_ids):
+        raise MalformedError(f"a compact record names 1 to {MAX_CONTRIBUTORS} headers by {HEADER_ID_BYTES} bytes each")
+    if len(set(header_ids)) != len(header_ids):
+        raise MalformedError("a compact record names a header twice")
+    return CompactRecord(PeerKey(envelope.key), header_ids, envelope.payload, envelope.signature)
 
 
 def check_header_ids(header_ids: Sequence[bytes]) -> Sequence[bytes]:
-    """Names of headers that somebody asks for. Raises MalformedError."""
+    """Return the short ids that a member requests. Raises MalformedError."""
     if len(header_ids) > MAX_CONTRIBUTORS or any(len(n) != HEADER_ID_BYTES for n in header_ids):
         raise MalformedError(f"at most {MAX_CONTRIBUTORS} headers are asked for, by {HEADER_ID_BYTES} bytes each")
     return header_ids

@@ -1,8 +1,8 @@
 """The signed record of a coordinator's address, which members store and pass on.
 
 An invite names the address that the coordinator had when it was published. The coordinator may move: whoever finds it
-gone asks any member, and takes the newest word that the run's owner signed. A member can withhold that word or give an
-old one; it cannot make one up, and an old one leads to an address where nobody shows the right certificate.
+gone asks any member, and accepts the newest record that the run's owner signed. A member can withhold it or give an old
+one; it cannot forge one, and an old one leads to an address where nobody shows the right certificate.
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from google.protobuf.message import DecodeError
-
+from protocol.checks import bounded, parsed
 from protocol.envelope import open_envelope, seal
 from protocol.errors import AdmissionError, MalformedError
 from protocol.identity import Identity
-from protocol.ids import MAX_COUNT, Digest, PeerKey, RunId
+from protocol.ids import Digest, PeerKey, RunId
 from protocol.invite import MAX_COORDINATORS, MAX_SWARM_ADDRESSES, HostPort
 from protocol.messages import MAX_ADDRESS, Signed
 from protocol.wire import swarm_pb2 as wire
 
-KIND = "coordinator_address"
+KIND = "coordinator-address"
 MAX_COORDINATOR_ADDRESS_ENVELOPE = 4096
 """No envelope of this kind is larger, in bytes."""
 
@@ -44,9 +43,9 @@ class CoordinatorAddress:
     addresses: tuple[str, ...] = ()
 
 
-def is_coordinator_address(sent: bytes) -> bool:
+def is_coordinator_address(encoded: bytes) -> bool:
     """Return whether an envelope claims to be of this kind, by its first bytes."""
-    return sent.startswith(_BEGINNING)
+    return encoded.startswith(_BEGINNING)
 
 
 def sign_coordinator_address(owner: Identity, body: CoordinatorAddress) -> Signed[Any]:
@@ -58,34 +57,34 @@ def sign_coordinator_address(owner: Identity, body: CoordinatorAddress) -> Signe
         run=body.run, sequence=body.sequence, coordinators=[str(e) for e in body.coordinators],
         fingerprint=body.fingerprint, addresses=body.addresses,
     )  # fmt: skip
-    sent = seal(owner, KIND, message.SerializeToString(deterministic=True)).encoded
-    return open_coordinator_address(sent, body.run, owner.key)
+    encoded = seal(owner, KIND, message.SerializeToString(deterministic=True)).encoded
+    return open_coordinator_address(encoded, body.run, owner.key)
 
 
-def open_coordinator_address(sent: bytes, run: RunId, owner: PeerKey) -> Signed[Any]:
+def open_coordinator_address(encoded: bytes, run: RunId, owner: PeerKey) -> Signed[Any]:
     """Return the verified record.
 
     Raises MalformedError, SignatureError; AdmissionError when it is not the owner's.
     """
-    body: Any = _check_claims(sent, run, owner)  # a body of its own beside those of `messages`
-    e = open_envelope(sent, KIND, limit=MAX_COORDINATOR_ADDRESS_ENVELOPE)
+    body: Any = _check_claims(encoded, run, owner)  # a body of its own beside those of `messages`
+    e = open_envelope(encoded, KIND, limit=MAX_COORDINATOR_ADDRESS_ENVELOPE)
     return Signed(body, e.author, e.digest, e.encoded)
 
 
-def open_if_newer(sent: bytes, run: RunId, owner: PeerKey, than: Signed[Any] | None) -> Signed[Any] | None:
+def open_if_newer(encoded: bytes, run: RunId, owner: PeerKey, than: Signed[Any] | None) -> Signed[Any] | None:
     """Open a record if it is newer than the given one. For an older one return None, without a signature check."""
     if than is not None:
-        if sent == than.encoded:
+        if encoded == than.encoded:
             return None
-        if _check_claims(sent, run, owner).sequence <= than.body.sequence:
+        if _check_claims(encoded, run, owner).sequence <= than.body.sequence:
             return None
-    return open_coordinator_address(sent, run, owner)
+    return open_coordinator_address(encoded, run, owner)
 
 
 def next_coordinator_address(owner: Identity, newest: Signed[Any] | None, now: CoordinatorAddress) -> Signed[Any]:
     """Return the coordinator's newest record while nothing has changed, else a newer one with the time `now`.
 
-    `now.sequence` is the clock's (unix milliseconds); a clock that went backwards gives no word that others overlook.
+    `now.sequence` is the clock's (unix milliseconds); a clock that went backwards gives no record that others overlook.
     """
     if newest is not None:
         if replace(now, sequence=newest.body.sequence) == newest.body:
@@ -99,17 +98,13 @@ def newest_address(found: Sequence[Signed[Any]]) -> Signed[Any] | None:
     return max(found, key=lambda s: s.body.sequence, default=None)
 
 
-def _check_claims(sent: bytes, run: RunId, owner: PeerKey) -> CoordinatorAddress:
+def _check_claims(encoded: bytes, run: RunId, owner: PeerKey) -> CoordinatorAddress:
     """Return the unverified claims of an envelope, only to refuse it cheaply."""
-    if len(sent) > MAX_COORDINATOR_ADDRESS_ENVELOPE:
+    if len(encoded) > MAX_COORDINATOR_ADDRESS_ENVELOPE:
         raise MalformedError(
-            f"a {KIND} message of {len(sent)} bytes: at most {MAX_COORDINATOR_ADDRESS_ENVELOPE} are accepted"
+            f"a {KIND} message of {len(encoded)} bytes: at most {MAX_COORDINATOR_ADDRESS_ENVELOPE} are accepted"
         )
-    m = wire.Envelope()
-    try:
-        m.ParseFromString(sent)
-    except DecodeError:
-        raise MalformedError(f"the bytes of a {KIND} message do not parse") from None
+    m = parsed(wire.Envelope(), encoded)
     if m.kind != KIND:
         raise MalformedError(f"a message of kind {m.kind[:32]!r} where {KIND!r} was expected")
     if m.key != owner:
@@ -118,15 +113,9 @@ def _check_claims(sent: bytes, run: RunId, owner: PeerKey) -> CoordinatorAddress
 
 
 def _decode(payload: bytes, run: RunId) -> CoordinatorAddress:
-    m = wire.CoordinatorAddress()
-    try:
-        m.ParseFromString(payload)
-    except DecodeError:
-        raise MalformedError(f"the payload of a {KIND} message does not parse") from None
+    m = parsed(wire.CoordinatorAddress(), payload)
     if bytes(m.run) != run:
         raise MalformedError(f"a {KIND} message of another run")
-    if m.sequence > MAX_COUNT:
-        raise MalformedError(f"the sequence of a {KIND} message is {m.sequence}: at most {MAX_COUNT} is accepted")
     if not 1 <= len(m.coordinators) <= MAX_COORDINATORS or len(m.addresses) > MAX_SWARM_ADDRESSES:
         raise MalformedError(
             f"a {KIND} message names 1 to {MAX_COORDINATORS} coordinators and at most {MAX_SWARM_ADDRESSES} addresses"
@@ -139,6 +128,6 @@ def _decode(payload: bytes, run: RunId) -> CoordinatorAddress:
         ):
             raise MalformedError(f"{address[:80]!r} is not a multiaddress")
     return CoordinatorAddress(
-        run, m.sequence, tuple(HostPort.parse(text) for text in m.coordinators), Digest(m.fingerprint),
-        tuple(m.addresses),
+        run, bounded("sequence", m.sequence), tuple(HostPort.parse(text) for text in m.coordinators),
+        Digest(m.fingerprint), tuple(m.addresses),
     )  # fmt: skip

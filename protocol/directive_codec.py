@@ -1,4 +1,4 @@
-"""The owner's word on a running run on the wire: strict, bounded, whole. See docs/control.md for what it does."""
+"""The codec of directives: strict, bounded, whole. See docs/control.md for their effects."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHANGE_BOUNDS: dict[str, tuple[float, float]] = {
 def encode_directive(b: Directive) -> wire.Directive:
     changed = {f.name: value for f in fields(RoundChanges) if (value := getattr(b.changes, f.name)) is not None}
     m = wire.Directive(
-        run=b.run, sequence=b.sequence, order=b.run_status, since=b.since, reason=b.reason, banned=b.banned,
+        run=b.run, sequence=b.sequence, run_status=b.run_status, since=b.since, reason=b.reason, banned=b.banned,
         from_round=b.from_round, changes=wire.RoundChanges(**changed) if changed else None,
     )  # fmt: skip
     if (back := b.rollback) is not None:
@@ -38,8 +38,8 @@ def encode_directive(b: Directive) -> wire.Directive:
 
 def decode_directive(payload: bytes, _: object = None) -> Directive:
     m = parsed(wire.Directive(), payload)
-    if m.order not in RUN_STATUSES:
-        raise MalformedError(f"{m.order[:20]!r} is not an order to a run")
+    if m.run_status not in RUN_STATUSES:
+        raise MalformedError(f"{m.run_status[:20]!r} is not a run status")
     if len(m.banned) > MAX_BANNED:
         raise MalformedError(f"a directive bans at most {MAX_BANNED} peers, not {len(m.banned)}")
     banned = tuple(PeerKey(key) for key in m.banned)
@@ -53,11 +53,11 @@ def decode_directive(payload: bytes, _: object = None) -> Directive:
         if not epoch:
             raise MalformedError("the first rollback has epoch 1")
     body = Directive(
-        RunId(m.run), bounded("sequence", m.sequence), m.order, bounded("since", m.since),
+        RunId(m.run), bounded("sequence", m.sequence), m.run_status, bounded("since", m.since),
         text("reason", m.reason, MAX_REASON), banned, Round(bounded("from_round", m.from_round, MAX_ROUND)),
         _decode_changes(m.changes), rollback,
     )  # fmt: skip
-    # All must do the same by it: a word of which this version knows a part only is refused, not half followed.
+    # All must do the same by it: a directive with fields that this version does not know is refused, not half followed.
     if encode_directive(body).SerializeToString(deterministic=True) != payload:
         raise MalformedError("a directive with fields that this version does not know: update the software")
     return body

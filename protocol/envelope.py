@@ -88,12 +88,12 @@ def author_of(encoded: bytes, *, limit: int = MAX_ENVELOPE) -> PeerKey:
     return PeerKey(_parsed(encoded, "signed", limit).key)
 
 
-def _parsed(sent: bytes, kind: str, limit: int) -> wire.Envelope:
-    if len(sent) > limit:
-        raise MalformedError(f"a {kind} message of {len(sent)} bytes: at most {limit} are accepted")
+def _parsed(encoded: bytes, kind: str, limit: int) -> wire.Envelope:
+    if len(encoded) > limit:
+        raise MalformedError(f"a {kind} message of {len(encoded)} bytes: at most {limit} are accepted")
     message = wire.Envelope()
     try:
-        message.ParseFromString(sent)
+        message.ParseFromString(encoded)
     except DecodeError:
         raise MalformedError(f"the bytes of a {kind} message do not parse") from None
     return message

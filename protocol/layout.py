@@ -97,7 +97,7 @@ class Layout:
 
     @cached_property
     def full_slices(self) -> tuple[TensorSlice, ...]:
-        """Every tensor, as parts."""
+        """Every tensor, as slices."""
         return tuple(TensorSlice(i, 0, t.numel) for i, t in enumerate(self.tensors))
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The messages of the swarm (see `bodies`): signed, and opened by functions that verify before they decode.
+"""The codec of the swarm's messages (see `messages`): signs them, and verifies before it decodes.
 
 `MessageDecoder` is the only entry for messages from the network. It remembers verified messages, so that a header
 that arrives alone, in a record and in a certificate is verified once.
@@ -50,7 +50,7 @@ from protocol.wire import swarm_pb2 as wire
 T = TypeVar("T", bound=Body)
 
 MAX_REMEMBERED = 32 * 1024 * 1024
-"""About the most memory, in bytes, that an `MessageDecoder` spends on the verified messages of one kind."""
+"""About the most memory, in bytes, that a `MessageDecoder` spends on the verified messages of one kind."""
 
 
 # -- encoding ------------------------------------------------------------------------------------------------
@@ -76,16 +76,16 @@ def _encode_record(b: RoundRecord) -> Message:
 
 
 def _encode_vote(b: Vote) -> Message:
-    return wire.Vote(run=b.run, round=b.round, record=b.record, parts=b.shards_digest or b"")
+    return wire.Vote(run=b.run, round=b.round, record=b.record, shards_digest=b.shards_digest or b"")
 
 
-def _encode_reduced(b: ShardAttestation) -> Message:
+def _encode_attestation(b: ShardAttestation) -> Message:
     return wire.ShardAttestation(
-        run=b.run, round=b.round, record=b.record, part=b.shard, blob=b.blob or b"", lacking=b.missing
+        run=b.run, round=b.round, record=b.record, shard=b.shard, blob=b.blob or b"", missing=b.missing
     )  # fmt: skip
 
 
-def _encode_final(b: Finalization) -> Message:
+def _encode_finalization(b: Finalization) -> Message:
     return wire.Finalization(run=b.run, round=b.round, record=b.record, epoch=b.epoch)
 
 
@@ -93,8 +93,8 @@ def _encode_heartbeat(b: Heartbeat) -> Message:
     return wire.Heartbeat(
         run=b.run, sequence=b.sequence, round=b.round, head=b.head, weight=b.weight, windows=b.windows, phase=b.phase,
         tokens_per_second=b.tokens_per_second, loss=b.loss, bytes_up=b.bytes_up, bytes_down=b.bytes_down,
-        known=b.known_headers, addresses=b.addresses, admission=b.admission, device=b.device, state=b.state or b"",
-        unheard=b.unreachable, directive_sequence=b.directive_sequence,
+        known_headers=b.known_headers, addresses=b.addresses, admission=b.admission, device=b.device,
+        state=b.state or b"", unreachable=b.unreachable, directive_sequence=b.directive_sequence,
     )  # fmt: skip
 
 
@@ -146,21 +146,21 @@ def _decode_record(payload: bytes, decoder: MessageDecoder) -> RoundRecord:
 def _decode_vote(payload: bytes, _: MessageDecoder) -> Vote:
     m = parsed(wire.Vote(), payload)
     number = Round(bounded("round", m.round, MAX_ROUND))
-    return Vote(RunId(m.run), number, Digest(m.record), Digest(m.parts) if m.parts else None)
+    return Vote(RunId(m.run), number, Digest(m.record), Digest(m.shards_digest) if m.shards_digest else None)
 
 
-def _decode_reduced(payload: bytes, _: MessageDecoder) -> ShardAttestation:
+def _decode_attestation(payload: bytes, _: MessageDecoder) -> ShardAttestation:
     m = parsed(wire.ShardAttestation(), payload)
-    if len(m.lacking) > MAX_MISSING_AUTHORS or bool(m.blob) == bool(m.lacking):
-        raise MalformedError(f"a part is reduced, or 1 to {MAX_MISSING_AUTHORS} authors are lacking")
-    lacking = tuple(PeerKey(key) for key in m.lacking)
-    if not ascending(lacking):
-        raise MalformedError("lacking authors are listed once each, by ascending key")
-    number, part = Round(bounded("round", m.round, MAX_ROUND)), bounded("part", m.part, MAX_SHARDS - 1)
-    return ShardAttestation(RunId(m.run), number, Digest(m.record), part, Digest(m.blob) if m.blob else None, lacking)
+    if len(m.missing) > MAX_MISSING_AUTHORS or bool(m.blob) == bool(m.missing):
+        raise MalformedError(f"an attestation has a blob, or 1 to {MAX_MISSING_AUTHORS} missing authors")
+    missing = tuple(PeerKey(key) for key in m.missing)
+    if not ascending(missing):
+        raise MalformedError("missing authors are listed once each, by ascending key")
+    number, shard = Round(bounded("round", m.round, MAX_ROUND)), bounded("shard", m.shard, MAX_SHARDS - 1)
+    return ShardAttestation(RunId(m.run), number, Digest(m.record), shard, Digest(m.blob) if m.blob else None, missing)
 
 
-def _decode_final(payload: bytes, _: MessageDecoder) -> Finalization:
+def _decode_finalization(payload: bytes, _: MessageDecoder) -> Finalization:
     m = parsed(wire.Finalization(), payload)
     number = Round(bounded("round", m.round, MAX_ROUND))
     return Finalization(RunId(m.run), number, Digest(m.record), bounded("epoch", m.epoch, MAX_EPOCH))
@@ -168,7 +168,11 @@ def _decode_final(payload: bytes, _: MessageDecoder) -> Finalization:
 
 def _decode_heartbeat(payload: bytes, _: MessageDecoder) -> Heartbeat:
     m = parsed(wire.Heartbeat(), payload)
-    if len(m.known) > MAX_KNOWN_HEADERS or len(m.addresses) > MAX_ADDRESSES or len(m.unheard) > MAX_UNREACHABLE:
+    if (
+        len(m.known_headers) > MAX_KNOWN_HEADERS
+        or len(m.addresses) > MAX_ADDRESSES
+        or len(m.unreachable) > MAX_UNREACHABLE
+    ):
         raise MalformedError("a heartbeat lists too many headers, addresses or peers")
     if m.phase not in PHASES:
         raise MalformedError(f"{m.phase[:20]!r} is not a phase")
@@ -176,10 +180,10 @@ def _decode_heartbeat(payload: bytes, _: MessageDecoder) -> Heartbeat:
         RunId(m.run), bounded("sequence", m.sequence), Round(bounded("round", m.round, MAX_ROUND)), Digest(m.head),
         bounded("weight", m.weight), bounded("windows", m.windows), m.phase,
         rate("tokens_per_second", m.tokens_per_second), finite("loss", m.loss), bounded("bytes_up", m.bytes_up),
-        bounded("bytes_down", m.bytes_down), tuple(m.known),
+        bounded("bytes_down", m.bytes_down), tuple(m.known_headers),
         tuple(text("address", a, MAX_ADDRESS) for a in m.addresses), bytes(m.admission),
-        text("device", m.device, 80), Digest(m.state) if m.state else None, tuple(m.unheard),
-        bounded("amended", m.directive_sequence),
+        text("device", m.device, 80), Digest(m.state) if m.state else None, tuple(m.unreachable),
+        bounded("directive_sequence", m.directive_sequence),
     )  # fmt: skip
 
 
@@ -195,11 +199,11 @@ MAX_VOTE_ENVELOPE = 256
 
 KINDS: dict[type, tuple[str, int, Callable[[Any], Message], Callable[[bytes, Any], Any]]] = {
     Admission: ("admission", 320, _encode_admission, _decode_admission),
-    UpdateHeader: ("update", MAX_HEADER_ENVELOPE, _encode_header, _decode_header),
-    RoundRecord: ("record", MAX_ENVELOPE, _encode_record, _decode_record),
+    UpdateHeader: ("update-header", MAX_HEADER_ENVELOPE, _encode_header, _decode_header),
+    RoundRecord: ("round-record", MAX_ENVELOPE, _encode_record, _decode_record),
     Vote: ("vote", MAX_VOTE_ENVELOPE, _encode_vote, _decode_vote),
-    ShardAttestation: ("reduced", 4096, _encode_reduced, _decode_reduced),
-    Finalization: ("final", 1024, _encode_final, _decode_final),
+    ShardAttestation: ("shard-attestation", 4096, _encode_attestation, _decode_attestation),
+    Finalization: ("finalization", 1024, _encode_finalization, _decode_finalization),
     Directive: ("directive", MAX_DIRECTIVE_ENVELOPE, encode_directive, decode_directive),
     Heartbeat: ("heartbeat", 64 * 1024, _encode_heartbeat, _decode_heartbeat),
     Goodbye: ("goodbye", 1024, _encode_goodbye, _decode_goodbye),
@@ -244,9 +248,9 @@ class _Memory:
         self._seen: OrderedDict[bytes, Signed[Any]] = OrderedDict()
 
     def get(self, name: bytes) -> Signed[Any] | None:
-        if (known := self._seen.get(name)) is not None:
+        if (signed := self._seen.get(name)) is not None:
             self._seen.move_to_end(name)
-        return known
+        return signed
 
     def put(self, name: bytes, signed: Signed[Any]) -> None:
         self._seen[name] = signed
@@ -256,7 +260,7 @@ class _Memory:
 
     @staticmethod
     def _cost(signed: Signed[Any]) -> int:
-        # Approximate size of the decoded values: 8 bytes of `known` on the wire are 40 in a tuple of ints.
+        # Approximate size of the decoded values: 8 bytes of `known_headers` on the wire are 40 in a tuple of ints.
         return 1024 + 5 * len(signed.encoded)
 
 
@@ -283,8 +287,8 @@ class MessageDecoder:
         if len(encoded) > limit:
             raise MalformedError(f"a {kind} message of {len(encoded)} bytes: at most {limit} are accepted")
         name = sha256(encoded)
-        if (known := self._seen[body].get(name)) is not None:
-            return known
+        if (remembered := self._seen[body].get(name)) is not None:
+            return remembered
         if body is Directive and kind_of(encoded) == kind and author_of(encoded) != self.owner:
             raise AdmissionError("a directive that is not signed by the run's owner")  # refused before it costs much
         envelope = open_envelope(encoded, kind, limit=limit)
@@ -334,25 +338,25 @@ class MessageDecoder:
         if len(encoded) > MAX_CERTIFICATE:
             raise MalformedError(f"a certificate of {len(encoded)} bytes: at most {MAX_CERTIFICATE} are accepted")
         m = parsed(wire.Certificate(), encoded)
-        if len(m.votes) > MAX_CONTRIBUTORS or len(m.parts) > MAX_SHARDS:
-            raise MalformedError("a certificate with too many votes or parts")
+        if len(m.votes) > MAX_CONTRIBUTORS or len(m.shards) > MAX_SHARDS:
+            raise MalformedError("a certificate with too many votes or shards")
         record = self.decode(m.record, RoundRecord)
         # Claimed authors and the count before any signature is looked at.
         _check_voters(record.body, [author_of(v, limit=MAX_VOTE_ENVELOPE) for v in m.votes])
         votes = tuple(self.decode(v, Vote) for v in m.votes)
-        return check_certificate(Certificate(record, votes, tuple(Digest(p) for p in m.parts)))
+        return check_certificate(Certificate(record, votes, tuple(Digest(s) for s in m.shards)))
 
 
 def check_certificate(certificate: Certificate) -> Certificate:
     """Return the same certificate, if it has enough votes. Raises MalformedError."""
     record, votes = certificate.record, certificate.votes
     _check_voters(record.body, [v.author for v in votes])
-    ballot = (record.body.run, record.body.round, record.digest)
-    if any((v.body.run, v.body.round, v.body.record) != ballot for v in votes):
+    voted = (record.body.run, record.body.round, record.digest)
+    if any((v.body.run, v.body.round, v.body.record) != voted for v in votes):
         raise MalformedError("a certificate with a vote for another record")
-    parts = shards_digest(certificate.shards)
-    if any(v.body.shards_digest != parts for v in votes):
-        raise MalformedError("a certificate with a vote for other parts of the mean, or for none")
+    shards = shards_digest(certificate.shards)
+    if any(v.body.shards_digest != shards for v in votes):
+        raise MalformedError("a certificate with a vote for other shards of the mean, or for none")
     return certificate
 
 
@@ -369,7 +373,7 @@ def _check_voters(record: RoundRecord, voters: Sequence[PeerKey]) -> None:
 def encode_certificate(certificate: Certificate) -> bytes:
     """Return a certificate's bytes for the wire and the disk."""
     return wire.Certificate(
-        record=certificate.record.encoded, votes=[v.encoded for v in certificate.votes], parts=certificate.shards
+        record=certificate.record.encoded, votes=[v.encoded for v in certificate.votes], shards=certificate.shards
     ).SerializeToString(deterministic=True)
 
 

@@ -1,4 +1,4 @@
-"""The messages between members of a swarm, as frozen dataclasses. `messages` signs and opens them.
+"""The messages between members of a swarm, as frozen dataclasses. `message_codec` signs and decodes them.
 
 `Signed` pairs a body with its author and the exact bytes that were signed; a `Certificate` is a record with its votes.
 """
@@ -30,7 +30,7 @@ MAX_REASON = 200
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The owner's word that a peer may contribute, from `not_before` to `not_after` (unix seconds)."""
+    """The owner's permission for a peer to contribute, from `not_before` to `not_after` (unix seconds)."""
 
     run: RunId
     peer: PeerKey
@@ -91,10 +91,10 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True)
 class Directive:
-    """The owner's word on the run: the whole of what differs from its spec (see docs/control.md).
+    """The owner's order to the run: all differences from its spec (see docs/control.md).
 
-    `order` is one of ORDERS, given at `since` (unix seconds) for a `reason` in words. `banned`: ascending keys. The
-    `changes` hold in no round before `from_round`.
+    `run_status` is one of RUN_STATUSES, since `since` (unix seconds), for a `reason` in prose. `banned`: ascending
+    keys. The `changes` hold in no round before `from_round`.
     """
 
     run: RunId
@@ -114,7 +114,7 @@ class Directive:
 
     @property
     def precedence(self) -> tuple[int, int]:
-        """Of two directives the one of the higher rank counts: no word that knows nothing of a rollback undoes it."""
+        """Of two directives the one of the higher precedence counts: none from before a rollback undoes it."""
         return self.epoch, self.sequence
 
 
@@ -157,8 +157,8 @@ class Vote:
 class ShardAttestation:
     """A committee member's statement about one shard of a record's mean.
 
-    It is the digest of the shard's blob, or None and the authors (ascending keys, 1 to MAX_LACKING) whose updates it
-    could not get or use.
+    It is the digest of the shard's blob, or None and the authors (ascending keys, 1 to MAX_MISSING_AUTHORS) whose
+    updates it could not get or use.
     """
 
     run: RunId
@@ -184,9 +184,9 @@ class Finalization:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The status of a member, for scheduling and for people. `known` are `short_id`s of the round's headers.
+    """The status of a member, for scheduling and for people. `known_headers` are `short_id`s of the round's headers.
 
-    `state`: after the head, as the author holds it; None for an observer. `unheard`: `short_id`s of members whose
+    `state`: after the head, as the author holds it; None for an observer. `unreachable`: `short_id`s of members whose
     messages do not reach it directly; others relay them.
     """
 
@@ -237,8 +237,8 @@ class Signed(Generic[T]):
 class Certificate:
     """A record with votes from more than two thirds of its contributors (ascending author key, each once).
 
-    `parts`: of a round that was reduced, the digests of all parts of the mean, in order: what is applied, and what the
-    votes name. Empty when the updates themselves are applied.
+    `shards`: of a round that was reduced, the digests of all shards of the mean, in order: they are applied, and the
+    votes name them. Empty when the updates themselves are applied.
     """
 
     record: Signed[RoundRecord]
@@ -250,10 +250,10 @@ class Certificate:
         """The digest of the record and of the applied blobs: children name it as their parent, finalizations sign it.
 
         Of a round that was gathered, the record's digest. Of one that was reduced, SHA-256 over that and the
-        `shards_digest`: one record that was certified with two sets of parts is two branches.
+        `shards_digest`: one record that was certified with two sets of shards is two branches.
         """
-        parts = shards_digest(self.shards)
-        return self.record.digest if parts is None else Digest(sha256(b"cairn/v1/applied", self.record.digest, parts))
+        shards = shards_digest(self.shards)
+        return self.record.digest if shards is None else Digest(sha256(b"cairn/v1/applied", self.record.digest, shards))
 
 
 def votes_needed(contributors: int) -> int:
@@ -266,4 +266,4 @@ def shards_digest(shards: Sequence[Digest]) -> Digest | None:
 
     None when there are none.
     """
-    return Digest(sha256(b"cairn/v1/parts", *shards)) if shards else None
+    return Digest(sha256(b"cairn/v1/shards", *shards)) if shards else None

@@ -57,8 +57,8 @@ def apply(
     0. With mean = "all", and for codecs in which everyone sends everything, the weights' sum is 1 and nothing is
     divided. Nothing accepted: nothing changes, momentum neither.
 
-    `state` holds fp32 tensors, all on one device; `run_chunks` bounds the scratch memory and changes no bit. With
-    `parts` (slices of the codec's layout) the state's tensors, momentum too, are these slices only. They get the same
+    `state` holds fp32 tensors, all on one device; `batch_chunks` bounds the scratch memory and changes no bit. With
+    `slices` (of the codec's layout) the state's tensors, momentum too, are these slices only. They get the same
     bits as in the whole, so several processes can hold a state together. Raises CodecError for blobs of another
     run before anything is changed; a blob that never passed `check` can raise it half way: the state is then lost.
     """
@@ -69,8 +69,8 @@ def apply(
     if not ordered or not target.values:
         return
     mean = RobustMean(ordered, codec, outer, target.device, slices, batch_chunks=batch_chunks)
-    for run in mean.batches:
-        target.step(run, mean.batch_mean(run))
+    for batch in mean.batches:
+        target.step(batch, mean.batch_mean(batch))
 
 
 def canonical_order(contributions: Sequence[Contribution]) -> list[Contribution]:
@@ -82,7 +82,7 @@ def canonical_order(contributions: Sequence[Contribution]) -> list[Contribution]
 
 
 class OuterOptimiser:
-    """The state that a step changes in place: all of it, or some parts (see `held`). Raises MalformedError."""
+    """The state that a step changes in place: all of it, or some slices (see `local_views`). Raises MalformedError."""
 
     def __init__(
         self, state: Mapping[str, Tensor], layout: Layout, outer: OuterSpec, slices: Sequence[TensorSlice] | None
@@ -98,13 +98,13 @@ class OuterOptimiser:
         return next((value.device for _, value in self.values.values()), torch.device("cpu"))
 
     def step(self, batch: Batch, mean: Tensor) -> None:
-        """One optimiser step on a run of the layout; `mean`, fp32 [run.numel], is used up."""
+        """One optimiser step on a batch of the layout; `mean`, fp32 [batch.numel], is used up."""
         lr, mu = round_to_fp32(self.outer.lr), round_to_fp32(self.outer.momentum)
-        for piece in batch.segments:
-            start, value = self.values[piece.index]
-            here, change = batch.source_slice(piece, start), mean[batch.batch_slice(piece)]
+        for segment in batch.segments:
+            start, value = self.values[segment.index]
+            here, change = batch.source_slice(segment, start), mean[batch.batch_slice(segment)]
             if self.momenta:
-                momentum = self.momenta[piece.index][1][here]
+                momentum = self.momenta[segment.index][1][here]
                 momentum.mul_(mu).add_(change)
                 change.add_(momentum.mul(mu))
             if lr != 1.0:
@@ -149,7 +149,7 @@ def clip_factors(norms: Sequence[float]) -> list[float]:
 
 
 class RobustMean:
-    """The mean of a round's updates, run by run: the numbers that `apply` and a committee step by."""
+    """The mean of a round's updates, batch by batch: the numbers that `apply` and a committee step by."""
 
     def __init__(
         self,
@@ -162,11 +162,11 @@ class RobustMean:
         clip_slices: bool = False,
         batch_chunks: int | None = None,
     ):
-        """Return the mean of updates of this codec over `parts` (None: all).
+        """Return the mean of updates of this codec over `slices` (None: all).
 
         There is at least one update, in canonical order, with checked header.
 
-        `clip_parts`: norms are those of the parts, of which nothing else is looked at; else of whole tensors. Raises
+        `clip_slices`: norms are those of the slices, and nothing else is read; else of whole tensors. Raises
         CodecError.
         """
         self._ordered = ordered
@@ -174,9 +174,9 @@ class RobustMean:
         self._weights = mean_weights([c.windows for c in ordered], outer.weight_cap)
         self._factors = self._factors_of(outer, device, slices if clip_slices else None)
         self.batches: list[Batch] = list(codec.batches(batch_chunks, slices=slices, device=device))
-        # Sums over one run, allocated once for the largest: fresh memory would cost more than the arithmetic.
+        # Sums over one batch, allocated once for the largest: fresh memory would cost more than the arithmetic.
         by_senders = outer.mean == "senders" and not codec.sends_all
-        self._total = torch.empty(max(run.numel for run in self.batches), dtype=torch.float32, device=device)
+        self._total = torch.empty(max(batch.numel for batch in self.batches), dtype=torch.float32, device=device)
         self._weight = torch.empty_like(self._total) if by_senders else None
 
     def _factors_of(self, outer: OuterSpec, device: torch.device, slices: Sequence[TensorSlice] | None) -> list[Tensor]:
@@ -190,7 +190,7 @@ class RobustMean:
         return [torch.tensor(p, dtype=torch.float64).to(torch.float32).to(device) for p in products]
 
     def batch_mean(self, batch: Batch) -> Tensor:
-        """Over one of `runs`: fp32 [run.numel], which the caller may use up before it asks for the next."""
+        """Return the mean over one of `batches`: fp32 [numel], which the caller may use up before the next call."""
         total = self._total[: batch.numel].zero_()
         weight = None if self._weight is None else self._weight[: batch.numel].zero_()
         # The tensor of each chunk.

@@ -1,11 +1,11 @@
-"""The sharded reduce: a round's parameters in parts, each averaged by a committee and sent on as one blob.
+"""The sharded reduce: a round's mean in shards, each computed by a committee and passed on as one blob.
 
-A part is consecutive codec chunks in layout order, so its records lie in one piece in every update's blob. A member
-of its committee takes these slices of all listed updates and averages them as `outer.apply` would. It encodes the
+A shard is consecutive codec chunks in layout order, so its records lie together in every update's blob. A member
+of its committee fetches these slices of all listed updates and averages them as `outer.apply` would. It encodes the
 mean with the codec of sums (`make_shard_codec`) over the shard's own layout, with one tensor for each slice.
 Everything is exact or
 correctly rounded in canonical order: members who reduce the same updates make the same bytes, on any machine. The state
-then takes its step by what the parts decode to. `untransmitted` handles the values that the mean leaves out.
+then takes its step by the decoded shards. `untransmitted` handles the values that the mean leaves out.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ __all__ = ["Reduction", "apply_reduced", "shard_count"]
 
 
 class Reduction:
-    """How the rounds of one run are reduced. Methods that take `count` and `part`: of part `part` of `count`.
+    """How the rounds of one run are reduced. Methods with `count` and `shard`: of shard `shard` of `count`.
 
-    They raise ValueError when there is no such part.
+    They raise ValueError when there is no such shard.
     """
 
     def __init__(self, codec: CodecSpec, layout: Layout):
@@ -52,13 +52,13 @@ class Reduction:
         self.slices = lru_cache(maxsize=8)(self._slices)
         self.shard_codec = lru_cache(maxsize=2 * MAX_SHARDS)(self._shard_codec)
 
-    # -- where parts lie -------------------------------------------------------------------------------------
+    # -- where shards lie ------------------------------------------------------------------------------------
 
     def _slices(self, count: int) -> tuple[tuple[TensorSlice, ...], ...]:
         """Return the tensor slices of each shard, in layout order, at most one of a tensor."""
         layout = self.codec.layout
         if not 1 <= count <= layout.chunks:
-            raise ValueError(f"{layout.chunks} chunks in {count} parts")
+            raise ValueError(f"{layout.chunks} chunks in {count} shards")
         ends = [layout.chunks * (p + 1) // count for p in range(count)]
         found: list[list[TensorSlice]] = [[] for _ in ends]
         at = p = 0
@@ -74,20 +74,20 @@ class Reduction:
 
     def _shard_codec(self, count: int, shard: int) -> Codec:
         """Return the codec of a reduced shard: its layout has the shard's slices as tensors, in order."""
-        pieces = self._slices_of(count, shard)
-        # The part's number is in the names, so no part can be taken for another.
-        shapes = [TensorShape(f"{shard:04d}/{i:05d}", (piece.numel,)) for i, piece in enumerate(pieces)]
+        slices = self._slices_of(count, shard)
+        # The shard's number is in the names, so no shard passes for another.
+        shapes = [TensorShape(f"{shard:04d}/{i:05d}", (whole.numel,)) for i, whole in enumerate(slices)]
         return make_shard_codec(self.codec, Layout(tuple(shapes)))
 
     def _slices_of(self, count: int, shard: int) -> tuple[TensorSlice, ...]:
         if not 0 <= shard < count:
-            raise ValueError(f"part {shard} of {count}")
+            raise ValueError(f"shard {shard} of {count}")
         return self.slices(count)[shard]
 
     def update_slice(self, count: int, shard: int) -> tuple[int, int]:
-        """Return the range of a shard's bytes in an update's blob: from, to (excluded). Part 0 has the header."""
-        pieces = self._slices_of(count, shard)
-        start, (last, size) = self.codec.record_range(pieces[0])[0], self.codec.record_range(pieces[-1])
+        """Return the range of a shard's bytes in an update's blob: from, to (excluded). Shard 0 has the header."""
+        slices = self._slices_of(count, shard)
+        start, (last, size) = self.codec.record_range(slices[0])[0], self.codec.record_range(slices[-1])
         return (start if shard else 0), last + size
 
     def chunks(self, count: int, shard: int) -> tuple[int, ...]:
@@ -96,17 +96,17 @@ class Reduction:
         return tuple(range(start // CHUNK, -(-stop // CHUNK)))
 
     def size(self, count: int, shard: int) -> int:
-        """Bytes of the reduced part's blob."""
+        """Bytes of the reduced shard's blob."""
         return self.shard_codec(count, shard).size
 
     def total_size(self, count: int) -> int:
-        """Bytes of all reduced parts together."""
+        """Bytes of all reduced shards together."""
         return make_shard_codec(self.codec, self.codec.layout).size + (count - 1) * HEADER
 
     # -- what committees do ----------------------------------------------------------------------------------
 
     def check_slice(self, blob: Blob, count: int, shard: int) -> None:
-        """Raise CodecError unless the part's records in an update's blob are valid; with part 0, its header is, too.
+        """Raise CodecError unless the shard's records in an update's blob are valid; for shard 0 its header, too.
 
         The blob has its full size; what is not in `chunks` is not looked at, and may be anything.
         """
@@ -125,9 +125,9 @@ class Reduction:
     ) -> bytes:
         """Return the reduced shard's blob: the robust mean of the updates over the shard, by the codec of sums.
 
-        As `apply` has it but for norms, which are of the part's pieces of tensors; and kept within what codecs take
-        (MAX_INPUT). Of the blobs no more is looked at than by `check_slice`. Raises CodecError for updates that do not
-        pass that, for none, and for two by one author.
+        As in `apply`, but norms are of the shard's slices of tensors, and values are kept within what codecs
+        accept (MAX_INPUT). Of the blobs no more is read than by `check_slice`. Raises CodecError for updates that
+        do not pass that, for none, and for two by one author.
         """
         ordered, device = canonical_order(contributions), torch.device(device)
         if not ordered:
@@ -140,22 +140,22 @@ class Reduction:
         shard_codec = self.shard_codec(count, shard)
         blob = bytearray(shard_codec.size)
         blob[:HEADER] = shard_codec.header
-        for run, of_sum in zip(mean.batches, shard_codec.batches(device=device), strict=True):
-            shard_codec.encode_batch(of_sum, [mean.batch_mean(run).clamp_(-MAX_INPUT, MAX_INPUT)], blob)
+        for batch, of_sum in zip(mean.batches, shard_codec.batches(device=device), strict=True):
+            shard_codec.encode_batch(of_sum, [mean.batch_mean(batch).clamp_(-MAX_INPUT, MAX_INPUT)], blob)
         return bytes(blob)
 
-    # -- what everybody does with a reduced part -------------------------------------------------------------
+    # -- what everybody does with a reduced shard ------------------------------------------------------------
 
     def check_shard(self, blob: Blob, count: int, shard: int) -> None:
-        """Raise CodecError unless this can be the reduced part's blob."""
+        """Raise CodecError unless this can be the reduced shard's blob."""
         self.shard_codec(count, shard).check(blob)
 
     def check_shard_headers(self, shards: Sequence[Blob]) -> None:
-        """Raise CodecError unless these are as many blobs as a round can have parts, of the right sizes, in order."""
+        """Raise CodecError unless these are as many blobs as a round can have shards, of the right sizes, in order."""
         if not 1 <= len(shards) <= self.codec.layout.chunks:
-            raise CodecError(f"{len(shards)} reduced parts of a model of {self.codec.layout.chunks} chunks")
-        for part, blob in enumerate(shards):
-            self.shard_codec(len(shards), part).check_header(blob)
+            raise CodecError(f"{len(shards)} reduced shards of a model of {self.codec.layout.chunks} chunks")
+        for shard, blob in enumerate(shards):
+            self.shard_codec(len(shards), shard).check_header(blob)
 
     def batches(
         self,
@@ -166,32 +166,32 @@ class Reduction:
     ) -> Iterator[tuple[Batch, Tensor]]:
         """Yield the values of a round's reduced shards, in batches of the model's layout. Their headers were checked.
 
-        Values: fp32 [run.numel], fresh, 0 where nothing was sent. `parts`: only what lies in these, at most one of a
+        Values: fp32 [batch.numel], fresh, 0 where nothing was sent. `slices`: only values in these, at most one of a
         tensor. Raises CodecError.
         """
         mine = {p.index: p for p in (self.codec.layout.full_slices if slices is None else slices)}
-        for part, blob in enumerate(shards):
-            codec = self.shard_codec(len(shards), part)
+        for shard, blob in enumerate(shards):
+            codec = self.shard_codec(len(shards), shard)
             here: list[TensorSlice] = []
             there: list[TensorSlice] = []
-            for i, piece in enumerate(self._slices_of(len(shards), part)):
-                if (own := mine.get(piece.index)) is None:
+            for i, whole in enumerate(self._slices_of(len(shards), shard)):
+                if (own := mine.get(whole.index)) is None:
                     continue
-                start, stop = max(piece.start, own.start), min(piece.stop, own.stop)
+                start, stop = max(whole.start, own.start), min(whole.stop, own.stop)
                 if start < stop:
-                    here.append(TensorSlice(piece.index, start, stop))
-                    there.append(TensorSlice(i, start - piece.start, stop - piece.start))
-            # The same coordinates in the same order are cut into runs of one form.
+                    here.append(TensorSlice(whole.index, start, stop))
+                    there.append(TensorSlice(i, start - whole.start, stop - whole.start))
+            # The same coordinates in the same order are cut into batches of one form.
             of_model = self.codec.batches(batch_chunks, slices=here, device=device)
             of_sum = codec.batches(batch_chunks, slices=there, device=device)
-            for run, other in zip(of_model, of_sum, strict=True):
-                decoded = codec.decode_batch(blob, other, device)
+            for batch, shard_batch in zip(of_model, of_sum, strict=True):
+                decoded = codec.decode_batch(blob, shard_batch, device)
                 if decoded.positions is None:
-                    yield run, decoded.values
+                    yield batch, decoded.values
                 else:
-                    values = torch.zeros(run.numel, dtype=torch.float32, device=device)
+                    values = torch.zeros(batch.numel, dtype=torch.float32, device=device)
                     values[decoded.positions] = decoded.values
-                    yield run, values
+                    yield batch, values
 
 
 def apply_reduced(
@@ -202,12 +202,12 @@ def apply_reduced(
     batch_chunks: int | None = None,
     slices: Sequence[TensorSlice] | None = None,
 ) -> None:
-    """state[r] to state[r+1] in place, from all of a round's reduced parts in order: `apply`, with them as the mean.
+    """state[r] to state[r+1] in place, from all of a round's reduced shards in order: `apply`, with them as the mean.
 
-    `state`, `run_chunks` and `parts` as for `apply`, and as exact. Raises CodecError for parts that are not this run's
+    `state`, `batch_chunks` and `slices` as for `apply`, and as exact. Raises CodecError for shards of another run
     before anything is changed; one that never passed `check` can raise it half way: the state is then lost.
     """
     reduction.check_shard_headers(shards)
     target = OuterOptimiser(state, reduction.codec.layout, outer, slices)
-    for run, mean in reduction.batches(shards, target.device, slices, batch_chunks):
-        target.step(run, mean)
+    for batch, mean in reduction.batches(shards, target.device, slices, batch_chunks):
+        target.step(batch, mean)

@@ -1,4 +1,4 @@
-"""How a round's updates reach everybody: gathered, or reduced in parts by committees. Pure rules that all agree on.
+"""How a round's updates reach everybody: gathered, or reduced in shards by committees. Pure rules that all agree on.
 
 *Gather*: everyone fetches every update, so a peer's bytes grow with the number of contributors. *Reduce*: the mean is
 divided into shards. A small committee, drawn by hash, makes each shard, and fetches only the slices that it needs.
@@ -30,7 +30,7 @@ def committees(
 ) -> tuple[tuple[PeerKey, ...], ...]:
     """Return the committee of each shard, by ascending key: `size` contributors, or all if there are fewer.
 
-    Contributors sit in the order of SHA-256 of parent, attempt and key, and parts are dealt round the table. So
+    Contributors sit in the order of SHA-256 of parent, attempt and key, and shards are dealt round the table. So
     nobody has more than its share of the work: `size` shards if there are as many shards as contributors. Each
     attempt draws new committees, so that one that cannot agree does not stop the round for ever.
     """
@@ -38,8 +38,8 @@ def committees(
     seated = sorted(contributors, key=lambda key: sha256(place, key))
     committee = min(committee, len(seated))
     return tuple(
-        tuple(sorted(seated[seat % len(seated)] for seat in range(part * committee, (part + 1) * committee)))
-        for part in range(shards)
+        tuple(sorted(seated[seat % len(seated)] for seat in range(shard * committee, (shard + 1) * committee)))
+        for shard in range(shards)
     )
 
 
@@ -62,7 +62,7 @@ class ReducePlan:
         """Return whether the round after a record with a number of contributors (0: the genesis) is reduced."""
         if self.kind != "auto":
             return self.kind == "reduce"
-        # A member gets (and gives) about `committee` times an update for its own parts, and then the whole mean.
+        # A member gets (and gives) about `committee` times an update for its own shards, and then the whole mean.
         return (contributors - 1) * self.update_size > 2 * (self.committee * self.update_size + self.mean_size)
 
     def shard_count(self, contributors: int) -> int:
@@ -76,7 +76,7 @@ class ReducePlan:
             wanted = self.shard_count(len(certificate.record.body.updates))
         if found == wanted:
             return None
-        return f"it is certified with {found} parts of the mean, and should be with {wanted}"
+        return f"it is certified with {found} shards of the mean, and should be with {wanted}"
 
     def committees(self, record: RoundRecord) -> tuple[tuple[PeerKey, ...], ...]:
         """Return the committee of each shard of a record's mean."""

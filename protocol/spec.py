@@ -233,11 +233,11 @@ class RoundSpec(Section):
     max_members: Annotated[int, Field(ge=1, le=MAX_CONTRIBUTORS)] = 256
     exchange: Literal["gather", "reduce", "auto"] = Field(
         default="gather",
-        description="gather: everyone fetches every update; reduce: each part of the mean is made by a committee, and "
-        "everyone fetches the parts; auto: what is fewer bytes",
+        description="gather: everyone fetches every update; reduce: each shard of the mean is made by a committee, and "
+        "everyone fetches the shards; auto: what is fewer bytes",
     )
     committee: Annotated[int, Field(ge=1, le=64)] = Field(
-        default=3, description="contributors that make each part of the mean; more than half must agree (reduce)"
+        default=3, description="contributors that make each shard of the mean; more than half must agree (reduce)"
     )
 
     @model_validator(mode="after")
@@ -377,9 +377,9 @@ def sign_spec(owner: Identity, spec: RunSpec) -> Envelope:
     return seal(owner, KIND, spec.canonical())
 
 
-def open_spec(sent: bytes, run: RunId) -> RunSpec:
+def open_spec(encoded: bytes, run: RunId) -> RunSpec:
     """Return the spec in a signed envelope, if it is the run's. Raises SpecError, SignatureError, MalformedError."""
-    envelope = open_envelope(sent, KIND, limit=MAX_SPEC + 1024)
+    envelope = open_envelope(encoded, KIND, limit=MAX_SPEC + 1024)
     if blob_digest(envelope.payload) != run:
         raise SpecError(f"this spec is not that of run {run.short}")
     spec = parse_spec(envelope.payload)

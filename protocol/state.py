@@ -53,14 +53,15 @@ def local_views(
 ) -> dict[int, tuple[int, Tensor]]:
     """Return the local slice of each of the layout's tensors, by its index: its first coordinate, and a 1-d view of it.
 
-    `parts` None: all of everything. Otherwise `tensors` has, by name, these parts, at most one of a tensor: 1-d, fp32.
+    `slices` None: all of everything. Otherwise `tensors` has, by name, these slices, at most one of a tensor: 1-d,
+    fp32.
     `prefix` goes before the layout's names. Raises MalformedError when they do not fit.
     """
     found: dict[int, tuple[int, Tensor]] = {}
-    for part in layout.full_slices if slices is None else slices:
-        whole = layout.tensors[part.index]
-        shape = whole.shape if part.numel == whole.numel else (part.numel,)
-        found[part.index] = (part.start, flat_view(tensors, TensorShape(prefix + whole.name, shape)))
+    for s in layout.full_slices if slices is None else slices:
+        whole = layout.tensors[s.index]
+        shape = whole.shape if s.numel == whole.numel else (s.numel,)
+        found[s.index] = (s.start, flat_view(tensors, TensorShape(prefix + whole.name, shape)))
     return found
 
 
@@ -70,30 +71,30 @@ def checkpoint_chunks(layout: Layout, tensors: Mapping[str, Tensor]) -> Iterator
     Most are views of the tensors' own memory: use each before the state changes. Raises MalformedError for tensors that
     do not fit the layout.
     """
-    parts = [flat_view(tensors, t) for t in layout.tensors]
+    flat = [flat_view(tensors, t) for t in layout.tensors]
     header = memoryview(layout.checkpoint_header())
     yield from (header[i : i + CHUNK] for i in range(0, len(header), CHUNK))
     pending = bytearray()  # the start of a chunk that spans tensors
-    for piece in _pieces(parts):
+    for view in _byte_views(flat):
         at = 0
         if pending:
-            at = min(CHUNK - len(pending), len(piece))
-            pending += piece[:at]
+            at = min(CHUNK - len(pending), len(view))
+            pending += view[:at]
             if len(pending) < CHUNK:
                 continue
             yield memoryview(pending)
             pending = bytearray()
-        whole = at + (len(piece) - at) // CHUNK * CHUNK
-        yield from (piece[i : i + CHUNK] for i in range(at, whole, CHUNK))
-        pending += piece[whole:]
+        whole = at + (len(view) - at) // CHUNK * CHUNK
+        yield from (view[i : i + CHUNK] for i in range(at, whole, CHUNK))
+        pending += view[whole:]
     if pending:
         yield memoryview(pending)
 
 
-def _pieces(parts: list[Tensor]) -> Iterator[memoryview]:
-    """Yield the bytes of each flat tensor: views where it is in memory, copies of STAGE bytes where it is not."""
-    for part in parts:
-        for some in (part,) if part.device.type == "cpu" else part.split(STAGING_BYTES // 4):
+def _byte_views(tensors: list[Tensor]) -> Iterator[memoryview]:
+    """Yield the bytes of each flat tensor: views where it is in memory, copies of STAGING_BYTES where it is not."""
+    for tensor in tensors:
+        for some in (tensor,) if tensor.device.type == "cpu" else tensor.split(STAGING_BYTES // 4):
             yield some.cpu().numpy().data.cast("B")
 
 

@@ -58,31 +58,31 @@ class ResidualMask:
         whole, rest = divmod(numel, CODEC_CHUNK)
         return whole * self._codec.kept + (self._codec.positions(rest).k if rest else 0)
 
-    def _places(self, run: Batch) -> list[tuple[slice, slice]]:
+    def _places(self, batch: Batch) -> list[tuple[slice, slice]]:
         """Yield for each slice of a batch its rows, and the positions of their bits."""
-        each = self._codec.positions(run.width).k
-        starts = [self._starts[p.index] + self._listed(p.start) for p in run.segments]
+        each = self._codec.positions(batch.width).k
+        starts = [self._starts[p.index] + self._listed(p.start) for p in batch.segments]
         return [
             (slice(p.row, p.row + p.count), slice(at, at + p.count * each))
-            for p, at in zip(run.segments, starts, strict=True)
+            for p, at in zip(batch.segments, starts, strict=True)
         ]
 
-    def set_batch(self, run: Batch, chosen: Tensor) -> None:
-        """Set those of a run: bool [run.count, values that a chunk lists]."""
-        for rows, at in self._places(run):
+    def set_batch(self, batch: Batch, chosen: Tensor) -> None:
+        """Set the bits of a batch: bool [batch.count, values that a chunk lists]."""
+        for rows, at in self._places(batch):
             self._bits[at] = chosen[rows].reshape(-1).to(torch.uint8)
 
-    def batch_mask(self, run: Batch) -> Tensor:
+    def batch_mask(self, batch: Batch) -> Tensor:
         """Return the bits of a batch: uint8 of zeros and ones, [count, values that a chunk lists]."""
-        return torch.cat([self._bits[at].view(rows.stop - rows.start, -1) for rows, at in self._places(run)])
+        return torch.cat([self._bits[at].view(rows.stop - rows.start, -1) for rows, at in self._places(batch)])
 
 
 def untransmitted(
     own: Blob, shards: Sequence[Blob], reduction: Reduction, device: torch.device | str = "cpu"
 ) -> ResidualMask | None:
-    """Return the mask of values of `own` that are missing in `sums`.
+    """Return the mask of values of `own` that are missing in `shards`.
 
-    It is None if there are none. `own` was accepted, and its round was reduced to `sums`.
+    It is None if there are none. `own` was accepted, and its round was reduced to `shards`.
 
     Raises CodecError for blobs of another run, and for such as never passed a check.
     """
@@ -93,8 +93,8 @@ def untransmitted(
     reduction.check_shard_headers(shards)
     device = torch.device(device)
     found = ResidualMask(codec, device)
-    for run, mean in reduction.batches(shards, device):
-        said = codec.decode_batch(own, run, device)
-        has = (mean if said.positions is None else mean[said.positions]).ne(0)
-        found.set_batch(run, (said.values.ne(0) & ~has).view(run.count, -1))
+    for batch, mean in reduction.batches(shards, device):
+        decoded = codec.decode_batch(own, batch, device)
+        has = (mean if decoded.positions is None else mean[decoded.positions]).ne(0)
+        found.set_batch(batch, (decoded.values.ne(0) & ~has).view(batch.count, -1))
     return None if found.is_empty else found

@@ -73,8 +73,8 @@ class Calls:
         """Return a valid request of some peer."""
         if method == "Admit":
             me = identity(self._random.randrange(self._peers))
-            body = wire.AdmitBody(run=self._run, time=int(time.time()), name="somebody")
-            sealed = seal(me, "admit", body.SerializeToString(deterministic=True)).encoded
+            body = wire.AdmissionRequest(run=self._run, time=int(time.time()), name="somebody")
+            sealed = seal(me, "admission-request", body.SerializeToString(deterministic=True)).encoded
             return self._raw(method, wire.AdmitRequest(request=sealed).SerializeToString())
         request = getattr(wire, f"{method}Request")(run=self._run)
         if "peer" in request.DESCRIPTOR.fields_by_name:
@@ -91,7 +91,7 @@ class Calls:
         if kind == 1:
             return self._raw(method, b"\x0a" + r.randbytes(20_000))  # over the limit
         if kind == 2:
-            sealed = bytearray(seal(identity(r.randrange(self._peers)), "admit", r.randbytes(100)).encoded)
+            sealed = bytearray(seal(identity(r.randrange(self._peers)), "admission-request", r.randbytes(100)).encoded)
             sealed[-1] ^= 1
             return self._raw("Admit", wire.AdmitRequest(request=bytes(sealed)).SerializeToString())
         if kind == 3:

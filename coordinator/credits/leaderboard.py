@@ -125,7 +125,7 @@ class Leaderboard:
         self._unread = self._loaded = self._size
         for row in rows:
             try:
-                self._accept(open_binding(row.sent, self._run))
+                self._accept(open_binding(row.encoded, self._run))
             except ProtocolError as e:
                 log.error(
                     "a binding of peer %s in the database does not verify, and is left out: %s", row.peer.short, e

@@ -90,13 +90,13 @@ class CreditLog:
         The newest of all is at most a minute old.
         """
         if before is not None:
-            return [h.sent for h in await self._ledger.read(lambda ledger: ledger.heads(limit, before))]
+            return [h.encoded for h in await self._ledger.read(lambda ledger: ledger.heads(limit, before))]
         newest = await self.tree_heads.newest()
         older = []
         if limit > 1:
             size = newest.body.size
             older = await self._ledger.read(lambda ledger: ledger.heads(limit - 1, size))
-        return [newest.encoded, *(h.sent for h in older)]
+        return [newest.encoded, *(h.encoded for h in older)]
 
     async def entries(self, first: int, limit: int) -> tuple[list[bytes], int]:
         """Return entries from `first` on, and the log's size."""

@@ -14,7 +14,7 @@ CLOCK_SLACK = 60.0
 
 
 class PlausibilityCheck:
-    """Judges updates by the run's `credit.max_teraflops_per_second`, and signs verdicts."""
+    """Judges updates by the run's `credit.max_teraflops_per_second`, and signs void orders."""
 
     def __init__(self, spec: RunSpec, owner: Identity):
         self._run = spec.run_id
@@ -41,8 +41,8 @@ class PlausibilityCheck:
             f"teraflops a second; this run believes at most {self._limit} of one peer"
         )
 
-    def verdicts(self, account: RoundCredits, seen_at: float, since: dict[PeerKey, float]) -> list[bytes]:
-        """Return signed verdicts on the lines of a round, seen first-hand at `seen_at`, that cannot be true.
+    def void_orders(self, account: RoundCredits, seen_at: float, since: dict[PeerKey, float]) -> list[bytes]:
+        """Return signed void orders on the lines of a round, seen first-hand at `seen_at`, that cannot be true.
 
         `since` is the time (unix seconds) from which each peer can have worked at its update; peers without one are not
         judged.
@@ -53,6 +53,6 @@ class PlausibilityCheck:
             if (start := since.get(line.peer)) is None or start > seen_at:
                 continue
             if reason := self.problem(line, seen_at - start):
-                verdict = VoidOrder(self._run, account.round, account.record, line.peer, line.update, reason)
-                found.append(seal_void_order(self._owner, verdict).encoded)
+                void_order = VoidOrder(self._run, account.round, account.record, line.peer, line.update, reason)
+                found.append(seal_void_order(self._owner, void_order).encoded)
         return found

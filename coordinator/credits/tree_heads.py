@@ -62,7 +62,7 @@ class TreeHeadSigner:
         if not heads:
             return
         try:
-            self._newest = open_tree_head(heads[0].sent, self._run, self._owner.key)
+            self._newest = open_tree_head(heads[0].encoded, self._run, self._owner.key)
             self._kept_at = self._newest.body.time / 1000
         except ProtocolError as e:
             self._broken = (

@@ -54,31 +54,31 @@ class RefusedUpdate:
 
 @dataclass(frozen=True, slots=True)
 class TreeHeadRow:
-    """A signed tree head: `sent` is the envelope, `time` in unix milliseconds."""
+    """A signed tree head: `encoded` is the envelope, `time` in unix milliseconds."""
 
     size: int
     root: Digest
     time: int
-    sent: bytes
+    encoded: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class BindingRow:
-    """A binding of a peer to an account: `sent` is the account's envelope, `time` in unix seconds."""
+    """A binding of a peer to an account: `encoded` is the account's envelope, `time` in unix seconds."""
 
     peer: PeerKey
     account: PeerKey
     time: int
-    sent: bytes
+    encoded: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionRow:
-    """The newest admission of a peer; times in unix seconds, `sent` is the envelope."""
+    """The newest admission of a peer; times in unix seconds, `encoded` is the envelope."""
 
     peer: PeerKey
     name: str
     first_at: int
     not_before: int
     not_after: int
-    sent: bytes
+    encoded: bytes

@@ -161,10 +161,10 @@ class Ledger(LedgerQueries):
                 f"model's parameters or the credit rule are not those of this run, or {self.where} was altered"
             )
 
-    def void(self, verdict: bytes) -> int:
-        """Void a pending line by a verdict of the owner; return the entry's sequence. Raises LedgerConflictError."""
+    def void(self, void_order: bytes) -> int:
+        """Void a pending line by a void order of the owner; return the entry's sequence. Raises LedgerConflictError."""
         with self._writing() as (books, numbers):
-            posted = books.void(verdict, int(self._now() * 1000))
+            posted = books.void(void_order, int(self._now() * 1000))
             writes.write(self._db, posted)
             writes.write_transfers(self._db, numbers, posted)
             self._write_balances(books, numbers, [posted])

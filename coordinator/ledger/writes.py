@@ -139,14 +139,14 @@ def add_refusal(db: Database, r: RefusedUpdate) -> bool:
 def add_head(db: Database, h: TreeHeadRow) -> None:
     db.query(
         "INSERT INTO heads (id, size, root, time, encoded) VALUES (?, ?, ?, ?, ?)",
-        (_next(db, "heads"), h.size, bytes(h.root), h.time, h.sent),
+        (_next(db, "heads"), h.size, bytes(h.root), h.time, h.encoded),
     )
 
 
 def add_binding(db: Database, b: BindingRow) -> None:
     db.query(
         "INSERT INTO bindings (id, peer, account, time, encoded) VALUES (?, ?, ?, ?, ?)",
-        (_next(db, "bindings"), bytes(b.peer), bytes(b.account), b.time, b.sent),
+        (_next(db, "bindings"), bytes(b.peer), bytes(b.account), b.time, b.encoded),
     )
 
 
@@ -155,7 +155,7 @@ def add_admission(db: Database, a: AdmissionRow) -> None:
         "INSERT INTO admissions (peer, name, first_at, not_before, not_after, encoded) VALUES (?, ?, ?, ?, ?, ?) "
         "ON CONFLICT (peer) DO UPDATE SET name = excluded.name, not_before = excluded.not_before, "
         "not_after = excluded.not_after, encoded = excluded.encoded",
-        (bytes(a.peer), a.name, a.first_at, a.not_before, a.not_after, a.sent),
+        (bytes(a.peer), a.name, a.first_at, a.not_before, a.not_after, a.encoded),
     )
 
 

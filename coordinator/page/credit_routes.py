@@ -71,7 +71,7 @@ def _receipt(item: ReceiptItem) -> dict[str, Any]:
         "line": r.line,
         "pending_until": r.pending_until,
         "status": item.status,
-        "bytes": _b64(item.sent),
+        "bytes": _b64(item.encoded),
     }
 
 

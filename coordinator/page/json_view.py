@@ -168,7 +168,7 @@ def certificate(c: Certificate, name_of: NameOf) -> dict[str, Any]:
             for u in body.updates
         ],
         "votes": [_named(v.author, name_of) for v in c.votes],
-        "parts": [str(p) for p in c.shards],
+        "shards": [str(p) for p in c.shards],
         "bytes": {"record": _base64(c.record.encoded), "votes": [_base64(v.encoded) for v in c.votes]},
     }
 

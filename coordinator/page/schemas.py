@@ -144,7 +144,7 @@ CERTIFICATE = of(
             )
         ),  # fmt: skip
         "votes": many(NAMED),
-        "parts": many(DIGEST),
+        "shards": many(DIGEST),
         "bytes": of({"record": BASE64, "votes": many(BASE64)}),
     }
 )

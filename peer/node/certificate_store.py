@@ -113,17 +113,17 @@ class CertificateStore:
 
         Raise ProtocolError for a malformed request.
         """
-        if bytes(request.run) != self._spec.run_id or len(request.have) > MAX_HAVE:
+        if bytes(request.run) != self._spec.run_id or len(request.locator) > MAX_HAVE:
             raise MalformedError("a chain request of another run, or with too long a list")
         chain = self.chain
-        have = [Digest(d) for d in islice(request.have, MAX_HAVE)]
+        have = [Digest(d) for d in islice(request.locator, MAX_HAVE)]
         try:
             certificates, more = chain.certificates_after(have, count=REPLY_CERTIFICATES, size=REPLY_BYTES)
         except UnknownParent as e:
             raise ChainError(str(e)) from None
         return wire.ChainReply(
             certificates=[encode_certificate(c) for c in certificates],
-            final=chain.finalization.encoded if chain.finalization is not None else b"",
+            finalization=chain.finalization.encoded if chain.finalization is not None else b"",
             more=more,
             directive=chain.newest_directive.encoded if chain.newest_directive is not None else b"",
         )

@@ -102,10 +102,10 @@ class CoordinatorLocator:
         """
         if bytes(request.run) != self._run:
             raise MalformedError("a question about another run's coordinator")
-        if request.spec and self._spec is None:
+        if request.wants_spec and self._spec is None:
             self._spec = self._store.read_value(SPEC)
         return wire.CoordinatorAddressReply(
-            spec=(self._spec or b"") if request.spec else b"",
+            spec=(self._spec or b"") if request.wants_spec else b"",
             coordinator_address=self._newest.encoded if self._newest is not None else b"",
             addresses=list(addresses)[:MAX_ADDRESSES],
         )

@@ -30,7 +30,16 @@ MAX_HEARTBEATS = 8192
 """Heartbeats whose digests are remembered."""
 
 _NUMBERS = re.compile(r"[0-9a-f]{8,}|[0-9]+")
-SWARM_KINDS = ("heartbeat", "goodbye", "update", "record", "reduced", "vote", "final", "directive")
+SWARM_KINDS = (
+    "heartbeat",
+    "goodbye",
+    "update-header",
+    "round-record",
+    "shard-attestation",
+    "vote",
+    "finalization",
+    "directive",
+)
 
 
 class Inbox:
@@ -108,7 +117,7 @@ class Inbox:
         for encoded in reply.certificates:
             certificates.append(self._decoder.decode_certificate(encoded))
             await asyncio.sleep(0)  # verification takes time: other tasks have a turn
-        final = self._decoder.decode_kind(reply.final, "final") if reply.final else None
+        final = self._decoder.decode_kind(reply.finalization, "finalization") if reply.finalization else None
         directive = self._decoder.decode_kind(reply.directive, "directive") if reply.directive else None
         return ChainReceived(tuple(certificates), final, source, reply.more, directive)
 

@@ -12,8 +12,8 @@ from protocol.bounded import BoundedDict
 from protocol.ids import Digest, PeerKey, short_id
 from protocol.messages import MAX_UNREACHABLE, Heartbeat, Signed
 
-UNHEARD_BEATS = 3.0
-"""Heartbeat intervals without a direct message after which a member counts as unheard."""
+UNREACHABLE_BEATS = 3.0
+"""Heartbeat intervals without a direct message after which a member counts as unreachable."""
 
 FORWARDED_PER_BEAT = 16
 """Messages of one author that are forwarded within one heartbeat interval: an honest author sends a few a round."""
@@ -37,8 +37,8 @@ class MessageRelay:
         self._selector, self._selector_due = RelaySelector({}), 0.0
         self._counts: Counter[PeerKey] = Counter()
         self._forwarded: BoundedDict[Digest, None] = BoundedDict(REMEMBERED)
-        self._unheard: tuple[int, ...] = ()
-        self._unheard_due = 0.0
+        self._unreachable: tuple[int, ...] = ()
+        self._unreachable_due = 0.0
 
     def set_own_heartbeat(self, heartbeat: Signed[Heartbeat]) -> None:
         """Note our newest heartbeat: it names the members that we have no direct contact with."""
@@ -74,10 +74,10 @@ class MessageRelay:
         self._forwarded[message.digest] = None
         self._outbox.broadcast(to, message)
 
-    def unheard(self) -> tuple[int, ...]:
+    def unreachable(self) -> tuple[int, ...]:
         """Return the short ids of the members whose messages others are to relay to us, for our heartbeat."""
         now = self._clock()
-        if now >= self._unheard_due:
-            found = self._peers.unheard(now, UNHEARD_BEATS * self._beat)[:MAX_UNREACHABLE]
-            self._unheard, self._unheard_due = tuple(short_id(k) for k in found), now + self._beat / 2
-        return self._unheard
+        if now >= self._unreachable_due:
+            found = self._peers.unreachable(now, UNREACHABLE_BEATS * self._beat)[:MAX_UNREACHABLE]
+            self._unreachable, self._unreachable_due = tuple(short_id(k) for k in found), now + self._beat / 2
+        return self._unreachable

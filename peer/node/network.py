@@ -266,9 +266,9 @@ class Network:
         """Return the members that relay from `author` to us; none when it reaches us directly."""
         return self._relay.relays_from(author)
 
-    def unheard(self) -> tuple[int, ...]:
+    def unreachable(self) -> tuple[int, ...]:
         """Return the short ids of the members that we have no direct contact with, for our heartbeat."""
-        return self._relay.unheard()
+        return self._relay.unreachable()
 
     # -- messages in -----------------------------------------------------------------------------------------
 
@@ -349,7 +349,7 @@ class Network:
 
     async def request_chain(self, to: PeerKey, have: Sequence[Digest]) -> wire.ChainReply:
         """Return the certificates after the newest of `have` that the peer knows. Raise NETWORK_ERRORS."""
-        request = wire.ChainRequest(run=self._membership.spec.run_id, have=[bytes(d) for d in have])
+        request = wire.ChainRequest(run=self._membership.spec.run_id, locator=[bytes(d) for d in have])
         return await self.swarm.request_chain(to, request, timeout=CHAIN_SECONDS)
 
     async def request_headers(self, sender: PeerKey, names: wire.Packet) -> wire.Packet:

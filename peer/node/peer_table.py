@@ -110,7 +110,7 @@ class PeerTable:
         """Return whether this peer said goodbye and has sent nothing since."""
         return key in self._gone and key not in self._entries and key not in self._lost
 
-    def unheard(self, now: float, seconds: float) -> list[PeerKey]:
+    def unreachable(self, now: float, seconds: float) -> list[PeerKey]:
         """Return the members (not observers) that are present and sent us nothing themselves for these seconds."""
         return [
             k

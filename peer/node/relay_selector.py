@@ -26,7 +26,7 @@ class RelaySelector:
         """`heartbeats`: of all members, our own included; heartbeats without an admission are ignored."""
         beats = {k: beat.body for k, beat in heartbeats.items() if beat.body.admission}
         self._short = {k: short_id(k) for k in beats}
-        self._unheard = {k: frozenset(body.unreachable) for k, body in beats.items() if body.unreachable}
+        self._unreachable = {k: frozenset(body.unreachable) for k, body in beats.items() if body.unreachable}
         self._ring = sorted((sha256(k), k) for k in beats)
 
     def cut_off_from(self, author: PeerKey) -> list[PeerKey]:
@@ -34,7 +34,7 @@ class RelaySelector:
         if author not in self._short:
             return []
         a = self._short[author]
-        return [k for k, unheard in self._unheard.items() if a in unheard and k != author]
+        return [k for k, unreachable in self._unreachable.items() if a in unreachable and k != author]
 
     def relays(self, author: PeerKey, to: PeerKey) -> list[PeerKey]:
         """Return the members that forward messages of `author` to `to`: at most RELAYS, each connected to both."""
@@ -53,17 +53,20 @@ class RelaySelector:
         """Return whether `key` is a third member in contact with `author` and `to`, in both directions with `to`."""
         if key in (author, to) or key not in self._short or author not in self._short or to not in self._short:
             return False
-        unheard_by_to, unheard_by_key = self._unheard.get(to, frozenset()), self._unheard.get(key, frozenset())
+        unreachable_by_to, unreachable_by_key = (
+            self._unreachable.get(to, frozenset()),
+            self._unreachable.get(key, frozenset()),
+        )
         return (
-            self._short[key] not in unheard_by_to
-            and self._short[author] not in unheard_by_key
-            and self._short[to] not in unheard_by_key
+            self._short[key] not in unreachable_by_to
+            and self._short[author] not in unreachable_by_key
+            and self._short[to] not in unreachable_by_key
         )
 
     def is_cut_off(self, to: PeerKey, author: PeerKey) -> bool:
         """Return whether `to` has said that it receives nothing from this author directly."""
-        return author in self._short and self._short[author] in self._unheard.get(to, frozenset())
+        return author in self._short and self._short[author] in self._unreachable.get(to, frozenset())
 
     def is_cut_off_from_some(self, to: PeerKey) -> bool:
         """Return whether `to` has said that it receives nothing from some member directly."""
-        return to in self._unheard
+        return to in self._unreachable

@@ -32,7 +32,7 @@ def local_status(membership: Membership, network: Network, trainer: TrainerClien
         addresses=tuple(network.addresses),
         admission=b"" if trainer is None else membership.admission,
         device="" if trainer is None else trainer.device,
-        unheard=network.unheard(),
+        unreachable=network.unreachable(),
     )
 
 

@@ -112,12 +112,12 @@ async def _ask(
     transport: Transport, run: RunId, peer: PeerKey, addresses: list[str]
 ) -> wire.CoordinatorAddressReply | None:
     """Return a member's answer; None, with the reason in the log, when it gives none."""
-    request = wire.CoordinatorAddressRequest(run=run, spec=True)
+    request = wire.CoordinatorAddressRequest(run=run, wants_spec=True)
     try:
         await transport.dial(peer, addresses, DIAL_SECONDS)
         async with async_timeout.timeout(ADDRESS_SECONDS):
             return await transport.call(
-                peer, call_name(run, "coordinator_address"), request, wire.CoordinatorAddressReply
+                peer, call_name(run, "coordinator-address"), request, wire.CoordinatorAddressReply
             )
     except (SwarmError, asyncio.TimeoutError) as e:
         log.info("peer %s does not give the coordinator's address: %s", peer.short, str(e) or type(e).__name__)
@@ -146,7 +146,7 @@ class ChainReader:
 
         Raises PeerUnreachable, and PeerRefused when it keeps nothing that old.
         """
-        request = wire.ChainRequest(run=self._run, have=[bytes(d) for d in have])
+        request = wire.ChainRequest(run=self._run, locator=[bytes(d) for d in have])
         if member not in self._dialled:
             await self._transport.dial(member, self._addresses[member], DIAL_SECONDS)
             self._dialled.add(member)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from protocol.ids import RunId
 
-Call = Literal["packet", "chain", "headers", "coordinator_address", "blob"]
+Call = Literal["packet", "chain", "headers", "coordinator-address", "blob"]
 
 
 def call_name(run: RunId, call: Call) -> str:

@@ -183,7 +183,7 @@ class Swarm:
             await transport.accept_calls(call_name(run, "chain"), wire.ChainRequest, self._take_chain_request)
             await transport.accept_calls(call_name(run, "headers"), wire.Packet, self._take_header_request)
             await transport.accept_calls(
-                call_name(run, "coordinator_address"),
+                call_name(run, "coordinator-address"),
                 wire.CoordinatorAddressRequest,
                 self._take_coordinator_address_request,
             )
@@ -283,7 +283,7 @@ class Swarm:
         self, to: PeerKey, request: wire.CoordinatorAddressRequest, timeout: float = 10
     ) -> wire.CoordinatorAddressReply:
         """Return the coordinator's address as a member has it, unchecked. Raises PeerUnreachable, PeerRefused."""
-        return await self._call(to, "coordinator_address", request, wire.CoordinatorAddressReply, timeout)
+        return await self._call(to, "coordinator-address", request, wire.CoordinatorAddressReply, timeout)
 
     def charge(self, sender: PeerKey, size: int) -> None:
         """Count bytes against a sender's limit, besides those that it sent."""

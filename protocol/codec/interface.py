@@ -120,11 +120,11 @@ class Codec(ABC):
         coordinates; it subtracts the ones that it keeps. Raises CodecError when e has a value that is not finite or
         absurdly large (e is then spoilt).
         """
-        parts = [flat_view(feedback, t) for t in self.layout.tensors]
+        tensors = [flat_view(feedback, t) for t in self.layout.tensors]
         blob = bytearray(self.size)
         blob[:HEADER] = self.header
-        for run in self.batches(device=parts[0].device):
-            self.encode_batch(run, [parts[p.index][run.source_slice(p)] for p in run.segments], blob)
+        for batch in self.batches(device=tensors[0].device):
+            self.encode_batch(batch, [tensors[p.index][batch.source_slice(p)] for p in batch.segments], blob)
         return blob
 
     def encode_chunks(self, index: int, first: int, values: Tensor) -> bytearray:
@@ -141,15 +141,15 @@ class Codec(ABC):
             raise CodecError(f"{self._where(index)}: coordinates {start} to {stop} of {numel} are not whole chunks")
         records = bytearray(self._records_size(values.numel()))
         span = ChunkRange(index, start, stop, 0)
-        for run in split_into_batches([span], _batch_limit(values.device), self.record_size(CODEC_CHUNK)):
-            here = [run.source_slice(p) for p in run.segments]
-            self.encode_batch(run, [values[h.start - start : h.stop - start] for h in here], records)
+        for batch in split_into_batches([span], _batch_limit(values.device), self.record_size(CODEC_CHUNK)):
+            here = [batch.source_slice(p) for p in batch.segments]
+            self.encode_batch(batch, [values[h.start - start : h.stop - start] for h in here], records)
         return records
 
     def encode_batch(self, batch: Batch, tensors: Sequence[Tensor], into: bytearray) -> None:
-        """Encode a run's coordinates, in place, and put the records where they belong in `into`, a blob.
+        """Encode a batch's coordinates, in place, and put the records where they belong in `into`, a blob.
 
-        `parts`: fp32, each of the run's pieces; or one tensor of all of them. Raises CodecError.
+        `tensors`: fp32, each of the batch's segments; or one tensor of all of them. Raises CodecError.
         """
         x = tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
         try:
@@ -157,8 +157,8 @@ class Codec(ABC):
         except RecordError as e:
             raise CodecError(f"{self._row(batch, e.row)}: {e.reason}") from None
         if len(tensors) > 1:
-            for piece, part in zip(batch.segments, tensors, strict=True):
-                part.copy_(x[batch.batch_slice(piece)])
+            for segment, tensor in zip(batch.segments, tensors, strict=True):
+                tensor.copy_(x[batch.batch_slice(segment)])
         size = records.shape[1]
         data = records.contiguous().view(-1).cpu().numpy().data
         for p in batch.segments:
@@ -172,9 +172,9 @@ class Codec(ABC):
         self.check_records(blob)
 
     def check_records(self, blob: Blob, slices: Sequence[TensorSlice] | None = None) -> None:
-        """Raise CodecError unless the records of some parts (None: all) are valid. Of a blob of the right size."""
-        for run in self.batches(max(BATCH_CHUNKS, CHECK_BATCH_BYTES // self.record_size(CODEC_CHUNK)), slices=slices):
-            self._read(blob, run, "cpu", self._check)
+        """Raise CodecError unless the records of some slices (None: all) are valid. Of a blob of the right size."""
+        for batch in self.batches(max(BATCH_CHUNKS, CHECK_BATCH_BYTES // self.record_size(CODEC_CHUNK)), slices=slices):
+            self._read(blob, batch, "cpu", self._check)
 
     def check_header(self, blob: Blob) -> None:
         """Raise CodecError unless the blob has the right size and header: what `decode_batch` takes for granted."""
@@ -196,38 +196,38 @@ class Codec(ABC):
     ) -> None:
         """into <- into + decode(blob): puts an update that missed its round back into the error feedback.
 
-        The tensors of `into` are all on one device; with `parts`, they are these parts (see `held`). `only`: for each
-        run, which of the values that the blob lists, zeros and ones [run.count, values that a chunk lists], on that
+        The tensors of `into` are all on one device; with `slices`, they are these (see `local_views`). `mask`: for each
+        batch, zeros and ones for the values that the blob lists [batch.count, values that a chunk lists], on that
         device. Raises CodecError before anything is changed.
         """
         mine = local_views(into, self.layout, slices)
         self.check(blob)
         device = next((t.device for _, t in mine.values()), torch.device("cpu"))
-        for run in self.batches(slices=slices, device=device):
-            decoded = self.decode_batch(blob, run, device)
-            values = decoded.values.view(run.count, -1)
+        for batch in self.batches(slices=slices, device=device):
+            decoded = self.decode_batch(blob, batch, device)
+            values = decoded.values.view(batch.count, -1)
             if mask is not None:
-                values = values * mask(run)
-            for p in run.segments:
+                values = values * mask(batch)
+            for p in batch.segments:
                 start, tensor = mine[p.index]
-                part, rows = tensor[run.source_slice(p, start)], slice(p.row, p.row + p.count)
+                target, rows = tensor[batch.source_slice(p, start)], slice(p.row, p.row + p.count)
                 if decoded.positions is None:
-                    part.add_(values[rows].view(-1))
+                    target.add_(values[rows].view(-1))
                 else:
-                    at = decoded.positions.view(run.count, -1)[rows].view(-1) - p.row * run.width
-                    part[at] = part[at] + values[rows].view(-1)
+                    at = decoded.positions.view(batch.count, -1)[rows].view(-1) - p.row * batch.width
+                    target[at] = target[at] + values[rows].view(-1)
 
     def decode_tensor(self, blob: Blob, index: int, device: torch.device | str = "cpu") -> Decoded:
         """Return the blob's values of one tensor. Raises CodecError."""
         self.check_header(blob)
-        runs = sorted(self.batches(tensor=index, device=device), key=lambda run: run.segments[0].start)
-        parts = [self.decode_batch(blob, run, device) for run in runs]
-        values = torch.cat([p.values for p in parts])
-        if all(p.positions is None for p in parts):
+        batches = sorted(self.batches(tensor=index, device=device), key=lambda batch: batch.segments[0].start)
+        decoded = [self.decode_batch(blob, batch, device) for batch in batches]
+        values = torch.cat([d.values for d in decoded])
+        if all(d.positions is None for d in decoded):
             return Decoded(values, None)
         every = [
-            (torch.arange(run.numel, device=device) if p.positions is None else p.positions) + run.segments[0].start
-            for run, p in zip(runs, parts, strict=True)
+            (torch.arange(batch.numel, device=device) if d.positions is None else d.positions) + batch.segments[0].start
+            for batch, d in zip(batches, decoded, strict=True)
         ]
         return Decoded(values, torch.cat(every))
 
@@ -238,17 +238,17 @@ class Codec(ABC):
     def sum_squares(
         self, blob: Blob, device: torch.device | str = "cpu", slices: Sequence[TensorSlice] | None = None
     ) -> list[float]:
-        """Return the sum of squares of each tensor's decoded values, for exact norms; with `parts`, of these slices.
+        """Return the sum of squares of each tensor's decoded values, for exact norms; of the `slices` only, if given.
 
-        Of a blob whose header was checked. `parts`: at most one of a tensor; tensors without have 0. The sum over
+        Of a blob whose header was checked. `slices`: at most one of a tensor; tensors without have 0. The sum over
         chunks is correctly rounded (fsum): neither order nor grouping can change it. Raises CodecError.
         """
         sums = [0.0] * len(self.layout.tensors)
         left = {p.index: p.chunks for p in (self.layout.full_slices if slices is None else slices)}
-        chunks: dict[int, list[float]] = {}  # of tensors that have been seen in part
-        for run in self.batches(slices=slices, device=device):
-            found = self._read(blob, run, device, self._sum_squares).tolist()
-            for p in run.segments:
+        chunks: dict[int, list[float]] = {}  # of tensors of which some chunks are still to come
+        for batch in self.batches(slices=slices, device=device):
+            found = self._read(blob, batch, device, self._sum_squares).tolist()
+            for p in batch.segments:
                 seen = chunks.setdefault(p.index, [])
                 seen += found[p.row : p.row + p.count]
                 if len(seen) == left[p.index]:
@@ -291,8 +291,8 @@ class Codec(ABC):
             raise CodecError(f"{self._row(batch, e.row)}: {e.reason}") from None
 
     def _row(self, batch: Batch, row: int) -> str:
-        piece = batch.segment_at(row)
-        return f"{self._where(piece.index)}, chunk {piece.start // CODEC_CHUNK + row - piece.row}"
+        segment = batch.segment_at(row)
+        return f"{self._where(segment.index)}, chunk {segment.start // CODEC_CHUNK + row - segment.row}"
 
     def _where(self, index: int) -> str:
         return f"tensor {self.layout.tensors[index].name[:120]!r}"

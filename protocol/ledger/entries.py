@@ -1,7 +1,7 @@
 """The ledger's entries and lines as bytes: one way to write each, strictly read and bounded.
 
 The hash is over the written bytes, so reading accepts exactly the bytes that writing makes. Messages are in
-protocol/wire/ledger.proto; what they mean is in `books`.
+protocol/wire/ledger.proto; their effects are in `state`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
+from protocol.checks import bounded, parsed
 from protocol.envelope import MAX_ENVELOPE
 from protocol.errors import MalformedError
-from protocol.ids import MAX_COUNT, MAX_ROUND, Digest, PeerKey, Round, RunId, sha256
+from protocol.ids import MAX_ROUND, Digest, PeerKey, Round, RunId, sha256
 from protocol.merkle import leaf_hash, tree_hash
 from protocol.messages import MAX_CONTRIBUTORS
 from protocol.wire import ledger_pb2 as wire
@@ -23,7 +24,7 @@ MAX_LINE = 128
 """Bytes of a line: two digests, three counts."""
 
 MAX_VOID_ORDER = 1024
-"""Bytes of the envelope of a verdict."""
+"""Bytes of the envelope of a void order."""
 
 MAX_ENTRY = MAX_ENVELOPE + 1024
 """Bytes of an entry: the largest carries a directive."""
@@ -66,7 +67,7 @@ class SettleEntry:
 
 @dataclass(frozen=True, slots=True)
 class VoidEntry:
-    """One line of the round entry `entry`, by a verdict of the owner: pending -> voided."""
+    """One line of the round entry `entry`, by a void order of the owner: pending -> voided."""
 
     entry: int
     line: int
@@ -90,7 +91,7 @@ KINDS: dict[type, str] = {RoundEntry: "round", SettleEntry: "settle", VoidEntry:
 
 @dataclass(frozen=True, slots=True)
 class LedgerEntry:
-    """An entry of the log: its place, the leaf hash of the one before, unix milliseconds, and what it says."""
+    """An entry of the log: its place, the leaf hash of the one before, unix milliseconds, and its payload."""
 
     run: RunId
     sequence: int
@@ -119,7 +120,7 @@ def lines_root(lines: Sequence[CreditLine]) -> Digest:
 
 def encode_line(line: CreditLine) -> bytes:
     """Return the canonical bytes of a credit line."""
-    message = wire.Line(
+    message = wire.CreditLine(
         peer=line.peer, update=line.update, windows=line.windows, tokens=line.tokens, micro_credits=line.micro_credits
     )
     return message.SerializeToString(deterministic=True)
@@ -127,7 +128,7 @@ def encode_line(line: CreditLine) -> bytes:
 
 def encode_entry(entry: LedgerEntry) -> bytes:
     """Return the canonical bytes of an entry."""
-    message = wire.Entry(run=entry.run, sequence=entry.sequence, previous=entry.previous, time=entry.time)
+    message = wire.LedgerEntry(run=entry.run, sequence=entry.sequence, previous=entry.previous, time=entry.time)
     what = entry.payload
     if isinstance(what, RoundEntry):
         message.round.CopyFrom(
@@ -141,7 +142,7 @@ def encode_entry(entry: LedgerEntry) -> bytes:
     elif isinstance(what, VoidEntry):
         message.void.CopyFrom(
             wire.VoidEntry(
-                entry=what.entry, line=what.line, micro_credits=what.micro_credits, verdict=what.void_order
+                entry=what.entry, line=what.line, micro_credits=what.micro_credits, void_order=what.void_order
             )
         )  # fmt: skip
     else:
@@ -154,12 +155,12 @@ def encode_entry(entry: LedgerEntry) -> bytes:
 
 def decode_line(encoded: bytes) -> CreditLine:
     """Raise MalformedError for anything but what `encode_line` writes of a line within bounds."""
-    m = _parsed(wire.Line(), encoded, "a line", MAX_LINE)
+    m = _parsed(wire.CreditLine(), encoded, "a line", MAX_LINE)
     if not m.windows or not m.tokens:
         raise MalformedError("a line of the ledger covers at least one window")
     line = CreditLine(
-        PeerKey(m.peer), Digest(m.update), _count("windows", m.windows), _count("tokens", m.tokens),
-        _count("micro-credits", m.micro_credits),
+        PeerKey(m.peer), Digest(m.update), bounded("windows", m.windows), bounded("tokens", m.tokens),
+        bounded("micro-credits", m.micro_credits),
     )  # fmt: skip
     if encode_line(line) != encoded:
         raise MalformedError("a line of the ledger is not in canonical form")
@@ -168,12 +169,12 @@ def decode_line(encoded: bytes) -> CreditLine:
 
 def decode_entry(encoded: bytes) -> LedgerEntry:
     """Raise MalformedError for anything but what `encode_entry` writes of an entry within bounds."""
-    m = _parsed(wire.Entry(), encoded, "an entry", MAX_ENTRY)
-    kind = m.WhichOneof("what")
+    m = _parsed(wire.LedgerEntry(), encoded, "an entry", MAX_ENTRY)
+    kind = m.WhichOneof("payload")
     if kind is None:
         raise MalformedError("an entry of the ledger that says nothing")
-    what = _READ[kind](getattr(m, kind))
-    entry = LedgerEntry(RunId(m.run), _count("sequence", m.sequence), Digest(m.previous), _count("time", m.time), what)
+    sequence, time = bounded("sequence", m.sequence), bounded("time", m.time)
+    entry = LedgerEntry(RunId(m.run), sequence, Digest(m.previous), time, _READ[kind](getattr(m, kind)))
     if encode_entry(entry) != encoded:
         raise MalformedError("an entry of the ledger is not in canonical form")
     return entry
@@ -183,29 +184,29 @@ def _round(m: wire.RoundEntry) -> RoundEntry:
     if not 1 <= m.count <= MAX_CONTRIBUTORS:
         raise MalformedError(f"a round has 1 to {MAX_CONTRIBUTORS} lines, not {m.count}")
     return RoundEntry(
-        Round(_count("round", m.round, MAX_ROUND)), Digest(m.record), Digest(m.parent), Digest(m.lines_root), m.count,
-        _count("micro-credits", m.micro_credits),
+        Round(bounded("round", m.round, MAX_ROUND)), Digest(m.record), Digest(m.parent), Digest(m.lines_root), m.count,
+        bounded("micro-credits", m.micro_credits),
     )  # fmt: skip
 
 
 def _settle(m: wire.SettleEntry) -> SettleEntry:
-    count = _count("settled lines", m.count, MAX_CONTRIBUTORS)
-    return SettleEntry(_count("entry", m.entry), count, _count("micro-credits", m.micro_credits))
+    count = bounded("settled lines", m.count, MAX_CONTRIBUTORS)
+    return SettleEntry(bounded("entry", m.entry), count, bounded("micro-credits", m.micro_credits))
 
 
 def _void(m: wire.VoidEntry) -> VoidEntry:
-    if not 1 <= len(m.verdict) <= MAX_VOID_ORDER:
-        raise MalformedError(f"a verdict of {len(m.verdict)} bytes: want 1 to {MAX_VOID_ORDER}")
+    if not 1 <= len(m.void_order) <= MAX_VOID_ORDER:
+        raise MalformedError(f"a void order of {len(m.void_order)} bytes: want 1 to {MAX_VOID_ORDER}")
     return VoidEntry(
-        _count("entry", m.entry), _count("line", m.line, MAX_CONTRIBUTORS - 1),
-        _count("micro-credits", m.micro_credits), bytes(m.verdict),
+        bounded("entry", m.entry), bounded("line", m.line, MAX_CONTRIBUTORS - 1),
+        bounded("micro-credits", m.micro_credits), bytes(m.void_order),
     )  # fmt: skip
 
 
 def _rollback(m: wire.RollbackEntry) -> RollbackEntry:
     if not 1 <= len(m.directive) <= MAX_ENVELOPE:
         raise MalformedError(f"a directive of {len(m.directive)} bytes: want 1 to {MAX_ENVELOPE}")
-    return RollbackEntry(Digest(m.record), Round(_count("round", m.round, MAX_ROUND)), bytes(m.directive))
+    return RollbackEntry(Digest(m.record), Round(bounded("round", m.round, MAX_ROUND)), bytes(m.directive))
 
 
 _READ = {"round": _round, "settle": _settle, "void": _void, "rollback": _rollback}
@@ -213,17 +214,7 @@ _READ = {"round": _round, "settle": _settle, "void": _void, "rollback": _rollbac
 M = TypeVar("M", bound=Message)
 
 
-def _parsed(message: M, sent: bytes, name: str, limit: int) -> M:
-    if len(sent) > limit:
-        raise MalformedError(f"{name} of the ledger of {len(sent)} bytes: at most {limit} are accepted")
-    try:
-        message.ParseFromString(sent)
-    except DecodeError:
-        raise MalformedError(f"the bytes of {name} of the ledger do not parse") from None
-    return message
-
-
-def _count(what: str, value: int, top: int = MAX_COUNT) -> int:
-    if value > top:
-        raise MalformedError(f"{what} is {value}: at most {top} is accepted")
-    return value
+def _parsed(message: M, encoded: bytes, name: str, limit: int) -> M:
+    if len(encoded) > limit:
+        raise MalformedError(f"{name} of the ledger of {len(encoded)} bytes: at most {limit} are accepted")
+    return parsed(message, encoded)

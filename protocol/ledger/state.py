@@ -200,7 +200,7 @@ class LedgerState:
         return rounds_posted
 
     def void(self, void_order: bytes, time: int) -> PostedEntry:
-        """Void the line that a verdict of the owner names (see `verdicts`), while it is pending."""
+        """Void the line that a void order of the owner names (see `void_orders`), while it is pending."""
         return self._void(void_order, self._monotonic(time))
 
     def rollback(self, record: Digest, round_: Round, directive: bytes, time: int) -> PostedEntry:
@@ -265,14 +265,14 @@ class LedgerState:
         what = RoundEntry(
             account.round, account.record, account.parent, lines_root(lines), len(lines), account.micro_credits
         )
-        entry, sent = self._make_entry(what, time, expected)
+        entry, encoded = self._make_entry(what, time, expected)
         moved = [(i, LedgerAccount(ISSUANCE), LedgerAccount(PENDING, line.peer)) for i, line in enumerate(lines)]
         transfers = self._transfer(entry, entry.sequence, lines, moved)
         number = self.posted
         self._pending[entry.sequence] = PendingRound(entry.sequence, number, account.round, account.record, lines)
         self.posted += 1
         self._extend_branch(account.record, account.tokens, entry.sequence)
-        return self._append(PostedEntry(entry, sent, lines, transfers, number))
+        return self._append(PostedEntry(entry, encoded, lines, transfers, number))
 
     def _settle(self, sequence: int, time: int, expected: _Expected | None = None) -> PostedEntry:
         if sequence != self.due:
@@ -281,41 +281,41 @@ class LedgerState:
         held = self._pending[sequence]
         good = [i for i in range(len(held.lines)) if i not in held.voided]
         amount = sum(held.lines[i].micro_credits for i in good)
-        entry, sent = self._make_entry(SettleEntry(sequence, len(good), amount), time, expected)
+        entry, encoded = self._make_entry(SettleEntry(sequence, len(good), amount), time, expected)
         moved = [
             (i, LedgerAccount(PENDING, held.lines[i].peer), LedgerAccount(SETTLED, held.lines[i].peer)) for i in good
         ]
         transfers = self._transfer(entry, sequence, held.lines, moved)
         del self._pending[sequence]
-        return self._append(PostedEntry(entry, sent, (), transfers))
+        return self._append(PostedEntry(entry, encoded, (), transfers))
 
-    def _void(self, sent_verdict: bytes, time: int, expected: _Expected | None = None) -> PostedEntry:
+    def _void(self, signed_order: bytes, time: int, expected: _Expected | None = None) -> PostedEntry:
         self._check_nothing_due()
         try:
-            verdict = open_void_order(sent_verdict, self.run, self.owner)
+            void_order = open_void_order(signed_order, self.run, self.owner)
         except (MalformedError, SignatureError) as e:
-            raise LedgerRuleError(f"a verdict that does not count: {e}") from None
-        held, i = self._line_of(verdict)
+            raise LedgerRuleError(f"a void order that does not count: {e}") from None
+        held, i = self._line_of(void_order)
         line = held.lines[i]
-        what = VoidEntry(held.sequence, i, line.micro_credits, sent_verdict)
-        entry, sent = self._make_entry(what, time, expected)
+        what = VoidEntry(held.sequence, i, line.micro_credits, signed_order)
+        entry, encoded = self._make_entry(what, time, expected)
         moved = [(i, LedgerAccount(PENDING, line.peer), LedgerAccount(VOIDED, line.peer))]
         transfers = self._transfer(entry, held.sequence, held.lines, moved)
         held.voided.add(i)
-        return self._append(PostedEntry(entry, sent, (), transfers))
+        return self._append(PostedEntry(entry, encoded, (), transfers))
 
-    def _line_of(self, verdict: VoidOrder) -> tuple[PendingRound, int]:
-        """Return the credit line that a verdict is about."""
+    def _line_of(self, order: VoidOrder) -> tuple[PendingRound, int]:
+        """Return the credit line that a void order is about."""
         for held in self._pending.values():
-            if (held.record, held.round) == (verdict.record, verdict.round):
+            if (held.record, held.round) == (order.record, order.round):
                 for i, line in enumerate(held.lines):
-                    if (line.peer, line.update) == (verdict.peer, verdict.update):
+                    if (line.peer, line.update) == (order.peer, order.update):
                         if i in held.voided:
                             raise LedgerRuleError(f"line {i} of entry {held.sequence} is voided already")
                         return held, i
         raise LedgerRuleError(
-            f"a verdict on update {verdict.update.short} of {verdict.peer.short} in round {verdict.round}: no such "
-            "line is pending (what is settled stays)"
+            f"a void order on update {order.update.short} of {order.peer.short} in round {order.round}: no such line "
+            "is pending (what is settled stays)"
         )
 
     def _rollback(
@@ -334,13 +334,13 @@ class LedgerState:
             )
         if back.epoch <= self.epoch:
             raise LedgerRuleError(f"rollback {back.epoch} of the run, after rollback {self.epoch}: each is done once")
-        entry, sent = self._make_entry(RollbackEntry(record, round_, directive), time, expected)
+        entry, encoded = self._make_entry(RollbackEntry(record, round_, directive), time, expected)
         self.epoch = back.epoch
         self._reverted |= {self.record_of(Round(r)) for r in range(round_ + 1, self.rounds)}
         del self._records[32 * (round_ + 1) :]
         del self._tokens[round_ + 1 :]
         del self._sequences[round_ + 1 :]
-        return self._append(PostedEntry(entry, sent))
+        return self._append(PostedEntry(entry, encoded))
 
     def _rollback_in(self, directive: bytes) -> Rollback:
         """Return the rollback that the owner's directive orders."""
@@ -362,10 +362,10 @@ class LedgerState:
 
     def _make_entry(self, what: EntryPayload, time: int, expected: _Expected | None) -> tuple[LedgerEntry, bytes]:
         entry = LedgerEntry(self.run, self.size, self.leaf, time, what)
-        sent = encode_entry(entry)
+        encoded = encode_entry(entry)
         if expected is not None:
-            expected.check(entry, sent)
-        return entry, sent
+            expected.check(entry, encoded)
+        return entry, encoded
 
     def _append(self, posted: PostedEntry) -> PostedEntry:
         self.size += 1
@@ -403,14 +403,14 @@ _NOTHING = AccountBalance()
 class _Expected:
     """The entry that a replay must produce, to the byte."""
 
-    def __init__(self, sent: bytes, sequence: int):
-        self._sent = sent
+    def __init__(self, encoded: bytes, sequence: int):
+        self._encoded = encoded
         self._sequence = sequence
 
-    def check(self, made: LedgerEntry, sent: bytes) -> None:
-        if sent == self._sent:
+    def check(self, made: LedgerEntry, encoded: bytes) -> None:
+        if encoded == self._encoded:
             return
-        theirs = decode_entry(self._sent)
+        theirs = decode_entry(self._encoded)
         for name in ("run", "sequence", "previous", "time"):
             if getattr(made, name) != getattr(theirs, name):
                 raise LedgerRuleError(

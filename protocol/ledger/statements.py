@@ -1,7 +1,7 @@
-"""Signed words about the ledger: tree heads and receipts by the owner, bindings by peers and accounts.
+"""Signed statements about the ledger: tree heads and receipts by the owner, bindings by peers and accounts.
 
 Each is opened by a function that verifies before it decodes, and refuses what its maker would not have written byte for
-byte: one statement has one form. Verdicts, which are part of entries, are in `verdicts`.
+byte: one statement has one form. Void orders, which are part of entries, are in `void_orders`.
 """
 
 from __future__ import annotations
@@ -10,21 +10,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
+from protocol.checks import bounded, parsed, text
 from protocol.envelope import author_of, open_envelope, seal
 from protocol.errors import AdmissionError, MalformedError
 from protocol.identity import Identity
-from protocol.ids import MAX_COUNT, MAX_ROUND, Digest, PeerKey, Round, RunId
+from protocol.ids import MAX_ROUND, Digest, PeerKey, Round, RunId
+from protocol.messages import MAX_REASON
 from protocol.wire import ledger_pb2 as wire
 
-MAX_REASON = 200
 MAX_ACCOUNT_NAME = 40
 
 
 @dataclass(frozen=True, slots=True)
 class TreeHead:
-    """The owner's word that the log has `size` entries with this root at a time (unix milliseconds)."""
+    """The owner's statement that the log has `size` entries with this root at a time (unix milliseconds)."""
 
     run: RunId
     size: int
@@ -34,7 +35,7 @@ class TreeHead:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """The owner's word on one update that was announced in a round that is final.
+    """The owner's statement about one update that was announced in a round that is final.
 
     `windows`, `tokens` and `micro_credits` are what was accepted: 0 when it was not, and then `reason` says why.
     `entry` is the sequence of the round's entry, `line` its place among the round's lines. It settles when the ledger's
@@ -58,7 +59,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class BindPeer:
-    """A peer's word that what it earns counts for an account. `time` in unix seconds: the newest counts."""
+    """A peer's statement that its credits count for an account. `time` in unix seconds: the newest counts."""
 
     run: RunId
     account: PeerKey
@@ -67,9 +68,9 @@ class BindPeer:
 
 @dataclass(frozen=True, slots=True)
 class BindAccount:
-    """An account's word that a peer is one of its own, what it is called, and its team ("": none).
+    """An account's statement that a peer is its own, with the account's name and team ("": none).
 
-    `peer_word`: the envelope of the peer's `BindPeer`.
+    `peer_statement`: the envelope of the peer's `BindPeer`.
     """
 
     run: RunId
@@ -94,7 +95,7 @@ class SignedStatement(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class AccountBinding:
-    """A peer and an account that both said so. Of several of a peer, that with the greatest `order` counts."""
+    """A binding that peer and account have signed. Of several of a peer, that with the greatest `precedence` counts."""
 
     peer: PeerKey
     account: PeerKey
@@ -106,7 +107,7 @@ class AccountBinding:
 
     @property
     def precedence(self) -> tuple[int, int]:
-        """The peer's word decides first: an account cannot keep a peer that has gone to another."""
+        """The peer's time decides first: an account cannot keep a peer that has gone to another."""
         return self.peer_time, self.account_time
 
 
@@ -119,27 +120,30 @@ def sign(identity: Identity, body: T) -> SignedStatement[T]:
     return SignedStatement(body, e.author, e.digest, e.encoded)
 
 
-def open_tree_head(sent: bytes, run: RunId, owner: PeerKey) -> SignedStatement[TreeHead]:
+def open_tree_head(encoded: bytes, run: RunId, owner: PeerKey) -> SignedStatement[TreeHead]:
     """Raise MalformedError, SignatureError; AdmissionError when it is not the owner's."""
-    return _open(sent, TreeHead, run, owner)
+    return _open(encoded, TreeHead, run, owner)
 
 
-def open_receipt(sent: bytes, run: RunId, owner: PeerKey) -> SignedStatement[Receipt]:
+def open_receipt(encoded: bytes, run: RunId, owner: PeerKey) -> SignedStatement[Receipt]:
     """Raise MalformedError, SignatureError; AdmissionError when it is not the owner's."""
-    return _open(sent, Receipt, run, owner)
+    return _open(encoded, Receipt, run, owner)
 
 
-def open_bind_peer(sent: bytes, run: RunId) -> SignedStatement[BindPeer]:
+def open_bind_peer(encoded: bytes, run: RunId) -> SignedStatement[BindPeer]:
     """Return a peer's consent to be bound to an account, which the account signs.
 
     Raises MalformedError, SignatureError.
     """
-    return _open(sent, BindPeer, run, None)
+    return _open(encoded, BindPeer, run, None)
 
 
-def open_binding(sent: bytes, run: RunId) -> AccountBinding:
-    """Both words, verified. Raises MalformedError, SignatureError; AdmissionError when they name different accounts."""
-    outer = _open(sent, BindAccount, run, None)
+def open_binding(encoded: bytes, run: RunId) -> AccountBinding:
+    """Return both statements, verified.
+
+    Raises MalformedError, SignatureError; AdmissionError when they name different accounts.
+    """
+    outer = _open(encoded, BindAccount, run, None)
     inner = _open(outer.body.peer_statement, BindPeer, run, None)
     if inner.body.account != outer.author:
         raise AdmissionError(
@@ -151,16 +155,16 @@ def open_binding(sent: bytes, run: RunId) -> AccountBinding:
 
 
 def bind(peer: Identity, account: Identity, run: RunId, time: int, name: str, team: str = "") -> AccountBinding:
-    """Both words, signed. Raises MalformedError for names that are too long or not printable."""
+    """Return both statements, signed. Raises MalformedError for names that are too long or not printable."""
     inner = sign(peer, BindPeer(run, account.key, time))
     return open_binding(sign(account, BindAccount(run, inner.encoded, time, name, team)).encoded, run)
 
 
-def _open(sent: bytes, body: type[T], run: RunId, by: PeerKey | None) -> SignedStatement[T]:
+def _open(encoded: bytes, body: type[T], run: RunId, by: PeerKey | None) -> SignedStatement[T]:
     kind, limit, encode, decode = _KINDS[body]
-    if by is not None and author_of(sent, limit=limit) != by:
+    if by is not None and author_of(encoded, limit=limit) != by:
         raise AdmissionError(f"a {kind} that is not signed by the run's owner")
-    e = open_envelope(sent, kind, limit=limit)
+    e = open_envelope(encoded, kind, limit=limit)
     decoded = decode(e.payload)
     if encode(decoded).SerializeToString(deterministic=True) != e.payload:
         raise MalformedError(f"a {kind} that is not in canonical form")
@@ -177,8 +181,8 @@ def _encode_head(b: TreeHead) -> Message:
 
 
 def _decode_head(payload: bytes) -> TreeHead:
-    m = _parsed(wire.TreeHead(), payload)
-    return TreeHead(RunId(m.run), _count("size", m.size), Digest(m.root), _count("time", m.time))
+    m = parsed(wire.TreeHead(), payload)
+    return TreeHead(RunId(m.run), bounded("size", m.size), Digest(m.root), bounded("time", m.time))
 
 
 def _encode_receipt(b: Receipt) -> Message:
@@ -190,12 +194,12 @@ def _encode_receipt(b: Receipt) -> Message:
 
 
 def _decode_receipt(payload: bytes) -> Receipt:
-    m = _parsed(wire.Receipt(), payload)
+    m = parsed(wire.Receipt(), payload)
     receipt = Receipt(
-        RunId(m.run), PeerKey(m.peer), Round(_count("round", m.round, MAX_ROUND)), Digest(m.record), Digest(m.update),
-        m.accepted, _text("reason", m.reason, MAX_REASON), _count("windows", m.windows), _count("tokens", m.tokens),
-        _count("micro_credits", m.micro_credits), _count("entry", m.entry), _count("line", m.line),
-        _count("pending_until", m.pending_until),
+        RunId(m.run), PeerKey(m.peer), Round(bounded("round", m.round, MAX_ROUND)), Digest(m.record), Digest(m.update),
+        m.accepted, text("reason", m.reason, MAX_REASON), bounded("windows", m.windows), bounded("tokens", m.tokens),
+        bounded("micro_credits", m.micro_credits), bounded("entry", m.entry), bounded("line", m.line),
+        bounded("pending_until", m.pending_until),
     )  # fmt: skip
     if receipt.accepted == bool(receipt.reason):
         raise MalformedError("a receipt says why an update was not accepted, and nothing else")
@@ -209,43 +213,20 @@ def _encode_bind_peer(b: BindPeer) -> Message:
 
 
 def _decode_bind_peer(payload: bytes) -> BindPeer:
-    m = _parsed(wire.BindPeer(), payload)
-    return BindPeer(RunId(m.run), PeerKey(m.account), _count("time", m.time))
+    m = parsed(wire.BindPeer(), payload)
+    return BindPeer(RunId(m.run), PeerKey(m.account), bounded("time", m.time))
 
 
 def _encode_bind_account(b: BindAccount) -> Message:
-    return wire.BindAccount(run=b.run, peer_word=b.peer_statement, time=b.time, name=b.name, team=b.team)
+    return wire.BindAccount(run=b.run, peer_statement=b.peer_statement, time=b.time, name=b.name, team=b.team)
 
 
 def _decode_bind_account(payload: bytes) -> BindAccount:
-    m = _parsed(wire.BindAccount(), payload)
-    name, team = _text("name", m.name, MAX_ACCOUNT_NAME), _text("team", m.team, MAX_ACCOUNT_NAME)
+    m = parsed(wire.BindAccount(), payload)
+    name, team = text("name", m.name, MAX_ACCOUNT_NAME), text("team", m.team, MAX_ACCOUNT_NAME)
     if name != name.strip() or team != team.strip():
         raise MalformedError("a name neither begins nor ends with a space")
-    return BindAccount(RunId(m.run), bytes(m.peer_word), _count("time", m.time), name, team)
-
-
-def _count(what: str, value: int, top: int = MAX_COUNT) -> int:
-    if value > top:
-        raise MalformedError(f"{what} is {value}: at most {top} is accepted")
-    return value
-
-
-def _text(what: str, value: str, top: int) -> str:
-    if len(value.encode()) > top or not value.isprintable():
-        raise MalformedError(f"{what} is longer than {top} bytes or not printable")
-    return value
-
-
-M = TypeVar("M", bound=Message)
-
-
-def _parsed(message: M, payload: bytes) -> M:
-    try:
-        message.ParseFromString(payload)
-    except DecodeError:
-        raise MalformedError(f"the payload is not a {type(message).__name__}") from None
-    return message
+    return BindAccount(RunId(m.run), bytes(m.peer_statement), bounded("time", m.time), name, team)
 
 
 _KINDS: dict[type, tuple[str, int, Callable[[Any], Message], Callable[[bytes], Any]]] = {

@@ -559,7 +559,7 @@ class RoundMachine:
             c.run, self._next_sequence(), c.chain.height(head), head, c.chain.weight(head), work.windows, phase.value,
             work.tokens_per_second, work.loss, s.bytes_up, s.bytes_down, known, s.addresses,
             b"" if c.observer else s.admission, s.device,
-            sync.state if head == sync.applied else None, s.unheard, c.directive.sequence,
+            sync.state if head == sync.applied else None, s.unreachable, c.directive.sequence,
         )  # fmt: skip
         c.emit(Broadcast(c.signer.sign(body)))
         self._beat_at = c.now + c.policy.heartbeat_seconds

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from protocol.chain import ChainLimits
 from protocol.messages import RoundChanges
 from protocol.reduce_plan import GATHER, ReducePlan
 from protocol.spec import RunSpec
-from protocol.tree import ChainLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,4 +85,4 @@ class LocalStatus:
     addresses: tuple[str, ...] = ()
     admission: bytes = b""
     device: str = ""
-    unheard: tuple[int, ...] = ()
+    unreachable: tuple[int, ...] = ()

@@ -233,7 +233,7 @@ class Reduce(Exchange):
                 for shard in self._tallies[digest].duties(self._c.me):
                     self.shard_unavailable(digest, shard, (author,))
         for author in signers:
-            self._accuse(author, "bad-part", f"peer {author.short} signed a shard that breaks the rules")
+            self._accuse(author, "bad-shard", f"peer {author.short} signed a shard that breaks the rules")
 
     def _has_duty(self, record: Digest, shard: int) -> bool:
         tally = self._tallies.get(record)
@@ -332,11 +332,11 @@ class Reduce(Exchange):
             text = (
                 f"shard {shard} of record {p.record.digest.short} came out otherwise than for most of its committee: "
             )
-            c.notify("error", "part-differs", text + "they lie, or this device computes wrongly")
+            c.notify("error", "shard-differs", text + "they lie, or this device computes wrongly")
         for author, attestation in tally.attestations[shard].items():
             if author != c.me and attestation.body.blob not in (None, truth):
                 text = f"peer {author.short} signed a digest of a shard that is not what its updates give"
-                self._accuse(author, "part-differs", text)
+                self._accuse(author, "shard-differs", text)
 
     def _accuse(self, author: PeerKey, kind: str, text: str) -> None:
         """Report a peer for what it signed, and leave it out of our own records of this round."""

@@ -27,7 +27,7 @@ class AdmitRequest(_message.Message):
     request: bytes
     def __init__(self, request: _Optional[bytes] = ...) -> None: ...
 
-class AdmitBody(_message.Message):
+class AdmissionRequest(_message.Message):
     __slots__ = ("run", "time", "code", "name")
     RUN_FIELD_NUMBER: _ClassVar[int]
     TIME_FIELD_NUMBER: _ClassVar[int]

@@ -4,7 +4,7 @@ from typing import ClassVar as _ClassVar, Mapping as _Mapping, Optional as _Opti
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class Entry(_message.Message):
+class LedgerEntry(_message.Message):
     __slots__ = ("run", "sequence", "previous", "time", "round", "settle", "void", "rollback")
     RUN_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
@@ -40,7 +40,7 @@ class RoundEntry(_message.Message):
     micro_credits: int
     def __init__(self, round: _Optional[int] = ..., record: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., lines_root: _Optional[bytes] = ..., count: _Optional[int] = ..., micro_credits: _Optional[int] = ...) -> None: ...
 
-class Line(_message.Message):
+class CreditLine(_message.Message):
     __slots__ = ("peer", "update", "windows", "tokens", "micro_credits")
     PEER_FIELD_NUMBER: _ClassVar[int]
     UPDATE_FIELD_NUMBER: _ClassVar[int]
@@ -65,16 +65,16 @@ class SettleEntry(_message.Message):
     def __init__(self, entry: _Optional[int] = ..., count: _Optional[int] = ..., micro_credits: _Optional[int] = ...) -> None: ...
 
 class VoidEntry(_message.Message):
-    __slots__ = ("entry", "line", "micro_credits", "verdict")
+    __slots__ = ("entry", "line", "micro_credits", "void_order")
     ENTRY_FIELD_NUMBER: _ClassVar[int]
     LINE_FIELD_NUMBER: _ClassVar[int]
     MICRO_CREDITS_FIELD_NUMBER: _ClassVar[int]
-    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    VOID_ORDER_FIELD_NUMBER: _ClassVar[int]
     entry: int
     line: int
     micro_credits: int
-    verdict: bytes
-    def __init__(self, entry: _Optional[int] = ..., line: _Optional[int] = ..., micro_credits: _Optional[int] = ..., verdict: _Optional[bytes] = ...) -> None: ...
+    void_order: bytes
+    def __init__(self, entry: _Optional[int] = ..., line: _Optional[int] = ..., micro_credits: _Optional[int] = ..., void_order: _Optional[bytes] = ...) -> None: ...
 
 class RollbackEntry(_message.Message):
     __slots__ = ("record", "round", "directive")
@@ -86,7 +86,7 @@ class RollbackEntry(_message.Message):
     directive: bytes
     def __init__(self, record: _Optional[bytes] = ..., round: _Optional[int] = ..., directive: _Optional[bytes] = ...) -> None: ...
 
-class Verdict(_message.Message):
+class VoidOrder(_message.Message):
     __slots__ = ("run", "round", "record", "peer", "update", "reason")
     RUN_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -155,15 +155,15 @@ class BindPeer(_message.Message):
     def __init__(self, run: _Optional[bytes] = ..., account: _Optional[bytes] = ..., time: _Optional[int] = ...) -> None: ...
 
 class BindAccount(_message.Message):
-    __slots__ = ("run", "peer_word", "time", "name", "team")
+    __slots__ = ("run", "peer_statement", "time", "name", "team")
     RUN_FIELD_NUMBER: _ClassVar[int]
-    PEER_WORD_FIELD_NUMBER: _ClassVar[int]
+    PEER_STATEMENT_FIELD_NUMBER: _ClassVar[int]
     TIME_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     TEAM_FIELD_NUMBER: _ClassVar[int]
     run: bytes
-    peer_word: bytes
+    peer_statement: bytes
     time: int
     name: str
     team: str
-    def __init__(self, run: _Optional[bytes] = ..., peer_word: _Optional[bytes] = ..., time: _Optional[int] = ..., name: _Optional[str] = ..., team: _Optional[str] = ...) -> None: ...
+    def __init__(self, run: _Optional[bytes] = ..., peer_statement: _Optional[bytes] = ..., time: _Optional[int] = ..., name: _Optional[str] = ..., team: _Optional[str] = ...) -> None: ...

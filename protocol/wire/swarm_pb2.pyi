@@ -78,42 +78,42 @@ class RoundRecord(_message.Message):
     def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., parent: _Optional[bytes] = ..., base_state: _Optional[bytes] = ..., attempt: _Optional[int] = ..., updates: _Optional[_Iterable[bytes]] = ..., directive: _Optional[bytes] = ...) -> None: ...
 
 class Vote(_message.Message):
-    __slots__ = ("run", "round", "record", "parts")
+    __slots__ = ("run", "round", "record", "shards_digest")
     RUN_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     RECORD_FIELD_NUMBER: _ClassVar[int]
-    PARTS_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     run: bytes
     round: int
     record: bytes
-    parts: bytes
-    def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., record: _Optional[bytes] = ..., parts: _Optional[bytes] = ...) -> None: ...
+    shards_digest: bytes
+    def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., record: _Optional[bytes] = ..., shards_digest: _Optional[bytes] = ...) -> None: ...
 
 class ShardAttestation(_message.Message):
-    __slots__ = ("run", "round", "record", "part", "blob", "lacking")
+    __slots__ = ("run", "round", "record", "shard", "blob", "missing")
     RUN_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     RECORD_FIELD_NUMBER: _ClassVar[int]
-    PART_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
     BLOB_FIELD_NUMBER: _ClassVar[int]
-    LACKING_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
     run: bytes
     round: int
     record: bytes
-    part: int
+    shard: int
     blob: bytes
-    lacking: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., record: _Optional[bytes] = ..., part: _Optional[int] = ..., blob: _Optional[bytes] = ..., lacking: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    missing: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., record: _Optional[bytes] = ..., shard: _Optional[int] = ..., blob: _Optional[bytes] = ..., missing: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Certificate(_message.Message):
-    __slots__ = ("record", "votes", "parts")
+    __slots__ = ("record", "votes", "shards")
     RECORD_FIELD_NUMBER: _ClassVar[int]
     VOTES_FIELD_NUMBER: _ClassVar[int]
-    PARTS_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
     record: bytes
     votes: _containers.RepeatedScalarFieldContainer[bytes]
-    parts: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, record: _Optional[bytes] = ..., votes: _Optional[_Iterable[bytes]] = ..., parts: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    shards: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, record: _Optional[bytes] = ..., votes: _Optional[_Iterable[bytes]] = ..., shards: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Finalization(_message.Message):
     __slots__ = ("run", "round", "record", "epoch")
@@ -128,10 +128,10 @@ class Finalization(_message.Message):
     def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., record: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Directive(_message.Message):
-    __slots__ = ("run", "sequence", "order", "since", "reason", "banned", "from_round", "changes", "rollback")
+    __slots__ = ("run", "sequence", "run_status", "since", "reason", "banned", "from_round", "changes", "rollback")
     RUN_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
-    ORDER_FIELD_NUMBER: _ClassVar[int]
+    RUN_STATUS_FIELD_NUMBER: _ClassVar[int]
     SINCE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     BANNED_FIELD_NUMBER: _ClassVar[int]
@@ -140,14 +140,14 @@ class Directive(_message.Message):
     ROLLBACK_FIELD_NUMBER: _ClassVar[int]
     run: bytes
     sequence: int
-    order: str
+    run_status: str
     since: int
     reason: str
     banned: _containers.RepeatedScalarFieldContainer[bytes]
     from_round: int
     changes: RoundChanges
     rollback: Rollback
-    def __init__(self, run: _Optional[bytes] = ..., sequence: _Optional[int] = ..., order: _Optional[str] = ..., since: _Optional[int] = ..., reason: _Optional[str] = ..., banned: _Optional[_Iterable[bytes]] = ..., from_round: _Optional[int] = ..., changes: _Optional[_Union[RoundChanges, _Mapping]] = ..., rollback: _Optional[_Union[Rollback, _Mapping]] = ...) -> None: ...
+    def __init__(self, run: _Optional[bytes] = ..., sequence: _Optional[int] = ..., run_status: _Optional[str] = ..., since: _Optional[int] = ..., reason: _Optional[str] = ..., banned: _Optional[_Iterable[bytes]] = ..., from_round: _Optional[int] = ..., changes: _Optional[_Union[RoundChanges, _Mapping]] = ..., rollback: _Optional[_Union[Rollback, _Mapping]] = ...) -> None: ...
 
 class RoundChanges(_message.Message):
     __slots__ = ("target_tokens", "max_seconds", "exchange_seconds", "propose_seconds", "patience_seconds", "member_seconds", "max_update_tokens", "max_members")
@@ -182,7 +182,7 @@ class Rollback(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., record: _Optional[bytes] = ..., round: _Optional[int] = ..., state: _Optional[bytes] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("run", "sequence", "round", "head", "weight", "windows", "phase", "tokens_per_second", "loss", "bytes_up", "bytes_down", "known", "addresses", "admission", "device", "state", "unheard", "directive_sequence")
+    __slots__ = ("run", "sequence", "round", "head", "weight", "windows", "phase", "tokens_per_second", "loss", "bytes_up", "bytes_down", "known_headers", "addresses", "admission", "device", "state", "unreachable", "directive_sequence")
     RUN_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -194,12 +194,12 @@ class Heartbeat(_message.Message):
     LOSS_FIELD_NUMBER: _ClassVar[int]
     BYTES_UP_FIELD_NUMBER: _ClassVar[int]
     BYTES_DOWN_FIELD_NUMBER: _ClassVar[int]
-    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_HEADERS_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     ADMISSION_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
-    UNHEARD_FIELD_NUMBER: _ClassVar[int]
+    UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
     DIRECTIVE_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     run: bytes
     sequence: int
@@ -212,14 +212,14 @@ class Heartbeat(_message.Message):
     loss: float
     bytes_up: int
     bytes_down: int
-    known: _containers.RepeatedScalarFieldContainer[int]
+    known_headers: _containers.RepeatedScalarFieldContainer[int]
     addresses: _containers.RepeatedScalarFieldContainer[str]
     admission: bytes
     device: str
     state: bytes
-    unheard: _containers.RepeatedScalarFieldContainer[int]
+    unreachable: _containers.RepeatedScalarFieldContainer[int]
     directive_sequence: int
-    def __init__(self, run: _Optional[bytes] = ..., sequence: _Optional[int] = ..., round: _Optional[int] = ..., head: _Optional[bytes] = ..., weight: _Optional[int] = ..., windows: _Optional[int] = ..., phase: _Optional[str] = ..., tokens_per_second: _Optional[float] = ..., loss: _Optional[float] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., known: _Optional[_Iterable[int]] = ..., addresses: _Optional[_Iterable[str]] = ..., admission: _Optional[bytes] = ..., device: _Optional[str] = ..., state: _Optional[bytes] = ..., unheard: _Optional[_Iterable[int]] = ..., directive_sequence: _Optional[int] = ...) -> None: ...
+    def __init__(self, run: _Optional[bytes] = ..., sequence: _Optional[int] = ..., round: _Optional[int] = ..., head: _Optional[bytes] = ..., weight: _Optional[int] = ..., windows: _Optional[int] = ..., phase: _Optional[str] = ..., tokens_per_second: _Optional[float] = ..., loss: _Optional[float] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., known_headers: _Optional[_Iterable[int]] = ..., addresses: _Optional[_Iterable[str]] = ..., admission: _Optional[bytes] = ..., device: _Optional[str] = ..., state: _Optional[bytes] = ..., unreachable: _Optional[_Iterable[int]] = ..., directive_sequence: _Optional[int] = ...) -> None: ...
 
 class Goodbye(_message.Message):
     __slots__ = ("run", "sequence")
@@ -242,24 +242,24 @@ class Ack(_message.Message):
     def __init__(self) -> None: ...
 
 class ChainRequest(_message.Message):
-    __slots__ = ("run", "have")
+    __slots__ = ("run", "locator")
     RUN_FIELD_NUMBER: _ClassVar[int]
-    HAVE_FIELD_NUMBER: _ClassVar[int]
+    LOCATOR_FIELD_NUMBER: _ClassVar[int]
     run: bytes
-    have: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, run: _Optional[bytes] = ..., have: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    locator: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, run: _Optional[bytes] = ..., locator: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ChainReply(_message.Message):
-    __slots__ = ("certificates", "final", "more", "directive")
+    __slots__ = ("certificates", "finalization", "more", "directive")
     CERTIFICATES_FIELD_NUMBER: _ClassVar[int]
-    FINAL_FIELD_NUMBER: _ClassVar[int]
+    FINALIZATION_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     DIRECTIVE_FIELD_NUMBER: _ClassVar[int]
     certificates: _containers.RepeatedScalarFieldContainer[bytes]
-    final: bytes
+    finalization: bytes
     more: bool
     directive: bytes
-    def __init__(self, certificates: _Optional[_Iterable[bytes]] = ..., final: _Optional[bytes] = ..., more: bool = ..., directive: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, certificates: _Optional[_Iterable[bytes]] = ..., finalization: _Optional[bytes] = ..., more: bool = ..., directive: _Optional[bytes] = ...) -> None: ...
 
 class CoordinatorAddress(_message.Message):
     __slots__ = ("run", "sequence", "coordinators", "fingerprint", "addresses")
@@ -276,12 +276,12 @@ class CoordinatorAddress(_message.Message):
     def __init__(self, run: _Optional[bytes] = ..., sequence: _Optional[int] = ..., coordinators: _Optional[_Iterable[str]] = ..., fingerprint: _Optional[bytes] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class CoordinatorAddressRequest(_message.Message):
-    __slots__ = ("run", "spec")
+    __slots__ = ("run", "wants_spec")
     RUN_FIELD_NUMBER: _ClassVar[int]
-    SPEC_FIELD_NUMBER: _ClassVar[int]
+    WANTS_SPEC_FIELD_NUMBER: _ClassVar[int]
     run: bytes
-    spec: bool
-    def __init__(self, run: _Optional[bytes] = ..., spec: bool = ...) -> None: ...
+    wants_spec: bool
+    def __init__(self, run: _Optional[bytes] = ..., wants_spec: bool = ...) -> None: ...
 
 class CoordinatorAddressReply(_message.Message):
     __slots__ = ("spec", "coordinator_address", "addresses")

@@ -39,8 +39,8 @@ def account(round_: int) -> RoundCredits:
 
 
 @cache
-def verdict(round_: int) -> bytes | None:
-    """Return the owner's verdict that voids the first line of some rounds; None for the others."""
+def void_order(round_: int) -> bytes | None:
+    """Return the owner's void order that voids the first line of some rounds; None for the others."""
     if round_ % VOIDED_EVERY:
         return None
     a = account(round_)

@@ -23,7 +23,7 @@ def problems(where: str, acknowledged: Iterable[str] = ()) -> list[str]:
 
 
 def _not_the_story(ledger: Ledger) -> list[str]:
-    """Rounds are a beginning of the story, each with its verdict; and everybody has what follows, once."""
+    """Rounds are a beginning of the story, each with its void order; and everybody has what follows, once."""
     last = ledger.last()
     count = last[0] + 1 if last else 0
     found, expected = [], {}
@@ -32,7 +32,7 @@ def _not_the_story(ledger: Ledger) -> list[str]:
     for n in range(count):
         settled = count - 1 - n >= story.SPEC.credit.hold_rounds
         for i, line in enumerate(story.account(n).lines):
-            voided = i == 0 and story.verdict(n) is not None
+            voided = i == 0 and story.void_order(n) is not None
             kind = "voided" if voided else "settled" if settled else "pending"
             s = expected.get(line.peer, AccountBalance())
             expected[line.peer] = s.moved(line, "issuance", kind)

@@ -55,8 +55,8 @@ async def _work(where: str, acknowledge: Callable[[str], None], rounds: int) -> 
 
 async def _post(thread: threads.LedgerThread, acknowledge: Callable[[str], None], number: int) -> None:
     def work(ledger: Ledger) -> None:
-        if ledger.post(story.account(number)) and (verdict := story.verdict(number)) is not None:
-            ledger.void(verdict)
+        if ledger.post(story.account(number)) and (order := story.void_order(number)) is not None:
+            ledger.void(order)
 
     await thread.run(work)
     acknowledge(f"round {number}")

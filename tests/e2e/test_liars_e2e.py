@@ -84,7 +84,7 @@ async def test_messages_that_break_the_protocol_are_refused_with_the_reason(swar
 
 def oversized(liar: Stranger) -> bytes:
     """Return a well signed heartbeat of too many bytes; no honest signer makes one."""
-    body = wire.Heartbeat(run=liar.spec.run_id, known=range(2**60, 2**60 + 9000))
+    body = wire.Heartbeat(run=liar.spec.run_id, known_headers=range(2**60, 2**60 + 9000))
     return seal(liar.identity, "heartbeat", body.SerializeToString()).encoded
 
 

@@ -165,8 +165,8 @@ def filled(kind, r: random.Random, depth: int = 0):
 
 def sealed(r: random.Random) -> bytes:
     """Return a correctly signed admit request; its fields may be wrong."""
-    body = wire.AdmitBody(run=RUN, time=int(time.time()), name=r.choice(["ada", "x" * 100, "\n"]))
-    return seal(identity(r.randrange(20)), r.choice(["admit", "vote"]), body.SerializeToString()).encoded
+    body = wire.AdmissionRequest(run=RUN, time=int(time.time()), name=r.choice(["ada", "x" * 100, "\n"]))
+    return seal(identity(r.randrange(20)), r.choice(["admission-request", "vote"]), body.SerializeToString()).encoded
 
 
 def mutated(data: bytes, r: random.Random) -> bytes:

@@ -69,7 +69,7 @@ def test_a_header_is_verified_once_alone_in_a_record_and_in_a_certificate(verifi
 def test_one_admitted_key_cannot_have_a_thousand_headers_verified(verified: list[PeerKey]):
     many = [header(PEERS[1], blob_size=i).encoded for i in range(1000)]
     with pytest.raises(MalformedError, match="each author once"):
-        decoder().decode(raw(STRANGER, "record", wire_record(many)), RoundRecord)
+        decoder().decode(raw(STRANGER, "round-record", wire_record(many)), RoundRecord)
     assert verified == [STRANGER.key]
 
 
@@ -77,7 +77,7 @@ def test_strangers_cannot_have_a_thousand_headers_verified(verified: list[PeerKe
     keys = sorted((identity(f"sybil {i}") for i in range(1000)), key=lambda i: i.key)
     many = [header(i, admission=b"").encoded for i in keys]
     with pytest.raises(ProtocolError):
-        decoder().decode(raw(STRANGER, "record", wire_record(many)), RoundRecord)
+        decoder().decode(raw(STRANGER, "round-record", wire_record(many)), RoundRecord)
     assert len(verified) <= 2
 
 

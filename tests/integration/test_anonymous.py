@@ -47,7 +47,9 @@ async def test_what_is_given_out_is_counted_against_whoever_asks(tmp_path, monke
         a.on_coordinator_address = lambda request: wire.CoordinatorAddressReply(spec=b"x" * 1_000_000)
         charged: list[tuple[PeerKey, int]] = []
         monkeypatch.setattr(RateLimiter, "charge", lambda self, sender, size: charged.append((sender, size)))
-        reply = await b.swarm.request_coordinator_address(a.key, wire.CoordinatorAddressRequest(run=RUN, spec=True))
+        reply = await b.swarm.request_coordinator_address(
+            a.key, wire.CoordinatorAddressRequest(run=RUN, wants_spec=True)
+        )
         assert charged == [(b.key, reply.ByteSize())] and a.swarm.bytes_up >= 1_000_000
 
 

@@ -75,7 +75,7 @@ class Asker:
         final = chain.finalization.encoded if chain.finalization is not None else b""
         word = chain.newest_directive.encoded if chain.newest_directive is not None else b""
         sent = [encode_certificate(c) for c in found]
-        return wire.ChainReply(certificates=sent, final=final, more=more, directive=word)
+        return wire.ChainReply(certificates=sent, finalization=final, more=more, directive=word)
 
 
 class World:
@@ -611,8 +611,8 @@ def admit_request(number: int) -> bytes:
     from protocol.envelope import seal
     from protocol.wire import coordinator_pb2
 
-    body = coordinator_pb2.AdmitBody(run=SPEC.run_id, time=int(time.time()), name=f"peer {number}")
-    return seal(peer(number), "admit", body.SerializeToString(deterministic=True)).encoded
+    body = coordinator_pb2.AdmissionRequest(run=SPEC.run_id, time=int(time.time()), name=f"peer {number}")
+    return seal(peer(number), "admission-request", body.SerializeToString(deterministic=True)).encoded
 
 
 def late_header(swarm: FakeSwarm) -> Any:

@@ -301,13 +301,17 @@ async def test_a_silent_server_is_given_up_in_time(tmp_path):
 async def test_rubbish_is_refused_with_a_reason_and_hurts_nobody(tmp_path):
     code = grpc.StatusCode
     async with running(tmp_path) as (c, _), raw_stub(c) as stub:
-        body = wire.AdmitBody(run=bytes(SPEC.run_id), time=int(time.time()), name="x")
-        good = seal(peer(1), "admit", body.SerializeToString(deterministic=True))
+        body = wire.AdmissionRequest(run=bytes(SPEC.run_id), time=int(time.time()), name="x")
+        good = seal(peer(1), "admission-request", body.SerializeToString(deterministic=True))
         forged = bytearray(good.encoded)
         forged[-1] ^= 1
         other_kind = seal(peer(1), "vote", good.payload).encoded
-        long_name = seal(peer(1), "admit", wire.AdmitBody(run=bytes(SPEC.run_id), time=int(time.time()), name="n" * 41).SerializeToString())  # fmt: skip  # noqa: E501
-        other_run = seal(peer(1), "admit", wire.AdmitBody(run=bytes(32), time=int(time.time())).SerializeToString())
+        long_name = seal(peer(1), "admission-request", wire.AdmissionRequest(run=bytes(SPEC.run_id), time=int(time.time()), name="n" * 41).SerializeToString())  # fmt: skip  # noqa: E501
+        other_run = seal(
+            peer(1),
+            "admission-request",
+            wire.AdmissionRequest(run=bytes(32), time=int(time.time())).SerializeToString(),
+        )
         for request, expected in [
             (b"", code.INVALID_ARGUMENT),
             (b"\xff" * 200, code.INVALID_ARGUMENT),

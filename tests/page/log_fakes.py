@@ -44,20 +44,20 @@ class FakeLog:
     @staticmethod
     def _line(round_: int, number: int) -> bytes:
         update = sha256(b"update", bytes([round_, number]))
-        line = wire.Line(peer=peer(number).key, update=update, windows=3, tokens=48, micro_credits=1000 + number)
+        line = wire.CreditLine(peer=peer(number).key, update=update, windows=3, tokens=48, micro_credits=1000 + number)
         return line.SerializeToString()
 
     def _entry(self, round_: int) -> bytes:
         root = tree_hash([leaf_hash(line) for line in self.lines[round_]])
         what = wire.RoundEntry(round=round_, record=self.record(round_), lines_root=root, count=PEERS)
-        return wire.Entry(run=bytes(32), sequence=round_, round=what).SerializeToString()
+        return wire.LedgerEntry(run=bytes(32), sequence=round_, round=what).SerializeToString()
 
     @staticmethod
     def record(round_: int) -> bytes:
         return sha256(b"record", bytes([round_]))
 
     def receipt(self, round_: int, number: int) -> dict[str, Any]:
-        line = wire.Line.FromString(self.lines[round_][number])
+        line = wire.CreditLine.FromString(self.lines[round_][number])
         more = 1 if self.liar == round_ else 0
         refused = round_ == 4
         return {

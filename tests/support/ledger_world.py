@@ -50,8 +50,8 @@ class LedgerWorld:
 
     def void(self, account: RoundCredits, line: int, reason: str = "a copy") -> None:
         share = account.lines[line]
-        verdict = VoidOrder(self.spec.run_id, account.round, account.record, share.peer, share.update, reason)
-        self.keep([self.books.void(seal_void_order(OWNER, verdict).encoded, self.time)])
+        void_order = VoidOrder(self.spec.run_id, account.round, account.record, share.peer, share.update, reason)
+        self.keep([self.books.void(seal_void_order(OWNER, void_order).encoded, self.time)])
 
     def rollback(self, to: int) -> None:
         record = self.books.record_of(Round(to))

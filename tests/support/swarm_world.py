@@ -56,7 +56,7 @@ class Member:
         self.on_packet: Callable[[PeerKey, wire.Packet], Any] = lambda sender, p: self.packets.append((sender, p))
         self.on_headers_asked: Callable[[wire.Packet], wire.Packet] = lambda names: wire.Packet()
         self.on_coordinator_address: Callable[[wire.CoordinatorAddressRequest], wire.CoordinatorAddressReply]
-        self.on_coordinator_address = lambda request: wire.CoordinatorAddressReply(spec=b"spec" * request.spec)
+        self.on_coordinator_address = lambda request: wire.CoordinatorAddressReply(spec=b"spec" * request.wants_spec)
         self.may_serve: Callable[[Digest, PeerKey], Any] = lambda blob, requester: None
         self.served: list[Digest] = []
         self.warnings: list[str] = []

@@ -100,34 +100,34 @@ def test_what_is_out_of_bounds_is_refused():
         decode_line(encode_line(CreditLine(peer(0).key, Digest(bytes(32)), 0, 0, 0)))
 
 
-def test_a_verdict_is_the_owners_on_this_run_and_for_people():
-    verdict = VoidOrder(SPEC.run_id, Round(3), Digest(bytes(32)), peer(1).key, Digest(bytes(32)), "too fast")
-    sent = seal_void_order(OWNER, verdict).encoded
-    assert open_void_order(sent, SPEC.run_id, OWNER.key) == verdict
+def test_a_void_order_is_the_owners_on_this_run_and_for_people():
+    void_order = VoidOrder(SPEC.run_id, Round(3), Digest(bytes(32)), peer(1).key, Digest(bytes(32)), "too fast")
+    sent = seal_void_order(OWNER, void_order).encoded
+    assert open_void_order(sent, SPEC.run_id, OWNER.key) == void_order
     with pytest.raises(SignatureError, match="does not own"):
-        open_void_order(seal_void_order(peer(1), verdict).encoded, SPEC.run_id, OWNER.key)
-    with pytest.raises(SignatureError, match="a verdict on run"):
+        open_void_order(seal_void_order(peer(1), void_order).encoded, SPEC.run_id, OWNER.key)
+    with pytest.raises(SignatureError, match="a void order on run"):
         open_void_order(sent, make_spec(seed=3).run_id, OWNER.key)
     with pytest.raises(SignatureError):
-        open_void_order(seal(OWNER, "final", b"").encoded, SPEC.run_id, OWNER.key)
+        open_void_order(seal(OWNER, "finalization", b"").encoded, SPEC.run_id, OWNER.key)
     for reason in ("", "x" * (MAX_REASON + 1), "a\x1b[2J"):
         with pytest.raises(MalformedError, match="the reason"):
-            seal_void_order(OWNER, replace(verdict, reason=reason))
+            seal_void_order(OWNER, replace(void_order, reason=reason))
 
 
 # -- the state machine ---------------------------------------------------------------------------------------
 
 
 def story() -> list[PostedEntry]:
-    """Six rounds, a verdict, a rollback, two rounds more."""
+    """Six rounds, a void order, a rollback, two rounds more."""
     chain, books = ChainMaker(SPEC), LedgerState.of(SPEC)
     accounts = [credits_of(chain.add({n: 5000 + n + r for n in range(3)}), RULE) for r in range(6)]
     made = []
     for r, account in enumerate(accounts):
         made += books.post_round(account, 1000 + r)
     line = accounts[5].lines[1]
-    verdict = VoidOrder(SPEC.run_id, Round(5), accounts[5].record, line.peer, line.update, "no")
-    made.append(books.void(seal_void_order(OWNER, verdict).encoded, 2000))
+    void_order = VoidOrder(SPEC.run_id, Round(5), accounts[5].record, line.peer, line.update, "no")
+    made.append(books.void(seal_void_order(OWNER, void_order).encoded, 2000))
     made.append(books.rollback(accounts[3].record, Round(3), back_to(SPEC, accounts[3].record, 3), 3000))
     other = chain.fork(4)
     for r in range(2):

@@ -256,7 +256,7 @@ async def test_the_last_rounds_of_a_run_that_is_over_become_final(tmp_path):
         assert not f.open and not f.pending
 
 
-# -- settling, verdicts, rollback ----------------------------------------------------------------------------
+# -- settling, void orders, rollback ----------------------------------------------------------------------------
 
 HOLDING = make_spec(credit={"hold_rounds": 2})
 
@@ -282,8 +282,8 @@ def test_when_the_clock_was_set_back_nobody_is_judged_by_it():
     swarm.round({0: 900_000_000 // spec.data.window})
     account, who = credits_of(swarm.chain.certificates[0], CreditRule.of(spec)), peer(0).key
     judge = PlausibilityCheck(spec, OWNER)
-    assert len(judge.verdicts(account, 10_000.0, {who: 9_990.0})) == 1
-    assert judge.verdicts(account, 10_000.0, {who: 13_000.0}) == []
+    assert len(judge.void_orders(account, 10_000.0, {who: 9_990.0})) == 1
+    assert judge.void_orders(account, 10_000.0, {who: 13_000.0}) == []
 
 
 async def test_what_nobody_can_have_done_is_voided_with_the_numbers_and_only_at_first_hand(tmp_path):

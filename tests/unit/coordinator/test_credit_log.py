@@ -148,7 +148,7 @@ async def test_a_receipt_says_what_was_accepted_and_when_it_settles(ledger_place
         account = await w.post({1: 40, 2: 30})
         line = next(x for x in account.lines if x.peer == peer(1).key)
         (item,) = (await w.receipts(1)).items
-        r = open_receipt(item.sent, SPEC.run_id, OWNER.key).body
+        r = open_receipt(item.encoded, SPEC.run_id, OWNER.key).body
         assert r == item.receipt and item.status == "pending"
         assert (r.accepted, r.reason, r.windows, r.tokens) == (True, "", 40, 640)
         assert (r.micro_credits, r.update, r.record) == (line.micro_credits, line.update, account.record)
@@ -166,13 +166,13 @@ async def test_asking_again_gives_the_same_bytes_also_after_a_restart(ledger_pla
         w.announce(3)
         for _ in range(5):
             await w.post({1: 40, 2: 30})
-        before = [[i.sent for i in (await w.receipts(n)).items] for n in (1, 2, 3)]
+        before = [[i.encoded for i in (await w.receipts(n)).items] for n in (1, 2, 3)]
         assert [len(x) for x in before] == [5, 5, 1]
-        assert [[i.sent for i in (await w.receipts(n)).items] for n in (1, 2, 3)] == before
+        assert [[i.encoded for i in (await w.receipts(n)).items] for n in (1, 2, 3)] == before
         await w.restart()
-        assert [[i.sent for i in (await w.receipts(n)).items] for n in (1, 2, 3)] == before
+        assert [[i.encoded for i in (await w.receipts(n)).items] for n in (1, 2, 3)] == before
         w.receipts_made._signed.clear()
-        assert [[i.sent for i in (await w.receipts(n)).items] for n in (1, 2, 3)] == before
+        assert [[i.encoded for i in (await w.receipts(n)).items] for n in (1, 2, 3)] == before
 
 
 async def test_what_a_round_left_out_gets_a_receipt_with_the_reason(ledger_place):
@@ -187,7 +187,7 @@ async def test_what_a_round_left_out_gets_a_receipt_with_the_reason(ledger_place
         account = await w.post({1: 40, 2: 30})
         for number, (update, reason) in told.items():
             item = next(i for i in (await w.receipts(number)).items if i.status == "not accepted")
-            r = open_receipt(item.sent, SPEC.run_id, OWNER.key).body
+            r = open_receipt(item.encoded, SPEC.run_id, OWNER.key).body
             assert (r.accepted, r.update, r.record, r.entry) == (False, update, account.record, 0)
             assert reason in r.reason and (r.tokens, r.micro_credits) == (0, 0)
         assert len((await w.receipts(1)).items) == 2
@@ -232,13 +232,13 @@ async def test_receipts_come_page_by_page_without_gaps(ledger_place):
             if i % 2:
                 w.announce(1)  # an update beside the accepted one: two receipts of one round
             await w.post({1: 40, 2: 30})
-        whole = [i.sent for i in (await w.receipts(1)).items]
+        whole = [i.encoded for i in (await w.receipts(1)).items]
         assert len(whole) == 10
         for limit in (1, 2, 3, 4):
             found, before = [], None
             while True:
                 page = await w.receipts(1, before, limit)
-                found += [i.sent for i in page.items]
+                found += [i.encoded for i in page.items]
                 before = page.next
                 if before is None:
                     break
@@ -250,11 +250,11 @@ async def test_a_voided_line_is_said_and_its_receipt_stays(ledger_place):
         account = await w.post({1: 40, 2: 30})
         (before,) = (await w.receipts(1)).items
         line = next(x for x in account.lines if x.peer == peer(1).key)
-        verdict = VoidOrder(SPEC.run_id, account.round, account.record, line.peer, line.update, "a copy")
-        await w.ledger.run(lambda ledger: ledger.void(seal_void_order(OWNER, verdict).encoded))
+        void_order = VoidOrder(SPEC.run_id, account.round, account.record, line.peer, line.update, "a copy")
+        await w.ledger.run(lambda ledger: ledger.void(seal_void_order(OWNER, void_order).encoded))
         await w.refresh()
         (after,) = (await w.receipts(1)).items
-        assert (after.status, after.sent) == ("voided", before.sent)
+        assert (after.status, after.encoded) == ("voided", before.encoded)
         view = w.board.of(peer(1).key)
         assert (view.pending, view.settled, view.voided, view.recent) == (0, 0, line.micro_credits, 0)
 
@@ -546,8 +546,8 @@ async def test_what_is_voided_while_recent_credits_are_read_is_taken_out_once(le
         await w.ledger.open(w.place, SPEC, lambda: w.clock[0])
         board = w.leaderboard()
         await board.load()
-        verdict = VoidOrder(SPEC.run_id, account.round, account.record, peer(1).key, account.lines[0].update, "no")
-        await w.ledger.run(lambda ledger: ledger.void(seal_void_order(OWNER, verdict).encoded))
+        void_order = VoidOrder(SPEC.run_id, account.round, account.record, peer(1).key, account.lines[0].update, "no")
+        await w.ledger.run(lambda ledger: ledger.void(seal_void_order(OWNER, void_order).encoded))
         await board.load_recent()
         await board.refresh()
         one = RULE.micro_credits(40) * math.log(2) / 7

@@ -37,7 +37,7 @@ def brief_of(of=RECORD) -> bytes:
 
 
 def changed(**changes) -> bytes:
-    """Return a brief of RECORD with other names, or another signature."""
+    """Return a compact record of RECORD with other names, or another signature."""
     envelope = wire.Envelope.FromString(brief_of())
     body = wire.RoundRecord.FromString(envelope.payload)
     if "names" in changes:
@@ -54,11 +54,11 @@ def changed(**changes) -> bytes:
 
 def test_a_record_is_put_together_to_the_byte_and_opened_as_ever():
     sent = brief_of()
-    brief = parse_compact_record(sent)
-    assert is_compact_record(sent) and not is_compact_record(RECORD.encoded) and brief.author == RECORD.author
+    parsed = parse_compact_record(sent)
+    assert is_compact_record(sent) and not is_compact_record(RECORD.encoded) and parsed.author == RECORD.author
     assert len(sent) < len(RECORD.encoded) / 10
-    assert brief.reconstruct(SENT) == RECORD.encoded
-    assert decoder().decode(brief.reconstruct(SENT), RoundRecord) == RECORD
+    assert parsed.reconstruct(SENT) == RECORD.encoded
+    assert decoder().decode(parsed.reconstruct(SENT), RoundRecord) == RECORD
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ def test_other_headers_than_are_named_are_refused(headers):
 
 def test_a_brief_that_its_author_did_not_sign_comes_to_nothing():
     for sent in (changed(key=bytes(A)), changed(signature=bytes(64)), changed(names=[header_id(SENT[0])])):
-        brief = parse_compact_record(sent)
+        parsed = parse_compact_record(sent)
         with pytest.raises(SignatureError):
-            decoder().decode(brief.reconstruct([h for h in SENT if header_id(h) in brief.header_ids]), RoundRecord)
+            decoder().decode(parsed.reconstruct([h for h in SENT if header_id(h) in parsed.header_ids]), RoundRecord)
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_a_full_disk_costs_the_next_start_a_question_not_this_one_the_word(store
 
 def test_anybody_is_told_of_this_run_and_nobody_of_another(store):
     locator = CoordinatorLocator(store, RUN)
-    ask = wire.CoordinatorAddressRequest(run=RUN.run_id, spec=True)
+    ask = wire.CoordinatorAddressRequest(run=RUN.run_id, wants_spec=True)
     assert locator.answer(ask, ()) == wire.CoordinatorAddressReply(spec=SENT)
     locator.accept(word(5).encoded)
     reply = locator.answer(ask, [f"/ip4/1.1.1.1/tcp/{i}" for i in range(1000)])
@@ -118,7 +118,7 @@ class FakeNetwork:
     async def request_coordinator_address(
         self, to: PeerKey, request: wire.CoordinatorAddressRequest
     ) -> wire.CoordinatorAddressReply:
-        assert request.run == RUN.run_id and not request.spec
+        assert request.run == RUN.run_id and not request.wants_spec
         answer = self._answers[to]
         if isinstance(answer, Exception):
             raise answer

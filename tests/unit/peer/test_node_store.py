@@ -145,13 +145,13 @@ def test_others_get_what_they_lack_and_strange_questions_an_error(store):
     for c in made.certificates:
         chain.add(c)
     have = made.certificates[1].record.digest
-    reply = log.answer(wire.ChainRequest(run=SPEC.run_id, have=[b"z" * 32, have]))
+    reply = log.answer(wire.ChainRequest(run=SPEC.run_id, locator=[b"z" * 32, have]))
     assert list(reply.certificates) == [encode_certificate(c) for c in made.certificates[2:]] and not reply.more
     assert len(log.answer(wire.ChainRequest(run=SPEC.run_id)).certificates) == 6
     for wrong in (
         wire.ChainRequest(run=b"r" * 32),
-        wire.ChainRequest(run=SPEC.run_id, have=[b"short"]),
-        wire.ChainRequest(run=SPEC.run_id, have=[bytes(32)] * 300),
+        wire.ChainRequest(run=SPEC.run_id, locator=[b"short"]),
+        wire.ChainRequest(run=SPEC.run_id, locator=[bytes(32)] * 300),
     ):
         with pytest.raises(MalformedError):
             log.answer(wrong)

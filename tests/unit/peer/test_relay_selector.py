@@ -66,14 +66,14 @@ def test_strangers_neither_relay_nor_are_relayed_nor_ask_for_it():
 def test_a_member_is_unheard_when_only_others_tell_of_it_and_no_more_once_it_speaks_itself():
     here = PeerTable(KEYS[0], forget_seconds=60.0, limit=10)
     here.hear(heartbeat(PEERS[1], sequence=1), 0.0, direct=False)
-    assert here.unheard(1.0, 3.0) == []  # it has had no time yet
+    assert here.unreachable(1.0, 3.0) == []  # it has had no time yet
     here.hear(heartbeat(PEERS[1], sequence=2), 4.0, direct=False)
-    assert here.unheard(4.0, 3.0) == [KEYS[1]]
+    assert here.unreachable(4.0, 3.0) == [KEYS[1]]
     here.hear(heartbeat(PEERS[1], sequence=2), 5.0, direct=True)  # no news, but first-hand
-    assert here.unheard(6.0, 3.0) == []
+    assert here.unreachable(6.0, 3.0) == []
 
 
 def test_an_observer_is_not_waited_for():
     here = PeerTable(KEYS[0], forget_seconds=60.0, limit=10)
     here.hear(heartbeat(PEERS[1], admission=b""), 0.0, direct=False)
-    assert here.unheard(10.0, 3.0) == []
+    assert here.unreachable(10.0, 3.0) == []

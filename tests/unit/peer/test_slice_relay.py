@@ -44,10 +44,10 @@ class Seats:
 def relaying(*, asker_hears=(), seated_hears=()) -> RelaySelector:
     """Return a selector: author, asker and the third are behind NATs, except as given; the others receive from all."""
     nats = [AUTHOR, ASKER, SEATED]
-    unheard = {p.key: {o for o in nats if o is not p} for p in nats}
-    unheard[ASKER.key] -= set(asker_hears)
-    unheard[SEATED.key] -= set(seated_hears)
-    said = {p: tuple(short_id(o.key) for o in unheard[p.key]) for p in nats}
+    unreachable = {p.key: {o for o in nats if o is not p} for p in nats}
+    unreachable[ASKER.key] -= set(asker_hears)
+    unreachable[SEATED.key] -= set(seated_hears)
+    said = {p: tuple(short_id(o.key) for o in unreachable[p.key]) for p in nats}
     beats = {p.key: heartbeat(p, admission=b"a", unreachable=said.get(p, ())) for p in (*nats, *OTHERS)}
     return RelaySelector(beats)
 

@@ -47,7 +47,7 @@ class Member:
     async def start(self, *initial: str) -> None:
         handlers = Handlers(
             on_packet=lambda sender, packet: self.packets.append((sender, packet)),
-            on_chain_request=lambda sender, request: wire.ChainReply(certificates=list(request.have)),
+            on_chain_request=lambda sender, request: wire.ChainReply(certificates=list(request.locator)),
             may_serve=lambda blob, by: self.may_serve(blob, by),
             on_blob_requested=lambda blob, by: self.requested.append((blob, by)),
         )
@@ -74,7 +74,7 @@ async def test_packets_and_requests_go_to_whoever_they_are_for(three: list[Membe
     packet = wire.Packet(messages=[b"hello"])
     await b.swarm.send(a.key, packet)
     assert a.packets == [(b.key, packet)] and not c.packets
-    assert list((await b.swarm.request_chain(c.key, wire.ChainRequest(have=[b"x"]))).certificates) == [b"x"]
+    assert list((await b.swarm.request_chain(c.key, wire.ChainRequest(locator=[b"x"]))).certificates) == [b"x"]
     assert set(await a.swarm.peers()) == {b.key, c.key} and a.swarm.bytes_down == b.swarm.bytes_up - 3
     with pytest.raises(PacketTooLarge):
         await b.swarm.send(a.key, wire.Packet(messages=[bytes(5_000_000)]))

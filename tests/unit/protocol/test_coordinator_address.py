@@ -81,7 +81,7 @@ def test_what_is_signed_is_what_is_read():
         raw(addresses=["/" + "a" * 200]),
         raw(addresses=["/ip4/1.2.3.4\n"]),
         raw(coordinators=["c.example:1"], addresses=["/" + "a" * 199] * 8) + bytes(MAX_COORDINATOR_ADDRESS_ENVELOPE),
-        raw(kind="final"),
+        raw(kind="finalization"),
     ],
 )
 def test_what_is_not_well_formed_or_of_another_run_is_refused(sent: bytes):

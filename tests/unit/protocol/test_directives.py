@@ -40,7 +40,7 @@ def test_only_the_owners_word_is_one_and_others_cost_no_signature(monkeypatch):
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda m: setattr(m, "order", "stopped"),
+        lambda m: setattr(m, "run_status", "stopped"),
         lambda m: m.banned.reverse(),
         lambda m: m.banned.append(m.banned[-1]),
         lambda m: m.banned.append(b"short"),

@@ -12,7 +12,7 @@ from protocol.wire import swarm_pb2 as wire
 from tests.support.specs import identity
 
 SIGNER = identity("signer")
-KINDS = st.sampled_from(["update", "vote", "record", "final", "run-spec"])
+KINDS = st.sampled_from(["update-header", "vote", "round-record", "finalization", "run-spec"])
 PAYLOADS = st.binary(max_size=200)
 
 
@@ -41,12 +41,12 @@ def test_no_two_messages_have_the_same_signed_bytes(a: tuple[str, bytes], b: tup
 @given(PAYLOADS)
 def test_a_message_of_one_kind_is_none_of_another(payload: bytes):
     sealed = seal(SIGNER, "vote", payload)
-    with pytest.raises(SignatureError, match="'vote' where 'final' was expected"):
-        open_envelope(sealed.encoded, "final")
+    with pytest.raises(SignatureError, match="'vote' where 'finalization' was expected"):
+        open_envelope(sealed.encoded, "finalization")
     relabelled = wire.Envelope.FromString(sealed.encoded)
-    relabelled.kind = "final"
+    relabelled.kind = "finalization"
     with pytest.raises(SignatureError, match="does not verify"):
-        open_envelope(relabelled.SerializeToString(), "final")
+        open_envelope(relabelled.SerializeToString(), "finalization")
 
 
 @given(PAYLOADS, st.data())
@@ -163,7 +163,7 @@ def test_a_strange_kind_is_shown_quoted():
 def test_a_digest_names_one_kind_author_and_payload(a: bytes, b: bytes):
     digests = {
         content_digest(kind, key, payload)
-        for kind in ("vote", "final")
+        for kind in ("vote", "finalization")
         for key in (SIGNER.key, identity("stranger").key)
         for payload in {a, b}
     }

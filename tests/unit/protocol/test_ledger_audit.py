@@ -224,19 +224,19 @@ def test_a_log_rewritten_and_signed_again_differs_from_what_this_machine_saw(wor
     assert any("seen by this machine" in f for f in found)
 
 
-def test_a_verdict_that_the_owner_did_not_sign_is_named():
+def test_a_void_order_that_the_owner_did_not_sign_is_named():
     world = LedgerWorld(3)
     account = world.round({1: 4, 2: 3, 3: 2})
     world.void(account, 1)
     entry = len(world.log) - 1
     what = decode_entry(world.log[entry].sent).payload
-    stranger = seal(identity("stranger"), "verdict", b"x").encoded
+    stranger = seal(identity("stranger"), "void-order", b"x").encoded
     world.change_entry(entry, void_order=stranger)
     assert what != decode_entry(world.log[entry].sent).payload
-    only(world.found(), f"entry {entry} (void)", "verdict that does not count")
+    only(world.found(), f"entry {entry} (void)", "void order that does not count")
 
 
-def test_a_void_of_another_line_than_the_verdict_names_is_named():
+def test_a_void_of_another_line_than_the_void_order_names_is_named():
     world = LedgerWorld(3)
     account = world.round({1: 4, 2: 3, 3: 2})
     world.void(account, 1)

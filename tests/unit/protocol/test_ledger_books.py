@@ -1,4 +1,4 @@
-"""The ledger as written down: settlements, verdicts, rollbacks, the tree. The same in both databases."""
+"""The ledger as written down: settlements, void orders, rollbacks, the tree. The same in both databases."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def accounts_of(chain: ChainMaker):
     return [credits_of(c, RULE) for c in chain.certificates]
 
 
-def verdict_on(account, i: int, reason: str = "too much for the time it had", by=OWNER) -> bytes:
+def void_order_on(account, i: int, reason: str = "too much for the time it had", by=OWNER) -> bytes:
     line = account.lines[i]
     return seal_void_order(
         by, VoidOrder(SPEC.run_id, account.round, account.record, line.peer, line.update, reason)
@@ -78,20 +78,20 @@ def test_credit_is_pending_until_enough_rounds_are_posted_after_it(ledger, ledge
     assert [e.number for e in ledger.history_of(peer(1).key, before=first)] == [2, 1, 0]
 
 
-def test_a_verdict_voids_a_line_while_it_is_pending_and_never_after(ledger, ledger_place):
+def test_a_void_order_voids_a_line_while_it_is_pending_and_never_after(ledger, ledger_place):
     accounts = accounts_of(chain_of(4))
     for account in accounts[:2]:
         ledger.post(account)
-    ledger.void(verdict_on(accounts[1], 0))
+    ledger.void(void_order_on(accounts[1], 0))
     ledger = again(ledger, ledger_place)
     with pytest.raises(LedgerConflictError, match="voided already"):
-        ledger.void(verdict_on(accounts[1], 0))
+        ledger.void(void_order_on(accounts[1], 0))
     for account in accounts[2:]:
         ledger.post(account)
     with pytest.raises(LedgerConflictError, match="what is settled stays"):
-        ledger.void(verdict_on(accounts[1], 1))
+        ledger.void(void_order_on(accounts[1], 1))
     with pytest.raises(LedgerConflictError, match="does not own the run"):
-        ledger.void(verdict_on(accounts[3], 1, by=identity("stranger")))
+        ledger.void(void_order_on(accounts[3], 1, by=identity("stranger")))
     lost = accounts[1].lines[0]
     standing = ledger.balances()[lost.peer]
     assert (standing.voided.micro_credits, standing.voided.rounds) == (lost.micro_credits, 1)
@@ -166,7 +166,7 @@ def test_a_stranger_replays_the_log_and_gets_the_same_balances(ledger):
     accounts = accounts_of(chain_of(5))
     for account in accounts:
         ledger.post(account)
-    ledger.void(verdict_on(accounts[4], 2))
+    ledger.void(void_order_on(accounts[4], 2))
     books = LedgerState.of(SPEC)
     for i, sent in enumerate(ledger.entries(0, 1000)):
         books.replay(sent, ledger.lines(i))

@@ -41,7 +41,7 @@ class Posted:
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """Rounds, verdicts and rollbacks in any order, with restarts, crashes and clocks that jump."""
+    """Rounds, void orders and rollbacks in any order, with restarts, crashes and clocks that jump."""
 
     def __init__(self):
         super().__init__()
@@ -88,10 +88,12 @@ class LedgerMachine(RuleBasedStateMachine):
     def next(self, windows: dict[int, int]) -> RoundCredits:
         return self.account(len(self.branch), self.tip, windows)
 
-    def verdict(self, account: RoundCredits, i: int, by=OWNER) -> bytes:
+    def void_order(self, account: RoundCredits, i: int, by=OWNER) -> bytes:
         line = account.lines[i]
-        verdict = VoidOrder(self.spec.run_id, account.round, account.record, line.peer, line.update, "checked by hand")
-        return seal_void_order(by, verdict).encoded
+        void_order = VoidOrder(
+            self.spec.run_id, account.round, account.record, line.peer, line.update, "checked by hand"
+        )
+        return seal_void_order(by, void_order).encoded
 
     def is_settled(self, number: int) -> bool:
         return len(self.posted) - 1 - number >= self.rule_.hold_rounds
@@ -147,13 +149,13 @@ class LedgerMachine(RuleBasedStateMachine):
         posted = self.posted[number]
         i = data.draw(st.integers(0, len(posted.account.lines) - 1))
         with pytest.raises(LedgerConflictError):
-            self.ledger.void(self.verdict(posted.account, i, by=identity("stranger")))
-        verdict = self.verdict(posted.account, i)
+            self.ledger.void(self.void_order(posted.account, i, by=identity("stranger")))
+        void_order = self.void_order(posted.account, i)
         if self.is_settled(number) or i in posted.voided:
             with pytest.raises(LedgerConflictError):
-                self.ledger.void(verdict)
+                self.ledger.void(void_order)
         else:
-            self.ledger.void(verdict)
+            self.ledger.void(void_order)
             posted.voided.add(i)
             self.others += 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -64,6 +65,11 @@ def test_each_kind_opens_as_it_was_signed(signed: Signed[Any]):
 
 def test_there_is_a_sample_of_each_kind():
     assert {type(s.body) for s in ONE_OF_EACH} == KINDS.keys()
+
+
+def test_the_kind_of_a_message_is_the_name_of_its_class():
+    for body, (kind, *_) in KINDS.items():
+        assert kind == re.sub(r"(?<=[a-z])(?=[A-Z])", "-", body.__name__).lower()
 
 
 COUNTS = st.integers(0, MAX_COUNT)
@@ -131,9 +137,9 @@ def test_nobody_signs_a_header_that_others_would_refuse(changes: dict[str, Any])
      {"loss": math.inf}, {"loss": -math.inf}, {"run": bytes(OTHER_RUN)}],
 )  # fmt: skip
 def test_an_impossible_header_is_malformed(changes: dict[str, Any]):
-    decoder().decode_header(raw(PEERS[1], "update", wire_header()))  # without the change it is a good one
+    decoder().decode_header(raw(PEERS[1], "update-header", wire_header()))  # without the change it is a good one
     with pytest.raises(MalformedError):
-        decoder().decode_header(raw(PEERS[1], "update", wire_header(**changes)))
+        decoder().decode_header(raw(PEERS[1], "update-header", wire_header(**changes)))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +161,7 @@ def test_an_impossible_heartbeat_is_malformed(changes: dict[str, Any]):
 
 @pytest.mark.parametrize(
     "fields",
-    [{"known": [1] * (MAX_KNOWN_HEADERS + 1)}, {"addresses": ["a"] * (MAX_ADDRESSES + 1)},
+    [{"known_headers": [1] * (MAX_KNOWN_HEADERS + 1)}, {"addresses": ["a"] * (MAX_ADDRESSES + 1)},
      {"addresses": ["a" * (MAX_ADDRESS + 1)]}, {"addresses": ["é" * (MAX_ADDRESS // 2 + 1)]},
      {"addresses": ["/ip4/\x00"]},
      {"addresses": ["/ip4/\x9b2J"]}],
@@ -185,13 +191,13 @@ def test_invalid_utf8_is_malformed():
 
 def test_an_unknown_kind_is_malformed():
     with pytest.raises(MalformedError, match="unknown kind"):
-        decoder().decode_kind(HEADERS[0].encoded, "\x1b[2Jupdate")
+        decoder().decode_kind(HEADERS[0].encoded, "\x1b[2Jupdate-header")
 
 
 def test_a_field_that_a_newer_version_adds_is_passed_over():
     # Bounded by the limit of the kind, signed by the author and named by its digest: it harms nobody.
     payload = wire_header().SerializeToString() + b"\x7a\x03new"
-    assert decoder().decode_header(seal(PEERS[1], "update", payload).encoded).body == HEADERS[1].body
+    assert decoder().decode_header(seal(PEERS[1], "update-header", payload).encoded).body == HEADERS[1].body
 
 
 @pytest.mark.parametrize("body", [Admission, UpdateHeader, Vote, Finalization, Goodbye, Heartbeat])
@@ -249,7 +255,7 @@ def test_a_header_without_its_authors_admission_never_opens(how: str):
             elif how == "open":
                 o.decode(signed.encoded, UpdateHeader)
             elif how == "open_any":
-                o.decode_kind(signed.encoded, "update")
+                o.decode_kind(signed.encoded, "update-header")
             else:
                 o.decode(record([signed]).encoded, RoundRecord)
         with pytest.raises(ProtocolError):  # nor at the second try

@@ -76,7 +76,7 @@ def test_a_record_knows_its_contributors_and_its_work():
 )  # fmt: skip
 def test_a_record_lists_each_author_once_in_order(headers: list[bytes]):
     with pytest.raises((MalformedError, SignatureError)):
-        decoder().decode(raw(PEERS[0], "record", wire_record(headers)), RoundRecord)
+        decoder().decode(raw(PEERS[0], "round-record", wire_record(headers)), RoundRecord)
 
 
 @pytest.mark.parametrize(
@@ -85,16 +85,16 @@ def test_a_record_lists_each_author_once_in_order(headers: list[bytes]):
 def test_a_record_lists_updates_of_its_own_round_alone(changes: dict[str, Any]):
     odd = header(PEERS[2], **changes)
     with pytest.raises(MalformedError):
-        decoder().decode(raw(PEERS[0], "record", wire_record([SENT[0], odd.encoded])), RoundRecord)
+        decoder().decode(raw(PEERS[0], "round-record", wire_record([SENT[0], odd.encoded])), RoundRecord)
 
 
 @pytest.mark.parametrize(
     "changes", [{"attempt": 2**20 + 1}, {"round": 2**64 - 1}, {"parent": b""}, {"run": bytes(OTHER_RUN)}]
 )
 def test_an_impossible_record_is_malformed(changes: dict[str, Any]):
-    decoder().decode(raw(PEERS[0], "record", wire_record(SENT)), RoundRecord)
+    decoder().decode(raw(PEERS[0], "round-record", wire_record(SENT)), RoundRecord)
     with pytest.raises(MalformedError):
-        decoder().decode(raw(PEERS[0], "record", wire_record(SENT, **changes)), RoundRecord)
+        decoder().decode(raw(PEERS[0], "round-record", wire_record(SENT, **changes)), RoundRecord)
 
 
 # -- certificates ---------------------------------------------------------------------------------------------
@@ -127,13 +127,13 @@ def test_what_the_chain_calls_a_record_binds_its_parts_and_is_the_records_digest
     "parts", [(), PARTS[:6], PARTS[::-1], (*PARTS, PARTS[0]), (digest("else"), *PARTS[1:]), (PARTS[0],) * MAX_SHARDS]
 )
 def test_votes_for_some_parts_certify_no_others(parts):
-    with pytest.raises(MalformedError, match="other parts"):
+    with pytest.raises(MalformedError, match="other shards"):
         decoder().decode_certificate(encode_certificate(Certificate(RECORD, REDUCED_CERTIFICATE.votes, parts)))
 
 
 def test_votes_for_no_parts_certify_none_and_mixed_votes_nothing():
     for votes in (VOTES[:5], [*REDUCED_CERTIFICATE.votes[:4], VOTES[4]]):
-        with pytest.raises(MalformedError, match="other parts"):
+        with pytest.raises(MalformedError, match="other shards"):
             decoder().decode_certificate(encode_certificate(Certificate(RECORD, tuple(votes), PARTS)))
 
 
@@ -142,7 +142,7 @@ def test_impossible_parts_are_malformed(parts: list[bytes]):
     votes = [v.encoded for v in REDUCED_CERTIFICATE.votes]
     with pytest.raises(MalformedError):
         decoder().decode_certificate(
-            wire.Certificate(record=RECORD.encoded, votes=votes, parts=parts).SerializeToString()
+            wire.Certificate(record=RECORD.encoded, votes=votes, shards=parts).SerializeToString()
         )
 
 
@@ -152,26 +152,26 @@ _KEYS = [bytes(p.key) for p in PEERS]
 @pytest.mark.parametrize(
     "changes",
     [
-        {"part": MAX_SHARDS},
-        {"part": 2**32 - 1},
+        {"shard": MAX_SHARDS},
+        {"shard": 2**32 - 1},
         {"blob": b""},
         {"blob": b"short"},
-        {"lacking": _KEYS[:1]},
-        {"blob": b"", "lacking": [_KEYS[1], _KEYS[0]]},
-        {"blob": b"", "lacking": [_KEYS[0], _KEYS[0]]},
-        {"blob": b"", "lacking": [b"key"]},
-        {"blob": b"", "lacking": [i.to_bytes(32, "big") for i in range(MAX_MISSING_AUTHORS + 1)]},
+        {"missing": _KEYS[:1]},
+        {"blob": b"", "missing": [_KEYS[1], _KEYS[0]]},
+        {"blob": b"", "missing": [_KEYS[0], _KEYS[0]]},
+        {"blob": b"", "missing": [b"key"]},
+        {"blob": b"", "missing": [i.to_bytes(32, "big") for i in range(MAX_MISSING_AUTHORS + 1)]},
         {"record": b""},
         {"round": 2**64 - 1},
     ],
 )
 def test_an_impossible_word_on_a_part_is_malformed(changes: dict[str, Any]):
     def sent(**changes: Any) -> bytes:
-        fields = {"run": RUN, "round": 3, "record": RECORD.digest, "part": 1, "blob": PARTS[1]}
-        return raw(PEERS[0], "reduced", wire.ShardAttestation(**{**fields, **changes}))
+        fields = {"run": RUN, "round": 3, "record": RECORD.digest, "shard": 1, "blob": PARTS[1]}
+        return raw(PEERS[0], "shard-attestation", wire.ShardAttestation(**{**fields, **changes}))
 
     decoder().decode(sent(), ShardAttestation)
-    decoder().decode(sent(blob=b"", lacking=_KEYS), ShardAttestation)
+    decoder().decode(sent(blob=b"", missing=_KEYS), ShardAttestation)
     with pytest.raises(MalformedError):
         decoder().decode(sent(**changes), ShardAttestation)
 
@@ -210,7 +210,7 @@ _OTHER = record(HEADERS, attempt=1)
         _V[:4] + [vote(PEERS[4], _OTHER).encoded],
         _V[:4] + [vote(PEERS[4], RECORD, round=Round(4)).encoded],
         _V[:4] + [vote(PEERS[4], RECORD, run=OTHER_RUN).encoded],
-        _V[:4] + [raw(PEERS[4], "final", wire.Vote(run=RUN, round=3, record=RECORD.digest))],
+        _V[:4] + [raw(PEERS[4], "finalization", wire.Vote(run=RUN, round=3, record=RECORD.digest))],
         _V[:4] + [_V[4][:-1] + bytes([_V[4][-1] ^ 1])],
         _V[:4] + [b""],
         _V[:4] + [SENT[4]],
@@ -263,9 +263,9 @@ def test_the_largest_honest_messages_are_within_their_limits():
         len(vote(PEERS[1], RECORD, round=MAX_ROUND, shards_digest=shards_digest(PARTS)).encoded)
         <= MAX_VOTE_ENVELOPE - 32
     )
-    lacking = tuple(sorted(identity(f"lacking {i}").key for i in range(MAX_MISSING_AUTHORS)))
+    missing = tuple(sorted(identity(f"lacking {i}").key for i in range(MAX_MISSING_AUTHORS)))
     word = KeySigner(PEERS[1]).sign(
-        ShardAttestation(RUN, Round(MAX_ROUND), RECORD.digest, MAX_SHARDS - 1, None, lacking)
+        ShardAttestation(RUN, Round(MAX_ROUND), RECORD.digest, MAX_SHARDS - 1, None, missing)
     )
     assert decoder().decode(word.encoded, ShardAttestation) == word
     beat = heartbeat(

@@ -287,7 +287,7 @@ def test_a_spec_of_another_run_is_refused_though_its_owner_signed_it():
 def test_a_spec_signed_for_another_purpose_is_refused():
     spec = tiny_spec()
     with pytest.raises(SignatureError):
-        open_spec(seal(OWNER, "final", spec.canonical()).encoded, spec.run_id)
+        open_spec(seal(OWNER, "finalization", spec.canonical()).encoded, spec.run_id)
 
 
 def test_the_largest_spec_fits_its_envelope():

@@ -214,7 +214,7 @@ def test_a_slate_without_words_is_given_up_after_the_exchange_and_the_silent_are
     b.reduce_all(record)
     for i in range(3):
         b.word(OTHERS[0], record, i, blob=part(i, b"else"))
-    assert {r.about for r in b.all_of(do.Notice) if r.kind == "part-differs"} == {OTHERS[0]}
+    assert {r.about for r in b.all_of(do.Notice) if r.kind == "shard-differs"} == {OTHERS[0]}
     while not b.all_of(do.CancelReduce):
         b.step(ev.Tick(), b.machine.next_tick)
     assert b.now <= THREE.exchange_seconds + 1e-6

@@ -1,0 +1,80 @@
+"""One record in the chain's tree: its place, its certificate, and the paths up from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from protocol.directives import ActiveDirectives
+from protocol.ids import Digest, PeerKey
+from protocol.messages import Certificate
+
+SNAPSHOT_EVERY = 32
+"""Number of rounds after which a record keeps a full map of next windows; those between keep only their changes."""
+
+
+class RecordNode:
+    """A record and the records built on it. The root of the tree has no parent and no certificate."""
+
+    __slots__ = (
+        "digest", "parent", "height", "weight", "certificate", "contributors", "next_windows", "is_snapshot",
+        "children", "size", "directives",
+    )  # fmt: skip
+
+    def __init__(self, digest: Digest, parent: RecordNode | None = None, certificate: Certificate | None = None):
+        self.digest = digest
+        self.parent = parent
+        self.certificate = certificate
+        self.children: list[RecordNode] = []
+        self.height = 0
+        """The round that follows: 0 for the genesis, r + 1 for a record of round r."""
+        self.weight = 0
+        """Windows accepted from the genesis up to it."""
+        self.contributors = 0
+        self.size = 0
+        """Bytes of the certificate."""
+        self.directives = ActiveDirectives()
+        self.next_windows: dict[PeerKey, int] = {}
+        self.is_snapshot = False
+        if parent is not None and certificate is not None:
+            record = certificate.record
+            self.height = parent.height + 1
+            self.weight = parent.weight + record.body.windows
+            self.contributors = len(record.body.updates)
+            self.size = len(record.encoded) + sum(len(v.encoded) for v in certificate.votes)
+            self.size += 32 * len(certificate.shards)
+            self.directives = parent.directives.after(record.body)
+            self.next_windows = {u.author: u.body.end_window for u in record.body.updates}
+        if self.height % SNAPSHOT_EVERY == 0:
+            self.make_snapshot()
+
+    def branch(self) -> Iterator[RecordNode]:
+        """Yield the node, its parent, and so on to the root."""
+        node: RecordNode | None = self
+        while node is not None:
+            yield node
+            node = node.parent
+
+    def next_window(self, author: PeerKey) -> int:
+        """Return the end of the author's accepted windows up to here."""
+        for node in self.branch():
+            if (end := node.next_windows.get(author)) is not None:
+                return end
+            if node.is_snapshot:
+                break
+        return 0
+
+    def make_snapshot(self) -> None:
+        """Keep the next windows of all authors up to here."""
+        maps: list[dict[PeerKey, int]] = []
+        for node in self.branch():
+            maps.append(node.next_windows)
+            if node.is_snapshot:
+                break
+        self.next_windows = {author: end for ends in reversed(maps) for author, end in ends.items()}
+        self.is_snapshot = True
+
+    def become_root(self) -> None:
+        """Detach the node from its parent, and drop its certificate."""
+        self.make_snapshot()
+        self.parent = self.certificate = None
+        self.size = 0
