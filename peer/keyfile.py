@@ -8,6 +8,7 @@ import secrets
 import stat
 from pathlib import Path
 
+from peer.durable import flush_folder
 from protocol.errors import IdentityError
 from protocol.identity import Identity, from_key_file, to_key_file
 
@@ -88,11 +89,7 @@ def _make(path: Path) -> Identity:
         os.link(draft, path)  # unlike rename, this fails when another process has written a key meanwhile
     finally:
         os.unlink(draft)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    flush_folder(path.parent)
     return identity
 
 

@@ -30,31 +30,3 @@ from peer.channel.messages import (
     UpdateMade,
 )
 from peer.channel.trainer_end import TrainerEnd
-
-__all__ = [
-    "SAVE_SECONDS",
-    "Applied",
-    "Apply",
-    "Choice",
-    "Failed",
-    "FromTrainer",
-    "Load",
-    "MakeUpdate",
-    "Memory",
-    "Note",
-    "NothingDone",
-    "Orders",
-    "Progress",
-    "Ready",
-    "RoundUpdates",
-    "Start",
-    "Stop",
-    "Stopped",
-    "TimeShares",
-    "ToTrainer",
-    "TrainerEnd",
-    "TrainerExit",
-    "TrainerLink",
-    "UpdateFile",
-    "UpdateMade",
-]

@@ -8,13 +8,3 @@ flushed. All of it is synchronous and thread-safe; code with an event loop calls
 from peer.store.errors import BlobCorrupt, BlobMissing, StoreBusy, StoreError, StoreFull
 from peer.store.in_progress import InProgressBlob
 from peer.store.store import Store
-
-__all__ = [
-    "BlobCorrupt",
-    "BlobMissing",
-    "InProgressBlob",
-    "Store",
-    "StoreBusy",
-    "StoreError",
-    "StoreFull",
-]

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from peer.store.errors import disk_error
+from peer.store.errors import StoreError, StoreFull
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_CLOSED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_NO_RESERVE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
+"""File systems that cannot reserve."""
 
 
 @contextmanager
@@ -17,7 +23,12 @@ def disk(doing: str) -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        raise disk_error(e, doing) from None
+        why = (e.strerror or str(e)).lower()
+        if e.errno in _FULL:
+            raise StoreFull(f"{doing}: {why}; free some disk space, or name a folder on another disk") from None
+        if e.errno in _CLOSED:
+            raise StoreError(f"{doing}: {why}; make the folder writable for this user, or name another one") from None
+        raise StoreError(f"{doing}: {why}; check the disk") from None
 
 
 def write_no_sync(path: Path, data: bytes, *, scratch: Path) -> None:
@@ -49,7 +60,3 @@ def reserve(fd: int, size: int, start: int = 0) -> None:
                 raise
     if os.fstat(fd).st_size < start + size:
         os.ftruncate(fd, start + size)
-
-
-_NO_RESERVE = {22, 38, 95}
-"""EINVAL, ENOSYS, EOPNOTSUPP: file systems that cannot reserve."""

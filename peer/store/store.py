@@ -11,19 +11,22 @@ scratch/      drafts; emptied at every start
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from peer.durable import write_durably
+from peer.durable import flush_folder, write_durably
 from peer.store.blobs import BlobStore
-from peer.store.certificates import CertificateFiles
-from peer.store.disk import disk
+from peer.store.disk import disk, remove
 from peer.store.errors import StoreBusy, StoreError
-from protocol.ids import Digest, Round
+from protocol.ids import Digest, Round, sha256
 
+log = logging.getLogger(__name__)
+
+_CERTIFICATE_NAME = re.compile(r"(\d{13})-([0-9a-f]{64})")
 _VALUE_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 
@@ -45,7 +48,6 @@ class Store(BlobStore):
             except BaseException:
                 os.close(self._lock_fd)
                 raise
-        self._certificates = CertificateFiles(folder / "chain", self.scratch)
 
     def close(self) -> None:
         """Let another process use the store."""
@@ -61,17 +63,44 @@ class Store(BlobStore):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    # -- certificates: a file each, with a checksum; of one round there may be several, the branches of a fork -------
+
     def append_certificate(self, data: bytes, round: Round, digest: Digest) -> None:
         """Keep a certificate; `digest` names its record. Idempotent; durable when it returns. Raises StoreError."""
-        self._certificates.append(data, round, digest)
+        path = self.folder / "chain" / f"{round:013d}-{digest.hex()}"
+        if path.exists():
+            return
+        with disk(f"writing the certificate of round {round}"):
+            write_durably(path, [sha256(data), data], scratch=self.scratch)
 
     def certificates(self) -> Iterator[bytes]:
-        """Yield all certificates by round. A damaged one is removed, with a warning."""
-        return self._certificates.read()
+        """Yield all certificates, by round, then digest. One that fails its checksum is removed, with a warning."""
+        for path, round, _ in self._certificate_files():
+            with disk(f"reading the certificate of round {round}"):
+                content = path.read_bytes()
+                if sha256(content[32:]) != content[:32]:
+                    remove(path)
+                    log.warning("the certificate of round %d on disk was damaged and is removed: others have it", round)
+                    continue
+            yield content[32:]
 
     def drop_certificates(self, unwanted: Callable[[Round, Digest], bool]) -> int:
         """Remove the certificates whose round and record `unwanted` accepts; return their number."""
-        return self._certificates.drop(unwanted)
+        with disk("removing old certificates"):
+            old = [path for path, round, digest in self._certificate_files() if unwanted(round, digest)]
+            for path in old:
+                remove(path)
+            if old:
+                flush_folder(self.folder / "chain")
+        return len(old)
+
+    def _certificate_files(self) -> list[tuple[Path, Round, Digest]]:
+        with disk("listing the certificates"):
+            files = sorted((self.folder / "chain").iterdir())
+        matches = [(file, m) for file in files if (m := _CERTIFICATE_NAME.fullmatch(file.name))]
+        return [(file, Round(int(m[1])), Digest.parse(m[2])) for file, m in matches]
+
+    # -- values ------------------------------------------------------------------------------------------------------
 
     def write_value(self, name: str, data: bytes) -> None:
         """Keep a small value under a name, in place of an older one; durable when it returns. Raises StoreError."""

@@ -16,16 +16,3 @@ from peer.swarm.errors import (
     SwarmStartError,
 )
 from peer.swarm.swarm import MAX_PACKET, Handlers, Swarm, SwarmLimits
-
-__all__ = [
-    "MAX_PACKET",
-    "BlobFetchError",
-    "Handlers",
-    "PacketTooLarge",
-    "PeerRefused",
-    "PeerUnreachable",
-    "Swarm",
-    "SwarmError",
-    "SwarmLimits",
-    "SwarmStartError",
-]

@@ -13,11 +13,10 @@ from contextlib import asynccontextmanager
 import async_timeout
 
 from peer.swarm.addresses import dial_addresses
-from peer.swarm.call_names import call_name
 from peer.swarm.errors import PeerUnreachable, SwarmError
 from peer.swarm.libp2p import Libp2pTransport
 from peer.swarm.rate_limiter import RateLimiter
-from peer.swarm.transport import Transport
+from peer.swarm.transport import Transport, call_name
 from protocol.errors import MalformedError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, RunId

@@ -18,15 +18,13 @@ from google.protobuf.message import Message
 
 from peer.store import Store
 from peer.swarm.addresses import announceable, dial_addresses
-from peer.swarm.call_names import Call, call_name
 from peer.swarm.errors import PacketTooLarge, PeerUnreachable
 from peer.swarm.libp2p import START_SECONDS, Libp2pTransport
 from peer.swarm.rate_limiter import CallLimits, RateLimiter
-from peer.swarm.traffic import ByteCount
 from peer.swarm.transfer.blob_server import BlobServer, MayServe, ServeLimits
 from peer.swarm.transfer.fetch import Fetch, OnBad
 from peer.swarm.transfer.streams import StreamLimits, StreamPool
-from peer.swarm.transport import Presence, Transport
+from peer.swarm.transport import ByteCount, Call, Presence, Transport, call_name
 from protocol.errors import MalformedError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, RunId

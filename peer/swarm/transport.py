@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeVar
 
 from google.protobuf.message import Message
 
@@ -18,6 +19,21 @@ A = TypeVar("A", bound=Message)
 
 StreamHandler = Callable[[PeerKey, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 CallHandler = Callable[[PeerKey, Q], Awaitable[Message]]
+
+Call = Literal["packet", "chain", "headers", "coordinator-address", "blob"]
+
+
+def call_name(run: RunId, call: Call) -> str:
+    """Return the name under which members of a run accept this call; "blob" is a stream."""
+    return f"cairn/1/{run.hex()[:8]}/{call}"
+
+
+@dataclass(slots=True)
+class ByteCount:
+    """Payload bytes of packets, certificates and blobs sent (`up`) and received (`down`), without the transport's."""
+
+    up: int = 0
+    down: int = 0
 
 
 class Transport(Protocol):

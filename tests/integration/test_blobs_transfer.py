@@ -14,9 +14,9 @@ import pytest_asyncio
 
 from peer.store import Store
 from peer.swarm import BlobFetchError
-from peer.swarm.call_names import call_name
 from peer.swarm.transfer.frames import BlobOp, BlobRequest, ReplyStatus, parse_reply_head, parse_request, parse_size
 from peer.swarm.transfer.streams import StreamLimits
+from peer.swarm.transport import call_name
 from protocol.errors import MalformedError
 from protocol.ids import Digest
 from protocol.merkle import CHUNK, blob_digest, blob_leaves, tree_hash

@@ -12,10 +12,10 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
 
 from peer.swarm import MAX_PACKET, PacketTooLarge, PeerRefused, PeerUnreachable, SwarmLimits
 from peer.swarm.addresses import parse_address
-from peer.swarm.call_names import call_name
 from peer.swarm.errors import short_report
 from peer.swarm.libp2p.daemon import p2pd_pb2
 from peer.swarm.rate_limiter import CallLimits
+from peer.swarm.transport import call_name
 from protocol.wire import swarm_pb2 as wire
 from tests.support.swarm_world import RUN, Member, Pool, identity, members
 from tests.support.waiting import NEVER, ended, until

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from peer.store import Store
-from peer.swarm.traffic import ByteCount
 from peer.swarm.transfer.blob_server import BlobServer, ServeLimits
 from peer.swarm.transfer.fetch import Fetch
 from peer.swarm.transfer.streams import StreamLimits, StreamPool
+from peer.swarm.transport import ByteCount
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey
 from protocol.merkle import MAX_BLOB

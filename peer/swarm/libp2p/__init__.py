@@ -5,5 +5,3 @@ is repaired by its private attributes, each with the reason.
 """
 
 from peer.swarm.libp2p.transport import START_SECONDS, Libp2pTransport
-
-__all__ = ["START_SECONDS", "Libp2pTransport"]

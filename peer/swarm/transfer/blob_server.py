@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import async_timeout
 
 from peer.store import BlobMissing, Store, StoreError
-from peer.swarm.traffic import ByteCount
 from peer.swarm.transfer.frames import (
     BITS_PER_PAGE,
     LEAVES_PER_PAGE,
@@ -27,6 +26,7 @@ from peer.swarm.transfer.frames import (
     parse_request,
     refusal,
 )
+from peer.swarm.transport import ByteCount
 from protocol.errors import MalformedError
 from protocol.ids import Digest, PeerKey
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 import async_timeout
 
 from peer.swarm.errors import PeerUnreachable
-from peer.swarm.traffic import ByteCount
 from peer.swarm.transfer.congestion import CongestionController, SentMark
 from peer.swarm.transfer.frames import (
     CLIENT_IDLE_SECONDS,
@@ -27,6 +26,7 @@ from peer.swarm.transfer.frames import (
     Lost,
     parse_reply_head,
 )
+from peer.swarm.transport import ByteCount
 from protocol.bounded import BoundedDict
 from protocol.errors import MalformedError
 from protocol.ids import PeerKey

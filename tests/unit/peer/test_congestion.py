@@ -11,10 +11,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from peer.swarm.traffic import ByteCount
 from peer.swarm.transfer.congestion import BASE_SECONDS, FIRST, LEAST, MOST, CongestionController
 from peer.swarm.transfer.frames import BlobOp, BlobReply, BlobRequest, ReplyStatus
 from peer.swarm.transfer.streams import Priority, StreamPool
+from peer.swarm.transport import ByteCount
 from protocol.ids import Digest, PeerKey
 from protocol.merkle import CHUNK
 from tests.support.fetch_world import simulated
