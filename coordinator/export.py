@@ -145,9 +145,6 @@ def _write_generation(folder: Path, config: Mapping[str, Any]) -> None:
     _write(folder / "generation_config.json", json.dumps(fields, indent=2, sort_keys=True) + "\n")
 
 
-# -- the weights ---------------------------------------------------------------------------------------------
-
-
 def _write_weights(checkpoint: Path, held: Layout, target: Path, metadata: Mapping[str, str]) -> Digest:
     """Copy the model's tensors into a safetensors file; return the digest of the checkpoint that was read."""
     wanted = {t.name for t in held.without_momentum().tensors}
@@ -193,9 +190,6 @@ def _chunks(path: Path) -> Iterator[bytes]:
 def checkpoint_digest(path: Path) -> Digest:
     """Return the blob digest of a file. Raises ExportError."""
     return tree_hash([leaf_hash(chunk) for chunk in _chunks(path)])
-
-
-# -- the folder ----------------------------------------------------------------------------------------------
 
 
 def _check_out(out: Path, force: bool) -> None:
