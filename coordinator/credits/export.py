@@ -61,6 +61,9 @@ class CreditRow(NamedTuple):
     status: str
 
 
+COLUMNS = tuple(CreditRow.__annotations__)
+
+
 async def credit_rows(source: EntrySource) -> AsyncIterator[list[CreditRow]]:
     """Yield every credit line of the log as it is now, in order, with its status.
 
@@ -142,7 +145,7 @@ def exported(source: EntrySource, form: str) -> AsyncIterator[bytes]:
 
 async def as_csv(pages: AsyncIterator[Sequence[CreditRow]]) -> AsyncIterator[bytes]:
     """Yield RFC 4180 text, with a header."""
-    yield _csv([CreditRow._fields])
+    yield _csv([COLUMNS])
     async for rows in pages:
         yield await asyncio.to_thread(lambda some=rows: _csv(some))
 
@@ -163,7 +166,7 @@ async def as_parquet(pages: AsyncIterator[Sequence[CreditRow]]) -> AsyncIterator
             "Parquet needs pyarrow, which is not installed here: pip install 'cairn[parquet]', or take CSV"
         ) from None
     texts = {"record", "peer", "update", "status"}
-    schema = pa.schema([(name, pa.string() if name in texts else pa.int64()) for name in CreditRow._fields])
+    schema = pa.schema([(name, pa.string() if name in texts else pa.int64()) for name in COLUMNS])
     sink = _Pieces()
     writer = pq.ParquetWriter(pa.PythonFile(sink, mode="w"), schema, compression="zstd")
     waiting: list[CreditRow] = []
