@@ -13,7 +13,7 @@ from peer.node.inbox import Inbox
 from peer.node.network import Network
 from peer.node.slice_relay import SliceRelay
 from peer.swarm import Handlers
-from protocol.ids import Digest, PeerKey
+from protocol.ids import PeerKey
 from protocol.rounds.events import MessageReceived
 from protocol.rounds.machine import RoundMachine
 from protocol.wire import swarm_pb2 as wire
@@ -54,7 +54,7 @@ class PeerRequests:
         return Handlers(
             on_packet=self.receive,
             on_chain_request=self._answer_chain,
-            may_serve=self.may_serve,
+            may_serve=self._machine.may_serve,
             on_blob_requested=self._relay.note_request,
             on_coordinator_address=self._answer_coordinator,
         )
@@ -75,12 +75,6 @@ class PeerRequests:
                     self._network.observe(message, sender)
             if event is not None and len(self._queue) < room and not self._inbox.is_repeat(event):
                 self._queue.post(event)
-
-    def may_serve(self, blob: Digest, requester: PeerKey) -> str | None:
-        """Return why a peer may not have a blob (now); None when it may."""
-        if self._is_banned(requester):
-            return "the run's owner has banned you"
-        return self._machine.may_serve(blob, requester)
 
     async def _answer_chain(self, sender: PeerKey, request: wire.ChainRequest) -> wire.ChainReply:
         return self._certificates.answer(request)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from protocol.bounded import BoundedDict
 from protocol.ids import PeerKey
 from protocol.messages import Heartbeat, Signed
 
@@ -40,9 +41,9 @@ class PeerTable:
         self._limit = limit
         self._observers = observers
         self._entries: dict[PeerKey, PeerEntry] = {}
-        self._gone: dict[PeerKey, int] = {}
+        self._gone: BoundedDict[PeerKey, int] = BoundedDict(limit)
         """The sequence of the goodbye of each member that left."""
-        self._lost: dict[PeerKey, tuple[str, ...]] = {}
+        self._lost: BoundedDict[PeerKey, tuple[str, ...]] = BoundedDict(MAX_LOST)
 
     @property
     def limit(self) -> int:
@@ -51,7 +52,7 @@ class PeerTable:
 
     def set_limit(self, members: int) -> None:
         """Apply the `max_members` of the open round's policy."""
-        self._limit = members
+        self._limit = self._gone.limit = members
 
     def hear(
         self, heartbeat: Signed[Heartbeat], now: float, *, direct: bool = True, welcome: bool = False
@@ -91,8 +92,6 @@ class PeerTable:
             return
         del self._entries[key]
         self._gone[key] = sequence
-        while len(self._gone) > self._limit:
-            self._gone.pop(next(iter(self._gone)))
 
     def forget_silent(self, now: float) -> list[PeerKey]:
         """Remove the peers without news for `forget_seconds`, and return them."""
@@ -101,8 +100,6 @@ class PeerTable:
             body = self._entries.pop(key).heartbeat.body
             if body.admission and body.addresses:
                 self._lost[key] = tuple(body.addresses)
-        while len(self._lost) > MAX_LOST:
-            del self._lost[next(iter(self._lost))]
         return silent
 
     def lost(self) -> dict[PeerKey, tuple[str, ...]]:
