@@ -68,7 +68,8 @@ def measured(size: Size, device: str, threads: int, parallel: str, turns: int) -
                 once.append(seconds)
                 alone += steps
                 beside += during[:-1] or during
-        parameters, megabytes = trainer.spec.model.layout.numel, trainer.backend.save_size / 2**20
+        parameters = trainer.spec.model.layout.numel
+        megabytes = sum(p.stat().st_size for p in trainer.folder.folder.glob("trainer-*")) / 2**20
     m = statistics.median
     return {
         "parallel": parallel, "parameters": parameters, "megabytes": megabytes,

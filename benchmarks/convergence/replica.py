@@ -34,9 +34,10 @@ class Replica:
     def step(self, windows: Tensor, factor: float) -> StepResult:
         """One inner step. Raises FloatingPointError when it is not finite: this learning rate diverges."""
         self.inner.set_rate(factor)
-        step = self.inner.step(windows)
+        step = self.inner.forward_backward(windows)
         if step is None or not step.is_finite:
             raise FloatingPointError("the loss or the gradient is not finite")
+        self.inner.optimizer_step(step)
         return step
 
     def gradient(self, windows: Tensor) -> Tensor:

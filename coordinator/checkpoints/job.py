@@ -46,7 +46,9 @@ async def run_job(
         stderr=asyncio.subprocess.PIPE, start_new_session=True, limit=MAX_LINE,
     )  # fmt: skip
     stdin, stdout, stderr = process.stdin, process.stdout, process.stderr
-    assert stdin is not None and stdout is not None and stderr is not None
+    assert stdin is not None
+    assert stdout is not None
+    assert stderr is not None
     output = asyncio.create_task(_last_output(stderr))
     try:
         async with async_timeout.timeout(deadline):

@@ -8,7 +8,6 @@ the next `load`.
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,12 +23,12 @@ from peer.training.error_feedback import AcceptedUpdate, ErrorFeedbackLedger
 from peer.training.exchange_point import ExchangePoint
 from peer.training.layers import Report
 from peer.training.owner import ThreadOwned
-from peer.training.saved_state import SavedFolder, SavedState, TrainerManifest
+from peer.training.saved_state import SavedFolder, SavedState, TrainerManifest, file_digest
 from peer.training.windows import UndecidedUpdate
 from protocol.codec import make_codec
 from protocol.errors import CodecError, MalformedError
 from protocol.ids import Digest, PeerKey
-from protocol.merkle import CHUNK, blob_digest, leaf_hash, tree_hash
+from protocol.merkle import blob_digest
 from protocol.outer import Contribution
 from protocol.reduce import Reduction
 from protocol.spec import RunSpec
@@ -133,7 +132,7 @@ class BaseState(ThreadOwned):
         made = UndecidedUpdate(ask.parent, blob_digest(blob), len(blob), first, end, steps, loss.mean)
         manifest = TrainerManifest(ask.parent, self.round, replace(windows, announced=made), dict(self.ledger.entries))
         try:
-            link_into(self._folder.keep_update(blob, manifest), ask.out)
+            link_into(self._folder.keep_update(made.blob, blob, manifest), ask.out)
         except OSError:
             with self._exchange:
                 self._outer.add_back(blob)
@@ -309,16 +308,13 @@ class BaseState(ThreadOwned):
 
     def _check(self, path: Path, digest: Digest) -> None:
         """Raise MalformedError unless the file is the checkpoint with this digest. Raise OSError."""
-        with open(path, "rb") as file:
-            if file.seek(0, 2) != self._state_layout.checkpoint_size:
-                raise MalformedError(f"{path} is not a checkpoint of this run's model: it has {file.tell()} bytes")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                found = tree_hash([leaf_hash(data[i : i + CHUNK]) for i in range(0, len(data), CHUNK)])
-                if found != digest:
-                    raise MalformedError(
-                        f"{path} is damaged or another state: its digest is {found.short}, the chain says "
-                        f"{digest.short}; fetch it again"
-                    )
+        if (size := path.stat().st_size) != self._state_layout.checkpoint_size:
+            raise MalformedError(f"{path} is not a checkpoint of this run's model: it has {size} bytes")
+        if (found := file_digest(path)) != digest:
+            raise MalformedError(
+                f"{path} is damaged or another state: its digest is {found.short}, the chain says {digest.short}; "
+                "fetch it again"
+            )
 
     # -- what survives a restart -------------------------------------------------------------------------------
 
@@ -347,14 +343,11 @@ class BaseState(ThreadOwned):
             # count that work twice.
             text = "the saved state is older than the last accepted update: only its optimiser's moments are used"
             self._report("info", "saved-state", text)
-            self._backend.set_moments(saved)
+            self._backend.resume(saved, everything=False)
             return False
         self._exchange.windows = windows
-        self.ledger.resume(saved.restored)
-        if saved.feedback:
-            self._backend.resume(saved)
-        else:
-            self._backend.set_moments(saved)
+        self.ledger.entries = dict(saved.restored)
+        self._backend.resume(saved, everything=bool(saved.feedback))
         return True
 
 

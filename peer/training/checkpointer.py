@@ -46,22 +46,15 @@ CLOSE_SECONDS = 5.0
 """Maximum time for which `close` waits for a state that is being published."""
 
 
-@dataclass(frozen=True)
-class _Copied:
+@dataclass
+class _Save:
     state: SavedState
     deadline: float
     """When writing begins at the latest (seconds, monotonic)."""
     still: float
-    """Seconds for which training paused for the copy."""
-
-
-@dataclass
-class _Writing:
-    state: SavedState
-    file: Path
-    began: float
-    still: float
-    """Seconds for which training paused for this save."""
+    """Seconds for which training paused for it."""
+    file: Path = Path()
+    began: float = 0.0
     publishing: BackgroundTask[None] | None = None
 
 
@@ -85,8 +78,8 @@ class AsyncCheckpointer:
         self._exchange = exchange
         self._manifest = manifest
         self._report = report
-        self._copied: _Copied | None = None
-        self._writing: _Writing | None = None
+        self._copied: _Save | None = None
+        self._writing: _Save | None = None
         self.due = 0.0
         """When the next save may start (seconds, monotonic, as all times here)."""
         self._pause = 0.0
@@ -142,7 +135,7 @@ class AsyncCheckpointer:
             if need <= MEMORY_SHARE * room:
                 self._backend.copy_state()
                 now = time.monotonic()
-                self._copied = _Copied(state, now + SAVE_DELAY, now - began)
+                self._copied = _Save(state, now + SAVE_DELAY, now - began)
                 return
         self._report_pause(need, room)
         self._drop_copy()
@@ -172,18 +165,18 @@ class AsyncCheckpointer:
             elif save.publishing is not None and save.publishing.is_done:
                 self._done(save, save.publishing)
 
-    def _begin(self, copied: _Copied) -> None:
-        began = time.monotonic()
+    def _begin(self, save: _Save) -> None:
+        save.began = time.monotonic()
         try:
-            file = self._folder.next_file()
+            save.file = self._folder.next_file()
         except OSError as e:
             self._drop_copy()
             raise self._failed(e) from None
-        self._backend.start_write(file)
-        self._writing = _Writing(copied.state, file, began, copied.still + time.monotonic() - began)
-        self._copied = None
+        self._backend.start_write(save.file)
+        save.still += time.monotonic() - save.began
+        self._writing, self._copied = save, None
 
-    def _finish(self, save: _Writing) -> None:
+    def _finish(self, save: _Save) -> None:
         began = time.monotonic()
         try:
             self._backend.finish_write()
@@ -192,7 +185,7 @@ class AsyncCheckpointer:
         save.still += time.monotonic() - began
         save.publishing = BackgroundTask(lambda: self._folder.publish(save.state, save.file, self._backend.digest()))
 
-    def _done(self, save: _Writing, publishing: BackgroundTask[None]) -> None:
+    def _done(self, save: _Save, publishing: BackgroundTask[None]) -> None:
         self._writing = None
         try:
             publishing.result()
@@ -234,7 +227,7 @@ class AsyncCheckpointer:
             self.finish()
         self._write_now(time.monotonic())
 
-    def _leaves_no_time(self, save: _Writing, within: float) -> bool:
+    def _leaves_no_time(self, save: _Save, within: float) -> bool:
         """Return whether `within` suffices to write the present state, but not after the rest of the old one."""
         share, spent = self._backend.written_share, time.monotonic() - save.began
         if save.publishing is not None or share <= 0:
@@ -243,15 +236,16 @@ class AsyncCheckpointer:
         return whole <= within < whole + (whole - spent)
 
     def _write_now(self, began: float) -> None:
-        try:
-            with self._exchange:
-                state = self._manifest()
-                if state is None:
-                    return
-                self._folder.write(state, self._backend.write_now)
-        except SavedStateError:
-            self.due = time.monotonic() + RETRY_SECONDS
-            raise
+        with self._exchange:
+            state = self._manifest()
+            if state is None:
+                return
+            try:
+                file = self._folder.next_file()
+                self._backend.write_now(file)
+                self._folder.publish(state, file, self._backend.digest())
+            except OSError as e:
+                raise self._failed(e) from None
         took = time.monotonic() - began
         self._schedule_next(began, took, took)
 

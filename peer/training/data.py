@@ -8,11 +8,11 @@ name. Memory is bounded by the cache, the leaf hashes in use and the batches tha
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -23,14 +23,16 @@ from torch import Tensor
 from peer.errors import PeerError
 from peer.training.sources import LocalFiles, ShardSource, SourceError, at_address
 from protocol.assignment import WindowTable
-from protocol.bounded import BoundedDict
 from protocol.errors import MalformedError, SpecError
 from protocol.ids import Digest
-from protocol.merkle import CHUNK, check_leaves, chunk_size, leaf_hash
+from protocol.merkle import CHUNK, check_leaves, chunk_count, chunk_size, leaf_hash
 from protocol.spec import DataShard, DataSpec
 
 LEAVES_KEPT = 64 * 1024 * 1024
 """Maximum bytes of leaf hashes in memory: those of 512 GiB of shards."""
+
+AHEAD = 2
+"""Batches that are read ahead."""
 
 BACKOFF_SECONDS = 15.0
 """Time for which a source that failed is tried last; doubled each time, up to BACKOFF_MOST_SECONDS."""
@@ -59,7 +61,6 @@ class WindowReader:
         data: the spec's data.
         local: shards that lie on this disk, by digest.
         part: "train" (indices as in `protocol.assignment`) or "validation".
-        addresses: other sources, by default those of the spec. Tried in order, after this disk.
         cache_bytes: verified chunks in memory, at least one.
         timeout: seconds for one request to an address.
         vocabulary: when given, a token that is not below it is a DataError that names the shard.
@@ -72,7 +73,6 @@ class WindowReader:
         local: Mapping[Digest, Path] | None = None,
         *,
         part: Literal["train", "validation"] = "train",
-        addresses: Sequence[str] | None = None,
         cache_bytes: int = 128 * 1024 * 1024,
         timeout: float = 30.0,
         vocabulary: int | None = None,
@@ -85,12 +85,13 @@ class WindowReader:
         self._vocabulary = vocabulary
         self._report = report or _log.warning
         self._lock = threading.Lock()
-        self._chunks: BoundedDict[tuple[int, int], bytes] = BoundedDict(max(1, cache_bytes // CHUNK))
-        self._leaves: OrderedDict[int, bytes] = OrderedDict()
+        self._chunk = lru_cache(max(1, cache_bytes // CHUNK))(self._fetch_chunk)
+        largest = max((32 * chunk_count(shard.size) for shard in self._shards), default=32)
+        self._leaves_of = lru_cache(max(1, LEAVES_KEPT // largest))(self._fetch_leaves)
         self._distrusted: set[tuple[str, Digest]] = set()
         self._backoff: dict[str, tuple[float, float]] = {}  # source -> (end of the backoff, the next one's length)
         self._sources: list[ShardSource] = [LocalFiles(local)] if local else []
-        for address in data.addresses if addresses is None else addresses:
+        for address in data.addresses:  # tried in order, after this disk
             try:
                 self._sources.append(at_address(address, timeout))
             except SpecError as e:
@@ -128,14 +129,9 @@ class WindowReader:
             )
         return tokens
 
-    def _chunk(self, shard: int, index: int) -> bytes:
-        kept = self._chunks.get((shard, index))
-        if kept is not None:
-            self._chunks.move_to_end((shard, index))
-            return kept
+    def _fetch_chunk(self, shard: int, index: int) -> bytes:
         ref = self._shards[shard]
-        leaves = self._leaves_of(shard)
-        expected = leaves[32 * index : 32 * index + 32]
+        expected = self._leaves_of(shard)[32 * index : 32 * index + 32]
 
         def get(source: ShardSource) -> bytes:
             data = source.chunk(ref.name, index * CHUNK, chunk_size(ref.size, index))
@@ -143,15 +139,9 @@ class WindowReader:
                 raise BadBytesError(f"{source.name} gave wrong bytes for shard {ref.name.short}, chunk {index}")
             return data
 
-        data = self._from_any(ref, f"chunk {index}", get)
-        self._chunks[shard, index] = data
-        return data
+        return self._from_any(ref, f"chunk {index}", get)
 
-    def _leaves_of(self, shard: int) -> bytes:
-        kept = self._leaves.get(shard)
-        if kept is not None:
-            self._leaves.move_to_end(shard)
-            return kept
+    def _fetch_leaves(self, shard: int) -> bytes:
         ref = self._shards[shard]
 
         def get(source: ShardSource) -> bytes:
@@ -162,11 +152,7 @@ class WindowReader:
                 raise BadBytesError(f"{source.name} gave wrong leaf hashes for shard {ref.name.short}") from None
             return data
 
-        leaves = self._from_any(ref, "the leaf hashes", get)
-        self._leaves[shard] = leaves
-        while len(self._leaves) > 1 and sum(map(len, self._leaves.values())) > LEAVES_KEPT:
-            self._leaves.popitem(last=False)
-        return leaves
+        return self._from_any(ref, "the leaf hashes", get)
 
     def _from_any(self, ref: DataShard, what: str, get: Callable[[ShardSource], bytes]) -> bytes:
         """Return the bytes of the first source that has them; failed ones come last. Raise DataUnavailableError."""
@@ -197,13 +183,12 @@ class WindowReader:
 
 
 class Batches:
-    """Batches of a peer's windows by its counter; a thread reads ahead.
+    """Batches of a peer's windows by its counter; a thread reads ahead. Used by one thread.
 
     Args:
         reader: the source of the windows.
         windows: (first counter, count) -> window indices; `protocol.assignment.windows_of` with the rest bound.
         batch: windows in a batch.
-        depth: maximum number of batches that are read ahead.
         prepare: called with each batch by the thread that reads it.
     """
 
@@ -213,60 +198,46 @@ class Batches:
         windows: Callable[[int, int], np.ndarray],
         *,
         batch: int,
-        depth: int = 2,
         prepare: Callable[[Tensor], Tensor] | None = None,
     ):
         self._reader, self._windows, self._batch = reader, windows, batch
         self._prepare = prepare or (lambda tokens: tokens)
-        self._ready: queue.Queue[tuple[int, Tensor | Exception]] = queue.Queue(maxsize=max(1, depth))
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._next = -1
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="read ahead")
+        self._ahead: dict[int, Future[Tensor]] = {}
+        """The batches that are read, or are about to be, by their first counter."""
+
+    def request(self, first: int) -> Future[Tensor]:
+        """Return the batch of counters [first, first + batch), to be read now, and AHEAD ones after it: see `take`."""
+        wanted = range(first, first + (1 + AHEAD) * self._batch, self._batch)
+        if first not in self._ahead:
+            self.close()
+        for counter in wanted:
+            if counter not in self._ahead:
+                before = self._ahead.get(counter - self._batch)
+                self._ahead[counter] = self._thread.submit(self._read, counter, before)
+        return self._ahead[first]
 
     def take(self, first: int) -> Tensor:
-        """Return the batch of counters [first, first + batch): int64 [batch, window + 1].
+        """Return the batch of counters [first, first + batch): int64 [batch, window + 1]. Wait for it if need be.
 
-        A `first` that does not follow the last one restarts the reading ahead. Raise the error of reading (DataError);
-        another call for the same batch tries again.
+        A `first` that was not read ahead restarts the reading. Raise the error of reading (DataError); another call for
+        the same batch tries again. A batch that was read is kept until a later one is taken.
         """
-        if first != self._next or self._thread is None:
-            self._restart(first)
-        _, got = self._ready.get()  # the thread always answers: its requests have deadlines
-        if isinstance(got, Exception):
-            self._next = -1
-            raise got
-        self._next = first + self._batch
-        return got
+        try:
+            tokens = self.request(first).result()
+        except Exception:
+            self.close()
+            raise
+        self._ahead = {counter: batch for counter, batch in self._ahead.items() if counter >= first}
+        return tokens
 
     def close(self) -> None:
         """Stop reading ahead."""
-        self._stop.set()
-        while not self._ready.empty():
-            self._ready.get_nowait()
-        self._thread = None
+        for batch in self._ahead.values():
+            batch.cancel()
+        self._ahead = {}
 
-    def _restart(self, first: int) -> None:
-        self.close()
-        # A new queue and flag: an old thread may still be in a request, and its batches must not arrive here.
-        self._stop = threading.Event()
-        self._ready = queue.Queue(maxsize=self._ready.maxsize)
-        self._thread = threading.Thread(
-            target=self._read_ahead, args=(first, self._ready, self._stop), name="read ahead", daemon=True
-        )
-        self._thread.start()
-
-    def _read_ahead(self, first: int, ready: queue.Queue, stop: threading.Event) -> None:
-        while not stop.is_set():
-            try:
-                got: Tensor | Exception = self._prepare(self._reader.read(self._windows(first, self._batch)))
-            except Exception as e:  # noqa: BLE001 - raised again in `take`, in the thread that trains
-                got = e
-            while not stop.is_set():
-                try:
-                    ready.put((first, got), timeout=0.2)
-                    break
-                except queue.Full:
-                    continue
-            if isinstance(got, Exception):
-                return
-            first += self._batch
+    def _read(self, first: int, before: Future[Tensor] | None) -> Tensor:
+        if before is not None and (error := before.exception()) is not None:
+            raise error  # another try begins with the batch that failed, and must not wait for this one
+        return self._prepare(self._reader.read(self._windows(first, self._batch)))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -72,3 +73,12 @@ def out_of_memory(device: torch.device, doing: str) -> TrainingError:
         f"the memory of {device_name(device)} does not suffice to {doing}: a peer of this run needs about 28 bytes a "
         "parameter and room for one window; stop other programs on it, choose another device, or a GPU with more memory"
     )
+
+
+@contextmanager
+def memory_for(device: torch.device, doing: str) -> Iterator[None]:
+    """Run a block. Raise TrainingError, `out_of_memory`, when memory runs out in it."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise out_of_memory(device, doing) from None

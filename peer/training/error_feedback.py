@@ -7,8 +7,8 @@ branches win and lose. The feedback then contains each of these values once, dec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -38,23 +38,17 @@ class AcceptedUpdate:
     shards: Callable[[], Sequence[Blob]] = tuple
 
 
+@dataclass
 class ErrorFeedbackLedger:
     """Part of the base state, and changed under the exchange point's lock, as the feedback itself."""
 
-    def __init__(
-        self, outer: OuterSide, reduction: Reduction, folder: SavedFolder, device: torch.device, report: Report
-    ):
-        self._outer = outer
-        self._reduction = reduction
-        self._folder = folder
-        self._device = device
-        self._report = report
-        self.entries: dict[Digest, FeedbackEntry] = {}
-        """The feedback's content by update; replaced or changed under the lock."""
-
-    def resume(self, entries: Mapping[Digest, FeedbackEntry]) -> None:
-        """Continue with the entries of a saved feedback."""
-        self.entries = dict(entries)
+    outer: OuterSide
+    reduction: Reduction
+    folder: SavedFolder
+    device: torch.device
+    report: Report
+    entries: dict[Digest, FeedbackEntry] = field(default_factory=dict)
+    """The feedback's content by update; replaced or changed under the lock."""
 
     def decay(self, beta: float) -> None:
         """Multiply every entry by `beta`, as an announcement does with the feedback."""
@@ -82,7 +76,7 @@ class ErrorFeedbackLedger:
         """Keep of an update that counts only the values that its round did not transmit."""
         try:
             shards = update.shards()
-            mask = untransmitted(update.blob, shards, self._reduction, self._device) if shards else None
+            mask = untransmitted(update.blob, shards, self.reduction, self.device) if shards else None
             only = mask and mask.to_bytes()
             if name in self.entries and only is not None and self.entries[name].only == blob_digest(only):
                 return
@@ -94,21 +88,21 @@ class ErrorFeedbackLedger:
 
     def report_lost(self, why: Exception) -> None:
         """Report that no update will carry the work of one that does not count."""
-        self._report("warning", "lost-update", f"an own update that missed its round cannot be put back: {why}")
+        self.report("warning", "lost-update", f"an own update that missed its round cannot be put back: {why}")
 
     def report_untransmitted_lost(self, why: Exception) -> None:
         """Report that the values which a round did not transmit are lost."""
-        self._report("warning", "lost-update", f"what a round dropped of an own update cannot be put back: {why}")
+        self.report("warning", "lost-update", f"what a round dropped of an own update cannot be put back: {why}")
 
     def _add(self, name: Digest, blob: bytes, only: bytes | None) -> None:
-        self._outer.add_back(blob, only)
+        self.outer.add_back(blob, only)
         kept = None
         if only is not None:
             try:
-                kept = self._folder.keep_mask(only)
+                kept = self.folder.keep_mask(only)
             except OSError as e:
                 text = f"what was put back of an own update cannot be kept ({e}): should its round be undone, it counts"
-                self._report("warning", "saved-state", f"{text} twice")
+                self.report("warning", "saved-state", f"{text} twice")
                 return
         self.entries[name] = FeedbackEntry(1.0, kept)
         while len(self.entries) > ENTRIES_MOST:
@@ -120,9 +114,9 @@ class ErrorFeedbackLedger:
         only = None
         if entry.only is not None:
             try:
-                only = self._folder.mask(entry.only)
+                only = self.folder.mask(entry.only)
             except (OSError, SavedStateError) as e:
                 text = f"what was put back of an own update cannot be told any more ({e}): it may count twice"
-                self._report("warning", "lost-update", text)
+                self.report("warning", "lost-update", text)
                 return
-        self._outer.subtract(blob, entry.factor, only)
+        self.outer.subtract(blob, entry.factor, only)

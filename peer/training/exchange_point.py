@@ -20,42 +20,22 @@ from peer.training.windows import WindowAccounting
 class ExchangePoint:
     """A lock, used as a context manager. Its values may be read at any time and are set under the lock only."""
 
+    windows: WindowAccounting
+    loss: MeanLoss
+    """Mean loss of the steps since the last update."""
+    holds_state: bool
+    """False before the first state is loaded, and after one was lost in a failed apply or load."""
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._holder: int | None = None
-        self._windows = WindowAccounting()
-        self._loss = MeanLoss()
-        self._holds_state = False
+        with self:
+            self.windows, self.loss, self.holds_state = WindowAccounting(), MeanLoss(), False
 
-    @property
-    def windows(self) -> WindowAccounting:
-        """The count of windows."""
-        return self._windows
-
-    @windows.setter
-    def windows(self, value: WindowAccounting) -> None:
-        self.assert_held()
-        self._windows = value
-
-    @property
-    def loss(self) -> MeanLoss:
-        """Mean loss of the steps since the last update."""
-        return self._loss
-
-    @loss.setter
-    def loss(self, value: MeanLoss) -> None:
-        self.assert_held()
-        self._loss = value
-
-    @property
-    def holds_state(self) -> bool:
-        """False before the first state is loaded, and after one was lost in a failed apply or load."""
-        return self._holds_state
-
-    @holds_state.setter
-    def holds_state(self, value: bool) -> None:
-        self.assert_held()
-        self._holds_state = value
+    def __setattr__(self, name: str, value: object) -> None:
+        if not name.startswith("_"):
+            self.assert_held()
+        super().__setattr__(name, value)
 
     def assert_held(self) -> None:
         """Raise AssertionError unless the calling thread holds the lock."""

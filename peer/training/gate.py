@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from peer.training.time_breakdown import Activity, TimeBreakdown
 
@@ -29,13 +29,9 @@ class YieldGate:
 
     def wait(self, times: TimeBreakdown | None = None) -> None:
         """Block until the gate is open. `times`, the calling thread's, count the wait as the request's activity."""
-        if self._open.is_set():
-            return
-        if times is None:
-            self._open.wait()
-            return
-        with times.during(self._why, time.monotonic):
-            self._open.wait()
+        if not self._open.is_set():
+            with times.during(self._why, time.monotonic) if times else nullcontext():
+                self._open.wait()
 
     @contextmanager
     def closed(self, why: Activity) -> Iterator[None]:

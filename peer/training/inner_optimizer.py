@@ -13,8 +13,9 @@ layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,24 +63,24 @@ class InnerOptimizer:
         layers: LayerOptions = USUAL,
         report: Report = lambda *_: None,
         *,
-        named: Mapping[str, Tensor] | None = None,
+        parameters: Mapping[str, Tensor] | None = None,
         hidden: frozenset[str] | None = None,
     ):
         """Build the optimizers. `yield_hook` is called often within a step on a CPU: other threads have a turn.
 
-        `layers`: how the layers run. `report`: called with what a person should know of it. `named`: the tensors to
-        step by parameter name, if those are not the model's parameters themselves (a rank's shards of them). `hidden`:
+        `layers`: how the layers run. `report`: called with what a person should know of it. `parameters`: the tensors
+        to step by name, if those are not the model's parameters themselves (a rank's shards of them). `hidden`:
         the names of `hidden_matrices`, if the model does not have them all.
         """
         packed_sequences.disable_packed_sequence_detection()
         self.spec = spec
         self.model = model
         self.device = device
-        self._named = named or {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.parameters = parameters or {n: p for n, p in model.named_parameters() if p.requires_grad}
         hidden = hidden_matrices(model) if hidden is None else hidden
-        by_muon = hidden if spec.optimiser == "muon" else frozenset()
-        self._by_muon = {n: p for n, p in self._named.items() if n in by_muon}
-        self._by_adamw = {n: p for n, p in self._named.items() if n not in by_muon}
+        self._hidden = hidden if spec.optimiser == "muon" else frozenset()
+        self._by_muon = {n: p for n, p in self.parameters.items() if n in self._hidden}
+        self._by_adamw = {n: p for n, p in self.parameters.items() if n not in self._hidden}
         decayed = [p for p in self._by_adamw.values() if p.ndim >= 2]
         plain = [p for p in self._by_adamw.values() if p.ndim < 2]
         self.adamw = torch.optim.AdamW(
@@ -118,13 +119,6 @@ class InnerOptimizer:
     def _zero_gradients(self) -> None:
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
-
-    def step(self, windows: Tensor) -> StepResult | None:
-        """Make a whole step: `forward_backward`, then `optimizer_step`."""
-        step = self.forward_backward(windows)
-        if step is not None:
-            self.optimizer_step(step)
-        return step
 
     def forward_backward(self, windows: Tensor, go_on: Callable[[], bool] = lambda: True) -> StepResult | None:
         """Compute the clipped gradient of a step on tokens [batch, window + 1]: inputs, and targets shifted by one.
@@ -183,7 +177,7 @@ class InnerOptimizer:
             loss.backward()
             self._yield_hook()
             total += loss.detach()
-        norm = nn.utils.clip_grad_norm_(self._named.values(), self.spec.clip_norm)
+        norm = nn.utils.clip_grad_norm_(self.parameters.values(), self.spec.clip_norm)
         loss_value, norm_value = torch.stack([total, norm.to(total)]).tolist()  # the step's one wait for the device
         return StepResult(loss_value, norm_value, math.isfinite(loss_value) and math.isfinite(norm_value))
 
@@ -196,37 +190,33 @@ class InnerOptimizer:
 
     # -- what survives a restart -----------------------------------------------------------------------------
 
+    def moments_of(self, name: str) -> tuple[str, ...]:
+        """Return the names of a parameter's moments, also of one that another rank has."""
+        return MUON_MOMENTS if name in self._hidden else ADAMW_MOMENTS
+
     def moments(self) -> tuple[int, dict[str, Tensor]]:
         """Return (steps made, the optimizers' moments as MOMENT/parameter), without copies."""
         made, out = 0, {}
-        for name, parameter in self._by_adamw.items():
-            state = self.adamw.state.get(parameter)
+        for name, state in self._states():
             if state:
-                made = max(made, int(state["step"].item()))
-                out |= {f"{moment}/{name}": state[moment] for moment in ADAMW_MOMENTS}
-        for name, parameter in self._by_muon.items():
-            if self.muon is not None and (state := self.muon.state.get(parameter)):
-                out |= {f"{moment}/{name}": state[moment] for moment in MUON_MOMENTS}
+                made = max(made, int(state.get("step", 0)))
+                out |= {f"{moment}/{name}": state[moment] for moment in self.moments_of(name)}
         return made, out
 
     def set_moments(self, steps: int, moments: Mapping[str, Tensor]) -> None:
         """Restore saved moments. A parameter without any starts from scratch."""
-        for name, parameter in self._by_adamw.items():
-            if self._restore(self.adamw.state[parameter], name, ADAMW_MOMENTS, moments):
-                self.adamw.state[parameter]["step"] = torch.tensor(float(steps), device=self.device)
-        for name, parameter in self._by_muon.items():
-            if self.muon is not None:
-                self._restore(self.muon.state[parameter], name, MUON_MOMENTS, moments)
+        for name, state in self._states():
+            keys = {moment: f"{moment}/{name}" for moment in self.moments_of(name)}
+            if all(key in moments for key in keys.values()):
+                # Not as_tensor: the optimizer changes them in place, and the saved ones are the caller's.
+                state |= {m: moments[key].to(self.device, torch.float32, copy=True) for m, key in keys.items()}
+                if name in self._by_adamw:
+                    state["step"] = torch.tensor(float(steps), device=self.device)
 
-    def _restore(
-        self, state: dict[str, Tensor], name: str, wanted: Sequence[str], moments: Mapping[str, Tensor]
-    ) -> bool:
-        if not all(f"{moment}/{name}" in moments for moment in wanted):
-            return False
-        for moment in wanted:
-            # Not as_tensor: the optimizer changes them in place, and the saved ones are the caller's.
-            state[moment] = moments[f"{moment}/{name}"].to(self.device, torch.float32, copy=True)
-        return True
+    def _states(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for name, parameter in self.parameters.items():
+            optimizer = self.muon if self.muon and name in self._by_muon else self.adamw
+            yield name, optimizer.state[parameter]
 
 
 def hidden_matrices(model: nn.Module) -> frozenset[str]:

@@ -35,29 +35,20 @@ def memory_of(device: torch.device) -> Memory | None:
 
 def available(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
     """Return the bytes that programs can still allocate without anything being swapped or killed."""
-    machine = _fields(meminfo, "MemAvailable:")
+    machine = _number(meminfo, "MemAvailable:")
     free = 1024 * machine if machine is not None else UNKNOWN
     most, used = _number(cgroup / "memory.max"), _number(cgroup / "memory.current")
     if most is not None and used is not None:
         # Pages of files that were not used lately count as used there, and are freed when memory is needed.
-        free = min(free, max(0, most - used + (_fields(cgroup / "memory.stat", "inactive_file") or 0)))
+        free = min(free, max(0, most - used + (_number(cgroup / "memory.stat", "inactive_file ") or 0)))
     return free
 
 
-def _fields(path: Path, name: str) -> int | None:
-    """Return the number after a name at the start of a line; None when there is none."""
+def _number(path: Path, start: str = "") -> int | None:
+    """Return the number at the start of a file, or after the `start` of a line; None when there is none."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
         return None
-    found = [line.split()[1] for line in lines if line.split()[:1] == [name]]
+    found = [line.removeprefix(start).split()[0] for line in lines if line.startswith(start)]
     return int(found[0]) if found and found[0].isdigit() else None
-
-
-def _number(path: Path) -> int | None:
-    """Return a file's one number; None for "max", and when there is no such file."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None

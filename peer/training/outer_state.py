@@ -1,4 +1,4 @@
-"""The outer side of a peer's training in one process: progress becomes updates, accepted updates the next state.
+"""The outer side of a peer's training: progress becomes updates, accepted updates the next state.
 
 Four sets of tensors have the layout's names. `base` is the replicated state, the same bits on every peer. `local` are
 the model's own parameters, which the inner optimizer changes. Progress is counted from `anchor`: the parameters at the
@@ -13,131 +13,196 @@ last announcement, or the base since the last round. `feedback` is progress that
 Only `advance` and `rebase` use `base`: inner steps go on while the base advances, and are moved onto it afterwards.
 With beta = 1 nothing is ever lost: decoded updates + feedback + (anchor - local) is all progress that was made.
 
-Every operation is elementwise, apart from the codec and `apply`, which work on whole flattened tensors by chunks.
-`ShardedOuterState` therefore does the same on the chunks that a rank owns.
+Every operation is elementwise, apart from the codec and `apply`, which work on whole flattened tensors by chunks. So
+`OuterState` does them on whole tensors, and `ShardedOuterState` on the chunks that a rank owns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from peer.mapped import mapped_files
+from peer.training.parallel.group import SoleRank
+from peer.training.parallel.sharded_file import ShardedFile
 from protocol.codec import Batch, Codec
+from protocol.errors import MalformedError
+from protocol.layout import Layout, TensorSlice
 from protocol.outer import Contribution, apply
 from protocol.reduce import Reduction, apply_reduced
 from protocol.spec import OuterSpec
 from protocol.untransmitted import ResidualMask
 
 
-class OuterState:
-    """`OuterSide` of one process."""
+class OuterOperations(ABC):
+    """The operations on base, anchor and feedback. Every rank calls the same methods in the same order."""
 
-    def __init__(self, local: Mapping[str, Tensor], codec: Codec, beta: float, spec: OuterSpec):
-        """Start without a base. `local`: the model's tensors (fp32, contiguous, one device), changed in place."""
-        self.local = dict(local)
+    def __init__(
+        self,
+        codec: Codec,
+        beta: float,
+        spec: OuterSpec,
+        anchor: dict[str, Tensor],
+        group: SoleRank,
+        slices: Sequence[TensorSlice] | None = None,
+    ):
+        """Start without a base. `anchor`: the model's tensors as far as they are owned: `slices`, None for all."""
         self.codec = codec
         self.beta = beta
         self.spec = spec
+        self.group = group
+        self.slices = slices
         self.base: dict[str, Tensor] | None = None
         """The replicated state with its outer momentum; None before the first `load`, and after one that failed."""
-        self.anchor = {n: t.clone() for n, t in self.local.items()}
-        self.feedback = {n: torch.zeros_like(t) for n, t in self.local.items()}
+        self.anchor = anchor
+        self.feedback = {n: torch.zeros_like(t) for n, t in anchor.items()}
 
-    @property
-    def holds_base(self) -> bool:
-        return self.base is not None
+    # -- what depends on the number of ranks -------------------------------------------------------------------
+
+    @abstractmethod
+    def owned_of(
+        self, tensor_of: Callable[[str], Tensor | None], names: Container[str] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the owned values of tensors that are split as the parameters are, in layout order. Collective.
+
+        `tensor_of(name)` returns what this rank's model holds of such a tensor (None: the parameter itself). `names`:
+        restricts the parameters. The values are read-only, and valid until the next ones.
+        """
+
+    @abstractmethod
+    def _change(self, how: Callable[[str, Tensor], None]) -> None:
+        """Call `how(name, values)`, which changes the model's owned values in place, on every rank."""
+
+    @abstractmethod
+    def _owned(self, name: str, whole: Tensor) -> Tensor:
+        """Return the owned values of a whole tensor."""
+
+    @abstractmethod
+    def file_of(self, layout: Layout) -> ShardedFile:
+        """Return the file of tensors that are owned as their parameters: "prefix/parameter", or "parameter"."""
+
+    # -- the operations ----------------------------------------------------------------------------------------
 
     def drop_base(self) -> None:
-        """Release the base."""
+        """Release the base: another one is to be loaded."""
         self.base = None
 
     @torch.no_grad()
-    def announce(self) -> bytes:
-        """Return an update's blob of all progress that was not sent. Raise CodecError when it is not finite."""
-        for name, e in self.feedback.items():
-            e.mul_(self.beta).add_(self.anchor[name]).sub_(self.local[name])
-            self.anchor[name].copy_(self.local[name])
-        return bytes(self.codec.encode(self.feedback))
+    def _gather_progress(self) -> None:
+        """Add the progress since the anchor to the decayed feedback, as the first half of an announcement."""
+        for name, values in self.owned_of(lambda name: None):
+            self.feedback[name].mul_(self.beta).add_(self.anchor[name]).sub_(values)
+            self.anchor[name].copy_(values)
 
     def advance(self, contributions: Sequence[Contribution]) -> None:
         """Move the base to the next state by a round's accepted updates; `rebase` is then due.
 
         Raise CodecError, after which there is no base; anchor and feedback are as before.
         """
-        if self.base is None:
-            raise ValueError("advance before a state was loaded")
-        try:
-            apply(self.base, contributions, self.codec, self.spec)
-        except BaseException:
-            self.base = None
-            raise
+        self._advance(lambda base: apply(base, contributions, self.codec, self.spec, slices=self.slices))
 
     def advance_reduced(self, parts: Sequence[Path]) -> None:
         """Do the same by the files of a round's reduced shards, all and in order. Raise CodecError or OSError."""
-        if self.base is None:
-            raise ValueError("advance before a state was loaded")
-        try:
-            apply_reduced(self.base, mapped_files(parts), Reduction.of(self.codec), self.spec)
-        except BaseException:
-            self.base = None
-            raise
+        reduction = Reduction.of(self.codec)
+        self._advance(lambda base: apply_reduced(base, mapped_files(parts), reduction, self.spec, slices=self.slices))
+
+    def _advance(self, how: Callable[[dict[str, Tensor]], None]) -> None:
+        base, self.base = self.base, None
+        with self.group.together():
+            if base is None:
+                raise MalformedError("a round was to be applied, and no state is held")
+            how(base)
+        self.base = base
+
+    @torch.no_grad()
+    def rebase(self) -> None:
+        """Move the progress since the anchor onto the base."""
+        base = self.base
+        if base is None:
+            raise ValueError("rebase before a state was loaded")
+
+        def moved(name: str, values: Tensor) -> None:
+            values.sub_(self.anchor[name]).add_(base[name])
+            self.anchor[name].copy_(base[name])
+
+        self._change(moved)
+
+    def add_back(self, blob: bytes, only: bytes | None = None) -> None:
+        """Add an own update that was not accepted to the feedback. Raise CodecError.
+
+        `only`: a packed `ResidualMask` of the values that the round which accepted the update did not transmit.
+        """
+        self._add(blob, self.feedback, only)
+
+    @torch.no_grad()
+    def subtract(self, blob: bytes, factor: float, only: bytes | None = None) -> None:
+        """Take out of the feedback what `add_back` added, times `factor`, the decay since then. Raise CodecError."""
+        decoded = {n: torch.zeros_like(t) for n, t in self.feedback.items()}
+        self._add(blob, decoded, only)
+        for name, e in self.feedback.items():
+            e.sub_(decoded[name].mul_(factor))
+
+    def _add(self, blob: bytes, into: dict[str, Tensor], only: bytes | None) -> None:
+        with self.group.together():
+            mask: Callable[[Batch], Tensor] | None = None
+            if only is not None:
+                device = next((t.device for t in into.values()), torch.device("cpu"))
+                mask = ResidualMask.from_bytes(self.codec, only, device).batch_mask
+            self.codec.add_to(blob, into, self.slices, mask)
+
+    @torch.no_grad()
+    def progress(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the progress since the anchor, local - anchor, by name, in fresh tensors. Collective."""
+        for name, values in self.owned_of(lambda name: None):
+            yield name, values - self.anchor[name]
+
+    @torch.no_grad()
+    def resume(self, feedback: Mapping[str, Tensor], progress: Mapping[str, Tensor]) -> None:
+        """Restore saved feedback and progress, of which the arguments have the whole; before the first `load`."""
+
+        def resumed(name: str, values: Tensor) -> None:
+            self.feedback[name].copy_(self._owned(name, feedback[name]))
+            values.copy_(self.anchor[name]).add_(self._owned(name, progress[name]).to(values.device))
+
+        self._change(resumed)
+
+
+class OuterState(OuterOperations):
+    """The outer state of one process, in whole tensors."""
+
+    def __init__(self, local: Mapping[str, Tensor], codec: Codec, beta: float, spec: OuterSpec):
+        """Start without a base. `local`: the model's tensors (fp32, contiguous, one device), changed in place."""
+        self.local = {t.name: local[t.name] for t in codec.layout.tensors}
+        super().__init__(codec, beta, spec, {n: t.clone() for n, t in self.local.items()}, SoleRank())
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Replace the base, and move the progress since the anchor onto it. The tensors of `state` become its own."""
         self.base = dict(state)
         self.rebase()
 
-    @torch.no_grad()
-    def rebase(self) -> None:
-        """Move the progress since the anchor onto the base."""
-        if self.base is None:
-            raise ValueError("rebase before a state was loaded")
+    def announce(self) -> bytes:
+        """Return an update's blob of all progress that was not sent. Raise CodecError when it is not finite."""
+        self._gather_progress()
+        return bytes(self.codec.encode(self.feedback))
+
+    def owned_of(
+        self, tensor_of: Callable[[str], Tensor | None], names: Container[str] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         for name, local in self.local.items():
-            local.sub_(self.anchor[name]).add_(self.base[name])
-            self.anchor[name].copy_(self.base[name])
+            if names is None or name in names:
+                tensor = tensor_of(name)
+                yield name, local if tensor is None else tensor
 
-    def add_back(self, blob: bytes, only: bytes | None = None) -> None:
-        """Add an own update that was not accepted to the feedback. Raise CodecError.
-
-        `only`: a packed `ResidualMask` of the values that the round which accepted it did not transmit.
-        """
-        self.codec.check(blob)
-        self.codec.add_to(blob, self.feedback, mask=selector(self.codec, only, self.feedback))
-
-    @torch.no_grad()
-    def subtract(self, blob: bytes, factor: float, only: bytes | None = None) -> None:
-        """Take out of the feedback what `add_back` added, times `factor`, the decay since then. Raise CodecError."""
-        self.codec.check(blob)
-        decoded = {n: torch.zeros_like(t) for n, t in self.feedback.items()}
-        self.codec.add_to(blob, decoded, mask=selector(self.codec, only, decoded))
-        for name, e in self.feedback.items():
-            e.sub_(decoded[name].mul_(factor))
-
-    @torch.no_grad()
-    def progress(self) -> dict[str, Tensor]:
-        """Return the progress since the anchor as a change of the parameters (local - anchor), in fresh tensors."""
-        return {n: self.progress_of(n) for n in self.local}
-
-    @torch.no_grad()
-    def progress_of(self, name: str) -> Tensor:
-        """Return the same of one parameter."""
-        return self.local[name] - self.anchor[name]
-
-    @torch.no_grad()
-    def resume(self, feedback: Mapping[str, Tensor], progress: Mapping[str, Tensor]) -> None:
-        """Restore saved feedback and progress; before the first `load`."""
+    def _change(self, how: Callable[[str, Tensor], None]) -> None:
         for name, local in self.local.items():
-            self.feedback[name].copy_(feedback[name])
-            local.copy_(self.anchor[name]).add_(progress[name].to(local.device))
+            how(name, local)
 
+    def _owned(self, name: str, whole: Tensor) -> Tensor:
+        return whole
 
-def selector(codec: Codec, only: bytes | None, into: Mapping[str, Tensor]) -> Callable[[Batch], Tensor] | None:
-    """Return the `only` argument of `Codec.add_to` for a packed `ResidualMask`. Raise CodecError."""
-    if only is None:
-        return None
-    device = next((t.device for t in into.values()), torch.device("cpu"))
-    return ResidualMask.from_bytes(codec, only, device).batch_mask
+    def file_of(self, layout: Layout) -> ShardedFile:
+        return ShardedFile(layout, {0: layout.full_slices})

@@ -1,12 +1,13 @@
-"""A rank other than 0: `python -m peer.training.rank ...`. Started by rank 0, the trainer's process, never by hand."""
+"""A rank other than 0: `python -m peer.training.rank OPTIONS`. Started by rank 0, never by hand."""
 
 from __future__ import annotations
 
-import argparse
+import json
 import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 from peer.parent_process import exit_with_parent
 
@@ -15,15 +16,8 @@ def main() -> int:
     """Execute rank 0's commands to the last. Return the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    parser = argparse.ArgumentParser(prog="python -m peer.training.rank", description=__doc__)
-    for name in ("rank", "threads", "parent", "piece", "recompute", "compile"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    for name in ("spec", "folder"):
-        parser.add_argument(f"--{name}", type=Path, required=True)
-    for name in ("parallel", "device"):
-        parser.add_argument(f"--{name}", required=True)
-    parser.add_argument("--seconds", type=float, required=True)
-    a = parser.parse_args()
+    a = SimpleNamespace(**json.loads(sys.argv[1]))  # as `DistributedBackend` wrote it
+    folder = Path(a.folder)
     if not exit_with_parent(a.parent):
         return 1
     import torch
@@ -40,31 +34,32 @@ def main() -> int:
         if level != "info":  # rank 0 reports it for all
             print(f"rank {a.rank}: {text}", file=sys.stderr, flush=True)
 
-    number, code = -1, 1
+    command, code = None, 1
     try:
         device = choose_device(a.device, a.threads)
-        spec = parse_spec(a.spec.read_bytes())
-        group = RankGroup.join(ParallelDims.parse(a.parallel), a.rank, a.folder / "meet", device, a.seconds)
+        spec = parse_spec(Path(a.spec).read_bytes())
+        group = RankGroup.join(ParallelDims.parse(a.parallel), a.rank, folder / "meet", device, a.seconds)
         try:
-            layers = LayerOptions("on" if a.recompute else "off", bool(a.compile))
-            worker = RankWorker(spec, group, device, a.piece or None, layers, report)
+            layers = LayerOptions("on" if a.recompute else "off", a.compile)
+            worker = RankWorker(spec, group, device, a.piece, layers, report)
             while True:
-                number, payload = group.receive_command()
+                name, arguments = group.receive_command()
+                command = Command(name)
                 try:
-                    worker.do(Command(number), payload)
+                    worker.do(command, *arguments)
                 except (CairnError, OSError) as e:
                     if e is not group.agreed:
                         raise
-                if number == Command.STOP:
+                if command == Command.STOP:
                     return 0
         except torch.OutOfMemoryError:
-            code = OUT_OF_MEMORY if number in STEPPING else 1
+            code = OUT_OF_MEMORY if command in STEPPING else 1
             raise out_of_memory(device, "hold this rank's share of the training") from None
     except (CairnError, OSError, RuntimeError) as e:
         text = " ".join(str(e).split())[:500]
         print(f"rank {a.rank}: {text}", file=sys.stderr)
-        if a.folder.is_dir():  # rank 0, which reports it to the node, may have ended already
-            (a.folder / f"rank-{a.rank}").write_text(text)
+        if folder.is_dir():  # rank 0, which reports it to the node, may have ended already
+            (folder / f"rank-{a.rank}").write_text(text)
         return code
 
 

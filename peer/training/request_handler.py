@@ -26,7 +26,7 @@ import torch
 from peer.channel import Apply, Failed, FromTrainer, MakeUpdate, Orders, ToTrainer, TrainerEnd, UpdateMade
 from peer.errors import TrainingError
 from peer.training.base_state import BaseMove
-from peer.training.device import out_of_memory
+from peer.training.device import memory_for
 from peer.training.time_breakdown import Activity
 from peer.training.trainer import Trainer
 from protocol.errors import CairnError, CodecError
@@ -123,11 +123,12 @@ class RequestHandler:
                     settled = self._hand_over(message)  # answers keep their order
 
     @contextlib.contextmanager
-    def _dealing(self, trainer: Trainer, activity: Activity) -> Iterator[None]:
+    def _dealing(self, trainer: Trainer, activity: Activity, doing: str) -> Iterator[None]:
         """Own the base state for the block; on a CPU, and with several ranks, the training thread yields meanwhile."""
         yields = trainer.backend.device.type == "cpu" or trainer.backend.is_distributed
         device = trainer.backend.device
         with (
+            memory_for(device, doing),
             trainer.base.owned(),
             trainer.gate.closed(activity) if yields else contextlib.nullcontext(),
             torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext(),
@@ -136,11 +137,9 @@ class RequestHandler:
 
     def _make_update(self, trainer: Trainer, ask: MakeUpdate, max_windows: int) -> bool:
         """Make an update and answer. Return False when there is none."""
-        with self._dealing(trainer, Activity.COMPRESSING):
+        with self._dealing(trainer, Activity.COMPRESSING, "make an update"):
             try:
                 answer = trainer.base.make_update(ask, max_windows)
-            except torch.OutOfMemoryError:
-                raise out_of_memory(trainer.backend.device, "make an update") from None
             except (CairnError, OSError) as e:
                 self._end.send(Failed("update", str(e), fatal=False))
                 if isinstance(e, CodecError):
@@ -155,12 +154,10 @@ class RequestHandler:
         began = time.monotonic()
         answer: FromTrainer
         move = None
-        with self._dealing(trainer, Activity.APPLYING):
+        with self._dealing(trainer, Activity.APPLYING, "apply a round"):
             try:
                 move = trainer.base.advance(ask)
                 answer = trainer.base.applied(began, move.record, ask.write_checkpoint)
-            except torch.OutOfMemoryError:
-                raise out_of_memory(trainer.backend.device, "apply a round") from None
             except (CairnError, OSError) as e:
                 answer = Failed("apply", str(e), fatal=False)
             self._end.send(answer)

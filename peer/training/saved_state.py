@@ -14,72 +14,29 @@ the masks of own updates' values that reduced rounds did not transmit.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from peer.channel.messages import DigestField, PeerKeyField
+from peer.channel.messages import Count, DigestField, PeerKeyField, Share
 from peer.durable import publish, write_durably
 from peer.errors import SavedStateError
 from peer.training.inner_optimizer import MOMENTS
-from peer.training.windows import UndecidedUpdate, WindowAccounting
-from protocol.ids import MAX_COUNT, Digest, PeerKey, RunId
+from peer.training.windows import STRICT, WindowAccounting
+from protocol.ids import Digest, PeerKey, RunId
 from protocol.layout import Layout
 from protocol.merkle import CHUNK, blob_digest, leaf_hash, tree_hash
 
 STATE_MANIFEST = "trainer.json"
 UPDATE_MANIFEST = "update.json"
-MAX_MANIFEST = 1024 * 1024
 FEEDBACK, PROGRESS = "feedback", "progress"
-
-Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class _Update(_Strict):
-    parent: DigestField
-    blob: DigestField
-    size: Count
-    first: Count
-    end: Count
-    steps: Count
-    loss: float
-
-
-class _Restored(_Strict):
-    blob: DigestField
-    factor: Annotated[float, Field(ge=0, le=1)]
-    only: DigestField | None = None
-
-
-class _UpdateManifest(_Strict):
-    version: Literal[1] = 1
-    run: DigestField
-    peer: PeerKeyField
-    layout: DigestField
-    record: DigestField
-    round: Count
-    counter: Count
-    claimed_from: Count
-    steps: Count
-    announced: _Update | None
-    restored: list[_Restored]
-
-
-class _StateManifest(_UpdateManifest):
-    optimiser_steps: Count
-    file: Annotated[str, Field(pattern=r"^trainer-\d+\.safetensors$")]
-    digest: DigestField
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,22 +46,20 @@ class FeedbackEntry:
     `factor`: the decay since it was added. `only`: the digest of a kept mask of its values; None for all of them.
     """
 
-    factor: float
-    only: Digest | None = None
+    factor: Share
+    only: DigestField | None = None
+    __pydantic_config__ = STRICT
 
 
 @dataclass(frozen=True)
 class TrainerManifest:
     """The record held at one time, the count of windows, and the updates in the error feedback (`restored`)."""
 
-    record: Digest
-    round: int
+    record: DigestField
+    round: Count
     windows: WindowAccounting
-    restored: Mapping[Digest, FeedbackEntry]
-
-    @property
-    def announced_blob(self) -> Digest | None:
-        return self.windows.announced and self.windows.announced.blob
+    restored: Mapping[DigestField, FeedbackEntry]
+    __pydantic_config__ = STRICT
 
 
 @dataclass(frozen=True)
@@ -122,6 +77,20 @@ class SavedState(TrainerManifest):
     """The file that the tensors were read from."""
 
 
+class _UpdateManifest(BaseModel):
+    model_config = STRICT
+    run: DigestField
+    peer: PeerKeyField
+    layout: DigestField
+    held: TrainerManifest
+
+
+class _StateManifest(_UpdateManifest):
+    optimiser_steps: Count
+    file: Annotated[str, Field(pattern=r"^trainer-\d+\.safetensors$")]
+    digest: DigestField
+
+
 M = TypeVar("M", bound=_UpdateManifest)
 
 
@@ -132,18 +101,6 @@ class SavedFolder:
         self.folder, self.run, self.peer, self.layout = folder, run, peer, layout
         self._needed: frozenset[Path] = frozenset()
         """The update and the masks that the state on disk refers to."""
-
-    def write(self, state: SavedState, by: Callable[[Path], Digest]) -> None:
-        """Replace the saved state. Raise SavedStateError, after which the old one is still there.
-
-        `by` writes the tensors (those in `state` are not used): a safetensors file, on the disk, with this module's
-        names. It returns the file's blob digest.
-        """
-        try:
-            temporary = self.next_file()
-            self.publish(state, temporary, by(temporary))
-        except OSError as e:
-            raise self.not_saved(e) from None
 
     def next_file(self) -> Path:
         """Return the path for the next state's tensors, which `publish` expects. Raise OSError."""
@@ -160,8 +117,9 @@ class SavedFolder:
         path = temporary.with_name(temporary.name.removeprefix(".").removesuffix(".part"))
         publish(temporary, path)
         manifest = _StateManifest(
-            **self._fields(state), optimiser_steps=state.optimizer_steps, file=path.name, digest=digest
-        )
+            run=self.run, peer=self.peer, layout=self.layout.digest, held=state,
+            optimiser_steps=state.optimizer_steps, file=path.name, digest=digest,
+        )  # fmt: skip
         write_durably(self.folder / STATE_MANIFEST, [manifest.model_dump_json(indent=1).encode()])
         self._needed = frozenset(self._files_of(state))
         self.remove_unused()
@@ -180,23 +138,18 @@ class SavedFolder:
         saved = manifest and self._state(manifest, self._tensors(manifest))
         self._needed = frozenset(self._files_of(saved)) if saved else frozenset()
         update = self._read(UPDATE_MANIFEST, _UpdateManifest)
-        if update is None or update.announced is None:
-            return saved
-        if saved and saved.windows.announced == _announced(update.announced):
+        if update is None or (saved and saved.windows.announced == update.held.windows.announced):
             return saved
         # The update was made after the state was saved, so it carries that state's feedback and progress.
-        steps, moments, file = (saved.optimizer_steps, saved.moments, saved.file) if saved else (0, {}, None)
-        return SavedState(
-            **vars(_trainer_manifest(update)), optimizer_steps=steps, feedback={}, progress={}, moments=moments,
-            file=file,
-        )  # fmt: skip
+        empty = SavedState(**vars(update.held), optimizer_steps=0, feedback={}, progress={}, moments={})
+        if saved is None:
+            return empty
+        return replace(empty, optimizer_steps=saved.optimizer_steps, moments=saved.moments, file=saved.file)
 
     def _read(self, name: str, kind: type[M]) -> M | None:
         """Return a manifest, or None when it is not there. Raise SavedStateError."""
         path = self.folder / name
         try:
-            if path.stat().st_size > MAX_MANIFEST:
-                raise SavedStateError(f"{path} is too large to be a trainer's state")
             manifest = kind.model_validate_json(path.read_bytes())
         except FileNotFoundError:
             return None
@@ -218,15 +171,13 @@ class SavedFolder:
 
     # -- the undecided update, and the masks ---------------------------------------------------------------------
 
-    def keep_update(self, blob: bytes, manifest: TrainerManifest) -> Path:
+    def keep_update(self, name: Digest, blob: bytes, manifest: TrainerManifest) -> Path:
         """Keep the own update that `manifest` has as announced until it is decided. Raise OSError."""
-        if manifest.windows.announced is None:
-            raise ValueError("no update is announced")
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.update_file(manifest.windows.announced.blob)
+        path = self.update_file(name)
         write_durably(path, [blob])
-        encoded = _UpdateManifest(**self._fields(manifest)).model_dump_json(indent=1).encode()
-        write_durably(self.folder / UPDATE_MANIFEST, [encoded])
+        kept = _UpdateManifest(run=self.run, peer=self.peer, layout=self.layout.digest, held=manifest)
+        write_durably(self.folder / UPDATE_MANIFEST, [kept.model_dump_json(indent=1).encode()])
         return path
 
     def discard_update(self, name: Digest) -> None:
@@ -265,8 +216,8 @@ class SavedFolder:
 
     def _files_of(self, manifest: TrainerManifest) -> Iterator[Path]:
         """Yield the update and the masks that a manifest refers to."""
-        if (blob := manifest.announced_blob) is not None:
-            yield self.update_file(blob)
+        if manifest.windows.announced is not None:
+            yield self.update_file(manifest.windows.announced.blob)
         yield from (self._mask_file(e.only) for e in manifest.restored.values() if e.only is not None)
 
     def tidy(
@@ -307,25 +258,10 @@ class SavedFolder:
             with contextlib.suppress(OSError):
                 path.unlink()
 
-    def _fields(self, manifest: TrainerManifest) -> dict[str, Any]:
-        windows, a = manifest.windows, manifest.windows.announced
-        return {
-            "run": self.run,
-            "peer": self.peer,
-            "layout": self.layout.digest,
-            "record": manifest.record,
-            "round": manifest.round,
-            "counter": windows.counter,
-            "claimed_from": windows.claimed_from,
-            "steps": windows.steps,
-            "announced": a and _Update(**asdict(a)),
-            "restored": [_Restored(blob=b, factor=e.factor, only=e.only) for b, e in manifest.restored.items()],
-        }
-
     def _tensors(self, manifest: _StateManifest) -> dict[str, Tensor]:
         path = self.folder / manifest.file
         try:
-            if _file_digest(path) != manifest.digest:
+            if file_digest(path) != manifest.digest:
                 raise SavedStateError(f"{path} is damaged: its bytes are not those that were saved")
             return load_file(path)
         except (OSError, SafetensorError) as e:
@@ -345,7 +281,7 @@ class SavedFolder:
         if any(groups[g].keys() != shapes.keys() for g in (FEEDBACK, PROGRESS)):
             raise SavedStateError(f"{self.folder / manifest.file} does not hold the whole model")
         return SavedState(
-            **vars(_trainer_manifest(manifest)),
+            **vars(manifest.held),
             optimizer_steps=manifest.optimiser_steps,
             feedback=groups[FEEDBACK],
             progress=groups[PROGRESS],
@@ -354,17 +290,7 @@ class SavedFolder:
         )
 
 
-def _announced(u: _Update | None) -> UndecidedUpdate | None:
-    return u and UndecidedUpdate(u.parent, u.blob, u.size, u.first, u.end, u.steps, u.loss)
-
-
-def _trainer_manifest(found: _UpdateManifest) -> TrainerManifest:
-    windows = WindowAccounting(found.counter, found.claimed_from, found.steps, _announced(found.announced))
-    restored = {r.blob: FeedbackEntry(r.factor, r.only) for r in found.restored}
-    return TrainerManifest(found.record, found.round, windows, restored)
-
-
-def _file_digest(path: Path) -> Digest:
+def file_digest(path: Path) -> Digest:
     """Return the blob digest of a file's bytes, read in chunks."""
     with open(path, "rb") as file:
         return tree_hash([leaf_hash(piece) for piece in iter(lambda: file.read(CHUNK), b"")])

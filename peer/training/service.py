@@ -10,18 +10,15 @@ import os
 import queue
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from peer.channel import (
     SAVE_SECONDS,
-    Apply,
     Failed,
     FromTrainer,
     Load,
-    MakeUpdate,
     Note,
     Orders,
     Progress,
@@ -31,9 +28,8 @@ from peer.channel import (
     TrainerEnd,
 )
 from peer.errors import ChannelError, SavedStateError, TrainingError
-from peer.training.base_state import BaseMove
 from peer.training.data import DataError
-from peer.training.device import choose_device, out_of_memory
+from peer.training.device import choose_device, memory_for, out_of_memory
 from peer.training.flops import mfu
 from peer.training.layers import Level
 from peer.training.request_handler import Handover, Message, RequestHandler, SaveAfterUpdate, SwapBase
@@ -82,9 +78,6 @@ class TrainerService:
         self._end = end
         self._requests = RequestHandler(end)
         self._notes: queue.Queue[Note] = queue.Queue(NOTES_MOST)
-        self._reading = ThreadPoolExecutor(1, thread_name_prefix="batch")
-        self._next_batch: tuple[int, Future[Tensor]] | None = None
-        """(its first window, the batch) of the batch that is being read, or waits to be trained on."""
         self._data_retry: tuple[float, float] | None = None
         """(when to read again, how long the wait was) after data could not be read."""
         self._started = False
@@ -126,7 +119,6 @@ class TrainerService:
             return 1
         finally:
             trainer.close(in_order=in_order)
-            self._reading.shutdown(wait=False, cancel_futures=True)
 
     def _turn(self, trainer: Trainer) -> None:
         """Deal with pending messages, then make one inner step; without a batch, wait for a message."""
@@ -143,7 +135,6 @@ class TrainerService:
         if batch is None:
             self._send_progress(trainer, waiting=not trainer.steps.may_train or self._data_retry is not None)
             return
-        self._read(trainer, trainer.windows.counter + len(batch))  # while the device computes
         trainer.steps.times.turn(Activity.TRAINING, time.monotonic())
         trainer.steps.step(batch, lambda: self._deal_with_pending(trainer))
         self._send_progress(trainer, waiting=False)
@@ -159,32 +150,29 @@ class TrainerService:
         """Return the next step's batch if it was read and may be trained on; have it read otherwise."""
         if not trainer.steps.may_train:
             return None
-        if self._data_retry and time.monotonic() < self._data_retry[0]:
+        if self._waits_to_retry:
             return None
         first = trainer.windows.counter
-        if self._next_batch is None or self._next_batch[0] != first:
-            self._read(trainer, first)
-        if self._next_batch is None or not self._next_batch[1].done():
+        if not trainer.steps.batches.request(first).done():
             return None
         try:
-            batch = self._next_batch[1].result()
+            batch = trainer.steps.batches.take(first)
         except DataError as e:
             first_wait, longest = DATA_RETRY_SECONDS
             wait = min(longest, 2 * self._data_retry[1]) if self._data_retry else first_wait
             self._data_retry = (time.monotonic() + wait, wait)
-            self._next_batch = None
             self._note("error", "data", f"{e}; trying again in {wait:.0f} s")
             return None
         self._data_retry = None
         return batch
 
-    def _read(self, trainer: Trainer, first: int) -> None:
-        # In a thread of its own: a slow source of data must not keep the node waiting for answers.
-        self._next_batch = (first, self._reading.submit(trainer.steps.batches.take, first))
+    @property
+    def _waits_to_retry(self) -> bool:
+        return self._data_retry is not None and time.monotonic() < self._data_retry[0]
 
     def _patience(self, trainer: Trainer) -> float:
         """Return the seconds to wait for a message when there is no batch to train on."""
-        if self._next_batch is not None and trainer.steps.may_train:
+        if trainer.steps.may_train and not self._waits_to_retry:
             return DATA_SECONDS
         return IDLE_SECONDS if trainer.checkpointer.is_idle else SAVING_SECONDS
 
@@ -212,7 +200,8 @@ class TrainerService:
                 # The state has the update as announced: whatever becomes of it, nothing is counted twice.
                 self.save(trainer, trainer.checkpointer.start)
             case SwapBase(move):
-                self._swap_base(trainer, move)
+                with memory_for(trainer.backend.device, "go on from a state"), trainer.base.owned():
+                    trainer.swap_base(move)
             case Load():
                 self._load(trainer, message)
             case Orders():
@@ -224,24 +213,14 @@ class TrainerService:
                 raise _Stopping
             case Start():
                 self._end.send(Failed("channel", "Start was sent twice: a new run needs a new trainer", fatal=False))
-            case MakeUpdate() | Apply():
-                raise TrainingError(f"{type(message).__name__} reached the thread that trains")
-
-    def _swap_base(self, trainer: Trainer, move: BaseMove) -> None:
-        try:
-            with trainer.base.owned():
-                trainer.swap_base(move)
-        except torch.OutOfMemoryError:
-            raise out_of_memory(trainer.backend.device, "go on from a state") from None
 
     def _load(self, trainer: Trainer, ask: Load) -> None:
-        try:
-            with trainer.base.owned():
-                answer: FromTrainer = trainer.load(ask)
-        except torch.OutOfMemoryError:
-            raise out_of_memory(trainer.backend.device, "load a state") from None
-        except (CairnError, OSError) as e:
-            answer = Failed("load", str(e), fatal=False)
+        with memory_for(trainer.backend.device, "load a state"):
+            try:
+                with trainer.base.owned():
+                    answer: FromTrainer = trainer.load(ask)
+            except (CairnError, OSError) as e:
+                answer = Failed("load", str(e), fatal=False)
         self._send_notes()
         self._end.send(answer)
 
@@ -251,11 +230,10 @@ class TrainerService:
 
     def save(self, trainer: Trainer, do: Callable[[], None]) -> bool:
         """Do a part of saving. Return False when it failed, which is reported: a later one may succeed."""
+        times, device = trainer.steps.times, trainer.backend.device
         try:
-            with trainer.steps.times.during(Activity.SAVING, time.monotonic):
+            with times.during(Activity.SAVING, time.monotonic), memory_for(device, "save what was learnt"):
                 do()
-        except torch.OutOfMemoryError:
-            raise out_of_memory(trainer.backend.device, "save what was learnt") from None
         except SavedStateError as e:
             self._end.send(Note("warning", "saved-state", str(e)))
             return False

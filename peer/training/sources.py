@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import http.client
 import os
-import threading
 import time
 import urllib.error
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
 
 from peer.errors import PeerError
+from peer.training.background import BackgroundTask
 from protocol.data_address import check_address
 from protocol.ids import Digest
 from protocol.merkle import CHUNK, blob_leaves, chunk_count
@@ -29,20 +29,6 @@ class SourceError(PeerError):
     """A source did not return the requested bytes. The message says why."""
 
 
-class ShardSource(Protocol):
-    """A holder of shards."""
-
-    name: str
-
-    def leaves(self, shard: Digest, size: int) -> bytes:
-        """Return the leaf hashes of a shard of `size` bytes, concatenated and unverified. Raise SourceError."""
-        ...
-
-    def chunk(self, shard: Digest, offset: int, size: int) -> bytes:
-        """Return `size` bytes at an offset, unverified. Raise SourceError."""
-        ...
-
-
 class LocalFiles:
     """Shards on this disk, as blobs of the peer's store or as prepared files."""
 
@@ -52,7 +38,10 @@ class LocalFiles:
         self._paths = dict(paths)
 
     def leaves(self, shard: Digest, size: int) -> bytes:
-        """Return them from a `.leaves` file of the right size beside the shard; otherwise hash the shard."""
+        """Return the leaf hashes of a shard of `size` bytes, concatenated and unverified. Raise SourceError.
+
+        They come from a `.leaves` file of the right size beside the shard; otherwise the shard is hashed.
+        """
         path = self._path(shard)
         try:
             for beside in (path.with_suffix(".leaves"), path.with_name(path.name + ".leaves")):
@@ -66,6 +55,7 @@ class LocalFiles:
             raise SourceError(f"{path}: {e.strerror or e}") from None
 
     def chunk(self, shard: Digest, offset: int, size: int) -> bytes:
+        """Return `size` bytes at an offset, unverified. Raise SourceError."""
         path = self._path(shard)
         try:
             with path.open("rb", buffering=0) as file:
@@ -79,29 +69,40 @@ class LocalFiles:
         return self._paths[shard]
 
 
-def at_address(address: str, timeout: float) -> ShardSource:
-    """Return the source at an address of the spec: a folder with DIGEST.tokens and DIGEST.leaves. Raise SpecError."""
-    protocol = check_address(address)
-    return HttpFolder(address, timeout) if protocol in ("http", "https") else FsspecFolder(address, timeout)
-
-
-class HttpFolder:
-    """A folder on an ordinary web server that answers range requests (RFC 9110 section 14)."""
+class RemoteFolder(ABC):
+    """A folder at an address of the spec, with DIGEST.tokens and DIGEST.leaves. It answers as `LocalFiles` does."""
 
     def __init__(self, address: str, timeout: float):
         self.name = address.rstrip("/")
         self._timeout = timeout
 
     def leaves(self, shard: Digest, size: int) -> bytes:
-        return self._range(f"{self.name}/{shard}.leaves", 0, 32 * chunk_count(size))
+        return self._range(f"{shard}.leaves", 0, 32 * chunk_count(size))
 
     def chunk(self, shard: Digest, offset: int, size: int) -> bytes:
-        return self._range(f"{self.name}/{shard}.tokens", offset, size)
+        return self._range(f"{shard}.tokens", offset, size)
 
-    def _range(self, url: str, start: int, size: int) -> bytes:
-        """Return at most `size` bytes, whatever the server sends, within the deadline."""
+    @abstractmethod
+    def _range(self, file: str, start: int, size: int) -> bytes:
+        """Return at most `size` bytes, whatever the other side sends, within the deadline. Raise SourceError."""
+
+
+ShardSource = LocalFiles | RemoteFolder
+
+
+def at_address(address: str, timeout: float) -> RemoteFolder:
+    """Return the source at an address of the spec. Raise SpecError."""
+    protocol = check_address(address)
+    return HttpFolder(address, timeout) if protocol in ("http", "https") else FsspecFolder(address, timeout)
+
+
+class HttpFolder(RemoteFolder):
+    """A folder on an ordinary web server that answers range requests (RFC 9110 section 14)."""
+
+    def _range(self, file: str, start: int, size: int) -> bytes:
         if not size:
             return b""
+        url = f"{self.name}/{file}"
         until = time.monotonic() + self._timeout
         request = urllib.request.Request(url, headers={"Range": f"bytes={start}-{start + size - 1}"})
         try:
@@ -120,47 +121,29 @@ class HttpFolder:
             raise SourceError(f"{url}: {getattr(e, 'reason', None) or e or type(e).__name__}") from None
 
 
-class FsspecFolder:
+class FsspecFolder(RemoteFolder):
     """A folder on any file system of fsspec. Each call has a thread, since few file systems have deadlines."""
 
-    def __init__(self, address: str, timeout: float):
-        self.name = address.rstrip("/")
-        self._timeout = timeout
-        self._stuck = 0
-
-    def leaves(self, shard: Digest, size: int) -> bytes:
-        return self._range(f"{shard}.leaves", 0, 32 * chunk_count(size))
-
-    def chunk(self, shard: Digest, offset: int, size: int) -> bytes:
-        return self._range(f"{shard}.tokens", offset, size)
+    _stuck = 0
 
     def _range(self, file: str, start: int, size: int) -> bytes:
         if self._stuck >= MAX_STUCK:
             raise SourceError(f"{self.name}: {MAX_STUCK} calls never came back")
-        result: list[bytes] = []
-        failure: list[Exception] = []
 
-        def call() -> None:
-            try:
-                fs, folder = _filesystem(self.name)
-                result.append(fs.cat_file(f"{folder}/{file}", start=start, end=start + size))
-            except Exception as e:  # noqa: BLE001 - any file system, any error: handed to the caller
-                failure.append(e)
+        def call() -> bytes:
+            import fsspec.core
 
-        thread = threading.Thread(target=call, name=f"read {file}", daemon=True)
-        thread.start()
-        thread.join(self._timeout)
-        if thread.is_alive():
+            fs, folder = fsspec.core.url_to_fs(self.name)
+            return bytes(fs.cat_file(f"{folder}/{file}", start=start, end=start + size))
+
+        reading = BackgroundTask(call, "read")
+        reading.wait(self._timeout)
+        if not reading.is_done:
             self._stuck += 1
             raise SourceError(f"{self.name}/{file}: no answer in {self._timeout:.0f} s")
-        if failure:
-            missing = isinstance(failure[0], FileNotFoundError)
-            reason = "is not there" if missing else str(failure[0]) or type(failure[0]).__name__
-            raise SourceError(f"{self.name}/{file}: {reason}")
-        return bytes(result[0])
-
-
-def _filesystem(address: str) -> tuple[Any, str]:
-    import fsspec.core
-
-    return fsspec.core.url_to_fs(address)
+        try:
+            return reading.result()
+        except FileNotFoundError:
+            raise SourceError(f"{self.name}/{file}: is not there") from None
+        except Exception as e:  # noqa: BLE001 - any file system, any error
+            raise SourceError(f"{self.name}/{file}: {str(e) or type(e).__name__}") from None

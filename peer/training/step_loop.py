@@ -9,7 +9,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-import torch
 from torch import Tensor
 
 from peer.channel import Orders
@@ -17,7 +16,7 @@ from peer.errors import TrainingError
 from peer.training.backend import TrainingBackend
 from peer.training.base_state import BaseMove
 from peer.training.data import Batches
-from peer.training.device import out_of_memory
+from peer.training.device import memory_for
 from peer.training.exchange_point import ExchangePoint
 from peer.training.gate import YieldGate
 from peer.training.inner_optimizer import StepResult
@@ -104,10 +103,8 @@ class StepLoop(ThreadOwned):
         self._set_rate()
         self._gate.wait(self.times)
         with self._exchange_counted():
-            try:
+            with memory_for(self._backend.device, "hold the optimiser's moments"):
                 self._inner.optimizer_step(step)
-            except torch.OutOfMemoryError:
-                raise out_of_memory(self._backend.device, "hold the optimiser's moments") from None
             self._exchange.windows = self._exchange.windows.trained(len(windows))
             self.trained_windows += len(windows)
             if step.is_finite:

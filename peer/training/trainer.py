@@ -5,8 +5,6 @@ No channel and no loop here (that is `service`): a test drives these objects dir
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -35,7 +33,7 @@ from peer.training.windows import WindowAccounting
 from protocol.assignment import windows_of
 from protocol.ids import Digest, PeerKey
 from protocol.model import build_model, model_layout
-from protocol.spec import MAX_SPEC, RunSpec, parse_spec
+from protocol.spec import RunSpec, parse_spec
 
 Lost = Callable[[str], None]
 """Called by any thread, with the reason, when one of several ranks has ended and training cannot continue."""
@@ -44,13 +42,11 @@ Lost = Callable[[str], None]
 class Trainer:
     """The parts of a peer's training. Built by the thread that trains, which owns all of them at first."""
 
-    def __init__(self, start: Start, report: Report, lost: Lost | None = None):
+    def __init__(self, start: Start, report: Report, lost: Lost = lambda why: None):
         """Build the model and read what was saved.
 
         `report` is called with what a person should know. Raise CairnError, OSError or torch.OutOfMemoryError.
         """
-        if start.spec_path.stat().st_size > MAX_SPEC:
-            raise TrainingError(f"{start.spec_path} is too large for a run spec")
         self.spec: RunSpec = parse_spec(start.spec_path.read_bytes())
         dims, kind, why = resolve(start.parallel, start.device, self.spec)
         model = build_model(self.spec.model.config, device="meta")
@@ -62,7 +58,7 @@ class Trainer:
         self.exchange = ExchangePoint()
         self.gate = YieldGate()
         times = TimeBreakdown(time.monotonic())
-        self.backend = _backend(self.spec, start, dims, kind, self.gate, times, report, lost or _exit)
+        self.backend = _backend(self.spec, start, dims, kind, self.gate, times, report, lost)
         if dims.world > 1:
             report("info", "parallel", why)
         self.flops_per_token = flops_per_token(model, self.spec.data.window)
@@ -104,7 +100,7 @@ class Trainer:
         self.checkpointer.save_now()
 
     def close(self, *, in_order: bool = False) -> None:
-        """Stop reading ahead, and end other ranks: `canonical_order` when nothing has failed."""
+        """Stop reading ahead, and end other ranks. `in_order`: nothing has failed."""
         self.steps.batches.close()
         self.checkpointer.close()
         self.backend.close(in_order=in_order)
@@ -143,10 +139,4 @@ def _batches(spec: RunSpec, start: Start, backend: TrainingBackend, report: Repo
     assigned = partial(windows_of, spec.seed, me, total=reader.total)
     # Several ranks receive their windows as bytes, and each pins its own.
     pinned = None if backend.is_distributed else pinned_for(backend.device)
-    return Batches(reader, lambda first, count: assigned(first, count), batch=spec.inner.batch, prepare=pinned)
-
-
-def _exit(why: str) -> None:
-    """End this process: one of several ranks has ended, and nobody else deals with it."""
-    print(f"trainer: {why}", file=sys.stderr, flush=True)
-    os._exit(1)
+    return Batches(reader, assigned, batch=spec.inner.batch, prepare=pinned)

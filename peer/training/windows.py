@@ -9,7 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from protocol.ids import Digest
+from pydantic import ConfigDict
+
+from peer.channel.messages import Count, DigestField
+
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+"""How pydantic reads what is kept on disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,23 +24,25 @@ class UndecidedUpdate:
     `loss`: mean training loss in nats per token over its `steps` inner steps.
     """
 
-    parent: Digest
-    blob: Digest
-    size: int
-    first: int
-    end: int
-    steps: int
+    parent: DigestField
+    blob: DigestField
+    size: Count
+    first: Count
+    end: Count
+    steps: Count
     loss: float
+    __pydantic_config__ = STRICT
 
 
 @dataclass(frozen=True, slots=True)
 class WindowAccounting:
     """The count at one time; each change makes another one. `steps`: inner steps since `claimed_from`."""
 
-    counter: int = 0
-    claimed_from: int = 0
-    steps: int = 0
+    counter: Count = 0
+    claimed_from: Count = 0
+    steps: Count = 0
     announced: UndecidedUpdate | None = None
+    __pydantic_config__ = STRICT
 
     @property
     def uncovered(self) -> int:

@@ -1,7 +1,7 @@
 """Rank 0's side of several ranks: starts the others, gives the commands, and ends when one of them does.
 
-`DistributedBackend` is the `TrainingBackend` of several processes. Two threads may use it: each command is complete
-before the next begins, so that all ranks do the same in the same order.
+Two threads may use it: each command is complete before the next begins, so that all ranks do the same in the same
+order.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from peer.channel import Choice, Memory
 from peer.errors import TrainingError
-from peer.training.background import ShardCheckpointWriter, copy_size
 from peer.training.device import choose_device, device_name, out_of_memory
 from peer.training.inner_optimizer import StepResult
 from peer.training.layers import USUAL, LayerOptions, Report
@@ -31,16 +31,7 @@ from peer.training.memory import memory_of
 from peer.training.parallel.group import SECONDS, RankGroup
 from peer.training.parallel.micro_batch import MicroBatchProfile, MicroBatchStore
 from peer.training.parallel.parallel_dims import ParallelDims
-from peer.training.parallel.rank_worker import (
-    OUT_OF_MEMORY,
-    STEPPING,
-    Command,
-    CommandResult,
-    RankWorker,
-    encode_contributions,
-    encode_masked_update,
-    encode_windows,
-)
+from peer.training.parallel.rank_worker import OUT_OF_MEMORY, STEPPING, Command, RankWorker
 from peer.training.saved_state import SavedState
 from protocol.ids import Digest
 from protocol.outer import Contribution
@@ -54,7 +45,7 @@ BLAME_SECONDS = 3.0
 
 
 class DistributedBackend:
-    """All ranks of this peer. `TrainingBackend` documents the methods."""
+    """All ranks of this peer. `SingleProcessBackend` documents the methods that both have."""
 
     is_distributed = True
 
@@ -89,9 +80,7 @@ class DistributedBackend:
         self._turn = threading.Lock()
         self._closing = False
         self._meeting = True
-        self._copied = 0
-        """Bytes of memory that the last copy used, on all ranks."""
-        self._writer: ShardCheckpointWriter | None = None
+        self._worker: RankWorker | None = None
         self._profiles = profiles
         self._recompute: Choice = layers.recompute
         profile = profiles.profile(layers.recompute)
@@ -112,7 +101,7 @@ class DistributedBackend:
             self.group = RankGroup.join(dims, 0, self._folder / "meet", self.device, seconds)
             self._meeting = False
             self.worker = RankWorker(spec, self.group, self.device, profile.windows, layers, report, background_hook)
-            self._writer = self.worker.checkpoint.writer
+            self._worker = self.worker
         except (RuntimeError, TrainingError) as e:
             why = self._ended_rank()
             self.close()
@@ -122,22 +111,24 @@ class DistributedBackend:
             raise
         self.inner = DistributedInner(self, yield_hook)
         self.outer = DistributedOuter(self)
+        self.load_state = partial(self.do, Command.LOAD)
+        self.copy_state = partial(self.do, Command.COPY)
+        self.start_write = partial(self.do, Command.WRITE)
+        self.cancel_write = partial(self.do, Command.CANCEL_WRITE)
+        self.write_now = partial(self.do, Command.SAVE)
 
     def _start(
         self, rank: int, spec: Path, kind: str, threads: int, profile: MicroBatchProfile, compiled: bool, seconds: float
     ) -> subprocess.Popen[bytes]:
         options = {
-            "rank": rank, "threads": threads, "parent": os.getpid(), "piece": profile.windows or 0, "spec": spec,
-            "recompute": int(profile.recompute), "compile": int(compiled),
-            "folder": self._folder, "parallel": self.dims, "device": f"cuda:{rank}" if kind == "cuda" else "cpu",
-            "seconds": seconds,
+            "rank": rank, "threads": threads, "parent": os.getpid(), "piece": profile.windows, "spec": str(spec),
+            "recompute": profile.recompute, "compile": compiled, "folder": str(self._folder),
+            "parallel": str(self.dims), "device": f"cuda:{rank}" if kind == "cuda" else "cpu", "seconds": seconds,
         }  # fmt: skip
-        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        command = [sys.executable, "-m", "peer.training.rank", json.dumps(options)]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         try:
-            return subprocess.Popen(
-                [sys.executable, "-m", "peer.training.rank", *words], stdin=subprocess.DEVNULL, env=environment
-            )
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
         except OSError as e:
             raise TrainingError(f"rank {rank} cannot be started: {e}; check the limits on processes") from None
 
@@ -158,12 +149,12 @@ class DistributedBackend:
 
     # -- commands ----------------------------------------------------------------------------------------------
 
-    def do(self, command: Command, payload: bytes = b"") -> CommandResult:
+    def do(self, command: Command, *arguments: object) -> Any:
         """Execute a command on all ranks. Raise what they agree on, and TrainingError when a rank is lost."""
         with self._turn:
             try:
-                self.group.send_command(command, payload)
-                return self.worker.do(command, payload)
+                self.group.send_command(command.value, arguments)
+                return self.worker.do(command, *arguments)
             except torch.OutOfMemoryError:
                 why = str(out_of_memory(self.device, "hold this rank's share of the training"))
                 raise self._lost(why, in_a_pass=command in STEPPING) from None
@@ -226,14 +217,14 @@ class DistributedBackend:
         return ""
 
     def close(self, *, in_order: bool = False) -> None:
-        """End all ranks: by a command if `canonical_order`, by a signal otherwise. Idempotent."""
+        """End all ranks: by a command if `in_order`, by a signal otherwise. Idempotent."""
         if self._closing:
             return
         self._closing = True
         if in_order and not self._ended_rank() and self._turn.acquire(timeout=LEAVE_SECONDS):
             try:
-                self.group.send_command(Command.STOP, b"")
-                self.worker.do(Command.STOP)
+                self.group.send_command(Command.STOP.value, ())
+                self.worker.stop()
             except RuntimeError:
                 in_order = False
         for process in self.ranks:
@@ -242,154 +233,77 @@ class DistributedBackend:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        if self._writer is not None:
-            self._writer.cancel(LEAVE_SECONDS)
+        if self._worker is not None:
+            self._worker.cancel_write(LEAVE_SECONDS)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # -- states --------------------------------------------------------------------------------------------------
 
-    def load_state(self, checkpoint: Path) -> None:
-        self.do(Command.LOAD, str(checkpoint).encode())
-
     def store_state(self, threads: int, checkpoint: Path | None) -> Digest:
-        return _digest(self.do(Command.STORE, str(checkpoint).encode() if checkpoint else b""))
+        return self.do(Command.STORE, checkpoint)
 
-    def set_moments(self, saved: SavedState) -> None:
-        self._resume(saved, everything=False)
-
-    def resume(self, saved: SavedState) -> None:
-        self._resume(saved, everything=True)
-
-    def _resume(self, saved: SavedState, *, everything: bool) -> None:
+    def resume(self, saved: SavedState, *, everything: bool) -> None:
         if saved.file is not None:
-            fields = {"path": str(saved.file), "steps": saved.optimizer_steps, "everything": everything}
-            self.do(Command.RESUME, json.dumps(fields).encode())
+            self.do(Command.RESUME, saved.file, saved.optimizer_steps, everything)
 
     # -- saving: each rank copies and writes the chunks that it owns -------------------------------------------
 
-    @property
-    def optimizer_steps(self) -> int:
-        return self.worker.inner.moments()[0]
-
-    @property
-    def save_size(self) -> int:
-        return self.worker.checkpoint.file().size
-
-    @property
-    def copy_size(self) -> int:
-        checkpoint = self.worker.checkpoint
-        return copy_size(checkpoint.file(), self.device) - (self._copied if checkpoint.writer.reserved else 0)
-
-    def copy_state(self) -> None:
-        self._copied = copy_size(self.worker.checkpoint.file(), self.device)
-        self.do(Command.COPY)
-
-    def start_write(self, path: Path) -> None:
-        self.do(Command.WRITE, str(path).encode())
-
-    @property
-    def is_written(self) -> bool:
-        """True when rank 0 has written its shard: the others have as much to write, and are about to be done."""
-        return self.worker.checkpoint.writer.is_written
-
-    @property
-    def written_share(self) -> float:
-        """Share of rank 0's shard that is written, which is also an estimate for the others."""
-        return self.worker.checkpoint.writer.written_share
+    optimizer_steps = property(lambda self: self.worker.optimizer_steps)
+    copy_size = property(lambda self: self.worker.copy_size)
+    is_written = property(lambda self: self.worker.is_written)
+    """True when rank 0 has written its shard: the others have as much to write, and are about to be done."""
+    written_share = property(lambda self: self.worker.written_share)
+    """Share of rank 0's shard that is written, which is also an estimate for the others."""
 
     def finish_write(self) -> None:
         # Not within a command: ranks that wait for each other for minutes end.
-        self.worker.checkpoint.writer.wait()
+        self.worker.wait()
         self.do(Command.WRITTEN)
 
     def digest(self) -> Digest:
-        return self.worker.checkpoint.digest()
-
-    def cancel_write(self) -> None:
-        self.do(Command.CANCEL_WRITE)
-
-    def write_now(self, path: Path) -> Digest:
-        return _digest(self.do(Command.SAVE, str(path).encode()))
-
-
-def _digest(result: CommandResult) -> Digest:
-    if not isinstance(result, Digest):
-        raise TypeError("rank 0 computes a digest for this command")
-    return result
+        return self.worker.digest()
 
 
 class DistributedInner:
-    """`InnerSide` of all ranks."""
+    """The inner side of all ranks. `InnerOptimizer` documents the methods."""
 
     def __init__(self, backend: DistributedBackend, yield_hook: Callable[[], None]):
-        self._backend = backend
+        self._worker = backend.worker
+        self._do = backend.do
         self._yield_hook = yield_hook
+        self.set_rate = partial(backend.do, Command.RATE)
 
     @property
     def learning_rate(self) -> float:
-        return self._backend.worker.inner.learning_rate
-
-    def set_rate(self, factor: float) -> None:
-        """Set the learning rate from now on to `factor` times the spec's."""
-        self._backend.do(Command.RATE, struct.pack("<d", factor))
+        return self._worker.inner.learning_rate
 
     def forward_backward(self, windows: Tensor, go_on: Callable[[], bool] = lambda: True) -> StepResult | None:
         """Compute a step's gradient. Between two pieces another thread's command may come first."""
-        pieces = self._backend.do(Command.BEGIN, encode_windows(windows))
-        if not isinstance(pieces, int):
-            raise TypeError("BEGIN gives the number of pieces")
-        for number in range(pieces):
+        tokens = windows.cpu().to(torch.int32).numpy().tobytes()
+        for number in range(self._do(Command.BEGIN, windows.shape[1], tokens)):
             if number and not go_on():
-                self._backend.do(Command.DROP)
+                self._do(Command.DROP)
                 return None
             self._yield_hook()
-            self._backend.do(Command.PIECE, struct.pack("<q", number))
+            self._do(Command.PIECE, number)
         self._yield_hook()
-        step = self._backend.do(Command.END)
-        return step if isinstance(step, StepResult) else None
+        return self._do(Command.END)
 
     def optimizer_step(self, step: StepResult) -> None:
-        """Step the optimizer on every rank, unless the step is not finite."""
-        self._backend.do(Command.OPTIMIZER_STEP)
+        self._do(Command.OPTIMIZER_STEP)
 
 
 class DistributedOuter:
-    """`OuterSide` of all ranks."""
+    """The outer side of all ranks. `OuterOperations` documents the methods."""
 
     def __init__(self, backend: DistributedBackend):
-        self._backend = backend
-
-    @property
-    def holds_base(self) -> bool:
-        return self._backend.worker.outer.base is not None
-
-    def drop_base(self) -> None:
-        """Release rank 0's base; `load_state` releases the others'."""
-        self._backend.worker.outer.base = None
-
-    def announce(self) -> bytes:
-        """Return an update's blob."""
-        blob = self._backend.do(Command.ANNOUNCE)
-        if not isinstance(blob, bytes):
-            raise TypeError("ANNOUNCE gives the blob, on rank 0")
-        return blob
+        self._do = backend.do
+        self.drop_base = backend.worker.outer.drop_base  # rank 0's: `load_state` releases the others'
+        self.announce = partial(backend.do, Command.ANNOUNCE)
+        self.advance_reduced = partial(backend.do, Command.ADVANCE_REDUCED)
+        self.rebase = partial(backend.do, Command.REBASE)
+        self.add_back = partial(backend.do, Command.ADD_BACK)
+        self.subtract = partial(backend.do, Command.SUBTRACT)
 
     def advance(self, contributions: Sequence[Contribution]) -> None:
-        """Move the base to the next state."""
-        self._backend.do(Command.ADVANCE, encode_contributions(contributions))
-
-    def advance_reduced(self, parts: Sequence[Path]) -> None:
-        """Move the base to the next state by reduced shards."""
-        self._backend.do(Command.ADVANCE_REDUCED, json.dumps([str(p) for p in parts]).encode())
-
-    def rebase(self) -> None:
-        """Move the progress since the anchor onto the base."""
-        self._backend.do(Command.REBASE)
-
-    def add_back(self, blob: bytes, only: bytes | None = None) -> None:
-        """Add an own update to the feedback."""
-        self._backend.do(Command.ADD_BACK, encode_masked_update(blob, only))
-
-    def subtract(self, blob: bytes, factor: float, only: bytes | None = None) -> None:
-        """Take out of the feedback what `add_back` added, times `factor`."""
-        self._backend.do(Command.SUBTRACT, struct.pack("<d", factor) + encode_masked_update(blob, only))
+        self._do(Command.ADVANCE, [(c.author, c.windows, c.blob) for c in contributions])

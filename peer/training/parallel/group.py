@@ -5,10 +5,11 @@ Only tensors travel; nothing is pickled. An error's text travels as bytes of one
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,22 @@ ERROR_BYTES = 1024
 ERRORS: tuple[type[Exception], ...] = (CodecError, MalformedError, SavedStateError, TrainingError, OSError)
 
 
-class RankGroup:
+class SoleRank:
+    """The one process of a peer that has no others: what it does, all ranks have done."""
+
+    rank = 0
+    world = 1
+
+    def together(self) -> AbstractContextManager[None]:
+        """Run a block in which each rank works by itself; raise on all ranks what fails on one."""
+        return nullcontext()
+
+    def gather(self, mine: bytes | bytearray, sizes: Sequence[int]) -> list[bytes] | None:
+        """Return each rank's bytes, on rank 0. All ranks know the `sizes`."""
+        return [bytes(mine)]
+
+
+class RankGroup(SoleRank):
     """All ranks of a peer, on one machine. All of them make it at once."""
 
     def __init__(self, dims: ParallelDims, rank: int, seconds: float = SECONDS):
@@ -78,7 +94,6 @@ class RankGroup:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Run a block in which each rank works by itself; raise on all ranks what fails on one."""
         failed: Exception | None = None
         try:
             yield
@@ -101,7 +116,6 @@ class RankGroup:
                 raise self.agreed
 
     def gather(self, mine: bytes | bytearray, sizes: Sequence[int]) -> list[bytes] | None:
-        """Return each rank's bytes, on rank 0. All ranks know the `sizes`."""
         buffer = torch.zeros(max(1, *sizes), dtype=torch.uint8)
         if mine:
             buffer[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
@@ -114,23 +128,44 @@ class RankGroup:
 
     # -- commands ----------------------------------------------------------------------------------------------
 
-    def send_command(self, command: int, payload: bytes | bytearray) -> None:
-        """Send the next command to the other ranks. On rank 0."""
-        dist.broadcast(torch.tensor([command, len(payload)], dtype=torch.int64), 0, group=self.commands)
-        if payload:
-            dist.broadcast(torch.frombuffer(bytearray(payload), dtype=torch.uint8), 0, group=self.commands)
+    def send_command(self, name: str, arguments: Sequence[object]) -> None:
+        """Send the next command to the other ranks, with numbers, text, paths and bytes, also in lists. On rank 0."""
+        raw: list[bytes] = []
 
-    def receive_command(self) -> tuple[int, bytes]:
-        """Return the next command. On the other ranks. Raise TrainingError when rank 0 is gone."""
+        def outside(value: object) -> dict[str, object]:
+            if isinstance(value, Path):
+                return {"path": str(value)}
+            if not isinstance(value, bytes | bytearray | memoryview):
+                raise TypeError(f"a command has no {type(value).__name__}")
+            raw.append(bytes(value))
+            return {"bytes": len(value)}
+
+        head = json.dumps([name, *arguments], default=outside).encode()
+        sizes = torch.tensor([len(head), sum(map(len, raw))], dtype=torch.int64)
+        dist.broadcast(sizes, 0, group=self.commands)
+        payload = torch.frombuffer(bytearray().join([head, *raw]), dtype=torch.uint8)
+        dist.broadcast(payload, 0, group=self.commands)
+
+    def receive_command(self) -> tuple[str, list[Any]]:
+        """Return the next command's name and arguments. On the other ranks. Raise TrainingError when rank 0 is gone."""
         try:
-            head = torch.zeros(2, dtype=torch.int64)
-            dist.broadcast(head, 0, group=self.commands)
-            payload = torch.empty(int(head[1]), dtype=torch.uint8)
-            if len(payload):
-                dist.broadcast(payload, 0, group=self.commands)
+            sizes = torch.zeros(2, dtype=torch.int64)
+            dist.broadcast(sizes, 0, group=self.commands)
+            payload = torch.empty(int(sizes.sum()), dtype=torch.uint8)
+            dist.broadcast(payload, 0, group=self.commands)
         except RuntimeError as e:
             raise TrainingError(f"rank 0 is gone: {' '.join(str(e).split())[:200]}") from None
-        return int(head[0]), bytes(payload.numpy().data)
+        data, at = payload.numpy().data, int(sizes[0])
+
+        def inside(found: dict[str, Any]) -> Path | memoryview:
+            nonlocal at
+            if "path" in found:
+                return Path(found["path"])
+            at += found["bytes"]
+            return data[at - found["bytes"] : at]
+
+        name, *arguments = json.loads(bytes(data[: int(sizes[0])]), object_hook=inside)
+        return name, arguments
 
     def share(self, tensor: Tensor, owner: int) -> None:
         """Copy a contiguous tensor of one rank of this rank's stage to all of them."""

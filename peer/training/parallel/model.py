@@ -108,11 +108,11 @@ def build_rank_model(
     if dims.tp > 1:
         parallelize_module(body, mesh["tp"], _tp_plan(body))
     outside = StageModule(body, mesh["pp"].get_local_rank(), dims.pp) if dims.pp > 1 else body
-    if dims.fsdp > 1:
+    if dims.fsdp > 1 or 1 < dims.dp < dims.world:
         _shard(outside, dims, mesh, device)
     else:
         _materialise(body, device)
-        if dims.dp == dims.world and dims.dp > 1:
+        if dims.dp > 1:
             outside = DistributedDataParallel(body, process_group=mesh["dp"].get_group(), gradient_as_bucket_view=True)
     body.to(device)  # buffers
     parameters = {n: p for n, p in body.named_parameters() if p.requires_grad}
@@ -170,14 +170,6 @@ def _materialise(root: nn.Module, device: torch.device) -> None:
             if parameter is None or not parameter.is_meta:
                 continue
             if id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(_zeros(parameter.detach(), device), parameter.requires_grad)
+                zeros = torch.zeros_like(parameter.detach(), device=device)
+                made[id(parameter)] = nn.Parameter(zeros, parameter.requires_grad)
             module._parameters[name] = made[id(parameter)]
-
-
-def _zeros(like: Tensor, device: torch.device) -> Tensor:
-    if not isinstance(like, DTensor):
-        return torch.zeros(like.shape, dtype=like.dtype, device=device)
-    part = torch.zeros(like.to_local().shape, dtype=like.dtype, device=device)
-    return DTensor.from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )

@@ -6,9 +6,9 @@ the degrees.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
 from dataclasses import dataclass, replace
-from math import gcd
+from itertools import product
 from typing import Literal
 
 from peer.errors import TrainingError
@@ -31,7 +31,7 @@ USABLE = 0.8
 LISTED = 12
 """Layouts that an error lists at most."""
 
-Interconnect = Literal["nvlink", "pcie", "none"]
+Interconnect = Literal["nvlink", "pcie"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +84,13 @@ class ParallelDims:
         """Read "fsdp=4,tp=2": dp, fsdp, tp, pp, each once, and zero=2 or zero=3. Raise TrainingError."""
         found: dict[str, int] = {}
         for word in text.split(","):
-            name, _, number = (part.strip() for part in word.partition("="))
-            known = name in (*AXES, "zero") and name not in found
-            if not known or not number.isascii() or not number.isdigit() or not 1 <= int(number[:9]) <= MAX_RANKS:
+            degree = re.fullmatch(rf"\s*({'|'.join(AXES)}|zero)\s*=\s*([0-9]{{1,9}})\s*", word)
+            if not degree or degree[1] in found or not 1 <= int(degree[2]) <= MAX_RANKS:
                 raise TrainingError(
                     f"--parallel {text[:60]}: {word[:20]!r} is no degree; write auto, or some of "
                     "dp=N, fsdp=N, tp=N, pp=N with commas between them, such as fsdp=4,tp=2"
                 )
-            found[name] = int(number)
+            found[degree[1]] = int(degree[2])
         if found.get("zero", 3) not in (2, 3) or ("zero" in found and found.get("fsdp", 1) == 1):
             raise TrainingError(f"--parallel {text[:60]}: zero is 2 or 3, and goes with fsdp, such as fsdp=4,zero=2")
         return cls(**found)
@@ -125,7 +124,9 @@ def rejection(degrees: ParallelDims, world: int, limits: ModelLimits) -> str:
 
 def layouts(world: int, limits: ModelLimits) -> list[ParallelDims]:
     """Return all degrees that work on `world` ranks (zero = 3), those with fewer kinds of parallelism first."""
-    found = [d for d in _products(world) if not rejection(d, world, limits)]
+    divisors = [n for n in range(1, world + 1) if world % n == 0]
+    every = (ParallelDims(*degrees) for degrees in product(divisors, repeat=4))
+    found = [d for d in every if not rejection(d, world, limits)]
     return sorted(found, key=lambda d: (sum(getattr(d, axis) > 1 for axis in AXES), d.pp, d.tp, d.fsdp))
 
 
@@ -150,64 +151,50 @@ def memory(degrees: ParallelDims, parameters: int, largest: int = 0) -> int:
 
 
 def choose(
-    world: int, memory_bytes: int | None, link: Interconnect, limits: ModelLimits, largest: int = 0
+    world: int, memory_bytes: int, link: Interconnect, limits: ModelLimits, largest: int = 0
 ) -> tuple[ParallelDims, str]:
     """Return the degrees for `world` ranks, and the reason in one line.
 
-    `memory_bytes`: of each rank; None does not bound. The choice splits as little as fits: dp moves the fewest bytes.
+    `memory_bytes`: of each rank. The choice splits as little as fits: dp moves the fewest bytes.
     Next comes fsdp, whose traffic overlaps with computation on any link. Then comes tp with NVLink (it communicates
     four times a layer), or pp without. Raise TrainingError when nothing fits.
     """
     works = layouts(world, limits)
     if not works:
         check(ParallelDims(dp=world), world, limits)
-    room = None if memory_bytes is None else int(memory_bytes * USABLE)
+    room = int(memory_bytes * USABLE)
 
     def needs(d: ParallelDims) -> int:
         return memory(d, limits.parameters, largest)
 
-    fitting = [d for d in works if room is None or needs(d) <= room]
+    fitting = [d for d in works if needs(d) <= room]
     if not fitting:
         least = min(works, key=needs)
         raise TrainingError(
             f"{_gib(needs(least))} a GPU is the least that {limits.parameters:,} parameters need on {world} of them "
-            f"(with {least}), and {_gib(room or 0)} of each can be used: use more GPUs, or larger ones"
+            f"(with {least}), and {_gib(room)} of each can be used: use more GPUs, or larger ones"
         )
     if link == "nvlink":
         best = min(fitting, key=lambda d: (d.pp, d.tp, d.fsdp))
     else:
         best = min(fitting, key=lambda d: (d.tp, d.pp, d.fsdp))
-    if best.fsdp > 1 and link != "nvlink" and (room is None or needs(replace(best, zero=2)) <= room):
+    if best.fsdp > 1 and link != "nvlink" and needs(replace(best, zero=2)) <= room:
         best = replace(best, zero=2)
     return best, _why(best, world, room, link, limits, needs)
 
 
-def _why(best: ParallelDims, world: int, room: int | None, link: Interconnect, limits: ModelLimits, needs) -> str:
+def _why(best: ParallelDims, world: int, room: int, link: Interconnect, limits: ModelLimits, needs) -> str:
     """Return the reason for people."""
-    if world == 1:
-        return "one process"
-    over = {"nvlink": "over NVLink", "pcie": "over PCIe", "none": "on CPUs"}[link]
+    over = {"nvlink": "over NVLink", "pcie": "over PCIe"}[link]
     whole = ParallelDims(dp=world)
     if best.fsdp == best.tp == best.pp == 1:
         return f"{best}: the model fits on each of {world} ranks, so only gradients travel, {over}"
     if rejection(whole, world, limits):
         reason = f"dp={world} {rejection(whole, world, limits)}"
     else:
-        reason = f"dp={world} would need {_gib(needs(whole))} of {_gib(room or 0)} on each"
+        reason = f"dp={world} would need {_gib(needs(whole))} of {_gib(room)} on each"
     return f"{best}: {_gib(needs(best))} a rank before activations, {over}; {reason}"
 
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
-
-
-def _products(world: int) -> Iterator[ParallelDims]:
-    """Yield every way to write `world` as dp * fsdp * tp * pp."""
-    for pp in _divisors(world):
-        for tp in _divisors(world // pp):
-            for fsdp in _divisors(world // pp // tp):
-                yield ParallelDims(world // pp // tp // fsdp, fsdp, tp, pp)
-
-
-def _divisors(n: int) -> list[int]:
-    return [k for k in range(1, n + 1) if gcd(k, n) == k]

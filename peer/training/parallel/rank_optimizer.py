@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -17,16 +18,12 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from peer.training.device import pinned_for
-from peer.training.inner_optimizer import PIECE_TOKENS, InnerOptimizer, StepResult
+from peer.training.inner_optimizer import MUON_MOMENTS, PIECE_TOKENS, InnerOptimizer, StepResult, muon
 from peer.training.layers import USUAL, LayerOptions, Report
 from peer.training.memory import memory_of
 from peer.training.parallel.model import RankModel, shard
-from peer.training.parallel.muon import ShardedMuon
 from peer.training.parallel.pipeline import Pipeline, groups_of
 from protocol.spec import InnerSpec
-
-BUCKET = 2**24
-"""Elements of gradients that are summed over dp at a time, where neither DDP nor FSDP does it."""
 
 
 class RankOptimizer(InnerOptimizer):
@@ -44,7 +41,7 @@ class RankOptimizer(InnerOptimizer):
         self.built = built
         self.shards = {n: nn.Parameter(built.local(n)) for n in built.parameters}
         super().__init__(
-            spec, built.body, built.device, layers=layers, report=report, named=self.shards, hidden=built.hidden
+            spec, built.body, built.device, layers=layers, report=report, parameters=self.shards, hidden=built.hidden
         )
         if self.muon is not None and built.dims.fsdp * built.dims.tp > 1:
             self.muon = ShardedMuon({n: p for n, p in self.shards.items() if n in self._by_muon}, built, spec)
@@ -113,8 +110,6 @@ class RankOptimizer(InnerOptimizer):
     def end(self) -> StepResult:
         """Clip the whole model's gradient, of which each rank has its shard. Return the same result on every rank."""
         self._hand_over()
-        if self._sums_by_itself:
-            self._sum_over_dp()
         dims = self.built.dims
         stage = dims.world // dims.pp
         # Each shard counts once, however many ranks hold it.
@@ -147,11 +142,6 @@ class RankOptimizer(InnerOptimizer):
         super().optimizer_step(step)
         self.drop()
 
-    @property
-    def _sums_by_itself(self) -> bool:
-        d = self.built.dims
-        return d.dp > 1 and d.fsdp == 1 and not isinstance(self.built.outside, DistributedDataParallel)
-
     def _hand_over(self) -> None:
         """Give each shard its gradient, and its present memory, which FSDP may have moved in its first pass."""
         for name, part in self.shards.items():
@@ -161,16 +151,47 @@ class RankOptimizer(InnerOptimizer):
             gradient = self.built.parameters[name].grad
             part.grad = None if gradient is None else shard(gradient)
 
-    def _sum_over_dp(self) -> None:
-        """Average gradients over dp, as DDP does, after the other axes have summed them."""
-        group, n = self.built.mesh["dp"].get_group(), self.built.dims.dp
-        left = [p.grad for p in self.shards.values() if p.grad is not None]
-        while left:
-            some, size = [], 0
-            while left and (not some or size + left[-1].numel() <= BUCKET):
-                some.append(left.pop())
-                size += some[-1].numel()
-            together = torch.cat([g.reshape(-1) for g in some]).div_(n)
-            dist.all_reduce(together, group=group)
-            for gradient, summed in zip(some, together.split([g.numel() for g in some]), strict=True):
-                gradient.copy_(summed.view_as(gradient))
+
+class ShardedMuon(torch.optim.Muon):
+    """`inner_optimizer.muon` on matrices of which each rank has a shard: the same step as on whole ones.
+
+    Momentum stays sharded. Its direction is gathered, one matrix after the other, on each rank of the stage. Each rank
+    makes it orthogonal by itself and applies its own shard. That costs one gather of the hidden matrices a step.
+    """
+
+    def __init__(self, shards: Mapping[str, nn.Parameter], built: RankModel, spec: InnerSpec):
+        """Step `shards`: this rank's shards of the hidden matrices, by name."""
+        like = muon(shards.values(), spec).param_groups[0]
+        super().__init__(
+            shards.values(), lr=like["lr"], weight_decay=like["weight_decay"], momentum=like["momentum"],
+            adjust_lr_fn=like["adjust_lr_fn"],
+        )  # fmt: skip
+        self._shards = shards
+        self._built = built
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Apply Nesterov's momentum to the shards, then torch's own Muon to the gathered result."""
+        group = self.param_groups[0]
+        rate, momentum = group["lr"], group["momentum"]
+        for name, held in self._shards.items():
+            gradient = held.grad
+            if gradient is None:
+                continue
+            state = self.state[held]
+            if not state:
+                state[MUON_MOMENTS[0]] = torch.zeros_like(gradient)
+            kept = state[MUON_MOMENTS[0]].lerp_(gradient, 1 - momentum)
+            direction = gradient.lerp(kept, momentum)
+            change = self._orthogonal(self._built.whole(name, direction), rate)
+            held.mul_(1 - rate * group["weight_decay"]).add_(self._built.shard_of(name, change))
+
+    def _orthogonal(self, direction: Tensor, rate: float) -> Tensor:
+        """Return the step itself: how torch's Muon, without momentum, moves a matrix from zero."""
+        moved = nn.Parameter(torch.zeros_like(direction))
+        moved.grad = direction
+        torch.optim.Muon(
+            [moved], lr=rate, weight_decay=0.0, momentum=0.0, nesterov=False,
+            adjust_lr_fn=self.param_groups[0]["adjust_lr_fn"],
+        ).step()  # fmt: skip
+        return moved.detach()

@@ -7,7 +7,6 @@ Neither the file nor its digest tells how many ranks made it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
@@ -23,14 +22,6 @@ from protocol.state import STAGING_BYTES
 HASH = 32
 
 
-@dataclass(frozen=True)
-class ByteRange:
-    """Consecutive bytes of a file."""
-
-    start: int
-    stop: int
-
-
 class ShardedFile:
     """The file of one layout. `parts`: each rank's slices of the tensors, in layout order."""
 
@@ -41,15 +32,15 @@ class ShardedFile:
         self._starts = list(accumulate((4 * t.numel for t in layout.tensors), initial=header))
         self.size = self._starts[-1]
 
-    def ranges(self, rank: int) -> list[ByteRange]:
+    def ranges(self, rank: int) -> list[range]:
         """Return the bytes that a rank holds; rank 0 also has the header."""
-        found = [ByteRange(0, self._starts[0])] if rank == 0 else []
+        found = [range(0, self._starts[0])] if rank == 0 else []
         for part in self.parts[rank]:
             start = self._starts[part.index] + 4 * part.start
             if found and found[-1].stop == start:
-                found[-1] = ByteRange(found[-1].start, start + 4 * part.numel)
+                found[-1] = range(found[-1].start, start + 4 * part.numel)
             else:
-                found.append(ByteRange(start, start + 4 * part.numel))
+                found.append(range(start, start + 4 * part.numel))
         return found
 
     # -- hashing and writing -----------------------------------------------------------------------------------
@@ -110,18 +101,18 @@ class ShardedFile:
             leaves[number] = leaf_hash(b"".join(pieces[start] for start in sorted(pieces)))
         return tree_hash([leaves[n] for n in range(-(-self.size // CHUNK))])
 
-    def _cuts(self, rank: int) -> list[ByteRange]:
+    def _cuts(self, rank: int) -> list[range]:
         """Return the rank's ranges, cut where a leaf ends."""
         found = []
         for whole in self.ranges(rank):
             start = whole.start
             while start < whole.stop:
                 stop = min(whole.stop, (start // CHUNK + 1) * CHUNK)
-                found.append(ByteRange(start, stop))
+                found.append(range(start, stop))
                 start = stop
         return found
 
-    def _is_leaf(self, cut: ByteRange) -> bool:
+    def _is_leaf(self, cut: range) -> bool:
         return cut.start % CHUNK == 0 and (cut.stop % CHUNK == 0 or cut.stop == self.size)
 
     def _bytes(self, rank: int, tensors: Iterable[Tensor]) -> Iterator[memoryview]:

@@ -67,7 +67,9 @@ async def test_a_state_is_signed_when_the_ledger_has_settled_the_record_that_nam
         world.posted = 5
         await until(world.archive.newest_final)
         assert keeper.checkpoints()[0]["final"] is True
-    assert verify_checkpoint(str(made.folder), world.spec.owner).signed == world.swarm.chain.certificates[5].digest
+    said: list[str] = []
+    verify_checkpoint(str(made.folder), world.spec.owner, said.append)
+    assert any(str(world.swarm.chain.certificates[5].digest) in line for line in said)
 
 
 async def test_a_state_that_the_chain_does_not_name_is_never_signed_and_is_said(world: CheckpointWorld):

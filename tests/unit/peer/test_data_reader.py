@@ -243,7 +243,7 @@ def test_a_batch_is_prepared_by_the_thread_that_reads_it(shards):
     batches = Batches(reader, lambda first, count: np.arange(first, first + count), batch=2, prepare=prepare)
     assert torch.equal(batches.take(0), reader.read([0, 1]) + 1)
     batches.close()
-    assert by and set(by) == {"read ahead"}
+    assert by and set(by) == {"read ahead_0"}
 
 
 def test_an_error_while_reading_ahead_reaches_the_trainer_and_a_second_try_can_succeed(shards, tmp_path):

@@ -67,7 +67,7 @@ def test_every_layout_that_is_listed_works_and_every_other_is_refused_with_that_
             assert bool(named) == bool(works)
 
 
-@given(st.integers(1, 16), st.integers(1, 200), st.sampled_from(["nvlink", "pcie", "none"]), some_limits)
+@given(st.integers(1, 16), st.integers(1, 200), st.sampled_from(["nvlink", "pcie"]), some_limits)
 def test_what_is_chosen_works_and_fits_or_nothing_does(world, gib, link, limits):
     try:
         best, why = choose(world, gib * GIB, link, limits)
@@ -94,7 +94,7 @@ def chosen(world: int, gib: int, link, billions: float, **more) -> str:
 
 
 def test_the_choice_is_as_little_splitting_as_fits():
-    assert chosen(1, 24, "none", 0.5) == "dp=1"
+    assert chosen(1, 24, "pcie", 0.5) == "dp=1"
     assert chosen(8, 80, "nvlink", 1) == "dp=8"
     assert chosen(8, 80, "nvlink", 7) == "dp=4,fsdp=2"
     assert chosen(8, 80, "nvlink", 14) == "fsdp=8"

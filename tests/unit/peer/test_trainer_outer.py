@@ -91,7 +91,7 @@ def test_a_rebase_moves_what_was_learnt_since_the_announcement_onto_the_new_stat
     assert peer.base is not None
     for name, tensor in peer.local.items():
         torch.testing.assert_close(tensor, peer.base[name] + later[name], atol=1e-6, rtol=0)
-        torch.testing.assert_close(peer.progress()[name], later[name], atol=1e-6, rtol=0)
+        torch.testing.assert_close(dict(peer.progress())[name], later[name], atol=1e-6, rtol=0)
 
 
 def test_without_progress_the_model_is_the_state_bit_for_bit():
@@ -160,7 +160,7 @@ def test_nothing_is_lost_with_beta_one(spec):
             apply(peer, [Contribution(KEYS[0], 2, blob), Contribution(KEYS[1], 1, dense_blob(spec, 100 + r))])
             for n, t in dense(peer, blob).items():
                 accepted[n] += t.double()
-    for n, progress in peer.progress().items():
+    for n, progress in peer.progress():
         total = accepted[n] + peer.feedback[n].double() - progress.double()
         torch.testing.assert_close(total, learnt[n], atol=2e-5, rtol=0)
     assert max(float(t.abs().max()) for t in learnt.values()) > 0.05  # it had something to lose
@@ -189,12 +189,12 @@ def test_a_round_that_cannot_be_applied_leaves_no_state_and_loses_no_work():
     learn(peer, noise(1))
     blob = peer.announce()
     learn(peer, noise(2))
-    before = peer.progress()
+    before = dict(peer.progress())
     with pytest.raises(CodecError):
         apply(peer, [Contribution(KEYS[0], 1, blob), Contribution(KEYS[1], 1, b"rubbish")])
     assert peer.base is None
     peer.load(noise(99, 1.0))
-    for name, tensor in peer.progress().items():
+    for name, tensor in peer.progress():
         torch.testing.assert_close(tensor, before[name], atol=1e-6, rtol=0)
 
 

@@ -15,13 +15,14 @@ from safetensors.torch import load_file
 from peer.channel import Apply, TrainerEnd
 from peer.errors import SavedStateError, TrainingError
 from peer.training import checkpointer
-from peer.training.background import BackgroundTask, ShardCheckpointWriter, TensorToSave, copy_size
+from peer.training.background import BackgroundTask
 from peer.training.gate import YieldGate
 from peer.training.memory import UNKNOWN, available
 from peer.training.parallel import sharded_file
 from peer.training.parallel.sharded_file import ShardedFile
 from peer.training.saved_state import STATE_MANIFEST
 from peer.training.service import TrainerService
+from peer.training.state_writer import copy_size
 from peer.training.time_breakdown import Activity, TimeBreakdown
 from peer.training.trainer import Trainer
 from protocol.layout import Layout
@@ -95,7 +96,7 @@ def test_steps_go_on_while_a_slow_disk_writes_and_what_is_saved_is_as_it_was_bef
     train(trainer, 2)
     update(trainer, world.folder / "u")
     train(trainer, 1)
-    feedback, progress = copied(trainer.backend.outer.feedback), trainer.backend.outer.progress()
+    feedback, progress = copied(trainer.backend.outer.feedback), dict(trainer.backend.outer.progress())
     steps, moments = trainer.backend.inner.moments()
     moments = copied(moments)
     trainer.checkpointer.start()
@@ -221,14 +222,15 @@ def test_without_memory_for_a_copy_it_is_written_at_once_and_told_once(world, mo
     assert not trainer.checkpointer.is_idle
 
 
-def test_a_copy_takes_what_its_tensors_have_and_in_pinned_memory_powers_of_two():
+def test_a_copy_takes_what_its_tensors_have_and_in_pinned_memory_powers_of_two(world):
     layout = Layout.of({"a": (1000,), "b": (1024,), "c": (3, 7)})
     file = ShardedFile(layout, {0: layout.full_slices})
     assert copy_size(file, torch.device("cpu")) == 4 * (1000 + 1024 + 21)
     assert copy_size(file, torch.device("cuda:0")) == 4096 + 4096 + 128
-    saver = ShardCheckpointWriter(0, torch.device("cpu"))
-    saver.copy(file, (TensorToSave(t.name, torch.zeros(t.shape)) for t in layout.tensors))
-    assert saver.reserved == 4 * (1000 + 1024 + 21)
+    backend = loaded(world).backend
+    assert backend.copy_size == 8 * world.spec.model.layout.numel  # feedback and progress
+    backend.copy_state()
+    assert backend.copy_size == 0  # the next one uses the same memory
 
 
 def test_a_save_that_is_asked_for_waits_for_the_one_under_way_and_has_the_present(world, disk):
@@ -356,7 +358,7 @@ def test_a_gpu_without_memory_to_save_is_an_error_with_a_remedy(world, monkeypat
     def full(*_):
         raise torch.OutOfMemoryError("a GPU's")
 
-    monkeypatch.setattr(trainer.backend.outer, "progress_of", full)
+    monkeypatch.setattr(trainer.backend.outer, "progress", full)
     with ours, theirs, pytest.raises(TrainingError, match="does not suffice to save.*stop other programs"):
         service = TrainerService(TrainerEnd(ours))
         service.save(trainer, trainer.save if asked else trainer.checkpointer.start)
@@ -372,7 +374,7 @@ def test_a_gpu_s_state_is_copied_to_pinned_memory_that_is_used_again(world):
         expected = copied(trainer.backend.inner.moments()[1])
         trainer.checkpointer.due = 0.0
         trainer.checkpointer.start()
-        held = dict(trainer.backend.writer.pinned)  # type: ignore[attr-defined]
+        held = dict(trainer.backend.pinned)  # type: ignore[attr-defined]
         assert all(t.is_pinned() for t in held.values())
         train(trainer, 1)
         finish(trainer)
@@ -382,7 +384,7 @@ def test_a_gpu_s_state_is_copied_to_pinned_memory_that_is_used_again(world):
         train(trainer, 0)
     trainer.checkpointer.due = 0.0
     trainer.checkpointer.start()
-    assert {k: t.data_ptr() for k, t in trainer.backend.writer.pinned.items()} == {  # type: ignore[attr-defined]
+    assert {k: t.data_ptr() for k, t in trainer.backend.pinned.items()} == {  # type: ignore[attr-defined]
         k: t.data_ptr() for k, t in held.items()
     }
 

@@ -101,7 +101,7 @@ def test_an_update_says_what_it_covers_and_asked_again_it_is_the_same(world):
 def test_an_update_that_cannot_be_written_is_not_lost(raw):
     trainer = loaded(raw)
     train(trainer, 2)
-    learnt = trainer.backend.outer.progress()
+    learnt = dict(trainer.backend.outer.progress())
     with pytest.raises(OSError):
         update(trainer, raw.folder / "no such folder" / "u")
     made = update(trainer, raw.folder / "u")
@@ -116,7 +116,7 @@ def test_a_missed_update_is_in_the_next_one_with_its_windows(raw):
     train(trainer, 2)
     missed = update(trainer, raw.folder / "u0")
     train(trainer, 1)
-    learnt = {n: -t for n, t in trainer.backend.outer.progress().items()}
+    learnt = {n: -t for n, t in trainer.backend.outer.progress()}
     trainer.base.codec.add_to(missed.blob_path.read_bytes(), learnt)
     apply(trainer, Apply(accepted_round(0), (missed.blob_path,), 0, 0))
     made = update(trainer, raw.folder / "u1")
@@ -239,7 +239,7 @@ def test_an_update_made_within_a_step_leaves_that_step_to_the_next_update(world,
     step = trainer.steps.step(trainer.steps.batches.take(trainer.windows.counter), between)
     assert step is not None and step.is_finite and made[0].end_window == 2 * BATCH
     assert trainer.windows.claim(99) == (2 * BATCH, 3 * BATCH, 1)
-    assert any(bool(t.any()) for t in trainer.backend.outer.progress().values())
+    assert any(bool(t.any()) for t in dict(trainer.backend.outer.progress()).values())
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -346,7 +346,7 @@ def test_a_restart_goes_on_where_it_was_with_all_that_was_learnt(tmp_path, optim
     load = world.load(accepted_round(0, (1, made)), next_window=made.end_window)
     after.load(load)
     same(after.backend.outer.feedback, before.backend.outer.feedback, atol=0)
-    same(after.backend.outer.progress(), before.backend.outer.progress())
+    same(dict(after.backend.outer.progress()), dict(before.backend.outer.progress()))
     assert after.windows == before.windows and not heard
     taken, moments = after.backend.inner.moments()
     assert taken == before.backend.inner.moments()[0] == 5
@@ -391,7 +391,7 @@ def test_one_killed_right_after_announcing_gives_the_same_update_and_counts_it_o
     still_open.load(raw.load())
     assert not any(
         bool(t.any())
-        for t in (*still_open.backend.outer.feedback.values(), *still_open.backend.outer.progress().values())
+        for t in (*still_open.backend.outer.feedback.values(), *dict(still_open.backend.outer.progress()).values())
     )
     assert still_open.windows.counter == 3 * BATCH  # windows trained since are trained again
     train(still_open, 1)
@@ -433,7 +433,8 @@ def test_one_killed_right_after_announcing_whose_update_was_accepted_does_not_se
     accepted, heard = born(raw)
     accepted.load(raw.load(accepted_round(0, (1, made)), next_window=made.end_window))
     assert not any(
-        bool(t.any()) for t in (*accepted.backend.outer.feedback.values(), *accepted.backend.outer.progress().values())
+        bool(t.any())
+        for t in (*accepted.backend.outer.feedback.values(), *dict(accepted.backend.outer.progress()).values())
     )
     assert accepted.windows.claim(99) is None and not heard
     # Decided: nothing of it is left to be taken for undecided after the next restart.
@@ -449,7 +450,7 @@ def test_a_state_saved_after_the_announcement_is_taken_up_whole(world):
     after, _ = born(world)
     after.load(world.load())
     same(after.backend.outer.feedback, before.backend.outer.feedback, atol=0)
-    same(after.backend.outer.progress(), before.backend.outer.progress())
+    same(dict(after.backend.outer.progress()), dict(before.backend.outer.progress()))
     assert after.windows == before.windows and any(bool(t.any()) for t in after.backend.outer.feedback.values())
 
 
@@ -492,7 +493,7 @@ def test_a_saved_state_older_than_what_was_accepted_since_is_not_sent_again(worl
     after.load(world.load(accepted_round(0, (1, made)), next_window=made.end_window))
     assert heard.kinds() == ["saved-state"]
     assert not any(
-        bool(t.any()) for t in (*after.backend.outer.feedback.values(), *after.backend.outer.progress().values())
+        bool(t.any()) for t in (*after.backend.outer.feedback.values(), *dict(after.backend.outer.progress()).values())
     )
     assert (after.windows.counter, after.windows.claimed_from) == (made.end_window, made.end_window)
     assert after.backend.inner.moments()[0] == 2

@@ -8,7 +8,7 @@ import pytest
 
 from peer.node.node import HARD_STOP_SECONDS
 from protocol.ids import Digest, sha256
-from protocol.messages import Directive, Goodbye
+from protocol.messages import Directive, Goodbye, RoundRecord
 from protocol.reduce_plan import GATHER
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
@@ -141,20 +141,30 @@ def test_peers_stay_until_a_slow_one_has_the_last_state():
     assert all(n.finished_at >= reached for n in world.nodes)
 
 
+class SilentWithholder(Withholder):
+    """Proposes nothing, so that the others wait for its update until the deadline."""
+
+    def broadcast(self, message):
+        if not isinstance(message.body, RoundRecord):
+            super().broadcast(message)
+
+
 @pytest.mark.parametrize("exchange", [GATHER, REDUCE])
 def test_others_receive_the_goodbye_of_a_leaver_whose_round_is_undecided(exchange):
     """Through the product's driver, which ends when the machine has finished, or at its hard stop."""
     policy = policy_for(4, exchange=exchange, exchange_seconds=60.0, patience_seconds=60.0, member_seconds=30.0)
     world = World(3, 4, Weather(delay=0.02, jitter=0.001), policy=policy)
     for i in range(4):
-        world.clock.at(0.0, world.add(Withholder if i == 3 else Stopping, speed=2.0).boot)
+        world.clock.at(0.0, world.add(SilentWithholder if i == 3 else Stopping, speed=2.0).boot)
     leaver = world.nodes[0]
     while leaver.machine.phase != "exchanging" if leaver.alive else True:
         world.clock.run_until(world.clock.now + 0.1)
     began = world.clock.now
+    undecided = leaver.machine.open_round
     leaver.step(ev.Leave())
     world.clock.at(began + HARD_STOP_SECONDS, leaver.crash)
     world.clock.run_until(began + HARD_STOP_SECONDS - 1.0)
     assert leaver.done and leaver.finished_at <= began + Reduce.leave_seconds
+    assert leaver.machine.open_round is undecided
     for other in world.nodes[1:]:
         assert leaver.key not in [m.key for m in other.machine.summary(world.clock.now).members]
