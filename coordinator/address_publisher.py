@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from coordinator.swarm import SwarmView
 from protocol.coordinator_address import CoordinatorAddress, next_coordinator_address
@@ -20,22 +21,22 @@ AGAIN_SECONDS = 30.0
 """Seconds between two publications: the same record for new members, a new one when something has changed."""
 
 
+@dataclass(eq=False)
 class AddressPublisher:
     """Publishes one run's record. `invite` may change: libp2p learns only after a while how this machine is reached."""
 
-    def __init__(self, owner: Identity, view: SwarmView, invite: Callable[[], Invite], now: Callable[[], float]):
-        self._owner = owner
-        self._view = view
-        self._invite = invite
-        self._now = now
+    owner: Identity
+    view: SwarmView
+    invite: Callable[[], Invite]
+    now: Callable[[], float]
 
     async def announce(self) -> None:
         """Publish the record once. Raises MalformedError for addresses that others would refuse."""
-        invite = self._invite()
-        own = tuple(a for a in self._view.own_addresses() if len(a) <= MAX_ADDRESS)[:MAX_OWN]
-        now = CoordinatorAddress(invite.run, int(self._now() * 1000), invite.coordinators, invite.fingerprint, own)
-        await self._view.publish_coordinator_address(
-            next_coordinator_address(self._owner, self._view.coordinator_address, now)
+        invite = self.invite()
+        own = tuple(a for a in self.view.own_addresses() if len(a) <= MAX_ADDRESS)[:MAX_OWN]
+        now = CoordinatorAddress(invite.run, int(self.now() * 1000), invite.coordinators, invite.fingerprint, own)
+        await self.view.publish_coordinator_address(
+            next_coordinator_address(self.owner, self.view.coordinator_address, now)
         )
 
     async def publish_forever(self) -> None:

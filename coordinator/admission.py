@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -81,11 +80,6 @@ def check_policy(request: AdmissionRequest, policy: AdmissionSpec, codes: Sequen
         if not any(good):
             what = "the invite's code is not valid (any more)" if request.code else "this invite has no code"
             raise RefusedError(f"this run admits by invite, and {what}: ask the run's owner for a new invite")
-
-
-def new_code() -> str:
-    """Return an invite code that nobody can guess: 80 bits."""
-    return secrets.token_hex(10)
 
 
 class Admitter:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from coordinator.chain_indexer import ChainIndexer
 from coordinator.directive_file import DirectiveFile
@@ -26,32 +27,28 @@ from protocol.messages import Directive, Signed
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class RunControl:
     """The directives of one run. Used on the event loop."""
 
-    def __init__(
-        self, decoder: MessageDecoder, view: SwarmView, effects: DirectiveEffects, indexer: ChainIndexer,
-        ledger: LedgerThread, file: DirectiveFile,
-    ):  # fmt: skip
-        self._decoder = decoder
-        self._view = view
-        self._effects = effects
-        self._indexer = indexer
-        self._ledger = ledger
-        self._file = file
-        self._changing = asyncio.Lock()
-        self._receiving: asyncio.Task[None] | None = None
-        self._unsubscribe: Callable[[], None] | None = None
-        self.newest: Signed[Directive] | None = None
+    decoder: MessageDecoder
+    view: SwarmView
+    effects: DirectiveEffects
+    indexer: ChainIndexer
+    ledger: LedgerThread
+    file: DirectiveFile
+    newest: Signed[Directive] | None = field(default=None, init=False)
+    _changing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _receiving: asyncio.Task[None] | None = field(default=None, init=False)
+    _unsubscribe: Callable[[], None] | None = field(default=None, init=False)
 
     async def start(self) -> None:
         """Follow the newest directive, from the file or from the swarm. Raises CairnError."""
-        self._unsubscribe = self._view.subscribe(self._check_swarm)
+        self._unsubscribe = self.view.subscribe(self._check_swarm)
         async with self._changing:
             await self._resume()
 
     async def stop(self) -> None:
-        """End what was started."""
         if self._unsubscribe is not None:
             self._unsubscribe()
         if self._receiving is not None:
@@ -59,32 +56,32 @@ class RunControl:
             await asyncio.gather(self._receiving, return_exceptions=True)
 
     async def _resume(self) -> None:
-        stored, done = await asyncio.to_thread(self._file.read)
-        theirs = self._view.directive
+        stored, done = await asyncio.to_thread(self.file.read)
+        theirs = self.view.directive
         if theirs is not None and all(theirs.body.precedence > d.body.precedence for d in stored):
-            await asyncio.to_thread(self._file.append, theirs)
+            await asyncio.to_thread(self.file.append, theirs)
             stored.append(theirs)
         if not stored:
             return
         newest = max(stored, key=lambda d: d.body.precedence)
         self._apply(newest)
-        await self._view.publish_directive(newest)
+        await self.view.publish_directive(newest)
         for epoch in range(1, newest.body.epoch + 1):
             first = next((d for d in stored if d.body.epoch == epoch), None)
             if first is not None and epoch not in done:
                 await self._roll_back(first)
-        await self._indexer.switch_epoch(newest.body.epoch)
+        await self.indexer.switch_epoch(newest.body.epoch)
         log.info("the owner's newest directive: %s", describe(newest.body))
 
     async def accept(self, encoded: bytes) -> Signed[Directive]:
         """Store, publish and follow a directive (an envelope). Raises RefusedError, ProtocolError, CairnError."""
-        directive = self._decoder.decode(encoded, Directive)
+        directive = self.decoder.decode(encoded, Directive)
         async with self._changing:
             if self.newest is not None and directive.body.precedence <= self.newest.body.precedence:
                 if directive.encoded == self.newest.encoded:
                     return directive
                 raise RefusedError("a newer directive of the owner is known here: read it, and give the order again")
-            theirs = self._view.directive
+            theirs = self.view.directive
             if theirs is not None and self._is_behind(theirs) and theirs.encoded != directive.encoded:
                 self._check_swarm()
                 raise RefusedError("the swarm knows a newer directive of the owner: read it, and give the order again")
@@ -93,14 +90,14 @@ class RunControl:
             if self.newest is not None and back != self.newest.body.rollback and directive.body.epoch == before:
                 raise RefusedError("the run was rolled back meanwhile: look where it is, and give the order again")
             if back is not None and back.epoch > before:
-                await self._view.offer_state(back.state, back.record)
+                await self.view.offer_state(back.state, back.record)
             await self._follow(directive, publish=True)
         log.warning("by the owner's directive: %s", describe(directive.body))
         return directive
 
     def _check_swarm(self) -> None:
         """Follow the swarm's directive if it is newer: another coordinator gave it, or files were lost here."""
-        if self._is_behind(self._view.directive) and (self._receiving is None or self._receiving.done()):
+        if self._is_behind(self.view.directive) and (self._receiving is None or self._receiving.done()):
             self._receiving = asyncio.create_task(self._receive(), name="the owner's directive")
 
     def _is_behind(self, theirs: Signed[Directive] | None) -> bool:
@@ -109,7 +106,7 @@ class RunControl:
     async def _receive(self) -> None:
         try:
             async with self._changing:
-                directive = self._view.directive
+                directive = self.view.directive
                 if directive is None or not self._is_behind(directive):
                     return
                 await self._follow(directive, publish=False)
@@ -119,17 +116,17 @@ class RunControl:
 
     async def _follow(self, directive: Signed[Directive], *, publish: bool) -> None:
         before = 0 if self.newest is None else self.newest.body.epoch
-        await asyncio.to_thread(self._file.append, directive)
+        await asyncio.to_thread(self.file.append, directive)
         self._apply(directive)
         if publish:
-            await self._view.publish_directive(directive)
+            await self.view.publish_directive(directive)
         if directive.body.epoch > before:
             await self._roll_back(directive)
-        await self._indexer.switch_epoch(directive.body.epoch)
+        await self.indexer.switch_epoch(directive.body.epoch)
 
     def _apply(self, directive: Signed[Directive]) -> None:
         self.newest = directive
-        self._effects.apply(directive.body)
+        self.effects.apply(directive.body)
 
     def refusal(self, peer: PeerKey) -> str | None:
         """Return why a peer is not admitted; None when no directive forbids it."""
@@ -148,16 +145,16 @@ class RunControl:
             return
         number = Round(back.round - 1)
         if not await self._continues_from(back.record, number):
-            await self._indexer.rollback(back.record, number, directive.encoded)
-        await asyncio.to_thread(self._file.mark_done, back.epoch)
+            await self.indexer.rollback(back.record, number, directive.encoded)
+        await asyncio.to_thread(self.file.mark_done, back.epoch)
 
     async def _continues_from(self, record: Digest, number: Round) -> bool:
         """Return whether the ledger's rounds after this record are those of the chain as it is now.
 
         Then nothing is taken back: the file that says so was lost, and the ledger was not.
         """
-        rows = await self._ledger.run(lambda ledger: ledger.rounds(after=number, limit=1))
-        following = await self._view.certificates_after(record, 1)
+        rows = await self.ledger.run(lambda ledger: ledger.rounds(after=number, limit=1))
+        following = await self.view.certificates_after(record, 1)
         return bool(rows) and bool(following) and rows[0].record == following[0].digest
 
 

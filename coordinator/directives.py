@@ -47,7 +47,6 @@ class DirectiveEffects:
         return self._policy.at(self._chain.training_round)
 
     def apply(self, directive: Directive) -> None:
-        """Follow the newest directive."""
         self._policy.change(directive.changes, directive.from_round, self._chain.training_round)
         self.banned, self.order = frozenset(directive.banned), None
         if directive.run_status != "running":

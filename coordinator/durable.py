@@ -75,5 +75,4 @@ class LineFile:
             os.replace(self.path, self._older)
 
     def rewrite(self, lines: Iterable[bytes]) -> None:
-        """Replace the whole content by these lines."""
         replace(self.path, b"".join(line + b"\n" for line in lines), self._mode)

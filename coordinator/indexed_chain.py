@@ -45,9 +45,6 @@ class IndexedChain:
         self.pending: Mapping[PeerKey, Balance] = {}
         """Credits of each peer in open rounds, and in posted rounds within the hold."""
 
-        self.voided: Mapping[PeerKey, Balance] = {}
-        """Credits that each peer lost by a void order of the owner, from `balances`."""
-
     @property
     def head(self) -> tuple[Round, Digest] | None:
         """The newest round of the chain and its record."""
@@ -97,14 +94,12 @@ class IndexedChain:
         self._set(balances, beyond)
 
     def set_open(self, accounts: Sequence[RoundCredits]) -> None:
-        """Replace the open rounds."""
         self._set(self.balances, accounts)
 
     def _set(self, balances: Mapping[PeerKey, AccountBalance], beyond: Sequence[RoundCredits]) -> None:
         """Change all balances at once: no reader may see a round both settled and pending."""
         self.balances, self.open = balances, tuple(beyond)
         self.settled = {p: b.settled for p, b in balances.items() if b.settled.rounds}
-        self.voided = {p: b.voided for p, b in balances.items() if b.voided.rounds}
         held = {p: b.pending for p, b in balances.items() if b.pending.rounds}
         for peer, balance in sum_credits(self.open).items():
             held[peer] = held[peer].combined(balance) if peer in held else balance

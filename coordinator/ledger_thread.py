@@ -141,8 +141,6 @@ class LedgerThread:
             self._reading.submit(reader.close)  # in the reader's thread, after a read in progress
         await asyncio.to_thread(self._reading.shutdown)
 
-    # -- in the thread ---------------------------------------------------------------------------------------
-
     def _write_on(self, ledger: Ledger) -> None:
         last = False
         while not last:

@@ -35,19 +35,19 @@ _LASTING = ("events", "checkpoints")
 
 @dataclass(frozen=True, slots=True)
 class MetricSources:
-    """The sources of the numbers; `ledger_entries` and `head_seconds` (since the newest tree head) may return None."""
+    """The sources of the numbers.
+
+    `alerts` are the names of all alert rules, `archive` the name, help and value of each metric of the archive.
+    """
 
     overview: Callable[[], Overview]
     viewers: Callable[[], int]
     folder: Path
-    admitted: Callable[[], int] = lambda: 0
-    ledger_entries: Callable[[], int | None] = lambda: None
-    head_seconds: Callable[[], float | None] = lambda: None
-    alerts: Callable[[], tuple[str, ...]] = lambda: ()
-    """The names of all alert rules."""
-
-    archive: Callable[[], Sequence[tuple[str, str, float]]] = lambda: ()
-    """Name, help and value of each metric of the archive."""
+    admitted: Callable[[], int]
+    ledger_entries: Callable[[], int]
+    head_seconds: Callable[[], float]
+    alerts: Callable[[], tuple[str, ...]]
+    archive: Callable[[], Sequence[tuple[str, str, float]]]
 
 
 class Metrics:
@@ -98,7 +98,6 @@ class Metrics:
         self._deliveries.labels(result).inc()
 
     def update(self, o: Overview, now: float) -> None:
-        """Take in a new overview."""
         self._clock.update(o, now)
         self._traffic.update(o, now)
 
@@ -156,7 +155,6 @@ class _Swarm:
     def collect(self) -> Iterator[Metric]:
         s = self._sources
         o, disk = s.overview(), shutil.disk_usage(s.folder)
-        entries, age = s.ledger_entries(), s.head_seconds()
         newest = o.rounds[0] if o.rounds else None
         for name, what, value in (
             ("cairn_healthy", "1 while the swarm is healthy, or rightly at rest.", o.health in _GOOD),
@@ -165,7 +163,7 @@ class _Swarm:
             ("cairn_tokens_goal", "Tokens that the run is to be trained on; 0: no end.", o.total_tokens),
             ("cairn_tokens_per_second", "Accepted tokens per second over the last rounds.", o.tokens_per_second),
             ("cairn_loss", "Training loss of the newest round.", o.loss),
-            ("cairn_round_contributors", "Peers in the newest round.", newest and len(newest.contributors)),
+            ("cairn_round_contributors", "Peers in the newest round.", newest and len(newest.account.lines)),
             ("cairn_round_absent", "Peers that trained and were not in the newest round.",
              len(newest.absent) if newest and newest.absent is not None else None),
             ("cairn_peers_diverged", "Peers whose state differs from the chain's.", len(o.diverged)),
@@ -174,8 +172,8 @@ class _Swarm:
             ("cairn_page_viewers", "Open live views of the page.", s.viewers()),
             ("cairn_disk_free_bytes", "Free where the run's folder is.", disk.free),
             ("cairn_disk_size_bytes", "Size of the disk where the run's folder is.", disk.total),
-            ("cairn_ledger_entries", "Entries of the ledger's log.", entries),
-            ("cairn_tree_head_age_seconds", "Since the newest signed tree head.", age),
+            ("cairn_ledger_entries", "Entries of the ledger's log.", s.ledger_entries()),
+            ("cairn_tree_head_age_seconds", "Since the newest signed tree head.", s.head_seconds()),
         ):  # fmt: skip
             if value is not None:
                 yield GaugeMetricFamily(name, what, value=float(value))

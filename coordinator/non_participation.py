@@ -14,7 +14,7 @@ _PRESENT = ("training", "exchanging", "joining", "syncing")
 
 @dataclass(frozen=True, slots=True)
 class NonParticipation:
-    """A peer that is not in a round; `reason` is a key of REASONS, `message` says it with its numbers."""
+    """A peer that is not in a round; `reason` is one of REASONS, `message` says it with its numbers."""
 
     peer: PeerKey
     reason: str
@@ -29,18 +29,10 @@ class ReceivedUpdate:
     windows: int
 
 
-REASONS = {
-    "late": "it announced after the record was proposed",
-    "not fetched": "it announced in time, and the others could not fetch or use its update before they went on",
-    "silent": "nothing was members of it",
-    "left": "it has left",
-    "syncing": "it was fetching the state",
-    "behind": "it was rounds behind",
-    "other branch": "it was on another branch of the chain",
-    "not received": "it says that it announced; the announcement did not come here",
-    "no window": "it had no window done",
-    "no announcement": "it did not announce before the others went on",
-}
+REASONS = frozenset((
+    "late", "not fetched", "silent", "left", "syncing", "behind", "other branch", "not received", "no window",
+    "no announcement",
+))  # fmt: skip
 
 
 def non_participants(
@@ -85,7 +77,7 @@ def _of_peer(
     if beat.phase == "leaving":
         return ("left", "left") if missed else None
     if h.seconds_since > member_seconds:
-        return ("silent", f"nothing was members of it for {h.seconds_since:.0f} s") if missed else None
+        return ("silent", f"nothing was received from it for {h.seconds_since:.0f} s") if missed else None
     if beat.phase not in _PRESENT:
         return None
     if beat.phase in ("joining", "syncing"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter as CountOf
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from coordinator.alerts.tracker import Alert
 from coordinator.chain_indexer import ChainIndexer
@@ -53,17 +53,12 @@ class PeerOverview:
 
 @dataclass(frozen=True, slots=True)
 class RoundOverview:
-    """One round: its contributors with their tokens, and absent peers (None: nothing was observed)."""
+    """One round: its credits, its observation, and the names of absent peers (None: nothing was observed)."""
 
-    round: int
-    record: Digest
-    tokens: int
-    loss: float
-    contributors: tuple[tuple[str, int], ...]
-    absent: tuple[str, ...] | None
-    final: bool
     account: RoundCredits
     observed: RoundObservation | None
+    absent: tuple[str, ...] | None
+    final: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,31 +104,26 @@ class Overview:
         return self.health == "paused" and not self.training
 
 
+@dataclass(eq=False)
 class OverviewBuilder:
     """Builds overviews from the coordinator's parts."""
 
-    def __init__(
-        self, spec: RunSpec, chain: IndexedChain, indexer: ChainIndexer, directives: DirectiveEffects,
-        peers: PeerRegistry, observations: RoundObservations, name_of: Callable[[PeerKey], str],
-        alerts: Callable[[], tuple[Alert, ...]],
-    ):  # fmt: skip
-        self._spec = spec
-        self._alerts = alerts
-        self._run = spec.run_id
-        self._chain = chain
-        self._indexer = indexer
-        self._directives = directives
-        self._registry = peers
-        self._observations = observations
-        self._name_of = name_of
-        self._last_rounds: tuple[Digest | None, dict[PeerKey, int]] = (None, {})
-        self._rounds: dict[Digest, RoundOverview] = {}
-        self._round = -1
-        self._moved_at: float | None = None
+    spec: RunSpec
+    chain: IndexedChain
+    indexer: ChainIndexer
+    directives: DirectiveEffects
+    registry: PeerRegistry
+    observations: RoundObservations
+    name_of: Callable[[PeerKey], str]
+    alerts: Callable[[], tuple[Alert, ...]]
+    _last_rounds: tuple[Digest | None, dict[PeerKey, int]] = field(default=(None, {}), init=False)
+    _rounds: dict[Digest, RoundOverview] = field(default_factory=dict, init=False)
+    _round: int = field(default=-1, init=False)
+    _moved_at: float | None = field(default=None, init=False)
 
     def build(self, now: float) -> Overview:
         """Return the swarm as it is now (unix seconds)."""
-        chain, spec = self._chain, self._spec
+        chain, spec = self.chain, self.spec
         newest = chain.newest(NEWEST)
         head = chain.head
         training = chain.training_round
@@ -145,17 +135,17 @@ class OverviewBuilder:
             self._moved_at = now  # nobody can be late
         points = chain.points(last=16)
         tokens = points[-1].tokens if points else 0
-        rate = tokens_per_second(points, now) if self._indexer.caught_up else 0.0
+        rate = tokens_per_second(points, now) if self.indexer.caught_up else 0.0
         loss = points[-1].loss if points else None
-        due = self._next_round(working, head[1] if head else genesis_digest(self._run), now)
+        due = self._next_round(working, head[1] if head else genesis_digest(self.spec.run_id), now)
         health, message = self._health(working, training, tokens, loss, rate, due, now)
         return Overview(
             name=spec.name,
-            run=str(self._run),
+            run=str(self.spec.run_id),
             health=health,
             message=message,
             round=training,
-            head=head[1] if head else genesis_digest(self._run),
+            head=head[1] if head else genesis_digest(self.spec.run_id),
             state=newest[0].base_state if newest else spec.genesis.name,
             state_round=newest[0].round if newest else 0,
             tokens=tokens,
@@ -168,10 +158,10 @@ class OverviewBuilder:
             settled=sum(b.micro_credits for b in chain.settled.values()),
             pending=sum(b.micro_credits for b in chain.pending.values()),
             final_round=chain.posted[0] if chain.posted else None,
-            problem=self._indexer.problem,
+            problem=self.indexer.problem,
             next_round_seconds=due if health == "healthy" else None,
             diverged=self._diverged(working),
-            alerts=self._alerts(),
+            alerts=self.alerts(),
         )
 
     def _diverged(self, working: list[PeerOverview]) -> tuple[str, ...]:
@@ -179,9 +169,9 @@ class OverviewBuilder:
 
         A record's child names the state after it; at the head, the majority of the peers does.
         """
-        named = {a.parent: a.base_state for a in self._chain.newest(NEWEST)}
+        named = {a.parent: a.base_state for a in self.chain.newest(NEWEST)}
         claims = [(p, h.head, h.state) for p in working if (h := p.heartbeat) is not None and h.state is not None]
-        head = self._chain.head
+        head = self.chain.head
         if head is not None and head[1] not in named:
             for state, count in CountOf(s for _, h, s in claims if h == head[1]).most_common(1):
                 if 2 * count > sum(h == head[1] for _, h, _ in claims):
@@ -198,29 +188,29 @@ class OverviewBuilder:
         due: float | None,
         now: float,
     ) -> tuple[str, str]:
-        chain, spec = self._chain, self._spec
-        if problem := self._indexer.problem:
+        chain, spec = self.chain, self.spec
+        if problem := self.indexer.problem:
             return "trouble", f"the coordinator cannot follow the chain: {problem}"
         if spec.total_tokens and tokens >= spec.total_tokens:
             return (
                 "finished",
                 f"all {amount(spec.total_tokens)} tokens are trained, in {training} rounds, loss {loss:.2f}",
             )
-        if self._directives.order is not None:
-            return self._directives.order
+        if self.directives.order is not None:
+            return self.directives.order
         if not working:
             if training == 0:
                 return "waiting", "no peer is training yet"
             return "idle", f"no peer is training; the chain stands at round {training}"
         who = f"{len(working)} peer{'s' if len(working) != 1 else ''} training"
-        if not self._indexer.caught_up:
+        if not self.indexer.caught_up:
             return "catching up", f"{who}; the coordinator has read the chain up to round {training} and goes on"
-        r = self._directives.round_policy
+        r = self.directives.round_policy
         late = now - (self._moved_at or now)
         if late > r.max_seconds + r.exchange_seconds + r.patience_seconds:
             return "stalled", f"{who}, but round {training} has not ended for {duration(late)}: the peers' logs say why"
         newest = chain.newest(4)
-        recent = {a.record for a in newest} | {a.parent for a in newest} | {genesis_digest(self._run)}
+        recent = {a.record for a in newest} | {a.parent for a in newest} | {genesis_digest(self.spec.run_id)}
         strays = [p for p in working if self._off_branch(p, training, recent)]
         if 3 * len(strays) > len(working):
             names = ", ".join(p.name for p in strays[:5])
@@ -233,7 +223,7 @@ class OverviewBuilder:
 
     def _next_round(self, working: list[PeerOverview], head: Digest, now: float) -> float | None:
         """Return the seconds until the round that is being trained is decided; None if unknown."""
-        s, r, window = self._observations, self._directives.round_policy, self._spec.data.window
+        s, r, window = self.observations, self.directives.round_policy, self.spec.data.window
         work = []
         for p in working:
             if (h := p.heartbeat) is not None:
@@ -262,12 +252,12 @@ class OverviewBuilder:
 
     def _peers(self, now: float) -> tuple[PeerOverview, ...]:
         """Return every peer that was seen or has credits: training ones first, then by credits."""
-        chain = self._chain
+        chain = self.chain
         views, nothing = [], Balance()
         last_rounds, missing = self._rounds_of_peers()
-        for peer in dict.fromkeys([*self._registry.keys(), *chain.settled, *chain.pending]):
-            known = self._registry.get(peer)
-            phase = "banned" if peer in self._directives.banned else self._registry.phase(known, now)
+        for peer in dict.fromkeys([*self.registry.keys(), *chain.settled, *chain.pending]):
+            known = self.registry.get(peer)
+            phase = "banned" if peer in self.directives.banned else self.registry.phase(known, now)
             heartbeat, since = (known.heartbeat, now - known.heard_at) if known else (None, 0.0)
             settled = chain.settled.get(peer, nothing).micro_credits
             pending = chain.pending.get(peer, nothing).micro_credits
@@ -277,7 +267,7 @@ class OverviewBuilder:
             up, down = (known.up_per_second, known.down_per_second) if known else (0.0, 0.0)
             views.append(
                 PeerOverview(
-                    peer, self._name_of(peer), phase, heartbeat, max(0.0, since), settled, pending, began, up, down,
+                    peer, self.name_of(peer), phase, heartbeat, max(0.0, since), settled, pending, began, up, down,
                     last_rounds.get(peer), missing.get(peer),
                 )
             )  # fmt: skip
@@ -286,12 +276,12 @@ class OverviewBuilder:
 
     def _rounds_of_peers(self) -> tuple[dict[PeerKey, int], dict[PeerKey, NonParticipation]]:
         """Return the newest round of each peer, and why peers are not in the newest round."""
-        chain = self._chain
+        chain = self.chain
         head = chain.head[1] if chain.head else None
         if self._last_rounds[0] != head:
             newest = reversed(chain.newest(MAX_REMEMBERED))
             self._last_rounds = (head, {e.peer: a.round for a in newest for e in a.lines})
-        seen = self._observations.get(head) if head is not None else None
+        seen = self.observations.get(head) if head is not None else None
         return self._last_rounds[1], {a.peer: a for a in (seen.absent or () if seen else ())}
 
     def _round_views(self, newest: list[RoundCredits]) -> tuple[RoundOverview, ...]:
@@ -299,31 +289,22 @@ class OverviewBuilder:
         made = {}
         for a in newest:
             known = self._rounds.get(a.record)
-            final = self._chain.is_final(a.round)
+            final = self.chain.is_final(a.round)
             made[a.record] = known if known is not None and known.final == final else self._round_view(a)
         self._rounds = made
         return tuple(made.values())
 
     def _round_view(self, account: RoundCredits) -> RoundOverview:
-        final = self._chain.is_final(account.round)
-        return round_overview(account, self._observations.get(account.record), final, self._name_of)
+        final = self.chain.is_final(account.round)
+        return round_overview(account, self.observations.get(account.record), final, self.name_of)
 
 
 def round_overview(
     account: RoundCredits, observed: RoundObservation | None, final: bool, name_of: Callable[[PeerKey], str]
 ) -> RoundOverview:
     """Return the overview of one round from its account and its observation."""
-    return RoundOverview(
-        account.round,
-        account.record,
-        account.tokens,
-        account.loss,
-        tuple((name_of(e.peer), e.tokens) for e in account.lines),
-        None if observed is None or observed.absent is None else tuple(name_of(a.peer) for a in observed.absent),
-        final,
-        account,
-        observed,
-    )
+    absent = None if observed is None or observed.absent is None else tuple(name_of(a.peer) for a in observed.absent)
+    return RoundOverview(account, observed, absent, final)
 
 
 def next_round_seconds(

@@ -56,11 +56,9 @@ class PeerRegistry:
                 del self._known[peer]
 
     def get(self, peer: PeerKey) -> TrackedPeer | None:
-        """Return a peer, or None."""
         return self._known.get(peer)
 
     def keys(self) -> Iterable[PeerKey]:
-        """Return the keys of all peers."""
         return self._known.keys()
 
     def phase(self, known: TrackedPeer | None, now: float) -> str:

@@ -90,7 +90,9 @@ class RoundObservations:
         self._now = now
         self._rounds: BoundedDict[Digest, RoundObservation] = BoundedDict(MAX_ROUNDS)
         self._head: Digest | None = None
-        self._began: float | None = None
+        self.began: float | None = None
+        """When the round that is being trained began (unix seconds)."""
+
         self._announced: dict[PeerKey, ReceivedUpdate] = {}
         self._proposed: dict[Digest, tuple[float, frozenset[PeerKey]]] = {}
         self._early: BoundedDict[tuple[PeerKey, type], tuple[Signed, float]] = BoundedDict(MAX_AUTHORS)
@@ -98,8 +100,6 @@ class RoundObservations:
         self._before: frozenset[PeerKey] = frozenset()
         self._bytes: dict[PeerKey, tuple[int, int]] = {}
         self._unsaved: deque[RoundObservation] = deque(maxlen=MAX_WITH_ABSENCES)
-
-    # -- what is known ---------------------------------------------------------------------------------------
 
     def get(self, record: Digest) -> RoundObservation | None:
         """Return the observation of the round that this record ended."""
@@ -117,11 +117,6 @@ class RoundObservations:
         return self._announcements.get(record, {})
 
     @property
-    def began(self) -> float | None:
-        """When the round that is being trained began (unix seconds)."""
-        return self._began
-
-    @property
     def first_announced(self) -> float | None:
         """When the first update of the round that is being trained was announced (unix seconds)."""
         return min((a.at for a in self._announced.values()), default=None)
@@ -133,8 +128,6 @@ class RoundObservations:
             return None
         after = [s.certified - s.announced for s in newest if s.announced is not None]
         return TypicalDurations(median(s.whole or 0.0 for s in newest), median(after) if after else 0.0)
-
-    # -- what happens ----------------------------------------------------------------------------------------
 
     def restore(self, seen: list[RoundObservation]) -> None:
         """Take over the observations of an earlier process, oldest first; to be called before anything else."""
@@ -154,8 +147,8 @@ class RoundObservations:
 
         A round without an announcement begins when the run resumes, as it does for its peers.
         """
-        if self._began is not None and not self._announced:
-            self._began = self._now()
+        if self.began is not None and not self._announced:
+            self.began = self._now()
 
     def receive(self, message: Signed) -> None:
         """Take in a verified announcement or proposal; other messages are ignored."""
@@ -194,7 +187,7 @@ class RoundObservations:
         found = non_participants(account, inside, self._before, self._announced, proposed, members, limit)
         sent, received = self._traffic(members)
         seen = RoundObservation(
-            account.round, account.record, self._began if came else None, first, proposed, now, training, sent,
+            account.round, account.record, self.began if came else None, first, proposed, now, training, sent,
             received, tuple(found[:MAX_LISTED]), len(found),
         )  # fmt: skip
         self._rounds.renew(seen.record, seen)
@@ -207,7 +200,7 @@ class RoundObservations:
         return seen
 
     def _turn_to(self, head: Digest, began: float | None) -> None:
-        self._head, self._began = head, began
+        self._head, self.began = head, began
         self._announced, self._proposed = {}, {}
         for key, (message, at) in list(self._early.items()):
             if message.body.parent == head:

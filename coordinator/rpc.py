@@ -13,8 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from coordinator.admission import MAX_REQUEST, Admitter
 from coordinator.control import RunControl
-from coordinator.credits.log import CreditLog
-from coordinator.credits.views import MAX_CERTIFICATES
+from coordinator.credits.log import MAX_CERTIFICATES, CreditLog
 from coordinator.errors import PortTakenError, UnknownRunError
 from coordinator.health import Health, Reflection
 from coordinator.history import charts
@@ -151,10 +150,10 @@ class CoordinatorService(stubs.CoordinatorServicer):
         if checkpoint is not None:
             reply.checkpoint, reply.checkpoint_round = checkpoint
         for r in o.rounds:
-            absent = r.absent or ()
+            a, absent = r.account, r.absent or ()
             reply.rounds.add(
-                round=r.round, tokens=r.tokens, loss=r.loss, contributors=len(r.contributors),
-                absent=absent[:MAX_ABSENT], absent_total=len(absent), final=r.final,
+                round=a.round, tokens=a.tokens, loss=a.loss, contributors=len(a.lines), absent=absent[:MAX_ABSENT],
+                absent_total=len(absent), final=r.final,
             )  # fmt: skip
         reply.losses.extend(self._losses())
         for a in o.alerts:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shutil import disk_usage
 
 import grpc.aio
 
@@ -15,7 +16,7 @@ from coordinator import tls
 from coordinator.address_publisher import AddressPublisher
 from coordinator.admission import Admitter
 from coordinator.alerts.config import AlertConfig
-from coordinator.alerts.inputs import AlertInput, alert_input
+from coordinator.alerts.rules import AlertInput
 from coordinator.alerts.watcher import AlertWatcher
 from coordinator.chain_indexer import ChainIndexer
 from coordinator.checkpoints.archiver import CheckpointArchiver
@@ -27,7 +28,7 @@ from coordinator.credits.receipts import Receipts
 from coordinator.credits.tree_heads import TreeHeadSigner
 from coordinator.directive_file import DirectiveFile
 from coordinator.directives import DirectiveEffects
-from coordinator.errors import CoordinatorError, LedgerError, TooManyError
+from coordinator.errors import CoordinatorError, LedgerError
 from coordinator.finalizer import Finalizer
 from coordinator.health import Health
 from coordinator.indexed_chain import IndexedChain
@@ -58,9 +59,6 @@ log = logging.getLogger(__name__)
 
 LEDGER_FILE = "ledger.sqlite"
 OBSERVATIONS_FILE = "observations.jsonl"
-LOG_SIZE_SECONDS = 15.0
-"""Seconds between two readings of the log's size, for metrics."""
-
 STOP_SECONDS = 3.0
 FIRST_CHECK_SECONDS = 60.0
 CHECK_SECONDS = 86_400.0
@@ -142,13 +140,13 @@ class Coordinator:
         )  # fmt: skip
         self._metrics = Metrics(MetricSources(
             overview=self.overview, viewers=lambda: len(self.feed), folder=config.folder,
-            admitted=lambda: self.admitter.count, ledger_entries=lambda: self._log_size,
+            admitted=lambda: self.admitter.count, ledger_entries=lambda: leaderboard.size,
             head_seconds=lambda: self.credits.tree_heads.age, alerts=lambda: self._watcher.names,
             archive=archiver.gauges,
         ))  # fmt: skip
         self.api = PageApi(
             feed=self.feed, overview=self.overview, chain=chain, observations=self.observations, ledger=ledger,
-            view=view, name_of=self.admitter.name_of, leaderboard=leaderboard, archiver=archiver,
+            view=view, name_of=self.admitter.name_of, credits=leaderboard, archiver=archiver,
             metrics_text=self._metrics.text, now=now,
         )  # fmt: skip
         app = make_app(self.api, credit_routes(self.credits))
@@ -163,13 +161,10 @@ class Coordinator:
         self._tasks: list[asyncio.Task[None]] = []
         self._overview: tuple[float, Overview] | None = None
         self._overview_seconds = 0.25
-        self._log_size: int | None = None
         self._began = now()
         self.fingerprint: Digest | None = None
         self.grpc_port = 0
         self.page_port = 0
-
-    # -- life ------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Start to serve: calls are answered when this returns.
@@ -203,7 +198,7 @@ class Coordinator:
         for name, work in {
             "publisher": self._publish_forever, "ledger check": self._check_forever,
             "address publisher": self._publisher.publish_forever, "credits": self.credits.run,
-            "event loop": self._metrics.watch_loop, "log": self._read_log_size,
+            "event loop": self._metrics.watch_loop,
         }.items():  # fmt: skip
             self._tasks.append(asyncio.create_task(supervise(name, work), name=name))
 
@@ -231,8 +226,6 @@ class Coordinator:
     def _observe(self, account: RoundCredits) -> None:
         self.observations.decide(account, self._view.heartbeats())
 
-    # -- addresses -------------------------------------------------------------------------------------------
-
     @property
     def page_url(self) -> str:
         """The page's address for people, and for clients of the log of credits."""
@@ -253,13 +246,6 @@ class Coordinator:
         public = self._config.public or (HostPort(host, self.grpc_port),)
         found = one_per_peer_first(self._view.addresses() if addresses is None else addresses)[:MAX_SWARM_ADDRESSES]
         return Invite(self.run, self.fingerprint, public, code, found)
-
-    # -- what is shown ---------------------------------------------------------------------------------------
-
-    @property
-    def problem(self) -> str:
-        """Why the chain cannot be followed; empty when it can."""
-        return self.indexer.problem
 
     def _member_seconds(self) -> float:
         return self.directives.round_policy.member_seconds
@@ -284,14 +270,17 @@ class Coordinator:
         return self._overview[1]
 
     def _alert_input(self) -> AlertInput:
-        now = self._now()
-        return alert_input(
-            self.overview(), self.directives.round_policy, self._config.folder, now=now, up=now - self._began,
-            caught_up=self.indexer.caught_up, head_age=self.credits.tree_heads.age,
-            validation_losses=self._archiver.newest_losses(), log_problem=self.credits.tree_heads.problem,
+        o, now, r = self.overview(), self._now(), self.directives.round_policy
+        disk = disk_usage(self._config.folder)
+        return AlertInput(
+            time=now, up=now - self._began, health=o.health, message=o.message, problem=o.problem,
+            caught_up=self.indexer.caught_up, round=o.round,
+            round_limit=r.max_seconds + r.exchange_seconds + r.patience_seconds,
+            losses=tuple(x.account.loss for x in o.rounds), training=o.training, diverged=o.diverged,
+            disk_free=disk.free, disk_size=disk.total, head_age=self.credits.tree_heads.age,
+            validation_losses=self._archiver.newest_losses(), archive_problem=o.archive_problem,
+            log_problem=self.credits.tree_heads.problem,
         )  # fmt: skip
-
-    # -- background work -------------------------------------------------------------------------------------
 
     async def _save_observations(self) -> None:
         if unsaved := self.observations.take_unsaved():
@@ -323,11 +312,3 @@ class Coordinator:
             except LedgerError as e:
                 log.error("the ledger could not be checked: %s", e)
             await asyncio.sleep(CHECK_SECONDS)
-
-    async def _read_log_size(self) -> None:
-        while True:
-            try:
-                self._log_size = await self.ledger.read(lambda ledger: ledger.size())
-            except (LedgerError, TooManyError) as e:
-                log.warning("the log's size is not known: %s", e)
-            await asyncio.sleep(LOG_SIZE_SECONDS)

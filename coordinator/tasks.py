@@ -24,12 +24,11 @@ async def wait_at_most(event: asyncio.Event, seconds: float) -> None:
         timer.cancel()
 
 
-async def supervise(name: str, work: Callable[[], Awaitable[None]], *, seconds: float | None = None) -> None:
-    """Run the work for ever, after each end and each fault again after `seconds` (default: RETRY_SECONDS)."""
+async def supervise(name: str, work: Callable[[], Awaitable[None]]) -> None:
+    """Run the work for ever, after each end and each fault again after RETRY_SECONDS."""
     while True:
-        pause = RETRY_SECONDS if seconds is None else seconds
         try:
             await work()
         except Exception:
-            log.exception("%s: a fault of the coordinator; it continues in %.0f s", name, pause)
-        await asyncio.sleep(pause)
+            log.exception("%s: a fault of the coordinator; it continues in %.0f s", name, RETRY_SECONDS)
+        await asyncio.sleep(RETRY_SECONDS)

@@ -30,7 +30,7 @@ hypothesis.settings.load_profile(os.environ.get("CAIRN_EXAMPLES", "cairn"))
 def room_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep coordinators in this process from alerting that the machine that runs the tests is short of disk."""
     usage = SimpleNamespace(free=10**12, used=10**12, total=2 * 10**12)
-    monkeypatch.setattr("coordinator.alerts.inputs.disk_usage", lambda _: usage)
+    monkeypatch.setattr("coordinator.service.disk_usage", lambda _: usage)
 
 
 @pytest.fixture(scope="session")

@@ -77,7 +77,6 @@ class AlertTracker:
                     self._waiting[hook] = [AlertEvent(**e) for e in events]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the whole state."""
         return {
             "form": FORM,
             "rules": {name: asdict(s) for name, s in self._states.items()},
@@ -86,7 +85,6 @@ class AlertTracker:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all rules."""
         return tuple(self._states)
 
     @property
@@ -128,8 +126,6 @@ class AlertTracker:
         elif s.since is not None and now - (s.right_since or now) >= rule.clear:
             yield event("resolved")
             s.since, s.sent_at, s.message = None, 0.0, ""
-
-    # -- telling ---------------------------------------------------------------------------------------------
 
     def next_for(self, hook: str) -> AlertEvent | None:
         """Return the oldest event that this webhook has not received."""

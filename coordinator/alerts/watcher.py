@@ -52,12 +52,10 @@ class AlertWatcher:
 
     @property
     def active(self) -> tuple[Alert, ...]:
-        """The active alerts."""
         return self._tracker.active
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all rules."""
         return self._tracker.names
 
     async def start(self) -> None:

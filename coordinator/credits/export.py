@@ -6,22 +6,15 @@ import asyncio
 import csv
 import io
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from coordinator.credits.views import MAX_ENTRIES
 from coordinator.errors import CoordinatorError
 from protocol.ledger.entries import LedgerEntry, RoundEntry, SettleEntry, VoidEntry, decode_entry, decode_line
 
 CSV_TYPE = "text/csv; charset=utf-8"
 PARQUET_TYPE = "application/vnd.apache.parquet"
-COLUMNS = (
-    "entry", "line", "time", "round", "record", "peer", "update", "windows", "tokens", "micro_credits", "status",
-)  # fmt: skip
-"""Columns of a row. `time`: unix milliseconds of the entry. `status`: pending, settled or voided.
-
-Keys and digests in hex.
-"""
+MAX_ENTRIES = 1000
+"""Entries of the log in one answer."""
 
 ROW_GROUP = 50_000
 """Rows of a Parquet row group: the maximum in memory, besides a page."""
@@ -49,9 +42,11 @@ class EntrySource(Protocol):
     async def lines(self, first: int, limit: int) -> tuple[Sequence[Lines], int]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class CreditRow:
-    """One accepted update: COLUMNS in order."""
+class CreditRow(NamedTuple):
+    """One accepted update. `time`: unix milliseconds of the entry; `status`: pending, settled or voided.
+
+    Keys and digests are in hex.
+    """
 
     entry: int
     line: int
@@ -65,9 +60,8 @@ class CreditRow:
     micro_credits: int
     status: str
 
-    def values(self) -> tuple[int | str, ...]:
-        """Return the values in the order of COLUMNS."""
-        return tuple(getattr(self, name) for name in COLUMNS)
+
+COLUMNS = tuple(CreditRow.__annotations__)
 
 
 async def credit_rows(source: EntrySource) -> AsyncIterator[list[CreditRow]]:
@@ -146,14 +140,14 @@ async def _entries(source: EntrySource, first: int, end: int) -> dict[int, Ledge
 
 def exported(source: EntrySource, form: str) -> AsyncIterator[bytes]:
     """Return the file in pieces; `form` is "csv" or "parquet". Raises ParquetMissingError, and as `credit_rows`."""
-    return as_parquet(credit_rows(source)) if form == "parquet" else as_csv(credit_rows(source))
+    return (as_parquet if form == "parquet" else as_csv)(credit_rows(source))
 
 
 async def as_csv(pages: AsyncIterator[Sequence[CreditRow]]) -> AsyncIterator[bytes]:
     """Yield RFC 4180 text, with a header."""
     yield _csv([COLUMNS])
     async for rows in pages:
-        yield await asyncio.to_thread(lambda some=rows: _csv([row.values() for row in some]))
+        yield await asyncio.to_thread(lambda some=rows: _csv(some))
 
 
 def _csv(rows: Sequence[Sequence[Any]]) -> bytes:
@@ -178,7 +172,7 @@ async def as_parquet(pages: AsyncIterator[Sequence[CreditRow]]) -> AsyncIterator
     waiting: list[CreditRow] = []
 
     def write() -> None:
-        columns = [pa.array([getattr(r, f.name) for r in waiting], f.type) for f in schema]
+        columns = [pa.array(values, f.type) for values, f in zip(zip(*waiting, strict=True), schema, strict=True)]
         writer.write_table(pa.Table.from_arrays(columns, schema=schema), row_group_size=ROW_GROUP)
         waiting.clear()
 

@@ -7,8 +7,8 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-from coordinator.credits.views import CreditSummary, Grouping
 from coordinator.errors import RefusedError, TooManyError
 from coordinator.indexed_chain import IndexedChain
 from coordinator.ledger import BindingRow as BindingRow
@@ -32,6 +32,30 @@ PAGE = 500
 MAX_PEERS_OF_ACCOUNT = 1000
 MAX_BINDINGS_OF_PEER = 50
 CLOCK_TOLERANCE = 600
+
+
+Grouping = Literal["peer", "account", "team"]
+
+
+@dataclass(frozen=True, slots=True)
+class CreditSummary:
+    """Totals of a peer, an account or a team, in micro-credits; `recent` is micro-credits a day.
+
+    `account` is the one to which a peer is bound, `peers` are those of an account.
+    """
+
+    key: str
+    kind: Grouping
+    name: str
+    team: str
+    settled: int
+    pending: int
+    voided: int
+    recent: int
+    tokens: int
+    rounds: int
+    account: PeerKey | None = None
+    peers: tuple[PeerKey, ...] = ()
 
 
 class RecentAverageCredit:
@@ -97,7 +121,9 @@ class Leaderboard:
         self._chain = chain
         self._is_admitted = is_admitted
         self._now = now
-        self._size = 0
+        self.size = 0
+        """Entries of the log that have been read."""
+
         self._loaded = 0
         """Entries from this one on are read by `refresh`, with what they void of earlier ones."""
         self._unread = 0
@@ -121,8 +147,8 @@ class Leaderboard:
         def read(ledger: Ledger) -> tuple:
             return ledger.size(), ledger.posted(), ledger.bindings()
 
-        self._size, self.rounds, rows = await self._ledger.read(read)
-        self._unread = self._loaded = self._size
+        self.size, self.rounds, rows = await self._ledger.read(read)
+        self._unread = self._loaded = self.size
         for row in rows:
             try:
                 self._accept(open_binding(row.encoded, self._run))
@@ -147,7 +173,7 @@ class Leaderboard:
 
     async def refresh(self) -> None:
         """Read the new entries of the log. Raises LedgerError."""
-        first = self._size
+        first = self.size
 
         def read(ledger: Ledger) -> tuple:
             entries = [decode_entry(sent) for sent in ledger.entries(first, PAGE)]
@@ -166,12 +192,10 @@ class Leaderboard:
             count, moved, rounds = await self._ledger.read(read)
             for peer, at, micro_credits in moved:
                 self._recent.add(peer, micro_credits, at)
-            first = self._size = self._size + count
+            first = self.size = self.size + count
             self.rounds = rounds
             if count < PAGE:
                 return
-
-    # -- accounts --------------------------------------------------------------------------------------------
 
     async def bind(self, sent: bytes) -> int:
         """Store a binding that both signed; return how many peers the account has then. It may be repeated.
@@ -220,8 +244,6 @@ class Leaderboard:
         if b.account_time >= account.time:
             account.name, account.team, account.time = b.name, b.team, b.account_time
         self._ranked, self._teams = {}, None
-
-    # -- totals ----------------------------------------------------------------------------------------------
 
     def of(self, key: PeerKey) -> CreditSummary:
         """Return the totals of an account or a peer with this key; all zero for a key that is unknown."""

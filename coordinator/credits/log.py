@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, field
 
-from coordinator.credits.export import exported
+from coordinator.credits.export import MAX_ENTRIES, exported
 from coordinator.credits.leaderboard import Leaderboard
 from coordinator.credits.receipts import LOOK_BACK, Receipts
 from coordinator.credits.tree_heads import TreeHeadSigner
-from coordinator.credits.views import MAX_CERTIFICATES, MAX_ENTRIES, EntryLines
 from coordinator.errors import TooManyError
 from coordinator.indexed_chain import IndexedChain
 from coordinator.ledger import Ledger
@@ -28,31 +28,38 @@ POLL_SECONDS = 5.0
 PAGE_BYTES = 1024 * 1024
 """Maximum size of an answer, which may exceed it by one entry, group of lines or certificate: it fits in 4 MiB."""
 
+MAX_CERTIFICATES = 256
+"""Certificates in one answer."""
+
 MAX_EXPORTS = 2
 """Exports at once."""
 
 
+@dataclass(frozen=True, slots=True)
+class EntryLines:
+    """The credit lines of a round entry, as they were written."""
+
+    entry: int
+    lines: tuple[bytes, ...]
+
+
+@dataclass(eq=False)
 class CreditLog:
     """The credit log over the ledger's database. `start`, then `run` for as long as the coordinator lives.
 
     Every answer raises CairnError.
     """
 
-    def __init__(
-        self, ledger: LedgerThread, view: SwarmView, chain: IndexedChain, tree_heads: TreeHeadSigner,
-        receipts: Receipts, leaderboard: Leaderboard, news: asyncio.Event,
-    ):  # fmt: skip
-        """Prepare; `news` is set when the chain or the ledger may have changed."""
-        self._ledger = ledger
-        self._view = view
-        self._chain = chain
-        self.tree_heads = tree_heads
-        self.receipts = receipts
-        self.leaderboard = leaderboard
-        self._news = news
-        self._exports = 0
+    ledger: LedgerThread
+    view: SwarmView
+    chain: IndexedChain
+    tree_heads: TreeHeadSigner
+    receipts: Receipts
+    leaderboard: Leaderboard
+    news: asyncio.Event
+    """Set when the chain or the ledger may have changed."""
 
-    # -- life ------------------------------------------------------------------------------------------------
+    _exports: int = field(default=0, init=False)
 
     async def start(self) -> None:
         """Read the newest tree head and the bindings. Raises LedgerError."""
@@ -65,10 +72,10 @@ class CreditLog:
         reading = asyncio.create_task(self.leaderboard.load_recent(), name="recent credits")
         try:
             while True:
-                await wait_at_most(self._news, POLL_SECONDS)
-                self._news.clear()
+                await wait_at_most(self.news, POLL_SECONDS)
+                self.news.clear()
                 try:
-                    await self.receipts.note(self._chain.newest(LOOK_BACK))
+                    await self.receipts.note(self.chain.newest(LOOK_BACK))
                     await self.leaderboard.refresh()
                 except CairnError as e:  # the ledger's own trouble is on the page already; tried again in 5 s
                     log.error("credits are not brought up to date: %s", e)
@@ -82,20 +89,18 @@ class CreditLog:
                 task.cancel()
             await asyncio.gather(signing, reading, return_exceptions=True)
 
-    # -- answers ---------------------------------------------------------------------------------------------
-
     async def heads(self, before: int | None, limit: int) -> list[bytes]:
         """Return signed tree heads, newest first, of sizes less than `before`.
 
         The newest of all is at most a minute old.
         """
         if before is not None:
-            return [h.encoded for h in await self._ledger.read(lambda ledger: ledger.heads(limit, before))]
+            return [h.encoded for h in await self.ledger.read(lambda ledger: ledger.heads(limit, before))]
         newest = await self.tree_heads.newest()
         older = []
         if limit > 1:
             size = newest.body.size
-            older = await self._ledger.read(lambda ledger: ledger.heads(limit - 1, size))
+            older = await self.ledger.read(lambda ledger: ledger.heads(limit - 1, size))
         return [newest.encoded, *(h.encoded for h in older)]
 
     async def entries(self, first: int, limit: int) -> tuple[list[bytes], int]:
@@ -105,7 +110,7 @@ class CreditLog:
             found = ledger.entries(first, min(limit, MAX_ENTRIES))
             return found, ledger.size()
 
-        found, size = await self._ledger.read(read)
+        found, size = await self.ledger.read(read)
         return _fitting(found), size
 
     async def lines(self, first: int, limit: int) -> tuple[list[EntryLines], int]:
@@ -121,7 +126,7 @@ class CreditLog:
                 at += 1
             return found, at
 
-        return await self._ledger.read(read)
+        return await self.ledger.read(read)
 
     async def inclusion(self, entry: int, size: int) -> tuple[bytes, ...]:
         """Return the proof that an entry is in the log of a size."""
@@ -137,17 +142,17 @@ class CreditLog:
                 raise MalformedError(f"the log has {there} entries, not {size}")
             return prove(ledger)
 
-        return await self._ledger.read(checked)
+        return await self.ledger.read(checked)
 
     async def certificate(self, record: Digest) -> bytes | None:
         """Return the certificate of one record, also of a branch that was left; None if it is not held."""
-        found = self._view.certificate(record)
+        found = self.view.certificate(record)
         return None if found is None else encode_certificate(found)
 
     async def certificates(self, after: Digest, limit: int) -> tuple[list[bytes], bool]:
         """Return the chain after a record, and whether there is more."""
         limit = min(limit, MAX_CERTIFICATES)
-        found = await self._view.certificates_after(after, limit)
+        found = await self.view.certificates_after(after, limit)
         if found is None:
             raise MalformedError(f"record {after.short} is not on the chain that this coordinator's observer holds")
         sent = _fitting(encode_certificate(c) for c in found)

@@ -7,8 +7,9 @@ same bytes. Announced updates that a round left out are stored when its record i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-from coordinator.credits.views import ReceiptItem, ReceiptPage, ReceiptStatus
 from coordinator.ledger import CreditedLine, Ledger, RefusedUpdate
 from coordinator.ledger_thread import LedgerThread
 from coordinator.swarm import AnnouncedUpdate, SwarmView
@@ -27,6 +28,26 @@ AT_ONCE = 100
 
 REMEMBERED = 20_000
 """Signed receipts kept in memory: about 8 MB."""
+
+
+ReceiptStatus = Literal["pending", "settled", "voided", "not accepted"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiptItem:
+    """A receipt, its signed bytes (an envelope), and its status."""
+
+    receipt: Receipt
+    sent: bytes
+    status: ReceiptStatus
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiptPage:
+    """Receipts, newest first. `next` is the `before` of the next page; None at the end."""
+
+    items: tuple[ReceiptItem, ...]
+    next: int | None
 
 
 class Receipts:

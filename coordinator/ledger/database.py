@@ -26,12 +26,10 @@ class Database(ABC):
     _open = False
 
     @abstractmethod
-    def query(self, sql: str, values: Sequence[Any] = ()) -> list[Row]:
-        """Return the rows of a statement."""
+    def query(self, sql: str, values: Sequence[Any] = ()) -> list[Row]: ...
 
     @abstractmethod
-    def many(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
-        """Run a statement for each row."""
+    def many(self, sql: str, rows: Iterable[Sequence[Any]]) -> None: ...
 
     @abstractmethod
     def script(self, text: str) -> None:
@@ -50,8 +48,7 @@ class Database(ABC):
         """
 
     @abstractmethod
-    def tables(self) -> set[str]:
-        """Return the names of the tables."""
+    def tables(self) -> set[str]: ...
 
     @abstractmethod
     def close(self) -> None: ...
@@ -139,10 +136,6 @@ class SqliteDatabase(Database):
 
     def tables(self) -> set[str]:
         return {r[0] for r in self.query("SELECT name FROM sqlite_master WHERE type = 'table'")}
-
-    def form(self) -> int:
-        """Return `PRAGMA user_version`: 1 in ledgers without migrations."""
-        return self.query("PRAGMA user_version")[0][0]
 
     def damage(self) -> str:
         """Return what SQLite itself finds wrong with the file; "" for nothing. Reads all of it."""

@@ -25,7 +25,6 @@ class LedgerQueries:
         self._db = db
 
     def size(self) -> int:
-        """Return the number of entries in the log."""
         rows = self._db.query("SELECT sequence FROM entries ORDER BY sequence DESC LIMIT 1")
         return rows[0][0] + 1 if rows else 0
 
@@ -196,12 +195,10 @@ class LedgerQueries:
         return [TreeHeadRow(r[0], Digest(r[1]), r[2], bytes(r[3])) for r in rows]
 
     def bindings(self) -> list[BindingRow]:
-        """Return all bindings, oldest first."""
         rows = self._db.query("SELECT peer, account, time, encoded FROM bindings ORDER BY id")
         return [BindingRow(PeerKey(r[0]), PeerKey(r[1]), r[2], bytes(r[3])) for r in rows]
 
     def admissions(self) -> list[AdmissionRow]:
-        """Return the newest admission of every peer."""
         rows = self._db.query("SELECT peer, name, first_at, not_before, not_after, encoded FROM admissions")
         return [AdmissionRow(PeerKey(r[0]), r[1], r[2], r[3], r[4], bytes(r[5])) for r in rows]
 

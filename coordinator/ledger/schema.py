@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from coordinator.errors import LedgerError
-from coordinator.ledger.database import Database, SqliteDatabase
+from coordinator.ledger.database import Database
 from protocol.ids import RunId
 
 FOLDER = Path(__file__).parent / "migrations"
@@ -41,11 +41,7 @@ def migrate(db: Database, run: RunId, folder: Path = FOLDER) -> None:
         tables = db.tables()
         if "migrations" not in tables:
             if tables:
-                form = db.form() if isinstance(db, SqliteDatabase) else 0
-                raise LedgerError(
-                    f"{db.where} is a ledger of form {form}, from before entries were hashed, and this Cairn cannot go "
-                    f"on with it: {_REMEDY}"
-                )
+                raise LedgerError(f"{db.where} has tables that are no ledger of this Cairn: {_REMEDY}")
             db.query(_TABLE)
         there = dict(db.query("SELECT number, name FROM migrations"))
         newer = [n for n in there if n > len(known)]

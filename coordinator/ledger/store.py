@@ -123,8 +123,6 @@ class Ledger(LedgerQueries):
         """Drop the state in memory, since it may differ from the database."""
         self._books = self._numbers = None
 
-    # -- writing ---------------------------------------------------------------------------------------------
-
     def post(self, account: RoundCredits, *, finalization: bytes | None = None) -> bool:
         """Append a final round and the entries that it makes due; return False if the round is posted already.
 
@@ -209,12 +207,10 @@ class Ledger(LedgerQueries):
             return writes.add_refusal(self._db, refusal)
 
     def add_head(self, head: TreeHeadRow) -> None:
-        """Store a signed tree head."""
         with self._writing():
             writes.add_head(self._db, head)
 
     def add_binding(self, binding: BindingRow) -> None:
-        """Store a binding of a peer to an account."""
         with self._writing():
             writes.add_binding(self._db, binding)
 

@@ -73,7 +73,6 @@ def write_round(
 
 
 def write_transfers(db: Database, numbers: PeerNumbers, posted: PostedEntry) -> None:
-    """Add the transfers of an entry."""
     if posted.transfers:
         db.many(
             "INSERT INTO transfers (entry, line, source, target, sequence, micro_credits) VALUES (?, ?, ?, ?, ?, ?)",
@@ -114,9 +113,6 @@ def _grow_tree(db: Database, index: int, leaf: bytes) -> None:
 def forget_rounds_after(db: Database, round_: Round) -> None:
     """Cut the branch after a round: a rollback."""
     db.query("DELETE FROM branch WHERE round > ?", (round_,))
-
-
-# -- rows that are not entries ---------------------------------------------------------------------------------
 
 
 def _next(db: Database, table: str) -> int:

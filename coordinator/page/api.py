@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from coordinator.checkpoints.archive import FILES
 from coordinator.checkpoints.archiver import CheckpointArchiver
-from coordinator.credits.leaderboard import Leaderboard
-from coordinator.credits.views import Grouping
+from coordinator.credits.leaderboard import Grouping, Leaderboard
 from coordinator.history import charts
 from coordinator.indexed_chain import IndexedChain
 from coordinator.ledger_thread import LedgerThread
@@ -22,9 +22,6 @@ from coordinator.round_observations import RoundObservations
 from coordinator.swarm import SwarmView
 from protocol.ids import PeerKey
 from protocol.ledger.credits import Balance, RoundCredits
-
-MAX_LINES = 20_000
-"""Maximum number of credit lines in one answer of /api/rounds: a large swarm gets fewer rounds in it."""
 
 NEWEST_OF_PEER = 64
 """Newest rounds that the view of one peer covers."""
@@ -45,54 +42,36 @@ _BY: dict[str, Callable[[PeerOverview], Any]] = {
 }
 
 
+@dataclass(eq=False, kw_only=True)
 class PageApi:
     """The source of every answer in `coordinator.page.endpoints`; methods return None where there is no such thing."""
 
-    def __init__(
-        self,
-        *,
-        feed: Feed,
-        overview: Callable[[], Overview],
-        chain: IndexedChain,
-        observations: RoundObservations,
-        ledger: LedgerThread,
-        view: SwarmView,
-        name_of: Callable[[PeerKey], str],
-        leaderboard: Leaderboard,
-        archiver: CheckpointArchiver,
-        metrics_text: Callable[[], bytes],
-        now: Callable[[], float],
-    ):
-        self.feed = feed
-        self.metrics_text = metrics_text
-        self._overview = overview
-        self._chain = chain
-        self._observations = observations
-        self._ledger = ledger
-        self._view = view
-        self._name_of = name_of
-        self._leaderboard = leaderboard
-        self._archiver = archiver
-        self._now = now
-        self._charts: tuple[object, dict[str, Any]] | None = None
+    feed: Feed
+    overview: Callable[[], Overview]
+    chain: IndexedChain
+    observations: RoundObservations
+    ledger: LedgerThread
+    view: SwarmView
+    name_of: Callable[[PeerKey], str]
+    credits: Leaderboard
+    archiver: CheckpointArchiver
+    metrics_text: Callable[[], bytes]
+    now: Callable[[], float]
+    _charts: tuple[object, dict[str, Any]] | None = field(default=None, init=False)
 
     @property
     def head(self) -> Hashable:
         """The key of everything that is shown of rounds: the newest record, and the newest final one."""
-        return self._chain.head, self._chain.posted
+        return self.chain.head, self.chain.posted
 
     def status(self) -> dict[str, Any]:
-        """Return the state, the first peers and the newest rounds."""
-        return json_view.status(self._overview(), self._name_of, self._now())
+        return json_view.status(self.overview(), self.name_of, self.now())
 
     def event(self) -> dict[str, Any]:
-        """Return what every viewer is sent."""
-        return json_view.event(self._overview(), self._now())
-
-    # -- peers -----------------------------------------------------------------------------------------------
+        return json_view.event(self.overview(), self.now())
 
     def peers(self, sort: str, descending: bool, text: str, offset: int, limit: int) -> dict[str, Any]:
-        every = self._overview().peers
+        every = self.overview().peers
         wanted = text.casefold()
         found = [p for p in every if wanted in _searched(p)] if wanted else list(every)
         if sort != "state":  # the order of an overview
@@ -103,26 +82,26 @@ class PageApi:
         return {"total": len(every), "matching": len(found), "offset": offset, "peers": page}
 
     def peer(self, key: PeerKey) -> dict[str, Any] | None:
-        shown = next((p for p in self._overview().peers if p.peer == key), None)
-        chain, nothing = self._chain, Balance()
+        shown = next((p for p in self.overview().peers if p.peer == key), None)
+        chain, nothing = self.chain, Balance()
         settled, pending = chain.settled.get(key, nothing), chain.pending.get(key, nothing)
         if shown is None:
             if not settled.rounds + pending.rounds:
                 return None
             shown = PeerOverview(
-                key, self._name_of(key), "gone", None, 0.0, settled.micro_credits, pending.micro_credits
+                key, self.name_of(key), "gone", None, 0.0, settled.micro_credits, pending.micro_credits
             )
         newest = []
         for account in chain.newest(NEWEST_OF_PEER):
             entry = next((e for e in account.lines if e.peer == key), None)
-            seen = self._observations.get(account.record)
+            seen = self.observations.get(account.record)
             absence = next((a for a in (seen.absent or () if seen else ()) if a.peer == key), None)
             if entry is not None or absence is not None:
                 newest.append(
                     {
                         "round": account.round,
                         "record": str(account.record),
-                        "final": self._chain.is_final(account.round),
+                        "final": self.chain.is_final(account.round),
                         "tokens": entry.tokens if entry else 0,
                         "micro_credits": entry.micro_credits if entry else 0,
                         "absence": None if absence is None else json_view.absence(absence),
@@ -138,19 +117,10 @@ class PageApi:
 
     async def leaderboard(self, by: Grouping, limit: int, after: str) -> list[dict[str, Any]]:
         """Return rows by "peer", "account" or "team", those with most credits first, after the row of a key."""
-        return [json_view.credit_summary(c) for c in self._leaderboard.leaderboard(by, limit, after)]
-
-    # -- rounds ----------------------------------------------------------------------------------------------
-
-    async def accounts(self, after: int, limit: int) -> list[dict[str, Any]]:
-        newest = self._chain.newest(1)
-        limit = min(limit, max(1, MAX_LINES // max(1, len(newest[0].lines) if newest else 1)))
-        return [
-            json_view.account(a, self._chain.is_final(a.round), self._name_of) for a in await self._read(after, limit)
-        ]
+        return [json_view.credit_summary(c) for c in self.credits.leaderboard(by, limit, after)]
 
     async def newest_rounds(self, before: int, limit: int) -> dict[str, Any]:
-        chain = self._chain
+        chain = self.chain
         before = min(before, chain.head[0] + 1 if chain.head else 0)
         first = max(0, before - limit)
         remembered = {int(a.round): a for a in chain.newest(limit + len(chain.open) + 64) if first <= a.round < before}
@@ -158,25 +128,25 @@ class PageApi:
             found = [remembered[r] for r in range(first, before)]
         else:
             found = await self._read(first - 1, before - first)
-        rows = [json_view.round_row(self._round_view(a), self._name_of) for a in reversed(found)]
+        rows = [json_view.round_row(self._round_view(a), self.name_of) for a in reversed(found)]
         return {"rounds": rows, "next": first if first > 0 else None}
 
     async def round(self, number: int) -> dict[str, Any] | None:
         account = await self._one(number)
         if account is None:
             return None
-        announced = dict(self._observations.announcements(account.record))
-        return json_view.round_page(self._round_view(account), announced, self._name_of)
+        announced = dict(self.observations.announcements(account.record))
+        return json_view.round_page(self._round_view(account), announced, self.name_of)
 
     async def certificate(self, number: int) -> dict[str, Any] | None:
         account = await self._one(number)
-        found = None if account is None else await self._view.certificates_after(account.parent, 1)
+        found = None if account is None else await self.view.certificates_after(account.parent, 1)
         if account is None or not found or found[0].digest != account.record:
             return None
-        return json_view.certificate(found[0], self._name_of)
+        return json_view.certificate(found[0], self.name_of)
 
     async def _one(self, number: int) -> RoundCredits | None:
-        chain = self._chain
+        chain = self.chain
         found = next((a for a in chain.newest(len(chain.open) + 64) if a.round == number), None)
         if found is not None:
             return found
@@ -185,23 +155,21 @@ class PageApi:
 
     async def _read(self, after: int, limit: int) -> list[RoundCredits]:
         """Return rounds after a number: posted ones, then open ones."""
-        accounts = await self._ledger.read(lambda ledger: ledger.accounts(after=after, limit=limit))
+        accounts = await self.ledger.read(lambda ledger: ledger.accounts(after=after, limit=limit))
         at = accounts[-1].round if accounts else after
-        return accounts + [a for a in self._chain.open if a.round > at][: limit - len(accounts)]
+        return accounts + [a for a in self.chain.open if a.round > at][: limit - len(accounts)]
 
     def _round_view(self, account: RoundCredits) -> RoundOverview:
         return round_overview(
-            account, self._observations.get(account.record), self._chain.is_final(account.round), self._name_of
+            account, self.observations.get(account.record), self.chain.is_final(account.round), self.name_of
         )
-
-    # -- charts ----------------------------------------------------------------------------------------------
 
     async def charts(self) -> dict[str, Any]:
         """Return all charts, made once a round."""
-        chain = self._chain
+        chain = self.chain
         head = chain.head[1] if chain.head else None
-        validated = self._archiver.validation_points()
-        key = (head, len(self._observations), len(validated), validated[-1:])
+        validated = self.archiver.validation_points()
+        key = (head, len(self.observations), len(validated), validated[-1:])
         if self._charts is None or self._charts[0] != key:
             points = chain.points()
             by_round = {p.round: p for p in points} if validated else {}
@@ -216,25 +184,22 @@ class PageApi:
                         "loss": json_view.rounded(loss),
                     }
                 )
-            rounds = json_view.round_charts(list(self._observations))
+            rounds = json_view.round_charts(list(self.observations))
             self._charts = (key, json_view.charts(charts(points), rounds, validation))
         return self._charts[1]
 
-    # -- the model -------------------------------------------------------------------------------------------
-
     async def samples(self, before: int, limit: int) -> list[dict[str, Any]]:
         """Return texts of rounds before `before`, the newest round first."""
-        return self._archiver.samples(before, limit)
+        return self.archiver.samples(before, limit)
 
     async def checkpoints(self) -> list[dict[str, Any]]:
         """Return the archived states, newest first."""
-        return await asyncio.to_thread(self._archiver.checkpoints)  # it reads each folder
+        return await asyncio.to_thread(self.archiver.checkpoints)  # it reads each folder
 
     def checkpoint_file(self, folder: str, name: str) -> Path | None:
-        """Return the path of a file of an archived state."""
         if not _FOLDER.fullmatch(folder) or name not in FILES:
             return None
-        path = self._archiver.archive.folder / folder / name
+        path = self.archiver.archive.folder / folder / name
         return path if path.is_file() else None
 
 

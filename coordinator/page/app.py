@@ -56,29 +56,23 @@ def make_app(source: PageApi, more: Sequence[Route] = ()) -> ASGIApp:
         found = files.get(request.path_params["name"])
         return PlainTextResponse("no such file\n", 404) if found is None else found.answer(request)
 
-    async def home(request: Request) -> Response:
-        return files["index.html"].answer(request)
+    def always(body: EncodedBody) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            return body.answer(request)
 
-    async def favicon(request: Request) -> Response:
-        return files["favicon.svg"].answer(request)
-
-    async def api(request: Request) -> Response:
-        return human.answer(request)
-
-    async def api_document(request: Request) -> Response:
-        return spec.answer(request)
+        return answer
 
     async def metrics(_: Request) -> Response:
         return Response(source.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     app = Starlette(
         routes=[
-            Route("/", home),
+            Route("/", always(files["index.html"])),
             Route("/static/{name:path}", static),
-            Route("/favicon.svg", favicon),
-            Route("/favicon.ico", favicon),
-            Route("/api", api),
-            Route("/api/openapi.json", api_document),
+            Route("/favicon.svg", always(files["favicon.svg"])),
+            Route("/favicon.ico", always(files["favicon.svg"])),
+            Route("/api", always(human)),
+            Route("/api/openapi.json", always(spec)),
             *more,
             *(e.route(source, answers) for e in ENDPOINTS),
             Route("/checkpoints/{folder}/{file}", downloads.answer),

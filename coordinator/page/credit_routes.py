@@ -10,14 +10,17 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from coordinator.credits.export import CSV_TYPE, PARQUET_TYPE, ParquetMissingError
+from coordinator.credits.export import CSV_TYPE, MAX_ENTRIES, PARQUET_TYPE, ParquetMissingError
 from coordinator.credits.log import CreditLog
-from coordinator.credits.views import MAX_ENTRIES, MAX_PAGE, ReceiptItem
+from coordinator.credits.receipts import ReceiptItem
 from coordinator.errors import LedgerError, TooManyError
 from coordinator.page import json_view
 from coordinator.page import schemas as s
 from coordinator.page.endpoints import UNREADABLE, ApiEndpoint, Immutable, Parameter
 from protocol.ids import PeerKey
+
+MAX_PAGE = 100
+"""Receipts, or tree heads, in one answer."""
 
 
 async def _heads(log: CreditLog, before: int | None, limit: int) -> dict[str, Any]:

@@ -133,7 +133,6 @@ class ApiEndpoint:
 
 SORTS = ("state", "name", "since", "round", "loss", "speed", "up", "down", "credits", "device", "last_round")
 
-_LIMIT = Parameter("limit", "maximum number", 50, 1, MAX_ROUNDS)
 _NUMBER = Parameter("number", "the round's number", in_path=True)
 
 ENDPOINTS: tuple[ApiEndpoint, ...] = (
@@ -190,14 +189,6 @@ ENDPOINTS: tuple[ApiEndpoint, ...] = (
         lambda source, key: _now(source.peer(key)),
         (Parameter("key", "the peer's key", key=True, in_path=True),),
         missing="this run knows no such peer",
-    ),
-    ApiEndpoint(
-        "/api/rounds",
-        "Rounds with all their credits, oldest first: what the ledger says, to check it by. There may be fewer than "
-        "`limit`: go on after the last",
-        s.many(s.ACCOUNTED),
-        lambda source, after, limit: source.accounts(after, limit),
-        (Parameter("after", "the round before the first", -1, -1), _LIMIT),
     ),
     ApiEndpoint(
         "/api/rounds/newest",

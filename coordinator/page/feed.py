@@ -48,7 +48,6 @@ class Feed:
         self._viewers.discard(viewer)
 
     def close(self) -> None:
-        """End every view."""
         self._closed = True
         for viewer in self._viewers:
             viewer.offer(None)

@@ -8,13 +8,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from coordinator.credits.views import CreditSummary
+from coordinator.credits.leaderboard import CreditSummary
 from coordinator.history import Charts
 from coordinator.non_participation import NonParticipation
 from coordinator.overview import Overview, PeerOverview, RoundOverview
 from coordinator.round_observations import RoundObservation
 from protocol.ids import PeerKey
-from protocol.ledger.credits import RoundCredits
 from protocol.messages import Certificate
 
 FIRST_PEERS, FIRST_ROUNDS = 25, 8
@@ -66,7 +65,6 @@ def status(o: Overview, name_of: NameOf, now: float) -> dict[str, Any]:
 
 
 def peer(p: PeerOverview) -> dict[str, Any]:
-    """Return one row of the table of peers."""
     h = p.heartbeat
     row = {
         "peer": str(p.peer),
@@ -101,7 +99,6 @@ _SAID_BY_ITSELF = (
 
 
 def round_row(r: RoundOverview, name_of: NameOf) -> dict[str, Any]:
-    """Return one row of the table of rounds."""
     a, observed = r.account, r.observed
     return {
         "round": a.round,
@@ -129,20 +126,6 @@ def round_page(r: RoundOverview, announced: dict[PeerKey, float], name_of: NameO
             for e in a.lines
         ],
         "absent": None if observed is None or observed.absent is None else _absent(observed.absent, name_of),
-    }
-
-
-def account(a: RoundCredits, final: bool, name_of: NameOf) -> dict[str, Any]:
-    """Return one round with all its credit lines: enough to check the ledger against the chain."""
-    return {
-        "round": a.round,
-        "record": str(a.record),
-        "parent": str(a.parent),
-        "base_state": str(a.base_state),
-        "loss": rounded(a.loss),
-        "tokens": a.tokens,
-        "final": final,
-        "entries": [_entry(e, name_of) for e in a.lines],
     }
 
 
@@ -192,7 +175,6 @@ def credit_summary(c: CreditSummary) -> dict[str, Any]:
 
 
 def charts(c: Charts, by_round: dict[str, Any], validation: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the columns of all charts."""
     return {
         "rounds": c.rounds,
         "tokens": c.tokens,

@@ -79,7 +79,6 @@ _OTHERS: dict[str, Any] = {
 
 
 def document() -> dict[str, Any]:
-    """Return the whole document."""
     paths = {e.path: {"get": _operation(e)} for e in (*ENDPOINTS, *CREDIT_ENDPOINTS)}
     return {
         "openapi": "3.1.0",

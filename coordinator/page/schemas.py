@@ -24,7 +24,6 @@ def many(items: Schema, **more: Any) -> Schema:
 
 
 def maybe(schema: Schema) -> Schema:
-    """Return the schema of a value or null."""
     return {"anyOf": [schema, {"type": "null"}]}
 
 
@@ -106,19 +105,6 @@ ROUND = of(
         "base_state": DIGEST,
         "micro_credits": MICRO,
         "contributors": many(of(ENTRY["properties"] | {"announced_seconds": maybe(SECONDS)})),
-    }
-)
-
-ACCOUNTED = of(
-    {
-        "round": COUNT,
-        "record": DIGEST,
-        "parent": DIGEST,
-        "base_state": DIGEST,
-        "loss": maybe(NUMBER),
-        "tokens": COUNT,
-        "final": FLAG,
-        "entries": many(ENTRY),
     }
 )
 

@@ -227,7 +227,7 @@ async def test_a_rollback_is_not_done_again_when_the_folder_was_lost_and_the_led
     swarm.directives = [word(4, rollback=back.body.rollback, run_status="paused")]
     async with running(tmp_path, swarm=swarm) as (coordinator, _):
         await control.asyncio.sleep(0.1)
-        assert coordinator.chain.posted == last and not coordinator.problem
+        assert coordinator.chain.posted == last and not coordinator.indexer.problem
 
 
 def test_a_line_torn_by_a_kill_is_left_out_and_the_next_stands_alone(tmp_path):

@@ -48,8 +48,8 @@ async def test_a_ledger_that_changes_under_a_coordinator_is_trouble_and_nothing_
         db = connect(at, SPEC)
         db.query("UPDATE balances SET settled_micro = settled_micro + 1 WHERE peer = 1")
         db.close()
-        await until(lambda: swarm.changed() or c.problem, "the damage is found", every=0.05)
-        assert "the ledger is damaged: the balances of 1 peers" in c.problem
+        await until(lambda: swarm.changed() or c.indexer.problem, "the damage is found", every=0.05)
+        assert "the ledger is damaged: the balances of 1 peers" in c.indexer.problem
         swarm.round({0: 6000})
         await asyncio.sleep(0.2)  # time in which it could post the round, and must not
         db = connect(at, SPEC, reader=True)

@@ -75,7 +75,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(watcher, "CHECK_SECONDS", 0.02)
     monkeypatch.setattr("coordinator.alerts.rules.STARTUP_SECONDS", -1.0)
     usage = type("Usage", (), {"free": 10**12, "total": 2 * 10**12})
-    monkeypatch.setattr("coordinator.alerts.inputs.disk_usage", lambda _: usage)
+    monkeypatch.setattr("coordinator.service.disk_usage", lambda _: usage)
     return usage
 
 

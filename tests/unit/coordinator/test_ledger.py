@@ -190,11 +190,11 @@ def test_a_ledger_of_a_newer_form_is_refused_with_the_remedy(ledger, ledger_plac
         Ledger(ledger_place, SPEC)
 
 
-def test_a_ledger_from_before_entries_were_hashed_is_refused_with_the_remedy(tmp_path):
+def test_a_database_with_other_tables_is_refused_with_the_remedy(tmp_path):
     db = sqlite3.connect(tmp_path / "old.sqlite")
     db.executescript("CREATE TABLE rounds (run BLOB); CREATE TABLE credits (run BLOB); PRAGMA user_version = 1")
     db.close()
-    with pytest.raises(LedgerError, match="form 1, from before.*move it away"):
+    with pytest.raises(LedgerError, match="no ledger of this Cairn.*move it away"):
         Ledger(tmp_path / "old.sqlite", SPEC)
 
 

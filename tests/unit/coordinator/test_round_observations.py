@@ -110,7 +110,7 @@ def test_why_a_peer_is_not_in_a_round_is_said_in_words():
     # One that is gone is missed once, in the round after its last.
     del w.swarm.heard[peer(9).key]
     assert peer(9).key not in {a.peer for a in w.round({0: 10}).absent or ()}
-    assert {*why.values(), "left"} == REASONS.keys()
+    assert {*why.values(), "left"} == REASONS
 
 
 def test_bytes_of_a_round_come_from_counters_that_may_begin_anew():
