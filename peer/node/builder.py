@@ -75,13 +75,12 @@ def build_node(
         blob_size=codec.size,
         now=time.monotonic(),
     )
-    banned = partial(is_banned, chain)
     network = Network(
         membership,
         tasks,
         listen=options.listen,
         announce=options.announce,
-        is_banned=banned,
+        is_banned=partial(is_banned, chain),
         start_swarm=start_swarm,
     )
 
@@ -114,9 +113,7 @@ def build_node(
     )  # fmt: skip
     status = partial(local_status, membership, network, trainer)
     driver = RoundDriver(machine, handler, queue, observers, timings, status=status)
-    requests = PeerRequests(
-        me, inbox, network, machine, certificates, membership.locator, relay, queue, observers, banned
-    )
+    requests = PeerRequests(membership, inbox, network, machine, certificates, relay, queue, observers)
     reporter = StatusReporter(membership, options, network, machine, directives, timings, trainer, observers)
     return Node(
         membership, network, certificates, retention, trainer, driver, requests, reporter, observers, tasks

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 
 from peer.node.coordinator_discovery import CoordinatorLocator
+from protocol.bounded import BoundedDict
 from protocol.coordinator_address import is_coordinator_address
 from protocol.envelope import kind_of
 from protocol.errors import MalformedError, ProtocolError
@@ -39,8 +40,8 @@ class Inbox:
         """Give coordinator address records to `locator`; without one, they are refused."""
         self._decoder = decoder
         self._locator = locator
-        self.refused: dict[tuple[PeerKey, str], int] = {}
-        self._heartbeats: dict[Digest, None] = {}
+        self.refused: BoundedDict[tuple[PeerKey, str], int] = BoundedDict(MAX_REFUSALS)
+        self._heartbeats: BoundedDict[Digest, None] = BoundedDict(MAX_HEARTBEATS)
 
     def packet(
         self, sender: PeerKey, packet: wire.Packet, unix_seconds: float
@@ -78,9 +79,7 @@ class Inbox:
             return False
         digest = event.message.digest
         known = digest in self._heartbeats
-        self._heartbeats[digest] = self._heartbeats.pop(digest, None)
-        while len(self._heartbeats) > MAX_HEARTBEATS:
-            del self._heartbeats[next(iter(self._heartbeats))]
+        self._heartbeats.renew(digest, None)
         return known
 
     def message(self, encoded: bytes, unix_seconds: float) -> Signed:
@@ -116,8 +115,6 @@ class Inbox:
     def _refuse(self, sender: PeerKey, what: str, error: ProtocolError) -> None:
         # Numbers are masked, since they differ each time: the same fault counts as one, however often it is repeated.
         key = (sender, _NUMBERS.sub("#", str(error))[:120])
-        if len(self.refused) >= MAX_REFUSALS and key not in self.refused:
-            self.refused.pop(next(iter(self.refused)))
         count = self.refused[key] = self.refused.get(key, 0) + 1
         # The first of a kind is news; a flood of the same is logged once for each power of ten.
         if count in (1, 10, 100, 1000) or count % 10_000 == 0:

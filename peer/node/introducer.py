@@ -13,6 +13,7 @@ from peer.node.coordinator_discovery import CoordinatorLocator
 from peer.node.outbox import Outbox
 from peer.node.peer_table import PeerTable
 from peer.node.tasks import Tasks
+from protocol.bounded import BoundedDict
 from protocol.ids import PeerKey, sha256
 from protocol.messages import Heartbeat, Signed
 
@@ -56,7 +57,7 @@ class Introducer:
         self._beat = beat_seconds
         self._clock = clock
         self._introduced: dict[PeerKey, float] = {}
-        self._introducers: dict[PeerKey, set[PeerKey]] = {}
+        self._introducers: BoundedDict[PeerKey, set[PeerKey]] = BoundedDict(REMEMBERED)
         """For each newcomer the other peers that introduced it: at most ENOUGH_INTRODUCERS of them."""
 
     def note_introduction(self, newcomer: PeerKey, sender: PeerKey) -> None:
@@ -64,8 +65,6 @@ class Introducer:
         senders = self._introducers.setdefault(newcomer, set())
         if len(senders) < ENOUGH_INTRODUCERS:
             senders.add(sender)
-        while len(self._introducers) > REMEMBERED:
-            del self._introducers[next(iter(self._introducers))]
 
     def introducers_of(self, newcomer: PeerKey) -> frozenset[PeerKey]:
         """Return the other peers that are known to have introduced a newcomer."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from peer.node.outbox import Outbox
 from peer.node.peer_table import PeerTable
 from peer.node.relay_selector import RelaySelector
+from protocol.bounded import BoundedDict
 from protocol.ids import Digest, PeerKey, short_id
 from protocol.messages import MAX_UNREACHABLE, Heartbeat, Signed
 
@@ -35,7 +36,7 @@ class MessageRelay:
         self._own: Signed[Heartbeat] | None = None
         self._selector, self._selector_due = RelaySelector({}), 0.0
         self._counts: Counter[PeerKey] = Counter()
-        self._forwarded: dict[Digest, None] = {}
+        self._forwarded: BoundedDict[Digest, None] = BoundedDict(REMEMBERED)
         self._unheard: tuple[int, ...] = ()
         self._unheard_due = 0.0
 
@@ -71,8 +72,6 @@ class MessageRelay:
             return
         self._counts[author] += 1
         self._forwarded[message.digest] = None
-        while len(self._forwarded) > REMEMBERED:
-            del self._forwarded[next(iter(self._forwarded))]
         self._outbox.broadcast(to, message)
 
     def unheard(self) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ from peer.node.tasks import Tasks, repeat
 from peer.store import StoreError
 from peer.swarm import Handlers, Swarm
 from peer.swarm.addresses import parse_address
+from protocol.bounded import BoundedDict
 from protocol.errors import MalformedError
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Goodbye, Heartbeat, Signed
@@ -81,7 +82,7 @@ class Network:
         self._tasks = tasks
         self._listen = listen or DEFAULT_LISTEN
         self._announce = announce
-        self._is_banned = is_banned
+        self.is_banned = is_banned
         self._start_swarm = start_swarm
         self._clock = clock
         self._handlers: Handlers | None = None
@@ -95,8 +96,8 @@ class Network:
         self._heartbeat: Signed[Heartbeat] | None = None
         self._observers: tuple[Signed[Any] | None, frozenset[PeerKey]] = (None, frozenset())
         """The coordinator's address record, and the observers that it names."""
-        self._bad_providers: dict[PeerKey, None] = {}
-        """Peers that served wrong bytes, newest last; at most MAX_BAD_PROVIDERS."""
+        self._bad_providers: BoundedDict[PeerKey, None] = BoundedDict(MAX_BAD_PROVIDERS)
+        """Peers that served wrong bytes, newest last."""
         forget = max(MIN_FORGET_SECONDS, 3 * spec.round.member_seconds)
         self.peers = PeerTable(me, forget_seconds=forget, limit=spec.round.max_members)
         self._compact = CompactRecords(self, tasks)
@@ -180,7 +181,7 @@ class Network:
         table, lost = self.peers, self.peers.lost()
         known = {self._me, *table.peers()}
         entries = _by_peer(self._membership.addresses)
-        away = [k for k in {**lost, **entries} if k not in known and not self._is_banned(k)]
+        away = [k for k in {**lost, **entries} if k not in known and not self.is_banned(k)]
         sought = [k for k in away if not table.has_left(k)]
         chosen = random.sample(sought, min(SEARCHED_FOR, len(sought)))
         if len(known) == 1:  # a peer that left may be back without our knowledge
@@ -193,7 +194,7 @@ class Network:
 
     def apply_policy(self, policy: RoundPolicy) -> None:
         """Follow the policy of the open round: it bounds the number of members."""
-        self.peers.set_limit(policy.max_members)
+        self.peers.limit = policy.max_members
 
     async def flush(self, seconds: float) -> None:
         """Wait until the queued messages are sent, at most these seconds."""
@@ -382,8 +383,6 @@ class Network:
     def _served_wrong(self, provider: PeerKey, reason: str) -> None:
         log.warning("%s served wrong bytes and is not asked for this blob again: %s", provider.short, reason)
         self._bad_providers[provider] = None
-        while len(self._bad_providers) > MAX_BAD_PROVIDERS:
-            del self._bad_providers[next(iter(self._bad_providers))]
 
     def save_addresses(self) -> None:
         """Store the addresses of members for the next start."""

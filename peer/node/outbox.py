@@ -7,6 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 
+from protocol.bounded import BoundedDict
 from protocol.errors import CairnError
 from protocol.ids import PeerKey
 from protocol.message_codec import encode_certificate
@@ -43,7 +44,7 @@ class Outbox:
         self._encode = encode
         self._waiting: dict[PeerKey, deque[Item]] = {}
         self._tasks: dict[PeerKey, asyncio.Task[None]] = {}
-        self.failures: dict[PeerKey, str] = {}
+        self.failures: BoundedDict[PeerKey, str] = BoundedDict(MAX_FAILURES)
 
     def send(self, to: PeerKey, messages: Iterable[Signed] = (), certificates: Iterable[Certificate] = ()) -> None:
         """Queue messages for one peer without blocking. A newer heartbeat replaces one that still waits."""
@@ -83,8 +84,6 @@ class Outbox:
         if to not in self.failures:
             log.info("cannot reach %s: %s", to.short, why)
         self.failures[to] = why
-        while len(self.failures) > MAX_FAILURES:
-            del self.failures[next(iter(self.failures))]
 
     def waiting(self, to: PeerKey) -> int:
         """Return the number of messages that wait for a peer."""
