@@ -7,8 +7,8 @@ import logging
 from rich.filesize import decimal
 
 from peer.channel import Start
+from peer.node.network import Network
 from peer.node.options import NodeOptions
-from peer.node.update_fetcher import BlobSource
 from peer.store import Store
 from peer.store.disk import disk
 from protocol.ids import PeerKey
@@ -19,7 +19,7 @@ log = logging.getLogger("peer.assets")
 FETCH_SECONDS = 3600.0
 
 
-async def fetch_assets(spec: RunSpec, store: Store, source: BlobSource) -> None:
+async def fetch_assets(spec: RunSpec, store: Store, network: Network) -> None:
     """Fetch the tokenizer, and the training shards for which the spec names no address. Raise CairnError."""
     wanted = [("tokenizer", spec.tokenizer)]
     if not spec.data.addresses:
@@ -27,7 +27,7 @@ async def fetch_assets(spec: RunSpec, store: Store, source: BlobSource) -> None:
     for what, blob in wanted:
         if not store.has(blob.name):
             log.info("fetching the run's %s %s (%s)", what, blob.name.short, decimal(blob.size))
-            await source.fetch_blob(blob.name, blob.size, source.everyone(), deadline_seconds=FETCH_SECONDS)
+            await network.fetch_blob(blob.name, blob.size, network.everyone(), deadline_seconds=FETCH_SECONDS)
 
 
 def start_message(spec: RunSpec, store: Store, key: PeerKey, options: NodeOptions) -> Start:

@@ -57,7 +57,6 @@ def build_node(
     tasks, queue, timings = Tasks(), EventQueue(observers), RoundTimings()
     codec = make_codec(spec.codec, spec.model.layout)
     reduction = Reduction(spec.codec, spec.model.layout)
-    exchange_seconds = spec.round.exchange_seconds
     inbox = Inbox(membership.decoder, membership.locator)
 
     policy = RoundPolicy.of(spec)
@@ -84,7 +83,9 @@ def build_node(
         start_swarm=start_swarm,
     )
 
-    updates = UpdateFetcher(store, network, codec, deadline_seconds=exchange_seconds, post=queue.post, tasks=tasks)
+    updates = UpdateFetcher(
+        store, network, codec, deadline_seconds=spec.round.exchange_seconds, post=queue.post, tasks=tasks
+    )
     reducer = ShardReducer(
         store,
         network,
@@ -92,7 +93,6 @@ def build_node(
         reduction,
         codec.size,
         spec.outer,
-        exchange_seconds=exchange_seconds,
         post=queue.post,
         tasks=tasks,
     )
@@ -107,14 +107,14 @@ def build_node(
         trainer = TrainerClient(
             spec, me, options, store, chain, updates, retention, loader, tasks, queue.post, supervise
         )  # fmt: skip
-    directives = DirectiveHandler(me, spec.data.window, trainer, (updates, reducer, network))
+    directives = DirectiveHandler(me, spec.data.window, trainer, (updates, network))
     handler = ActionHandler(
         store, network, inbox, certificates, updates, reducer, directives, trainer, queue, tasks, observers
     )  # fmt: skip
     status = partial(local_status, membership, network, trainer)
     driver = RoundDriver(machine, handler, queue, observers, timings, status=status)
     requests = PeerRequests(membership, inbox, network, machine, certificates, relay, queue, observers)
-    reporter = StatusReporter(membership, options, network, machine, directives, timings, trainer, observers)
+    reporter = StatusReporter(membership, options.folder, network, machine, directives, timings, trainer, observers)
     return Node(
         membership, network, certificates, retention, trainer, driver, requests, reporter, observers, tasks
     )  # fmt: skip

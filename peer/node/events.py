@@ -66,6 +66,10 @@ class NodeEvents:
             callback(event)
 
 
+Post = Callable[[events.Event], None]
+"""Queues an event for the round machine."""
+
+
 class EventQueue:
     """The events that wait for the round machine, at most MAX_EVENTS."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from peer.node.outbox import Outbox
 from peer.node.peer_table import PeerTable
@@ -22,17 +23,17 @@ REMEMBERED = 8192
 """Number of messages remembered as forwarded, so that each is forwarded once."""
 
 
+@dataclass(eq=False)
 class MessageRelay:
     """One node's part in relaying. `clock` gives monotonic seconds."""
 
-    def __init__(
-        self, me: PeerKey, peers: PeerTable, outbox: Outbox, *, beat_seconds: float, clock: Callable[[], float]
-    ):
-        self._me = me
-        self._peers = peers
-        self._outbox = outbox
-        self._beat = beat_seconds
-        self._clock = clock
+    me: PeerKey
+    peers: PeerTable
+    outbox: Outbox
+    beat_seconds: float
+    clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
         self._own: Signed[Heartbeat] | None = None
         self._selector, self._selector_due = RelaySelector({}), 0.0
         self._counts: Counter[PeerKey] = Counter()
@@ -47,37 +48,37 @@ class MessageRelay:
     @property
     def selector(self) -> RelaySelector:
         """The relays by the newest heartbeats. Computed once in a heartbeat interval, not for each of many messages."""
-        now = self._clock()
+        now = self.clock()
         if now >= self._selector_due:
-            beats = {k: e.heartbeat for k, e in self._peers.entries().items()}
+            beats = {k: e.heartbeat for k, e in self.peers.entries().items()}
             if self._own is not None:
-                beats[self._me] = self._own
+                beats[self.me] = self._own
             self._selector = RelaySelector(beats)
-            self._selector_due = now + self._beat
+            self._selector_due = now + self.beat_seconds
             self._counts.clear()
         return self._selector
 
     def relays_from(self, author: PeerKey) -> list[PeerKey]:
         """Return the members that relay from `author` to us; none when it reaches us directly."""
         selector = self.selector
-        return selector.relays(author, self._me) if selector.is_cut_off(self._me, author) else []
+        return selector.relays(author, self.me) if selector.is_cut_off(self.me, author) else []
 
     def forward(self, message: Signed) -> None:
         """Forward a message that its author sent us to the members that we relay to, once and up to a limit."""
         author, selector = message.author, self.selector
         if message.digest in self._forwarded or self._counts[author] >= FORWARDED_PER_BEAT:
             return
-        to = [k for k in selector.cut_off_from(author) if self._me in selector.relays(author, k)]
+        to = [k for k in selector.cut_off_from(author) if self.me in selector.relays(author, k)]
         if not to:
             return
         self._counts[author] += 1
         self._forwarded[message.digest] = None
-        self._outbox.broadcast(to, message)
+        self.outbox.broadcast(to, message)
 
     def unheard(self) -> tuple[int, ...]:
         """Return the short ids of the members whose messages others are to relay to us, for our heartbeat."""
-        now = self._clock()
+        now = self.clock()
         if now >= self._unheard_due:
-            found = self._peers.unheard(now, UNHEARD_BEATS * self._beat)[:MAX_UNREACHABLE]
-            self._unheard, self._unheard_due = tuple(short_id(k) for k in found), now + self._beat / 2
+            found = self.peers.unheard(now, UNHEARD_BEATS * self.beat_seconds)[:MAX_UNREACHABLE]
+            self._unheard, self._unheard_due = tuple(short_id(k) for k in found), now + self.beat_seconds / 2
         return self._unheard

@@ -127,7 +127,7 @@ class World:
         )  # fmt: skip
         self.reducing = ShardReducer(
             self.store, self.source, self.updates, cast(Any, Sums()), SIZE, SPEC.outer,
-            exchange_seconds=seconds, post=self.answers.put_nowait, tasks=self.tasks,
+            post=self.answers.put_nowait, tasks=self.tasks,
         )  # fmt: skip
 
     async def answer(self) -> Any:
