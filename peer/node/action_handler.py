@@ -16,7 +16,7 @@ from peer.node.outbox import NETWORK_ERRORS
 from peer.node.shard_reducer import ShardReducer
 from peer.node.tasks import Tasks
 from peer.node.trainer_client import LEVELS, TrainerClient
-from peer.node.trainer_epoch import store_epoch
+from peer.node.trainer_files import store_epoch
 from peer.node.update_fetcher import UpdateFetcher
 from peer.store import Store
 from protocol.ids import Digest, PeerKey

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from peer.channel import Orders
@@ -21,30 +22,31 @@ class PolicyUser(Protocol):
     def apply_policy(self, policy: RoundPolicy) -> None: ...
 
 
+@dataclass(eq=False)
 class DirectiveHandler:
-    """Passes changes of the directives in force to the trainer and to all users of the policy."""
+    """Passes changes of the directives in force to the trainer and to all users of the policy.
 
-    def __init__(self, me: PeerKey, window: int, trainer: TrainerClient | None, users: Sequence[PolicyUser]):
-        """`window`: tokens of one window. `trainer`: None for an observer."""
-        self._me = me
-        self._window = window
-        self._trainer = trainer
-        self._users = users
-        self._present: DirectivesChanged | None = None
+    `window` is in tokens. `trainer` is None for an observer.
+    """
+
+    me: PeerKey
+    window: int
+    trainer: TrainerClient | None
+    users: Sequence[PolicyUser]
+    _present: DirectivesChanged | None = field(default=None, init=False)
 
     def handle(self, change: DirectivesChanged) -> None:
-        """Carry out the action."""
         before, self._present = self._present, change
         if before is None or change.policy != before.policy:
-            for user in self._users:
+            for user in self.users:
                 user.apply_policy(change.policy)
         orders = self._orders(change)
-        if self._trainer is not None and (before is None or orders != self._orders(before)):
-            self._trainer.order(orders)
+        if self.trainer is not None and (before is None or orders != self._orders(before)):
+            self.trainer.order(orders)
 
     def _orders(self, change: DirectivesChanged) -> Orders:
         policy = change.policy
-        return Orders(change.resting, policy.max_update_windows, policy.target_windows * self._window)
+        return Orders(change.resting, policy.max_update_windows, policy.target_windows * self.window)
 
     @property
     def target_tokens(self) -> int:
@@ -54,7 +56,7 @@ class DirectiveHandler:
     @property
     def description(self) -> str:
         """The directives that concern this peer, for people; empty when there are none."""
-        return "" if self._present is None else describe(self._present.directive, self._me)
+        return "" if self._present is None else describe(self._present.directive, self.me)
 
 
 def is_banned(chain: Chain, key: PeerKey) -> bool:

@@ -61,7 +61,6 @@ class NodeEvents:
         return lambda: callbacks.remove(callback)
 
     def post(self, event: NodeEvent) -> None:
-        """Call the subscribers of an event."""
         for callback in tuple(self._subscribers.get(type(event), ())):
             callback(event)
 
@@ -88,7 +87,6 @@ class EventQueue:
             raise PeerError(f"{MAX_EVENTS} events wait for the round machine: this process does not keep up") from None
 
     async def get(self) -> events.Event:
-        """Wait for the next event."""
         return await self._queue.get()
 
     def __len__(self) -> int:

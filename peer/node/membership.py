@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -12,7 +13,6 @@ from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable, W
 from peer.errors import PeerError
 from peer.keyfile import load_or_make
 from peer.node.coordinator_discovery import SPEC, CoordinatorLocator, DiscoveredRun, discover_run
-from peer.node.tasks import repeat
 from peer.store import Store
 from protocol.errors import CairnError, ProtocolError
 from protocol.identity import Identity
@@ -97,9 +97,9 @@ class Membership:
                 earlier = made(stored)  # this also gives the client the coordinator's last address
             except ProtocolError as e:
                 log.warning("the stored spec is ignored: %s", e)
-        search = _RunSearch(client, invite, stored if earlier is not None else None)
-        search.addresses = list(dict.fromkeys([*via, *known_addresses(store), *invite.addresses]))
-        encoded = await search.run(patient=earlier is not None and earlier.seconds_left() > 0)
+        addresses = list(dict.fromkeys([*via, *known_addresses(store), *invite.addresses]))
+        search = _RunSearch(client, invite.run, stored if earlier is not None else None, addresses)
+        encoded = await search.spec(patient=earlier is not None and earlier.seconds_left() > 0)
         self = earlier if earlier is not None and encoded == stored else made(encoded)
         if encoded != stored:
             store.write_value(SPEC, encoded)
@@ -130,7 +130,6 @@ class Membership:
             self.learn(found.addresses)
 
     async def close(self) -> None:
-        """Close the connection to the coordinator."""
         if self.client is not None:
             await self.client.close()
 
@@ -144,7 +143,6 @@ class Membership:
 
     @property
     def hours_left(self) -> float:
-        """The hours for which the admission is valid."""
         return self.seconds_left() / 3600
 
     async def renew(self) -> None:
@@ -192,41 +190,34 @@ class Membership:
         While the coordinator is away, renewal is only delayed. `ask_members` as in `renew_anywhere`.
         """
         half = self.spec.admission.seconds / 2
-
-        def pause() -> float:
-            return max(min(RENEW_SECONDS, half / 2), self.seconds_left() - half)
-
-        async def renew() -> float:
-            await self.renew_anywhere(ask_members)
-            log.info("admission renewed: valid for %.1f h", self.hours_left)
-            return pause()
-
-        def failed(error: BaseException) -> float:
-            left = f"{self.hours_left:.1f} h left"
-            if not self.seconds_left():
-                left = "it has ended: the others refuse this peer's updates until it is renewed"
-            level = logging.WARNING if self.hours_left > 1 else logging.ERROR
-            log.log(level, "the admission was not renewed (%s): %s", left, error)
-            return pause()
-
-        await repeat(renew, (CairnError,), failed, first=pause())
+        while True:
+            await asyncio.sleep(max(min(RENEW_SECONDS, half / 2), self.seconds_left() - half))
+            try:
+                await self.renew_anywhere(ask_members)
+                log.info("admission renewed: valid for %.1f h", self.hours_left)
+            except CairnError as e:
+                left = f"{self.hours_left:.1f} h left"
+                if not self.seconds_left():
+                    left = "it has ended: the others refuse this peer's updates until it is renewed"
+                level = logging.WARNING if self.hours_left > 1 else logging.ERROR
+                log.log(level, "the admission was not renewed (%s): %s", left, e)
 
 
+@dataclass
 class _RunSearch:
     """The search for a run's signed spec: at the coordinator, then at members, then at the address that members give.
 
     `absent` is the reason why the coordinator did not answer (None: it did), `found` the answers of members.
     """
 
-    def __init__(self, client: CoordinatorClient, invite: Invite, encoded: bytes | None):
-        self._client = client
-        self._run = invite.run
-        self._encoded = encoded
-        self.addresses: list[str] = []
-        self.found: DiscoveredRun | None = None
-        self.absent: CairnError | None = None
+    client: CoordinatorClient
+    run: RunId
+    encoded: bytes | None
+    addresses: list[str]
+    found: DiscoveredRun | None = None
+    absent: CairnError | None = None
 
-    async def run(self, *, patient: bool) -> bytes:
+    async def spec(self, *, patient: bool) -> bytes:
         """Return the signed spec. `patient`: only ask the coordinator, with all attempts; the admission still holds.
 
         Raise CairnError when nobody gives the spec.
@@ -235,27 +226,27 @@ class _RunSearch:
         await self._ask_coordinator(attempts=None if patient else 1)
         if self.absent is not None and not patient:
             log.info("%s. Asking members where it is now", self.absent)
-            self.found = await discover_run(self._run, self.addresses)
+            self.found = await discover_run(self.run, self.addresses)
             if self.found is not None:
-                self._encoded, self.addresses = self.found.encoded, [*self.addresses, *self.found.addresses]
+                self.encoded, self.addresses = self.found.encoded, [*self.addresses, *self.found.addresses]
                 if self.found.coordinator_address is not None:
-                    self._client.moved(self.found.coordinator_address.body)
+                    self.client.moved(self.found.coordinator_address.body)
             await self._ask_coordinator(attempts=None if self.found is None else 1)
-        if self._encoded is None:
+        if self.encoded is None:
             raise type(self.absent or PeerError())(
                 f"{self.absent}. Nor does any member at the addresses in the invite: ask the run's owner for the "
                 "current invite, or somebody who trains in this run for what `cairn peer invite` prints there"
             )
-        return self._encoded
+        return self.encoded
 
     async def _ask_coordinator(self, *, attempts: int | None) -> None:
         try:
-            reply = await self._client.get_run(attempts=attempts)
+            reply = await self.client.get_run(attempts=attempts)
         except ABSENT as e:
             self.absent = e
             return
         self.absent = None
-        self._encoded, self.addresses = reply.encoded, [*reply.addresses, *self.addresses]
+        self.encoded, self.addresses = reply.encoded, [*reply.addresses, *self.addresses]
 
 
 def known_addresses(store: Store) -> list[str]:

@@ -11,7 +11,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from peer.errors import PeerError
@@ -19,11 +19,10 @@ from peer.node.compact_records import CompactRecords
 from peer.node.inbox import MAX_MESSAGES
 from peer.node.introducer import Introducer
 from peer.node.membership import Membership
-from peer.node.message_relay import MessageRelay
+from peer.node.message_relay import MessageRelay, RelaySelector
 from peer.node.outbox import NETWORK_ERRORS, Outbox
 from peer.node.peer_table import PeerTable
-from peer.node.relay_selector import RelaySelector
-from peer.node.tasks import Tasks, repeat
+from peer.node.tasks import Tasks
 from peer.store import StoreError
 from peer.swarm import Handlers, Swarm
 from peer.swarm.addresses import parse_address
@@ -58,33 +57,26 @@ STRANGERS_DIALLED = 16
 time."""
 
 
+@dataclass(eq=False)
 class Network:
     """The network of one node: `start` it, run `discover` and `keep_running`, then `stop`.
 
-    `is_banned` says whether the run's owner has banned a peer. `clock` gives monotonic seconds.
+    `listen` and `announce` are multiaddresses. `is_banned` says whether the run's owner has banned a peer. `clock`
+    gives monotonic seconds.
     """
 
-    def __init__(
-        self,
-        membership: Membership,
-        tasks: Tasks,
-        *,
-        listen: Sequence[str] = (),
-        announce: Sequence[str] = (),
-        is_banned: Callable[[PeerKey], bool] = lambda key: False,
-        start_swarm: Callable[..., Any] = Swarm.start,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        spec, me = membership.spec, membership.identity.key
-        beat = spec.round.heartbeat_seconds
-        self._membership = membership
+    membership: Membership
+    tasks: Tasks
+    listen: Sequence[str] = ()
+    announce: Sequence[str] = ()
+    is_banned: Callable[[PeerKey], bool] = lambda key: False
+    start_swarm: Callable[..., Any] = Swarm.start
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        membership, tasks, clock = self.membership, self.tasks, self.clock
+        round, me = membership.spec.round, membership.identity.key
         self._me = me
-        self._tasks = tasks
-        self._listen = listen or DEFAULT_LISTEN
-        self._announce = announce
-        self.is_banned = is_banned
-        self._start_swarm = start_swarm
-        self._clock = clock
         self._handlers: Handlers | None = None
         self._swarm: Swarm | None = None
         self._earlier_bytes = (0, 0)
@@ -98,13 +90,13 @@ class Network:
         """The coordinator's address record, and the observers that it names."""
         self._bad_providers: BoundedDict[PeerKey, None] = BoundedDict(MAX_BAD_PROVIDERS)
         """Peers that served wrong bytes, newest last."""
-        forget = max(MIN_FORGET_SECONDS, 3 * spec.round.member_seconds)
-        self.peers = PeerTable(me, forget_seconds=forget, limit=spec.round.max_members)
+        forget = max(MIN_FORGET_SECONDS, 3 * round.member_seconds)
+        self.peers = PeerTable(me, forget_seconds=forget, limit=round.max_members)
         self._compact = CompactRecords(self, tasks)
         self._outbox = Outbox(self._deliver, self._compact.encode)
-        self._relay = MessageRelay(me, self.peers, self._outbox, beat_seconds=beat, clock=clock)
+        self.relay = MessageRelay(me, self.peers, self._outbox, round.heartbeat_seconds, clock)
         self._introducer = Introducer(
-            me, self.peers, self._outbox, membership.locator, tasks, beat_seconds=beat, clock=clock
+            me, self.peers, self._outbox, membership.locator, tasks, round.heartbeat_seconds, clock
         )
 
     # -- life ------------------------------------------------------------------------------------------------
@@ -112,13 +104,13 @@ class Network:
     async def start(self, handlers: Handlers) -> None:
         """Listen, and enter the swarm by the addresses of the membership. Raise CairnError."""
         self._handlers = handlers
-        m = self._membership
-        self._swarm = await self._start_swarm(
+        m = self.membership
+        self._swarm = await self.start_swarm(
             m.identity,
             m.spec.run_id,
             store=m.store,
-            listen=self._listen,
-            announce=self._announce,
+            listen=self.listen or DEFAULT_LISTEN,
+            announce=self.announce,
             initial=m.addresses,
             handlers=replace(
                 handlers, on_packet=self.receive, on_headers_asked=self._compact.answer, is_known=self.is_known
@@ -128,33 +120,26 @@ class Network:
 
     async def keep_running(self) -> None:
         """Start another libp2p daemon whenever the present one ends by itself, until cancelled."""
-
-        async def wait_and_restart() -> float:
+        while True:
             cause = await self.swarm.wait_lost()
             log.error("libp2p's daemon ended (%s): starting another", cause)
             await self.swarm.stop()
             self._earlier_bytes, self._swarm = (self.bytes_up, self.bytes_down), None
             await asyncio.sleep(LONELY_SECONDS)
             await self.start(self._started)
-            return 0.0
-
-        await repeat(wait_and_restart)
 
     async def discover(self) -> None:
         """Keep our heartbeat in the DHT and find the peers there, until cancelled."""
-
-        async def discover_once() -> float:
+        while True:
             try:
                 await self._use_dht()
             except NETWORK_ERRORS as e:
                 what = str(e) or type(e).__name__
                 log.warning("the DHT does not answer: %s; members are still found through each other", what)
-            for key in self.peers.forget_silent(self._clock()):
+            for key in self.peers.forget_silent(self.clock()):
                 log.debug("%s is forgotten: it has been silent for too long", key.short)
             await asyncio.to_thread(self.save_addresses)
-            return DISCOVER_SECONDS if self.peers.peers() else LONELY_SECONDS
-
-        await repeat(discover_once)
+            await asyncio.sleep(DISCOVER_SECONDS if self.peers.peers() else LONELY_SECONDS)
 
     async def _use_dht(self) -> None:
         swarm = self.swarm
@@ -180,7 +165,7 @@ class Network:
         """
         table, lost = self.peers, self.peers.lost()
         known = {self._me, *table.peers()}
-        entries = _by_peer(self._membership.addresses)
+        entries = _by_peer(self.membership.addresses)
         away = [k for k in {**lost, **entries} if k not in known and not self.is_banned(k)]
         sought = [k for k in away if not table.has_left(k)]
         chosen = random.sample(sought, min(SEARCHED_FOR, len(sought)))
@@ -252,7 +237,7 @@ class Network:
         return self.peers.is_member(key) or key in self._entry_peers or key in self._coordinator_observers()
 
     def _coordinator_observers(self) -> frozenset[PeerKey]:
-        record = self._membership.locator.newest
+        record = self.membership.locator.newest
         if record is not self._observers[0]:
             self._observers = (record, frozenset(_by_peer(record.body.addresses) if record is not None else ()))
         return self._observers[1]
@@ -260,15 +245,11 @@ class Network:
     @property
     def selector(self) -> RelaySelector:
         """The relays between members, by their newest heartbeats."""
-        return self._relay.selector
+        return self.relay.selector
 
     def relays_from(self, author: PeerKey) -> list[PeerKey]:
         """Return the members that relay from `author` to us; none when it reaches us directly."""
-        return self._relay.relays_from(author)
-
-    def unheard(self) -> tuple[int, ...]:
-        """Return the short ids of the members that we have no direct contact with, for our heartbeat."""
-        return self._relay.unheard()
+        return self.relay.relays_from(author)
 
     # -- messages in -----------------------------------------------------------------------------------------
 
@@ -284,14 +265,14 @@ class Network:
         self._compact.note(message)
         if not isinstance(message.body, Heartbeat):
             if direct:
-                self._relay.forward(message)
+                self.relay.forward(message)
             if isinstance(message.body, Goodbye):
                 self.peers.goodbye(message.author, message.body.sequence)
             return
         welcome = message.author in self._coordinator_observers()
-        news = self.peers.hear(message, self._clock(), direct=direct, welcome=welcome)
+        news = self.peers.hear(message, self.clock(), direct=direct, welcome=welcome)
         if direct and news is not None:
-            self._relay.forward(message)
+            self.relay.forward(message)
         if sender not in (message.author, self._me):
             self._introducer.note_introduction(message.author, sender)
         if news:
@@ -306,7 +287,7 @@ class Network:
         room = self.peers.limit if message.body.admission else STRANGERS_DIALLED
         if addresses and message.author not in self._dialling and len(self._dialling) < room:
             self._dialling.add(message.author)
-            self._tasks.spawn(self._dial(message.author, addresses), "dial")
+            self.tasks.spawn(self._dial(message.author, addresses), "dial")
 
     async def _dial(self, peer: PeerKey, addresses: Sequence[str]) -> None:
         try:
@@ -326,12 +307,11 @@ class Network:
         """Queue our message for all peers; while no peer is known, for those that the run was entered by."""
         if isinstance(message.body, Heartbeat):
             self._heartbeat = message
-            self._relay.set_own_heartbeat(message)
+            self.relay.set_own_heartbeat(message)
         self._compact.note(message)
         self._outbox.broadcast(self.peers.peers() or self._entry_peers, message)
 
     def send(self, to: PeerKey, messages: Iterable[Signed] = (), certificates: Iterable[Any] = ()) -> None:
-        """Queue messages and certificates for one peer."""
         self._outbox.send(to, messages, certificates)
 
     def send_to_all(self, message: Signed) -> None:
@@ -349,7 +329,7 @@ class Network:
 
     async def request_chain(self, to: PeerKey, have: Sequence[Digest]) -> wire.ChainReply:
         """Return the certificates after the newest of `have` that the peer knows. Raise NETWORK_ERRORS."""
-        request = wire.ChainRequest(run=self._membership.spec.run_id, have=[bytes(d) for d in have])
+        request = wire.ChainRequest(run=self.membership.spec.run_id, have=[bytes(d) for d in have])
         return await self.swarm.request_chain(to, request, timeout=CHAIN_SECONDS)
 
     async def request_headers(self, sender: PeerKey, names: wire.Packet) -> wire.Packet:
@@ -391,7 +371,7 @@ class Network:
         of_members = [a for k, each in _by_peer(addresses).items() if self.peers.is_member(k) for a in each]
         if of_members:
             try:
-                self._membership.learn(of_members, own=self.addresses)
+                self.membership.learn(of_members, own=self.addresses)
             except StoreError as e:
                 log.warning("addresses of members were not kept: %s", e)
 

@@ -139,7 +139,6 @@ class Node:
     # -- for the rest of the process -------------------------------------------------------------------------
 
     def post(self, event: events.Event) -> None:
-        """Queue an event for the machine."""
         self.driver.post(event)
 
     async def ask_for_coordinator(self) -> None:
@@ -163,9 +162,7 @@ class Node:
 
     @property
     def store(self) -> Store:
-        """The blobs and values on disk."""
         return self.membership.store
 
     def snapshot(self) -> Snapshot:
-        """Return the present status."""
         return self.reporter.snapshot()

@@ -36,7 +36,6 @@ class PeerRequests:
     observers: NodeEvents
 
     def handlers(self) -> Handlers:
-        """Return the handlers for `Network.start`."""
         return Handlers(
             on_packet=self._receive,
             on_chain_request=lambda _, request: self.certificates.answer(request),

@@ -114,7 +114,6 @@ class PeerTable:
         return [k for k, e in members.items() if now - e.direct > seconds and now - e.heard <= self._forget]
 
     def peers(self) -> list[PeerKey]:
-        """Return all peers of the table, members and others."""
         return list(self._entries)
 
     def is_member(self, key: PeerKey) -> bool:
@@ -122,7 +121,6 @@ class PeerTable:
         return key in self._entries and self._entries[key].is_member
 
     def entries(self) -> dict[PeerKey, PeerEntry]:
-        """Return a copy of the table."""
         return dict(self._entries)
 
     def heartbeats(self) -> list[Signed[Heartbeat]]:

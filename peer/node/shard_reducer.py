@@ -47,7 +47,7 @@ that we have left may need them."""
 
 @dataclass(frozen=True)
 class ReducedShardFormat:
-    """The format of a reduced shard's blob: shard `shard` of `count`."""
+    """The `BlobFormat` of a reduced shard: shard `shard` of `count`."""
 
     reduction: Reduction
     count: int
@@ -55,11 +55,9 @@ class ReducedShardFormat:
 
     @property
     def size(self) -> int:
-        """Bytes of the blob."""
         return self.reduction.size(self.count, self.shard)
 
     def check(self, blob: Blob) -> None:
-        """Check structure, bounds and finiteness. Raise CodecError."""
         self.reduction.check_shard(blob, self.count, self.shard)
 
 

@@ -1,7 +1,7 @@
 """Relay of update slices between an author and a committee that cannot connect, by members in contact with both.
 
 A committee member without contact to an author also asks the author's relays for the update. Every member computes the
-same relays (`relay_selector`). The request says no more than the update's digest. The relay finds the undecided
+same relays (`message_relay`). The request says no more than the update's digest. The relay finds the undecided
 proposals that list it, fetches the slices that the requester needs for its shards from the author, and serves them like
 any arriving blob.
 """

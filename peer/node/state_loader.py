@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -26,7 +26,7 @@ from peer.store import BlobMissing, Store, StoreFull
 from protocol.chain import Chain, genesis_digest
 from protocol.errors import CairnError, CodecError
 from protocol.ids import Digest, PeerKey, Round, RunId
-from protocol.messages import Certificate, Rollback
+from protocol.messages import Certificate
 from protocol.rounds.actions import ApplyRecord, Resync
 from protocol.rounds.blobs import applied_blobs
 from protocol.rounds.events import MoveFailed
@@ -45,6 +45,16 @@ CHECKPOINT_SECONDS = 600.0
 
 OWN_RECORDS = 256
 """Records searched for own updates whose untransmitted residual must be restored."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """A state to start from: that after `record`, before the round `round`, which is at `index` of the path."""
+
+    index: int
+    record: Digest
+    round: Round
+    state: Digest
 
 
 @dataclass(eq=False)
@@ -149,23 +159,16 @@ class StateLoader:
 
     async def _resync(self, action: Resync) -> Load:
         path = action.path
-        back = action.start if not path else None
-        start, checkpoint, replay = await self._gather(action, back)
-        if start < len(path):
-            body = path[start].record.body
-            record, number, base = body.parent, body.round, body.base_state
-        elif back is not None:
-            record, number, base = back.record, back.round, back.state
-        else:
-            record, number, base = genesis_digest(self.spec.run_id), Round(0), self.spec.genesis.name
-        reduced = await self._reduced_before(record, action.regained)
-        end = Round(path[-1].record.body.round + 1) if path else number
-        self.given = (base, *(blob for c in path[start:] for blob in applied_blobs(c)), *action.regained)
+        start, checkpoint, replay = await self._gather(action)
+        reduced = await self._reduced_before(start.record, action.regained)
+        end = Round(path[-1].record.body.round + 1) if path else start.round
+        applied = (blob for c in path[start.index :] for blob in applied_blobs(c))
+        self.given = (start.state, *applied, *action.regained)
         return Load(
             checkpoint=checkpoint,
-            base_state=base,
-            record=record,
-            round=number,
+            base_state=start.state,
+            record=start.record,
+            round=start.round,
             replay=replay,
             restore=self._own(action.missed),
             next_window=action.next_window,
@@ -175,49 +178,50 @@ class StateLoader:
             reduced=reduced,
         )
 
-    async def _gather(self, action: Resync, back: Rollback | None) -> tuple[int, Path, tuple[RoundUpdates, ...]]:
-        """Return the index on the path to start from, the checkpoint of the state there, and the rounds after it.
+    def _starts(self, action: Resync) -> Iterator[_Start]:
+        """Yield the states to start from, best first: the newest in our store, then those that members keep.
 
-        A base state that is on disk comes first, then those that members keep (`action.starts`). Without a path the
-        state is the one that the run was rolled back to, or the genesis.
+        Without a path the only one is the state that the run was rolled back to, or the genesis.
         """
-        path = action.path
-        if back is not None:
-            return 0, await self._checkpoint(back.state, self._checkpoint_size), ()
-        if not path:
-            return 0, await self._checkpoint(self.spec.genesis.name, self.spec.genesis.size), ()
+        path, back = action.path, action.start
+        if not path and back is not None:
+            yield _Start(0, back.record, back.round, back.state)
+        elif not path:
+            yield _Start(0, genesis_digest(self.spec.run_id), Round(0), self.spec.genesis.name)
+        newest = range(len(path) - 1, -1, -1)
+        held = islice((i for i in newest if self.store.has(path[i].record.body.base_state)), 1)
+        for i in dict.fromkeys([*held, *action.starts]):
+            body = path[i].record.body
+            yield _Start(i, body.parent, body.round, body.base_state)
+
+    async def _gather(self, action: Resync) -> tuple[_Start, Path, tuple[RoundUpdates, ...]]:
+        """Return the state to start from, its checkpoint, and the rounds after it, all of them in the store."""
         errors: list[str] = []
         unavailable = -1
         """The last round on the path that nobody gave: to start before it is useless."""
-        for i in self._starts(action):
-            if i <= unavailable:
+        for start in self._starts(action):
+            if start.index <= unavailable:
                 continue
-            base = path[i].record.body.base_state
-            size = self.spec.genesis.size if base == self.spec.genesis.name else self._checkpoint_size
             rounds: list[RoundUpdates] = []
             checkpoint = None
             try:
-                checkpoint = await self._checkpoint(base, size)
-                for certificate in path[i:]:
+                checkpoint = await self._checkpoint(start.state)
+                for certificate in action.path[start.index :]:
                     rounds.append(await self._round(certificate))
-                return i, checkpoint, tuple(rounds)
+                return start, checkpoint, tuple(rounds)
             except (StoreFull, CodecError):
                 raise  # no other start helps: the user must act, or the record lists an invalid update
             except (CairnError, asyncio.TimeoutError) as e:
-                errors.append(f"from the state of round {path[i].record.body.round}: {e}")
+                errors.append(f"from the state of round {start.round}: {e}")
                 if checkpoint is not None:
-                    unavailable = i + len(rounds)
+                    unavailable = start.index + len(rounds)
         what = "what leads there from a checkpoint" if unavailable >= 0 else "a checkpoint to start from"
         raise PeerError(f"no member gave {what} ({'; '.join(errors)}); it is tried again")
 
-    def _starts(self, action: Resync) -> Iterable[int]:
-        """Return the indices on the path to start from, best first: that of the newest base state in our store."""
-        newest = range(len(action.path) - 1, -1, -1)
-        held = islice((i for i in newest if self.store.has(action.path[i].record.body.base_state)), 1)
-        return dict.fromkeys([*held, *action.starts])
-
-    async def _checkpoint(self, state: Digest, size: int) -> Path:
+    async def _checkpoint(self, state: Digest) -> Path:
         if not self.store.has(state):
+            genesis = self.spec.genesis
+            size = genesis.size if state == genesis.name else self._checkpoint_size
             log.info("fetching the checkpoint %s (%s)", state.short, decimal(size))
             everyone = self.network.everyone()
             await self.network.fetch_blob(state, size, everyone, deadline_seconds=CHECKPOINT_SECONDS)

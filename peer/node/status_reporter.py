@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from dataclasses import asdict, dataclass
@@ -13,7 +14,6 @@ from peer.node.membership import Membership
 from peer.node.network import Network
 from peer.node.round_timings import RoundTimings
 from peer.node.snapshot import Snapshot, write_snapshot
-from peer.node.tasks import repeat
 from peer.node.trainer_client import NO_PROGRESS, TrainerClient
 from protocol.rounds.machine import RoundMachine
 from protocol.rounds.policy import LocalStatus
@@ -32,7 +32,7 @@ def local_status(membership: Membership, network: Network, trainer: TrainerClien
         addresses=tuple(network.addresses),
         admission=b"" if trainer is None else membership.admission,
         device="" if trainer is None else trainer.device,
-        unheard=network.unheard(),
+        unheard=network.relay.unheard(),
     )
 
 
@@ -60,7 +60,6 @@ class StatusReporter:
         self._finish_reason = self._finish_reason or event.reason
 
     def snapshot(self) -> Snapshot:
-        """Return the present state of the node."""
         view = self.machine.summary(time.monotonic())
         spec, t, network = self.membership.spec, self.trainer, self.network
         progress = NO_PROGRESS if t is None else t.progress
@@ -103,12 +102,9 @@ class StatusReporter:
 
     async def keep_writing(self) -> None:
         """Write the status file every SNAPSHOT_SECONDS, until cancelled."""
-
-        async def write() -> float:
+        while True:
             self.write()
-            return SNAPSHOT_SECONDS
-
-        await repeat(write)
+            await asyncio.sleep(SNAPSHOT_SECONDS)
 
     def write(self) -> None:
         """Write the status file. A failure is logged once."""

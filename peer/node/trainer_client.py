@@ -30,14 +30,13 @@ from peer.channel import (
     UpdateMade,
 )
 from peer.errors import TrainerDied
-from peer.node.assets import fetch_assets, start_message
 from peer.node.blob_retention import BlobRetention
 from peer.node.events import Post
 from peer.node.network import Network
 from peer.node.options import NodeOptions
 from peer.node.state_loader import StateLoader
 from peer.node.tasks import Tasks
-from peer.node.trainer_epoch import remove_outdated_state, remove_saved_state
+from peer.node.trainer_files import fetch_assets, remove_outdated_state, remove_saved_state, start_message
 from peer.node.trainer_supervisor import TrainerSupervisor
 from peer.node.update_fetcher import UpdateFetcher
 from peer.node.usage_log import UsageLog
@@ -97,7 +96,6 @@ class TrainerClient:
         self.tasks.spawn(self.loader.run(self.send), "states")
 
     def _launch(self, start: Start) -> None:
-        """Start a trainer with a new supervisor."""
         self._supervisor = self.supervise(
             start,
             on_message=self._on_message,
@@ -135,7 +133,6 @@ class TrainerClient:
     # -- requests of the machine -----------------------------------------------------------------------------
 
     def request_update(self, action: RequestUpdate) -> None:
-        """Have the trainer make an update."""
         self.tasks.spawn(self._request_update(action), "update")
 
     async def _request_update(self, action: RequestUpdate) -> None:

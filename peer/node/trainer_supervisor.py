@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import async_timeout
 
@@ -50,25 +51,20 @@ MAX_FAILURES = 5
 """Deaths in a row, with no work done in between, after which the user must act."""
 
 
+@dataclass(eq=False)
 class TrainerSupervisor:
     """One trainer process at a time.
 
     `on_message` receives all its messages; `on_lost(reason)` is called when it has died. `command` replaces the
-    trainer's own command line (for tests).
+    trainer's own command line.
     """
 
-    def __init__(
-        self,
-        start: Start,
-        *,
-        on_message: Callable[[FromTrainer], None],
-        on_lost: Callable[[str], None],
-        command: Sequence[str] | None = None,
-    ):
-        self._start = start
-        self._on_message = on_message
-        self._on_lost = on_lost
-        self._command = command
+    start: Start
+    on_message: Callable[[FromTrainer], None]
+    on_lost: Callable[[str], None]
+    command: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
         self._up: asyncio.Future[TrainerLink] = asyncio.get_running_loop().create_future()
         """Done when the present process is ready, failed when it is lost. The next process has a new future."""
         self._stopped: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -98,7 +94,7 @@ class TrainerSupervisor:
             log.error("%s; it is restarted from the store (attempt %d of %d)", reason, failures, MAX_FAILURES)
             self.restarts += 1
             self._up = asyncio.get_running_loop().create_future()
-            self._on_lost(reason)
+            self.on_lost(reason)
             await asyncio.sleep(min(30.0, PAUSE_SECONDS * 2**failures))
 
     async def _life(self) -> tuple[str, bool]:
@@ -110,13 +106,13 @@ class TrainerSupervisor:
         worked, applied = False, 0
         reason = ""
         self._overdue = ""
-        link = self.link = await TrainerLink.start(threads=self._start.threads, command=self._command)
+        link = self.link = await TrainerLink.start(threads=self.start.threads, command=self.command)
         self._gone.clear()
         if self.stopping:
             link.kill()
         self._expect(f"was not ready within {START_SECONDS:.0f} s", START_SECONDS)
         try:
-            await link.send(self._start)
+            await link.send(self.start)
             async for message in link:
                 self._answered(message)
                 match message:
@@ -136,7 +132,7 @@ class TrainerSupervisor:
                         self._stopped.set_result(message.saved)
                     case _:
                         pass
-                self._on_message(message)
+                self.on_message(message)
         except (ChannelError, TrainerDied) as e:
             reason = reason or str(e)
         finally:
@@ -174,7 +170,8 @@ class TrainerSupervisor:
             if self.is_ready:
                 try:
                     async with async_timeout.timeout(seconds):
-                        await self._save_and_leave(link)
+                        await link.send(Stop())
+                        await asyncio.shield(self._stopped)
                 except (asyncio.TimeoutError, TrainerDied) as e:
                     log.warning("the trainer did not save in time: %s", str(e) or "no answer")
             if not self._stopped.done():
@@ -184,10 +181,6 @@ class TrainerSupervisor:
                 async with async_timeout.timeout(EXIT_SECONDS):
                     await self._gone.wait()
         return self._stopped.done() and self._stopped.result()
-
-    async def _save_and_leave(self, link: TrainerLink) -> None:
-        await link.send(Stop())
-        await asyncio.shield(self._stopped)
 
     # -- a process that hangs --------------------------------------------------------------------------------
 

@@ -26,16 +26,14 @@ log = logging.getLogger("peer.updates")
 
 
 class BlobFormat(Protocol):
-    """The size and the rules of a blob: those of an update (a `Codec`), or of a reduced shard. Hashable."""
+    """The size in bytes, and the rules, of an update (a `Codec`) or of a reduced shard. Hashable.
+
+    `check` checks structure, bounds and finiteness. It raises CodecError.
+    """
 
     @property
-    def size(self) -> int:
-        """Bytes of the blob."""
-        ...
-
-    def check(self, blob: Blob) -> None:
-        """Check structure, bounds and finiteness. Raise CodecError."""
-        ...
+    def size(self) -> int: ...
+    def check(self, blob: Blob) -> None: ...
 
 
 @dataclass(eq=False)
@@ -58,7 +56,6 @@ class UpdateFetcher:
         self._checked: set[tuple[Digest, BlobFormat]] = set()
 
     def apply_policy(self, policy: RoundPolicy) -> None:
-        """Follow the policy of the open round."""
         self.deadline_seconds = policy.exchange_seconds
 
     def fetch(self, blob: Digest, size: int, holders: Iterable[PeerKey], kind: BlobFormat | None = None) -> None:

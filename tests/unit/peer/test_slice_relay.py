@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from peer.node.relay_selector import RelaySelector
+from peer.node.message_relay import RelaySelector
 from peer.node.slice_relay import TIMES_OWN_WORK, SliceRelay
 from protocol.ids import Digest, PeerKey, short_id
 from protocol.messages import RoundRecord, Signed
