@@ -107,10 +107,7 @@ class ActionHandler:
             self._completed = True
             self.observers.post(RunOver(action.reason))
             log.warning("%s: staying until the others have its last state", action.reason)
-            self.tasks.spawn(self._stop_trainer(self.trainer), "end of training")
-
-    async def _stop_trainer(self, trainer: TrainerClient) -> None:
-        await trainer.stop()
+            self.tasks.spawn(self.trainer.stop(), "end of training")
 
     @property
     def _required_trainer(self) -> TrainerClient:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
+from peer.node.inbox import MAX_CERTIFICATES
 from peer.store import Store
 from protocol.chain import Chain, ChainLimits, UnknownParent
 from protocol.errors import ChainError, FinalizedConflict, MalformedError, ProtocolError
@@ -22,7 +23,7 @@ FINALIZATION, DIRECTIVE = "finalization", "directive"
 """Names of the values in the store."""
 
 MAX_HAVE = 256
-REPLY_CERTIFICATES = 64
+REPLY_CERTIFICATES = MAX_CERTIFICATES // 4
 REPLY_BYTES = 2 * 1024 * 1024
 
 SWEEP_EVERY = 256

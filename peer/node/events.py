@@ -54,11 +54,9 @@ class NodeEvents:
     def __init__(self) -> None:
         self._subscribers: dict[type[Any], list[Callable[[Any], None]]] = {}
 
-    def subscribe(self, kind: type[AnyEvent], callback: Callable[[AnyEvent], None]) -> Callable[[], None]:
-        """Call `callback` with each event of this type; return a function that ends the subscription."""
-        callbacks = self._subscribers.setdefault(kind, [])
-        callbacks.append(callback)
-        return lambda: callbacks.remove(callback)
+    def subscribe(self, kind: type[AnyEvent], callback: Callable[[AnyEvent], None]) -> None:
+        """Call `callback` with each event of this type."""
+        self._subscribers.setdefault(kind, []).append(callback)
 
     def post(self, event: NodeEvent) -> None:
         for callback in tuple(self._subscribers.get(type(event), ())):

@@ -88,16 +88,12 @@ class Inbox:
         if kind not in SWARM_KINDS:
             raise MalformedError(f"a message of kind {kind[:32]!r} does not belong in the swarm")
         signed = self._decoder.decode_kind(encoded, kind)
-        match signed.body:
-            case UpdateHeader():
-                self._decoder.decode_admission_at(signed.body.admission, signed.author, unix_seconds)
-            case Heartbeat() if signed.body.admission:
-                self._decoder.decode_admission_at(signed.body.admission, signed.author, unix_seconds)
-            case RoundRecord():
-                for update in signed.body.updates:
-                    self._decoder.decode_admission_at(update.body.admission, update.author, unix_seconds)
-            case _:
-                pass
+        body, check = signed.body, self._decoder.decode_admission_at
+        if isinstance(body, UpdateHeader) or (isinstance(body, Heartbeat) and body.admission):
+            check(body.admission, signed.author, unix_seconds)
+        elif isinstance(body, RoundRecord):
+            for update in body.updates:
+                check(update.body.admission, update.author, unix_seconds)
         return signed
 
     async def chain(self, source: PeerKey, reply: wire.ChainReply) -> ChainReceived:

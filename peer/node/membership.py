@@ -59,7 +59,6 @@ class Membership:
     name: str
     admission: bytes
     addresses: list[str] = field(default_factory=list)
-    clock_ahead: float = 0.0
     locator: CoordinatorLocator = field(init=False)
 
     def __post_init__(self) -> None:
@@ -151,7 +150,6 @@ class Membership:
             raise PeerError("an observer is not admitted to anything")
         reply = await self.client.admit(self.identity, self.name)
         self.admission = reply.admission.encoded
-        self.clock_ahead = reply.clock_ahead
         self.store.write_value(ADMISSION, self.admission)
         self.learn(reply.addresses)
         if abs(reply.clock_ahead) > CLOCK_SECONDS:

@@ -44,7 +44,9 @@ SEARCHED_FOR = 4
 """Number of lost members that are dialled at once. After a long partition both sides may have forgotten each other, and
 there may be no third peer that knows both."""
 
-PRESENCE_SECONDS = 60.0
+PRESENCE_SECONDS = 4 * DISCOVER_SECONDS
+"""Seconds for which a heartbeat stays in the DHT: some attempts to renew it may fail."""
+
 CHAIN_SECONDS = 15.0
 MIN_FORGET_SECONDS = 60.0
 MAX_BAD_PROVIDERS = 1024
@@ -154,9 +156,7 @@ class Network:
         """Process the heartbeats in the DHT, unchecked like any other packet."""
         found = await self.swarm.discover()
         for i in range(0, len(found), MAX_MESSAGES):
-            packet = wire.Packet(messages=found[i : i + MAX_MESSAGES])
-            if (done := self._started.on_packet(self._me, packet)) is not None:
-                await done
+            await self.receive(self._me, wire.Packet(messages=found[i : i + MAX_MESSAGES]))
 
     async def search(self) -> list[PeerKey]:
         """Dial a few lost members, and while no peer is known, also all peers that the run was entered by.

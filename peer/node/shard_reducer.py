@@ -36,7 +36,8 @@ AT_ONCE = 16
 """Maximum number of slices that are fetched at once, for all shards together."""
 
 ATTEMPT_SECONDS = 5.0
-"""Seconds after which a slice that does not arrive gives its turn to another and is tried again."""
+"""Seconds after which a slice that does not arrive gives its turn to another, here and at a relay, and is tried
+again."""
 
 PAUSE_SECONDS = 0.2
 

@@ -13,6 +13,7 @@ import logging
 from dataclasses import dataclass
 
 from peer.node.network import Network
+from peer.node.shard_reducer import ATTEMPT_SECONDS
 from peer.node.tasks import Tasks
 from peer.store import Store
 from protocol.errors import CairnError
@@ -23,10 +24,6 @@ from protocol.rounds.machine import RoundMachine
 from protocol.spec import RoundSpec
 
 log = logging.getLogger("peer.slice_relay")
-
-ATTEMPT_SECONDS = 5.0
-"""Seconds for one slice: an author that gives nothing must not delay others. A requester that still needs it asks
-again."""
 
 AT_ONCE = 4
 TIMES_OWN_WORK = 4

@@ -81,14 +81,17 @@ class StateLoader:
         self.given: tuple[Digest, ...] = ()
         """Blobs whose files the trainer was last asked to read."""
 
-    def apply(self, action: ApplyRecord) -> None:
+    def apply(self, action: ApplyRecord | Resync) -> None:
         """Queue a move behind those that were asked for before."""
-        self._put(action)
+        try:
+            self._queue.put_nowait(action)
+        except asyncio.QueueFull:
+            self.post(MoveFailed(_target(action, self.spec.run_id), "too many rounds wait to be applied"))
 
     def resync(self, action: Resync) -> None:
         """Replace all moves that were asked for before."""
         self.drop()
-        self._put(action)
+        self.apply(action)
 
     def drop(self) -> None:
         """Cancel all moves: the trainer that they were for is lost, or a Resync replaces them."""
@@ -96,12 +99,6 @@ class StateLoader:
             self._queue.get_nowait()
         if self._current is not None:
             self._current.cancel()
-
-    def _put(self, action: ApplyRecord | Resync) -> None:
-        try:
-            self._queue.put_nowait(action)
-        except asyncio.QueueFull:
-            self.post(MoveFailed(_target(action, self.spec.run_id), "too many rounds wait to be applied"))
 
     async def verify_given(self) -> None:
         """Verify the blobs that the trainer could not use. The store drops damaged ones, and they are fetched again.
