@@ -90,7 +90,7 @@ def build_node(
         trainer = TrainerClient(
             spec, me, options, store, chain, updates, retention, loader, tasks, queue.post, supervise
         )  # fmt: skip
-    directives = DirectiveHandler(me, spec.data.window, trainer, (updates, network))
+    directives = DirectiveHandler(me, spec.data.window, trainer, (updates, network.peers))
     handler = ActionHandler(
         store, network, inbox, certificates, updates, reducer, directives, trainer, queue, tasks, observers
     )  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from peer.node.outbox import NETWORK_ERRORS
 from peer.node.tasks import Tasks
+from protocol.bounded import BoundedDict
 from protocol.compact_record import (
     CompactRecord,
     check_header_ids,
@@ -102,7 +103,7 @@ class CompactRecords:
         self._link = link
         self._tasks = tasks
         self._headers = HeaderCache()
-        self._made: OrderedDict[Digest, tuple[bytes | None, dict[bytes, bytes]]] = OrderedDict()
+        self._made: BoundedDict[Digest, tuple[bytes | None, dict[bytes, bytes]]] = BoundedDict(RECORDS)
         self._requesting: set[PeerKey] = set()
 
     # -- sending ---------------------------------------------------------------------------------------------
@@ -115,10 +116,8 @@ class CompactRecords:
         if made is None:
             short = compact(message)
             headers = {} if short is None else {header_id(u.encoded): u.encoded for u in message.body.updates}
-            made = self._made[message.digest] = (short, headers)
-            if len(self._made) > RECORDS:
-                self._made.popitem(last=False)
-        self._made.move_to_end(message.digest)  # a record that is sent again may be asked about again
+            made = (short, headers)
+        self._made.renew(message.digest, made)  # a record that is sent again may be asked about again
         return message.encoded if made[0] is None else made[0]
 
     def answer(self, request: wire.Packet) -> wire.Packet:

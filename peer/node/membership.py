@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -75,44 +76,38 @@ class Membership:
         """
         identity = load_or_make(home / "identity.key")
         client = CoordinatorClient(invite)
-        try:
-            return await cls._enter(client, invite, identity, store, name, via)
-        except BaseException:
-            await client.close()
-            raise
 
-    @classmethod
-    async def _enter(
-        cls, client: CoordinatorClient, invite: Invite, identity: Identity, store: Store, name: str, via: Sequence[str]
-    ) -> Membership:
         def made(encoded: bytes) -> Membership:
             spec = open_spec(encoded, invite.run)
             decoder, admission = MessageDecoder(spec.run_id, spec.owner_key), store.read_value(ADMISSION) or b""
             return cls(identity, spec, decoder, store, client, name, admission)
 
-        earlier: Membership | None = None
-        if (stored := store.read_value(SPEC)) is not None:
-            try:
-                earlier = made(stored)  # this also gives the client the coordinator's last address
-            except ProtocolError as e:
-                log.warning("the stored spec is ignored: %s", e)
-        addresses = list(dict.fromkeys([*via, *known_addresses(store), *invite.addresses]))
-        search = _RunSearch(client, invite.run, stored if earlier is not None else None, addresses)
-        encoded = await search.spec(patient=earlier is not None and earlier.seconds_left() > 0)
-        self = earlier if earlier is not None and encoded == stored else made(encoded)
-        if encoded != stored:
-            store.write_value(SPEC, encoded)
-        found, absent = search.found, search.absent
-        if found is not None and found.coordinator_address is not None:
-            self.locator.accept(found.coordinator_address.encoded)
-        self.addresses = list(dict.fromkeys(search.addresses))
-        if absent is None:
-            try:
-                await self.renew()
-            except ABSENT as e:
-                absent = e
-        if absent is not None:
-            self._go_on_without(absent, found)
+        async with AsyncExitStack() as after_failure:
+            after_failure.push_async_callback(client.close)
+            earlier: Membership | None = None
+            if (stored := store.read_value(SPEC)) is not None:
+                try:
+                    earlier = made(stored)  # this also gives the client the coordinator's last address
+                except ProtocolError as e:
+                    log.warning("the stored spec is ignored: %s", e)
+            addresses = list(dict.fromkeys([*via, *known_addresses(store), *invite.addresses]))
+            search = _RunSearch(client, invite.run, stored if earlier is not None else None, addresses)
+            encoded = await search.spec(patient=earlier is not None and earlier.seconds_left() > 0)
+            self = earlier if earlier is not None and encoded == stored else made(encoded)
+            if encoded != stored:
+                store.write_value(SPEC, encoded)
+            if search.found is not None and search.found.coordinator_address is not None:
+                self.locator.accept(search.found.coordinator_address.encoded)
+            self.addresses = list(dict.fromkeys(search.addresses))
+            absent = search.absent
+            if absent is None:
+                try:
+                    await self.renew()
+                except ABSENT as e:
+                    absent = e
+            if absent is not None:
+                self._go_on_without(absent, search.found)
+            after_failure.pop_all()
         return self
 
     def _go_on_without(self, absent: CairnError, found: DiscoveredRun | None) -> None:

@@ -30,7 +30,6 @@ from protocol.bounded import BoundedDict
 from protocol.errors import MalformedError
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Goodbye, Heartbeat, Signed
-from protocol.rounds.policy import RoundPolicy
 from protocol.wire import swarm_pb2 as wire
 
 log = logging.getLogger("peer.network")
@@ -128,7 +127,8 @@ class Network:
             await self.swarm.stop()
             self._earlier_bytes, self._swarm = (self.bytes_up, self.bytes_down), None
             await asyncio.sleep(LONELY_SECONDS)
-            await self.start(self._started)
+            assert self._handlers is not None
+            await self.start(self._handlers)
 
     async def discover(self) -> None:
         """Keep our heartbeat in the DHT and find the peers there, until cancelled."""
@@ -177,10 +177,6 @@ class Network:
             self._outbox.broadcast(found, self._heartbeat)
         return found
 
-    def apply_policy(self, policy: RoundPolicy) -> None:
-        """Follow the policy of the open round: it bounds the number of members."""
-        self.peers.limit = policy.max_members
-
     async def flush(self, seconds: float) -> None:
         """Wait until the queued messages are sent, at most these seconds."""
         await self._outbox.flush(seconds)
@@ -202,12 +198,6 @@ class Network:
         if self._swarm is None:
             raise PeerError("libp2p's daemon is not running (yet)")
         return self._swarm
-
-    @property
-    def _started(self) -> Handlers:
-        if self._handlers is None:
-            raise PeerError("the network was not started")
-        return self._handlers
 
     @property
     def addresses(self) -> list[str]:
@@ -255,7 +245,8 @@ class Network:
 
     async def receive(self, sender: PeerKey, packet: wire.Packet) -> None:
         """Process a packet: compact records in it are reconstructed first."""
-        done = self._started.on_packet(sender, self._compact.reconstruct(sender, packet))
+        assert self._handlers is not None
+        done = self._handlers.on_packet(sender, self._compact.reconstruct(sender, packet))
         if done is not None:
             await done
 

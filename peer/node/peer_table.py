@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from protocol.bounded import BoundedDict
 from protocol.ids import PeerKey
 from protocol.messages import Heartbeat, Signed
+from protocol.rounds.policy import RoundPolicy
 
 MAX_LOST = 256
 """Maximum number of members that fell silent whose addresses are remembered."""
@@ -41,14 +42,21 @@ class PeerTable:
     """The peers with news within `forget_seconds`: at most `limit` members and `observers` others."""
 
     def __init__(self, me: PeerKey, *, forget_seconds: float, limit: int, observers: int = MAX_OBSERVERS):
-        self.limit = limit
         self._me = me
         self._forget = forget_seconds
         self._observers = observers
         self._entries: dict[PeerKey, PeerEntry] = {}
-        self._gone: dict[PeerKey, int] = {}
-        """The sequence of the goodbye of each member that left: at most `limit`."""
+        self._gone: BoundedDict[PeerKey, int] = BoundedDict(limit)
+        """The sequence of the goodbye of each member that left."""
         self._lost: BoundedDict[PeerKey, tuple[str, ...]] = BoundedDict(MAX_LOST)
+
+    @property
+    def limit(self) -> int:
+        """Maximum number of members, and of members that left."""
+        return self._gone.limit
+
+    def apply_policy(self, policy: RoundPolicy) -> None:
+        self._gone.limit = policy.max_members
 
     def hear(
         self, heartbeat: Signed[Heartbeat], now: float, *, direct: bool = True, welcome: bool = False
@@ -88,8 +96,6 @@ class PeerTable:
             return
         del self._entries[key]
         self._gone[key] = sequence
-        while len(self._gone) > self.limit:
-            self._gone.pop(next(iter(self._gone)))
 
     def forget_silent(self, now: float) -> list[PeerKey]:
         """Remove the peers without news for `forget_seconds`, and return them."""

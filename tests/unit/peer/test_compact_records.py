@@ -267,9 +267,10 @@ def test_headers_that_are_held_are_bounded(monkeypatch):
     assert held.get(header_id(header(PEERS[0], inner_steps=1).encoded)) is None
 
 
-async def test_records_that_others_may_ask_about_are_bounded(sides, monkeypatch):
+async def test_records_that_others_may_ask_about_are_bounded(monkeypatch):
+    monkeypatch.setattr(module, "COMPACT_FROM", 0)
     monkeypatch.setattr(module, "RECORDS", 2)
-    sender, _ = sides
+    sender = Side()
     for attempt in range(5):
         sender.records.encode(record(HEADERS, attempt=attempt))
     assert sender.records.answerable == 2
