@@ -73,14 +73,14 @@ class Inbox:
                 self._refuse(sender, "certificate", e)
                 yield None
 
-    def is_repeat(self, event: MessageReceived | CertificateReceived) -> bool:
-        """Return whether this is a heartbeat that was received before, to the byte: no news for the round machine."""
+    def note(self, event: MessageReceived | CertificateReceived) -> bool:
+        """Note an event. Return False for a heartbeat that was noted before, to the byte: no news for the machine."""
         if not isinstance(event, MessageReceived) or not isinstance(event.message.body, Heartbeat):
-            return False
+            return True
         digest = event.message.digest
-        known = digest in self._heartbeats
+        is_news = digest not in self._heartbeats
         self._heartbeats.renew(digest, None)
-        return known
+        return is_news
 
     def message(self, encoded: bytes, unix_seconds: float) -> Signed:
         """Return one verified message. Raise ProtocolError."""

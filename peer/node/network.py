@@ -19,7 +19,7 @@ from peer.node.compact_records import CompactRecords
 from peer.node.inbox import MAX_MESSAGES
 from peer.node.introducer import Introducer
 from peer.node.membership import Membership
-from peer.node.message_relay import MessageRelay, RelaySelector
+from peer.node.message_relay import MessageRelay
 from peer.node.outbox import NETWORK_ERRORS, Outbox
 from peer.node.peer_table import PeerTable
 from peer.node.tasks import Tasks
@@ -231,15 +231,6 @@ class Network:
         if record is not self._observers[0]:
             self._observers = (record, frozenset(_by_peer(record.body.addresses) if record is not None else ()))
         return self._observers[1]
-
-    @property
-    def selector(self) -> RelaySelector:
-        """The relays between members, by their newest heartbeats."""
-        return self.relay.selector
-
-    def relays_from(self, author: PeerKey) -> list[PeerKey]:
-        """Return the members that relay from `author` to us; none when it reaches us directly."""
-        return self.relay.relays_from(author)
 
     # -- messages in -----------------------------------------------------------------------------------------
 

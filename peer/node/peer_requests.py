@@ -59,7 +59,7 @@ class PeerRequests:
                 if not network.is_banned(message.author):
                     self.observers.post(MessageVerified(message))
                     network.observe(message, sender)
-            if event is not None and len(self.queue) < room and not self.inbox.is_repeat(event):
+            if event is not None and len(self.queue) < room and self.inbox.note(event):
                 self.queue.post(event)
 
     def _may_serve(self, blob: Digest, requester: PeerKey) -> str | None:

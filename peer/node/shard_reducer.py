@@ -210,7 +210,7 @@ class ShardReducer:
                         seconds = max(0.1, min(ATTEMPT_SECONDS, until - now()))
                         if seconds >= min(ATTEMPT_SECONDS, 0.5 * SHARE * self.updates.deadline_seconds):
                             requested.add(header.author)
-                        relays = self.network.relays_from(header.author)
+                        relays = self.network.relay.relays_from(header.author)
                         holders = list(dict.fromkeys([header.author, *committee, *relays]))
                         await self.network.fetch_blob(
                             blob, self.update_size, holders, deadline_seconds=seconds, chunks=chunks

@@ -63,7 +63,7 @@ class SliceRelay:
 
     def note_request(self, blob: Digest, by: PeerKey) -> None:
         """Note that a peer that may have this blob requests it; fetch the slices that it can only get from us."""
-        selector, now = self.network.selector, asyncio.get_running_loop().time()
+        selector, now = self.network.relay.selector, asyncio.get_running_loop().time()
         if not selector.is_cut_off_from_some(by) or now < self._requests.get((blob, by), 0.0):
             return
         if len(self._requests) >= MAX_REQUESTS:

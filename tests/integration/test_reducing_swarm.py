@@ -64,6 +64,10 @@ class Source:
     def everyone(self) -> list[PeerKey]:
         return []
 
+    @property
+    def relay(self) -> Source:
+        return self
+
     def relays_from(self, author: PeerKey) -> list[PeerKey]:
         return []
 

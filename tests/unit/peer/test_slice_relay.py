@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -25,7 +26,7 @@ class Swarm:
     def __init__(self, world: World, selector: RelaySelector):
         self.fetch_blob = world.source.fetch_blob
         self.everyone = world.source.everyone
-        self.selector = selector
+        self.relay = SimpleNamespace(selector=selector)
 
 
 class Seats:
