@@ -14,21 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from peer.channel import (
-    SAVE_SECONDS,
-    Applied,
-    Failed,
-    FromTrainer,
-    MakeUpdate,
-    Note,
-    NothingDone,
-    Orders,
-    Progress,
-    Ready,
-    Start,
-    ToTrainer,
-    UpdateMade,
-)
+from peer import channel
 from peer.errors import TrainerDied
 from peer.node.blob_retention import BlobRetention
 from peer.node.events import Post
@@ -51,7 +37,7 @@ log = logging.getLogger("peer.training")
 
 LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
-NO_PROGRESS = Progress(0, 0.0, 0.0, 0, 0.0, False)
+NO_PROGRESS = channel.Progress(0, 0.0, 0.0, 0, 0.0, False)
 
 
 @dataclass(eq=False)
@@ -74,10 +60,10 @@ class TrainerClient:
     supervise: Callable[..., TrainerSupervisor] = TrainerSupervisor
 
     def __post_init__(self) -> None:
-        self._start: Start | None = None
+        self._start: channel.Start | None = None
         self._supervisor: TrainerSupervisor | None = None
         self._usage = UsageLog()
-        self._orders: Orders | None = None
+        self._orders: channel.Orders | None = None
         self._verifying: asyncio.Task[None] | None = None
         self._missing = 0
         """Own updates that the present move puts back."""
@@ -95,7 +81,7 @@ class TrainerClient:
         self._launch(self._start)
         self.tasks.spawn(self.loader.run(self.send), "states")
 
-    def _launch(self, start: Start) -> None:
+    def _launch(self, start: channel.Start) -> None:
         self._supervisor = self.supervise(
             start,
             on_message=self._on_message,
@@ -106,9 +92,9 @@ class TrainerClient:
 
     async def stop(self) -> bool:
         """Have the trainer save and exit. Return whether all that it learnt is on disk. Idempotent."""
-        return self._supervisor is not None and await self._supervisor.stop(SAVE_SECONDS)
+        return self._supervisor is not None and await self._supervisor.stop(channel.SAVE_SECONDS)
 
-    async def send(self, message: ToTrainer) -> None:
+    async def send(self, message: channel.ToTrainer) -> None:
         """Send a message to the present trainer. Raise TrainerDied."""
         if self._supervisor is None:
             raise TrainerDied("the trainer was not started")
@@ -138,12 +124,12 @@ class TrainerClient:
     async def _request_update(self, action: RequestUpdate) -> None:
         out = self.store.scratch / f"update-{action.round}.blob"
         try:
-            await self.send(MakeUpdate(round=action.round, parent=action.parent, out=out))
+            await self.send(channel.MakeUpdate(round=action.round, parent=action.parent, out=out))
         except TrainerDied as e:
             # `_on_lost` informs the machine that the state is gone.
             log.warning("no update for round %d: %s", action.round, e)
 
-    def order(self, orders: Orders) -> None:
+    def order(self, orders: channel.Orders) -> None:
         """Give the trainer its orders; trainers that are started later receive them too."""
         self._orders = orders
         self.tasks.spawn(self._send_orders(), "orders")
@@ -179,28 +165,28 @@ class TrainerClient:
 
     # -- messages of the trainer -----------------------------------------------------------------------------
 
-    def _on_message(self, message: FromTrainer) -> None:
+    def _on_message(self, message: channel.FromTrainer) -> None:
         match message:
-            case Progress():
+            case channel.Progress():
                 self.progress = message
                 if line := self._usage.line(message, time.monotonic()):
                     log.info("%s", line)
                 self.post(events.TrainingProgress(message.windows, message.loss, message.tokens_per_second))
-            case UpdateMade():
+            case channel.UpdateMade():
                 self.tasks.spawn(self._keep_update(message), "own update")
-            case NothingDone(parent):
+            case channel.NothingDone(parent):
                 self.post(events.UpdateReady(parent, 0, 0, 0, None, 0, 0.0))
-            case Applied():
+            case channel.Applied():
                 self.tasks.spawn(self._keep_state(message), "state")
-            case Failed(what, reason, fatal):
+            case channel.Failed(what, reason, fatal):
                 log.error("trainer: %s", reason)
                 if what in ("load", "apply") and not fatal:
                     self._verifying = self.tasks.spawn(self._move_failed(reason), "verification")
                 elif what == "update" and not fatal:
                     self.post(events.MoveFailed(self.chain.head, reason))
-            case Note(level, _, text):
+            case channel.Note(level, _, text):
                 log.log(LEVELS[level], "%s", text)
-            case Ready():
+            case channel.Ready():
                 if self._orders is not None:
                     self.tasks.spawn(self._send_orders(), "orders")
                 log.info(
@@ -231,7 +217,7 @@ class TrainerClient:
         self.post(events.TrainingProgress(0, 0.0, 0.0))
         self.post(events.MoveFailed(self.chain.head, reason))
 
-    async def _keep_update(self, made: UpdateMade) -> None:
+    async def _keep_update(self, made: channel.UpdateMade) -> None:
         self.retention.keep_update(made.digest)
         blob = await asyncio.to_thread(self.store.adopt, made.blob_path, made.digest)
         self.updates.trust(blob)
@@ -243,7 +229,7 @@ class TrainerClient:
             )
         )
 
-    async def _keep_state(self, applied: Applied) -> None:
+    async def _keep_state(self, applied: channel.Applied) -> None:
         self.missed, self._missing = self.missed + self._missing, 0
         if applied.checkpoint_path is not None:
             try:

@@ -13,23 +13,7 @@ from dataclasses import dataclass
 
 import async_timeout
 
-from peer.channel import (
-    Applied,
-    Apply,
-    Failed,
-    FromTrainer,
-    Load,
-    MakeUpdate,
-    NothingDone,
-    Progress,
-    Ready,
-    Start,
-    Stop,
-    Stopped,
-    ToTrainer,
-    TrainerLink,
-    UpdateMade,
-)
+from peer import channel
 from peer.errors import ChannelError, TrainerDied
 
 log = logging.getLogger("peer.trainer")
@@ -51,6 +35,9 @@ MAX_FAILURES = 5
 """Deaths in a row, with no work done in between, after which the user must act."""
 
 
+ANSWERS = (channel.Ready, channel.Applied, channel.UpdateMade, channel.NothingDone, channel.Failed)
+
+
 @dataclass(eq=False)
 class TrainerSupervisor:
     """One trainer process at a time.
@@ -59,13 +46,13 @@ class TrainerSupervisor:
     trainer's own command line.
     """
 
-    start: Start
-    on_message: Callable[[FromTrainer], None]
+    start: channel.Start
+    on_message: Callable[[channel.FromTrainer], None]
     on_lost: Callable[[str], None]
     command: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        self._up: asyncio.Future[TrainerLink] = asyncio.get_running_loop().create_future()
+        self._up: asyncio.Future[channel.TrainerLink] = asyncio.get_running_loop().create_future()
         """Done when the present process is ready, failed when it is lost. The next process has a new future."""
         self._stopped: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._gone = asyncio.Event()
@@ -74,8 +61,8 @@ class TrainerSupervisor:
         self._allowed = 0.0
         self._overdue = ""
         self._cannot_start = False
-        self.link: TrainerLink | None = None
-        self.ready: Ready | None = None
+        self.link: channel.TrainerLink | None = None
+        self.ready: channel.Ready | None = None
         self.stopping = False
         self.restarts = 0
 
@@ -106,7 +93,7 @@ class TrainerSupervisor:
         worked, applied = False, 0
         reason = ""
         self._overdue = ""
-        link = self.link = await TrainerLink.start(threads=self.start.threads, command=self.command)
+        link = self.link = await channel.TrainerLink.start(threads=self.start.threads, command=self.command)
         self._gone.clear()
         if self.stopping:
             link.kill()
@@ -116,19 +103,19 @@ class TrainerSupervisor:
             async for message in link:
                 self._answered(message)
                 match message:
-                    case Ready() if not self._up.done():
+                    case channel.Ready() if not self._up.done():
                         self.ready = message
                         self._up.set_result(link)
-                    case Applied():
+                    case channel.Applied():
                         applied += 1
                         worked = worked or applied > 1
-                    case Progress(tokens_per_second=rate) if rate > 0:
+                    case channel.Progress(tokens_per_second=rate) if rate > 0:
                         worked = True
-                    case Failed(what=what, fatal=True):
+                    case channel.Failed(what=what, fatal=True):
                         reason = message.reason
                         # The device, the data or the installed libraries are at fault: the next start would fail too.
                         self._cannot_start = what == "start" and self.ready is None
-                    case Stopped() if not self._stopped.done():
+                    case channel.Stopped() if not self._stopped.done():
                         self._stopped.set_result(message.saved)
                     case _:
                         pass
@@ -144,11 +131,11 @@ class TrainerSupervisor:
             self._gone.set()
         return self._overdue or reason or str(end), worked
 
-    async def send(self, message: ToTrainer) -> None:
+    async def send(self, message: channel.ToTrainer) -> None:
         """Send a message once the process is ready. Raise TrainerDied when it is lost first, as `on_lost` reports."""
         link = await asyncio.shield(self._up)
-        if isinstance(message, Apply | Load | MakeUpdate):
-            replay = len(message.replay) if isinstance(message, Load) else 1
+        if isinstance(message, channel.Apply | channel.Load | channel.MakeUpdate):
+            replay = len(message.replay) if isinstance(message, channel.Load) else 1
             seconds = ANSWER_SECONDS + REPLAY_SECONDS * replay
             self._expect(f"has not answered {type(message).__name__} for {seconds:.0f} s", seconds)
         try:
@@ -170,7 +157,7 @@ class TrainerSupervisor:
             if self.is_ready:
                 try:
                     async with async_timeout.timeout(seconds):
-                        await link.send(Stop())
+                        await link.send(channel.Stop())
                         await asyncio.shield(self._stopped)
                 except (asyncio.TimeoutError, TrainerDied) as e:
                     log.warning("the trainer did not save in time: %s", str(e) or "no answer")
@@ -196,9 +183,9 @@ class TrainerSupervisor:
 
         self._alarm = asyncio.get_running_loop().call_later(seconds, overdue)
 
-    def _answered(self, message: FromTrainer) -> None:
+    def _answered(self, message: channel.FromTrainer) -> None:
         """Note a message: after an answer nothing is expected, and after any other message the time starts again."""
-        answer = isinstance(message, Ready | Applied | UpdateMade | NothingDone | Failed)
+        answer = isinstance(message, ANSWERS)
         if self._alarm is not None and not answer:
             self._expect(f"was silent for {self._allowed:.0f} s", self._allowed)
         elif answer:
