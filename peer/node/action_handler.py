@@ -6,7 +6,6 @@ import asyncio
 import logging
 from dataclasses import dataclass, field
 
-from peer.errors import PeerError
 from peer.node.certificate_store import CertificateStore
 from peer.node.directive_handler import DirectiveHandler
 from peer.node.events import EventQueue, NodeEvents, RunOver
@@ -28,7 +27,10 @@ log = logging.getLogger("peer.node")
 
 @dataclass
 class ActionHandler:
-    """The `RoundEffects` of a node, which describes the methods. `trainer` is None for an observer."""
+    """The `RoundEffects` of a node, which describes the methods.
+
+    `trainer` is None for an observer, whose machine asks for no update and no state.
+    """
 
     store: Store
     network: Network
@@ -50,7 +52,8 @@ class ActionHandler:
         self.network.send(action.to, action.messages, action.certificates)
 
     def request_update(self, action: actions.RequestUpdate) -> None:
-        self._required_trainer.request_update(action)
+        assert self.trainer is not None
+        self.trainer.request_update(action)
 
     def fetch_blob(self, action: actions.FetchBlob) -> None:
         self.updates.fetch(action.blob, action.size, (action.author, *action.holders))
@@ -91,7 +94,8 @@ class ActionHandler:
         await asyncio.to_thread(store_epoch, self.store, epoch)
 
     def move(self, action: actions.ApplyRecord | actions.Resync) -> None:
-        self._required_trainer.move(action)
+        assert self.trainer is not None
+        self.trainer.move(action)
 
     def directives_changed(self, action: actions.DirectivesChanged) -> None:
         self.directives.handle(action)
@@ -108,9 +112,3 @@ class ActionHandler:
             self.observers.post(RunOver(action.reason))
             log.warning("%s: staying until the others have its last state", action.reason)
             self.tasks.spawn(self.trainer.stop(), "end of training")
-
-    @property
-    def _required_trainer(self) -> TrainerClient:
-        if self.trainer is None:
-            raise PeerError("an observer was asked to train, or to hold a state")
-        return self.trainer

@@ -94,16 +94,13 @@ class MessageRelay:
     clock: Callable[[], float]
 
     def __post_init__(self) -> None:
-        self._own: Signed[Heartbeat] | None = None
+        self.own_heartbeat: Signed[Heartbeat] | None = None
+        """Our newest: it names the members that we have no direct contact with."""
         self._selector, self._selector_due = RelaySelector({}), 0.0
         self._counts: Counter[PeerKey] = Counter()
         self._forwarded: BoundedDict[Digest, None] = BoundedDict(REMEMBERED)
         self._unheard: tuple[int, ...] = ()
         self._unheard_due = 0.0
-
-    def set_own_heartbeat(self, heartbeat: Signed[Heartbeat]) -> None:
-        """Note our newest heartbeat: it names the members that we have no direct contact with."""
-        self._own = heartbeat
 
     @property
     def selector(self) -> RelaySelector:
@@ -111,8 +108,8 @@ class MessageRelay:
         now = self.clock()
         if now >= self._selector_due:
             beats = {k: e.heartbeat for k, e in self.peers.entries().items()}
-            if self._own is not None:
-                beats[self.me] = self._own
+            if self.own_heartbeat is not None:
+                beats[self.me] = self.own_heartbeat
             self._selector = RelaySelector(beats)
             self._selector_due = now + self.beat_seconds
             self._counts.clear()

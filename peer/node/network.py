@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from peer.errors import PeerError
@@ -86,9 +87,6 @@ class Network:
         self._entry_peers = [k for k in _by_peer(membership.addresses) if k != me]
         self._to_strangers = asyncio.Semaphore(TO_STRANGERS)
         self._dialling: set[PeerKey] = set()
-        self._heartbeat: Signed[Heartbeat] | None = None
-        self._observers: tuple[Signed[Any] | None, frozenset[PeerKey]] = (None, frozenset())
-        """The coordinator's address record, and the observers that it names."""
         self._bad_providers: BoundedDict[PeerKey, None] = BoundedDict(MAX_BAD_PROVIDERS)
         """Peers that served wrong bytes, newest last."""
         forget = max(MIN_FORGET_SECONDS, 3 * round.member_seconds)
@@ -145,8 +143,8 @@ class Network:
 
     async def _use_dht(self) -> None:
         swarm = self.swarm
-        if self._heartbeat is not None:
-            await swarm.publish(self._heartbeat.encoded, PRESENCE_SECONDS)
+        if (heartbeat := self.relay.own_heartbeat) is not None:
+            await swarm.publish(heartbeat.encoded, PRESENCE_SECONDS)
         await self.read_dht()
         await swarm.refresh_addresses()
         if await self.search():  # a peer that answered may know others
@@ -173,8 +171,8 @@ class Network:
             chosen = list(dict.fromkeys([*(k for k in away if k in entries), *chosen]))
         addresses = {k: [*entries.get(k, ()), *_by_peer(lost.get(k, ())).get(k, ())] for k in chosen}
         found = await self.swarm.connect(dict.fromkeys(a for each in addresses.values() for a in each), soon=True)
-        if self._heartbeat is not None:
-            self._outbox.broadcast(found, self._heartbeat)
+        if (heartbeat := self.relay.own_heartbeat) is not None:
+            self._outbox.broadcast(found, heartbeat)
         return found
 
     async def flush(self, seconds: float) -> None:
@@ -228,9 +226,7 @@ class Network:
 
     def _coordinator_observers(self) -> frozenset[PeerKey]:
         record = self.membership.locator.newest
-        if record is not self._observers[0]:
-            self._observers = (record, frozenset(_by_peer(record.body.addresses) if record is not None else ()))
-        return self._observers[1]
+        return frozenset() if record is None else _named_by(tuple(record.body.addresses))
 
     # -- messages in -----------------------------------------------------------------------------------------
 
@@ -288,8 +284,7 @@ class Network:
     def broadcast(self, message: Signed) -> None:
         """Queue our message for all peers; while no peer is known, for those that the run was entered by."""
         if isinstance(message.body, Heartbeat):
-            self._heartbeat = message
-            self.relay.set_own_heartbeat(message)
+            self.relay.own_heartbeat = message
         self._compact.note(message)
         self._outbox.broadcast(self.peers.peers() or self._entry_peers, message)
 
@@ -367,3 +362,8 @@ def _by_peer(addresses: Iterable[str]) -> dict[PeerKey, list[str]]:
         except MalformedError:
             continue
     return found
+
+
+@lru_cache(maxsize=4)
+def _named_by(addresses: tuple[str, ...]) -> frozenset[PeerKey]:
+    return frozenset(_by_peer(addresses))

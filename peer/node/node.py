@@ -24,7 +24,7 @@ from peer.node.trainer_client import TrainerClient
 from peer.store import Store
 from protocol.chain import Chain
 from protocol.ids import Digest
-from protocol.rounds import actions, events
+from protocol.rounds import events
 from protocol.rounds.machine import RoundMachine
 
 log = logging.getLogger("peer.node")
@@ -60,10 +60,7 @@ class Node:
     async def run(self) -> None:
         """Start everything, drive the machine until it is finished, stop everything. Raise CairnError."""
         try:
-            await self._unless_over(self._start())
-            if not self._finished.is_set():
-                self._started.set()
-                await self._unless_over(self._drive())
+            await self._unless_over(self._live())
         finally:
             await self._stop()
 
@@ -103,7 +100,7 @@ class Node:
         self.observers.post(RunOver(reason))
         self._finished.set()
 
-    async def _start(self) -> None:
+    async def _live(self) -> None:
         m, tasks, network = self.membership, self.tasks, self.network
         await network.start(self.requests.handlers())
         if self.trainer is not None:
@@ -113,17 +110,14 @@ class Node:
         tasks.spawn(network.keep_running(), "swarm")
         tasks.spawn(pass_on(network, m.locator), "coordinator address")
         tasks.spawn(self.reporter.keep_writing(), "status file")
-        self._conclude(await self.driver.start(alone=not m.addresses))
-
-    async def _drive(self) -> None:
-        self._conclude(await self.driver.run())
-
-    def _conclude(self, finished: actions.Finished | None) -> None:
-        if finished is not None:
-            self.again = finished.again
-            if not self._leaving:
-                log.warning("%s", finished.reason)
-            self._finish(finished.reason)
+        finished = await self.driver.start(alone=not m.addresses)
+        if finished is None:
+            self._started.set()
+            finished = await self.driver.run()
+        self.again = finished.again
+        if not self._leaving:
+            log.warning("%s", finished.reason)
+        self._finish(finished.reason)
 
     async def _stop(self) -> None:
         """Stop all parts in order, whatever fails: the trainer saves, queued messages are sent, sockets are closed."""
