@@ -41,7 +41,7 @@ def blob_invalid(c: Context, consensus: Consensus, tip: Digest | None, blob: Dig
         c.members.penalise(header.author, number)
         c.members.distrusted.penalise(header.author, number)
     author = None if header is None else header.author
-    phrase = "an update" if origin is None else origin.phrase
+    phrase = ("an update" if origin is None else origin.phrase) + ("" if author is None else f" of {author.short}")
     c.notify("warning", "bad-blob", f"{phrase} breaks the codec's rules: {reason}", author)
     if certified is not None and origin is not None:
         text = f"record {certified.short} was certified with a bad {origin.kind}: dropped"

@@ -116,7 +116,7 @@ async def test_an_update_with_a_malformed_blob_is_refused_and_its_author_named(s
             blob = liar.store.put(os.urandom(liar.blob_size))
             beat = await liar.new_round()
             await liar.tell(liar.header(beat, admission, blob))
-            pattern = r"an update breaks the codec's rules: .+"
+            pattern = rf"an update of {liar.key.short} breaks the codec's rules: .+"
             with suppress(NotInTime):
                 await until(lambda: all(swarm.has_logged(n, pattern) for n in PEERS), seconds=8, every=0.1)
             return all(swarm.has_logged(n, pattern) for n in PEERS)
