@@ -38,7 +38,8 @@ import torch
 from benchmarks import report
 from benchmarks.convergence.corpus import corpus
 from benchmarks.convergence.wan_run_file import toml
-from coordinator.authoring import load_run, resolve
+from coordinator.authoring.resolve import resolve
+from coordinator.authoring.runfile import load_run
 from peer.channel import Load, MakeUpdate, Start, UpdateMade
 from peer.training.device import choose_device
 from peer.training.inner_optimizer import hidden_matrices, muon

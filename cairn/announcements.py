@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from coordinator.swarm import AnnouncedUpdate
+from protocol.bounded import BoundedDict
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Signed, UpdateHeader
@@ -27,21 +27,19 @@ class Announcements:
         self._chain = chain
         self._policy = policy
         self._size_ok = size_ok
-        self._headers: OrderedDict[PeerKey, OrderedDict[Digest, tuple[Signed[UpdateHeader], bool]]] = OrderedDict()
+        self._headers: BoundedDict[PeerKey, BoundedDict[Digest, tuple[Signed[UpdateHeader], bool]]] = BoundedDict(
+            AUTHORS
+        )
 
     def receive(self, message: Signed) -> None:
         """Remember a verified message if it is an update header, and ignore any other."""
         if not isinstance(message.body, UpdateHeader):
             return
-        mine = self._headers.pop(message.author, OrderedDict())
-        self._headers[message.author] = mine
-        if len(self._headers) > AUTHORS:
-            self._headers.popitem(last=False)
+        mine = self._headers.get(message.author, BoundedDict(PER_AUTHOR))
+        self._headers.renew(message.author, mine)
         parent = message.body.parent
         if parent not in mine:
             mine[parent] = (message, self._is_decided(parent))
-            if len(mine) > PER_AUTHOR:
-                mine.popitem(last=False)
 
     def announced(self, parent: Digest) -> Sequence[AnnouncedUpdate]:
         """Return the announced updates of the round after a record, by ascending key of their authors."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Iterable
 
 from peer.coordinator_client import CoordinatorClient
 from peer.swarm.anonymous import ChainReader
 from peer.swarm.errors import PeerRefused, PeerUnreachable
+from protocol.bounded import BoundedDict
 from protocol.chain import Chain
 from protocol.errors import CairnError, ProtocolError
 from protocol.ids import Digest, PeerKey, Round
@@ -43,8 +43,9 @@ class AuditedChain:
         self._decoder = MessageDecoder(spec.run_id, spec.owner_key, remember=8192)
         self._chain = Chain(spec.run_id, spec.genesis.name, RoundPolicy.of(spec).chain_limits)
         self._asker = asker
+        self._members = () if asker is None else asker.members
         self._coordinator = coordinator
-        self._accounts: OrderedDict[Digest, RoundCredits] = OrderedDict()
+        self._accounts: BoundedDict[Digest, RoundCredits] = BoundedDict(KEPT)
         self._abandoned: set[Digest] = set()
         self._read: set[Digest] = set()
         """Every record that was read as part of the chain: about 100 bytes a round."""
@@ -88,10 +89,8 @@ class AuditedChain:
 
         Certificates in the replies are accepted too. Silent members are skipped, and no error is raised.
         """
-        if self._asker is None:
-            return
-        replies = [self._ask(self._asker, member) for member in self._asker.members]  # in parallel: many may be gone
-        for member, reply in zip(self._asker.members, await asyncio.gather(*replies), strict=True):
+        replies = await asyncio.gather(*map(self._ask, self._members))  # in parallel: many may be gone
+        for member, reply in zip(self._members, replies, strict=True):
             if reply is not None:
                 self._accept(member, reply)
 
@@ -129,23 +128,21 @@ class AuditedChain:
 
     async def _read_on(self) -> bool:
         """Read the next certificates from any source. Return False at the end."""
-        if self._asker is not None:
-            for member in self._asker.members:
-                if member not in self._silent and await self._from_member(member):
-                    return True
+        for member in self._members:
+            if member in self._silent:
+                continue
+            reply = await self._ask(member)
+            if reply is not None and self._accept(member, reply):
+                return True
         return await self._from_coordinator() > 0
 
-    async def _from_member(self, member: PeerKey) -> int:
-        """Read certificates from a member; return the number of new ones."""
-        if self._asker is None or (reply := await self._ask(self._asker, member)) is None:
-            return 0
-        return self._accept(member, reply)
-
-    async def _ask(self, asker: ChainReader, member: PeerKey) -> wire.ChainReply | None:
+    async def _ask(self, member: PeerKey) -> wire.ChainReply | None:
+        if self._asker is None:
+            return None
         # Start before the newest record: a member that sends it again shows that it is on the same chain.
         locator = self._chain.locator()
         try:
-            return await asker.ask(member, locator[1:] or locator)
+            return await self._asker.ask(member, locator[1:] or locator)
         except PeerRefused as e:
             log.info("%s", e)  # the member keeps nothing this old, but may have newer certificates
         except PeerUnreachable as e:
@@ -197,6 +194,4 @@ class AuditedChain:
                 added += 1
                 self._read.add(certificate.digest)
                 self._accounts[certificate.digest] = credits_of(certificate, self._rule)
-        while len(self._accounts) > KEPT:
-            self._accounts.popitem(last=False)
         return added

@@ -10,18 +10,21 @@ Nothing is locked and nothing is written, so a peer or coordinator may be runnin
 
 from __future__ import annotations
 
-import json
+import contextlib
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from coordinator.checkpoints.archive import MANIFEST, ArchivedState, read_manifest
+from coordinator.checkpoints.archive import CONFIG, MODEL, SPEC, TOKENIZER, ArchivedState, read_manifest
+from coordinator.checkpoints.copies import file_reader
+from coordinator.checkpoints.verification import VerificationError, VerifiedCheckpoint
+from coordinator.checkpoints.verification import verify_checkpoint as verify
 from coordinator.export import ExportError, checkpoint_digest, read_layout
 from coordinator.model_card import Origin
-from peer.node.snapshot import Snapshot, read_snapshot
+from peer.node.snapshot import read_snapshot
 from protocol.envelope import open_envelope
 from protocol.errors import CairnError, MalformedError
 from protocol.ids import Digest, PeerKey, RunId, sha256
@@ -29,10 +32,7 @@ from protocol.invite import Invite
 from protocol.merkle import blob_digest
 from protocol.message_codec import MessageDecoder
 from protocol.messages import RoundRecord
-from protocol.spec import KIND, MAX_SPEC, BlobRef, RunSpec, open_spec, parse_spec
-
-if TYPE_CHECKING:
-    from coordinator.checkpoints.verification import VerifiedCheckpoint
+from protocol.spec import KIND, MAX_SPEC, RunSpec, open_spec, parse_spec
 
 SPECS = ("spec.json", "run/spec.signed", "spec.signed", "store/values/spec", "values/spec")
 """Paths of a run's spec, relative to a folder of the run."""
@@ -69,16 +69,14 @@ def find_checkpoint(path: Path, spec_file: Path | None = None, run: RunId | None
         raise ExportError(f"{path}: no such file or folder: {WANTED}")
     path = path.resolve()
     given = None if spec_file is None else _Run(spec_file.resolve().parent, read_spec(spec_file))
-    if path.is_file():
-        sheet = read_manifest(path.parent) if path.name == "model.safetensors" else None
-        found = _of_archived(sheet, given) if sheet is not None else _of_file(path, given or _run_above(path))
-    elif (path / MANIFEST).is_file():
-        found = _of_archived(_sheet(path), given)
-    elif (archived := _archived_in(path)) is not None:
+    archived = read_manifest(path.parent) if path.name == MODEL else _newest_archived(path)
+    if archived is not None:
         found = _of_archived(archived, given)
+    elif path.is_file():
+        found = _of_file(path, given or _run_above(path))
     elif (path / "store" / "blobs").is_dir():
         found = _newest_held(_Run(path, given.spec) if given else _run_above(path / "store"), path)
-    elif (path / "config.json").is_file():
+    elif (path / CONFIG).is_file():
         raise ExportError(
             f"{path}: a model that Hugging Face's libraries load already, no checkpoint of a run: {WANTED}"
         )
@@ -98,9 +96,6 @@ def verify_checkpoint(place: str, trusted: str, report: Callable[[str], None] = 
 
     `trusted` is an invite, or the owner's key in hex. Raises CairnError, which names the failed check.
     """
-    from coordinator.checkpoints.copies import file_opener
-    from coordinator.checkpoints.verification import VerificationError, verify_checkpoint
-
     run, owner = None, None
     try:
         if trusted.startswith("cairn1:"):
@@ -110,7 +105,7 @@ def verify_checkpoint(place: str, trusted: str, report: Callable[[str], None] = 
     except MalformedError as e:
         raise VerificationError(f"{e}: give the run's invite, or its owner's key (64 hexadecimal digits)") from None
     try:
-        return verify_checkpoint(file_opener(place), run=run, owner=owner, report=report)
+        return verify(file_reader(place), run=run, owner=owner, report=report)
     except VerificationError as e:
         raise VerificationError(f"{place}: {e}") from None
 
@@ -133,60 +128,28 @@ def read_spec(path: Path) -> RunSpec:
         raise ExportError(f"{path}: not a run's spec: {why}: name its spec.json or spec.signed") from None
 
 
-# -- archived by a coordinator -------------------------------------------------------------------------------
-
-
-def _archived_in(folder: Path) -> ArchivedState | None:
-    """Return the newest archived state of an owner's folder; None if there is none."""
-    for place in (folder / "checkpoints", folder):
-        found = [a for p in place.glob("round-*") if (a := read_manifest(p)) is not None]
+def _newest_archived(folder: Path) -> ArchivedState | None:
+    """Return an archived state, or the newest one of an owner's folder; None if it is neither."""
+    for place in ([folder], folder.glob("checkpoints/round-*"), folder.glob("round-*")):
+        found = [a for p in place if (a := read_manifest(p)) is not None]
         if found:
             return max(found, key=lambda a: a.round)
     return None
 
 
-def _sheet(folder: Path) -> ArchivedState:
-    sheet = read_manifest(folder)
-    if sheet is None:
-        raise ExportError(f"{folder / MANIFEST}: cannot be read: {WANTED}")
-    return sheet
-
-
 def _of_archived(archived: ArchivedState, given: _Run | None) -> FoundCheckpoint:
     folder = archived.folder
-    checkpoint, tokenizer = folder / "model.safetensors", folder / "tokenizer.json"
-    for file in (checkpoint, tokenizer, folder / "config.json"):
-        if not file.is_file():
-            raise ExportError(f"{file}: is missing: take another archived state, or a whole copy of this one")
-    run = given or _run_of_owner(folder, archived.run)
-    origin = Origin("unknown", archived.run, archived.state, archived.round, archived.tokens)
-    if run is not None and run.spec.run_id == archived.run:
-        loss = run.loss(archived.round - 1, archived.record)
-        return FoundCheckpoint(
-            checkpoint, run.spec.model.config, tokenizer, replace(origin, name=run.spec.name, loss=loss)
-        )
-    try:
-        config = json.loads((folder / "config.json").read_bytes())
-        name = json.loads((folder / MANIFEST).read_bytes()).get("name")
-    except (OSError, ValueError, AttributeError):
-        raise ExportError(f"{folder}: cannot be read: take another archived state, or a copy of this one") from None
-    if not isinstance(config, dict):
-        raise ExportError(f"{folder / 'config.json'}: not a model's config: take another archived state")
-    named = isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 ._-]{0,63}", name)
-    return FoundCheckpoint(checkpoint, config, tokenizer, replace(origin, name=name) if named else origin)
-
-
-def _run_of_owner(archived: Path, run: RunId) -> _Run | None:
-    """Return the run in whose folder a state was archived; None for a copy elsewhere."""
-    folder = archived.parent.parent
-    try:
-        found = _Run(folder, read_spec(folder / "run" / "spec.signed"))
-    except ExportError:
-        return None
-    return found if found.spec.run_id == run else None
-
-
-# -- held by a node ------------------------------------------------------------------------------------------
+    for file in (MODEL, TOKENIZER, CONFIG):
+        if not (folder / file).is_file():
+            raise ExportError(f"{folder / file}: is missing: take another archived state, or a whole copy of this one")
+    # The owner's folder has the chain too, a copy elsewhere only the spec.
+    owner = folder.parent.parent
+    run = given or (_Run(owner, read_spec(owner / SPECS[1])) if (owner / SPECS[1]).is_file() else None)
+    if run is None or run.spec.run_id != archived.run:
+        run = _Run(folder, read_spec(folder / SPEC))
+    before = run.record(archived.round - 1, archived.record)
+    origin = run.origin(archived.state, archived.round, archived.tokens, before)
+    return FoundCheckpoint(folder / MODEL, run.spec.model.config, folder / TOKENIZER, origin)
 
 
 def _run_above(path: Path) -> _Run:
@@ -202,13 +165,7 @@ def _run_above(path: Path) -> _Run:
 
 def _newest_held(run: _Run, folder: Path) -> FoundCheckpoint:
     """Return the newest checkpoint in a node's store. Raises ExportError."""
-    status = read_snapshot(run.store.parent)
-    last = run.last(status)
-    for origin in [
-        *([last] if last else []),
-        *run.states(status),
-        Origin(run.spec.name, run.spec.run_id, run.genesis, 0, 0),
-    ]:
+    for origin in run.origins():
         if origin.state is not None and (file := run.blob(origin.state)) is not None:
             return FoundCheckpoint(file, run.spec.model.config, run.tokenizer(file), origin)
     every = run.spec.checkpoint.every
@@ -222,12 +179,9 @@ def _of_file(path: Path, run: _Run) -> FoundCheckpoint:
         state = Digest.parse(path.name)
     except MalformedError:
         state = checkpoint_digest(path)
-    status = read_snapshot(run.store.parent)
-    known = [o for o in (run.last(status), *run.states(status)) if o is not None and o.state == state]
-    origin = Origin(run.spec.name, run.spec.run_id, state)
-    if state == run.genesis:
-        origin = replace(origin, round=0, tokens=0)
-    return FoundCheckpoint(path, run.spec.model.config, run.tokenizer(path), known[0] if known else origin)
+    unknown = Origin(run.spec.name, run.spec.run_id, state)
+    origin = next((o for o in run.origins() if o.state == state), unknown)
+    return FoundCheckpoint(path, run.spec.model.config, run.tokenizer(path), origin)
 
 
 @dataclass(frozen=True)
@@ -236,10 +190,6 @@ class _Run:
 
     folder: Path
     spec: RunSpec
-
-    @property
-    def genesis(self) -> Digest:
-        return self.spec.genesis.name
 
     @property
     def store(self) -> Path:
@@ -258,9 +208,10 @@ class _Run:
         wanted = self.spec.tokenizer
         held = self.blob(wanted.name)
         places = [self.folder, self.folder / "data", self.folder / "run" / "data", checkpoint.parent]
-        for path in [*([held] if held else []), *(p / "tokenizer.json" for p in places)]:
-            if _is_blob(path, wanted):
-                return path
+        for path in [*([held] if held else []), *(p / TOKENIZER for p in places)]:
+            with contextlib.suppress(OSError):
+                if path.stat().st_size == wanted.size and blob_digest(path.read_bytes()) == wanted.name:
+                    return path
         raise ExportError(
             f"{checkpoint}: the run's tokenizer ({wanted.name.short}) is not there: put its tokenizer.json beside the "
             "checkpoint"
@@ -276,63 +227,36 @@ class _Run:
         except (OSError, CairnError):
             return None
 
-    def loss(self, round_: int, digest: Digest) -> float | None:
-        """Return the mean training loss in a record, weighted by windows; None if the record is missing."""
-        return _loss_in(self.record(round_, digest))
-
-    def last(self, status: Snapshot | None) -> Origin | None:
-        """Return the last state of a node, from its status file.
-
-        Nothing else on disk names a finished run's last state.
-        """
-        head = _head(status)
-        if status is None or head is None or not status.state:
-            return None
-        try:
-            state = Digest.parse(status.state)
-        except MalformedError:
-            return None
-        loss = self.loss(status.state_round - 1, head)
-        return Origin(self.spec.name, self.spec.run_id, state, status.state_round, status.accepted_tokens, loss)
-
-    def states(self, status: Snapshot | None) -> Iterator[Origin]:
-        """Yield the states that the chain on disk names, newest first, from the node's head or the last record."""
+    def origins(self) -> Iterator[Origin]:
+        """Yield the states that status file, chain and spec name, newest first."""
+        status, head = read_snapshot(self.store.parent), None
+        if status is not None:
+            with contextlib.suppress(MalformedError):
+                head = Digest.parse(status.head)
+        if status is not None and head is not None:
+            # Nothing else on disk names a finished run's last state.
+            with contextlib.suppress(MalformedError):
+                state, last = Digest.parse(status.state), self.record(status.state_round - 1, head)
+                yield self.origin(state, status.state_round, status.accepted_tokens, last)
         names = sorted((p.name for p in (self.store / "chain").glob("*-*")), reverse=True)
-        found = re.fullmatch(r"(\d{13})-([0-9a-f]{64})", names[0]) if names else None
-        if found is None:
-            return
-        round_, digest = int(found[1]), Digest.parse(found[2])
-        head, tokens = _head(status), None
-        if status is not None and head is not None and self.record(status.round - 1, head) is not None:
-            round_, digest, tokens = status.round - 1, head, status.accepted_tokens
-        record = self.record(round_, digest)
+        record, tokens = None, None
+        if status is not None and head is not None and (record := self.record(status.round - 1, head)) is not None:
+            tokens = status.accepted_tokens
+        elif names and (newest := re.fullmatch(r"(\d{13})-([0-9a-f]{64})", names[0])):
+            record = self.record(int(newest[1]), Digest.parse(newest[2]))
         for _ in range(MOST_RECORDS):
             if record is None:
-                return
+                break
             if tokens is not None:
                 tokens -= record.windows * self.spec.data.window
             before = self.record(record.round - 1, record.parent)
-            yield Origin(
-                self.spec.name, self.spec.run_id, record.base_state, record.round, tokens, _loss_in(before)
-            )  # fmt: skip
+            yield self.origin(record.base_state, record.round, tokens, before)
             record = before
+        yield self.origin(self.spec.genesis.name, 0, 0, None)
 
-
-def _loss_in(record: RoundRecord | None) -> float | None:
-    if record is None or not record.windows:
-        return None
-    return sum(u.body.loss * u.body.windows for u in record.updates) / record.windows
-
-
-def _head(status: Snapshot | None) -> Digest | None:
-    try:
-        return Digest.parse(status.head) if status is not None else None
-    except MalformedError:
-        return None
-
-
-def _is_blob(path: Path, ref: BlobRef) -> bool:
-    try:
-        return path.stat().st_size == ref.size and blob_digest(path.read_bytes()) == ref.name
-    except OSError:
-        return False
+    def origin(self, state: Digest, round_: int, tokens: int | None, before: RoundRecord | None) -> Origin:
+        """Return the origin of a state after the record `before`, with the mean loss in it, weighted by windows."""
+        loss = None
+        if before is not None and before.windows:
+            loss = sum(u.body.loss * u.body.windows for u in before.updates) / before.windows
+        return Origin(self.spec.name, self.spec.run_id, state, round_, tokens, loss)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
+from coordinator import durable
 from protocol.errors import CairnError
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write the whole file or nothing. Raises CairnError."""
-    partial = path.with_name(f".{path.name}.partial")
+def write_whole(path: Path, data: str | bytes, *, mode: int = 0o666) -> None:
+    """Write the whole file, on disk when this returns, or nothing. Raises CairnError."""
     try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
+        durable.replace(path, data.encode() if isinstance(data, str) else data, mode)
     except OSError as e:
-        partial.unlink(missing_ok=True)
         raise CairnError(f"{path}: cannot be written: {(e.strerror or str(e)).lower()}: name another place") from None
+
+
+def write_new(path: Path, text: str, *, force: bool) -> None:
+    """Write a whole file; one that is there is replaced only with `force`. Raises CairnError."""
+    if path.exists() and not force:
+        raise CairnError(f"{path}: is there already: take another name, or --force to write over it")
+    write_whole(path, text)

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import json
 import logging
-import os
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -18,6 +17,8 @@ import click
 
 from cairn.connection import CoordinatorConnection, connect
 from cairn.number_format import credits
+from coordinator import durable
+from peer.keyfile import load_or_make
 from protocol.errors import CairnError, MalformedError, ProtocolError
 from protocol.ids import PeerKey, RunId, from_b64url
 from protocol.ledger.audit import Auditor, AuditReport, Finding, TrustedTreeHead
@@ -209,9 +210,6 @@ async def _proofs(
     return found
 
 
-# -- receipts ------------------------------------------------------------------------------------------------------
-
-
 def audit_receipts(text: str, files: Sequence[Path], peer: str, home: Path, *, via: Sequence[str]) -> bool:
     """Check receipts in files, or the newest of a peer (by default this machine's); return whether all are good.
 
@@ -285,17 +283,12 @@ def _receipt_bytes(path: Path) -> bytes:
 
 
 def _peer_key(text: str, home: Path) -> PeerKey:
-    from peer.keyfile import load_or_make
-
     if text:
         return PeerKey.parse(text)
     path = home / "identity.key"
     if not path.exists():
         raise CairnError(f"there is no {path}: name a peer with --peer, or receipts in files")
     return load_or_make(path).key
-
-
-# -- the last head that was seen ---------------------------------------------------------------------------------
 
 
 def head_file(home: Path, run: RunId) -> Path:
@@ -318,20 +311,11 @@ def _seen_head(home: Path, r: CoordinatorConnection) -> SignedStatement[TreeHead
 def _remember_head(home: Path, r: CoordinatorConnection, head: SignedStatement[TreeHead]) -> None:
     """Write the newest head, whole or not at all. Raises CairnError."""
     path = head_file(home, r.spec.run_id)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with draft.open("wb") as file:
-            file.write(head.encoded)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
+        durable.replace(path, head.encoded)
     except OSError as e:
-        draft.unlink(missing_ok=True)
         raise CairnError(f"{path} cannot be written: {(e.strerror or str(e)).lower()}") from None
-
-
-# -- output ------------------------------------------------------------------------------------------------------
 
 
 def _when(head: TreeHead) -> str:

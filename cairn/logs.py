@@ -11,8 +11,8 @@ from protocol.errors import CairnError
 QUIET = ("hivemind", "transformers", "urllib3", "asyncio", "grpc", "uvicorn.access", "uvicorn.error", "httpx", "fsspec")
 
 
-def set_up_logging(file: Path, *, terminal: logging.Handler | None = None, quiet: bool = False) -> None:
-    """Log to `file` (10 MB, three kept) and, unless `quiet`, to the terminal.
+def set_up_logging(file: Path, *, terminal: logging.Handler | None = None) -> None:
+    """Log to `file` (10 MB, three kept) and to the terminal.
 
     Cairn's own loggers log from INFO, libraries from WARNING. Raises CairnError if the folder cannot be written.
     """
@@ -26,17 +26,10 @@ def set_up_logging(file: Path, *, terminal: logging.Handler | None = None, quiet
         ) from None
     # On a full disk logging would print a traceback for each line; the line itself still shows in the terminal.
     logging.raiseExceptions = False
-    root = logging.getLogger()
-    for old in list(root.handlers):
-        root.removeHandler(old)
-    root.setLevel(logging.INFO)
-    handlers: list[logging.Handler] = [to_file]
-    handlers[0].setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
-    if not quiet:
-        handler = terminal or logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-        handlers.append(handler)
-    for handler in handlers:
-        root.addHandler(handler)
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    shown = terminal or logging.StreamHandler()
+    shown.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    logging.getLogger().handlers.clear()
+    logging.basicConfig(level=logging.INFO, handlers=[to_file, shown])
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)

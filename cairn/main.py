@@ -16,14 +16,12 @@ from cairn.commands.control import COMMANDS
 from cairn.commands.demo import demo
 from cairn.commands.export import export
 from cairn.commands.generate import generate
-from cairn.commands.init import init
 from cairn.commands.invite import invite
 from cairn.commands.join import join
-from cairn.commands.plan import plan
 from cairn.commands.prepare import prepare
+from cairn.commands.run_file import init, plan, validate
 from cairn.commands.serve import serve
 from cairn.commands.status import status
-from cairn.commands.validate import validate
 from cairn.commands.watch import watch
 from protocol.errors import CairnError
 

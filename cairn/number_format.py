@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
 def count(n: float) -> str:
     """Return a number with a unit: 1234567 as 1.2M."""
-    for unit in ("", "k", "M", "G", "T"):
-        if abs(n) < 999.5 or unit == "T":
-            return f"{n:.0f}{unit}" if unit == "" or abs(n) >= 99.95 else f"{n:.1f}{unit}"
-        n /= 1000
-    raise AssertionError("unreachable")
+    return _scaled(n, ("", "k", "M", "G", "T"))
 
 
 def byte_size(n: float) -> str:
     """Return bytes in decimal units: 1234567 as 1.2 MB."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(n) < 999.5 or unit == "TB":
-            return f"{n:.0f} {unit}" if unit == "B" or abs(n) >= 99.95 else f"{n:.1f} {unit}"
-        n /= 1000
-    raise AssertionError("unreachable")
+    return _scaled(n, (" B", " kB", " MB", " GB", " TB"))
+
+
+def _scaled(n: float, units: Sequence[str]) -> str:
+    step = 0
+    while abs(n) >= 999.5 and step < len(units) - 1:
+        n, step = n / 1000, step + 1
+    return f"{n:.0f}{units[step]}" if step == 0 or abs(n) >= 99.95 else f"{n:.1f}{units[step]}"
 
 
 def credits(micro: int) -> str:

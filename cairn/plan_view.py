@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from cairn.number_format import byte_size, count
-
-if TYPE_CHECKING:
-    from coordinator.authoring.plan import RunPlan
+from coordinator.authoring import measurements
+from coordinator.authoring.plan import ASSUMED_FLOPS, ASSUMED_UTILISATION, LEAST_STEPS, MOST_BATCH, Remedies, RunPlan
 
 
 def lines(p: RunPlan, model: str = "", *, assumed: bool = False) -> Iterator[str]:
@@ -18,7 +16,7 @@ def lines(p: RunPlan, model: str = "", *, assumed: bool = False) -> Iterator[str
     yield from _aligned(_conditions(p, model, assumed))
     yield ""
     if p.remedies:
-        yield from _remedies_lines(p)
+        yield from _remedies_lines(p, p.remedies)
         yield ""
     yield from _aligned([("write", "value", "why"), *_choices(p)])
     yield ""
@@ -32,8 +30,6 @@ def lines(p: RunPlan, model: str = "", *, assumed: bool = False) -> Iterator[str
 
 
 def _conditions(p: RunPlan, model: str, assumed: bool) -> Iterator[tuple[str, ...]]:
-    from coordinator.authoring.plan import ASSUMED_FLOPS, ASSUMED_UTILISATION
-
     q = p.inputs
     said = " (assumed: --parameters or --model says otherwise)" if assumed else f" ({model})" if model else ""
     yield "model", f"{q.parameters:,} parameters{said}"
@@ -47,10 +43,8 @@ def _conditions(p: RunPlan, model: str, assumed: bool) -> Iterator[tuple[str, ..
     yield "data", f"{count(q.total)} tokens, {q.total / q.parameters:.3g} a parameter"
 
 
-def _remedies_lines(p: RunPlan) -> Iterator[str]:
-    q, remedies = p.inputs, p.remedies
-    if remedies is None:
-        return
+def _remedies_lines(p: RunPlan, remedies: Remedies) -> Iterator[str]:
+    q = p.inputs
     yield (
         f"TOO SLOW: no measured setting exchanges within {q.share:.1%} of a round's training; the one that comes "
         f"nearest takes {p.cost.share:.1%}. It is planned below; one of these would make it fit:"
@@ -71,8 +65,6 @@ def _remedies_lines(p: RunPlan) -> Iterator[str]:
 
 
 def _choices(p: RunPlan) -> Iterator[tuple[str, ...]]:
-    from coordinator.authoring import measurements
-
     q, m, c = p.inputs, p.setting, p.cost
     measured = f"measured: {measurements.SOURCE}"
     rule = f"the least with an exchange of up to {q.share:.0%} of a round" if p.fits else "the nearest to fitting"
@@ -96,22 +88,17 @@ def _choices(p: RunPlan) -> Iterator[tuple[str, ...]]:
         yield "outer.momentum", f"{m.outer.momentum:g}", "everyone holds it: 4 more bytes a parameter, also to fetch"
     yield "outer.lr", f"{m.outer.lr:g}", "0.5 of momentum goes as far as a rate of 2 without"
     yield "inner.lr", f"{p.lr:g}", "a start, from the model's size: try half and double of it on a small scale"
-    yield "inner.batch", f"{q.windows}", _why_batch(p)
+    halved = f"at most {MOST_BATCH}, halved until the run has {LEAST_STEPS:,} inner steps"
+    yield "inner.batch", f"{q.windows}", halved if q.batch is None else "as given"
     yield "warmup_tokens", f"{p.warmup_tokens:_}", f"{measurements.WARMUP:.0%} of the run, then a cosine to a tenth"
-    t = p.timers
-    yield "round.max_seconds", f"{t.max_seconds}", f"3 x the {c.training_seconds:.3g} s of training, at least 600"
-    yield "round.exchange_seconds", f"{t.exchange_seconds}", f"4 x the {c.exchange_seconds:.3g} s planned, at least 60"
-    yield "round.propose_seconds", f"{t.propose_seconds}", "20 round trips, at least 10"
-    yield "round.patience_seconds", f"{t.patience_seconds}", "2 x exchange_seconds, at least 120"
+    for field, why in (
+        ("max_seconds", f"3 x the {c.training_seconds:.3g} s of training, at least 600"),
+        ("exchange_seconds", f"4 x the {c.exchange_seconds:.3g} s planned, at least 60"),
+        ("propose_seconds", "20 round trips, at least 10"),
+        ("patience_seconds", "2 x exchange_seconds, at least 120"),
+    ):
+        yield f"round.{field}", f"{p.timers[field]}", why
     yield "overlap", "always", "training goes on during the exchange: not a field"
-
-
-def _why_batch(p: RunPlan) -> str:
-    from coordinator.authoring.plan import LEAST_STEPS, MOST_BATCH
-
-    if p.inputs.batch is not None:
-        return "as given"
-    return f"at most {MOST_BATCH}, halved until the run has {LEAST_STEPS:,} inner steps"
 
 
 def _costs(p: RunPlan) -> Iterator[tuple[str, ...]]:
@@ -126,27 +113,22 @@ def _costs(p: RunPlan) -> Iterator[tuple[str, ...]]:
         f"{c.share:.1%} of {c.training_seconds:.3g} s of training, which goes on meanwhile: that makes the loss "
         f"{c.loss / c.setting.loss - 1:.1%} higher",
     )
-    yield "length", f"{p.rounds:,} rounds, {_long(p.days)} ({_long(p.days_without_overlap)} if nothing overlapped)"
+    yield "length", f"{p.rounds:,} rounds, {_long(p.days)}"
+    total = p.rounds * p.up_bytes
     yield (
         "in all",
-        f"{byte_size(p.total_up_bytes)} up a peer; data-parallel in bf16 {byte_size(p.data_parallel_bytes)} (ring "
-        f"all-reduce a step): {p.data_parallel_bytes / p.total_up_bytes:,.3g}x",
+        f"{byte_size(total)} up a peer; data-parallel in bf16 {byte_size(p.data_parallel_bytes)} (ring "
+        f"all-reduce a step): {p.data_parallel_bytes / total:,.3g}x",
     )
-    yield "by payload", f"an update is {p.fewer_than_gradients:,.4g}x smaller than the bf16 gradients of its steps"
 
 
 def _changes(p: RunPlan) -> Iterator[tuple[str, ...]]:
-    from coordinator.authoring import measurements
-
     q, c = p.inputs, p.cost
     if p.setting.loss == min(m.loss for m in measurements.MEASURED):
         yield "better", "nothing that was measured has less loss"
     elif p.better:
         b = p.better.setting
-        yield (
-            "better",
-            f"from {_mbit(p.better.uplink_needed)} up: {b} (loss {b.loss:g} x, for {p.setting.loss:g} x)",
-        )
+        yield ("better", f"from {_mbit(p.better.uplink_needed)} up: {b} (loss {b.loss:g} x, for {p.setting.loss:g} x)")
     else:
         yield "better", "over a faster uplink: shorter rounds, or the same with less training on old states"
     if p.fits:

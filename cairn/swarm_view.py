@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from cairn.announcements import Announcements
@@ -57,8 +59,6 @@ class ObserverView:
         self._announcements = Announcements(node.chain, RoundPolicy.of(spec), lambda n: n == size)
         node.observers.subscribe(MessageVerified, lambda event: self._announcements.receive(event.message))
         node.observers.subscribe(MachineStepped, lambda _: self._changed())
-
-    # -- SwarmView -------------------------------------------------------------------------------------------
 
     @property
     def head(self) -> Digest:
@@ -138,8 +138,6 @@ class ObserverView:
     def has_blob(self, digest: Digest) -> bool:
         return self._node.store.has(digest)
 
-    # -- the archive -----------------------------------------------------------------------------------------
-
     def _changed(self) -> None:
         chain = self._node.chain
         now = (chain.head, *(None if m is None else m.digest for m in (chain.finalization, chain.newest_directive)))
@@ -207,7 +205,7 @@ class ObserverView:
         store = self._node.store
         if not store.has(archived.state):
             with self._archive.reading(archived):
-                await asyncio.to_thread(_into_store, store, archived)
+                await asyncio.to_thread(put_blob, store, archived.state, archived.folder / MODEL, link=True)
         await self._node.hold(archived.state)
 
     def _newest_checkpoint(self) -> tuple[Digest, Digest, int] | None:
@@ -267,16 +265,20 @@ class ObserverView:
         return encode_certificate(certificate), [h.encoded for h in self._claims(record) if h.body.state == state]
 
 
-def _into_store(store: Store, archived: ArchivedState) -> None:
-    """Link or copy an archived state into the store. Raises StoreError, and MalformedError for another digest."""
-    source, draft = archived.folder / MODEL, store.scratch / f"offer-{archived.state.hex()}"
-    with disk(f"taking the archived state of round {archived.round} into the store"):
-        draft.unlink(missing_ok=True)
-        try:
-            os.link(source, draft)
-        except OSError:
-            shutil.copyfile(source, draft)
+def put_blob(store: Store, digest: Digest, path: Path, *, link: bool = False) -> None:
+    """Copy a file into the store; with `link`, for a file that never changes, link it if possible.
+
+    Raises StoreError, and MalformedError if the file is another blob.
+    """
+    draft = store.scratch / f"import-{digest.hex()}"
     try:
-        store.adopt(draft, archived.state)
+        with disk(f"copying {path} into the store"):
+            draft.unlink(missing_ok=True)
+            if link:
+                with contextlib.suppress(OSError):
+                    os.link(path, draft)
+            if not draft.exists():
+                shutil.copyfile(path, draft)
+        store.adopt(draft, digest)
     finally:
         draft.unlink(missing_ok=True)

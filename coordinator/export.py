@@ -27,7 +27,7 @@ from coordinator.model_card import Origin, model_card, tokenizer_settings
 from protocol.errors import MalformedError
 from protocol.ids import Digest
 from protocol.layout import Layout, checkpoint_header_size
-from protocol.merkle import CHUNK, leaf_hash, tree_hash
+from protocol.merkle import leaf_hash, leaves_of, read_chunks, tree_hash
 
 MODEL, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
 SPARE = 64 * 1024 * 1024
@@ -62,7 +62,7 @@ def export(
     Raises ExportError, in one line with the remedy; SpecError for the config.
     """
     _check_out(out, force)
-    layout, made, dtype_config = _model(config)
+    layout, made, whole = _model(config)
     held = read_layout(checkpoint)
     if held.without_momentum() != layout:
         raise ExportError(
@@ -87,14 +87,17 @@ def export(
                 f"{checkpoint}: damaged: its digest is {digest.short}, and should be {origin.state.short}: take "
                 "another copy of it"
             )
-        _write(draft / CONFIG, json.dumps(dtype_config, indent=2, sort_keys=True) + "\n")
-        _write_generation(draft, dtype_config)
+        tokens = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version")
         text = _read_tokenizer(tokenizer)
-        _write(draft / TOKENIZER, text)
-        _write(
-            draft / "tokenizer_config.json", json.dumps(tokenizer_settings(text, tokenizer, config), indent=2) + "\n"
-        )
-        _write(draft / "README.md", model_card(origin, digest, layout.numel, made, config))
+        for name, content in (
+            (CONFIG, whole),
+            ("generation_config.json", {k: whole[k] for k in tokens if whole.get(k) is not None}),
+            (TOKENIZER, text),
+            ("tokenizer_config.json", tokenizer_settings(text, tokenizer, config)),
+            ("README.md", model_card(origin, digest, layout.numel, made, config)),
+        ):
+            written = content if isinstance(content, str) else json.dumps(content, indent=2, sort_keys=True) + "\n"
+            durable.write(draft / name, written.encode())
         durable.sync(draft)
         _put_in_place(draft, out)
     except OSError as e:
@@ -139,15 +142,6 @@ def _model(config: Mapping[str, Any]) -> tuple[Layout, str, dict[str, Any]]:
     )
 
 
-def _write_generation(folder: Path, config: Mapping[str, Any]) -> None:
-    fields = {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(k) is not None}
-    fields["transformers_version"] = config["transformers_version"]
-    _write(folder / "generation_config.json", json.dumps(fields, indent=2, sort_keys=True) + "\n")
-
-
-# -- the weights ---------------------------------------------------------------------------------------------
-
-
 def _write_weights(checkpoint: Path, held: Layout, target: Path, metadata: Mapping[str, str]) -> Digest:
     """Copy the model's tensors into a safetensors file; return the digest of the checkpoint that was read."""
     wanted = {t.name for t in held.without_momentum().tensors}
@@ -184,18 +178,14 @@ def _write_weights(checkpoint: Path, held: Layout, target: Path, metadata: Mappi
 def _chunks(path: Path) -> Iterator[bytes]:
     try:
         with path.open("rb") as file:
-            while chunk := file.read(CHUNK):
-                yield chunk
+            yield from read_chunks(file)
     except OSError as e:
         raise ExportError(f"{path}: cannot be read: {e.strerror or e}") from None
 
 
 def checkpoint_digest(path: Path) -> Digest:
     """Return the blob digest of a file. Raises ExportError."""
-    return tree_hash([leaf_hash(chunk) for chunk in _chunks(path)])
-
-
-# -- the folder ----------------------------------------------------------------------------------------------
+    return tree_hash(leaves_of(_chunks(path)))
 
 
 def _check_out(out: Path, force: bool) -> None:
@@ -238,10 +228,6 @@ def _read_tokenizer(path: Path) -> str:
         raise ExportError(
             f"{path}: the run's tokenizer cannot be read: {why}: put the run's tokenizer.json there"
         ) from None
-
-
-def _write(path: Path, text: str) -> None:
-    durable.write(path, text.encode())
 
 
 def _disk_error(e: OSError, out: Path) -> str:

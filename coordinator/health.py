@@ -7,7 +7,7 @@ only method is a stream of requests, as its standard demands; each request count
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -27,15 +27,16 @@ _Status = health_pb2.HealthCheckResponse
 
 
 class Health(health_pb2_grpc.HealthServicer):
-    """Health of the whole server ("") and of the coordinator's service: serving until `serving` returns False."""
+    """Health of the whole server ("") and of the coordinator's service."""
 
-    def __init__(self, serving: Callable[[], bool]):
-        self._serving = serving
+    def __init__(self):
+        self.serving = True
+        """False once the server is about to stop: probes report it."""
 
     def _status(self, service: str) -> Any:
         if service not in ("", NAME):
             return _Status.SERVICE_UNKNOWN
-        return _Status.SERVING if self._serving() else _Status.NOT_SERVING
+        return _Status.SERVING if self.serving else _Status.NOT_SERVING
 
     async def Check(self, request: Any, context: Any) -> Any:
         status = self._status(request.service)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ def charts(points: Sequence[RoundPoint], limit: int = 600) -> Charts:
         loss.append(sum(p.loss * w for p, w in zip(group, weights, strict=True)) / total if total else group[-1].loss)
         before = group[-1].tokens
     seen = [p for p in points if p.seen_at is not None]
-    for a, b in _pairs(seen[::step]):
+    for a, b in pairwise(seen[::step]):
         elapsed = (b.seen_at or 0.0) - (a.seen_at or 0.0)
         if elapsed > 0:
             times.append(b.seen_at or 0.0)
@@ -111,11 +112,3 @@ def tokens_per_second(points: Sequence[RoundPoint], now: float, *, rounds: int =
     # A round in progress changes nothing; an overdue one lowers the rate.
     elapsed = max(last, now - 1.5 * typical) - first
     return (seen[-1].tokens - seen[0].tokens) / elapsed if elapsed > 0 else 0.0
-
-
-def _pairs(points: Iterable[RoundPoint]) -> Iterable[tuple[RoundPoint, RoundPoint]]:
-    previous = None
-    for point in points:
-        if previous is not None:
-            yield previous, point
-        previous = point

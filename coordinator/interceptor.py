@@ -20,9 +20,9 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from coordinator.errors import TooManyError
+from coordinator.errors import RefusedError, TooManyError, UnknownRunError
 from coordinator.limits import Rate, RateLimit, caller_of
-from protocol.errors import MalformedError
+from protocol.errors import AdmissionError, CairnError, MalformedError, SignatureError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -36,8 +36,11 @@ CALLS_OF_ONE = 64
 READ_SECONDS = 5.0
 """Seconds for a request to arrive completely."""
 
+DEADLINE = 10.0
+"""Seconds that any unary method may take, whatever the client asked for."""
+
 CALL_SECONDS = 15.0
-"""Seconds for a unary call and everything that it waits for; a method's own deadline is shorter."""
+"""Seconds for a unary call and everything that it waits for: longer than READ_SECONDS or DEADLINE."""
 
 STREAMS = 64
 STREAMS_OF_ONE = 4
@@ -46,7 +49,14 @@ STREAM_SECONDS = 600.0
 
 IDLE_SECONDS = 60.0
 
-_BUG = "the coordinator has a fault of its own: its operator finds the reason in its log"
+_CODES: tuple[tuple[type[CairnError], grpc.StatusCode], ...] = (
+    (UnknownRunError, grpc.StatusCode.NOT_FOUND),
+    (RefusedError, grpc.StatusCode.PERMISSION_DENIED),
+    (AdmissionError, grpc.StatusCode.PERMISSION_DENIED),
+    (SignatureError, grpc.StatusCode.UNAUTHENTICATED),
+    (MalformedError, grpc.StatusCode.INVALID_ARGUMENT),
+)
+_FAULT = "the coordinator has a fault of its own: its operator finds the reason in its log"
 
 
 class ConcurrencyLimit:
@@ -83,15 +93,10 @@ class ConcurrencyLimit:
 
 
 class LimitsInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps each method of a server.
+    """Wraps each method of a server. `counted(method, code, seconds)` is called after each call."""
 
-    `counted(method, code, seconds)` is called for calls that the interceptor ends; methods in `counts_itself` count the
-    others themselves.
-    """
-
-    def __init__(self, counted: Callable[[str, str, float], None], counts_itself: frozenset[str], max_calls: int):
+    def __init__(self, counted: Callable[[str, str, float], None], max_calls: int):
         self._counted = counted
-        self._counts_itself = counts_itself
         self._rate = RateLimit(CALLS)
         self._calls = ConcurrencyLimit(max_calls, CALLS_OF_ONE)
         self._streams = ConcurrencyLimit(STREAMS, STREAMS_OF_ONE)
@@ -128,7 +133,13 @@ class LimitsInterceptor(grpc.aio.ServerInterceptor):
             async def work(_: str) -> None:
                 sent = await _in_time(context.read(), READ_SECONDS, "the request did not come")
                 request = _parsed(handler.request_deserializer, sent)
-                reply = await handler.unary_unary(request, context)
+                try:
+                    async with async_timeout.timeout(DEADLINE):
+                        reply = await handler.unary_unary(request, context)
+                except asyncio.TimeoutError:
+                    log.warning("%s took more than %.0f s", method, DEADLINE)
+                    busy = "the coordinator is too busy: try again in a minute"
+                    raise _Ended(grpc.StatusCode.DEADLINE_EXCEEDED, busy) from None
                 await context.write(handler.response_serializer(reply))
 
             await self._within(method, context, self._calls, work, CALL_SECONDS)
@@ -142,7 +153,7 @@ class LimitsInterceptor(grpc.aio.ServerInterceptor):
                 if handler.request_streaming:
                     replies = handler.stream_stream(requests, context)
                 else:
-                    first = await next_or_none(requests)
+                    first = await anext(requests, None)
                     if first is None:
                         raise MalformedError("the call carries no request")
                     replies = handler.unary_stream(first, context)
@@ -184,17 +195,22 @@ class LimitsInterceptor(grpc.aio.ServerInterceptor):
             code, message = grpc.StatusCode.DEADLINE_EXCEEDED, "the call took too long and was ended: call again"
         except _Ended as e:
             code, message = e.code, str(e)
-        except TooManyError as e:
+        except TooManyError as e:  # counted only: a flood must not fill the log
             code, message = grpc.StatusCode.RESOURCE_EXHAUSTED, str(e)
-        except MalformedError as e:
-            code, message = grpc.StatusCode.INVALID_ARGUMENT, str(e)
-        except (asyncio.CancelledError, grpc.aio.AbortError):
-            raise  # the client left, or the method has reported the error and counted it
+        except CairnError as e:
+            known = next((c for kind, c in _CODES if isinstance(e, kind)), None)
+            code, message = (known, str(e)) if known is not None else (grpc.StatusCode.INTERNAL, _FAULT)
+            # A failing disk or ledger is for the operator to read, not for strangers.
+            log.log(logging.ERROR if known is None else logging.INFO, "%s from %s: %s", method, caller, e)
+        except asyncio.CancelledError:  # the client left
+            self._counted(method, grpc.StatusCode.CANCELLED.name, time.monotonic() - began)
+            raise
+        except grpc.aio.AbortError:
+            raise  # the method has reported the error
         except Exception:  # a bug: logged here; strangers learn nothing of the inside
             log.exception("%s failed", method)
-            code, message = grpc.StatusCode.INTERNAL, _BUG
-        if code is not grpc.StatusCode.OK or method not in self._counts_itself:
-            self._counted(method, code.name, time.monotonic() - began)
+            code, message = grpc.StatusCode.INTERNAL, _FAULT
+        self._counted(method, code.name, time.monotonic() - began)
         if code is not grpc.StatusCode.OK:
             await context.abort(code, message)
 
@@ -222,10 +238,3 @@ async def _in_time(work: Awaitable[T], seconds: float, otherwise: str) -> T:
             return await work
     except asyncio.TimeoutError:
         raise _Ended(grpc.StatusCode.DEADLINE_EXCEEDED, f"{otherwise} within {seconds:.0f} s") from None
-
-
-async def next_or_none(items: AsyncIterator[T]) -> T | None:
-    """Return the next item, or None at the end."""
-    async for item in items:
-        return item
-    return None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
-from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 
 from coordinator.errors import TooManyError
+from protocol.bounded import BoundedDict
+from protocol.token_bucket import TokenBucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +24,17 @@ class RateLimit:
 
     def __init__(self, rate: Rate, *, callers: int = 10_000):
         self._rate = rate
-        self._callers = callers
-        self._buckets: OrderedDict[Hashable, tuple[float, float]] = (
-            OrderedDict()
-        )  # caller -> remaining tokens, time of the last request
+        self._buckets: BoundedDict[Hashable, TokenBucket] = BoundedDict(callers)
 
     def take(self, caller: Hashable, now: float) -> None:
         """Count one request. Raises TooManyError, with the time to wait, if the bucket is empty."""
-        tokens, at = self._buckets.pop(caller, (self._rate.burst, now))
-        tokens = min(self._rate.burst, tokens + max(0.0, now - at) * self._rate.per_second)
-        allowed = tokens >= 1
-        self._buckets[caller] = (tokens - 1 if allowed else tokens, now)
-        while len(self._buckets) > self._callers:
-            self._buckets.popitem(last=False)
-        if not allowed:
-            wait = (1 - tokens) / self._rate.per_second
+        bucket = self._buckets.get(caller) or TokenBucket(self._rate.per_second, self._rate.burst, now)
+        self._buckets.renew(caller, bucket)
+        bucket.refill(now)
+        if bucket.tokens < 1:
+            wait = (1 - bucket.tokens) / self._rate.per_second
             raise TooManyError(f"too many requests: try again in {max(1, round(wait))} s")
+        bucket.charge(1)
 
     def __len__(self) -> int:
         return len(self._buckets)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter as CountOf
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from coordinator.alerts.tracker import Alert
 from coordinator.chain_indexer import ChainIndexer
 from coordinator.directives import DirectiveEffects
-from coordinator.estimate import PeerProgress, next_round_seconds
 from coordinator.history import tokens_per_second
 from coordinator.indexed_chain import MAX_REMEMBERED, IndexedChain
 from coordinator.non_participation import NonParticipation
 from coordinator.peer_registry import PeerRegistry
-from coordinator.round_observations import RoundObservation, RoundObservations
+from coordinator.round_observations import RoundObservation, RoundObservations, TypicalDurations
 from coordinator.swarm import TRAINING_PHASES
 from protocol.chain import genesis_digest
 from protocol.ids import Digest, PeerKey
@@ -237,11 +236,10 @@ class OverviewBuilder:
         s, r, window = self._observations, self._directives.round_policy, self._spec.data.window
         work = []
         for p in working:
-            if (
-                h := p.heartbeat
-            ) is not None:  # a peer without a report of this round yet will be as fast in it as before
-                here = h.head == head
-                work.append(PeerProgress(h.windows * window * here, h.tokens_per_second, p.seconds_since * here))
+            if (h := p.heartbeat) is not None:
+                # A peer without a report of this round yet will be as fast in it as before.
+                tokens = h.windows * window + h.tokens_per_second * p.seconds_since if h.head == head else 0.0
+                work.append((tokens, h.tokens_per_second))
         return next_round_seconds(
             work,
             target_tokens=r.target_tokens,
@@ -326,6 +324,37 @@ def round_overview(
         account,
         observed,
     )
+
+
+def next_round_seconds(
+    work: Iterable[tuple[float, float]],
+    *,
+    target_tokens: int,
+    max_seconds: float,
+    elapsed: float | None,
+    announced: float | None,
+    typical: TypicalDurations | None,
+) -> float | None:
+    """Return the seconds until the round that is being trained is decided; 0 if it is due, None if unknown.
+
+    `work` has the tokens of each training peer in this round, and its tokens a second, by its own reports. `elapsed`
+    and `announced` are the seconds since it began, and since its first update was announced (None: unknown, not yet).
+    """
+    after = typical.after if typical is not None else 0.0
+    if announced is not None:
+        return max(0.0, after - announced) if typical is not None else None
+    done, rate = 0.0, 0.0
+    for tokens, speed in work:
+        done += tokens
+        rate += speed
+    if rate > 0:
+        left = max(0.0, target_tokens - done) / rate
+        if elapsed is not None:
+            left = min(left, max(0.0, max_seconds - elapsed))
+        return left + after
+    if typical is not None and elapsed is not None:
+        return max(0.0, typical.whole - elapsed)
+    return None
 
 
 def amount(number: float) -> str:

@@ -5,13 +5,14 @@ They are for people: no credit and no decision depends on them.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 
 from coordinator.non_participation import NonParticipation, ReceivedUpdate, non_participants
 from coordinator.swarm import TRAINING_PHASES, ReceivedHeartbeat
+from protocol.bounded import BoundedDict
 from protocol.ids import Digest, PeerKey
 from protocol.ledger.credits import RoundCredits
 from protocol.messages import RoundRecord, Signed, UpdateHeader
@@ -87,13 +88,13 @@ class RoundObservations:
     def __init__(self, member_seconds: Callable[[], float], now: Callable[[], float]):
         self._member_seconds = member_seconds
         self._now = now
-        self._rounds: OrderedDict[Digest, RoundObservation] = OrderedDict()
+        self._rounds: BoundedDict[Digest, RoundObservation] = BoundedDict(MAX_ROUNDS)
         self._head: Digest | None = None
         self._began: float | None = None
         self._announced: dict[PeerKey, ReceivedUpdate] = {}
         self._proposed: dict[Digest, tuple[float, frozenset[PeerKey]]] = {}
-        self._early: OrderedDict[tuple[PeerKey, type], tuple[Signed, float]] = OrderedDict()
-        self._announcements: OrderedDict[Digest, Mapping[PeerKey, float]] = OrderedDict()
+        self._early: BoundedDict[tuple[PeerKey, type], tuple[Signed, float]] = BoundedDict(MAX_AUTHORS)
+        self._announcements: BoundedDict[Digest, Mapping[PeerKey, float]] = BoundedDict(MAX_ANNOUNCED)
         self._before: frozenset[PeerKey] = frozenset()
         self._bytes: dict[PeerKey, tuple[int, int]] = {}
         self._unsaved: deque[RoundObservation] = deque(maxlen=MAX_WITH_ABSENCES)
@@ -166,8 +167,6 @@ class RoundObservations:
             return
         # Its round has not begun here, or it is of another branch: the newest of each author waits for its turn.
         key = (message.author, type(message.body))
-        if key not in self._early and len(self._early) >= MAX_AUTHORS:
-            self._early.popitem(last=False)
         self._early[key] = (message, now)
 
     def _accept(self, message: Signed, at: float) -> None:
@@ -198,8 +197,7 @@ class RoundObservations:
             account.round, account.record, self._began if came else None, first, proposed, now, training, sent,
             received, tuple(found[:MAX_LISTED]), len(found),
         )  # fmt: skip
-        self._rounds[seen.record] = seen
-        self._rounds.move_to_end(seen.record)
+        self._rounds.renew(seen.record, seen)
         if first is not None:
             self._announcements[seen.record] = {p: a.at - first for p, a in self._announced.items()}
         self._unsaved.append(seen)
@@ -235,10 +233,6 @@ class RoundObservations:
         return (sent, received) if known else (None, None)
 
     def _forget(self) -> None:
-        while len(self._rounds) > MAX_ROUNDS:
-            self._rounds.popitem(last=False)
-        while len(self._announcements) > MAX_ANNOUNCED:
-            self._announcements.popitem(last=False)
         if len(self._rounds) > MAX_WITH_ABSENCES:
             for back, s in enumerate(reversed(self._rounds.values())):
                 if back == MAX_WITH_ABSENCES:

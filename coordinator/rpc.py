@@ -1,40 +1,45 @@
-"""The gRPC service (protocol/wire/coordinator.proto): bounded, with its own deadlines, and messages for people."""
+"""The gRPC service (protocol/wire/coordinator.proto): each method's own limits, and its answers."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Callable
 
-import async_timeout
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 
-from coordinator.admission import MAX_REQUEST
+from coordinator.admission import MAX_REQUEST, Admitter
+from coordinator.control import RunControl
+from coordinator.credits.log import CreditLog
 from coordinator.credits.views import MAX_CERTIFICATES
-from coordinator.errors import PortTakenError, RefusedError, TooManyError, UnknownRunError
+from coordinator.errors import PortTakenError, UnknownRunError
 from coordinator.health import Health, Reflection
+from coordinator.history import charts
+from coordinator.indexed_chain import IndexedChain
 from coordinator.interceptor import LimitsInterceptor
+from coordinator.ledger_thread import LedgerThread
 from coordinator.limits import Rate, RateLimit, caller_of
-from coordinator.rpc_answers import RpcAnswers
+from coordinator.overview import Overview, PeerOverview
+from coordinator.swarm import SwarmView
 from coordinator.tls import TlsCertificate
 from protocol.envelope import author_of
-from protocol.errors import AdmissionError, CairnError, MalformedError, SignatureError
-from protocol.ids import Digest, PeerKey
+from protocol.ids import Digest, PeerKey, Round
+from protocol.ledger.credits import Balance
 from protocol.ledger.statements import MAX_BINDING
+from protocol.message_codec import MAX_ADDRESSES
+from protocol.spec import RunSpec
 from protocol.wire import coordinator_pb2 as wire
 from protocol.wire import coordinator_pb2_grpc as stubs
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
-DEADLINE = 10.0
-"""Seconds that any call may take, whatever the client asked for."""
-
+MAX_STATUS_PEERS = 1000
+MAX_ABSENT = 8
+MAX_LOSSES = 120
+MAX_ENTRIES = 50
 MAX_CALLS = 512
 MAX_CONNECTIONS = 16_384
 """A peer keeps one open while it trains."""
@@ -70,28 +75,29 @@ OPTIONS = (
     ("grpc.so_reuseport", 0),
 )
 
-METHODS = frozenset(m.name for m in wire.DESCRIPTOR.services_by_name["Coordinator"].methods)
-
-_CODES: tuple[tuple[type[CairnError], grpc.StatusCode], ...] = (
-    (UnknownRunError, grpc.StatusCode.NOT_FOUND),
-    (TooManyError, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (RefusedError, grpc.StatusCode.PERMISSION_DENIED),
-    (AdmissionError, grpc.StatusCode.PERMISSION_DENIED),
-    (SignatureError, grpc.StatusCode.UNAUTHENTICATED),
-    (MalformedError, grpc.StatusCode.INVALID_ARGUMENT),
-)
-
 
 class CoordinatorService(stubs.CoordinatorServicer):
-    """All calls of the coordinator's service. `counted(method, code, seconds)` is called after each."""
+    """All calls of the coordinator's service. Each may raise CairnError, which the interceptor turns into a status."""
 
-    def __init__(self, answers: RpcAnswers, counted: Callable[[str, str, float], None]):
+    def __init__(
+        self, spec: RunSpec, spec_envelope: bytes, *, view: SwarmView, chain: IndexedChain, ledger: LedgerThread,
+        admitter: Admitter, control: RunControl, credits: CreditLog, overview: Callable[[], Overview],
+        page_url: Callable[[], str], now: Callable[[], float],
+    ):  # fmt: skip
         super().__init__()
-        self._answers = answers
-        self.counted = counted
-        self.serving = True
-        """False once the server is about to stop: probes report it."""
-
+        self._spec = spec
+        self._spec_envelope = spec_envelope
+        self._view = view
+        self._chain = chain
+        self._ledger = ledger
+        self._admitter = admitter
+        self._control = control
+        self._credits = credits
+        self._overview = overview
+        self._page_url = page_url
+        self._now = now
+        self._status: tuple[Overview, wire.StatusReply] | None = None
+        self._thinned: tuple[tuple[Round, Digest] | None, list[float]] | None = None
         self._reads = RateLimit(READS)
         self._admissions = RateLimit(ADMISSIONS)
         self._directives = RateLimit(DIRECTIVES)
@@ -99,111 +105,165 @@ class CoordinatorService(stubs.CoordinatorServicer):
         self._bindings = RateLimit(BINDINGS)
         self._bindings_of_one = RateLimit(BINDINGS_OF_ONE)
 
-    async def GetRun(self, request: wire.GetRunRequest, context) -> wire.GetRunReply:
-        async def work() -> wire.GetRunReply:
-            self._check_run(request.run)
-            return await self._answers.run_reply()
-
-        return await self._answer("GetRun", context, self._reads, work)
-
-    async def Admit(self, request: wire.AdmitRequest, context) -> wire.AdmitReply:
-        async def work() -> wire.AdmitReply:
-            # The signature is not checked yet, so the key is only claimed. It is counted together with the address:
-            # otherwise anybody could use up another peer's share. One peer behind a shared address cannot use up all of
-            # it.
-            caller = (caller_of(context.peer()), author_of(request.request, limit=MAX_REQUEST))
-            self._admissions_of_one.take(caller, time.monotonic())
-            return await self._answers.admit_reply(request.request)
-
-        return await self._answer("Admit", context, self._admissions, work)
-
-    async def Status(self, request: wire.StatusRequest, context) -> wire.StatusReply:
-        async def work() -> wire.StatusReply:
-            self._check_run(request.run)
-            return await self._answers.status_reply()
-
-        return await self._answer("Status", context, self._reads, work)
-
-    async def Account(self, request: wire.AccountRequest, context) -> wire.AccountReply:
-        async def work() -> wire.AccountReply:
-            self._check_run(request.run)
-            return await self._answers.account_reply(PeerKey(request.peer))
-
-        return await self._answer("Account", context, self._reads, work)
-
-    async def PublishDirective(self, request: wire.DirectiveRequest, context) -> wire.DirectiveReply:
-        async def work() -> wire.DirectiveReply:
-            self._check_run(request.run)
-            # The owner's signature is the authority, whoever delivers it.
-            return await self._answers.directive_reply(request.directive)
-
-        return await self._answer("Amend", context, self._directives, work)
-
-    async def Bind(self, request: wire.BindRequest, context) -> wire.BindReply:
-        async def work() -> wire.BindReply:
-            self._check_run(request.run)
-            # The signature is not checked yet, so the key is only claimed: counted with the address, as in Admit.
-            caller = (caller_of(context.peer()), author_of(request.binding, limit=MAX_BINDING))
-            self._bindings_of_one.take(caller, time.monotonic())
-            return wire.BindReply(peers=await self._answers.credits.bind(request.binding))
-
-        return await self._answer("Bind", context, self._bindings, work)
-
-    async def Certificates(self, request: wire.CertificatesRequest, context) -> wire.CertificatesReply:
-        async def work() -> wire.CertificatesReply:
-            self._check_run(request.run)
-            if request.record:
-                one = await self._answers.credits.certificate(Digest(request.record))
-                return wire.CertificatesReply(certificates=[] if one is None else [one])
-            limit = min(request.limit or MAX_CERTIFICATES, MAX_CERTIFICATES)
-            found, more = await self._answers.credits.certificates(Digest(request.after), limit)
-            return wire.CertificatesReply(certificates=found, more=more)
-
-        return await self._answer("Certificates", context, self._reads, work)
-
-    def _check_run(self, run: bytes) -> None:
-        if run != self._answers.run:
+    def _check(self, context: grpc.aio.ServicerContext, limit: RateLimit, run: bytes) -> None:
+        """Raise TooManyError for a caller's rate, UnknownRunError for another run."""
+        limit.take(caller_of(context.peer()), time.monotonic())
+        if run != self._spec.run_id:
             raise UnknownRunError(
-                f"this coordinator serves run {self._answers.run.short}, not {run[:4].hex() or 'none'}"
+                f"this coordinator serves run {self._spec.run_id.short}, not {run[:4].hex() or 'none'}"
             )
 
-    async def _answer(
-        self, method: str, context: grpc.aio.ServicerContext, limit: RateLimit, work: Callable[[], Awaitable[T]]
-    ) -> T:
-        began, code, message = time.monotonic(), grpc.StatusCode.OK, ""
-        try:
-            limit.take(caller_of(context.peer()), began)
-            async with async_timeout.timeout(DEADLINE):
-                return await work()
-        except asyncio.TimeoutError:
-            code, message = grpc.StatusCode.DEADLINE_EXCEEDED, "the coordinator is too busy: try again in a minute"
-            log.warning("%s took more than %.0f s", method, DEADLINE)
-        except asyncio.CancelledError:
-            code = grpc.StatusCode.CANCELLED
-            raise
-        except CairnError as e:
-            code = next((c for kind, c in _CODES if isinstance(e, kind)), grpc.StatusCode.INTERNAL)
-            if code is grpc.StatusCode.INTERNAL:
-                # A failing disk or ledger is for the operator to read, not for strangers.
-                log.error("%s: %s", method, e)
-                message = "the coordinator has a fault of its own: its operator finds the reason in its log"
-            else:
-                log.info("%s from %s refused: %s", method, caller_of(context.peer()), e)
-                message = str(e)
-        finally:
-            self.counted(method, code.name, time.monotonic() - began)
-        await context.abort(code, message)
-        raise AssertionError("abort raises")
+    async def GetRun(self, request: wire.GetRunRequest, context) -> wire.GetRunReply:
+        self._check(context, self._reads, request.run)
+        return await self.run_reply()
+
+    async def run_reply(self) -> wire.GetRunReply:
+        """Return the spec, and where the swarm and the page are."""
+        return wire.GetRunReply(spec=self._spec_envelope, addresses=self._addresses(), page=self._page_url())
+
+    async def Admit(self, request: wire.AdmitRequest, context) -> wire.AdmitReply:
+        address = caller_of(context.peer())
+        self._admissions.take(address, time.monotonic())
+        # The signature is not checked yet, so the key is only claimed. It is counted together with the address:
+        # otherwise anybody could use up another peer's share. One peer behind a shared address cannot use up all of it.
+        caller = (address, author_of(request.request, limit=MAX_REQUEST))
+        self._admissions_of_one.take(caller, time.monotonic())
+        admission = await self._admitter.admit(request.request)
+        return wire.AdmitReply(admission=admission.encoded, time=int(self._now()), addresses=self._addresses())
+
+    def _addresses(self) -> list[str]:
+        return list(self._view.addresses())[:MAX_ADDRESSES]
+
+    async def Status(self, request: wire.StatusRequest, context) -> wire.StatusReply:
+        self._check(context, self._reads, request.run)
+        o = self._overview()
+        if self._status is not None and self._status[0] is o:
+            return self._status[1]  # hundreds of kilobytes: made once for each overview
+        checkpoint = self._newest_checkpoint()
+        reply = wire.StatusReply(
+            name=o.name, health=o.health, message=o.message, round=o.round, head=o.head, state=o.state,
+            state_round=o.state_round, tokens=o.tokens, total_tokens=o.total_tokens,
+            tokens_per_second=o.tokens_per_second, loss=o.loss or 0.0, page=self._page_url(),
+            peers=[_peer_status(p) for p in o.peers[:MAX_STATUS_PEERS]],
+        )  # fmt: skip
+        if o.final_round is not None:
+            reply.final_round = o.final_round
+        if checkpoint is not None:
+            reply.checkpoint, reply.checkpoint_round = checkpoint
+        for r in o.rounds:
+            absent = r.absent or ()
+            reply.rounds.add(
+                round=r.round, tokens=r.tokens, loss=r.loss, contributors=len(r.contributors),
+                absent=absent[:MAX_ABSENT], absent_total=len(absent), final=r.final,
+            )  # fmt: skip
+        reply.losses.extend(self._losses())
+        for a in o.alerts:
+            reply.alerts.add(name=a.name, since=int(a.since), message=a.message)
+        self._status = (o, reply)
+        return reply
+
+    def _losses(self) -> list[float]:
+        """Return the losses of the whole run, thinned; made once a round."""
+        head = self._chain.head
+        if self._thinned is None or self._thinned[0] != head:
+            self._thinned = (head, charts(self._chain.points(), MAX_LOSSES).loss)
+        return self._thinned[1]
+
+    def _newest_checkpoint(self) -> tuple[Digest, int] | None:
+        """Return the newest state that is a checkpoint and in the observer's store."""
+        chain = self._chain
+        for account in chain.newest(len(chain.open) + len(chain.recent)):
+            if account.round % self._spec.checkpoint.every == 0 and self._view.has_blob(account.base_state):
+                return account.base_state, account.round
+        genesis = self._spec.genesis.name
+        return (genesis, 0) if self._view.has_blob(genesis) else None
+
+    async def PublishDirective(self, request: wire.DirectiveRequest, context) -> wire.DirectiveReply:
+        """Accept a directive (an envelope; b"": none), and return the newest with how far it has spread."""
+        self._check(context, self._directives, request.run)
+        if request.directive:  # the owner's signature is the authority, whoever delivers it
+            await self._control.accept(request.directive)
+        newest, o = self._control.newest, self._overview()
+        beats = [p.heartbeat for p in o.peers if p.heartbeat is not None and p.phase not in ("silent", "gone")]
+        informed = sum(newest is not None and b.directive_sequence == newest.body.sequence for b in beats)
+        return wire.DirectiveReply(
+            directive=newest.encoded if newest is not None else b"", round=o.round, peers=len(beats), informed=informed
+        )
+
+    async def Account(self, request: wire.AccountRequest, context) -> wire.AccountReply:
+        """Return what a peer has earned; all zero for one that is unknown."""
+        self._check(context, self._reads, request.run)
+        peer = PeerKey(request.peer)
+        chain = self._chain
+        newest = [
+            wire.AccountEntry(
+                round=a.round, record=a.record, tokens=e.tokens, micro_credits=e.micro_credits, settled=False
+            )
+            for a in reversed(chain.open)
+            for e in a.lines
+            if e.peer == peer
+        ]
+        settled, pending, posted = chain.settled.get(peer, Balance()), chain.pending.get(peer, Balance()), chain.posted
+        entries = await self._ledger.read(lambda ledger: ledger.history_of(peer, limit=MAX_ENTRIES))
+        newest += [
+            wire.AccountEntry(
+                round=e.round, record=e.record, tokens=e.tokens, micro_credits=e.micro_credits,
+                settled=e.status == "settled",
+            )
+            for e in entries
+            # A round that was posted since the balances above were read comes the next time. Voided ones earned
+            # nothing.
+            if posted is not None and e.round <= posted[0] and e.status != "voided"
+        ]  # fmt: skip
+        return wire.AccountReply(
+            name=self._admitter.name_of(peer),
+            micro_credits_settled=settled.micro_credits,
+            micro_credits_pending=pending.micro_credits,
+            tokens=settled.tokens + pending.tokens,
+            rounds=settled.rounds + pending.rounds,
+            newest=newest[:MAX_ENTRIES],
+        )
+
+    async def Bind(self, request: wire.BindRequest, context) -> wire.BindReply:
+        self._check(context, self._bindings, request.run)
+        # The signature is not checked yet, so the key is only claimed: counted with the address, as in Admit.
+        caller = (caller_of(context.peer()), author_of(request.binding, limit=MAX_BINDING))
+        self._bindings_of_one.take(caller, time.monotonic())
+        return wire.BindReply(peers=await self._credits.leaderboard.bind(request.binding))
+
+    async def Certificates(self, request: wire.CertificatesRequest, context) -> wire.CertificatesReply:
+        self._check(context, self._reads, request.run)
+        if request.record:
+            one = await self._credits.certificate(Digest(request.record))
+            return wire.CertificatesReply(certificates=[] if one is None else [one])
+        limit = min(request.limit or MAX_CERTIFICATES, MAX_CERTIFICATES)
+        found, more = await self._credits.certificates(Digest(request.after), limit)
+        return wire.CertificatesReply(certificates=found, more=more)
+
+
+def _peer_status(p: PeerOverview) -> wire.PeerStatus:
+    status = wire.PeerStatus(
+        peer=p.peer, name=p.name, phase=p.phase, micro_credits_settled=p.settled, micro_credits_pending=p.pending,
+        seconds_since_heartbeat=p.seconds_since,
+    )  # fmt: skip
+    if (h := p.heartbeat) is not None:
+        status.round, status.loss, status.tokens_per_second = h.round, h.loss, h.tokens_per_second
+        status.bytes_up, status.bytes_down, status.head, status.device = h.bytes_up, h.bytes_down, h.head, h.device
+    return status
 
 
 async def start_server(
-    service: CoordinatorService, certificate: TlsCertificate, host: str, port: int
-) -> tuple[grpc.aio.Server, int]:
-    """Start the server; return it and its port. Raises PortTakenError."""
-    guard = LimitsInterceptor(service.counted, METHODS, MAX_CALLS)
+    service: CoordinatorService, health: Health, counted: Callable[[str, str, float], None],
+    certificate: TlsCertificate, host: str, port: int,
+) -> tuple[grpc.aio.Server, int]:  # fmt: skip
+    """Start the server; return it and its port. `counted(method, code, seconds)` is called after each call.
+
+    Raises PortTakenError.
+    """
+    guard = LimitsInterceptor(counted, MAX_CALLS)
     server = grpc.aio.server(interceptors=[guard], options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
     stubs.add_CoordinatorServicer_to_server(service, server)
-    health_pb2_grpc.add_HealthServicer_to_server(Health(lambda: service.serving), server)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(Reflection(), server)
     credentials = grpc.ssl_server_credentials([(certificate.key_pem, certificate.certificate_pem)])
     listen = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

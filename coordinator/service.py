@@ -29,6 +29,7 @@ from coordinator.directive_file import DirectiveFile
 from coordinator.directives import DirectiveEffects
 from coordinator.errors import CoordinatorError, LedgerError, TooManyError
 from coordinator.finalizer import Finalizer
+from coordinator.health import Health
 from coordinator.indexed_chain import IndexedChain
 from coordinator.ledger.integrity import REMEDY
 from coordinator.ledger_thread import LedgerThread
@@ -38,14 +39,12 @@ from coordinator.overview import Overview, OverviewBuilder
 from coordinator.page import json_view
 from coordinator.page.api import PageApi
 from coordinator.page.app import make_app
-from coordinator.page.credit_paths import CREDIT_PATHS
 from coordinator.page.credit_routes import credit_routes
 from coordinator.page.feed import Feed
 from coordinator.page.server import PageServer
 from coordinator.peer_registry import PeerRegistry
 from coordinator.round_observations import RoundObservations
 from coordinator.rpc import CoordinatorService, start_server
-from coordinator.rpc_answers import RpcAnswers
 from coordinator.swarm import SwarmView
 from coordinator.tasks import supervise, wait_at_most
 from protocol.identity import Identity
@@ -144,22 +143,22 @@ class Coordinator:
         self._metrics = Metrics(MetricSources(
             overview=self.overview, viewers=lambda: len(self.feed), folder=config.folder,
             admitted=lambda: self.admitter.count, ledger_entries=lambda: self._log_size,
-            head_seconds=lambda: self.credits.head_seconds, alerts=lambda: self._watcher.names,
+            head_seconds=lambda: self.credits.tree_heads.age, alerts=lambda: self._watcher.names,
             archive=archiver.gauges,
         ))  # fmt: skip
         self.api = PageApi(
             feed=self.feed, overview=self.overview, chain=chain, observations=self.observations, ledger=ledger,
-            view=view, name_of=self.admitter.name_of, credits=self.credits, archiver=archiver,
+            view=view, name_of=self.admitter.name_of, leaderboard=leaderboard, archiver=archiver,
             metrics_text=self._metrics.text, now=now,
         )  # fmt: skip
-        app = make_app(self.api, credit_routes(self.credits), CREDIT_PATHS)
+        app = make_app(self.api, credit_routes(self.credits))
         self._page = PageServer(self._metrics.counting(app))
         self._publisher = AddressPublisher(owner, view, self.invite, now)
-        answers = RpcAnswers(
+        self._service = CoordinatorService(
             spec, spec_envelope, view=view, chain=chain, ledger=ledger, admitter=self.admitter, control=self.control,
             credits=self.credits, overview=self.overview, page_url=lambda: self.page_url, now=now,
         )  # fmt: skip
-        self._service = CoordinatorService(answers, self._metrics.counted)
+        self._health = Health()
         self._server: grpc.aio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._overview: tuple[float, Overview] | None = None
@@ -196,7 +195,7 @@ class Coordinator:
         self._archiver.start(self._finalizer.of_posted)
         await self.credits.start()
         self._server, self.grpc_port = await start_server(
-            self._service, certificate, c.listen_host, c.listen_port
+            self._service, self._health, self._metrics.counted, certificate, c.listen_host, c.listen_port
         )  # fmt: skip
         self.page_port = await self._page.start(c.page_host, c.page_port)
         self._began = self._now()
@@ -211,7 +210,7 @@ class Coordinator:
     async def stop(self) -> None:
         """Stop within seconds: calls in progress are answered or cut, and posted rounds are on disk."""
         self.feed.close()
-        self._service.serving = False
+        self._health.serving = False
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -288,8 +287,8 @@ class Coordinator:
         now = self._now()
         return alert_input(
             self.overview(), self.directives.round_policy, self._config.folder, now=now, up=now - self._began,
-            caught_up=self.indexer.caught_up, head_age=self.credits.head_seconds,
-            validation_losses=self._archiver.newest_losses(), log_problem=self.credits.problem,
+            caught_up=self.indexer.caught_up, head_age=self.credits.tree_heads.age,
+            validation_losses=self._archiver.newest_losses(), log_problem=self.credits.tree_heads.problem,
         )  # fmt: skip
 
     # -- background work -------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ whoever has the list of leaf hashes (checked against the digest) can check every
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import IO
 
 from protocol.errors import MalformedError
 from protocol.ids import Digest, sha256
@@ -49,6 +50,12 @@ def chunk_size(size: int, index: int) -> int:
     if not 0 <= index < chunk_count(size):
         raise MalformedError(f"chunk {index} of a blob of {size} bytes")
     return min(CHUNK, size - index * CHUNK)
+
+
+def read_chunks(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield the chunks of a blob that an open file holds."""
+    while chunk := file.read(CHUNK):
+        yield chunk
 
 
 def leaves_of(chunks: Iterable[bytes | memoryview]) -> list[bytes]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from coordinator.authoring import Prepared, prepare
+from coordinator.authoring.prepare import Prepared, prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 ADDRESSES = ROOT / "examples" / "sotu" / "addresses.jsonl.xz"

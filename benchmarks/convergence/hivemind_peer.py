@@ -31,7 +31,7 @@ from torch import Tensor
 from benchmarks.convergence.corpus import Corpus
 from benchmarks.convergence.hivemind_job import Job
 from benchmarks.convergence.setting import Profile, Setting
-from coordinator.authoring import load_prepared
+from coordinator.authoring.prepare import load_prepared
 
 PROJECTIONS = 8
 WAIT_SECONDS = 0.02

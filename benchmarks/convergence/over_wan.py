@@ -28,7 +28,7 @@ from benchmarks.convergence.wan_hosts import Hosts, Running, Wire, hosts
 from benchmarks.convergence.wan_run_file import Tables, tables_of, toml
 from benchmarks.report import machine, save
 from coordinator.checkpoints.archive import read_manifest
-from coordinator.checkpoints.evaluation import load_archived, validation_loss
+from coordinator.checkpoints.evaluation import load_archived, measure
 from peer.node.snapshot import Snapshot, read_snapshot
 from protocol.errors import CairnError
 from tests.wan import Topology, star, why_not
@@ -236,11 +236,11 @@ class _Run:
         shards = [self._shard(str(s.digest)) for s in spec.data.validation]
         curve = []
         for number, folder in sorted(self.kept.items()):
-            at = validation_loss(load_archived(folder), spec.data, shards, max_windows=CURVE_WINDOWS)
+            at = measure(load_archived(folder), spec.data, shards, max_windows=CURVE_WINDOWS).loss
             sheet = read_manifest(folder)
             curve.append(Point(sheet.tokens if sheet else 0, number, at))
         newest = self.kept[max(self.kept)]
-        loss = validation_loss(load_archived(newest), spec.data, shards, max_windows=FINAL_WINDOWS)
+        loss = measure(load_archived(newest), spec.data, shards, max_windows=FINAL_WINDOWS).loss
         last = read_manifest(newest)
         states = {s.state for s in snapshots.values()} | {str(last.state) if last else ""}
         traffic = []

@@ -23,7 +23,7 @@ SAMPLE = 61
 """Number of machine steps of which one is timed."""
 
 REFUSED_AGAIN = 0.2
-"""Seconds until a holder that refused is asked again (`peer.swarm.transfer.providers`)."""
+"""Seconds until a holder that refused is asked again (`peer.swarm.transfer.requests`)."""
 
 
 class Peer:

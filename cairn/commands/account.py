@@ -1,12 +1,33 @@
-"""`cairn account ...`: the arguments of the commands in `cairn.accounts`."""
+"""`cairn account ...`: a key to which one person binds several peers, and the credits of both."""
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from cairn.commands.options import home_option, via_option
+from cairn.commands.options import FILE, home_option, via_option
+from cairn.connection import connect, parse_invite
+from cairn.number_format import count, credits
+from peer.keyfile import load_or_make
+from protocol.errors import CairnError, MalformedError
+from protocol.identity import Identity
+from protocol.ids import PeerKey, b64url, from_b64url
+from protocol.ledger.statements import BindAccount, BindPeer, open_bind_peer, sign
+
+if TYPE_CHECKING:
+    from peer.log_client import CreditTotals, Receipted
+
+KEY_FILE = "account.key"
+SHOWN = 20
+"""Receipts shown, and peers of an account whose receipts are read."""
 
 HOME = home_option("Where identity, account and runs are kept.")
 
@@ -16,72 +37,212 @@ def account() -> None:
     """Credits: what peers have earned, and one account for several of them."""
 
 
-@account.command("new")
+@account.command()
 @HOME
-def new(home) -> None:
+def new(home: Path) -> None:
     """Make an account: a key file, to which peers are bound."""
-    from cairn.accounts import new_account
+    path = home / KEY_FILE
+    made = not path.exists()
+    key = load_or_make(path).key
+    what = "a new account" if made else "this account is there already"
+    click.echo(f"account  {key}\nfile     {path}  ({what}; keep a copy: it is the account)")
+    click.echo("next     cairn account bind INVITE --name NAME, on the machine of each peer of yours")
 
-    click.echo(new_account(home))
 
-
-@account.command("bind")
+@account.command()
 @click.argument("invite")
 @click.option("--name", required=True, help="What the account is called on the run's page (at most 40 bytes).")
 @click.option("--team", default="", help="Its team, if any (at most 40 bytes).")
 @click.option("--consent", "consents", multiple=True, help="The line that `cairn account consent` printed for a peer.")
-@click.option(
-    "--key",
-    "key_file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=None,
-    help="The account's key file.  [default: account.key in --home]",
-)
+@click.option("--key", "key_file", type=FILE, help="The account's key file.  [default: account.key in --home]")
 @HOME
 @via_option
-def bind(invite, name, team, consents, key_file, home, via) -> None:
+def bind(
+    invite: str, name: str, team: str, consents: tuple[str, ...], key_file: Path | None, home: Path,
+    via: tuple[str, ...],
+) -> None:  # fmt: skip
     """Let the credits of this machine's peer in a run count for the account."""
-    from cairn.accounts import bind_peers
+    run = parse_invite(invite).run
+    account = _account(key_file or home / KEY_FILE)
+    now = int(time.time())
+    if consents:
+        inner = [_consent(c) for c in consents]
+    else:
+        inner = [sign(_identity(home), BindPeer(run, account.key, now)).encoded]
+    try:
+        peers = [open_bind_peer(sent, run) for sent in inner]
+        for consent in peers:
+            if consent.body.account != account.key:
+                raise CairnError(
+                    f"the consent of peer {consent.author.short} is for account {consent.body.account.short}, and this "
+                    f"key is {account.key.short}: run `cairn account consent INVITE {account.key}` there"
+                )
+        bindings = [sign(account, BindAccount(run, sent, now, name.strip(), team.strip())).encoded for sent in inner]
+    except MalformedError as e:
+        raise CairnError(f"{e}; --name and --team take at most 40 bytes of printable text") from None
 
-    for line in bind_peers(invite, home, name=name, team=team, consents=consents, key_file=key_file, via=via):
-        click.echo(line)
+    async def send() -> None:
+        async with connect(invite, via) as r:
+            for peer, binding in zip(peers, bindings, strict=True):
+                bound = await r.client.bind(binding)
+                to = f"to account {account.key.short}, which has {count(bound)} peers now"
+                click.echo(f"bound  {peer.author}  {to}")
+
+    asyncio.run(send())
 
 
-@account.command("consent")
+@account.command()
 @click.argument("invite")
 @click.argument("account_key", metavar="ACCOUNT")
 @HOME
-def consent(invite, account_key, home) -> None:
+def consent(invite: str, account_key: str, home: Path) -> None:
     """Print this peer's signed consent to be bound to ACCOUNT, for `cairn account bind --consent` on another machine.
 
     So the account's key need not be on rented machines.
     """
-    from cairn.accounts import peer_consent
+    body = BindPeer(parse_invite(invite).run, _key(account_key, "ACCOUNT"), int(time.time()))
+    click.echo(b64url(sign(_identity(home), body).encoded))
 
-    click.echo(peer_consent(invite, account_key, home))
 
-
-@account.command("show")
+@account.command()
 @click.argument("invite")
 @click.option("--peer", default="", metavar="KEY", help="Of this peer.")
 @click.option("--account", "account_key", default="", metavar="KEY", help="Of this account.")
 @click.option("--json", "as_json", is_flag=True, help="For scripts.")
 @HOME
 @via_option
-def show(invite, peer, account_key, as_json, home, via) -> None:
+def show(invite: str, peer: str, account_key: str, as_json: bool, home: Path, via: tuple[str, ...]) -> None:
     """Show totals, the recent average, and the newest receipts; of your own account or peer by default."""
-    from cairn.accounts import show as show_account
+    if peer and account_key:
+        raise CairnError("--peer or --account, not both")
+    if peer or account_key:
+        key = _key(peer or account_key, "--peer" if peer else "--account")
+    elif (home / KEY_FILE).exists():
+        key = _account(home / KEY_FILE).key
+    else:
+        key = _identity(home).key
 
-    show_account(invite, home, peer=peer, account=account_key, as_json=as_json, via=via)
+    async def fetch() -> tuple[CreditTotals, list[Receipted]]:
+        async with connect(invite, via) as r:
+            totals = await r.log.totals(key)
+            receipts: list[Receipted] = []
+            for one in totals.peers[:SHOWN] if totals.kind == "account" else (key,):
+                receipts += (await r.log.receipts(one, limit=SHOWN))[0]
+            receipts.sort(key=lambda x: (-x.word.body.entry, x.word.body.peer))
+            return totals, receipts[:SHOWN]
+
+    totals, receipts = asyncio.run(fetch())
+    if as_json:
+        found = [
+            dataclasses.asdict(r.word.body) | {"status": r.status, "bytes": b64url(r.word.encoded)} for r in receipts
+        ]
+        print(json.dumps(dataclasses.asdict(totals) | {"receipts": found}, default=bytes.hex, indent=1))
+    else:
+        _print(totals, receipts)
 
 
-@account.command("export")
+def _print(s: CreditTotals, receipts: Sequence[Receipted]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    title = f"{s.kind} {escape(s.name)}" + (f", team {escape(s.team)}" if s.team else "")
+    console.print(f"[bold]{title}[/bold]  {s.key}", soft_wrap=True)
+    console.print(
+        f"{credits(s.settled)} credits settled, {credits(s.pending)} pending"
+        + (f", {credits(s.voided)} voided" if s.voided else "")
+        + f"; {credits(s.recent)} a day recently; {count(s.tokens)} tokens in {s.rounds} rounds",
+        soft_wrap=True,
+    )
+    if s.account is not None:
+        console.print(f"bound to account {s.account}", soft_wrap=True)
+    for peer in s.peers:
+        console.print(f"peer {peer}", soft_wrap=True)
+    if not receipts:
+        console.print("no receipts yet: the first come when a round with this peer's update is finalized")
+        return
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("round", "peer", "update", "tokens", "credits", "status"):
+        table.add_column(name, justify="right" if name in ("round", "tokens", "credits") else "left")
+    for r in receipts:
+        b = r.word.body
+        table.add_row(
+            str(b.round), b.peer.short, b.update.short, count(b.tokens) if b.accepted else "-",
+            credits(b.micro_credits) if b.accepted else "-", escape(_status(r, s.rounds_total)),
+        )  # fmt: skip
+    console.print(table)
+
+
+def _status(r: Receipted, rounds: int) -> str:
+    """Return the fate of an update, and the rounds until it settles."""
+    b = r.word.body
+    if not b.accepted:
+        return f"not accepted: {b.reason}"
+    if r.status == "pending":
+        left = max(1, b.pending_until + 1 - rounds)
+        return f"pending: settles {'with the next finalized round' if left == 1 else f'in {left} finalized rounds'}"
+    return r.status
+
+
+@account.command()
 @click.argument("invite")
-@click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("out", type=FILE)
 @click.option("--force", is_flag=True, help="Write over what is there.")
 @via_option
-def export(invite, out, force, via) -> None:
+def export(invite: str, out: Path, force: bool, via: tuple[str, ...]) -> None:
     """Write every credit of the run to OUT, a .csv or .parquet file."""
-    from cairn.accounts import export_credits
+    form = out.suffix.removeprefix(".")
+    if form not in ("csv", "parquet"):
+        raise CairnError(f"{out} must end with .csv or .parquet")
+    if out.exists() and not force:
+        raise CairnError(f"{out} is there already: name another file, or give --force")
+    draft = out.with_name(f".{out.name}.{os.getpid()}")
 
-    export_credits(invite, out, via=via, force=force)
+    async def write() -> int:
+        from coordinator.credits.export import exported
+
+        size = 0
+        async with connect(invite, via) as r:
+            with draft.open("wb") as file:
+                async for block in exported(r.log, form):
+                    size += file.write(block)
+        return size
+
+    try:
+        size = asyncio.run(write())
+        os.replace(draft, out)
+    except OSError as e:
+        raise CairnError(f"{out} cannot be written: {(e.strerror or str(e)).lower()}") from None
+    finally:
+        draft.unlink(missing_ok=True)
+    click.echo(f"{out}: {size:,} bytes")
+
+
+def _identity(home: Path) -> Identity:
+    """Return the key of this machine's peer. Raises CairnError if there is none."""
+    return _read(home / "identity.key", "this machine has no peer yet: join the run first, or give --home")
+
+
+def _account(path: Path) -> Identity:
+    return _read(path, "make an account with `cairn account new`, or name its file with --key")
+
+
+def _read(path: Path, remedy: str) -> Identity:
+    if not path.exists():
+        raise CairnError(f"there is no {path}: {remedy}")
+    return load_or_make(path)
+
+
+def _key(text: str, option: str) -> PeerKey:
+    try:
+        return PeerKey.parse(text)
+    except MalformedError as e:
+        raise CairnError(f"{option}: {e}") from None
+
+
+def _consent(text: str) -> bytes:
+    try:
+        return from_b64url(text.strip())
+    except MalformedError:
+        raise CairnError("--consent: not a line that `cairn account consent` printed") from None

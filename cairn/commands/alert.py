@@ -8,19 +8,19 @@ from pathlib import Path
 
 import click
 
-from cairn.commands.options import home_option
+from cairn.commands.options import FILE, home_option
 from protocol.errors import CairnError
 
 
 @click.command("test-alert")
-@click.argument("run_file", required=False, type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("run_file", required=False, type=FILE)
 @click.option("--webhook", multiple=True, metavar="URL", help="Post there; may be repeated.")
 @home_option("Where the run's folder is.")
 def test_alert(run_file: Path | None, webhook: tuple[str, ...], home: Path) -> None:
     """Post a test event to the webhooks of RUN_FILE's coordinator (alerts.toml in its folder), and to --webhook."""
     from cairn.commands.serve import coordinator_folder
     from coordinator.alerts.config import load_config
-    from coordinator.authoring import load_run
+    from coordinator.authoring.runfile import load_run
 
     name, folder = "test", None
     if run_file is not None:

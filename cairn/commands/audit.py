@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import click
 
-from cairn.commands.options import home_option, via_option
+from cairn.commands.options import FILE, home_option, via_option
 
 HOME = home_option("Where identity, and the newest head that was seen, are kept.")
 
@@ -36,7 +35,7 @@ def ledger(invite, as_json, home, via) -> None:
 
 @audit.command("receipt")
 @click.argument("invite")
-@click.argument("files", nargs=-1, type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("files", nargs=-1, type=FILE)
 @click.option("--peer", default="", metavar="KEY", help="The newest receipts of this peer.  [default: this machine's]")
 @HOME
 @via_option

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import click
 
+from cairn.commands.options import FILE, FOLDER
+
 
 @click.command()
-@click.option("--folder", type=click.Path(file_okay=False, path_type=Path), default="demo-run", show_default=True)
-@click.option(
-    "--run-file", type=click.Path(dir_okay=False, path_type=Path), default=None, help="[default: examples/sotu.toml]"
-)
+@click.option("--folder", type=FOLDER, default="demo-run", show_default=True)
+@click.option("--run-file", type=FILE, help="[default: examples/sotu.toml]")
 @click.option("--plain", is_flag=True, help="Log lines instead of a live view (the default without a terminal).")
 def demo(folder: Path, run_file: Path | None, plain: bool) -> None:
     """Train a small Llama with four peers on this machine: one is killed, one joins late."""
-    from cairn.demo import run_demo
+    from cairn.demo.story import run_demo
 
     sys.exit(run_demo(folder, run_file, plain=plain))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from cairn.commands.options import FILE
 from cairn.number_format import byte_size
 from protocol.errors import CairnError, MalformedError
 
@@ -15,12 +16,9 @@ from protocol.errors import CairnError, MalformedError
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--force", is_flag=True, help="Replace the model that is in OUT.")
 @click.option(
-    "--spec",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=None,
-    help="The run's spec.json or spec.signed, for a checkpoint file that lies elsewhere.",
+    "--spec", type=FILE, help="The run's spec.json or spec.signed, for a checkpoint file that lies elsewhere."
 )
-@click.option("--invite", default=None, help="The checkpoint must be of the run that this invite names.")
+@click.option("--invite", help="The checkpoint must be of the run that this invite names.")
 def export(checkpoint: Path, out: Path, force: bool, spec: Path | None, invite: str | None) -> None:
     """Write the model in CHECKPOINT as a folder OUT that transformers loads.
 
@@ -37,15 +35,11 @@ def export(checkpoint: Path, out: Path, force: bool, spec: Path | None, invite: 
     found = find_checkpoint(checkpoint, spec, run)
     made = export(found.checkpoint, found.config, found.tokenizer, found.origin, out, force=force)
     o = found.origin
-    facts = ", ".join(
-        fact
-        for fact in (
-            "" if o.round is None else f"round {o.round}",
-            "" if o.tokens is None else f"{o.tokens:,} tokens",
-            "" if o.loss is None else f"training loss {o.loss:.4f}",
-        )
-        if fact
-    )
-    click.echo(f"run     {o.name} ({o.run.short}){': ' if facts else ''}{facts}")
+    facts = [] if o.round is None else [f"round {o.round}"]
+    if o.tokens is not None:
+        facts.append(f"{o.tokens:,} tokens")
+    if o.loss is not None:
+        facts.append(f"training loss {o.loss:.4f}")
+    click.echo(f"run     {o.name} ({o.run.short}){': ' if facts else ''}{', '.join(facts)}")
     click.echo(f"model   {made.parameters:,} parameters, {byte_size(made.size)}")
     click.echo(f'folder  {made.folder}  (AutoModelForCausalLM.from_pretrained("{made.folder}"))')

@@ -11,13 +11,14 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from cairn.commands.options import home_option, via_option
-from cairn.connection import check_via, parse_invite
+from cairn.commands.options import home_option, parse_count, via_option
+from cairn.connection import parse_invite
 from cairn.logs import set_up_logging
 from protocol.errors import CairnError
 from protocol.ids import RunId
@@ -39,24 +40,20 @@ CREDIT_CALLS = 160.0
 """Maximum requests a second that all members together send for their credits."""
 
 _CHOICE = click.Choice(["auto", "on", "off"])
+_auto = partial(click.option, default="auto", show_default=True)
 
 
-def _size(text: str, option: str) -> int:
-    """Return the bytes in "50G", "800M" or "123456"."""
-    units = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-    number, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in units else (text, "")
-    try:
-        value = int(float(number) * units.get(unit, 1))
-    except ValueError:
-        value = 0
-    if value < 10**6:
+def _disk(_context: click.Context, _parameter: click.Parameter, text: str) -> int:
+    """Return the bytes in "50G", "800M" or "123456". Raises click.BadParameter."""
+    size = parse_count(text, "--disk")
+    if size < 10**6:
         raise click.BadParameter(
-            f"{text!r} is not a size of at least 1M: write for example 800M or 50G", param_hint=option
+            f"{text!r} is not a size of at least 1M: write for example 800M or 50G", param_hint="--disk"
         )
-    return value
+    return size
 
 
-def _parallel(text: str) -> str:
+def _parallel(_context: click.Context, _parameter: click.Parameter, text: str) -> str:
     """Return the normalized layout. Raises click.BadParameter; the trainer checks it against model and machine."""
     from peer.errors import TrainingError
     from peer.training.parallel.parallel_dims import ParallelDims
@@ -67,7 +64,7 @@ def _parallel(text: str) -> str:
         raise click.BadParameter(str(e).removeprefix("--parallel ")) from None
 
 
-def _device(text: str) -> str:
+def _device(_context: click.Context, _parameter: click.Parameter, text: str) -> str:
     """Return the device. Raises click.BadParameter for a malformed name; the trainer checks that it exists."""
     if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", text):
         raise click.BadParameter(f"{text[:40]!r} is not a device: write auto, cpu, cuda, or cuda:0 (cuda:1, ...)")
@@ -78,71 +75,35 @@ def _device(text: str) -> str:
 @click.argument("invite")
 @home_option("Where identity, runs and logs are kept.")
 @click.option("--name", default="", help="Your name on the run's page (at most 40 bytes).")
-@click.option(
-    "--device",
-    default="auto",
-    show_default=True,
-    help="auto, cpu, cuda or cuda:N.",
-    callback=lambda _c, _p, value: _device(value),
-)
-@click.option(
+@_auto("--device", help="auto, cpu, cuda or cuda:N.", callback=_device)
+@_auto(
     "--parallel",
-    default="auto",
-    show_default=True,
     help="How to use many GPUs: auto, or some of dp=N, fsdp=N, tp=N, pp=N with commas, such as fsdp=4,tp=2.",
-    callback=lambda _c, _p, value: _parallel(value),
+    callback=_parallel,
 )
-@click.option(
+@_auto(
     "--recompute",
     type=_CHOICE,
-    default="auto",
-    show_default=True,
     help="Compute activations again in the backward pass: much less memory, a third more work. auto: if needed.",
 )
-@click.option(
-    "--compile",
-    "compiled",
-    type=_CHOICE,
-    default="auto",
-    show_default=True,
-    help="Compile the model's layers with torch.compile. auto: on a GPU.",
-)
+@_auto("--compile", type=_CHOICE, help="Compile the model's layers with torch.compile. auto: on a GPU.")
 @click.option("--overlap", type=click.Choice(["on", "off"]), default="on", hidden=True)  # to measure what it saves
-@click.option(
-    "--threads", type=click.IntRange(1, 1024), default=None, help="CPU threads of the trainer.  [default: all]"
-)
+@click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads of the trainer.  [default: all]")
 @click.option(
     "--listen", multiple=True, metavar="MULTIADDR", help="Where to listen.  [default: any free port, TCP and UDP]"
 )
 @click.option("--announce", multiple=True, metavar="MULTIADDR", help="Addresses to announce, if not those found.")
-@click.option("--disk", default="50G", show_default=True, metavar="SIZE", help="The most disk space to use.")
+@click.option(
+    "--disk", default="50G", show_default=True, metavar="SIZE", help="The most disk space to use.", callback=_disk
+)
 @click.option("--plain", is_flag=True, help="Log lines instead of a live view (the default without a terminal).")
 @via_option
-def join(
-    invite, home, name, device, parallel, recompute, compiled, overlap, threads, listen, announce, disk, plain, via
-) -> None:
+def join(**options: Any) -> None:
     """Join the run that INVITE names, and train until Ctrl-C.
 
     Ctrl-C announces what is done, saves the rest and leaves; the same command resumes.
     """
-    join_run(
-        JoinOptions(
-            invite=invite,
-            home=home,
-            name=name,
-            device=device,
-            parallel=parallel,
-            recompute=recompute,
-            compile=compiled,
-            overlap=overlap == "on",
-            threads=threads,
-            listen=tuple(listen),
-            announce=tuple(announce),
-            disk_bytes=_size(disk, "--disk"),
-            plain=plain,
-            via=via,
-        )
-    )
+    join_run(JoinOptions(**options))
 
 
 @dataclass(frozen=True)
@@ -156,13 +117,13 @@ class JoinOptions:
     parallel: str
     recompute: Choice
     compile: Choice
-    overlap: bool
+    overlap: str
     threads: int | None
     listen: tuple[str, ...]
     announce: tuple[str, ...]
-    disk_bytes: int
+    disk: int
     plain: bool
-    via: tuple[str, ...] = ()
+    via: tuple[str, ...]
 
 
 def join_run(options: JoinOptions) -> None:
@@ -170,7 +131,6 @@ def join_run(options: JoinOptions) -> None:
     if len(options.name.encode()) > MAX_NAME_BYTES or not options.name.isprintable():
         raise CairnError(f"--name: at most {MAX_NAME_BYTES} bytes of printable text")
     invite = parse_invite(options.invite)
-    check_via(options.via)
     asyncio.run(_join(options, invite))
 
 
@@ -199,10 +159,10 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
         parallel=options.parallel,
         recompute=options.recompute,
         compile=options.compile,
-        overlap=options.overlap,
+        overlap=options.overlap == "on",
         threads=options.threads or os.cpu_count() or 1,
     )
-    with Store(folder / "store", options.disk_bytes) as store:
+    with Store(folder / "store", options.disk) as store:
 
         async def enter() -> Membership:
             membership = await Membership.enter(invite, options.home, store, name=options.name, via=options.via)

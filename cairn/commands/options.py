@@ -7,7 +7,12 @@ from pathlib import Path
 
 import click
 
-DEFAULT_HOME = "~/.cairn"
+from protocol.errors import CairnError
+
+FILE = click.Path(dir_okay=False, path_type=Path)
+FOLDER = click.Path(file_okay=False, path_type=Path)
+
+MEMBER_ADDRESS = re.compile(r"/[a-z0-9]+/[^/ ]+/(tcp/[0-9]+|udp/[0-9]+/quic-v1)/p2p/[1-9A-HJ-NP-Za-km-z]{40,64}")
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 
@@ -16,8 +21,8 @@ def home_option(keeps: str):
     """Return the option --home; `keeps` is its help, "Where ...", and names what the command finds there."""
     return click.option(
         "--home",
-        type=click.Path(file_okay=False, path_type=Path),
-        default=DEFAULT_HOME,
+        type=FOLDER,
+        default="~/.cairn",
         envvar="CAIRN_HOME",
         show_default=True,
         help=keeps,
@@ -25,9 +30,20 @@ def home_option(keeps: str):
     )
 
 
+def _members(_context: click.Context, _parameter: click.Parameter, addresses: tuple[str, ...]) -> tuple[str, ...]:
+    for address in addresses:
+        if not MEMBER_ADDRESS.fullmatch(address):
+            raise CairnError(
+                f"--via: {address[:80]!r} is not a member's address: want /ip4/192.0.2.1/tcp/4001/p2p/12D3KooW..., as "
+                "one logs it after 'listening at'"
+            )
+    return addresses
+
+
 via_option = click.option(
     "--via",
     multiple=True,
+    callback=_members,
     metavar="MULTIADDR",
     help="A member that knows the coordinator's new address, should it have moved; may be repeated.",
 )

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import click
 
+from cairn.commands.options import FILE, FOLDER
+
 
 @click.command()
 @click.argument("inputs", nargs=-1, required=True)
-@click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder for the shards.")
+@click.option("--out", required=True, type=FOLDER, help="Folder for the shards.")
 @click.option(
     "--vocab", type=click.IntRange(257, 2**20), default=32_768, show_default=True, help="Size of a new vocabulary."
 )
-@click.option(
-    "--tokenizer", type=click.Path(dir_okay=False, path_type=Path), default=None, help="Use this tokenizer.json."
-)
+@click.option("--tokenizer", type=FILE, help="Use this tokenizer.json.")
 @click.option("--field", default="text", show_default=True, help="The text's field in JSONL and column in Parquet.")
 @click.option(
     "--shard-tokens", type=click.IntRange(1024, 2**31), default=2**26, show_default=True, help="Tokens a shard."
@@ -32,7 +32,7 @@ def prepare(
     validation_every: int,
 ) -> None:  # fmt: skip
     """Turn text, JSONL or Parquet files into token shards with a manifest."""
-    from coordinator.authoring import prepare
+    from coordinator.authoring.prepare import prepare
 
     prepared = prepare(
         inputs,

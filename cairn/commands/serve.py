@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-import os
 import resource
 import secrets
-import shutil
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,19 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cairn.commands.options import home_option
+from cairn.commands.options import FILE, home_option
+from cairn.files import write_whole
 from cairn.logs import set_up_logging
 from protocol.errors import CairnError, MalformedError
 from protocol.invite import HostPort, Invite
 
 if TYPE_CHECKING:
     from cairn.swarm_view import ObserverView
-    from coordinator.authoring import ResolvedRun
+    from coordinator.authoring.resolve import ResolvedRun
     from coordinator.checkpoints.settings import CheckpointSettings
     from coordinator.service import Coordinator, CoordinatorConfig
     from peer.store import Store
     from protocol.identity import Identity
-    from protocol.ids import Digest
     from protocol.spec import RunSpec
 
 log = logging.getLogger("cairn.coordinator")
@@ -38,46 +36,29 @@ OBSERVER_BYTES = 200 * 10**9
 
 MAX_FILES = 65_536
 
+PRIVATE = 0o600
+"""The mode of files that may hold an invite code."""
+
 INVITE_SECONDS = 10.0
 """Seconds between two updates of the invite in the folder."""
 
 
-def _archive_options(f):
-    """Add the options about checkpoints to a command; they override coordinator.toml."""
-    for option in reversed(
-        [
-            click.option("--settings", default=None, metavar="FILE", help="[default: coordinator.toml beside it]"),
-            click.option(
-                "--archive", default=None, metavar="ADDRESS", help="Copy finalized checkpoints there (fsspec)."
-            ),
-            click.option("--keep", default=None, metavar="POLICY", help="E.g. newest=5,every=100,best=3,bytes=200G."),
-            click.option(
-                "--evaluate-every",
-                type=click.IntRange(0),
-                default=None,
-                metavar="N",
-                help="Evaluate a checkpoint each N rounds; 0: never.  [default: each]",
-            ),
-        ]
-    ):
-        f = option(f)
-    return f
-
-
 def _settings(
-    run_file: Path, settings: str | None, archive: str | None, keep: str | None, evaluate_every: int | None
+    run_file: Path, settings: Path | None, archive: str | None, keep: str | None, evaluate_every: int | None
 ) -> CheckpointSettings:
     """Return the settings in the options and in the file. Raises CairnError."""
-    from coordinator.checkpoints.settings import FILE, load_settings
+    from coordinator.checkpoints import settings as toml
 
-    file = run_file.with_name(FILE) if settings is None else Path(settings).expanduser()
+    file = run_file.with_name(toml.FILE) if settings is None else settings.expanduser()
     if settings is not None and not file.is_file():
         raise CairnError(f"--settings {file}: no such file")
-    return load_settings(file if file.is_file() else None, address=archive, keep=keep, evaluate_every=evaluate_every)
+    return toml.load_settings(
+        file if file.is_file() else None, address=archive, keep=keep, evaluate_every=evaluate_every
+    )
 
 
 @click.command()
-@click.argument("run_file", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("run_file", type=FILE)
 @home_option("Where identity, runs and logs are kept.")
 @click.option("--grpc", default="0.0.0.0:7410", show_default=True, metavar="HOST:PORT", help="For peers.")
 @click.option("--page", default="0.0.0.0:7411", show_default=True, metavar="HOST:PORT", help="For people.")
@@ -86,11 +67,18 @@ def _settings(
 @click.option("--code", default="", help='The invite code, for a run whose admission.mode is "invite".')
 @click.option("--ledger", default="", envvar="CAIRN_LEDGER", metavar="URL", help="postgresql://..., not a file.")
 @click.option("--webhook", multiple=True, metavar="URL", help="Send alerts there; may be repeated (or alerts.toml).")
-@_archive_options
-def serve(run_file, home, grpc, page, swarm, public, code, ledger, webhook, **keeping) -> None:
+@click.option("--settings", type=FILE, help="[default: coordinator.toml beside it]")
+@click.option("--archive", metavar="ADDRESS", help="Copy finalized checkpoints there (fsspec).")
+@click.option("--keep", metavar="POLICY", help="E.g. newest=5,every=100,best=3,bytes=200G.")
+@click.option(
+    "--evaluate-every",
+    type=click.IntRange(0),
+    metavar="N",
+    help="Evaluate a checkpoint each N rounds; 0: never.  [default: each]",
+)
+def serve(run_file: Path, settings, archive, keep, evaluate_every, **options: Any) -> None:
     """Serve the run that RUN_FILE (a run.toml) describes, and print its invite."""
-    settings = _settings(run_file, **keeping)
-    serve_run(ServeOptions(run_file, home, grpc, page, swarm, public, code, ledger, settings, webhook))
+    serve_run(ServeOptions(run_file, _settings(run_file, settings, archive, keep, evaluate_every), **options))
 
 
 @dataclass(frozen=True)
@@ -98,15 +86,15 @@ class ServeOptions:
     """The options of the command line."""
 
     run_file: Path
+    settings: CheckpointSettings
     home: Path
     grpc: str
     page: str
     swarm: str
     public: str
     code: str
-    ledger: str = ""
-    keeping: CheckpointSettings | None = None
-    webhooks: tuple[str, ...] = ()
+    ledger: str
+    webhook: tuple[str, ...]
 
 
 def coordinator_folder(home: Path, name: str) -> Path:
@@ -117,14 +105,15 @@ def coordinator_folder(home: Path, name: str) -> Path:
 def serve_run(options: ServeOptions) -> None:
     """Serve a run until SIGINT or SIGTERM. Raises CairnError."""
     from coordinator.alerts.config import load_config
-    from coordinator.authoring import load_run, resolve
+    from coordinator.authoring.resolve import resolve
+    from coordinator.authoring.runfile import load_run
     from coordinator.service import CoordinatorConfig
     from peer.keyfile import load_or_make
     from peer.store import Store
 
     _allow_many_files()
     listen, page = _endpoint(options.grpc, "--grpc"), _endpoint(options.page, "--page")
-    public, announce = _public(options, listen[1])
+    public, _ = _public(options, listen[1])
     run_file = load_run(options.run_file)
     folder = coordinator_folder(options.home, run_file.run.name)
     set_up_logging(folder / "coordinator.log")
@@ -141,9 +130,9 @@ def serve_run(options: ServeOptions) -> None:
             public=public,
             codes=_codes(options.code, folder, resolved.spec),
             ledger=options.ledger,
-            alerts=load_config(folder, options.webhooks),
+            alerts=load_config(folder, options.webhook),
         )
-        asyncio.run(_serve(config, store, owner, resolved, options.swarm, announce, options.keeping))
+        asyncio.run(_serve(options, config, store, owner, resolved))
 
 
 def _allow_many_files() -> None:
@@ -155,20 +144,14 @@ def _allow_many_files() -> None:
 
 
 async def _serve(
-    config: CoordinatorConfig,
-    store: Store,
-    owner: Identity,
-    resolved: ResolvedRun,
-    listen: str,
-    announce: tuple[str, ...],
-    keeping: CheckpointSettings | None,
+    options: ServeOptions, config: CoordinatorConfig, store: Store, owner: Identity, resolved: ResolvedRun
 ) -> None:
-    from cairn.swarm_view import ObserverView
+    from cairn.swarm_view import ObserverView, put_blob
     from coordinator.checkpoints.archive import Archive
     from coordinator.checkpoints.archiver import CheckpointArchiver
     from coordinator.checkpoints.copies import file_system
     from coordinator.checkpoints.evaluations import EvaluationLog
-    from coordinator.checkpoints.settings import CheckpointSettings, check_address
+    from coordinator.checkpoints.settings import check_address
     from coordinator.service import Coordinator
     from peer.keyfile import load_or_make
     from peer.node.builder import build_node
@@ -178,7 +161,8 @@ async def _serve(
     from protocol.chain import genesis_digest
     from protocol.message_codec import MessageDecoder
 
-    spec, folder = resolved.spec, config.folder
+    spec, folder, settings = resolved.spec, config.folder, options.settings
+    _, announce = _public(options, config.listen_port)
     until = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -187,16 +171,15 @@ async def _serve(
         if until.is_set():
             return
         if not store.has(digest):
-            await asyncio.to_thread(_put, store, digest, path)
+            await asyncio.to_thread(put_blob, store, digest, path)
     store.write_value(SPEC, resolved.spec_envelope)  # members ask the observer for it
-    keeping = keeping or CheckpointSettings()
-    check_address(keeping.archive.address, folder)
-    if keeping.archive.address:
-        file_system(keeping.archive.address)  # a missing package is an error now, not each five minutes
+    check_address(settings.archive.address, folder)
+    if settings.archive.address:
+        file_system(settings.archive.address)  # a missing package is an error now, not each five minutes
     evaluations = EvaluationLog(folder)
     archive = Archive(
-        folder / "checkpoints", spec, policy=keeping.archive.policy, spec_envelope=resolved.spec_envelope,
-        reserve=keeping.archive.reserve, losses=evaluations.losses, on_left=evaluations.mark_left,
+        folder / "checkpoints", spec, policy=settings.archive.policy, spec_envelope=resolved.spec_envelope,
+        reserve=settings.archive.reserve, losses=evaluations.losses, on_left=evaluations.mark_left,
     )  # fmt: skip
     genesis, tokenizer = store.path(spec.genesis.name), store.path(spec.tokenizer.name)
     begin = genesis_digest(spec.run_id)
@@ -211,11 +194,11 @@ async def _serve(
         admission=b"",
         addresses=known_addresses(store),
     )
-    node = build_node(membership, NodeOptions(folder, (listen,), announce, observer=True))
+    node = build_node(membership, NodeOptions(folder, (options.swarm,), announce, observer=True))
     view = ObserverView(node, spec, archive)
     shards = [resolved.blobs[s.name] for s in spec.data.validation if s.name in resolved.blobs]
     archiver = CheckpointArchiver(
-        archive, evaluations, spec, view, keeping, shards=shards, fetch_problem=lambda: view.archive_problem
+        archive, evaluations, spec, view, settings, shards=shards, fetch_problem=lambda: view.archive_problem
     )
     coordinator = Coordinator(config, spec, resolved.spec_envelope, owner, view, archiver)
     running = asyncio.create_task(node.run())
@@ -274,14 +257,14 @@ async def _keep_invite(coordinator: Coordinator, config: CoordinatorConfig) -> N
         await asyncio.sleep(INVITE_SECONDS)
         invite = _invite(coordinator, config)
         if set(invite.addresses) != written:  # their order is no news
-            _write_private(config.folder / "invite", f"{invite}\n")
+            write_whole(config.folder / "invite", f"{invite}\n", mode=PRIVATE)
             written = set(invite.addresses)
 
 
 def _announce(coordinator: Coordinator, spec: RunSpec, config: CoordinatorConfig) -> None:
     """Print the run's addresses for the owner, and write the invite to a file for scripts."""
     invite = _invite(coordinator, config)
-    _write_private(config.folder / "invite", f"{invite}\n")
+    write_whole(config.folder / "invite", f"{invite}\n", mode=PRIVATE)
     click.echo(f"run      {spec.name} ({spec.run_id.short}), {spec.model.layout.numel:,} parameters")
     click.echo(f"page     {coordinator.page_url}")
     click.echo(f"folder   {config.folder}  (owner.key in it is the run: keep a copy)")
@@ -298,23 +281,8 @@ def _codes(given: str, folder: Path, spec: RunSpec) -> tuple[str, ...]:
         return (given,)
     path = folder / "invite-code"
     if not path.exists():
-        _write_private(path, secrets.token_urlsafe(12) + "\n")
+        write_whole(path, secrets.token_urlsafe(12) + "\n", mode=PRIVATE)
     return (path.read_text().strip(),)
-
-
-def _write_private(path: Path, text: str) -> None:
-    """Write a file whole or not at all, readable by its owner only: an invite may carry a code. Raises CairnError."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        draft.unlink(missing_ok=True)
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    except OSError as e:
-        draft.unlink(missing_ok=True)
-        raise CairnError(f"{path} cannot be written: {(e.strerror or str(e)).lower()}; mend the folder") from None
 
 
 def _public(options: ServeOptions, port: int) -> tuple[tuple[HostPort, ...], tuple[str, ...]]:
@@ -333,19 +301,6 @@ def _public(options: ServeOptions, port: int) -> tuple[tuple[HostPort, ...], tup
     except ValueError:
         kind = "dns4"
     return (endpoint,), (f"/{kind}/{endpoint.host}/tcp/{swarm_port}",)
-
-
-def _put(store: Store, digest: Digest, path: Path) -> None:
-    """Copy a file that is the blob of this digest into the store. Raises CairnError."""
-    from peer.store.disk import disk
-
-    copy = store.scratch / f"import-{path.name}"
-    try:
-        with disk(f"copying {path} into the store"):
-            shutil.copyfile(path, copy)
-        store.adopt(copy, digest)
-    finally:
-        copy.unlink(missing_ok=True)
 
 
 def _endpoint(text: str, option: str) -> tuple[str, int]:

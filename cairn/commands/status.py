@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import click
 
 from cairn.commands.options import via_option
-from cairn.connection import check_via, follow, parse_invite
+from cairn.connection import follow, parse_invite
 from protocol.invite import Invite
 
 FILE_WIDTH = 160
@@ -29,10 +29,9 @@ def status(invite: str, as_json: bool, via: tuple[str, ...]) -> None:
     from cairn.status_view import whole
 
     parsed = parse_invite(invite)
-    check_via(via)
     found = asyncio.run(fetch_status(parsed, via))
     if as_json:
-        print(json.dumps(dataclasses.asdict(found), default=_plain, indent=1))
+        print(json.dumps(dataclasses.asdict(found), default=bytes.hex, indent=1))
         return
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -51,9 +50,3 @@ async def fetch_status(invite: Invite, via: Sequence[str]):
         except ABSENT as e:
             await follow(client, invite, via, e)
         return await client.status()
-
-
-def _plain(value: object) -> str:
-    if isinstance(value, bytes):
-        return value.hex()
-    raise TypeError(f"{type(value).__name__} has no JSON form")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from cairn.commands.options import via_option
-from cairn.connection import check_via, parse_invite
+from cairn.connection import follow, parse_invite
 from protocol.errors import CairnError
 from protocol.invite import Invite
 
@@ -37,7 +38,6 @@ def watch(invite: str, plain: bool, via: tuple[str, ...]) -> None:
     from cairn.watch_screen import WatchScreen
 
     parsed = parse_invite(invite)
-    check_via(via)
     console = Console(highlight=False)
     screen = WatchScreen(console, live=console.is_terminal and not console.is_dumb_terminal and not plain)
     try:
@@ -71,21 +71,8 @@ async def poll(invite: Invite, via: Sequence[str], screen: WatchScreen) -> None:
                 raise
             except CairnError as e:
                 screen.show_silence(str(e))
-            if screen.silent_seconds >= ask_members_at:
-                ask_members_at = screen.silent_seconds + MOVED_AGAIN_SECONDS
-                await _ask_members(client, invite, via)
+                if screen.silent_seconds >= ask_members_at and (via or invite.addresses):
+                    ask_members_at = screen.silent_seconds + MOVED_AGAIN_SECONDS
+                    with contextlib.suppress(CairnError):  # nobody knows another address: the same one is tried again
+                        await follow(client, invite, via, e)
             await asyncio.sleep(POLL_SECONDS)
-
-
-async def _ask_members(client: Any, invite: Invite, via: Sequence[str]) -> None:
-    from peer.node.coordinator_discovery import discover_run
-
-    if not [*via, *invite.addresses]:
-        return
-    try:
-        found = await discover_run(invite.run, [*via, *invite.addresses])
-    except CairnError as e:
-        logging.getLogger(__name__).debug("members did not answer: %s", e)
-        return
-    if found is not None and found.coordinator_address is not None:
-        client.moved(found.coordinator_address.body)

@@ -3,7 +3,3 @@
 It uses the public commands (`cairn coordinator serve`, `cairn peer join`) and observes the swarm through the
 coordinator's gRPC and the peers' status files. It contains no training or protocol code.
 """
-
-from cairn.demo.story import run_demo
-
-__all__ = ["run_demo"]

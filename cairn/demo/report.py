@@ -24,9 +24,9 @@ class Judged:
 def judge(spec: RunSpec, shards: list[Path], before: Path, after: Path, prompt: str) -> Judged:
     """Evaluate two archived states (folders of `checkpoints.archive`) on the files of the validation shards."""
     from cairn.commands.generate import generate_text
-    from coordinator.checkpoints.evaluation import load_archived, validation_loss
+    from coordinator.checkpoints.evaluation import load_archived, measure
 
-    losses = [validation_loss(load_archived(f), spec.data, shards, max_windows=256) for f in (before, after)]
+    losses = [measure(load_archived(f), spec.data, shards, max_windows=256).loss for f in (before, after)]
     texts = [generate_text(f, prompt, tokens=60, temperature=0.7, seed=1) for f in (before, after)]
     return Judged(losses[0], losses[1], texts[0], texts[1])
 

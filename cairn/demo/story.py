@@ -11,13 +11,17 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rich.table import Table
+
+from cairn.commands.serve import coordinator_folder
 from cairn.demo.processes import Process, serve, stop_all, wait_for_file
 from cairn.demo.report import Judged, LossPoint, judge, loss_curve, plot
 from cairn.demo.screen import DemoScreen
-from cairn.number_format import count
-from coordinator.authoring import load_run
+from cairn.number_format import count, credits
+from coordinator.authoring.runfile import load_run
 from coordinator.checkpoints.archive import Archive, ArchivedState
 from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable, SwarmStatus
+from peer.node.membership import run_folder
 from peer.node.snapshot import Snapshot, read_snapshot
 from protocol.errors import CairnError
 from protocol.invite import Invite
@@ -48,9 +52,8 @@ class Demo:
     coordinator: Process
     page: str
     peers: dict[str, Process] = field(default_factory=dict)
-    notes: dict[str, str] = field(default_factory=dict)
     events: list[tuple[int, str]] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
+    killed: bool = False
     curve: list[LossPoint] = field(default_factory=list)
     status: SwarmStatus | None = None
 
@@ -105,11 +108,10 @@ def _clear(folder: Path) -> int:
 
 
 def _start(folder: Path, run_file: Path, screen: DemoScreen, processes: list[Process]) -> Demo:
-    """Start the coordinator and the first four peers."""
     screen.say(f"coordinator: cairn coordinator serve {run_file.name} (prepares data and draws the first weights)")
     coordinator, url = serve(run_file, folder)
     processes.append(coordinator)
-    home = coordinator_home(folder, load_run(run_file).run.name)
+    home = coordinator_folder(folder / "coordinator", load_run(run_file).run.name)
     invite = Invite.parse(wait_for_file(home / "invite", coordinator, READY_SECONDS))
     spec = asyncio.run(_spec(invite))
     screen.say(f"invite: {str(invite)[:48]}...   page: {url}")
@@ -119,13 +121,6 @@ def _start(folder: Path, run_file: Path, screen: DemoScreen, processes: list[Pro
         _join(demo, name, processes)
     screen.say(f"peers: {', '.join(PEERS)} join with cairn peer join INVITE")
     return demo
-
-
-def coordinator_home(folder: Path, name: str) -> Path:
-    """Return the folder of the demo's coordinator."""
-    from cairn.commands.serve import coordinator_folder
-
-    return coordinator_folder(folder / "coordinator", name)
 
 
 async def _spec(invite: Invite) -> RunSpec:
@@ -158,7 +153,7 @@ async def _watch(demo: Demo, processes: list[Process]) -> None:
                 demo.screen.say(str(e), "yellow")
                 await asyncio.sleep(1.0)
                 continue
-            _show(demo, demo.status)
+            demo.screen.update(demo.status)
             _intervene(demo, demo.status, processes)
             await asyncio.sleep(0.5)
         await _wait_for_archive(demo, time.monotonic() + END_SECONDS)
@@ -168,23 +163,17 @@ async def _watch(demo: Demo, processes: list[Process]) -> None:
 
 def _check_processes(demo: Demo) -> None:
     for p in [demo.coordinator, *demo.peers.values()]:
-        if p.code not in (None, 0) and demo.notes.get(p.name) != "killed":
+        if p.code not in (None, 0) and not (demo.killed and p.name == KILLED):
             raise CairnError(f"{p.name} ended with code {p.code} (its log is in {p.home}):\n{p.last_words()}")
     if demo.coordinator.code is not None:
         raise CairnError(f"the coordinator ended before the run did:\n{demo.coordinator.last_words()}")
 
 
-def _show(demo: Demo, status: SwarmStatus) -> None:
-    if status.loss and (not demo.losses or status.loss != demo.losses[-1]):
-        demo.losses.append(status.loss)
-    demo.screen.update(status, demo.notes, demo.losses)
-
-
 def _intervene(demo: Demo, status: SwarmStatus, processes: list[Process]) -> None:
     share = status.tokens / demo.spec.total_tokens
-    if share >= KILL_AT and KILLED not in demo.notes:
+    if share >= KILL_AT and not demo.killed:
         demo.peers[KILLED].kill()
-        demo.notes[KILLED] = "killed"
+        demo.killed = True
         demo.events.append((status.tokens, f"{KILLED} killed"))
         demo.screen.say(f"{KILLED} is killed with SIGKILL in round {status.round}; the others go on", "red")
     if share >= LATE_AT and LATE not in demo.peers:
@@ -194,7 +183,7 @@ def _intervene(demo: Demo, status: SwarmStatus, processes: list[Process]) -> Non
 
 
 def _archive(demo: Demo) -> list[ArchivedState]:
-    return Archive(coordinator_home(demo.folder, demo.spec.name) / "checkpoints", demo.spec).all()
+    return Archive(coordinator_folder(demo.folder / "coordinator", demo.spec.name) / "checkpoints", demo.spec).all()
 
 
 async def _wait_for_archive(demo: Demo, end: float) -> None:
@@ -210,7 +199,7 @@ def _conclude(demo: Demo) -> int:
     say = demo.screen.say
     say("training is over; evaluating the model on held-out text")
     archived = _archive(demo)
-    data = coordinator_home(demo.folder, demo.spec.name) / "run" / "data"
+    data = coordinator_folder(demo.folder / "coordinator", demo.spec.name) / "run" / "data"
     shards = [data / f"{s.digest}.tokens" for s in demo.spec.data.validation]
     judged = judge(demo.spec, shards, archived[0].folder, archived[-1].folder, PROMPT)
     picture = demo.folder / "loss.png"
@@ -226,8 +215,6 @@ def _conclude(demo: Demo) -> int:
 
 
 def _snapshot(demo: Demo, name: str) -> Snapshot | None:
-    from peer.node.membership import run_folder
-
     return read_snapshot(run_folder(demo.folder / name, demo.invite.run))
 
 
@@ -242,9 +229,8 @@ def _problems(
         problems.append("the archived checkpoint is not the state that the peers hold")
     if not judged.before - judged.after >= MARGIN:
         problems.append(f"the held-out loss fell by {judged.before - judged.after:.2f}, less than {MARGIN:.2f}")
-    for name in (KILLED, LATE):
-        if name not in demo.notes and name not in demo.peers:
-            problems.append(f"{name} took no part: the run was over too soon")
+    if LATE not in demo.peers:
+        problems.append(f"{LATE} took no part: the run was over too soon")
     late = next((p for p in demo.status.peers if p.name == LATE), None) if demo.status else None
     if late is None or late.micro_credits_settled + late.micro_credits_pending == 0:
         problems.append(f"{LATE}, who joined late, earned nothing")
@@ -254,24 +240,18 @@ def _problems(
 def _print(
     demo: Demo, snapshots: dict[str, Snapshot | None], archived: list[ArchivedState], judged: Judged, picture: Path
 ) -> None:
-    from rich.table import Table
-
-    from cairn.number_format import credits
-
     say, status = demo.screen.say, demo.status
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("peer")
     table.add_column("state digest", no_wrap=True)
-    table.add_column("round", justify="right")
-    table.add_column("settled", justify="right")
-    table.add_column("pending", justify="right")
-    table.add_column("credits", justify="right")
+    for title in ("round", "settled", "pending", "credits"):
+        table.add_column(title, justify="right")
     for p in sorted(status.peers if status else (), key=lambda p: p.name):
         if p.name in demo.peers:
             snapshot = snapshots.get(p.name)
             table.add_row(
                 p.name,
-                snapshot.state[:32] if snapshot else demo.notes.get(p.name, "-"),
+                snapshot.state[:32] if snapshot else "killed" if p.name == KILLED else "-",
                 str(snapshot.round if snapshot else p.round),
                 credits(p.micro_credits_settled),
                 credits(p.micro_credits_pending),

@@ -44,7 +44,7 @@ class DocumentFile:
 
     def fingerprint(self) -> str:
         """Return a text that changes with the file: SHA-256 of a local file, else the file system's own key."""
-        if not _is_local(self.fs):
+        if "file" not in ((self.fs.protocol,) if isinstance(self.fs.protocol, str) else self.fs.protocol):
             return f"remote:{self.fs.ukey(self.path)}"
         digest = hashlib.sha256()
         with self.fs.open(self.path, "rb") as file:
@@ -99,7 +99,7 @@ def _matches(fs: Any, path: str, given: str) -> tuple[str, list[str]]:
         return "", paths
     if fs.isdir(path):
         endings = TEXT + JSONL + PARQUET
-        visible = (p for p in fs.find(path) if not _hidden(p, path))
+        visible = (p for p in fs.find(path) if "/." not in f"/{p.removeprefix(path)}")
         paths = sorted(p for p in visible if DocumentFile(fs, p, "").suffixes[0] in endings)
         if not paths:
             raise DataInputError(f"{given}: no document in this folder: looking for {', '.join(endings)}")
@@ -107,14 +107,6 @@ def _matches(fs: Any, path: str, given: str) -> tuple[str, list[str]]:
     if not fs.exists(path):
         raise DataInputError(f"{given}: no such file or folder (the path is {path})")
     return "", [path]
-
-
-def _hidden(path: str, folder: str) -> bool:
-    return any(part.startswith(".") for part in path.removeprefix(folder).split("/"))
-
-
-def _is_local(fs: Any) -> bool:
-    return "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
 
 
 def read_documents(source: DocumentFile, field: str) -> Iterator[TextSegment]:

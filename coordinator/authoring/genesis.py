@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from coordinator import durable
 from coordinator.authoring.errors import AuthoringError
-from coordinator.authoring.shards import PARTIAL, sync_folder
+from coordinator.authoring.shards import PARTIAL
 from coordinator.authoring.weights import read
 from protocol.layout import MOMENTUM, Layout
 from protocol.merkle import leaf_hash, tree_hash
@@ -46,7 +47,7 @@ def write_genesis(
             file.flush()
             os.fsync(file.fileno())
         partial.rename(path)
-        sync_folder(path.parent)
+        durable.sync(path.parent)
     except OSError as e:
         raise AuthoringError(f"{path}: the genesis checkpoint cannot be written: {e.strerror or e}") from None
     return BlobRef(digest=str(tree_hash(leaves)), size=layout.checkpoint_size)

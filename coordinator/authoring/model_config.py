@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.authoring.errors import AuthoringError
-from coordinator.authoring.runfile import tomllib
+from coordinator.authoring.runfile import read_text, tomllib
 from protocol.errors import SpecError
 from protocol.layout import Layout
 
-MAX_FILE = 1024 * 1024
 LEAST_VOCABULARY, MOST_VOCABULARY = 257, 2**24
 """Limits of a run's tokenizer, as in [data]."""
 FROM_TOKENIZER = ("bos_token_id", "eos_token_id")
@@ -99,14 +98,7 @@ def _without_nulls(value: Any) -> Any:
 
 def _given(path: Path) -> tuple[dict[str, Any], int | None]:
     """Return the config in a file, and the size of its run's vocabulary if the file states it."""
-    try:
-        if path.stat().st_size > MAX_FILE:
-            raise ModelFileError(f"{path}: larger than {MAX_FILE >> 10} KiB: give a config.json or a run.toml")
-        text = path.read_bytes().decode()
-    except OSError as e:
-        raise ModelFileError(f"{path}: cannot be read: {e.strerror or e}") from None
-    except UnicodeDecodeError:
-        raise ModelFileError(f"{path}: not text: give a config.json or a run.toml") from None
+    text = read_text(path, ModelFileError, "give a config.json or a run.toml")
     vocabulary = None
     try:
         if path.suffix == ".toml":

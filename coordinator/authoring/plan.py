@@ -167,16 +167,6 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Timers:
-    """Fields of [round], in seconds. They are for faults: a healthy round does not wait for any of them."""
-
-    max_seconds: int
-    exchange_seconds: int
-    propose_seconds: int
-    patience_seconds: int
-
-
-@dataclass(frozen=True)
 class Remedies:
     """Changes that would make the cheapest measured setting fit if none does. Each alone is enough."""
 
@@ -202,7 +192,8 @@ class RunPlan:
     """The remedies if the setting does not fit, else None."""
     target_tokens: int
     rounds: int
-    timers: Timers
+    timers: dict[str, int]
+    """Fields of [round], in seconds. They are for faults: a healthy round does not wait for any of them."""
     max_members: int
     lr: float
     warmup_tokens: int
@@ -227,29 +218,15 @@ class RunPlan:
         return (self.inputs.peers - 1) * self.cost.update_bytes
 
     @property
-    def total_up_bytes(self) -> int:
-        """Bytes that one peer sends in the whole run."""
-        return self.rounds * self.up_bytes
-
-    @property
     def data_parallel_bytes(self) -> int:
         """Bytes that one peer would send in the run with a ring all-reduce of bf16 gradients after each step."""
         n = self.inputs.peers
         return self.inputs.total // self.inputs.step_tokens * 2 * (n - 1) * BF16 * self.inputs.parameters // n
 
     @property
-    def fewer_than_gradients(self) -> float:
-        """Bytes of the bf16 gradients that an update replaces, divided by the bytes of the update."""
-        return BF16 * self.inputs.parameters * self.setting.inner_steps / self.cost.update_bytes
-
-    @property
     def days(self) -> float:
         """Days of the whole run. Training continues during the exchange, so the longer of the two counts."""
         return self.rounds * max(self.cost.training_seconds, self.cost.exchange_seconds) / 86_400
-
-    @property
-    def days_without_overlap(self) -> float:
-        return self.rounds * (self.cost.training_seconds + self.cost.exchange_seconds) / 86_400
 
 
 def plan(inputs: PlanInputs, measured: Sequence[MeasuredSetting] = measurements.MEASURED) -> RunPlan:
@@ -258,11 +235,12 @@ def plan(inputs: PlanInputs, measured: Sequence[MeasuredSetting] = measurements.
     fitting = [c for c in costs if c.share <= inputs.share]
     q = inputs
     # Of equal settings the one with fewer bytes a token is better, whatever the links.
-    best = min(fitting or costs, key=lambda c: (c.loss, _bytes_a_step(c)) if fitting else (c.share, 0.0))
+    best = min(fitting, key=lambda c: (c.loss, c.update_bytes / c.setting.inner_steps), default=None)
+    best = best or min(costs, key=lambda c: c.share)
     if (refusal := _refusal(q, best)) is not None:
         raise refusal
-    target = best.setting.inner_steps * q.step_tokens
     setting = best.setting
+    target = setting.inner_steps * q.step_tokens
     slower = (c for c in costs if c.setting.loss < setting.loss and c not in fitting and c.uplink_needed < math.inf)
     better = [c for c in slower if _refusal(q, c) is None]
     rounds = -(-q.total // target)
@@ -323,10 +301,6 @@ def _uplink_needed(q: PlanInputs, size: int, allowed: float) -> float:
     return 8e-6 * q.copies * size / left if down <= q.downlink else math.inf
 
 
-def _bytes_a_step(c: Cost) -> float:
-    return c.update_bytes / c.setting.inner_steps
-
-
 def _remedies(q: PlanInputs, cheapest: Cost) -> Remedies:
     inner_steps = math.ceil(cheapest.exchange_seconds / (q.share * q.training_seconds(1)))
     return Remedies(
@@ -350,16 +324,16 @@ def _most_peers(q: PlanInputs, cost: Cost) -> int | None:
     return most if most >= 2 else None
 
 
-def _timers(q: PlanInputs, cost: Cost) -> Timers:
+def _timers(q: PlanInputs, cost: Cost) -> dict[str, int]:
     """Return timers for volunteers several times slower than the typical one, at least the spec's defaults."""
     least = {name: field.default for name, field in RoundSpec.model_fields.items()}
     exchange = _seconds(max(least["exchange_seconds"], 4 * cost.exchange_seconds))
-    return Timers(
-        max_seconds=_seconds(max(least["max_seconds"], 3 * cost.training_seconds)),
-        exchange_seconds=exchange,
-        propose_seconds=_seconds(max(least["propose_seconds"], 20 * q.rtt / 1000)),
-        patience_seconds=_seconds(max(least["patience_seconds"], 2 * exchange)),
-    )
+    return {
+        "max_seconds": _seconds(max(least["max_seconds"], 3 * cost.training_seconds)),
+        "exchange_seconds": exchange,
+        "propose_seconds": _seconds(max(least["propose_seconds"], 20 * q.rtt / 1000)),
+        "patience_seconds": _seconds(max(least["patience_seconds"], 2 * exchange)),
+    }
 
 
 def _seconds(least: float) -> int:

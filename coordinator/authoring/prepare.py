@@ -17,10 +17,11 @@ from typing import Literal
 
 from pydantic import ValidationError
 
+from coordinator import durable
 from coordinator.authoring import tokens
 from coordinator.authoring.documents import DocumentFile, TextSegment, find_sources, read_documents
 from coordinator.authoring.errors import DataInputError, RunChangedError
-from coordinator.authoring.shards import PARTIAL, ShardWriter, write_file
+from coordinator.authoring.shards import PARTIAL, ShardWriter
 from protocol.ids import Digest
 from protocol.merkle import MAX_BLOB, blob_digest
 from protocol.spec import BlobRef, DataShard, Section, explain
@@ -122,12 +123,10 @@ def prepare(
 
     Raises DataInputError, and RunChangedError for a folder with other contents unless `replace` is given.
     """
-    if (vocabulary is None) == (tokenizer is None):
-        raise DataInputError("give either the size of a vocabulary to train, or a tokenizer.json to use")
-    if validation_every < 0 or validation_every == 1:
-        raise DataInputError(f"validation_every = {validation_every}: write 2 or more, or 0 for none")
-    if validation_every and validation:
-        raise DataInputError("hold out every n-th document or whole files, not both: remove one of the two")
+    try:
+        check_choices(vocabulary, tokenizer, validation_every, validation)
+    except ValueError as e:
+        raise DataInputError(str(e)) from None
     if shard_tokens < 2 or shard_tokens * 4 > MAX_BLOB:
         raise DataInputError(f"shard_tokens = {shard_tokens}: write a number from 2 to {MAX_BLOB // 4}")
     base = base or Path.cwd()
@@ -158,13 +157,26 @@ def prepare(
                     "this one"
                 )
             _clear(out)
-        for partial in out.glob(f"{PARTIAL}*"):
-            partial.unlink()
-        run = given or _trained(train, settings, report)
+        for draft in (*out.glob(f"{PARTIAL}*"), *out.glob(".*.leaves.*"), *out.glob(".*.json.*")):
+            draft.unlink()
+        run = given
+        if run is None:
+            report(f"training a tokenizer of {vocabulary} tokens")
+            run = tokens.train((p for p, held_out in _documents(train, settings) if not held_out), vocabulary or 0)
         manifest = _write(out, run, train, held_out, settings, sources, report)
-        write_file(out / TOKENIZER, run.file)
-        write_file(out / MANIFEST, manifest.model_dump_json(indent=1).encode())
+        durable.replace(out / TOKENIZER, run.file)
+        durable.replace(out / MANIFEST, manifest.model_dump_json(indent=1).encode())
     return Prepared(out, manifest, reused=False)
+
+
+def check_choices(vocabulary: object, tokenizer: object, validation_every: int, validation: Sequence[str]) -> None:
+    """Raise ValueError unless there is one tokenizer, and at most one rule for what is held out."""
+    if (vocabulary is None) == (tokenizer is None):
+        raise ValueError("write either vocabulary (tokens of a tokenizer to train) or tokenizer (a tokenizer.json)")
+    if validation_every and validation:
+        raise ValueError("write either validation_every or validation, not both")
+    if validation_every == 1:
+        raise ValueError("validation_every = 1 would hold out every document: write 2 or more")
 
 
 def load_prepared(folder: Path) -> Prepared:
@@ -186,15 +198,6 @@ def load_prepared(folder: Path) -> Prepared:
             what = "is missing" if found < 0 else f"has {found} bytes instead of {sizes[digest]}"
             raise DataInputError(f"{path} {what}: remove {folder} and prepare the data again")
     return prepared
-
-
-def _trained(
-    train: Sequence[DocumentFile], settings: PrepareSettings, report: Callable[[str], None]
-) -> tokens.RunTokenizer:
-    assert settings.vocabulary is not None  # `prepare` takes a tokenizer or a vocabulary
-    report(f"training a tokenizer of {settings.vocabulary} tokens")
-    segments = (p for p, held_out in _documents(train, settings) if not held_out)
-    return tokens.train(segments, settings.vocabulary)
 
 
 def _documents(sources: Sequence[DocumentFile], settings: PrepareSettings) -> Iterator[tuple[TextSegment, bool]]:

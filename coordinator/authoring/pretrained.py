@@ -72,35 +72,23 @@ def run_file_from(folder: Path, out: Path, inputs: PlanInputs) -> DraftRunFile:
     note = f"From {ascii(folder.name)}: it must stay the config of run.weights."
     if left_out:
         note += f" Left out, for transformers does not know them: {ascii(', '.join(left_out))}."
-    text = fill(made, table, tokenizer.size, note)
-    text = text.replace("planned by `cairn run plan`", f"continuing from {ascii(folder.name)}, by `cairn run init`", 1)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{folder.name}-more").lstrip("._-")[:64] or "my-run"
     place = _place(folder, out)
-    for table_name, field, value, why in (
-        ("run", "name", name, ""),
-        ("run", "weights", place, ""),
-        ("data", "vocabulary", None, ""),
-        ("data", "tokenizer", f"{place}/{TOKENIZER}", ""),
-        ("data", "end_of_text", tokenizer.end, ""),
-        ("inner", "lr", float(f"{made.lr * LR_FACTOR:.2g}"), "Here a tenth of that, for the weights are trained."),
-    ):
-        text = write_field(text, table_name, field, value, why)
+    lines = {
+        "by": f"continuing from {ascii(folder.name)}, by `cairn run init`",
+        "name": f"name = {_text(name)}",
+        "weights": f"weights = {_text(place)}",
+        "vocabulary": f"#vocabulary = {tokenizer.size}",
+        "tokenizer": f"tokenizer = {_text(f'{place}/{TOKENIZER}')}",
+        "end_of_text": f"end_of_text = {_text(tokenizer.end)}",
+        "lr": f"# Here a tenth of that, for the weights are trained.\nlr = {float(f'{made.lr * LR_FACTOR:.2g}')}",
+    }
+    text = fill(made, table, tokenizer.size, note, lines)
     return DraftRunFile(text, name, model.layout.numel, tokenizer.size, left_out)
 
 
-def write_field(text: str, table: str, field: str, value: str | float | None, why: str = "") -> str:
-    """Return a template's text with one field set, or commented out if `value` is None.
-
-    `why` becomes a comment above the field. Raises LookupError if the template has no such field.
-    """
-    lines, at = text.split("\n"), ""
-    for i, line in enumerate(lines):
-        if heading := re.fullmatch(r"\[([a-z.]+)\]", line):
-            at = heading[1]
-        elif at == table and re.match(rf"#?{field} = ", line):
-            written = f"#{line.lstrip('#')}" if value is None else f"{field} = {json.dumps(value, ensure_ascii=False)}"
-            return "\n".join([*lines[:i], *([f"# {why}"] if why else []), written, *lines[i + 1 :]])
-    raise LookupError(f"the template has no field {table}.{field}")
+def _text(value: str) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _config(folder: Path) -> dict[str, Any]:

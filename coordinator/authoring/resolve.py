@@ -14,16 +14,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from coordinator import durable
 from coordinator.authoring.errors import AuthoringError, DataInputError, RunChangedError, RunFileError
 from coordinator.authoring.prepare import Prepared, load_prepared, prepare
 from coordinator.authoring.runfile import RunFile, differences
-from coordinator.authoring.shards import write_file
 from protocol.envelope import open_envelope
 from protocol.errors import ProtocolError, SpecError
 from protocol.identity import Identity
 from protocol.ids import Digest
 from protocol.layout import Layout
-from protocol.merkle import leaf_hash, tree_hash
+from protocol.merkle import leaves_of, read_chunks, tree_hash
 from protocol.spec import (
     KIND,
     MAX_SPEC,
@@ -64,18 +64,17 @@ def resolve(run_file: RunFile, workdir: Path, owner: Identity, report: Report = 
         return _continued(run_file, workdir, owner, report)
     check_weights(run_file)  # before documents are prepared, which may take hours
     prepared = _data(run_file, workdir, report, replace=True)
-    config = _config(run_file, prepared)
-    layout = _layout(run_file, config)
+    config, layout = _model(run_file, prepared)
     genesis = _genesis(run_file, config, layout, workdir, report)
     spec = _spec(run_file, owner, config, layout, prepared, genesis)
     envelope = sign_spec(owner, spec).encoded
     try:
-        write_file(workdir / RUN, json.dumps(run_file.model_dump(mode="json"), indent=1).encode())
-        write_file(workdir / SPEC, envelope)  # last, since this file begins the run
+        durable.replace(workdir / RUN, json.dumps(run_file.model_dump(mode="json"), indent=1).encode())
+        durable.replace(workdir / SPEC, envelope)  # last, since this file begins the run
     except OSError as e:
         raise AuthoringError(f"{workdir}: cannot be written to: {e.strerror or e}") from None
     report(f"run {spec.run_id.short} ({spec.name}) begins")
-    return ResolvedRun(spec, envelope, _blobs(spec, prepared, workdir))
+    return ResolvedRun(spec, envelope, prepared.blobs | {spec.genesis.name: workdir / GENESIS})
 
 
 def check_weights(run_file: RunFile, config: dict[str, Any] | None = None, layout: Layout | None = None) -> list[str]:
@@ -138,7 +137,6 @@ def _continued(run_file: RunFile, workdir: Path, owner: Identity, report: Report
         raise RunChangedError(f"{run_file.path}: the data changed since the run began: {e}") from None
     if _data_spec(run_file, prepared) != spec.data or prepared.manifest.tokenizer != spec.tokenizer:
         raise RunChangedError(f"{prepared.folder}: holds other data than the run began with: {remedy}")
-    blobs = _blobs(spec, prepared, workdir)
     if not _is_blob(workdir / GENESIS, spec.genesis):
         report("writing the genesis checkpoint again: the file is missing or damaged")
         if _genesis(run_file, spec.model.config, spec.model.layout, workdir, report) != spec.genesis:
@@ -146,7 +144,7 @@ def _continued(run_file: RunFile, workdir: Path, owner: Identity, report: Report
             raise AuthoringError(
                 f"{workdir / GENESIS}: missing or damaged, and {why} other weights: restore the file from a copy"
             )
-    return ResolvedRun(spec, sent, blobs)
+    return ResolvedRun(spec, sent, prepared.blobs | {spec.genesis.name: workdir / GENESIS})
 
 
 def _data(run_file: RunFile, workdir: Path, report: Report, *, replace: bool) -> Prepared:
@@ -173,30 +171,31 @@ def _data(run_file: RunFile, workdir: Path, report: Report, *, replace: bool) ->
         raise DataInputError(f"{run_file.path}: data: {e}") from None
 
 
-def _config(run_file: RunFile, prepared: Prepared) -> dict[str, Any]:
-    """Return the model's full config, with the fields of the tokenizer filled in. Raises SpecError or RunFileError."""
-    from protocol.model import plain_config
-
+def _model(run_file: RunFile, prepared: Prepared) -> tuple[dict[str, Any], Layout]:
+    """Return the model's full config, with the fields of the tokenizer filled in, and its layout."""
     manifest = prepared.manifest
-    asked = dict(run_file.model)
-    vocabulary = asked.setdefault("vocab_size", manifest.vocabulary)
+    vocabulary = run_file.model.get("vocab_size")
     if type(vocabulary) is int and vocabulary < manifest.vocabulary:
         raise RunFileError(
             f"{run_file.path}: model.vocab_size: {vocabulary} is less than the tokenizer's {manifest.vocabulary} "
             "tokens: remove the line, and it is filled in"
         )
-    asked.setdefault("bos_token_id", manifest.end_of_text_id)
-    asked.setdefault("eos_token_id", manifest.end_of_text_id)
+    end = manifest.end_of_text_id
+    return model_of(run_file, {"vocab_size": manifest.vocabulary, "bos_token_id": end, "eos_token_id": end})
+
+
+def model_of(run_file: RunFile, from_data: dict[str, Any]) -> tuple[dict[str, Any], Layout]:
+    """Return the config and layout of a run's model; `from_data` fills fields that [model] leaves out.
+
+    Raises SpecError, and RunFileError if a window does not fit the model's positions.
+    """
+    from protocol.model import build_model, model_layout, plain_config
+
     try:
-        config = plain_config(asked)
+        config = plain_config(from_data | run_file.model)
+        layout = model_layout(build_model(config, device="meta"))
     except SpecError as e:
         raise SpecError(f"{run_file.path}: {e}") from None
-    check_length(run_file, config)
-    return config
-
-
-def check_length(run_file: RunFile, config: dict[str, Any]) -> None:
-    """Raise RunFileError if a window does not fit the model's positions."""
     for field in ("max_position_embeddings", "n_positions"):
         most = config.get(field)
         if type(most) is int and most < run_file.data.window:
@@ -204,15 +203,7 @@ def check_length(run_file: RunFile, config: dict[str, Any]) -> None:
                 f"{run_file.path}: data.window: {run_file.data.window} tokens do not fit model.{field} = {most}: make "
                 "one smaller or the other larger"
             )
-
-
-def _layout(run_file: RunFile, config: dict[str, Any]) -> Layout:
-    from protocol.model import build_model, model_layout
-
-    try:
-        return model_layout(build_model(config, device="meta"))
-    except SpecError as e:
-        raise SpecError(f"{run_file.path}: {e}") from None
+    return config, layout
 
 
 def _data_spec(run_file: RunFile, prepared: Prepared) -> DataSpec:
@@ -227,12 +218,7 @@ def _data_spec(run_file: RunFile, prepared: Prepared) -> DataSpec:
 
 
 def _spec(
-    run_file: RunFile,
-    owner: Identity,
-    config: dict[str, Any],
-    layout: Layout,
-    prepared: Prepared,
-    genesis: BlobRef,
+    run_file: RunFile, owner: Identity, config: dict[str, Any], layout: Layout, prepared: Prepared, genesis: BlobRef
 ) -> RunSpec:
     shards = prepared.manifest.train.shards
     if not any(windows_in(s.tokens, run_file.data.window) for s in shards):
@@ -240,6 +226,7 @@ def _spec(
             f"{run_file.path}: data.window: {run_file.data.window} tokens, but the documents have only "
             f"{prepared.manifest.train.tokens}: add documents or make it smaller"
         )
+    sections = ("inner", "codec", "outer", "round", "admission", "credit", "checkpoint")
     try:
         return RunSpec(
             name=run_file.run.name,
@@ -250,27 +237,15 @@ def _spec(
             genesis=genesis,
             tokenizer=prepared.manifest.tokenizer,
             data=_data_spec(run_file, prepared),
-            inner=run_file.inner,
-            codec=run_file.codec,
-            outer=run_file.outer,
-            round=run_file.round,
-            admission=run_file.admission,
-            credit=run_file.credit,
-            checkpoint=run_file.checkpoint,
+            **{name: getattr(run_file, name) for name in sections},
         )
     except ValidationError as e:
         raise RunFileError(explain(e, str(run_file.path))) from None
 
 
-def _blobs(spec: RunSpec, prepared: Prepared, workdir: Path) -> dict[Digest, Path]:
-    return prepared.blobs | {spec.genesis.name: workdir / GENESIS}
-
-
 def _is_blob(path: Path, ref: BlobRef) -> bool:
     """Return whether a file holds exactly this blob."""
-    from protocol.merkle import CHUNK
-
     if not path.is_file() or path.stat().st_size != ref.size:
         return False
     with path.open("rb") as file:
-        return tree_hash([leaf_hash(chunk) for chunk in iter(lambda: file.read(CHUNK), b"")]) == ref.name
+        return tree_hash(leaves_of(read_chunks(file))) == ref.name

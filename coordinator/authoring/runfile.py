@@ -14,8 +14,8 @@ from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_validator
 
-from coordinator.authoring.errors import RunFileError
-from coordinator.authoring.prepare import SHARD_TOKENS
+from coordinator.authoring.errors import AuthoringError, RunFileError
+from coordinator.authoring.prepare import SHARD_TOKENS, check_choices
 from protocol.data_address import check_address
 from protocol.errors import SpecError
 from protocol.spec import (
@@ -66,28 +66,16 @@ class DataTable(Section):
     def _one_way(self):
         if (self.source is None) == (self.prepared is None):
             raise ValueError("write either source (documents) or prepared (a folder made by `cairn data prepare`)")
-        if self.source is not None and (self.vocabulary is None) == (self.tokenizer is None):
-            raise ValueError("write either vocabulary (tokens of a tokenizer to train) or tokenizer (a tokenizer.json)")
-        if self.validation_every and self.validation:
-            raise ValueError("write either validation_every or validation, not both")
-        if self.validation_every == 1:
-            raise ValueError("validation_every = 1 would hold out every document: write 2 or more")
+        if self.source is not None:
+            check_choices(self.vocabulary, self.tokenizer, self.validation_every, self.validation)
         for address in self.addresses:
             try:
                 check_address(address)
             except SpecError as e:
                 raise ValueError(f"addresses: {e}") from None
         if self.prepared is not None:
-            fixed = (
-                "field",
-                "vocabulary",
-                "tokenizer",
-                "end_of_text",
-                "validation_every",
-                "validation",
-                "shard_tokens",
-            )
-            also = [name for name in fixed if name in self.model_fields_set]
+            allowed = ("prepared", "window", "addresses")
+            also = [name for name in DataTable.model_fields if name in self.model_fields_set and name not in allowed]
             if also:
                 raise ValueError(f"{', '.join(also)}: fixed when the folder was prepared; remove it here")
         return self
@@ -152,16 +140,9 @@ class RunFile(Section):
 
 def load_run(path: Path) -> RunFile:
     """Return the checked run.toml. Raises RunFileError with a line for each problem: file, line and field."""
-    try:
-        if path.stat().st_size > MAX_FILE:
-            raise RunFileError(f"{path}: larger than {MAX_FILE >> 10} KiB: this is not a run.toml")
-        text = path.read_bytes().decode()
-    except FileNotFoundError:
-        raise RunFileError(f"{path}: no such file: examples/sotu.toml is one to begin with") from None
-    except OSError as e:
-        raise RunFileError(f"{path}: cannot be read: {e.strerror or e}") from None
-    except UnicodeDecodeError:
-        raise RunFileError(f"{path}: not UTF-8 text: save it as such") from None
+    if not path.exists():
+        raise RunFileError(f"{path}: no such file: examples/sotu.toml is one to begin with")
+    text = read_text(path, RunFileError, "this is not a run.toml")
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
@@ -175,6 +156,18 @@ def load_run(path: Path) -> RunFile:
         raise RunFileError("\n".join(_problems(e, path, text))) from None
     run_file._path = path.resolve()
     return run_file
+
+
+def read_text(path: Path, error: type[AuthoringError], remedy: str) -> str:
+    """Return the text of a file of at most MAX_FILE bytes. Raises `error`."""
+    try:
+        if path.stat().st_size > MAX_FILE:
+            raise error(f"{path}: larger than {MAX_FILE >> 10} KiB: {remedy}")
+        return path.read_bytes().decode()
+    except OSError as e:
+        raise error(f"{path}: cannot be read: {e.strerror or e}") from None
+    except UnicodeDecodeError:
+        raise error(f"{path}: not UTF-8 text: {remedy}") from None
 
 
 def _fill_in(tables: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from coordinator import durable
 from protocol.merkle import CHUNK, leaf_hash, tree_hash
 from protocol.spec import DataShard
 
@@ -72,29 +73,9 @@ class ShardWriter:
         os.fsync(self._file.fileno())
         self._file.close()
         digest = tree_hash(self._leaves)
-        write_file(self._folder / f"{digest}.leaves", b"".join(self._leaves))
+        durable.replace(self._folder / f"{digest}.leaves", b"".join(self._leaves))
         self._path.rename(self._folder / f"{digest}.tokens")
-        sync_folder(self._folder)
+        durable.sync(self._folder)
         shard = DataShard(digest=str(digest), size=self._tokens * self._dtype.itemsize, tokens=self._tokens)
         self.shards.append(shard)
         self._begin()
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file that after a crash exists whole or not at all."""
-    partial = path.with_name(f"{PARTIAL}{path.name}")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the folder's names durable."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -10,9 +10,9 @@ from coordinator.authoring import tokens
 from coordinator.authoring.documents import DocumentFile, find_sources, read_documents
 from coordinator.authoring.errors import DataInputError
 from coordinator.authoring.prepare import load_prepared
-from coordinator.authoring.resolve import check_length, check_weights
+from coordinator.authoring.resolve import check_weights, model_of
 from coordinator.authoring.runfile import RunFile, load_run
-from protocol.errors import SpecError
+from protocol.codec import make_codec
 from protocol.layout import Layout
 from protocol.spec import windows_in
 
@@ -26,17 +26,9 @@ def validate(path: Path) -> list[str]:
     Only the headers of initial weights are read. Data are not prepared: without a prepared folder the numbers of tokens
     are estimates, and the lines say so. Raises the errors of `load_run` and `resolve`.
     """
-    from protocol.codec import make_codec
-    from protocol.model import build_model, model_layout, plain_config
-
     run_file = load_run(path)
     vocabulary, data_lines = _data(run_file)
-    try:
-        config = plain_config({"vocab_size": vocabulary} | run_file.model)
-        layout = model_layout(build_model(config, device="meta"))
-    except SpecError as e:
-        raise SpecError(f"{path}: {e}") from None
-    check_length(run_file, config)
+    config, layout = model_of(run_file, {"vocab_size": vocabulary})
     weights = check_weights(run_file, config, layout)
     update = make_codec(run_file.codec, layout).size
     round_, inner = run_file.round, run_file.inner

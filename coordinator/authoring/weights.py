@@ -135,18 +135,17 @@ def read(folder: Path, config: Mapping[str, Any]) -> dict[str, Tensor]:
         why = " ".join(str(e).split())[:300]
         raise WeightsError(f"{folder}: not weights of the model in [model]: {why}: write their config there") from None
     model, info = loaded
-    for key, what, remedy in (
-        (
-            "missing_keys",
-            "missing from the files",
-            "take a whole copy, or write the config of these weights in [model]",
-        ),
-        ("unexpected_keys", "no tensors of this model", "write the config of these weights in [model]"),
-        ("mismatched_keys", "of another shape in this model", "write the config of these weights in [model]"),
+    for key, what in (
+        ("missing_keys", "missing from the files"),
+        ("unexpected_keys", "no tensors of this model"),
+        ("mismatched_keys", "of another shape in this model"),
     ):
         names = sorted(str(n[0] if isinstance(n, tuple) else n) for n in info[key])
         if names:
-            raise WeightsError(f"{folder}: {len(names)} tensors are {what}, the first is {names[0][:120]}: {remedy}")
+            raise WeightsError(
+                f"{folder}: {len(names)} tensors are {what}, the first is {names[0][:120]}: write the config of these "
+                "weights in [model], or take a whole copy of them"
+            )
     if model_layout(model) != layout:
         raise WeightsError(
             f"{folder}: the files hold separately what the config ties together: write tie_word_embeddings = false"

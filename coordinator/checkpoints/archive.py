@@ -20,6 +20,7 @@ import base64
 import binascii
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
@@ -107,7 +108,6 @@ class Archive:
         """Held for moments."""
 
         self._open: Counter[Path] = Counter()
-        self._manifests: dict[Path, tuple[tuple[int, int, int], ArchivedState | None]] = {}
         self._left: set[Digest] = set()
 
     def add(
@@ -171,30 +171,18 @@ class Archive:
                     f"the signature under round {archived.round} cannot be written to {archived.folder}: {why}; free "
                     "some disk space, or make the folder writable"
                 ) from None
-            found = read_manifest(archived.folder)
-            if found is None:
-                raise CoordinatorError(f"{archived.folder / MANIFEST} cannot be read back: check the disk")
-            return found
-
-    # -- what there is -------------------------------------------------------------------------------------------
+            return replace(archived, final=final)
 
     def all(self) -> list[ArchivedState]:
         """Return the archived states, oldest first."""
-        with self._lock:
-            found, known = [], self._manifests
-            self._manifests = {}
-            for folder in self.folder.glob("round-*"):
-                try:
-                    s = (folder / MANIFEST).stat()
-                except OSError:
-                    continue
-                mark = (s.st_ino, s.st_mtime_ns, s.st_size)
-                old = known.get(folder)
-                a = old[1] if old is not None and old[0] == mark else read_manifest(folder)
-                self._manifests[folder] = (mark, a)
+        found = []
+        for folder in self.folder.glob("round-*"):
+            with contextlib.suppress(OSError):
+                s = (folder / MANIFEST).stat()
+                a = _read_once(folder, (s.st_ino, s.st_mtime_ns, s.st_size))
                 if a is not None and a.run == self._run:
                     found.append(a)
-            return sorted(found, key=lambda a: a.round)
+        return sorted(found, key=lambda a: a.round)
 
     def newest(self) -> ArchivedState | None:
         """Return the archived state of the highest round."""
@@ -204,10 +192,6 @@ class Archive:
     def newest_final(self) -> ArchivedState | None:
         """Return the newest state with a finalization."""
         return next((a for a in reversed(self.all()) if a.final), None)
-
-    def state_for(self, record: Digest) -> ArchivedState | None:
-        """Return the archived state after a record (the genesis digest: the first state); None if there is none."""
-        return next((a for a in self.all() if a.record == record), None)
 
     @contextlib.contextmanager
     def reading(self, archived: ArchivedState) -> Iterator[ArchivedState]:
@@ -223,8 +207,6 @@ class Archive:
         finally:
             with self._lock:
                 self._open[archived.folder] -= 1
-
-    # -- what goes -----------------------------------------------------------------------------------------------
 
     def drop(self, archived: Iterable[ArchivedState]) -> None:
         """Delete states that the chain has left."""
@@ -316,6 +298,12 @@ def read_manifest(folder: Path) -> ArchivedState | None:
             return parse_manifest(folder, file.read(MAX_MANIFEST))
     except OSError:
         return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _read_once(folder: Path, mark: tuple[int, int, int]) -> ArchivedState | None:
+    """Return what the manifest says; `mark` changes with the file."""
+    return read_manifest(folder)
 
 
 def parse_manifest(folder: Path, data: bytes) -> ArchivedState | None:

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from coordinator.checkpoints.archive import CERTIFICATE, Archive, ArchivedState
-from coordinator.checkpoints.evaluation_job import plain, result_of
+from coordinator.checkpoints.evaluation_job import plain
 from coordinator.checkpoints.evaluations import EvaluationLog
 from coordinator.checkpoints.job import Row, run_job
 from coordinator.checkpoints.settings import CheckpointSettings
@@ -69,7 +69,10 @@ class CheckpointArchiver:
         self._tasks: list[asyncio.Task[None]] = []
         self._unsubscribe: Callable[[], None] | None = None
         self._problems: dict[str, str] = {}
-        self._copied: set[str] | None = None
+        self._copied: set[str] = set()
+        self._listed = False
+        """True once `_copied` has the copies that were there before."""
+
         self._not_wanted: set[str] = set()
         """Final states that the policy of the copies excludes."""
 
@@ -77,15 +80,13 @@ class CheckpointArchiver:
         self._counts = {"evaluated": 0, "evaluations_failed": 0, "copied": 0, "copies_failed": 0, "copied_bytes": 0}
         self._seconds = 0.0
 
-    # -- life ------------------------------------------------------------------------------------------------
-
     def start(self, finalization_of: FinalizationOf) -> None:
         """Begin, on the running event loop."""
         self._unsubscribe = self._view.subscribe(self._wake)
         self._begin("the archive", lambda: self._mark_final(finalization_of))
         if self._settings.evaluation.every and (self._shards or self._settings.samples.prompts):
             self._begin("evaluation", self._evaluate)
-        if self._makes_copies:
+        if self._settings.archive.address:
             self._begin("copies", self._copy)
 
     async def stop(self) -> None:
@@ -117,8 +118,6 @@ class CheckpointArchiver:
     def _wake(self) -> None:
         for wake in self._wakes:
             wake.set()
-
-    # -- finalizations -----------------------------------------------------------------------------------------
 
     async def _mark_final(self, finalization_of: FinalizationOf) -> None:
         """Add the finalization to each state that has become final.
@@ -161,8 +160,6 @@ class CheckpointArchiver:
             return last if ends_with_state(last, archived) else None
         return None
 
-    # -- evaluation --------------------------------------------------------------------------------------------
-
     def _due(self) -> ArchivedState | None:
         """Return the newest state, if it is to be evaluated now; older ones are skipped."""
         done = self.evaluations.done()
@@ -189,7 +186,8 @@ class CheckpointArchiver:
             except CoordinatorError as e:
                 why = str(e)
         self._seconds = time.monotonic() - began
-        measured, texts = result_of(rows)
+        measured = next((r for r in rows if "loss" in r), None)
+        texts = [r for r in rows if "text" in r]
         if measured is None and not texts:
             self._failed[archived.state] = self._failed.get(archived.state, 0) + 1
             self._counts["evaluations_failed"] += 1
@@ -219,26 +217,20 @@ class CheckpointArchiver:
             "temperature": s.temperature, "seed": s.seed,
         }  # fmt: skip
 
-    # -- copies ------------------------------------------------------------------------------------------------
-
-    @property
-    def _makes_copies(self) -> bool:
-        return bool(self._settings.archive.address)
-
     def to_copy(self) -> list[ArchivedState]:
         """Return the final states, and round 0, of which no copy is known: oldest first."""
-        copied = (self._copied or set()) | self._not_wanted
-        return [a for a in self.archive.all() if (a.final or not a.round) and str(a.state) not in copied]
+        done = self._copied | self._not_wanted
+        return [a for a in self.archive.all() if (a.final or not a.round) and str(a.state) not in done]
 
     async def _copy(self) -> None:
         """Copy what is final to the address, with retries; nobody waits for it."""
         failures = 0
-        while self._copied is None or self.to_copy() or self.archive.left():
+        while not self._listed or self.to_copy() or self.archive.left():
             left = self.archive.left()
             try:
                 with contextlib.ExitStack() as stack:
                     # One at a time: states that wait for a slow address are not protected from the policy.
-                    held = [] if self._copied is None else self.to_copy()[:1]
+                    held = self.to_copy()[:1] if self._listed else []
                     for archived in held:
                         stack.enter_context(self.archive.reading(archived))
                     await run_job(
@@ -246,7 +238,7 @@ class CheckpointArchiver:
                         deadline=COPY_SECONDS, silence=COPY_SILENCE_SECONDS,
                     )  # fmt: skip
                 self.archive.forget_left(left)
-                self._copied = self._copied or set()
+                self._listed = True
                 self._solved("copies")
                 failures = 0
             except CoordinatorError as e:
@@ -266,22 +258,17 @@ class CheckpointArchiver:
         }  # fmt: skip
 
     def _note_copy(self, row: Row) -> None:
-        if "present" in row:
-            self._copied = (self._copied or set()) | set(row["present"])
-        elif "skipped" in row:
-            self._not_wanted.add(row["skipped"])
-        elif "removed" in row:  # by the policy: it is not sent again
-            self._copied = (self._copied or set()) - {row["removed"]}
-            self._not_wanted.add(row["removed"])
-        elif "copied" in row:
-            self._copied = (self._copied or set()) | {row["copied"]}
+        self._copied.update(row.get("present", ()))
+        if not_wanted := row.get("skipped") or row.get("removed"):  # by the policy: it is not sent again
+            self._copied.discard(not_wanted)
+            self._not_wanted.add(not_wanted)
+        if state := row.get("copied"):
+            self._copied.add(state)
             self._counts["copied"] += 1
-            self._counts["copied_bytes"] += int(row["bytes"])
-            round_ = next((a.round for a in self.archive.all() if str(a.state) == row["copied"]), None)
+            self._counts["copied_bytes"] += row["bytes"]
+            round_ = next((a.round for a in self.archive.all() if str(a.state) == state), None)
             size = row["bytes"] / 1e6
             log.info("copied the state of round %s to %s (%.1f MB)", round_, self._settings.archive.address, size)
-
-    # -- reports -----------------------------------------------------------------------------------------------
 
     def _report(self, topic: str, problem: str) -> None:
         """Keep a problem, and log it once for as long as it stays the same."""
@@ -318,12 +305,13 @@ class CheckpointArchiver:
         archived = self.archive.all()
         final = [a for a in archived if a.final]
         newest, c = self.validation, self._counts
+        waiting = len(self.to_copy()) if self._settings.archive.address else 0
         found = [
             ("cairn_archive_states", "Archived states.", len(archived)),
             ("cairn_archive_bytes", "Bytes of archived states.", sum(a.size for a in archived)),
             ("cairn_archive_final_round", "Round of the newest final archived state.", final[-1].round if final else 0),
             ("cairn_archive_problem", "1 while archiving, copying or evaluating fails.", bool(self.problem)),
-            ("cairn_copies_waiting", "Final states without a copy.", len(self.to_copy()) if self._makes_copies else 0),
+            ("cairn_copies_waiting", "Final states without a copy.", waiting),
             ("cairn_copies_total", "States copied.", c["copied"]),
             ("cairn_copies_bytes_total", "Bytes copied.", c["copied_bytes"]),
             ("cairn_copies_failed_total", "Attempts to copy that failed.", c["copies_failed"]),
@@ -343,7 +331,7 @@ class CheckpointArchiver:
 
     def checkpoints(self) -> list[Row]:
         """Return a description of each archived state, newest first."""
-        losses, copied = self.evaluations.losses(), self._copied or set()
+        losses = self.evaluations.losses()
         return [
             {
                 "round": a.round,
@@ -353,7 +341,7 @@ class CheckpointArchiver:
                 "bytes": sum(size for _, size in files),
                 "files": [{"name": name, "bytes": size} for name, size in files],
                 "final": bool(a.final) or a.round == 0,
-                "copied": str(a.state) in copied,
+                "copied": str(a.state) in self._copied,
                 "validation_loss": losses.get(a.state),
             }
             for a in reversed(self.archive.all())

@@ -7,7 +7,7 @@ and compared. A folder without one is no checkpoint, and the next attempt contin
 
 Job: address, run, folders, policy ([newest, every, best, bytes, waiting]), losses (by state), left (states that the
 chain has left), mbits. Rows: {"present": [states]}, {"copied": state, "bytes"}, {"skipped": state} (the policy would
-not keep it), {"removed": state}; in between {"step": bytes}.
+not keep it), {"removed": state}; in between empty ones, as signs of life.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
 
 from coordinator.checkpoints.archive import FILES, MANIFEST, MAX_MANIFEST, ArchivedState, parse_manifest, read_manifest
 from coordinator.checkpoints.job import Row, serve_job
 from coordinator.checkpoints.retention import RetentionCandidate, RetentionPolicy, to_delete
-from coordinator.checkpoints.verification import Open
+from coordinator.checkpoints.verification import ReadFile
 from coordinator.errors import CoordinatorError
 from protocol.ids import Digest, RunId
-from protocol.merkle import CHUNK, leaf_hash, tree_hash
+from protocol.merkle import CHUNK, leaves_of, read_chunks, tree_hash
 
 PART = 8 * 1024 * 1024
 PARTS = 9000
@@ -47,13 +46,8 @@ class StoredCopy:
     size: int
 
 
-def main() -> None:
-    """Run the process."""
-    serve_job(_work)
-
-
 def _work(job: Row, say: Callable[[Row], None]) -> None:
-    place = CopyStore(str(job["address"]), RunId.parse(job["run"]), say, float(job["mbits"]))
+    place = CopyStore(job["address"], RunId.parse(job["run"]), say, job["mbits"])
     place.keep(
         [Path(f) for f in job["folders"]],
         RetentionPolicy(*job["policy"]),
@@ -71,7 +65,7 @@ class CopyStore:
         self._say = say
         self._mbits = mbits
         self._fs, self._root = file_system(self.address)
-        self._reported, self._steps = 0.0, 0
+        self._reported = 0.0
 
     def keep(self, folders: list[Path], policy: RetentionPolicy, losses: dict[str, float], left: set[Digest]) -> None:
         """Copy missing states, oldest first; delete those that the policy does not keep, or that the chain has left."""
@@ -163,43 +157,35 @@ class CopyStore:
                 self._fs.invalidate_cache()
                 if self._fs.size(path) != size:
                     return False
-                leaves = []
                 with self._fs.open(path, "rb", block_size=PART) as file:
-                    while chunk := file.read(CHUNK):
-                        leaves.append(leaf_hash(chunk))
-                        self._step(len(chunk))
+                    return tree_hash(leaves_of(self._chunks(file))) == digest
             except FileNotFoundError:
                 return False
-        return tree_hash(leaves) == digest
 
     def _send(self, source: Path, path: str, size: int) -> None:
         began, sent = time.monotonic(), 0
         with self._explained("writing to"), source.open("rb") as file:
             with self._fs.open(path, "wb", block_size=max(PART, -(-size // PARTS))) as to:
-                while chunk := file.read(CHUNK):
+                for chunk in self._chunks(file):
                     to.write(chunk)
                     sent += len(chunk)
-                    self._step(len(chunk))
                     if self._mbits:
                         time.sleep(max(0.0, began + sent * 8e-6 / self._mbits - time.monotonic()))
 
     def _digest(self, path: Path) -> Digest:
-        leaves = []
         try:
             with path.open("rb") as file:
-                while chunk := file.read(CHUNK):
-                    leaves.append(leaf_hash(chunk))
-                    self._step(0)
+                return tree_hash(leaves_of(self._chunks(file)))
         except OSError as e:
             raise CopyError(f"{path} cannot be read: {e.strerror or e}") from None
-        return tree_hash(leaves)
 
-    def _step(self, size: int) -> None:
-        """Report a sign of life each second."""
-        self._steps += size
-        if (now := time.monotonic()) > self._reported + 1:
-            self._say({"step": self._steps})
-            self._reported = now
+    def _chunks(self, file: Any) -> Iterator[bytes]:
+        """Yield the chunks of a file, and report a sign of life each second."""
+        for chunk in read_chunks(file):
+            yield chunk
+            if (now := time.monotonic()) > self._reported + 1:
+                self._say({})
+                self._reported = now
 
     @contextmanager
     def _explained(self, doing: str) -> Iterator[None]:
@@ -222,45 +208,27 @@ def _to_delete(there: list[StoredCopy], policy: RetentionPolicy, losses: dict[st
     return {k.key.archived.state for k in to_delete(kept, policy)}
 
 
-def file_opener(address: str) -> Open:
-    """Return a function that opens the files of a folder, to be read once from the beginning. Raises CopyError."""
+def file_reader(address: str) -> ReadFile:
+    """Return a function that reads a folder's file once, from the beginning, chunk by chunk. Raises CopyError."""
     fs, root = file_system(address.rstrip("/"))
     # A web server need not serve ranges: a file that is read once comes as one stream.
     size = 0 if address.startswith(("http://", "https://")) else PART
 
-    def open_file(name: str) -> BufferedIOBase:
-        with _explained(address, name):
-            return _ExplainedFile(fs.open(f"{root}/{name}", "rb", block_size=size), address, name)
+    def read(name: str) -> Iterator[bytes]:
+        try:
+            with fs.open(f"{root}/{name}", "rb", block_size=size) as file:
+                while chunk := file.read(CHUNK):
+                    while 0 < len(chunk) < CHUNK and (more := file.read(CHUNK - len(chunk))):
+                        chunk += more  # one read of a remote file may give fewer
+                    yield chunk
+        except Exception as e:  # noqa: BLE001 - any file system, any error
+            cause = e.__cause__ if isinstance(e.__cause__, OSError) else e  # so is a web server that is down
+            if isinstance(cause, FileNotFoundError):
+                raise CopyError(f"{address}: {name} is not there: not a whole copy of an archived state") from None
+            why = " ".join(str(cause).split())[:300] or type(cause).__name__
+            raise CopyError(f"{address}/{name}: cannot be read: {why}") from None
 
-    return open_file
-
-
-class _ExplainedFile(BufferedIOBase):
-    """A file whose errors, of any kind, become CopyErrors of one line."""
-
-    def __init__(self, file: Any, address: str, name: str):
-        self._file, self._of = file, (address, name)
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        with _explained(*self._of):
-            return self._file.read(size)
-
-    def close(self) -> None:
-        if not self.closed:
-            super().close()
-            self._file.close()
-
-
-@contextmanager
-def _explained(address: str, name: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as e:  # noqa: BLE001 - any file system, any error
-        cause = e.__cause__ if isinstance(e.__cause__, OSError) else e  # a web server that is down is "not found" too
-        if isinstance(cause, FileNotFoundError):
-            raise CopyError(f"{address}: {name} is not there: not a whole copy of an archived state") from None
-        why = " ".join(str(cause).split())[:300] or type(cause).__name__
-        raise CopyError(f"{address}/{name}: cannot be read: {why}") from None
+    return read
 
 
 def file_system(address: str) -> tuple[Any, str]:
@@ -284,4 +252,4 @@ def file_system(address: str) -> tuple[Any, str]:
 
 
 if __name__ == "__main__":
-    main()
+    serve_job(_work)

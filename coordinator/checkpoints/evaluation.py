@@ -53,22 +53,6 @@ class ValidationResult:
     windows: int
 
 
-def validation_loss(
-    model: torch.nn.Module,
-    data: DataSpec,
-    shards: Sequence[Path],
-    *,
-    max_windows: int = 512,
-    batch: int = 16,
-) -> float:
-    """Return the mean cross-entropy in nats per token over at most `max_windows` evenly spaced validation windows.
-
-    `shards` are files of `data.dtype` tokens, little endian, in the order of `data.validation`. Raises
-    CoordinatorError.
-    """
-    return measure(model, data, shards, max_windows=max_windows, batch=batch).loss
-
-
 def measure(
     model: torch.nn.Module,
     data: DataSpec,
@@ -80,11 +64,12 @@ def measure(
     seconds: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> ValidationResult:
-    """Return the same as `validation_loss` with the number of windows.
+    """Return the mean cross-entropy in nats per token over at most `max_windows` evenly spaced validation windows.
 
-    `most` limits the number of the chosen windows, `seconds` the time (at least one batch is done). With either, any
-    first part of the order of windows is spread evenly too. The order is the same each time, so that a slow machine
-    judges all states by the same few windows. Raises CoordinatorError.
+    `shards` are files of `data.dtype` tokens, little endian, in the order of `data.validation`. `most` limits the
+    number of the chosen windows, `seconds` the time (at least one batch is done). With either, any first part of the
+    order of windows is spread evenly too. The order is the same each time, so that a slow machine judges all states by
+    the same few windows. Raises CoordinatorError.
     """
     held = ValidationWindows(data, shards)
     n = min(max_windows, len(held))

@@ -13,7 +13,7 @@ import time
 import unicodedata
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from coordinator.checkpoints.job import Row, bound_memory, serve_job
 from coordinator.errors import CoordinatorError
@@ -34,28 +34,22 @@ MAX_TEXT = 1000
 """Maximum number of characters of a text."""
 
 
-def main() -> None:
-    """Run the process."""
-    serve_job(_work)
-
-
 def _work(job: Row, say: Callable[[Row], None]) -> None:
-    threads = max(1, int(job["threads"]))
-    os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ["OMP_NUM_THREADS"] = str(job["threads"])
     import torch
 
-    torch.set_num_threads(threads)
-    spec = parse_spec(str(job["spec"]).encode())
-    device = free_device(str(job["device"]), 4 * spec.model.layout.numel)
+    torch.set_num_threads(job["threads"])
+    spec = parse_spec(job["spec"].encode())
+    device = free_device(job["device"], 4 * spec.model.layout.numel)
     if device == "cpu":
-        bound_memory(int(job["memory"]))
+        bound_memory(job["memory"])
     try:
         _evaluate(job, spec, device, say)
     except RuntimeError as e:
         # OutOfMemoryError is one, and so is torch's error when the system gives it no memory.
         if "memory" not in str(e).lower():
             raise
-        where = f"of {device}" if device != "cpu" else f"({int(job['memory']) / 1e9:.1f} GB)"
+        where = f"of {device}" if device != "cpu" else f"({job['memory'] / 1e9:.1f} GB)"
         raise CoordinatorError(
             f"the memory {where} does not suffice for it: allow more ([evaluation] memory)"
         ) from None
@@ -69,18 +63,12 @@ def _evaluate(job: Row, spec: RunSpec, device: str, say: Callable[[Row], None]) 
     shards = [Path(p) for p in job["shards"]]
     model = load_archived(folder, device)
     if shards:
-        most = None if job["most"] is None else int(job["most"])
-        seconds = float(job["seconds"])
-        found = measure(model, spec.data, shards, max_windows=int(job["windows"]), most=most, seconds=seconds)
-        say(
-            {
-                "loss": found.loss if math.isfinite(found.loss) else None,
-                "windows": found.windows,
-                "seconds": round(time.monotonic() - began, 1),
-                "device": device,
-            }
-        )
-    if int(job["sample_tokens"]) > 0:
+        windows, most, seconds = job["windows"], job["most"], job["seconds"]
+        found = measure(model, spec.data, shards, max_windows=windows, most=most, seconds=seconds)
+        loss = found.loss if math.isfinite(found.loss) else None
+        took = round(time.monotonic() - began, 1)
+        say({"loss": loss, "windows": found.windows, "seconds": took, "device": device})
+    if job["sample_tokens"]:
         for row in _samples(job, model, spec.data, folder, shards):
             say(row)
 
@@ -99,9 +87,6 @@ def free_device(name: str, size: int) -> str:
     return max(found)[1] if found else "cpu"
 
 
-# -- what the model writes ----------------------------------------------------------------------------------------
-
-
 def _samples(job: Row, model: torch.nn.Module, data: DataSpec, folder: Path, shards: list[Path]) -> Iterator[Row]:
     """Yield each prompt continued twice: greedily, and sampled at a temperature from a fixed seed."""
     from tokenizers import Tokenizer
@@ -109,11 +94,11 @@ def _samples(job: Row, model: torch.nn.Module, data: DataSpec, folder: Path, sha
     from coordinator.checkpoints.evaluation import continue_prompt
 
     tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokens = min(int(job["sample_tokens"]), data.window // 2)
+    tokens = min(job["sample_tokens"], data.window // 2)
     for prompt in _prompts(job["prompts"], tokenizer, data, shards):
         prompt = prompt[-(data.window - tokens) :]
-        for temperature in (0.0, float(job["temperature"])):
-            ids = continue_prompt(model, prompt, tokens=tokens, temperature=temperature, seed=int(job["seed"]))
+        for temperature in (0.0, job["temperature"]):
+            ids = continue_prompt(model, prompt, tokens=tokens, temperature=temperature, seed=job["seed"])
             begun, text = tokenizer.decode(prompt), tokenizer.decode(ids)
             # Decoded together: a token may be half a character.
             after = text[len(begun) :] if text.startswith(begun) else tokenizer.decode(ids[len(prompt) :])
@@ -155,11 +140,5 @@ def plain(text: str, limit: int = MAX_TEXT) -> str:
     return whole if len(whole) <= limit else whole[: limit - 1] + "…"
 
 
-def result_of(rows: list[dict[str, Any]]) -> tuple[Row | None, list[Row]]:
-    """Return the measurement, if that was reached, and the texts of an evaluation's rows."""
-    measured = next((r for r in rows if "loss" in r and "windows" in r), None)
-    return measured, [r for r in rows if "text" in r and "prompt" in r]
-
-
 if __name__ == "__main__":
-    main()
+    serve_job(_work)

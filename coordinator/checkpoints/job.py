@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 import ctypes
 import json
-import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -22,11 +22,8 @@ import async_timeout
 from coordinator.errors import CoordinatorError
 from protocol.errors import CairnError
 
-log = logging.getLogger(__name__)
-
 Row = dict[str, Any]
 MAX_LINE = 1024 * 1024
-MAX_LINES = 10_000_000
 MAX_MESSAGE = 2000
 """Maximum number of characters of the process's last output that are reported."""
 
@@ -45,23 +42,27 @@ async def run_job(
     `deadline` is seconds for all of it, `silence` seconds without a row. Raises JobError.
     """
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", module, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        sys.executable, "-m", module, str(os.getpid()), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE, start_new_session=True, limit=MAX_LINE,
-        env={**os.environ, "CAIRN_ERRAND_OF": str(os.getpid())},
     )  # fmt: skip
-    output = asyncio.create_task(_last_output(process))
+    stdin, stdout, stderr = process.stdin, process.stdout, process.stderr
+    assert stdin is not None and stdout is not None and stderr is not None
+    output = asyncio.create_task(_last_output(stderr))
     try:
-        try:
-            async with async_timeout.timeout(deadline):
-                failed = await _exchange(process, job, on_row, silence)
-            async with async_timeout.timeout(30):
-                code = await process.wait()
-        except asyncio.TimeoutError:
-            raise JobError(f"it took longer than {deadline:.0f} s and was ended") from None
-        if failed is not None:
-            raise JobError(failed)
-        if code:
-            raise JobError(_why(code, await output))
+        async with async_timeout.timeout(deadline):
+            with contextlib.suppress(OSError):  # the process ended at once: its exit code says why
+                stdin.write(json.dumps(job).encode())
+                await stdin.drain()
+                stdin.close()
+            while line := await _next_line(stdout, silence):
+                row = json.loads(line)
+                if "failed" in row:
+                    raise JobError(row["failed"][:MAX_MESSAGE])
+                on_row(row)
+            if code := await process.wait():
+                raise JobError(_why(code, await output))
+    except asyncio.TimeoutError:
+        raise JobError(f"it took longer than {deadline:.0f} s and was ended") from None
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -69,41 +70,19 @@ async def run_job(
         await asyncio.gather(output, process.wait(), return_exceptions=True)
 
 
-async def _exchange(
-    process: asyncio.subprocess.Process, job: Row, on_row: Callable[[Row], None], silence: float | None
-):
-    """Return the failure that the process reports; None if it reports none."""
-    stdin, stdout = process.stdin, process.stdout
-    if stdin is None or stdout is None:
-        raise JobError("the process was started without pipes")
-    with contextlib.suppress(OSError):  # the process ended at once: its exit code says why
-        stdin.write(json.dumps(job).encode())
-        await stdin.drain()
-        stdin.close()
-    for _ in range(MAX_LINES):
-        try:
-            async with async_timeout.timeout(silence):
-                line = await stdout.readline()
-        except asyncio.TimeoutError:
-            raise JobError(f"nothing came of it for {silence:.0f} s, and it was ended") from None
-        except ValueError:
-            raise JobError("it said more in a line than is taken") from None
-        if not line:
-            return None
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            if "failed" in row:
-                return str(row["failed"])[:MAX_MESSAGE]
-            on_row(row)
-    raise JobError("it said more than is taken")
+async def _next_line(stdout: asyncio.StreamReader, silence: float | None) -> bytes:
+    try:
+        async with async_timeout.timeout(silence):
+            return await stdout.readline()
+    except asyncio.TimeoutError:
+        raise JobError(f"nothing came of it for {silence:.0f} s, and it was ended") from None
+    except ValueError:
+        raise JobError("it said more in a line than is taken") from None
 
 
-async def _last_output(process: asyncio.subprocess.Process) -> str:
+async def _last_output(stderr: asyncio.StreamReader) -> str:
     kept = b""
-    while process.stderr is not None and (data := await process.stderr.read(4096)):
+    while data := await stderr.read(4096):
         kept = (kept + data)[-MAX_MESSAGE:]
     return " ".join("".join(c if c.isprintable() else " " for c in kept.decode(errors="replace")).split())
 
@@ -112,9 +91,6 @@ def _why(code: int, output: str) -> str:
     if code == -signal.SIGKILL:
         return "its process was killed: most likely memory ran out"
     return f"its process ended with code {code}: {output[-500:] or 'it said nothing'}"
-
-
-# -- in the process ---------------------------------------------------------------------------------------------
 
 
 def serve_job(work: Callable[[Row, Callable[[Row], None]], None]) -> None:
@@ -128,9 +104,8 @@ def serve_job(work: Callable[[Row, Callable[[Row], None]], None]) -> None:
         answers.write(json.dumps(row, allow_nan=False) + "\n")
         answers.flush()
 
-    job = json.loads(sys.stdin.buffer.read())
     try:
-        work(job, say)
+        work(json.loads(sys.stdin.buffer.read()), say)
     except CairnError as e:
         say({"failed": str(e)})
     except MemoryError:
@@ -138,21 +113,18 @@ def serve_job(work: Callable[[Row, Callable[[Row], None]], None]) -> None:
 
 
 def _lower_priority() -> None:
-    """Lower this process's priority, and end it with its parent."""
-    parent = os.environ.get("CAIRN_ERRAND_OF", "")
+    """Lower this process's priority, and end it with its parent, whose id is its argument."""
     with contextlib.suppress(OSError):
         os.nice(19)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if parent.isdigit() and os.getppid() != int(parent):
+        if sys.argv[1:] and os.getppid() != int(sys.argv[1]):
             sys.exit(1)  # the parent died before this process was to be notified
 
 
 def bound_memory(size: int) -> None:
     """Limit this process's own memory to `size` bytes (mapped files do not count)."""
-    import resource
-
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_DATA, (size, resource.getrlimit(resource.RLIMIT_DATA)[1]))

@@ -1,29 +1,4 @@
-"""The settings of checkpoints in coordinator.toml. They are not in the spec, since no peer needs them.
-
-[archive]
-newest = 5                  # number of newest states to keep
-every = 0                   # keep the first state in each interval of this many rounds, for ever
-best = 0                    # number of states with the lowest validation loss to keep
-bytes = "0"                 # maximum of all together: "200G"; 0: no limit
-reserve = "1G"              # disk space to leave free
-address = ""                # copies: a folder or any fsspec address, such as "s3://bucket/runs"
-mbits = 0                   # maximum megabits a second of a copy; 0: no limit
-copies = { newest = 50 }    # a policy of the copies' own (newest, every, best, bytes); none: the same
-
-[evaluation]
-every = 1                   # rounds between two evaluated states; 0: never
-windows = 512               # of the validation shards
-device = "auto"             # an unused GPU, else the CPU; or cpu, cuda:0
-threads = 0                 # CPU threads; 0: a quarter of the cores
-memory = "0"                # CPU memory; 0: as the model needs
-seconds = 1800              # time limit
-
-[samples]
-prompts = []                # texts to continue; none: beginnings of validation windows
-tokens = 48                 # length of a continuation; 0: no samples
-temperature = 0.8
-seed = 1
-"""
+"""The settings of checkpoints in coordinator.toml (docs/checkpoints.md); no peer needs them, so the spec has none."""
 
 from __future__ import annotations
 
@@ -133,17 +108,19 @@ def load_settings(
     `keep` is such as "newest=5,every=100,best=3,bytes=200G".
     """
     tables: dict[str, Any] = {} if file is None else _read(file)
-    where = "the options" if file is None else str(file)
     tables = {k: v for k, v in tables.items() if k not in OTHERS}
-    archive = tables.get("archive", {})
-    if isinstance(archive, dict):
-        given = {} if keep is None else _parse_keep(keep)
-        tables["archive"] = archive | given | ({} if address is None else {"address": address})
-    if evaluate_every is not None and isinstance(tables.setdefault("evaluation", {}), dict):
-        tables["evaluation"] = tables["evaluation"] | {"every": evaluate_every}
+    options: dict[str, dict[str, Any]] = {"archive": {} if keep is None else _parse_keep(keep), "evaluation": {}}
+    if address is not None:
+        options["archive"]["address"] = address
+    if evaluate_every is not None:
+        options["evaluation"]["every"] = evaluate_every
+    for name, given in options.items():
+        if given and isinstance(tables.setdefault(name, {}), dict):
+            tables[name] = tables[name] | given
     try:
         return CheckpointSettings.model_validate(tables)
     except ValidationError as e:
+        where = "the options" if file is None else str(file)
         raise SettingsError(explain(e, where).replace("a field of the spec", "a setting")) from None
 
 

@@ -14,9 +14,8 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from io import BufferedIOBase
 from pathlib import Path
 
 from coordinator.checkpoints.archive import (
@@ -36,7 +35,7 @@ from protocol.chain import genesis_digest
 from protocol.envelope import open_envelope
 from protocol.errors import CairnError, ProtocolError
 from protocol.ids import Digest, PeerKey, RunId
-from protocol.merkle import CHUNK, blob_digest, leaf_hash, tree_hash
+from protocol.merkle import blob_digest, leaf_hash, tree_hash
 from protocol.message_codec import MessageDecoder
 from protocol.messages import MAX_CERTIFICATE, Certificate, Finalization, Heartbeat, votes_needed
 from protocol.spec import KIND, MAX_SPEC, RunSpec, open_spec
@@ -44,8 +43,8 @@ from protocol.spec import KIND, MAX_SPEC, RunSpec, open_spec
 MAX_CONFIG = 1024 * 1024
 MAX_WITNESSES = 64 * 1024 * 1024
 
-Open = Callable[[str], BufferedIOBase]
-"""Opens a file of the folder by its name. Raises CoordinatorError."""
+ReadFile = Callable[[str], Iterator[bytes]]
+"""Reads a file of the folder by its name, in chunks of CHUNK bytes. Raises CoordinatorError."""
 
 
 class VerificationError(CoordinatorError):
@@ -54,18 +53,10 @@ class VerificationError(CoordinatorError):
 
 @dataclass(frozen=True, slots=True)
 class VerifiedCheckpoint:
-    """The verified facts.
-
-    `signed` is the finalized record, None for the run's first state; `contributors` and `votes` are of that record.
-    `witnesses` counts the contributors that confirm the last state (0: a record names it).
-    """
+    """A state that the run's owner finalized, and the run's spec."""
 
     spec: RunSpec
     archived: ArchivedState
-    signed: Digest | None = None
-    contributors: int = 0
-    votes: int = 0
-    witnesses: int = 0
 
 
 def names_state(certificate: Certificate, archived: ArchivedState) -> bool:
@@ -80,23 +71,23 @@ def ends_with_state(certificate: Certificate, archived: ArchivedState) -> bool:
 
 
 def verify_checkpoint(
-    open_file: Open, *, run: RunId | None = None, owner: PeerKey | None = None,
+    read_file: ReadFile, *, run: RunId | None = None, owner: PeerKey | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> VerifiedCheckpoint:  # fmt: skip
     """Check an archived state against the run id, or the owner's key, that the caller trusts.
 
     `report` is called with one line for each finding. Raises VerificationError, which says what does not hold.
     """
-    archived = parse_manifest(Path(), _read(open_file, MANIFEST, MAX_MANIFEST))
+    archived = parse_manifest(Path(), _read(read_file, MANIFEST, MAX_MANIFEST))
     if archived is None:
         raise VerificationError(
             f"{MANIFEST} is not that of an archived state: name a folder like checkpoints/round-000030"
         )
-    spec = _spec(_read(open_file, SPEC, MAX_SPEC + 1024), archived, run, owner)
+    spec = _spec(_read(read_file, SPEC, MAX_SPEC + 1024), archived, run, owner)
     layout = spec.model.layout.with_momentum() if spec.outer.optimiser == "nesterov" else spec.model.layout
     report(f"run      {spec.name} ({spec.run_id}), owner's key {spec.owner}")
-    _check_small(open_file, spec)
-    state = _digest(open_file, layout.checkpoint_size)
+    _check_small(read_file, spec)
+    state = _digest(read_file, layout.checkpoint_size)
     if state != archived.state:
         raise VerificationError(
             f"{MODEL} is not the state that {MANIFEST} names: its digest is {state.short}, not {archived.state.short}: "
@@ -108,7 +99,7 @@ def verify_checkpoint(
             raise VerificationError(f"state {state.short} is not the one that the run's spec begins with")
         report("final    the spec, signed by the owner, names this state as the run's first")
         return VerifiedCheckpoint(spec, archived)
-    return _signed(open_file, spec, archived, report)
+    return _signed(read_file, spec, archived, report)
 
 
 def _spec(sent: bytes, archived: ArchivedState, run: RunId | None, owner: PeerKey | None) -> RunSpec:
@@ -127,7 +118,7 @@ def _spec(sent: bytes, archived: ArchivedState, run: RunId | None, owner: PeerKe
 
 
 def _signed(
-    open_file: Open, spec: RunSpec, archived: ArchivedState, report: Callable[[str], None]
+    read_file: ReadFile, spec: RunSpec, archived: ArchivedState, report: Callable[[str], None]
 ) -> VerifiedCheckpoint:
     if not archived.final:
         raise VerificationError(
@@ -136,7 +127,7 @@ def _signed(
         )
     decoder = MessageDecoder(spec.run_id, spec.owner_key)
     try:
-        certificate = decoder.decode_certificate(_read(open_file, CERTIFICATE, MAX_CERTIFICATE))
+        certificate = decoder.decode_certificate(_read(read_file, CERTIFICATE, MAX_CERTIFICATE))
         final = decoder.decode(archived.final, Finalization).body
     except ProtocolError as e:
         raise VerificationError(f"the signatures do not hold: {e}") from None
@@ -145,22 +136,21 @@ def _signed(
         raise VerificationError(
             f"the owner signed record {final.record.short}, and {CERTIFICATE} is {certificate.digest.short}"
         )
-    proved = VerifiedCheckpoint(spec, archived, final.record, len(body.contributors), len(certificate.votes))
-    voted = f"{proved.votes} of {proved.contributors} contributors voted for it"
+    contributors = len(body.contributors)
+    voted = f"{len(certificate.votes)} of {contributors} contributors voted for it"
     if names_state(certificate, archived):
         report(f"record   {certificate.digest}, round {body.round}, names this state as its base; {voted}")
     elif ends_with_state(certificate, archived):
-        sent = _witnesses(_read(open_file, WITNESSES, MAX_WITNESSES))
+        sent = _witnesses(_read(read_file, WITNESSES, MAX_WITNESSES))
         count = _count(sent, certificate, archived, decoder)
         report(f"record   {certificate.digest}, round {body.round}, the run's last; {voted}")
-        report(f"state    {count} of {proved.contributors} contributors sign that they hold it after that record")
-        proved = VerifiedCheckpoint(spec, archived, final.record, proved.contributors, proved.votes, count)
+        report(f"state    {count} of {contributors} contributors sign that they hold it after that record")
     else:
         raise VerificationError(
             f"the record in {CERTIFICATE} does not name state {archived.state.short}: it is another's"
         )
     report("final    the owner's key signs this record as final")
-    return proved
+    return VerifiedCheckpoint(spec, archived)
 
 
 def _count(sent: Sequence[bytes], certificate: Certificate, archived: ArchivedState, decoder: MessageDecoder) -> int:
@@ -185,25 +175,26 @@ def _witnesses(data: bytes) -> list[bytes]:
         raise VerificationError(f"{WITNESSES} cannot be read: take another copy") from None
 
 
-def _check_small(open_file: Open, spec: RunSpec) -> None:
+def _check_small(read_file: ReadFile, spec: RunSpec) -> None:
     try:
-        config = json.loads(_read(open_file, CONFIG, MAX_CONFIG))
+        config = json.loads(_read(read_file, CONFIG, MAX_CONFIG))
     except ValueError:
         config = None
     if config != spec.model.config:
         raise VerificationError(f"{CONFIG} is not the run's: take it from the spec, or another copy")
-    text = _read(open_file, TOKENIZER, spec.tokenizer.size)
+    text = _read(read_file, TOKENIZER, spec.tokenizer.size)
     if blob_digest(text) != spec.tokenizer.name:
         raise VerificationError(f"{TOKENIZER} is not the run's: take another copy")
 
 
-def _digest(open_file: Open, size: int) -> Digest:
+def _digest(read_file: ReadFile, size: int) -> Digest:
     """Return the blob digest of the model's file, read once in chunks. Raises VerificationError for a wrong size."""
     leaves, had = [], 0
-    with open_file(MODEL) as file:
-        while had <= size and (chunk := _whole(file, CHUNK)):
-            leaves.append(leaf_hash(chunk))
-            had += len(chunk)
+    for chunk in read_file(MODEL):
+        leaves.append(leaf_hash(chunk))
+        had += len(chunk)
+        if had > size:
+            break
     if had != size:
         raise VerificationError(
             f"{MODEL} has {'more than ' if had > size else ''}{had:,} bytes, not {size:,}: take another copy"
@@ -211,17 +202,10 @@ def _digest(open_file: Open, size: int) -> Digest:
     return tree_hash(leaves)
 
 
-def _whole(file: BufferedIOBase, size: int) -> bytes:
-    """Read `size` bytes, or all that are left: one read of a remote file may give fewer."""
-    data = file.read(size)
-    while 0 < len(data) < size and (more := file.read(size - len(data))):
-        data += more
-    return data
-
-
-def _read(open_file: Open, name: str, limit: int) -> bytes:
-    with open_file(name) as file:
-        data = _whole(file, limit + 1)
-    if len(data) > limit:
-        raise VerificationError(f"{name} is larger than {limit:,} bytes: not that of an archived state")
+def _read(read_file: ReadFile, name: str, limit: int) -> bytes:
+    data = b""
+    for chunk in read_file(name):
+        data += chunk
+        if len(data) > limit:
+            raise VerificationError(f"{name} is larger than {limit:,} bytes: not that of an archived state")
     return data

@@ -10,15 +10,7 @@ from coordinator.credits.export import exported
 from coordinator.credits.leaderboard import Leaderboard
 from coordinator.credits.receipts import LOOK_BACK, Receipts
 from coordinator.credits.tree_heads import TreeHeadSigner
-from coordinator.credits.views import (
-    MAX_CERTIFICATES,
-    MAX_ENTRIES,
-    MAX_PAGE,
-    CreditSummary,
-    EntryLines,
-    Grouping,
-    ReceiptPage,
-)
+from coordinator.credits.views import MAX_CERTIFICATES, MAX_ENTRIES, EntryLines
 from coordinator.errors import TooManyError
 from coordinator.indexed_chain import IndexedChain
 from coordinator.ledger import Ledger
@@ -26,7 +18,7 @@ from coordinator.ledger_thread import LedgerThread
 from coordinator.swarm import SwarmView
 from coordinator.tasks import wait_at_most
 from protocol.errors import CairnError, MalformedError
-from protocol.ids import Digest, PeerKey
+from protocol.ids import Digest
 from protocol.message_codec import encode_certificate
 from protocol.proofs import consistency_proof, inclusion_proof
 
@@ -47,16 +39,16 @@ class CreditLog:
     """
 
     def __init__(
-        self, ledger: LedgerThread, view: SwarmView, chain: IndexedChain, heads: TreeHeadSigner, receipts: Receipts,
-        leaderboard: Leaderboard, news: asyncio.Event,
+        self, ledger: LedgerThread, view: SwarmView, chain: IndexedChain, tree_heads: TreeHeadSigner,
+        receipts: Receipts, leaderboard: Leaderboard, news: asyncio.Event,
     ):  # fmt: skip
         """Prepare; `news` is set when the chain or the ledger may have changed."""
         self._ledger = ledger
         self._view = view
         self._chain = chain
-        self._heads = heads
-        self._receipts = receipts
-        self._leaderboard = leaderboard
+        self.tree_heads = tree_heads
+        self.receipts = receipts
+        self.leaderboard = leaderboard
         self._news = news
         self._exports = 0
 
@@ -64,53 +56,33 @@ class CreditLog:
 
     async def start(self) -> None:
         """Read the newest tree head and the bindings. Raises LedgerError."""
-        await self._heads.start()
-        await self._leaderboard.load()
+        await self.tree_heads.start()
+        await self.leaderboard.load()
 
     async def run(self) -> None:
         """Sign a head each minute, note the updates that each new round leaves out, and add up what it earned."""
-        signing = asyncio.create_task(self._heads.sign_forever(), name="tree heads")
-        reading = asyncio.create_task(self._leaderboard.load_recent(), name="recent credits")
+        signing = asyncio.create_task(self.tree_heads.sign_forever(), name="tree heads")
+        reading = asyncio.create_task(self.leaderboard.load_recent(), name="recent credits")
         try:
             while True:
                 await wait_at_most(self._news, POLL_SECONDS)
                 self._news.clear()
                 try:
-                    await self._receipts.note(self._chain.newest(LOOK_BACK))
-                    await self._leaderboard.refresh()
+                    await self.receipts.note(self._chain.newest(LOOK_BACK))
+                    await self.leaderboard.refresh()
                 except CairnError as e:  # the ledger's own trouble is on the page already; tried again in 5 s
                     log.error("credits are not brought up to date: %s", e)
                 except Exception:  # tried again; heads are signed meanwhile
                     log.exception("credits are not brought up to date")
                 if reading.done() and not reading.cancelled() and (error := reading.exception()) is not None:
                     log.error("recent averages are read again: %s", error)
-                    reading = asyncio.create_task(self._leaderboard.load_recent(), name="recent credits")
+                    reading = asyncio.create_task(self.leaderboard.load_recent(), name="recent credits")
         finally:
             for task in (signing, reading):
                 task.cancel()
             await asyncio.gather(signing, reading, return_exceptions=True)
 
-    @property
-    def problem(self) -> str:
-        """Why the log is not signed, for people; empty when all is well."""
-        return self._heads.problem
-
     # -- answers ---------------------------------------------------------------------------------------------
-
-    @property
-    def rounds(self) -> int:
-        """Round entries in the log."""
-        return self._leaderboard.rounds
-
-    @property
-    def unsigned_seconds(self) -> float:
-        """Seconds for which the log has grown without a signed tree head: 0 when all is signed."""
-        return self._heads.unsigned_seconds
-
-    @property
-    def head_seconds(self) -> float:
-        """Seconds since a tree head was signed; before the first, since the start."""
-        return self._heads.age
 
     async def heads(self, before: int | None, limit: int) -> list[bytes]:
         """Return signed tree heads, newest first, of sizes less than `before`.
@@ -119,7 +91,7 @@ class CreditLog:
         """
         if before is not None:
             return [h.sent for h in await self._ledger.read(lambda ledger: ledger.heads(limit, before))]
-        newest = await self._heads.newest()
+        newest = await self.tree_heads.newest()
         older = []
         if limit > 1:
             size = newest.body.size
@@ -166,22 +138,6 @@ class CreditLog:
             return prove(ledger)
 
         return await self._ledger.read(checked)
-
-    async def receipts(self, peer: PeerKey, before: int | None, limit: int) -> ReceiptPage:
-        """Return a peer's receipts, newest first, of entries before `before`."""
-        return await self._receipts.page(peer, before, min(limit, MAX_PAGE))
-
-    async def summary(self, key: PeerKey) -> CreditSummary:
-        """Return the totals of an account or a peer with this key; all zero for a key that is unknown."""
-        return self._leaderboard.of(key)
-
-    async def leaderboard(self, by: Grouping, limit: int, after: str) -> list[CreditSummary]:
-        """Return those with most credits first, after the row of a key ("": from the first)."""
-        return self._leaderboard.leaderboard(by, min(limit, MAX_PAGE), after)
-
-    async def bind(self, sent: bytes) -> int:
-        """Store a binding, and return how many peers the account has then."""
-        return await self._leaderboard.bind(sent)
 
     async def certificate(self, record: Digest) -> bytes | None:
         """Return the certificate of one record, also of a branch that was left; None if it is not held."""

@@ -6,13 +6,13 @@ same bytes. Announced updates that a round left out are stored when its record i
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from coordinator.credits.views import ReceiptItem, ReceiptPage, ReceiptStatus
 from coordinator.ledger import CreditedLine, Ledger, RefusedUpdate
 from coordinator.ledger_thread import LedgerThread
 from coordinator.swarm import AnnouncedUpdate, SwarmView
+from protocol.bounded import BoundedDict
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey
 from protocol.ledger.credits import RoundCredits
@@ -39,8 +39,8 @@ class Receipts:
         self._view = view
         self._ledger = ledger
         self._now = now
-        self._noted: OrderedDict[tuple[Digest, Digest], None] = OrderedDict()
-        self._signed: OrderedDict[tuple[Digest, Digest], tuple[Receipt, bytes]] = OrderedDict()
+        self._noted: BoundedDict[tuple[Digest, Digest], None] = BoundedDict(REMEMBERED)
+        self._signed: BoundedDict[tuple[Digest, Digest], tuple[Receipt, bytes]] = BoundedDict(REMEMBERED)
 
     async def note(self, newest: Sequence[RoundCredits]) -> None:
         """Store which announced updates these rounds (newest first) left out. Raises LedgerError."""
@@ -61,8 +61,6 @@ class Receipts:
             some = refusals[i : i + AT_ONCE]
             await self._ledger.run(lambda ledger, some=some: [ledger.add_refusal(r) for r in some])
             self._noted.update(((r.record, r.update), None) for r in some)  # only now: a failed write is tried again
-        while len(self._noted) > REMEMBERED:
-            self._noted.popitem(last=False)
 
     async def page(self, peer: PeerKey, before: int | None, limit: int) -> ReceiptPage:
         """Return a peer's receipts, newest first, of round entries before `before`. Raises LedgerError."""
@@ -85,13 +83,11 @@ class Receipts:
 
     def _item(self, peer: PeerKey, entry: int, what: CreditedLine | RefusedUpdate) -> ReceiptItem:
         key = (what.record, what.update)
-        made = self._signed.pop(key, None)
+        made = self._signed.get(key)
         if made is None:
             receipt = self._receipt(peer, entry, what)
             made = (receipt, sign(self._owner, receipt).encoded)
-        self._signed[key] = made
-        if len(self._signed) > REMEMBERED:
-            self._signed.popitem(last=False)
+        self._signed.renew(key, made)
         status: ReceiptStatus = what.status if isinstance(what, CreditedLine) else "not accepted"
         return ReceiptItem(*made, status)
 

@@ -16,7 +16,6 @@ from coordinator.ledger_thread import LedgerThread
 from protocol.errors import CairnError, ProtocolError
 from protocol.identity import Identity
 from protocol.ids import Digest, RunId
-from protocol.ledger.entries import decode_entry
 from protocol.ledger.statements import SignedStatement, TreeHead, open_tree_head, sign
 
 log = logging.getLogger(__name__)
@@ -41,22 +40,11 @@ class TreeHeadSigner:
         self._now = now
         self._newest: SignedStatement[TreeHead] | None = None
         self._kept_at = 0.0
-        self._unsigned_since: float | None = None
         self._began = now()
         self._broken = ""
         self._lock = asyncio.Lock()
         self.problem = ""
         """Why nothing is signed, for people; empty when all is well."""
-
-    @property
-    def unsigned_seconds(self) -> float:
-        """Seconds for which the log has held entries that no head covers; more than a few minutes raise an alert."""
-        return 0.0 if self._unsigned_since is None else max(0.0, self._now() - self._unsigned_since)
-
-    @property
-    def size(self) -> int:
-        """Number of entries that the newest head covers."""
-        return self._newest.body.size if self._newest is not None else 0
 
     @property
     def age(self) -> float:
@@ -86,7 +74,6 @@ class TreeHeadSigner:
         """Sign a head each minute. Problems are logged, kept in `problem`, and retried."""
         while True:
             try:
-                await self._note_unsigned()
                 await self.newest()
             except CairnError as e:
                 if str(e) != self.problem:
@@ -106,15 +93,6 @@ class TreeHeadSigner:
                 newest = await self._sign(now)
             self.problem = ""
             return newest
-
-    async def _note_unsigned(self) -> None:
-        covered = self.size
-
-        def unsigned(ledger: Ledger) -> float | None:
-            first = ledger.entries(covered, 1)
-            return decode_entry(first[0]).time / 1000 if first else None
-
-        self._unsigned_since = await self._ledger.read(unsigned)
 
     async def _sign(self, now: float) -> SignedStatement[TreeHead]:
         if self._broken:
@@ -152,5 +130,4 @@ class TreeHeadSigner:
             await self._ledger.run(lambda ledger: ledger.add_head(TreeHeadRow(size, root, time, head.encoded)))
             self._kept_at = now
         self._newest = head
-        self._unsigned_since = None
         return head

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from coordinator.errors import LedgerError
-from coordinator.ledger import queries, writes
+from coordinator.ledger import writes
 from coordinator.ledger.database import Database, SqliteDatabase
+from coordinator.ledger.queries import LedgerQueries
 from protocol.errors import LedgerRuleError, MalformedError
 from protocol.ids import Round, RunId
 from protocol.ledger.entries import LedgerEntry, RoundEntry, SettleEntry, VoidEntry, decode_entry, genesis_leaf
@@ -45,7 +46,7 @@ def check_opened(db: Database, spec: RunSpec) -> None:
 
 
 def _quickly(db: Database, spec: RunSpec) -> list[str]:
-    size = queries.size(db)
+    size = LedgerQueries(db).size()
     first = max(0, size - CHECKED_ENTRIES)
     count = issued = settled = voided = 0
     leaves = []
@@ -62,9 +63,9 @@ def _quickly(db: Database, spec: RunSpec) -> list[str]:
         damage = db.damage() if isinstance(db, SqliteDatabase) else ""
         return [damage] if damage else list(check_all(db, spec))
     found = []
-    if first == 0 and leaves and queries.root(db, size) != tree_hash(leaves):
+    if first == 0 and leaves and LedgerQueries(db).root(size) != tree_hash(leaves):
         found.append("the Merkle tree is not that of the entries")
-    balances = queries.read_balances(db).values()
+    balances = LedgerQueries(db).balances().values()
     sums = [sum(getattr(s, k).micro_credits for s in balances) for k in ("pending", "settled", "voided")]
     if first == 0 and sums != [issued - settled - voided, settled, voided]:
         found.append("the peers' balances are not what the entries give them")
@@ -76,7 +77,7 @@ def _quickly(db: Database, spec: RunSpec) -> list[str]:
 
 def _chain(db: Database, run: RunId, first: int, size: int) -> Iterator[tuple[LedgerEntry, bytes]]:
     """Yield the entries from `first` on, each with its leaf hash. Raises MalformedError where the chain is broken."""
-    before = queries.node(db, 0, first - 1) if first else bytes(genesis_leaf(run))
+    before = LedgerQueries(db).node(0, first - 1) if first else bytes(genesis_leaf(run))
     at = first
     while at < size:
         rows = db.query(
@@ -98,8 +99,8 @@ def _chain(db: Database, run: RunId, first: int, size: int) -> Iterator[tuple[Le
 
 
 def _lines_of(db: Database, sequence: int) -> list[str]:
-    entry = decode_entry(queries.entries(db, sequence, 1)[0])
-    root = tree_hash([leaf_hash(line) for line in queries.lines(db, sequence)])
+    entry = decode_entry(LedgerQueries(db).entries(sequence, 1)[0])
+    root = tree_hash([leaf_hash(line) for line in LedgerQueries(db).lines(sequence)])
     if not isinstance(entry.payload, RoundEntry) or root != entry.payload.lines_root:
         return [f"the lines of entry {sequence} are not those that were posted"]
     return []
@@ -109,7 +110,7 @@ def check_all(db: Database, spec: RunSpec) -> Iterator[str]:
     """Replay the log and yield each difference, also between the log and the derived tables. Reads everything."""
     books = LedgerState.of(spec)
     leaves: list[bytes] = []
-    size = queries.size(db)
+    size = LedgerQueries(db).size()
     seen: dict[int, PostedEntry] = {}
     for at in range(size):
         rows = db.query("SELECT kind, previous, leaf, time, encoded FROM entries WHERE sequence = ?", (at,))
@@ -118,7 +119,7 @@ def check_all(db: Database, spec: RunSpec) -> Iterator[str]:
             return
         kind, previous, leaf, time, sent = rows[0]
         try:
-            posted = books.replay(bytes(sent), queries.lines(db, at))
+            posted = books.replay(bytes(sent), LedgerQueries(db).lines(at))
         except (LedgerRuleError, MalformedError) as e:
             yield str(e)
             return
@@ -181,12 +182,12 @@ def _compare_tables(db: Database, books: LedgerState, leaves: list[bytes]) -> It
             yield f"level {level} of the Merkle tree is not that of the entries"
     if made != count:
         yield f"the Merkle tree has {count} nodes, and {made} follow from the entries"
-    if leaves and queries.root(db, len(leaves)) != tree_hash(leaves):
+    if leaves and LedgerQueries(db).root(len(leaves)) != tree_hash(leaves):
         yield "the root of the Merkle tree is not that of the entries"
     branch = [tuple(r) for r in db.query("SELECT round, entry FROM branch ORDER BY round")]
     if branch != [(r, books.entry_of(Round(r))) for r in range(books.rounds)]:
         yield "the branch of rounds is not the one that the entries lead to"
-    balances = queries.read_balances(db)
+    balances = LedgerQueries(db).balances()
     if balances != books.balances:
         wrong = [p for p in {**balances, **books.balances} if balances.get(p) != books.balances.get(p)]
         yield f"the balances of {len(wrong)} peers are not what the entries give them: {min(wrong).short} and on"

@@ -8,15 +8,16 @@ follows on the chain. Synchronous and used by one thread at a time: see `ledger_
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from coordinator.errors import LedgerConflictError, LedgerError
-from coordinator.ledger import queries, writes
+from coordinator.ledger import writes
 from coordinator.ledger.database import Database, SqliteDatabase
 from coordinator.ledger.integrity import check_all, check_opened
-from coordinator.ledger.rows import AdmissionRow, BindingRow, CreditedLine, RefusedUpdate, RoundRow, TreeHeadRow
+from coordinator.ledger.queries import LedgerQueries
+from coordinator.ledger.rows import AdmissionRow, BindingRow, RefusedUpdate, TreeHeadRow
 from coordinator.ledger.schema import migrate
 from protocol.errors import LedgerRuleError
 from protocol.ids import Digest, PeerKey, Round
@@ -40,7 +41,7 @@ def connect(where: str | Path, spec: RunSpec, *, reader: bool = False) -> Databa
     return SqliteDatabase(Path(where), reader=reader)
 
 
-class Ledger:
+class Ledger(LedgerQueries):
     """The database of one run. Every method raises LedgerError.
 
     `where` is a file or a postgresql:// URL, `now` gives unix seconds for the times of entries. A `reader` cannot
@@ -55,7 +56,7 @@ class Ledger:
         self._grouped = False
         self._books: LedgerState | None = None
         self._numbers: writes.PeerNumbers | None = None
-        self._db = connect(where, spec, reader=reader)
+        super().__init__(connect(where, spec, reader=reader))
         try:
             if not reader:
                 migrate(self._db, self.run)
@@ -114,7 +115,7 @@ class Ledger:
     def _current(self) -> tuple[LedgerState, writes.PeerNumbers]:
         """Return the state, which is read again if another process has written meanwhile."""
         if self._books is None or self._numbers is None or self._books.size != self.size():
-            self._books = queries.read_state(self._db, self.run, self._rule, self._spec.owner_key)
+            self._books = self.read_state(self.run, self._rule, self._spec.owner_key)
             self._numbers = writes.PeerNumbers(self._db)
         return self._books, self._numbers
 
@@ -135,7 +136,7 @@ class Ledger:
                 self._check_same(account, books)
                 return False
             made = books.post_round(account, int(self._now() * 1000))
-            seen_at = queries.first_seen_at(self._db, account.record)
+            seen_at = self.first_seen_at(account.record)
             for posted in made:
                 writes.write(self._db, posted)
                 if posted.lines:
@@ -186,36 +187,6 @@ class Ledger:
         peers = {t.target.peer for posted in made for t in posted.transfers if t.target.peer is not None}
         writes.write_balances(self._db, numbers, books, sorted(peers))
 
-    # -- the log ---------------------------------------------------------------------------------------------
-
-    def size(self) -> int:
-        """Return the number of entries in the log."""
-        return queries.size(self._db)
-
-    def entries(self, first: int, limit: int) -> list[bytes]:
-        """Return entries as they were written, in order."""
-        return queries.entries(self._db, first, limit)
-
-    def leaf(self, index: int) -> bytes:
-        """Return the leaf hash of an entry. Raises IndexError."""
-        return queries.node(self._db, 0, index)
-
-    def node(self, level: int, index: int) -> bytes:
-        """Return the hash over the 2^level leaves from index * 2^level on, if all of them exist. Raises IndexError."""
-        return queries.node(self._db, level, index)
-
-    def root(self, size: int | None = None) -> Digest:
-        """Return the root of the tree over the first `size` entries (all). Raises IndexError."""
-        return queries.root(self._db, self.size() if size is None else size)
-
-    def lines(self, sequence: int) -> list[bytes]:
-        """Return the lines under a round entry, as they were written, in order; none for other entries."""
-        return queries.lines(self._db, sequence)
-
-    def entry_of(self, record: Digest) -> int | None:
-        """Return the sequence of the round entry of a record."""
-        return queries.entry_of(self._db, record)
-
     def check(self) -> list[str]:
         """Return where the ledger differs from what it should be, as of the moment of the call; empty if it is whole.
 
@@ -223,32 +194,6 @@ class Ledger:
         """
         with nullcontext() if self._grouped else self._db.snapshot():
             return list(check_all(self._db, self._spec))
-
-    # -- rounds and balances ---------------------------------------------------------------------------------
-
-    def last(self) -> tuple[Round, Digest] | None:
-        """Return the newest round of the branch, and its record."""
-        return queries.last(self._db)
-
-    def newest_finalization(self) -> bytes | None:
-        """Return the finalization (an envelope) of the newest round of the branch that has one."""
-        return queries.newest_finalization(self._db)
-
-    def rounds(self, *, after: int = -1, limit: int = 1000) -> list[RoundRow]:
-        """Return rounds of the branch in ascending order, from the one after `after`."""
-        return queries.rounds(self._db, after, limit)
-
-    def accounts(self, *, after: int = -1, limit: int = 100) -> list[RoundCredits]:
-        """Return rounds of the branch with their lines, in ascending order, from the one after `after`."""
-        return queries.accounts(self._db, after, limit)
-
-    def history_of(self, peer: PeerKey, before: int | None = None, limit: int = 50) -> list[CreditedLine]:
-        """Return a peer's lines with their status, newest first; of entries before `before`."""
-        return queries.history_of(self._db, peer, before, limit)
-
-    def balances(self) -> dict[PeerKey, AccountBalance]:
-        """Return the balances of every peer, from the derived table."""
-        return queries.read_balances(self._db)
 
     def current_balances(self) -> dict[PeerKey, AccountBalance]:
         """Return the balances in memory, within a transaction in progress."""
@@ -258,84 +203,30 @@ class Ledger:
         """Return whether a record's credit is pending: posted, and within the hold."""
         return any(h.record == record for h in self._current()[0].pending)
 
-    def active_since(self, peers: Iterable[PeerKey]) -> dict[PeerKey, float]:
-        """Return when the newest posted record with each peer was seen.
-
-        For peers in none it is when they were first admitted. Times are unix seconds, as observed here; peers that were
-        only seen by others are left out.
-        """
-        return queries.active_since(self._db, peers)
-
-    # -- refusals, tree heads, bindings: append-only ---------------------------------------------------------
-
     def add_refusal(self, refusal: RefusedUpdate) -> bool:
         """Store an announced update that its round left out; return False if it is stored already."""
         with self._writing():
             return writes.add_refusal(self._db, refusal)
-
-    def refusals(self, peer: PeerKey, before: int | None = None, limit: int = 50) -> list[tuple[int, RefusedUpdate]]:
-        """Return a peer's refused updates, newest first, each with its number; of those before number `before`."""
-        return queries.refusals(self._db, peer, before, limit)
-
-    def refused(self, peer: PeerKey, before: int | None = None, limit: int = 50) -> list[tuple[int, RefusedUpdate]]:
-        """Return a peer's refused updates in posted rounds, newest first, with the round's entry.
-
-        Only entries before `before` are searched.
-        """
-        return queries.refused(self._db, peer, before, limit)
-
-    def posted(self) -> int:
-        """Return the number of round entries in the log."""
-        return queries.posted(self._db)
-
-    def first_since(self, time: int) -> int:
-        """Return the first entry of a time (unix milliseconds) or later; the log's size if there is none."""
-        return queries.first_since(self._db, time)
-
-    def earned(self, first: int, end: int, upto: int) -> list[tuple[PeerKey, float, int]]:
-        """Return peers, times (unix seconds, by the hour) and micro-credits of the round entries of a range.
-
-        Amounts that entries before `upto` voided are subtracted.
-        """
-        return queries.earned(self._db, first, end, upto)
 
     def add_head(self, head: TreeHeadRow) -> None:
         """Store a signed tree head."""
         with self._writing():
             writes.add_head(self._db, head)
 
-    def heads(self, limit: int = 1, before: int | None = None) -> list[TreeHeadRow]:
-        """Return signed tree heads, newest first; of those over fewer than `before` entries."""
-        return queries.heads(self._db, limit, before)
-
     def add_binding(self, binding: BindingRow) -> None:
         """Store a binding of a peer to an account."""
         with self._writing():
             writes.add_binding(self._db, binding)
-
-    def bindings(self) -> list[BindingRow]:
-        """Return all bindings, oldest first."""
-        return queries.bindings(self._db)
-
-    # -- when records were seen, who was admitted: not the ledger's ------------------------------------------
 
     def note_first_seen(self, record: Digest, round_: Round, seen_at: float) -> None:
         """Note when a record that is not final yet was first seen (unix seconds)."""
         with self._writing():
             writes.note_first_seen(self._db, record, round_, seen_at)
 
-    def first_seen(self) -> dict[Digest, float]:
-        """Return when records that are not final yet were first seen (unix seconds)."""
-        return queries.first_seen(self._db)
-
     def add_admission(self, admitted: AdmissionRow) -> None:
         """Store the newest admission of a peer; the time of its first one stays."""
         with self._writing():
             writes.add_admission(self._db, admitted)
-
-    def admissions(self) -> list[AdmissionRow]:
-        """Return the newest admission of every peer."""
-        return queries.admissions(self._db)
 
     def forget_admissions(self, before: int) -> int:
         """Delete admissions that ended before a time, of peers without credits; return their number."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 
-from coordinator.ledger import queries
 from coordinator.ledger.database import Database
+from coordinator.ledger.queries import LedgerQueries
 from coordinator.ledger.rows import AdmissionRow, BindingRow, RefusedUpdate, TreeHeadRow
 from protocol.ids import Digest, PeerKey, Round
 from protocol.ledger.accounts import LedgerAccount
@@ -108,7 +107,7 @@ def write_last_seen(db: Database, numbers: PeerNumbers, peers: Iterable[PeerKey]
 
 def _grow_tree(db: Database, index: int, leaf: bytes) -> None:
     """Write the hashes of the subtrees that this leaf completes (RFC 9162 section 2.1)."""
-    for done in completed_subtrees(index, leaf, partial(queries.node, db))[1:]:  # the first is the leaf itself
+    for done in completed_subtrees(index, leaf, LedgerQueries(db).node)[1:]:  # the first is the leaf itself
         db.query("INSERT INTO nodes (level, place, hash) VALUES (?, ?, ?)", (done.level, done.index, done.hash))
 
 

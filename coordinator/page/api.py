@@ -10,17 +10,16 @@ from typing import Any
 
 from coordinator.checkpoints.archive import FILES
 from coordinator.checkpoints.archiver import CheckpointArchiver
-from coordinator.credits.log import CreditLog
+from coordinator.credits.leaderboard import Leaderboard
+from coordinator.credits.views import Grouping
 from coordinator.history import charts
 from coordinator.indexed_chain import IndexedChain
 from coordinator.ledger_thread import LedgerThread
 from coordinator.overview import Overview, PeerOverview, RoundOverview, round_overview
 from coordinator.page import json_view
 from coordinator.page.feed import Feed
-from coordinator.round_charts import round_charts
 from coordinator.round_observations import RoundObservations
 from coordinator.swarm import SwarmView
-from protocol.errors import MalformedError
 from protocol.ids import PeerKey
 from protocol.ledger.credits import Balance, RoundCredits
 
@@ -59,7 +58,7 @@ class PageApi:
         ledger: LedgerThread,
         view: SwarmView,
         name_of: Callable[[PeerKey], str],
-        credits: CreditLog,
+        leaderboard: Leaderboard,
         archiver: CheckpointArchiver,
         metrics_text: Callable[[], bytes],
         now: Callable[[], float],
@@ -72,7 +71,7 @@ class PageApi:
         self._ledger = ledger
         self._view = view
         self._name_of = name_of
-        self._credits = credits
+        self._leaderboard = leaderboard
         self._archiver = archiver
         self._now = now
         self._charts: tuple[object, dict[str, Any]] | None = None
@@ -137,11 +136,9 @@ class PageApi:
             "newest": newest,
         }
 
-    async def leaderboard(self, by: str, limit: int, after: str) -> list[dict[str, Any]]:
+    async def leaderboard(self, by: Grouping, limit: int, after: str) -> list[dict[str, Any]]:
         """Return rows by "peer", "account" or "team", those with most credits first, after the row of a key."""
-        if by not in ("peer", "account", "team"):
-            raise MalformedError("by is peer, account or team")
-        return [json_view.credit_summary(c) for c in await self._credits.leaderboard(by, limit, after)]
+        return [json_view.credit_summary(c) for c in self._leaderboard.leaderboard(by, limit, after)]
 
     # -- rounds ----------------------------------------------------------------------------------------------
 
@@ -219,7 +216,8 @@ class PageApi:
                         "loss": json_view.rounded(loss),
                     }
                 )
-            self._charts = (key, json_view.charts(charts(points), round_charts(list(self._observations)), validation))
+            rounds = json_view.round_charts(list(self._observations))
+            self._charts = (key, json_view.charts(charts(points), rounds, validation))
         return self._charts[1]
 
     # -- the model -------------------------------------------------------------------------------------------

@@ -6,9 +6,8 @@ import contextlib
 import ipaddress
 import mimetypes
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -16,14 +15,14 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coordinator.errors import LedgerError, TooManyError
+from coordinator.errors import TooManyError
 from coordinator.limits import Rate, RateLimit, network_of
 from coordinator.page import json_view, openapi
 from coordinator.page.answers import AnswerCache, EncodedBody
 from coordinator.page.api import PageApi
 from coordinator.page.api_docs import api_page
 from coordinator.page.downloads import Downloads
-from coordinator.page.endpoints import ENDPOINTS, ApiEndpoint
+from coordinator.page.endpoints import ENDPOINTS
 
 STATIC = Path(__file__).parent / "static"
 REQUESTS_OF_ONE = Rate(30, 200)
@@ -41,15 +40,15 @@ _SECURITY = {
 }
 
 
-def make_app(source: PageApi, more: Sequence[Route] = (), described: Mapping[str, Any] | None = None) -> ASGIApp:
-    """Return the application with `more` routes, and their paths (`described`) as OpenAPI has them.
+def make_app(source: PageApi, more: Sequence[Route] = ()) -> ASGIApp:
+    """Return the application, with the routes about credits (`more`).
 
     A missing file of the page fails here, not at the first visitor.
     """
     files = _load()
     answers, rate = AnswerCache(), RateLimit(REQUESTS_OF_ONE)
     downloads = Downloads(source.checkpoint_file)
-    document = openapi.document(ENDPOINTS, described)
+    document = openapi.document()
     spec = EncodedBody.of(json_view.encode(document), level=9)
     human = EncodedBody.of(api_page(document).encode(), "text/html; charset=utf-8", level=9)
 
@@ -81,7 +80,7 @@ def make_app(source: PageApi, more: Sequence[Route] = (), described: Mapping[str
             Route("/api", api),
             Route("/api/openapi.json", api_document),
             *more,
-            *(Route(e.path, _answering(e, source, answers)) for e in ENDPOINTS),
+            *(e.route(source, answers) for e in ENDPOINTS),
             Route("/checkpoints/{folder}/{file}", downloads.answer),
             Route("/metrics", metrics),
         ]
@@ -105,34 +104,6 @@ def make_app(source: PageApi, more: Sequence[Route] = (), described: Mapping[str
             await app(scope, receive, send)
 
     return _secured(answer)
-
-
-def _answering(
-    endpoint: ApiEndpoint, source: PageApi, answers: AnswerCache
-) -> Callable[[Request], Awaitable[Response]]:
-    """Return the route of one endpoint."""
-
-    async def answer(request: Request) -> Response:
-        try:
-            asked = {
-                p.name: p.read((request.path_params if p.in_path else request.query_params).get(p.name))
-                for p in endpoint.parameters
-            }
-        except ValueError as e:
-            return PlainTextResponse(f"{e}\n", 400)
-
-        async def make() -> EncodedBody | None:
-            value = await endpoint.make(source, **asked)
-            return None if value is None else EncodedBody.of(json_view.encode(value))
-
-        try:
-            # The head is part of the key: a request after a new round must not get an answer from before it.
-            body = await answers.get((source.head, endpoint.path, *asked.values()), endpoint.seconds, make)
-        except (LedgerError, TooManyError):
-            return PlainTextResponse("the ledger cannot be read at this moment: try again\n", 503, {"retry-after": "5"})
-        return PlainTextResponse(f"{endpoint.missing}\n", 404) if body is None else body.answer(request)
-
-    return answer
 
 
 def _stranger(scope: Scope) -> str | None:

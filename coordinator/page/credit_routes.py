@@ -1,9 +1,9 @@
-"""The routes about credits: the log with its proofs, receipts, accounts, and all credits as a file. Read-only."""
+"""The API about credits: the log with its proofs, receipts, accounts, and all credits as a file. Read-only."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.requests import Request
@@ -15,76 +15,45 @@ from coordinator.credits.log import CreditLog
 from coordinator.credits.views import MAX_ENTRIES, MAX_PAGE, ReceiptItem
 from coordinator.errors import LedgerError, TooManyError
 from coordinator.page import json_view
-from protocol.errors import MalformedError, ProtocolError
-from protocol.ids import MAX_COUNT, PeerKey
-
-IMMUTABLE = "public, max-age=31536000, immutable"
-"""Caching of answers that never change: written entries, and proofs between two sizes."""
+from coordinator.page import schemas as s
+from coordinator.page.endpoints import UNREADABLE, ApiEndpoint, Immutable, Parameter
+from protocol.ids import PeerKey
 
 
-def credit_routes(log: CreditLog) -> list[Route]:
-    """Return the routes /api/log/..., /api/receipts, /api/accounts/KEY, /api/export/credits.csv and .parquet."""
+async def _heads(log: CreditLog, before: int | None, limit: int) -> dict[str, Any]:
+    return {"heads": [_b64(h) for h in await log.heads(before, limit)]}
 
-    async def head(request: Request) -> Response:
-        before, limit = _optional(request, "before"), _whole(request, "limit", 1, 1, MAX_PAGE)
-        heads = await log.heads(before, limit)
-        return _json({"heads": [_b64(h) for h in heads]})
 
-    async def entries(request: Request) -> Response:
-        first, limit = _whole(request, "first", 0), _whole(request, "limit", MAX_ENTRIES, 1, MAX_ENTRIES)
-        found, size = await log.entries(first, limit)
-        whole = len(found) == limit
-        return _json({"first": first, "size": size, "entries": [_b64(e) for e in found]}, immutable=whole)
+async def _entries(log: CreditLog, first: int, limit: int) -> dict[str, Any]:
+    found, size = await log.entries(first, limit)
+    answer = {"first": first, "size": size, "entries": [_b64(e) for e in found]}
+    return Immutable(answer) if len(found) == limit else answer
 
-    async def lines(request: Request) -> Response:
-        first, limit = _whole(request, "first", 0), _whole(request, "limit", MAX_ENTRIES, 1, MAX_ENTRIES)
-        found, following = await log.lines(first, limit)
-        groups = [{"entry": g.entry, "lines": [_b64(line) for line in g.lines]} for g in found]
-        return _json({"groups": groups, "next": following}, immutable=following == first + limit)
 
-    async def inclusion(request: Request) -> Response:
-        entry, size = _whole(request, "entry", None), _whole(request, "size", None)
-        hashes = await log.inclusion(entry, size)
-        return _json({"entry": entry, "size": size, "hashes": [h.hex() for h in hashes]}, immutable=True)
+async def _lines(log: CreditLog, first: int, limit: int) -> dict[str, Any]:
+    found, following = await log.lines(first, limit)
+    groups = [{"entry": g.entry, "lines": [_b64(line) for line in g.lines]} for g in found]
+    answer = {"groups": groups, "next": following}
+    return Immutable(answer) if following == first + limit else answer
 
-    async def consistency(request: Request) -> Response:
-        first, second = _whole(request, "first", None), _whole(request, "second", None)
-        hashes = await log.consistency(first, second)
-        return _json({"first": first, "second": second, "hashes": [h.hex() for h in hashes]}, immutable=True)
 
-    async def receipts(request: Request) -> Response:
-        peer = PeerKey.parse(request.query_params.get("peer", ""))
-        before, limit = _optional(request, "before"), _whole(request, "limit", 50, 1, MAX_PAGE)
-        page = await log.receipts(peer, before, limit)
-        return _json({"peer": str(peer), "receipts": [_receipt(i) for i in page.items], "next": page.next})
+async def _inclusion(log: CreditLog, entry: int, size: int) -> dict[str, Any]:
+    hashes = await log.inclusion(entry, size)
+    return Immutable({"entry": entry, "size": size, "hashes": [h.hex() for h in hashes]})
 
-    async def account(request: Request) -> Response:
-        summary = await log.summary(PeerKey.parse(request.path_params["key"]))
-        return _json(json_view.credit_summary(summary) | {"rounds_total": log.rounds})
 
-    async def export(request: Request) -> Response:
-        form = request.path_params["form"]
-        if form not in ("csv", "parquet"):
-            return PlainTextResponse("there is credits.csv and credits.parquet\n", 404)
-        pieces = log.export(form)
-        try:
-            first = await anext(pieces, b"")
-        except ParquetMissingError as e:
-            return PlainTextResponse(f"{e}\n", 501)
-        headers = {"content-disposition": f'attachment; filename="credits.{form}"', "cache-control": "no-store"}
-        kind = CSV_TYPE if form == "csv" else PARQUET_TYPE
-        return StreamingResponse(_chained(first, pieces), headers=headers, media_type=kind)
+async def _consistency(log: CreditLog, first: int, second: int) -> dict[str, Any]:
+    hashes = await log.consistency(first, second)
+    return Immutable({"first": first, "second": second, "hashes": [h.hex() for h in hashes]})
 
-    return [
-        Route("/api/log/head", _guarded(head)),
-        Route("/api/log/entries", _guarded(entries)),
-        Route("/api/log/lines", _guarded(lines)),
-        Route("/api/log/inclusion", _guarded(inclusion)),
-        Route("/api/log/consistency", _guarded(consistency)),
-        Route("/api/receipts", _guarded(receipts)),
-        Route("/api/accounts/{key}", _guarded(account)),
-        Route("/api/export/credits.{form}", _guarded(export)),
-    ]
+
+async def _receipts(log: CreditLog, peer: PeerKey, before: int | None, limit: int) -> dict[str, Any]:
+    page = await log.receipts.page(peer, before, limit)
+    return {"peer": str(peer), "receipts": [_receipt(i) for i in page.items], "next": page.next}
+
+
+async def _account(log: CreditLog, key: PeerKey) -> dict[str, Any]:
+    return json_view.credit_summary(log.leaderboard.of(key)) | {"rounds_total": log.leaderboard.rounds}
 
 
 def _receipt(item: ReceiptItem) -> dict[str, Any]:
@@ -106,43 +75,102 @@ def _receipt(item: ReceiptItem) -> dict[str, Any]:
     }
 
 
-def _guarded(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    """Return the route with 400 for malformed requests, and 503 for a ledger that cannot be read."""
+def _b64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
 
-    async def guarded(request: Request) -> Response:
+
+_HASHES = s.many({"type": "string", "pattern": "^[0-9a-f]{64}$"})
+_ENTRIES = (
+    Parameter("first", "the first entry", 0),
+    Parameter("limit", "maximum number", MAX_ENTRIES, 1, MAX_ENTRIES),
+)
+
+CREDIT_ENDPOINTS: tuple[ApiEndpoint, ...] = (
+    ApiEndpoint(
+        "/api/log/head",
+        "Signed tree heads (RFC 9162), newest first: envelopes of the owner",
+        s.of({"heads": s.many(s.BASE64)}),
+        _heads,
+        (Parameter("before", "only heads over fewer entries"), Parameter("limit", "maximum number", 1, 1, MAX_PAGE)),
+        seconds=0,
+    ),
+    ApiEndpoint(
+        "/api/log/entries",
+        "Entries of the log, as their bytes were written and hashed",
+        s.of({"first": s.COUNT, "size": s.COUNT, "entries": s.many(s.BASE64)}),
+        _entries,
+        _ENTRIES,
+        seconds=0,
+    ),
+    ApiEndpoint(
+        "/api/log/lines",
+        "The credit lines of the round entries in a range: the leaves under their lines_root",
+        s.of({"groups": s.many(s.of({"entry": s.COUNT, "lines": s.many(s.BASE64)})), "next": s.COUNT}),
+        _lines,
+        _ENTRIES,
+        seconds=0,
+    ),
+    ApiEndpoint(
+        "/api/log/inclusion",
+        "The proof that an entry is in the log of a size",
+        s.of({"entry": s.COUNT, "size": s.COUNT, "hashes": _HASHES}),
+        _inclusion,
+        (Parameter("entry", "the entry", required=True), Parameter("size", "the log's size", required=True)),
+        seconds=0,
+    ),
+    ApiEndpoint(
+        "/api/log/consistency",
+        "The proof that the log of one size extends that of another",
+        s.of({"first": s.COUNT, "second": s.COUNT, "hashes": _HASHES}),
+        _consistency,
+        (Parameter("first", "the smaller size", required=True), Parameter("second", "the larger size", required=True)),
+        seconds=0,
+    ),
+    ApiEndpoint(
+        "/api/receipts",
+        "A peer's receipts, newest first",
+        s.of({"peer": s.KEY, "receipts": s.many(s.RECEIPT), "next": s.maybe(s.COUNT)}),
+        _receipts,
+        (
+            Parameter("peer", "the peer's key", key=True, required=True),
+            Parameter("before", "only entries before this one (`next` of the page before)"),
+            Parameter("limit", "maximum number", 50, 1, MAX_PAGE),
+        ),
+        seconds=0,
+    ),
+    ApiEndpoint(
+        "/api/accounts/{key}",
+        "The totals of an account, or of a peer",
+        s.of(s.LEADER["properties"] | {"rounds_total": s.COUNT}),
+        _account,
+        (Parameter("key", "the account's or the peer's key", key=True, in_path=True),),
+        seconds=0,
+    ),
+)
+
+
+def credit_routes(log: CreditLog) -> list[Route]:
+    """Return the routes of CREDIT_ENDPOINTS, and /api/export/credits.csv and .parquet."""
+
+    async def export(request: Request) -> Response:
+        form = request.path_params["form"]
+        if form not in ("csv", "parquet"):
+            return PlainTextResponse("there is credits.csv and credits.parquet\n", 404)
+        pieces = log.export(form)
         try:
-            return await answer(request)
-        except ProtocolError as e:
-            return PlainTextResponse(f"{e}\n", 400)
+            first = await anext(pieces, b"")
+        except ParquetMissingError as e:
+            return PlainTextResponse(f"{e}\n", 501)
         except (LedgerError, TooManyError):
-            return PlainTextResponse("the ledger cannot be read at this moment: try again\n", 503)
+            return PlainTextResponse(UNREADABLE, 503, {"retry-after": "5"})
+        headers = {"content-disposition": f'attachment; filename="credits.{form}"', "cache-control": "no-store"}
+        kind = CSV_TYPE if form == "csv" else PARQUET_TYPE
+        return StreamingResponse(_chained(first, pieces), headers=headers, media_type=kind)
 
-    return guarded
+    return [*(e.route(log) for e in CREDIT_ENDPOINTS), Route("/api/export/credits.{form}", export)]
 
 
 async def _chained(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     yield first
     async for piece in rest:
         yield piece
-
-
-def _json(value: Any, *, immutable: bool = False) -> Response:
-    headers = {"cache-control": IMMUTABLE if immutable else "no-store"}
-    return Response(json_view.encode(value), headers=headers, media_type="application/json")
-
-
-def _b64(data: bytes) -> str:
-    return base64.b64encode(data).decode()
-
-
-def _optional(request: Request, name: str) -> int | None:
-    return None if request.query_params.get(name) is None else _whole(request, name, None)
-
-
-def _whole(request: Request, name: str, default: int | None, low: int = 0, top: int = MAX_COUNT) -> int:
-    text = request.query_params.get(name)
-    if text is None and default is not None:
-        return default
-    if text is None or not (text.isascii() and text.isdigit() and len(text) <= 16 and low <= int(text) <= top):
-        raise MalformedError(f"{name} must be a whole number from {low} to {top}")
-    return int(text)

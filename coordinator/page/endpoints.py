@@ -1,4 +1,4 @@
-"""Everything that the API answers, as one table: the source of routes, parameter checks and the OpenAPI document."""
+"""The answers of the API, as a table: the source of routes, parameter checks and the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -6,8 +6,19 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from coordinator.errors import LedgerError, TooManyError
+from coordinator.page import json_view
 from coordinator.page import schemas as s
+from coordinator.page.answers import AnswerCache, EncodedBody
+from protocol.errors import ProtocolError
 from protocol.ids import PeerKey
+
+IMMUTABLE = "public, max-age=31536000, immutable"
+UNREADABLE = "the ledger cannot be read at this moment: try again\n"
 
 MAX_ROUNDS = 200
 MAX_PEERS = 200
@@ -27,10 +38,13 @@ class Parameter:
     key: bool = False
     longest: int = 0
     in_path: bool = False
+    required: bool = False
 
     def read(self, text: str | None) -> Any:
         """Return the value of a parameter's text. Raises ValueError with a message for the client."""
         if text is None:
+            if self.required:
+                raise ValueError(f"{self.name} is required")
             return self.default
         if self.choices:
             if text not in self.choices:
@@ -61,13 +75,20 @@ class Parameter:
         return found if self.default is None else found | {"default": self.default}
 
 
+class Immutable(dict[str, Any]):
+    """An answer that never changes: written entries, and proofs between two sizes."""
+
+
 async def _now(value: Any) -> Any:
     return value
 
 
 @dataclass(frozen=True, slots=True)
 class ApiEndpoint:
-    """One endpoint: `make` answers from a `PageApi` and the parameters' values; an answer is kept for `seconds`."""
+    """One endpoint: `make` answers from a source (`PageApi`, `CreditLog`) and the parameters' values.
+
+    An answer is kept for `seconds`; 0: it is made for each request, and a browser may keep an `Immutable` one.
+    """
 
     path: str
     about: str
@@ -77,6 +98,37 @@ class ApiEndpoint:
     seconds: float = 1.0
     missing: str = ""
     """The message of a 404, if there can be one."""
+
+    def route(self, source: Any, answers: AnswerCache | None = None) -> Route:
+        """Return the route; `answers` is needed unless `seconds` is 0."""
+
+        async def answer(request: Request) -> Response:
+            try:
+                asked = {
+                    p.name: p.read((request.path_params if p.in_path else request.query_params).get(p.name))
+                    for p in self.parameters
+                }
+            except ValueError as e:
+                return PlainTextResponse(f"{e}\n", 400)
+            try:
+                if answers is None:
+                    value = await self.make(source, **asked)
+                    caching = IMMUTABLE if isinstance(value, Immutable) else "no-store"
+                    return Response(json_view.encode(value), 200, {"cache-control": caching}, "application/json")
+
+                async def make() -> EncodedBody | None:
+                    value = await self.make(source, **asked)
+                    return None if value is None else EncodedBody.of(json_view.encode(value))
+
+                # The head is part of the key: a request after a new round must not get an answer from before it.
+                body = await answers.get((source.head, self.path, *asked.values()), self.seconds, make)
+            except ProtocolError as e:
+                return PlainTextResponse(f"{e}\n", 400)
+            except (LedgerError, TooManyError):
+                return PlainTextResponse(UNREADABLE, 503, {"retry-after": "5"})
+            return PlainTextResponse(f"{self.missing}\n", 404) if body is None else body.answer(request)
+
+        return Route(self.path, answer)
 
 
 SORTS = ("state", "name", "since", "round", "loss", "speed", "up", "down", "credits", "device", "last_round")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from coordinator.credits.views import CreditSummary
 from coordinator.history import Charts
 from coordinator.non_participation import NonParticipation
 from coordinator.overview import Overview, PeerOverview, RoundOverview
-from coordinator.round_charts import RoundCharts
 from coordinator.round_observations import RoundObservation
 from protocol.ids import PeerKey
 from protocol.ledger.credits import RoundCredits
@@ -192,7 +191,7 @@ def credit_summary(c: CreditSummary) -> dict[str, Any]:
     }
 
 
-def charts(c: Charts, r: RoundCharts, validation: list[dict[str, Any]]) -> dict[str, Any]:
+def charts(c: Charts, by_round: dict[str, Any], validation: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the columns of all charts."""
     return {
         "rounds": c.rounds,
@@ -201,17 +200,36 @@ def charts(c: Charts, r: RoundCharts, validation: list[dict[str, Any]]) -> dict[
         "seen_at": [None if t is None else round(t, 1) for t in c.seen],
         "times": [round(t, 3) for t in c.times],
         "rates": [round(r, 1) for r in c.rates],
-        "by_round": {
-            "times": [round(t, 1) for t in r.times],
-            "train": _short(r.train, 2),
-            "exchange": _short(r.exchange, 2),
-            "commit": _short(r.commit, 2),
-            "peers": _short(r.peers, 1),
-            "sent": _short(r.sent, 0),
-            "received": _short(r.received, 0),
-        },
+        "by_round": by_round,
         "validation": validation,
     }
+
+
+def round_charts(seen: Sequence[RoundObservation], limit: int = 400) -> dict[str, Any]:
+    """Return the course of rounds: columns of at most `limit` entries, oldest first.
+
+    An entry is one round or the mean of several; None where nothing was observed.
+    """
+    step = max(1, math.ceil(len(seen) / limit))
+    groups = [seen[i : i + step] for i in range(0, len(seen), step)]
+
+    def column(name: str, digits: int) -> list[float | None]:
+        return [_mean([getattr(s, name) for s in group], digits) for group in groups]
+
+    return {
+        "times": [round(group[-1].certified, 1) for group in groups],
+        "train": column("train", 2),
+        "exchange": column("exchange", 2),
+        "commit": column("commit", 2),
+        "peers": column("training", 1),
+        "sent": column("sent", 0),
+        "received": column("received", 0),
+    }
+
+
+def _mean(values: Sequence[float | None], digits: int) -> float | None:
+    known = [v for v in values if v is not None]
+    return round(sum(known) / len(known), digits) if known else None
 
 
 def rounded(value: float | None) -> float | None:
@@ -219,10 +237,6 @@ def rounded(value: float | None) -> float | None:
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.6g}")
-
-
-def _short(values: list[float | None], digits: int) -> list[float | None]:
-    return [None if v is None else round(v, digits) for v in values]
 
 
 def _named(peer: PeerKey, name_of: NameOf) -> dict[str, Any]:

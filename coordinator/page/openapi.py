@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Any
 
+from coordinator.credits.export import CSV_TYPE, PARQUET_TYPE
 from coordinator.page import schemas as s
-from coordinator.page.endpoints import ApiEndpoint, Parameter
+from coordinator.page.credit_routes import CREDIT_ENDPOINTS
+from coordinator.page.endpoints import ENDPOINTS, ApiEndpoint, Parameter
 
 ABOUT = (
     "Everything that a Cairn coordinator's page shows, as JSON. Read-only; no key is needed. Answers are cached and "
@@ -23,6 +24,23 @@ _OTHERS: dict[str, Any] = {
             "responses": {
                 "200": {"description": "a stream", "content": {"text/event-stream": {"schema": s.EVENT}}},
                 "503": {"description": "too many viewers at this moment", "content": _PLAIN},
+            },
+        }
+    },
+    "/api/export/credits.{form}": {
+        "get": {
+            "summary": "All credits as a file: csv or parquet",
+            "parameters": [
+                {
+                    "name": "form",
+                    "in": "path",
+                    "required": True,
+                    "schema": {"type": "string", "enum": ["csv", "parquet"]},
+                }
+            ],
+            "responses": {
+                "200": {"description": "the file", "content": {CSV_TYPE: {}, PARQUET_TYPE: {}}},
+                "503": {"description": "the ledger cannot be read at this moment", "content": _PLAIN},
             },
         }
     },
@@ -60,22 +78,23 @@ _OTHERS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def document(endpoints: Iterable[ApiEndpoint], others: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the whole document; `others` are more paths, as the document has them."""
-    paths = {e.path: {"get": _operation(e)} for e in endpoints}
+def document() -> dict[str, Any]:
+    """Return the whole document."""
+    paths = {e.path: {"get": _operation(e)} for e in (*ENDPOINTS, *CREDIT_ENDPOINTS)}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Cairn coordinator", "version": "1", "description": ABOUT},
-        "paths": dict(sorted((paths | _OTHERS | dict(others or {})).items())),
+        "paths": dict(sorted((paths | _OTHERS).items())),
     }
 
 
 def _operation(e: ApiEndpoint) -> dict[str, Any]:
     answers: dict[str, Any] = {
         "200": {"description": "the answer", "content": {"application/json": {"schema": e.answer}}},
-        "304": {"description": "unchanged (If-None-Match)"},
         "503": {"description": "the ledger cannot be read at this moment", "content": _PLAIN},
     }
+    if e.seconds:
+        answers["304"] = {"description": "unchanged (If-None-Match)"}
     if e.parameters:
         answers["400"] = {"description": "a malformed request", "content": _PLAIN}
     if e.missing:
@@ -84,5 +103,5 @@ def _operation(e: ApiEndpoint) -> dict[str, Any]:
 
 
 def _parameter(p: Parameter) -> dict[str, Any]:
-    where = "path" if p.in_path else "query"
-    return {"name": p.name, "in": where, "required": p.in_path, "description": p.about, "schema": p.schema()}
+    where, required = ("path", True) if p.in_path else ("query", p.required)
+    return {"name": p.name, "in": where, "required": required, "description": p.about, "schema": p.schema()}

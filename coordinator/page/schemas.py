@@ -29,7 +29,6 @@ def maybe(schema: Schema) -> Schema:
 
 
 TEXT: Schema = {"type": "string"}
-WHOLE: Schema = {"type": "integer"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 NUMBER: Schema = {"type": "number"}
 FLAG: Schema = {"type": "boolean"}
@@ -218,6 +217,26 @@ LEADER = of(
         "peers": many(KEY),
     },
     description="`recent`: micro-credits a day, an exponential mean with a half-life of a week; null: unknown.",
+)
+
+RECEIPT = of(
+    {
+        "round": COUNT,
+        "record": DIGEST,
+        "update": DIGEST,
+        "accepted": FLAG,
+        "reason": TEXT,
+        "windows": COUNT,
+        "tokens": COUNT,
+        "micro_credits": MICRO,
+        "entry": COUNT,
+        "line": COUNT,
+        "pending_until": COUNT,
+        "status": {"enum": ["pending", "settled", "voided", "not accepted"]},
+        "bytes": BASE64,
+    },
+    description="`bytes`: the envelope that the owner signed. It settles when the log's newest round entry is the "
+    "`pending_until`-th, counted from 0.",
 )
 
 SAMPLE = of(

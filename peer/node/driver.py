@@ -31,71 +31,54 @@ class RoundEffects(Protocol):
 
     def broadcast(self, message: Signed) -> None:
         """Send a message to all peers."""
-        ...
 
     def send(self, action: actions.Send) -> None:
         """Send messages and certificates to one peer."""
-        ...
 
     def request_update(self, action: actions.RequestUpdate) -> None:
         """Have the trainer make an update."""
-        ...
 
     def fetch_blob(self, action: actions.FetchBlob) -> None:
         """Fetch an update's blob."""
-        ...
 
     def drop_blob(self, action: actions.DropBlob) -> None:
         """Stop to fetch a blob."""
-        ...
 
     def fetch_shard(self, action: actions.FetchShard) -> None:
         """Fetch a reduced shard."""
-        ...
 
     def reduce_shard(self, action: actions.ReduceShard) -> None:
         """Make a reduced shard."""
-        ...
 
     def cancel_reduce(self, action: actions.CancelReduce) -> None:
         """Stop the work on a record's shards."""
-        ...
 
     def request_chain(self, action: actions.RequestChain) -> None:
         """Request certificates of a peer."""
-        ...
 
     async def store_certificate(self, certificate: Certificate) -> None:
         """Store a certificate."""
-        ...
 
     async def store_finalization(self, finalization: Signed[Finalization]) -> None:
         """Store the newest finalization."""
-        ...
 
     async def store_directive(self, directive: Signed[Directive]) -> None:
         """Store the newest directive."""
-        ...
 
     async def store_epoch(self, epoch: int) -> None:
         """Store the epoch of what the trainer saves from now on."""
-        ...
 
     def move(self, action: actions.ApplyRecord | actions.Resync) -> None:
         """Move the trainer to another state."""
-        ...
 
     def directives_changed(self, action: actions.DirectivesChanged) -> None:
         """Follow the directives in force."""
-        ...
 
     def notify(self, action: actions.Notice) -> None:
         """Report something to people."""
-        ...
 
     def run_completed(self, action: actions.RunCompleted) -> None:
         """Stop the trainer: the run is over."""
-        ...
 
 
 class RoundDriver:

@@ -13,7 +13,7 @@ from peer.node.membership import Membership
 from peer.node.network import Network
 from peer.node.slice_relay import SliceRelay
 from peer.swarm import Handlers
-from protocol.ids import Digest, PeerKey
+from protocol.ids import PeerKey
 from protocol.rounds.events import MessageReceived
 from protocol.rounds.machine import RoundMachine
 from protocol.wire import swarm_pb2 as wire
@@ -39,7 +39,7 @@ class PeerRequests:
         return Handlers(
             on_packet=self._receive,
             on_chain_request=lambda _, request: self.certificates.answer(request),
-            may_serve=self._may_serve,
+            may_serve=self.machine.may_serve,
             on_blob_requested=self.relay.note_request,
             on_coordinator_address=self._answer_coordinator,
         )
@@ -61,12 +61,6 @@ class PeerRequests:
                     network.observe(message, sender)
             if event is not None and len(self.queue) < room and self.inbox.note(event):
                 self.queue.post(event)
-
-    def _may_serve(self, blob: Digest, requester: PeerKey) -> str | None:
-        """Return why a peer may not have a blob (now); None when it may."""
-        if self.network.is_banned(requester):
-            return "the run's owner has banned you"
-        return self.machine.may_serve(blob, requester)
 
     def _answer_coordinator(self, request: wire.CoordinatorAddressRequest) -> wire.CoordinatorAddressReply:
         addresses = [*self.network.addresses, *self.network.peers.addresses()]

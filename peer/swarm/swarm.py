@@ -126,6 +126,7 @@ class Swarm:
         self._calls_to: WeakValueDictionary[PeerKey, asyncio.Semaphore] = WeakValueDictionary()
         self._dials, self._dials_soon = asyncio.Semaphore(DIALS), asyncio.Semaphore(DIALS)
         self._stranger_packets = asyncio.Semaphore(STRANGER_PACKETS)
+        self._fetches: set[asyncio.Task[None]] = set()
         self._addresses: list[str] = []
         self.presence: Presence | None = None
         """Our place in the DHT, once it is joined."""
@@ -292,8 +293,7 @@ class Swarm:
         data_size = message.ByteSize()
         if data_size > MAX_PACKET:
             raise PacketTooLarge(f"a message of {data_size:,} bytes: at most {MAX_PACKET:,} fit into one")
-        if self._stopped or self.transport.lost.done():
-            raise PeerUnreachable("the network side of this peer is not running")
+        self._check_running()
         turn = self._calls_to.setdefault(to, asyncio.Semaphore(CALLS_TO_ONE))
         try:
             async with async_timeout.timeout(timeout), turn, self._calls_out:
@@ -303,6 +303,10 @@ class Swarm:
         self._traffic.up += data_size
         self._traffic.down += answer.ByteSize()
         return answer
+
+    def _check_running(self) -> None:
+        if self._stopped or self.transport.lost.done():
+            raise PeerUnreachable("the network side of this peer is not running")
 
     async def _take_packet(self, sender: PeerKey, packet: wire.Packet) -> wire.Ack:
         self._traffic.down += packet.ByteSize()
@@ -359,13 +363,25 @@ class Swarm:
         once. The chunks of a blob that could not be had whole are kept for the next attempt.
 
         With `chunks` only these are fetched. They are then in the store's in-progress blob (`Store.in_progress`), which
-        is served to others like any that arrives. Raises BlobFetchError (with a reason for each provider), StoreError.
+        is served to others like any that arrives. Raises BlobFetchError (with a reason for each provider), StoreError,
+        and PeerUnreachable when the swarm stops.
         """
+        self._check_running()
         fetch = Fetch(
             self._streams, self._store, self._threads, digest, size, [p for p in providers if p != self.key],
             me=self.key, max_size=max_size, on_bad=on_bad, chunks=chunks,
         )  # fmt: skip
-        await fetch.run(deadline_seconds)
+        running = asyncio.ensure_future(fetch.run(deadline_seconds))
+        self._fetches.add(running)
+        try:
+            await asyncio.wait([running])
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            self._fetches.discard(running)
+        if running.cancelled():
+            raise PeerUnreachable("the network side of this peer is stopping")
+        running.result()
 
     async def open_blob_stream(
         self, peer: PeerKey, seconds: float
@@ -412,6 +428,9 @@ class Swarm:
         if self._stopped:
             return
         self._stopped = True
+        for fetch in self._fetches:  # first: they use the streams and the threads
+            fetch.cancel()
+        await asyncio.gather(*self._fetches, return_exceptions=True)
         self._streams.close()
         if self.presence is not None:
             self.presence.stop()

@@ -23,6 +23,7 @@ from torch import Tensor
 from peer.errors import PeerError
 from peer.training.sources import LocalFiles, ShardSource, SourceError, at_address
 from protocol.assignment import WindowTable
+from protocol.bounded import BoundedDict
 from protocol.errors import MalformedError, SpecError
 from protocol.ids import Digest
 from protocol.merkle import CHUNK, check_leaves, chunk_size, leaf_hash
@@ -84,8 +85,7 @@ class WindowReader:
         self._vocabulary = vocabulary
         self._report = report or _log.warning
         self._lock = threading.Lock()
-        self._chunks: OrderedDict[tuple[int, int], bytes] = OrderedDict()
-        self._chunks_kept = max(1, cache_bytes // CHUNK)
+        self._chunks: BoundedDict[tuple[int, int], bytes] = BoundedDict(max(1, cache_bytes // CHUNK))
         self._leaves: OrderedDict[int, bytes] = OrderedDict()
         self._distrusted: set[tuple[str, Digest]] = set()
         self._backoff: dict[str, tuple[float, float]] = {}  # source -> (end of the backoff, the next one's length)
@@ -145,8 +145,6 @@ class WindowReader:
 
         data = self._from_any(ref, f"chunk {index}", get)
         self._chunks[shard, index] = data
-        while len(self._chunks) > self._chunks_kept:
-            self._chunks.popitem(last=False)
         return data
 
     def _leaves_of(self, shard: int) -> bytes:

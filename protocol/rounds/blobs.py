@@ -27,7 +27,6 @@ class UpdateBlob:
 
     @property
     def round(self) -> int:
-        """The round of the update."""
         return self.header.body.round
 
     @property
@@ -40,7 +39,6 @@ class UpdateBlob:
         return f"the update of {self.header.author.short} that record {record.short} lists"
 
     def fetch(self, blob: Digest, holders: tuple[PeerKey, ...]) -> Action:
-        """Return the action that fetches the blob."""
         return FetchBlob(blob, self.header.body.blob_size, self.header.author, holders)
 
     def belongs_to(self, certificate: Certificate) -> bool:
@@ -72,7 +70,6 @@ class ShardBlob:
 
     @property
     def round(self) -> int:
-        """The round of the record."""
         return self.record.body.round
 
     @property
@@ -85,7 +82,6 @@ class ShardBlob:
         return f"shard {self.index} of the mean of record {record.short}"
 
     def fetch(self, blob: Digest, holders: tuple[PeerKey, ...]) -> Action:
-        """Return the action that fetches the blob."""
         return FetchShard(blob, self.record, self.index, holders)
 
     def belongs_to(self, certificate: Certificate) -> bool:
@@ -145,11 +141,9 @@ class BlobTracker:
         return blob in self._held
 
     def is_invalid(self, blob: Digest) -> bool:
-        """Return whether the blob broke the codec's rules."""
         return blob in self._invalid
 
     def hold(self, blob: Digest) -> None:
-        """Note that the store has a blob."""
         self._requests.pop(blob, None)
         self._held[blob] = None
         self._held.move_to_end(blob)
@@ -157,7 +151,6 @@ class BlobTracker:
             self._held.popitem(last=False)
 
     def reject(self, blob: Digest) -> None:
-        """Note that a blob breaks the codec's rules."""
         self._requests.pop(blob, None)
         self._held.pop(blob, None)
         self._invalid[blob] = None
@@ -223,7 +216,6 @@ class BlobTracker:
         return any([deadlines.due("blob retry", retry) for retry in waiting])  # a list: each deadline is registered
 
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """Return the size and the bound of each container."""
         return {
             "blobs held": (len(self._held), self._bound),
             "blobs invalid": (len(self._invalid), self._bound),

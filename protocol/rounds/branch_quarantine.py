@@ -56,7 +56,6 @@ class BranchQuarantine:
         self._tips_for: tuple | None = None
 
     def add_underweight(self, record: Digest, until: float) -> None:
-        """Quarantine a branch until a time."""
         self._add(record, until, underweight=True, failures=0)
 
     def add(self, record: Digest, *, failed: bool = False) -> bool:

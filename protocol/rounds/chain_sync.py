@@ -16,6 +16,10 @@ STRANGERS = 8
 SAFETY = 1e-6
 """Seconds beyond the time for an answer before the request counts as failed."""
 
+MAX_PATIENCES = 10
+"""Maximum times its patience that a newcomer waits: a chain of thousands of rounds takes minutes, but an admitted peer
+can make records that lead nowhere, without end."""
+
 
 @dataclass(slots=True)
 class _Claim:
@@ -47,7 +51,6 @@ class ChainSync:
         self._asked_at = 0.0
 
     def grow(self, bound: int) -> None:
-        """Make room for more sources."""
         self._bound = max(self._bound, bound)
 
     def claim(self, source: PeerKey, head: Digest, weight: int, chain: Chain, now: float, *, member: bool) -> None:
@@ -82,7 +85,6 @@ class ChainSync:
         return bool(strangers)
 
     def forget(self, source: PeerKey) -> None:
-        """Forget a source that is gone."""
         self._claims.pop(source, None)
         self._failures.pop(source, None)
         self._last_asked.pop(source, None)
@@ -152,9 +154,33 @@ class ChainSync:
         return max(since, self._failures.get(source, (0, 0.0))[1])
 
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """Return the size and the bound of each container."""
         return {
             "claims": (len(self._claims), self._bound),
             "failures": (len(self._failures), self._bound),
             "asked": (len(self._last_asked), self._bound),
         }
+
+
+class Bootstrap:
+    """The time in which a newcomer collects what the others have, before it loads a state and trains.
+
+    `patience`: seconds after which it is over if nothing arrives of what others claim to have.
+    """
+
+    def __init__(self, now: float, patience: float):
+        self._late = self._grew = now
+        self._patience = patience
+
+    def begin(self, now: float, seconds: float) -> None:
+        """Start. Peers that are there are heard from within this time."""
+        self._late, self._grew = now + seconds, now
+
+    def grew(self, now: float) -> None:
+        """Note that missing records arrived, and that their source has more."""
+        self._grew = now
+
+    def is_over(self, deadlines: Deadlines, *, ahead: bool, equal: bool) -> bool:
+        """Return whether it is over. `ahead`: a peer has records that we miss; `equal`: one has a head that we know."""
+        late = deadlines.due("bootstrap", self._late)
+        at_last = max(self._late, min(self._grew, self._late + MAX_PATIENCES * self._patience)) + self._patience
+        return (not ahead and (equal or late)) or deadlines.due("bootstrap at last", at_last)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
 
 from protocol.errors import MalformedError
-from protocol.ids import Digest, PeerKey, Round
+from protocol.ids import Digest, PeerKey
 from protocol.message_codec import check_certificate
 from protocol.messages import (
     Certificate,
@@ -21,77 +20,25 @@ from protocol.messages import (
 from protocol.rounds.actions import Broadcast
 from protocol.rounds.blobs import BlobOrigin
 from protocol.rounds.context import Context
-from protocol.rounds.errors import InvariantError
-from protocol.rounds.events import TrainingProgress, UpdateReady
+from protocol.rounds.events import ShardReduced, ShardUnavailable, TrainingProgress, UpdateReady
 from protocol.rounds.exchange import Exchange
 from protocol.rounds.gather import Gather
+from protocol.rounds.phase import InvariantError
 from protocol.rounds.reduce import Reduce
 from protocol.rounds.round_state import Proposal, RoundState
+from protocol.rounds.state_sync import StateSync
 from protocol.rounds.stragglers import Stragglers
 
 MAX_REPEATED_VOTES = 64
 MAX_HOLDERS = 8
 
 
-class TrainerView(Protocol):
-    """The trainer's place on the chain, as consensus reads it; `StateSync` implements it."""
-
-    @property
-    def applied(self) -> Digest | None:
-        """The record whose state the trainer holds."""
-        ...
-
-    @property
-    def state(self) -> Digest | None:
-        """The digest of that state."""
-        ...
-
-    @property
-    def is_moving(self) -> bool:
-        """True while the trainer is on its way to another state."""
-        ...
-
-    @property
-    def is_making(self) -> bool:
-        """True while the trainer makes an update."""
-        ...
-
-    @property
-    def is_behind(self) -> bool:
-        """True when the round after `applied` is decided already."""
-        ...
-
-    @property
-    def retried_tip(self) -> Digest | None:
-        """The tip of the quarantined branch whose blobs are requested again."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateDue:
-    """The trainer is to make an update for the round after `parent`."""
-
-    round: Round
-    parent: Digest
-
-
-@dataclass(frozen=True, slots=True)
-class StateContradicted:
-    """More than two thirds of the contributors start from another state than ours: `vouched`."""
-
-    vouched: Digest
-
-
-Outcome = Certificate | UpdateDue | StateContradicted | None
-"""The result of a round's progress: at most one thing at a time."""
-
-
 class Consensus:
     """Runs one round after the other. Every method acts on the round after the trainer's state."""
 
-    def __init__(self, context: Context, trainer: TrainerView):
+    def __init__(self, context: Context, sync: StateSync):
         self._c = context
-        self._trainer = trainer
+        self._sync = sync
         self.round: RoundState | None = None
         """The open round; None before the first, and when its parent left the chain."""
 
@@ -114,7 +61,7 @@ class Consensus:
         self.rest()
         if before is not None:
             self._revision = before.revision + 1
-        r = RoundState(c.policy, c.chain, parent, self._trainer.state, c.now, self._revision)
+        r = RoundState(c.policy, c.chain, parent, self._sync.state, c.now, self._revision)
         self.round = r
         self.exchange = Reduce(c, r) if c.chain.is_reduced_after(parent) else Gather(c, r)
         lasted = 0.0 if before is None or before.number + 1 != r.number else c.now - before.began
@@ -168,7 +115,7 @@ class Consensus:
         if (reason := r.why_invalid(header, c.size_ok)) is not None:
             c.notify("warning", "refused", f"the update of {header.author.short} is refused: {reason}", header.author)
             return
-        if header.author == c.me and (c.observer or self._trainer.is_making):
+        if header.author == c.me and (c.observer or self._sync.is_making):
             return
         if not r.add_header(header, c.now, c.members.has_room_for):
             return
@@ -212,7 +159,9 @@ class Consensus:
 
     def _receive_vote(self, vote: Signed[Vote]) -> Certificate | None:
         r, x = self.round, self.exchange
-        if r is None or x is None or not x.accepts(vote.body) or not r.add_vote(vote, self._c.members.has_room_for):
+        if r is None or x is None or (vote.body.shards_digest is not None) is not x.has_shards:
+            return None
+        if not r.add_vote(vote, self._c.members.has_room_for):
             return None
         return self._certified(vote.body.record)
 
@@ -237,27 +186,21 @@ class Consensus:
             raise InvariantError(f"votes were counted wrongly: {e}") from e
         return certificate
 
-    def shard_reduced(self, record: Digest, shard: int, blob: Digest) -> Certificate | None:
-        """Attest a shard that our driver has made. Return a certificate when it completes one."""
-        if self.exchange is None or self.round is None:
+    def shard_answered(self, event: ShardReduced | ShardUnavailable) -> Certificate | None:
+        """Attest a shard that our driver has made, or cannot make. Return a certificate when that completes one."""
+        if self.exchange is None:
             return None
-        self.exchange.shard_reduced(record, shard, blob)
-        return self._certified(record)
-
-    def shard_unavailable(self, record: Digest, shard: int, authors: tuple[PeerKey, ...]) -> Certificate | None:
-        """Attest that our driver cannot make a shard. Return a certificate when that completes one."""
-        if self.exchange is None or self.round is None:
-            return None
-        self.exchange.shard_unavailable(record, shard, authors)
-        return self._certified(record)
+        if isinstance(event, ShardReduced):
+            self.exchange.shard_reduced(event.record, event.shard, event.blob)
+        else:
+            self.exchange.shard_unavailable(event.record, event.shard, event.authors)
+        return self._certified(event.record)
 
     def progress(self, work: TrainingProgress) -> None:
-        """Note the trainer's progress."""
         self.work = work
 
-    def update_ready(self, event: UpdateReady, admission: bytes, requested: Digest | None) -> None:
-        """Announce the own trainer's update. `requested`: the parent for which one was requested."""
-        c, r = self._c, self.round
+    def update_ready(self, event: UpdateReady, admission: bytes) -> None:
+        c, r, requested = self._c, self.round, self._sync.update_ready(event)
         if event.blob is None:
             self.work = replace(self.work, windows=0)
             return
@@ -265,7 +208,7 @@ class Consensus:
         self.work = replace(self.work, windows=max(0, self.work.windows - windows))
         if r is None or requested != event.parent or r.parent != event.parent or c.me in r.headers:
             return
-        if self._trainer.applied != r.parent:
+        if self._sync.applied != r.parent:
             # The state that it was made from turned out to be wrong, or is lost.
             return
         body = UpdateHeader(
@@ -281,7 +224,7 @@ class Consensus:
             c.emit(Broadcast(header))
 
     def _state(self) -> Digest:
-        state = self._trainer.state
+        state = self._sync.state
         if state is None:
             raise InvariantError("a round was worked on without a state")
         return state
@@ -292,14 +235,13 @@ class Consensus:
         self._repeat_at = self._c.now + 2 * self._c.policy.heartbeat_seconds
 
     def blob_held(self, blob: Digest) -> None:
-        """Note that a blob is held."""
         if self.round is not None:
             self.round.hold(blob)
 
     def rebase(self) -> None:
         """Continue the open round with the trainer's state: it was lost, and is back."""
         if self.round is not None:
-            self.round.rebase(self._trainer.state)
+            self.round.rebase(self._sync.state)
 
     def exclude_banned(self) -> None:
         """Leave banned authors out of the open round."""
@@ -317,22 +259,25 @@ class Consensus:
     @property
     def is_working(self) -> bool:
         """True when the round is ours to decide: the trainer holds its base, and it is not decided yet."""
-        t, r = self._trainer, self.round
+        t, r = self._sync, self.round
         if r is None or self._c.observer:
             return False
         return not t.is_moving and t.applied == r.parent and not t.is_behind
 
-    def advance(self, *, hurry: bool = False) -> Outcome:
-        """Do what is due. `hurry`: announce as soon as possible, since we are leaving."""
+    def advance(self, *, hurry: bool = False) -> Certificate | None:
+        """Do what is due; return a certificate when that completes one. `hurry`: announce now, since we are leaving."""
         r, x = self.round, self.exchange
         if r is None or x is None or not self.is_working:
             self.rest()
             return None
         if (vouched := self._contradiction(r)) is not None:
-            return StateContradicted(vouched)
+            self._sync.contradicted(vouched)
+            return None
         if r.announced_at is None:
-            due = not self._trainer.is_making and self.work.windows >= 1 and not self._c.resting
-            return UpdateDue(r.number, r.parent) if due and self._should_announce(r, hurry) else None
+            due = not self._sync.is_making and self.work.windows >= 1 and not self._c.resting
+            if due and self._should_announce(r, hurry):
+                self._sync.request_update(r.number, r.parent)
+            return None
         if self._stragglers is not None:
             self._stragglers.update()
         x.refresh(lambda: self._best(r, x))
@@ -359,7 +304,7 @@ class Consensus:
         if total >= target or not headers:
             return total >= target
         # Others have seen enough. Those that kept earlier rounds waiting in vain are not believed.
-        enough = sum(members.is_waited_for(a, r.number) and not members.withheld.holds(a, r.number) for a in headers)
+        enough = sum(not (members.late.holds(a, r.number) or members.withheld.holds(a, r.number)) for a in headers)
         return enough > 0 and (enough * 3 > 1 + len(headers) + members.training or total * 2 >= target)
 
     def _propose(self, r: RoundState, x: Exchange) -> Certificate | None:
@@ -498,7 +443,7 @@ class Consensus:
         c, r, x = self._c, self.round, self.exchange
         found: dict[PeerKey, None] = {}
         found.update((a, None) for a in origin.first_holders(blob, None if r is None else x))
-        for branch in (c.chain.head, self._trainer.retried_tip):
+        for branch in (c.chain.head, self._sync.retried_tip):
             decided = None if branch is None else c.chain.ancestor_at(branch, origin.round + 1)
             if decided is not None and decided != c.chain.root and origin.belongs_to(c.chain.certificate(decided)):
                 found.update((v.author, None) for v in c.chain.certificate(decided).votes)
@@ -510,7 +455,7 @@ class Consensus:
     def concerns(self, blob: Digest) -> bool:
         """Return whether a blob is an update of the round, or a shard that somebody made."""
         r, x = self.round, self.exchange
-        return r is not None and x is not None and (r.lists(blob) or bool(x.signers_of(blob)))
+        return r is not None and x is not None and (blob in r.update_blobs() or bool(x.signers_of(blob)))
 
     def blobs(self) -> set[Digest]:
         """Return the blobs of the round's updates, and of the shards that somebody attested."""
@@ -523,6 +468,5 @@ class Consensus:
         return () if r is None or s is None or r.announced_at is None else tuple(s.awaited())
 
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """Return the size and the bound of each container."""
         r, x = self.round, self.exchange
         return {} if r is None or x is None else r.sizes() | x.sizes()

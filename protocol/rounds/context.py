@@ -93,11 +93,9 @@ class Context:
         return self.directive.run_status != "running" or self.is_banned(self.me)
 
     def emit(self, action: Action) -> None:
-        """Append an action to the step's output."""
         self.actions.append(action)
 
     def notify(self, level: str, kind: str, text: str, about: PeerKey | None = None) -> None:
-        """Append a notice to the step's output."""
         self.actions.append(Notice(level, kind, text, about))
 
 

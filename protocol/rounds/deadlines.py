@@ -6,8 +6,6 @@ the registration: the next tick is the earliest deadline that the last step foun
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 
 class Deadlines:
     """The time of the step under way, and the deadlines that it has compared with that time."""
@@ -16,27 +14,23 @@ class Deadlines:
         self.now = now
         """Seconds of a monotonic clock."""
 
-        self._pending: dict[str, float] = {}
+        self.pending: dict[str, float] = {}
+        """The earliest deadline of each name."""
 
     def begin(self, now: float) -> None:
         """Start a step at this time, or at the time of the step before if that is later."""
         self.now = max(self.now, now)
-        self._pending.clear()
+        self.pending.clear()
 
     def due(self, name: str, at: float) -> bool:
         """Return whether a deadline has passed; register it if it has not."""
         if at <= self.now:
             return True
-        if at < self._pending.get(name, float("inf")):
-            self._pending[name] = at
+        if at < self.pending.get(name, float("inf")):
+            self.pending[name] = at
         return False
-
-    @property
-    def pending(self) -> Mapping[str, float]:
-        """The earliest deadline of each name."""
-        return self._pending
 
     @property
     def next_tick(self) -> float:
         """The earliest deadline; infinite when there is none."""
-        return min(self._pending.values(), default=float("inf"))
+        return min(self.pending.values(), default=float("inf"))

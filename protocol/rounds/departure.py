@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from enum import Enum
-
 from protocol.messages import Goodbye
 from protocol.rounds.actions import Broadcast, Finished, RunCompleted
 from protocol.rounds.context import Context
@@ -14,16 +12,6 @@ QUIET_SECONDS, QUIET_BYTES = 5.0, 200_000
 
 MAX_STAY_SECONDS = 600.0
 """The longest time that it stays for those who are behind."""
-
-
-class LeaveStep(Enum):
-    """The next step of a leaver."""
-
-    STAY = "stay"
-    ANNOUNCE = "announce"
-    """Announce the work that no update covers."""
-
-    GO = "go"
 
 
 class Departure:
@@ -64,7 +52,6 @@ class Departure:
 
     @property
     def is_leaving(self) -> bool:
-        """True when the user wants to stop."""
         return self._leave_at is not None
 
     def leave(self, seconds: float) -> None:
@@ -72,27 +59,26 @@ class Departure:
         if self._leave_at is None:
             self._leave_at = self._c.now + seconds
 
-    def next_step(self, number: int | None, *, busy: bool, announced: bool, has_work: bool) -> LeaveStep:
-        """Return what a leaver does now. It stays until the round of its last update is decided, or its time is over.
+    def is_time_to_go(self, number: int | None, *, busy: bool, announced: bool, has_work: bool) -> bool:
+        """Return whether a leaver goes now: the round of its last update is decided, or its time is over.
 
         `number`: the open round; `busy`: the trainer owes an answer; `announced`: our update of the open round is.
         """
         if self._leave_at is None:
-            return LeaveStep.STAY
+            return False
         if self._c.deadlines.due("leave", self._leave_at) or number is None or self._c.observer or self.is_over:
-            return LeaveStep.GO
+            return True
         undecided = self._last_round is None or number <= self._last_round
         if busy or (announced and undecided):
             self._last_round = number if self._last_round is None else self._last_round
-            return LeaveStep.STAY
+            return False
         if self._last_round is None and has_work:
             self._last_round = number
             self.is_hurrying = True
-            return LeaveStep.ANNOUNCE
-        return LeaveStep.GO
+            return False
+        return True
 
     def say_goodbye(self, sequence: int) -> None:
-        """Leave."""
         c = self._c
         c.emit(Broadcast(c.signer.sign(Goodbye(c.run, sequence))))
         c.emit(Finished("left the swarm"))

@@ -5,18 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocol.ids import Digest, PeerKey
-from protocol.messages import (
-    Certificate,
-    Directive,
-    Finalization,
-    Goodbye,
-    Heartbeat,
-    RoundRecord,
-    ShardAttestation,
-    Signed,
-    UpdateHeader,
-    Vote,
-)
+from protocol.messages import Certificate, Directive, Finalization, Signed
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +17,7 @@ class Tick:
 class MessageReceived:
     """A message arrived: from its author, or passed on by another member."""
 
-    message: (
-        Signed[Heartbeat]
-        | Signed[Goodbye]
-        | Signed[UpdateHeader]
-        | Signed[RoundRecord]
-        | Signed[Vote]
-        | Signed[ShardAttestation]
-        | Signed[Finalization]
-        | Signed[Directive]
-    )
+    message: Signed
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ def blob_invalid(c: Context, consensus: Consensus, tip: Digest | None, blob: Dig
         x.blob_invalid(blob, sorted(signers))
     if header is not None:
         number = 0 if r is None else r.number
-        c.members.penalise(header.author, number)
+        c.members.late.penalise(header.author, number)
         c.members.distrusted.penalise(header.author, number)
     author = None if header is None else header.author
     phrase = ("an update" if origin is None else origin.phrase) + ("" if author is None else f" of {author.short}")

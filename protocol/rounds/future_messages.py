@@ -31,7 +31,6 @@ class FutureMessages:
         self._bytes = 0
 
     def grow(self, max_authors: int) -> None:
-        """Make room for more authors."""
         self._max_authors = max(self._max_authors, max_authors)
 
     def keep(self, message: RoundMessage, *, trusted: bool) -> None:
@@ -80,7 +79,6 @@ class FutureMessages:
         return sorted(now, key=lambda m: order[type(m.body)])
 
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """Return the size and the bound of each container."""
         count = sum(len(m) for m in self._kept.values())
         top = self._max_authors * (PER_AUTHOR + ATTESTATIONS_PER_AUTHOR)
         return {"future messages": (count, top), "future bytes": (self._bytes, MAX_BYTES)}

@@ -34,7 +34,6 @@ class Governance:
             return False
 
     def publish(self, directive: Signed[Directive]) -> None:
-        """Store a newer directive, and pass it on."""
         c = self._c
         c.emit(StoreDirective(directive))
         if len(c.members) <= FEW or c.members.is_my_turn(directive.digest, 0):
@@ -48,7 +47,6 @@ class Governance:
             c.notify("info", "banned", f"the run's owner has banned {key.short}{because(directive)}", key)
 
     def notify_pause(self, before: Directive | None, now: Directive) -> None:
-        """Notify people when the run is paused or resumed."""
         was_running = before is None or before.run_status == "running"
         if was_running and now.run_status == "paused":
             text = f"paused by the run's owner{because(now)}: nothing is trained until the run goes on"
@@ -74,7 +72,6 @@ class Governance:
             c.emit(Send(source, (directive,)))
 
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """Return the size and the bound of each container."""
         return {"informed": (len(self._due), 2 * max(self._c.policy.max_members, self._c.base.max_members))}
 
 

@@ -38,19 +38,17 @@ from protocol.rounds.actions import (
     StoreEpoch,
     StoreFinalization,
 )
-from protocol.rounds.bootstrap import Bootstrap
-from protocol.rounds.chain_sync import ChainSync
-from protocol.rounds.consensus import Consensus, Outcome, StateContradicted, UpdateDue
+from protocol.rounds.chain_sync import Bootstrap, ChainSync
+from protocol.rounds.consensus import Consensus
 from protocol.rounds.context import Context
-from protocol.rounds.departure import Departure, LeaveStep
-from protocol.rounds.errors import InvariantError
+from protocol.rounds.departure import Departure
 from protocol.rounds.exchange import Slice
 from protocol.rounds.faults import blob_invalid, two_means
 from protocol.rounds.future_messages import AHEAD, FutureMessages
 from protocol.rounds.gather import Gather
 from protocol.rounds.governance import Governance
 from protocol.rounds.header_repair import known_headers, pass_on_headers
-from protocol.rounds.phase import Phase, check_transition, phase_of
+from protocol.rounds.phase import InvariantError, Phase, check_transition, phase_of
 from protocol.rounds.policy import LocalStatus, RoundPolicy
 from protocol.rounds.retention import retained
 from protocol.rounds.round_state import RoundState
@@ -147,18 +145,15 @@ class RoundMachine:
             case ev.TrainingProgress():
                 self._consensus.progress(event)
             case ev.UpdateReady():
-                requested = self._sync.update_ready(event)
-                self._consensus.update_ready(event, self._status.admission, requested)
+                self._consensus.update_ready(event, self._status.admission)
             case ev.BlobHeld(blob):
                 c.blobs.hold(blob)
                 self._consensus.blob_held(blob)
             case ev.BlobInvalid(blob, reason):
                 blob_invalid(c, self._consensus, self._sync.retried_tip, blob, reason)
                 self._leave_dropped()
-            case ev.ShardReduced(record, shard, blob):
-                self._follow(self._consensus.shard_reduced(record, shard, blob))
-            case ev.ShardUnavailable(record, shard, authors):
-                self._follow(self._consensus.shard_unavailable(record, shard, authors))
+            case ev.ShardReduced() | ev.ShardUnavailable():
+                self._admit_own(self._consensus.shard_answered(event))
             case ev.BlobUnavailable(blob):
                 c.blobs.unavailable(blob, c.now)
             case ev.StateReached(record, state):
@@ -189,10 +184,13 @@ class RoundMachine:
         return self._consensus.round
 
     def may_serve(self, blob: Digest, requester: PeerKey) -> str | None:
-        """Return why a blob must not be given to a peer yet; None when it may.
+        """Return why a blob must not be given to a peer now; None when it may.
 
-        An undecided round's updates are only for those who have announced their own (commit, then reveal).
+        The banned get nothing. An undecided round's updates are only for those who have announced their own (commit,
+        then reveal).
         """
+        if self._c.is_banned(requester):
+            return "the run's owner has banned you"
         r = self._consensus.round
         if r is None or requester in r.headers or self._sync.is_behind:
             return None
@@ -217,10 +215,9 @@ class RoundMachine:
 
     def summary(self, now: float) -> Summary:
         """Return a frozen view for people."""
-        return summarise(self._c, self._consensus, self._sync, self.phase, self._departure.is_over, now)
+        return summarise(self._c, self._consensus, self._sync, self.phase, now)
 
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """Return the size and the bound of each container."""
         c = self._c
         found = c.members.sizes() | c.blobs.sizes() | c.own.sizes() | self._sync.sizes() | self._consensus.sizes()
         found |= self._chain_sync.sizes() | self._future.sizes() | self._governance.sizes()
@@ -250,7 +247,7 @@ class RoundMachine:
                 and body.round == r.number
                 and (isinstance(body, Vote | ShardAttestation) or body.parent == r.parent)
             ):
-                self._follow(self._consensus.receive(message))
+                self._admit_own(self._consensus.receive(message))
             elif (-1 if r is None else r.number) < body.round <= (c.chain.height(c.chain.head) + AHEAD):
                 trusted = c.members.has_room_for(message.author) or isinstance(body, UpdateHeader)
                 self._future.keep(message, trusted=trusted)
@@ -320,17 +317,10 @@ class RoundMachine:
 
     # -- certificates ----------------------------------------------------------------------------------------
 
-    def _follow(self, outcome: Outcome) -> None:
-        """Do what follows from the round's progress."""
-        match outcome:
-            case Certificate():
-                self._admit((outcome,), None)
-            case UpdateDue(number, parent):
-                self._sync.request_update(number, parent)
-            case StateContradicted(vouched):
-                self._sync.contradicted(vouched)
-            case None:
-                pass
+    def _admit_own(self, certificate: Certificate | None) -> None:
+        """Put a certificate that the open round has completed into the tree."""
+        if certificate is not None:
+            self._admit((certificate,), None)
 
     def _admit(self, certificates: Iterable[Certificate], source: PeerKey | None) -> int:
         """Put certificates into the tree, oldest first; return how many were new."""
@@ -435,7 +425,7 @@ class RoundMachine:
         if self._departure.is_over:
             consensus.rest()
         else:
-            self._follow(consensus.advance(hurry=self._departure.is_hurrying))
+            self._admit_own(consensus.advance(hurry=self._departure.is_hurrying))
         self._departure.follow_order(announced=self._is_exchanging, busy=sync.is_busy)
         return changed or head != c.chain.head
 
@@ -488,7 +478,7 @@ class RoundMachine:
         r = consensus.open(parent)
         for message in self._future.pop(r.number):
             if isinstance(message.body, Vote | ShardAttestation) or message.body.parent == parent:
-                self._follow(consensus.receive(message))
+                self._admit_own(consensus.receive(message))
         self._departure.reached_total(c.chain.weight(parent))
         self._beat()
 
@@ -517,16 +507,16 @@ class RoundMachine:
 
     def _take_leave(self) -> None:
         consensus, r = self._consensus, self._consensus.round
-        step = self._departure.next_step(
+        hurrying = self._departure.is_hurrying
+        if self._departure.is_time_to_go(
             None if r is None else r.number,
             busy=self._sync.is_busy,
             announced=r is not None and r.announced_at is not None,
             has_work=consensus.is_working and consensus.work.windows >= 1,
-        )
-        if step is LeaveStep.ANNOUNCE:
-            self._follow(consensus.advance(hurry=True))
-        elif step is LeaveStep.GO:
+        ):
             self._departure.say_goodbye(self._next_sequence())
+        elif self._departure.is_hurrying and not hurrying:
+            self._admit_own(consensus.advance(hurry=True))  # the work that no update covers is announced at once
 
     def _publish_directives(self) -> None:
         """Emit what the owner's directives mean here, if that has changed."""
@@ -581,5 +571,6 @@ class RoundMachine:
         pending = {name: round(at - c.now, 3) for name, at in c.deadlines.pending.items()}
         return (
             f"phase {self._phase}, head {c.chain.head.short}, applied {sync.applied}, target {sync.sync_target}, "
-            f"round {None if r is None else r.number}, {sync.quarantined} branches quarantined, deadlines in {pending}"
+            f"round {None if r is None else r.number}, {sync.sizes()['quarantined'][0]} branches quarantined, "
+            f"deadlines in {pending}"
         )

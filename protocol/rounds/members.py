@@ -44,7 +44,6 @@ class Penalties:
         return len(self._penalties)
 
     def grow(self, bound: int) -> None:
-        """Make room for more."""
         self._bound = max(self._bound, bound)
 
     def penalise(self, key: PeerKey, number: int) -> None:
@@ -55,7 +54,6 @@ class Penalties:
             del self._penalties[next(iter(self._penalties))]
 
     def forgive(self, key: PeerKey) -> None:
-        """Remove a peer's penalties."""
         self._penalties.pop(key, None)
 
     def holds(self, key: PeerKey, number: int) -> bool:
@@ -76,7 +74,9 @@ class Members:
         self._gone: dict[PeerKey, int] = {}
         """Peers that said goodbye, with the sequence of it."""
 
-        self._late = Penalties(policy.max_members)
+        self.late = Penalties(policy.max_members)
+        """For keeping a round waiting until the deadline: for a while nobody waits for these peers."""
+
         self.withheld = Penalties(policy.max_members)
         """For updates that committees could not get or use: our own records do not list these peers for a while."""
 
@@ -86,6 +86,7 @@ class Members:
         self.lagging = Penalties(policy.max_members)
         """For stragglers that were awaited in vain (see `stragglers`): for a while nobody waits for them as such."""
 
+        self._penalties = (self.late, self.withheld, self.distrusted, self.lagging)
         self._parent: Digest | None = None
         self._number = 0
         self._counted: dict[PeerKey, int] = {}
@@ -96,9 +97,8 @@ class Members:
         """Sum of `_counted`."""
 
     def adopt_policy(self, policy: RoundPolicy) -> None:
-        """Adopt the policy of another round."""
         self._policy = policy
-        for penalties in (self._late, self.withheld, self.distrusted, self.lagging):
+        for penalties in self._penalties:
             penalties.grow(policy.max_members)
 
     def dismiss(self, key: PeerKey) -> None:
@@ -121,7 +121,6 @@ class Members:
         return key in self._members
 
     def get(self, key: PeerKey) -> Member | None:
-        """Return a member; None when the peer is none."""
         return self._members.get(key)
 
     def add_heartbeat(self, message: Signed[Heartbeat], now: float) -> bool:
@@ -155,7 +154,6 @@ class Members:
         return True
 
     def has_left(self, key: PeerKey) -> bool:
-        """Return whether a peer said goodbye lately."""
         return key in self._gone
 
     def expire(self, now: float) -> list[PeerKey]:
@@ -169,11 +167,10 @@ class Members:
         """Note the contributors of the last round: they keep their places, and their penalties are forgiven."""
         self._established = frozenset(contributors)
         for key in self._established:
-            for penalties in (self._late, self.withheld, self.distrusted, self.lagging):
+            for penalties in self._penalties:
                 penalties.forgive(key)
 
     def is_established(self, key: PeerKey) -> bool:
-        """Return whether a peer contributed to the last round."""
         return key in self._established
 
     def has_room_for(self, key: PeerKey) -> bool:
@@ -225,27 +222,12 @@ class Members:
             self._counted[member.key] = windows
             self.windows += windows
 
-    # -- peers that kept earlier rounds waiting in vain -------------------------------------------------------
-
-    def penalise(self, key: PeerKey, number: int) -> None:
-        """Note that a peer kept round `number` waiting until the deadline: the next rounds do not wait for it."""
-        self._late.penalise(key, number)
-
-    def forgive(self, key: PeerKey) -> None:
-        """Note that a peer delivered in time."""
-        self._late.forgive(key)
-
-    def is_waited_for(self, key: PeerKey, number: int) -> bool:
-        """Return whether round `number` waits for a peer."""
-        return not self._late.holds(key, number)
-
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """Return the size and the bound of each container."""
         top = self._policy.max_members
         return {
             "members": (len(self._members), top),
             "goodbyes": (len(self._gone), top),
-            "late": (len(self._late), top),
+            "late": (len(self.late), top),
             "withheld": (len(self.withheld), top),
             "distrusted": (len(self.distrusted), top),
             "lagging": (len(self.lagging), top),

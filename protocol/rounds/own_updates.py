@@ -104,5 +104,4 @@ class OwnUpdates:
         self._moving = {}
 
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """Return the size and the bound of each container."""
         return {"own updates": (len(self._updates), REMEMBERED)}

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum
 
-from protocol.rounds.errors import InvariantError
+
+class InvariantError(RuntimeError):
+    """A bug of the round machine, not of a peer or a user: a state that its rules exclude."""
 
 
 class Phase(str, Enum):

@@ -55,7 +55,6 @@ class RoundPolicy:
         )
 
     def under(self, changes: RoundChanges) -> RoundPolicy:
-        """Return the policy with the owner's changes."""
         names = ("max_seconds", "exchange_seconds", "propose_seconds", "patience_seconds", "member_seconds")
         new: dict[str, Any] = {name: getattr(changes, name) for name in (*names, "max_members")}
         if changes.target_tokens is not None:
@@ -66,7 +65,6 @@ class RoundPolicy:
 
     @property
     def chain_limits(self) -> ChainLimits:
-        """Limits for the chain of this run."""
         return ChainLimits(
             max_update_windows=self.max_update_windows,
             max_members=self.max_members,

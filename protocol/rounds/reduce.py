@@ -7,14 +7,14 @@ its turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from protocol.ids import Digest, PeerKey
-from protocol.messages import MAX_MISSING_AUTHORS, RoundRecord, ShardAttestation, Signed, UpdateHeader, Vote
+from protocol.messages import MAX_MISSING_AUTHORS, RoundRecord, ShardAttestation, Signed, UpdateHeader
 from protocol.rounds.actions import Broadcast, CancelReduce, ReduceShard
 from protocol.rounds.blobs import BlobOrigin, ShardBlob
 from protocol.rounds.context import Context
-from protocol.rounds.exchange import Slice
+from protocol.rounds.exchange import Best, Exchange, Slice
 from protocol.rounds.round_state import MAX_RECORDS, RECORDS_PER_AUTHOR, Proposal, RoundState
 from protocol.rounds.shard_tally import ShardTally
 
@@ -22,15 +22,16 @@ MAX_REPEATED_ATTESTATIONS = 64
 MAX_ATTESTATION_BYTES = 64 * 1024 * 1024
 
 
-class Reduce:
+class Reduce(Exchange):
     """The exchange of one reduced round."""
 
     leave_seconds = 6.0
     """Longer than in a gathered round: an update is fetched only once a proposal lists it."""
 
+    has_shards = True
+
     def __init__(self, context: Context, round_state: RoundState):
-        self._c = context
-        self._r = round_state
+        super().__init__(context, round_state)
         self._tallies: dict[Digest, ShardTally] = {}
         """Of each proposal of the round."""
 
@@ -123,10 +124,9 @@ class Reduce:
 
     @property
     def is_occupied(self) -> bool:
-        """True while a proposal is worked on: others may still finish it, and so may we."""
         return self._current is not None
 
-    def refresh(self, best: Callable[[], Proposal | None]) -> None:
+    def refresh(self, best: Best) -> None:
         """Abandon the current proposal if it is over, and start the best one if there is none."""
         self._continue_with(best)
         p = self._current
@@ -135,7 +135,7 @@ class Reduce:
             self._late = late
             self._r.changed()
 
-    def _continue_with(self, best: Callable[[], Proposal | None]) -> None:
+    def _continue_with(self, best: Best) -> None:
         p = self._current
         if p is not None and (p.record.digest not in self._r.proposals or not self._is_open(p)):
             self._abandon(p)
@@ -147,18 +147,13 @@ class Reduce:
             for shard in tally.duties(self._c.me):
                 self._c.emit(ReduceShard(p.record, shard, tally.committees[shard]))
 
-    def choose(self, best: Callable[[], Proposal | None]) -> Proposal | None:
+    def choose(self, best: Best) -> Proposal | None:
         """Return the current proposal once all its shards are agreed and held."""
         self.refresh(best)
         p = self._current
         return None if p is None or self._tallies[p.record.digest].open or p.missing else p
 
-    def accepts(self, vote: Vote) -> bool:
-        """Return whether a vote names shards."""
-        return vote.shards_digest is not None
-
     def shards(self, p: Proposal) -> tuple[Digest, ...] | None:
-        """Return the digests of all its shards; None while one is not agreed."""
         return self._tallies[p.record.digest].digests
 
     def _is_open(self, p: Proposal) -> bool:
@@ -196,22 +191,18 @@ class Reduce:
         return {d: ShardBlob(p.record, i) for i, d in agreed if d is not None and d in p.missing and i not in mine}
 
     def shard_holders(self, record: Signed[RoundRecord], shard: int, blob: Digest) -> tuple[PeerKey, ...]:
-        """Return the peers that have signed a shard's digest, then those that voted for its record."""
         tally = self._tallies.get(record.digest)
         if tally is None:
             return ()
         return (*tally.signers(shard, blob), *(v.author for v in self._r.votes_for(record)))
 
     def signers_of(self, blob: Digest) -> set[PeerKey]:
-        """Return the peers that attested a blob as a shard."""
         return {a.author for tally in self._tallies.values() for a in tally.all() if a.body.blob == blob}
 
     def shard_blobs(self) -> set[Digest]:
-        """Return the blobs of all shards that somebody attested."""
         return {a.body.blob for tally in self._tallies.values() for a in tally.all() if a.body.blob is not None}
 
     def slices_for(self, blob: Digest, member: PeerKey) -> list[Slice]:
-        """Return the shards that a member is to make with an update, of the proposals that list it."""
         found = []
         for digest, p in self._r.proposals.items():
             if digest not in self._abandoned and any(u.body.blob == blob for u in p.record.body.updates):
@@ -222,14 +213,12 @@ class Reduce:
     # -- own attestations ------------------------------------------------------------------------------------
 
     def shard_reduced(self, record: Digest, shard: int, blob: Digest) -> None:
-        """Attest a shard that our driver has made."""
         if self._has_duty(record, shard):
             self._c.blobs.hold(blob)
             self._r.hold(blob)
             self._attest(ShardAttestation(self._c.run, self._r.number, record, shard, blob))
 
     def shard_unavailable(self, record: Digest, shard: int, authors: Iterable[PeerKey]) -> None:
-        """Attest that our driver cannot make a shard, because these authors' slices are unavailable."""
         if not self._has_duty(record, shard):
             return
         listed = self._r.proposals[record].record.body.contributors
@@ -394,7 +383,6 @@ class Reduce:
             self._r.changed()
 
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """Return the size and the bound of each container."""
         top = self._r.policy.max_members
         return {
             "early attestations": (sum(len(a) for a in self._early.values()), 2 * top * self._per_author),

@@ -133,7 +133,6 @@ class RoundState:
         return True
 
     def exclude(self, author: PeerKey) -> None:
-        """Leave an author out of the round."""
         self.excluded.add(author)
         self._order = None
         self.changed()
@@ -172,12 +171,10 @@ class RoundState:
         self.began = now
 
     def mark_announced(self, now: float) -> None:
-        """Note that our own header is announced."""
         self.announced_at = now
         self.changed()
 
     def mark_ready(self, now: float) -> None:
-        """Note that nobody else is awaited."""
         self.ready_at = now
 
     def report_once(self, author: PeerKey) -> bool:
@@ -247,12 +244,6 @@ class RoundState:
             p.missing.add(blob)
         self.changed()
 
-    def lists(self, blob: Digest) -> bool:
-        """Return whether a blob is an update of this round."""
-        if any(h.body.blob == blob for h in self.headers.values()):
-            return True
-        return any(u.body.blob == blob for p in self.proposals.values() for u in p.record.body.updates)
-
     def update_blobs(self) -> set[Digest]:
         """Return the blobs of all updates of this round."""
         found = {h.body.blob for h in self.headers.values()}
@@ -286,17 +277,14 @@ class RoundState:
         return found
 
     def cast(self, vote: Signed[Vote], now: float) -> None:
-        """Note our own vote."""
         self.last_vote = vote
         self.voted_at = now
         self.voted_for = (*self.voted_for[-2:], vote.body.record)
 
     def propose(self, record: Signed[RoundRecord]) -> None:
-        """Note our own proposal."""
         self.proposed = record
 
     def hold(self, blob: Digest) -> None:
-        """Note that a blob is held."""
         for p in self.proposals.values():
             p.missing.discard(blob)
 
@@ -349,7 +337,6 @@ class RoundState:
             self._jumped = (attempt, now)
 
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """Return the size and the bound of each container."""
         top = self.policy.max_members
         return {
             "headers": (len(self.headers), top),

@@ -30,7 +30,6 @@ class ShardTally:
         """A shard on which its committee cannot agree any more."""
 
     def seats(self, author: PeerKey, shard: int) -> bool:
-        """Return whether the author is in the shard's committee."""
         return shard < len(self.committees) and author in self.committees[shard]
 
     def duties(self, author: PeerKey) -> list[int]:
@@ -86,6 +85,5 @@ class ShardTally:
         return tuple(a for a in self.committees[shard] if a in received and received[a].body.blob == blob)
 
     def all(self) -> Iterator[Signed[ShardAttestation]]:
-        """Yield every attestation that counts, shard by shard."""
         for received in self.attestations:
             yield from received.values()

@@ -68,12 +68,10 @@ class StateSync:
 
     @property
     def is_moving(self) -> bool:
-        """True while the trainer is on its way to another state."""
         return self.sync_target is not None
 
     @property
     def is_making(self) -> bool:
-        """True while the trainer makes an update."""
         return self._making is not None
 
     @property
@@ -107,11 +105,6 @@ class StateSync:
         """The tip of the quarantined branch whose blobs are requested again."""
         tip = self._quarantine.tip
         return tip if tip in self._c.chain else None
-
-    @property
-    def quarantined(self) -> int:
-        """Number of quarantined branches."""
-        return len(self._quarantine)
 
     def join(self) -> None:
         """Note that the time of joining is over: the trainer may be moved."""
@@ -189,7 +182,6 @@ class StateSync:
     # -- updates ---------------------------------------------------------------------------------------------
 
     def request_update(self, number: Round, parent: Digest) -> None:
-        """Request an update for a round of the trainer."""
         self._making, self._making_round = parent, number
         self._c.emit(RequestUpdate(number, parent))
 
@@ -295,7 +287,7 @@ class StateSync:
         # An author that let us wait in vain before gets little time.
         author, number = origin.responsible, certificate.record.body.round
         if not c.deadlines.due("missing blobs", since + c.policy.patience_seconds):
-            if c.members.is_waited_for(author, number):
+            if not c.members.late.holds(author, number):
                 return False
         record = certificate.digest
         floor = c.chain.required_ancestor
@@ -305,7 +297,7 @@ class StateSync:
             if c.deadlines.due("unavailable", since + patience):
                 self._report_unavailable(record)
             return False
-        c.members.penalise(author, number)
+        c.members.late.penalise(author, number)
         text = f"nobody gives {origin.describe(record)}: going on without that branch for a while"
         c.notify("warning", "withheld", text, author)
         self._quarantine.add(record)
@@ -391,7 +383,6 @@ class StateSync:
     # -- branches that are not followed for a while ----------------------------------------------------------
 
     def hold_back(self, record: Digest, until: float) -> None:
-        """Quarantine an underweight record until a time."""
         self._quarantine.add_underweight(record, until)
         self._waiting = None
 
@@ -406,7 +397,6 @@ class StateSync:
         self._quarantine.member_at(head, since)
 
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """Return the size and the bound of each container."""
         top = self._c.policy.max_members * self._c.policy.checkpoint_every
         needed = max((len(blobs) for blobs in self._needed.values()), default=0)
         return {

@@ -41,25 +41,26 @@ class Stragglers:
 
     def _is_awaited(self, key: PeerKey) -> bool:
         c, r = self._c, self._r
-        if not c.members.is_waited_for(key, r.number):
+        if c.members.late.holds(key, r.number):
             return False
         header, member = r.headers.get(key), c.members.get(key)
         if header is not None:
             # A peer that announced and has fallen silent since sends no more of its update.
-            silent = member is None and c.now > r.received_at[key] + c.policy.member_seconds
-            return self._x.awaits(header) and not silent
+            if not self._x.awaits(header):
+                return False
+            return member is not None or not c.deadlines.due("silent", r.received_at[key] + c.policy.member_seconds)
         if member is None:
             return False
         if self._lags(key):
-            may_come = self._is_fresh(member) and not c.members.lagging.holds(key, r.number)
+            may_come = not c.members.lagging.holds(key, r.number) and self._is_fresh(member)
             return may_come and not self._is_patience_over(is_behind=member.beat.head in self._before)
         if member.heard >= r.began:
             return member.trains_in(r.parent)
         # Not heard from in this round yet: it was with us a moment ago, and most likely still is.
-        return self._is_fresh(member) and member.beat.phase in ("training", "exchanging")
+        return member.beat.phase in ("training", "exchanging") and self._is_fresh(member)
 
     def _is_fresh(self, member: Member) -> bool:
-        return self._c.now - member.heard <= 2 * self._c.policy.heartbeat_seconds
+        return not self._c.deadlines.due("silent", member.heard + 2 * self._c.policy.heartbeat_seconds)
 
     def _lags(self, key: PeerKey) -> bool:
         """Return whether a member said in this round that it holds an earlier state, or has nothing to announce yet."""
@@ -87,11 +88,11 @@ class Stragglers:
             r.mark_ready(c.now)
             for author, header in r.headers.items():
                 if self._x.is_delivered(header):
-                    c.members.forgive(author)
+                    c.members.late.forgive(author)
         elif late:
             self._penalised = True
             for key in awaited:
-                c.members.penalise(key, r.number)
+                c.members.late.penalise(key, r.number)
                 text = f"peer {key.short} kept the round waiting: the next ones do not wait for it"
                 c.notify("info", "late", text, key)
 

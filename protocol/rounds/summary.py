@@ -19,8 +19,6 @@ class MemberView:
     key: PeerKey
     heartbeat: Heartbeat
     silent_seconds: float
-    announced: bool
-    voted: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +42,6 @@ class Summary:
     headers: tuple[Signed[UpdateHeader], ...]
     """The headers announced for this round, own one included."""
 
-    proposals: int
     votes: int
     """Votes seen for the record that we voted for."""
 
@@ -54,20 +51,13 @@ class Summary:
     windows: int
     """Own windows that no update covers yet."""
 
-    target_windows: int
-    """Windows at which the round ends."""
 
-    finished: bool
-
-
-def summarise(c: Context, consensus: Consensus, sync: StateSync, phase: Phase, finished: bool, now: float) -> Summary:
+def summarise(c: Context, consensus: Consensus, sync: StateSync, phase: Phase, now: float) -> Summary:
     """Return the view of a machine's parts at a time."""
     r, head = consensus.round, sync.best_record
     votes = 0
     if r is not None and r.last_vote is not None and (mine := r.proposals.get(r.last_vote.body.record)) is not None:
         votes = len(r.votes_for(mine.record))
-    announced, voted = ({}, {}) if r is None else (r.headers, r.votes)
-    members = tuple(MemberView(m.key, m.beat, now - m.heard, m.key in announced, m.key in voted) for m in c.members)
     return Summary(
         phase=phase,
         round=c.chain.height(head),
@@ -76,12 +66,9 @@ def summarise(c: Context, consensus: Consensus, sync: StateSync, phase: Phase, f
         weight=c.chain.weight(head),
         chain_head=c.chain.head,
         chain_weight=c.chain.weight(c.chain.head),
-        members=members,
-        headers=tuple(announced.values()),
-        proposals=0 if r is None else len(r.proposals),
+        members=tuple(MemberView(m.key, m.beat, now - m.heard) for m in c.members),
+        headers=() if r is None else tuple(r.headers.values()),
         votes=votes,
         awaited=consensus.awaited(),
         windows=consensus.work.windows,
-        target_windows=c.policy.target_windows,
-        finished=finished,
     )

@@ -361,7 +361,7 @@ async def test_a_bug_in_a_method_tells_a_stranger_nothing(tmp_path, monkeypatch,
         raise ValueError("the password is 1234")
 
     async with running(tmp_path, SPEC) as (c, _), raw_stub(c) as stub:
-        monkeypatch.setattr(c._service._answers, "run_reply", broken)
+        monkeypatch.setattr(c._service, "run_reply", broken)
         code, said = await refusal(stub.GetRun(wire.GetRunRequest(run=bytes(SPEC.run_id)), timeout=LIMIT))
         assert code is Code.INTERNAL and "1234" not in said and "log" in said
         assert "1234" in caplog.text
@@ -379,8 +379,7 @@ async def test_who_watches_its_health_is_told_that_it_goes(tmp_path):
                 health_pb2.HealthCheckRequest(service=NAME), timeout=LIMIT
             )
             seen = [(await watch.read()).status]
-            assert c._service is not None
-            c._service.serving = False
+            c._health.serving = False
             seen.append((await watch.read()).status)
             watch.cancel()
         assert seen == [1, 2]

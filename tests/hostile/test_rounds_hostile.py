@@ -8,7 +8,8 @@ from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.messages import RoundRecord, Vote
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
-from protocol.rounds.chain_sync import STRANGERS
+from protocol.rounds.chain_sync import STRANGERS, ChainSync
+from protocol.rounds.deadlines import Deadlines
 from protocol.rounds.future_messages import MAX_STRANGER_BYTES, FutureMessages
 from protocol.rounds.round_state import MAX_RECORDS, RECORDS_PER_AUTHOR
 from tests.simulation.signer import FakeSigner
@@ -66,27 +67,24 @@ def test_members_are_asked_before_strangers_however_much_these_claim():
 
 
 def test_a_stranger_that_is_silent_makes_room_for_another():
-    b = Bench()
+    chain, sync = Bench().chain, ChainSync(100, 1.0)
     for i in range(STRANGERS):
-        b.beat(stranger(i), head=head("x"), admission=b"")
-    claims = b.machine._chain_sync._claims
-    b.beat(stranger(99), head=head("y"), weight=9, admission=b"")
-    assert stranger(99) not in claims
-    b.now = 60.0
-    b.beat(stranger(99), sequence=2, head=head("y"), weight=9, admission=b"")
-    assert stranger(99) in claims and len(claims) == STRANGERS
+        sync.claim(stranger(i), head("x"), 9, chain, 0.0, member=False)
+    sync.claim(stranger(99), head("y"), 9, chain, 0.0, member=False)
+    assert stranger(99) not in sync.wanted(chain)
+    sync.claim(stranger(99), head("y"), 9, chain, 60.0, member=False)
+    assert stranger(99) in sync.wanted(chain) and len(sync.wanted(chain)) == STRANGERS
 
 
 def test_a_stranger_that_was_asked_in_vain_makes_room_for_another():
-    b = Bench()
+    chain, sync = Bench().chain, ChainSync(100, 1.0)
     for i in range(STRANGERS):
-        b.beat(stranger(i), head=head(f"none {i}"), weight=9, admission=b"")
-    b.step(ev.Tick(), 1.0)
-    (asked,) = (a.to for a in b.of(do.RequestChain))
-    b.step(ev.ChainUnanswered(asked))
-    b.beat(stranger(99), head=head("the chain"), weight=9, admission=b"")
-    claims = b.machine._chain_sync._claims
-    assert stranger(99) in claims and asked not in claims
+        sync.claim(stranger(i), head(f"none {i}"), 9, chain, 0.0, member=False)
+    asked = sync.next_request(chain, Deadlines(1.0), eager=False)
+    assert asked is not None
+    sync.failed(asked, 1.0)
+    sync.claim(stranger(99), head("the chain"), 9, chain, 1.0, member=False)
+    assert stranger(99) in sync.wanted(chain) and asked not in sync.wanted(chain)
 
 
 def test_who_always_skips_to_its_own_turn_does_not_keep_others_from_theirs():

@@ -28,7 +28,8 @@ from coordinator.credits.tree_heads import TreeHeadSigner
 from coordinator.history import RoundHistory
 from coordinator.indexed_chain import IndexedChain
 from coordinator.ledger_thread import LedgerThread
-from coordinator.page.credit_routes import IMMUTABLE, credit_routes
+from coordinator.page.credit_routes import credit_routes
+from coordinator.page.endpoints import IMMUTABLE
 from coordinator.swarm import AnnouncedUpdate
 from peer.coordinator_client import CoordinatorRefused
 from peer.keyfile import load_or_make
@@ -509,7 +510,7 @@ async def test_the_routes_give_the_same(tmp_path, monkeypatch):
                 answer = await web.get(bad)
                 assert answer.status_code == 400 and len(answer.text) < 300, bad
             assert (await web.get("/api/export/credits.exe")).status_code == 404
-        rows = await w.log.leaderboard("peer", 2, "")
+        rows = w.board.leaderboard("peer", 2, "")
         assert [r.key for r in rows] == [str(peer(n).key) for n in (1, 2)]
 
 
@@ -545,7 +546,7 @@ async def test_the_commands_bind_show_export_and_check_receipts(tmp_path, monkey
         for _ in range(7):
             swarm.round({1: 40, 2: 30})
         await settled(c, 7)
-        await until(lambda: c.credits.rounds == 4)
+        await until(lambda: c.credits.leaderboard.rounds == 4)
         invite = str(replace(c.invite(), addresses=()))
         home = tmp_path / "home"
         home.mkdir()
@@ -622,7 +623,7 @@ def late_header(swarm: FakeSwarm) -> Any:
 
 
 async def receipts_of(c: Any, number: int) -> list[bytes]:
-    return [i.sent for i in (await c.credits.receipts(peer(number).key, None, 10)).items]
+    return [i.sent for i in (await c.credits.receipts.page(peer(number).key, None, 10)).items]
 
 
 def write_key(path: Path, who: Any) -> None:

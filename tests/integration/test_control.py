@@ -242,14 +242,18 @@ def test_a_line_torn_by_a_kill_is_left_out_and_the_next_stands_alone(tmp_path):
 
 
 def test_changes_that_make_no_spec_are_refused_before_they_are_signed():
-    from cairn.owner_commands import _setting, check_changes
+    from cairn.commands.control import check_changes, parse_setting
 
     check_changes(SPEC, RoundChanges(target_tokens=10_000_000))
     with pytest.raises(CairnError, match="member_seconds"):
         check_changes(SPEC, RoundChanges(member_seconds=SPEC.round.heartbeat_seconds))
     with pytest.raises(CairnError, match="max_update_tokens"):
         check_changes(SPEC, replace(RoundChanges(), max_update_tokens=1))
-    assert _setting("max_members=12") == ("max_members", 12) and _setting("max_seconds=spec") == ("max_seconds", None)
+    assert parse_setting("max_members=12") == ("max_members", 12)
+    assert parse_setting("max_seconds=spec") == (
+        "max_seconds",
+        None,
+    )
     with pytest.raises(CairnError, match="FIELD=VALUE"):
-        _setting("heartbeat_seconds=1")
+        parse_setting("heartbeat_seconds=1")
     assert issubclass(RefusedError, CairnError)

@@ -13,7 +13,7 @@ import grpc.aio
 import pytest
 
 from cairn.commands import status
-from coordinator import address_publisher, admission, rpc
+from coordinator import address_publisher, admission, interceptor, rpc
 from coordinator.errors import CoordinatorError, PortTakenError, RefusedError, TooManyError
 from coordinator.limits import Rate, RateLimit, caller_of
 from coordinator.overview import amount, duration
@@ -355,13 +355,13 @@ def test_callers_are_counted_by_network():
 
 
 async def test_a_call_that_takes_too_long_is_ended_by_the_server(tmp_path, monkeypatch):
-    monkeypatch.setattr(rpc, "DEADLINE", 0.2)
+    monkeypatch.setattr(interceptor, "DEADLINE", 0.2)
     async with running(tmp_path) as (c, _), raw_stub(c) as stub:
 
         async def slow():
             await asyncio.sleep(NEVER)
 
-        monkeypatch.setattr(c._service._answers, "run_reply", slow)
+        monkeypatch.setattr(c._service, "run_reply", slow)
         code, said = await refusal(stub.GetRun(wire.GetRunRequest(run=bytes(SPEC.run_id))))
         assert code is grpc.StatusCode.DEADLINE_EXCEEDED and "busy" in said
 

@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 
 from cairn.commands import serve
-from cairn.commands.serve import ServeOptions, _codes, _public, _put, _write_private
+from cairn.commands.serve import PRIVATE, ServeOptions, _codes, _public
 from cairn.demo.story import MARK, _clear
+from cairn.files import write_whole
+from cairn.swarm_view import put_blob
+from coordinator.checkpoints.settings import CheckpointSettings
 from peer.store import Store
 from protocol.errors import CairnError, MalformedError
 from protocol.ids import Digest
@@ -27,7 +30,9 @@ from tests.support.waiting import until
 
 
 def options(public: str, *, grpc: str = "0.0.0.0:7410", swarm: str = "/ip4/0.0.0.0/tcp/7412") -> ServeOptions:
-    return ServeOptions(Path("run.toml"), Path("home"), grpc, "0.0.0.0:7411", swarm, public, "")
+    return ServeOptions(
+        Path("run.toml"), CheckpointSettings(), Path("home"), grpc, "0.0.0.0:7411", swarm, public, "", "", ()
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,7 +80,7 @@ def test_a_code_is_made_once_and_is_nobody_elses_to_read(tmp_path):
 def test_a_private_file_is_whole_or_not_there(tmp_path, monkeypatch):
     old = os.umask(0)
     try:
-        _write_private(tmp_path / "invite", "one")
+        write_whole(tmp_path / "invite", "one", mode=PRIVATE)
     finally:
         os.umask(old)
     assert stat.S_IMODE((tmp_path / "invite").stat().st_mode) == 0o600
@@ -85,7 +90,7 @@ def test_a_private_file_is_whole_or_not_there(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(CairnError, match="no space left"):
-        _write_private(tmp_path / "invite", "two")
+        write_whole(tmp_path / "invite", "two", mode=PRIVATE)
     assert (tmp_path / "invite").read_text() == "one" and [p.name for p in tmp_path.iterdir()] == ["invite"]
 
 
@@ -113,12 +118,12 @@ def test_a_blob_is_copied_into_the_store_only_when_it_is_the_one_that_the_run_na
     file = tmp_path / "shard"
     file.write_bytes(b"tokens" * 1000)
     with Store(tmp_path / "store", 1 << 30) as store:
-        _put(store, blob_digest(file.read_bytes()), file)
+        put_blob(store, blob_digest(file.read_bytes()), file)
         assert store.has(blob_digest(file.read_bytes())) and file.exists()
         with pytest.raises(MalformedError, match="is not blob"):
-            _put(store, blob_digest(b"other"), file)
+            put_blob(store, blob_digest(b"other"), file)
         with pytest.raises(CairnError, match="copying"):
-            _put(store, blob_digest(b"other"), tmp_path / "missing")
+            put_blob(store, blob_digest(b"other"), tmp_path / "missing")
         assert list(store.scratch.iterdir()) == []
 
 

@@ -15,8 +15,7 @@ import pytest
 from peer.store import InProgressBlob
 from peer.swarm.errors import BlobFetchError
 from peer.swarm.transfer.chunk_stage import PROVED_EARLY
-from peer.swarm.transfer.frames import BlobOp, BlobReply, BlobRequest
-from peer.swarm.transfer.outcomes import Lost
+from peer.swarm.transfer.frames import BlobOp, BlobReply, BlobRequest, Lost
 from peer.swarm.transfer.streams import EARLY_BLOBS, HELD, Priority
 from protocol.ids import PeerKey
 from protocol.merkle import CHUNK

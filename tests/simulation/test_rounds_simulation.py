@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from protocol.directives import ActiveDirectives
-from protocol.ids import Digest, PeerKey, sha256
+from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.merkle import CHUNK
 from protocol.messages import Certificate, Directive, Heartbeat, Vote
 from protocol.reduce_plan import GATHER
@@ -29,7 +29,9 @@ from tests.simulation.hostile import HOSTILE_REDUCERS, TwoMinded, Withholder
 from tests.simulation.network import Weather
 from tests.simulation.node import RETRY, Node
 from tests.simulation.scenario import Scenario
+from tests.simulation.signer import FakeSigner
 from tests.simulation.world import REDUCE, World, policy_for
+from tests.support.rounds_bench import RUN
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -346,14 +348,13 @@ def test_who_has_announced_and_does_not_say_which_headers_it_knows_is_not_sent_t
 @pytest.mark.parametrize("count, few", [(3, 3), (15, 15), (160, 8)])
 def test_of_many_members_a_few_repeat_what_others_said_and_others_each_time(count, few):
     keys = [PeerKey(sha256(b"m", bytes([i]))) for i in range(count)]
-    of, turns = Digest(sha256(b"record")), []
-    for turn in range(40):
-        mine = set()
-        for key in keys:
-            m = members.Members(policy_for(count), key)
-            m._members = dict.fromkeys(keys[:-1])  # type: ignore[arg-type]
-            if m.is_my_turn(of, turn):
-                mine.add(key)
-        turns.append(mine)
+    beat = Heartbeat(RUN, 1, Round(0), RUN, 0, 0, "training", 1.0, 1.0, 0, 0, (), (), b"a", "")
+    beats = [FakeSigner(key).sign(beat) for key in keys]
+    views = {key: members.Members(policy_for(count, max_members=count), key) for key in keys}
+    for view in views.values():
+        for message in beats:
+            view.add_heartbeat(message, 0.0)
+    of = Digest(sha256(b"record"))
+    turns = [{key for key, view in views.items() if view.is_my_turn(of, turn)} for turn in range(40)]
     assert few / 2 <= sum(map(len, turns)) / len(turns) <= 2 * few
     assert set().union(*turns) == set(keys)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from protocol.ids import Digest, Round, sha256
+from protocol.messages import RoundRecord
 from protocol.rounds import events as ev
-from tests.simulation.signer import certificate
-from tests.support.rounds_bench import ME, OTHERS, Bench, blob_of
+from tests.simulation.signer import FakeSigner, certificate
+from tests.support.rounds_bench import ME, OTHERS, RUN, Bench, blob_of
 
 NEXT = Digest(sha256(b"next"))
 
@@ -18,9 +19,9 @@ BUSY, SLOW = OTHERS[:2]
 
 
 class Second(Bench):
-    """The first round, of three, took LASTED seconds; the second begins."""
+    """The first round, of three, took `lasted` seconds; the second begins."""
 
-    def __init__(self):
+    def __init__(self, lasted: float = LASTED):
         super().__init__()
         self.beats = 1
         for key in (BUSY, SLOW):
@@ -29,7 +30,7 @@ class Second(Bench):
         headers = [self.header(BUSY), self.header(SLOW)]
         self.hold(*headers)
         first = certificate(self.record(BUSY, [self.mine, *headers]), [BUSY, SLOW, ME])
-        self.step(ev.CertificateReceived(first, BUSY), LASTED)
+        self.step(ev.CertificateReceived(first, BUSY), lasted)
         self.first = self.chain.head
         self.step(ev.StateReached(self.first, NEXT))
 
@@ -39,11 +40,24 @@ class Second(Bench):
 
     def announced(self):
         """We, and the busy one, whose update is here."""
-        theirs = self.header(BUSY, label=b"2", round=Round(1), parent=self.first, base_state=NEXT, first_window=10,
-                             end_window=20)  # fmt: skip
-        self.hold(theirs)
+        self.hold(self.header(BUSY, label=b"2", **self.work(10)))
         self.step(ev.TrainingProgress(25, 1.0, 1.0))
         self.step(ev.UpdateReady(self.first, 25, 50, 5, blob_of(ME, b"2"), 9, 1.0))
+
+    def work(self, first_window):
+        """Return the fields of a header of the second round with ten windows."""
+        return dict(
+            round=Round(1), parent=self.first, base_state=NEXT, first_window=first_window, end_window=first_window + 10
+        )
+
+    def next_record(self, by, headers):
+        """Receive the certificate of a second record, and all its blobs; return its digest."""
+        updates = tuple(sorted(headers, key=lambda h: h.author))
+        record = FakeSigner(by).sign(RoundRecord(RUN, Round(1), self.first, NEXT, 0, updates))
+        self.step(ev.CertificateReceived(certificate(record, [h.author for h in updates]), by))
+        for h in updates:
+            self.step(ev.BlobHeld(h.body.blob))
+        return self.chain.head
 
     def waits_until(self, last=30.0):
         """Return the time from which nobody is waited for; both others keep sending the same heartbeats."""

@@ -1,44 +1,53 @@
-"""The actions that the scheduler returns and its driver carries out.
+"""The actions that the scheduler returns, and the event by which its driver answers them.
 
-Actions with a `number` are answered by events with that number.
+An action with a `number` is answered by one `Answer`, unless it was cancelled before.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from peer.swarm.transfer.frames import BlobOp
-from peer.swarm.transfer.streams import Priority
 from protocol.ids import PeerKey
+
+
+class ChunkCheck(enum.Enum):
+    """The outcome of writing a chunk to the store."""
+
+    STORED = "stored"
+    WRONG = "not the blob's chunk"
+    WRONG_SIZE = "the blob's own chunk, of another length than the blob's stated size says"
 
 
 @dataclass(frozen=True, slots=True)
 class QueryProvider:
-    """Request a size, a page of leaf hashes, or a page of a bitmap: at most `limit` bytes. Answer: `Replied`."""
+    """Request a size, a page of leaf hashes, or a page of a bitmap. Answer: `BlobReply` or `Lost`."""
 
     number: int
     peer: PeerKey
-    priority: Priority
     op: BlobOp
     index: int
-    limit: int
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSlot:
-    """Wait for a slot on the provider's stream. Answer: `SlotReady`, `SlotLost`."""
+    """Wait for a slot on the provider's stream for chunks. Answer: None when there is one, or `Lost`.
+
+    The slot is for one `RequestChunk`, or is returned by `CancelRequest`.
+    """
 
     number: int
     peer: PeerKey
-    priority: Priority
 
 
 @dataclass(frozen=True, slots=True)
 class RequestChunk:
-    """Request a chunk with the slot of that number. Answer: `Replied`, then `ChunkChecked` if it was given.
+    """Request a chunk with the slot of that number, and write it as soon as the blob is open.
 
-    The driver keeps the data, and writes them as soon as the blob is open.
+    Answer: `ChunkCheck`, a `BlobReply` that is not OK, or `Lost`.
     """
 
     number: int
@@ -48,11 +57,22 @@ class RequestChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenChunkStream:
-    """Open the stream for chunks in advance. Failure is seen when a slot is requested."""
+class OpenBlob:
+    """Reserve room in the store for a blob of these leaf hashes; None stands for those that an earlier attempt left.
 
-    peer: PeerKey
-    priority: Priority
+    Answer: the indices of the wanted chunks that are missing; None if there are no such hashes, or not the blob's.
+    """
+
+    number: int
+    size: int
+    leaves: Sequence[bytes] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveEarly:
+    """Reserve memory for chunks whose hashes are not known yet. Answer: None, only if there is any."""
+
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,39 +83,8 @@ class CancelRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadLeaves:
-    """Look for leaf hashes of an earlier attempt. Answer: `LeavesLoaded`."""
-
-    number: int
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class CheckLeaves:
-    """Check leaf hashes against the digest. Answer: `LeavesChecked`."""
-
-    number: int
-    size: int
-    leaves: Sequence[bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class OpenBlob:
-    """Reserve room in the store for a blob of these leaf hashes. Answer: `BlobOpened`, `BlobMismatch`."""
-
-    number: int
-    size: int
-    leaves: Sequence[bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class CloseBlob:
-    """Close the blob that is open: its size was wrong."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReserveEarly:
-    """Reserve memory for chunks whose hashes are not known yet. Answer: `EarlyReserved`, if there is any."""
+class CancelAll:
+    """Cancel everything, and close the blob if it is open: its size was wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,29 +96,28 @@ class DropProvider:
 
 
 @dataclass(frozen=True, slots=True)
-class FinishFetch:
-    """All that is wanted is here."""
+class EndFetch:
+    """The fetch is over: all that is wanted is here, or else `failure` says why not."""
 
-
-@dataclass(frozen=True, slots=True)
-class FailFetch:
-    """The blob cannot be had."""
-
-    why: str
+    failure: str | None = None
 
 
 Action = (
     QueryProvider
     | RequestSlot
     | RequestChunk
-    | OpenChunkStream
-    | CancelRequest
-    | LoadLeaves
-    | CheckLeaves
     | OpenBlob
-    | CloseBlob
     | ReserveEarly
+    | CancelRequest
+    | CancelAll
     | DropProvider
-    | FinishFetch
-    | FailFetch
+    | EndFetch
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The outcome of the action with this number, of the type that the action names. Ignored after a cancellation."""
+
+    number: int
+    value: Any

@@ -6,13 +6,11 @@ import enum
 from math import inf
 from typing import Protocol
 
-from peer.swarm.transfer.actions import CancelRequest, OpenChunkStream, RequestChunk, RequestSlot
+from peer.swarm.transfer.actions import CancelRequest, ChunkCheck, RequestChunk, RequestSlot
 from peer.swarm.transfer.chunk_picker import ChunkPicker
 from peer.swarm.transfer.congestion import FIRST
-from peer.swarm.transfer.frames import BITS_PER_PAGE, BlobOp, ReplyStatus
-from peer.swarm.transfer.outcomes import ChunkCheck, Declined, Given, Lost, Outcome
-from peer.swarm.transfer.providers import BITMAP_SECONDS, Pause, Provider, ProviderActivity
-from peer.swarm.transfer.requests import Purpose, Query, Requests
+from peer.swarm.transfer.frames import BITS_PER_PAGE, BlobOp, BlobReply, Lost, ReplyStatus
+from peer.swarm.transfer.requests import BITMAP_SECONDS, Pause, Provider, ProviderActivity, Query, Requests
 from peer.swarm.transfer.streams import Priority
 from protocol.ids import PeerKey
 
@@ -37,9 +35,6 @@ IDLE_SECONDS = 0.02
 
 FEW, LAST_SECONDS = 16, 0.02
 """With at most FEW chunks left, bitmaps are requested this often: at the end, the cost of one more round trip shows."""
-
-OF_CHUNKS = {Purpose.BITMAP, Purpose.CHUNK_SUSPICION}
-"""Queries without whose answer a provider gives no chunks."""
 
 
 class StreamView(Protocol):
@@ -92,8 +87,6 @@ class ChunkStage:
         self._waiting = requests.usable()
         self._active: dict[PeerKey, Provider] = {}
         self._again: list[tuple[float, Provider]] = []
-        self._slots: dict[int, Provider] = {}
-        self._chunks: dict[int, Provider] = {}
         for provider in requests.providers:
             provider.begin()
         if opened:
@@ -132,11 +125,6 @@ class ChunkStage:
         for provider in [p for p in self._active.values() if p.bad]:
             self.end_provider(provider)
 
-    def cancel(self) -> None:
-        """Cancel all requests for chunks."""
-        for number in [*self._slots, *self._chunks]:
-            self._requests.act(CancelRequest(number))
-
     # -- providers come and go ---------------------------------------------------------------------------------------
 
     def _fill(self) -> None:
@@ -152,7 +140,7 @@ class ChunkStage:
         if provider.bad:
             self.end_provider(provider)
         elif self._picker.needs_bitmap(provider.peer):
-            self._requests.act(OpenChunkStream(provider.peer, self._priority))
+            self._open_stream(provider)
             self._request_bitmap(provider)
         else:
             self._turn(provider)
@@ -162,12 +150,11 @@ class ChunkStage:
         if self._active.pop(provider.peer, None) is None:
             return
         if provider.slot is not None:
-            self._slots.pop(provider.slot, None)
-            self._requests.act(CancelRequest(provider.slot))
+            self._requests.cancel(provider.slot)
         for number in list(provider.requests):
-            self._requests.act(CancelRequest(number))
+            self._requests.cancel(number)
             self._release(provider, number)
-        self._requests.cancel(lambda q: q.provider is provider and q.purpose in OF_CHUNKS)
+        self._requests.cancel_queries(lambda q: q.provider is provider and q.of_chunks)
         provider.begin()
         self._picker.set_idle(provider.peer)
         if provider.counts.pop(ReplyStatus.MISSING.name, 0) and not provider.bad:
@@ -177,6 +164,13 @@ class ChunkStage:
 
     # -- one provider ------------------------------------------------------------------------------------------------
 
+    def _open_stream(self, provider: Provider) -> None:
+        """Open the stream for chunks in advance. A failure shows when a slot is requested."""
+        slot = self._requests.request(
+            lambda number: RequestSlot(number, provider.peer),
+            lambda lost: self._requests.act(CancelRequest(slot)) if lost is None else None,
+        )
+
     def _turn(self, provider: Provider) -> None:
         """Request a slot for one more chunk, unless as many are under way as may be."""
         provider.wake_at = inf
@@ -184,9 +178,10 @@ class ChunkStage:
             provider.activity = ProviderActivity.FULL
             return
         provider.activity = ProviderActivity.SLOT
-        provider.slot = self._requests.number()
-        self._slots[provider.slot] = provider
-        self._requests.act(RequestSlot(provider.slot, provider.peer, self._priority))
+        provider.slot = slot = self._requests.request(
+            lambda number: RequestSlot(number, provider.peer),
+            lambda lost: self._slot_answered(provider, slot, lost),
+        )
 
     def _limit(self, provider: Provider) -> float:
         """Return how many chunks may be under way from it, whatever the window of its stream."""
@@ -196,17 +191,23 @@ class ChunkStage:
             return PROVED_EARLY if proved else EARLY
         return inf if proved else UNPROVED
 
-    def slot_ready(self, slot: int) -> None:
-        """Request a chunk with a slot, or return it."""
-        if (provider := self._slots.pop(slot, None)) is None:
-            return
+    def _slot_answered(self, provider: Provider, slot: int, lost: Lost | None) -> None:
+        """Request a chunk with a slot, or return it. Pause or end a provider whose stream broke."""
         provider.slot = None
+        if lost is not None:
+            provider.pause = self._stream_lost(provider, lost)
+            if provider.pause is None:
+                self.end_provider(provider)
+            else:
+                self._drain(provider)
+            return
         index = self._picker.next(provider.peer, self._requests.now) if provider.pause is None else None
         if index is not None:
-            number = self._requests.number()
+            number = self._requests.request(
+                lambda number: RequestChunk(number, slot, provider.peer, index),
+                lambda outcome: self._chunk_answered(provider, number, outcome),
+            )
             provider.requests[number] = index
-            self._chunks[number] = provider
-            self._requests.act(RequestChunk(number, slot, provider.peer, index))
             self._turn(provider)
             return
         self._requests.act(CancelRequest(slot))
@@ -215,34 +216,21 @@ class ChunkStage:
         else:
             self._idle(provider)
 
-    def slot_lost(self, slot: int, lost: Lost) -> None:
-        """Pause or end a provider whose stream broke, or could not be opened."""
-        if (provider := self._slots.pop(slot, None)) is None:
-            return
-        provider.slot = None
-        provider.pause = self._stream_lost(provider, lost)
-        if provider.pause is None:
-            self.end_provider(provider)
-        else:
-            self._drain(provider)
-
     def _stream_lost(self, provider: Provider, lost: Lost) -> Pause | None:
         """Count it, unless the hashes are awaited: then the provider is asked for these too, where it counts."""
         return self._requests.failed(provider, lost) if lost.hostile or self._opened else Pause(0.0)
 
-    def chunk_replied(self, number: int, outcome: Outcome) -> None:
-        """Handle the outcome of a request for a chunk."""
-        if (provider := self._chunks.get(number)) is None:
+    def _chunk_answered(self, provider: Provider, number: int, outcome: ChunkCheck | BlobReply | Lost) -> None:
+        if isinstance(outcome, ChunkCheck):
+            self._requests.gave(provider)
+            self._chunk_checked(provider, number, outcome)
             return
-        match outcome:
-            case Given():
-                self._requests.gave(provider)
-                return  # the driver writes it
-            case Declined():
-                early = not self._opened or provider.pause is not None
-                pause = Pause(0.0) if early else self._requests.failed(provider, outcome)
-            case Lost():
-                pause = provider.pause or self._stream_lost(provider, outcome)
+        if isinstance(outcome, Lost):
+            pause = provider.pause or self._stream_lost(provider, outcome)
+        elif provider.pause is not None or not self._opened:
+            pause = Pause(0.0)
+        else:
+            pause = self._requests.failed(provider, outcome)
         self._release(provider, number)
         if pause is None:
             self.end_provider(provider)
@@ -250,10 +238,7 @@ class ChunkStage:
             provider.pause = provider.pause or pause
             self._request_over(provider)
 
-    def chunk_checked(self, number: int, check: ChunkCheck) -> None:
-        """Handle the outcome of writing a chunk."""
-        if (provider := self._chunks.get(number)) is None:
-            return
+    def _chunk_checked(self, provider: Provider, number: int, check: ChunkCheck) -> None:
         index = provider.requests[number]
         match check:
             case ChunkCheck.STORED:
@@ -268,14 +253,11 @@ class ChunkStage:
                 self.end = StageEnd.WRONG_SIZE
             case ChunkCheck.WRONG:
                 provider.suspected = True
-                accusation = f"sent a chunk {index} that is not the blob's"
-                self._requests.send(Query(provider, BlobOp.SIZE, 0, Purpose.CHUNK_SUSPICION, accusation))
+                self._requests.suspect(provider, f"sent a chunk {index} that is not the blob's", of_chunks=True)
 
     def _release(self, provider: Provider, number: int) -> None:
         """Forget a request for a chunk: it is over."""
-        self._chunks.pop(number, None)
-        if (index := provider.requests.pop(number, None)) is not None:
-            self._picker.release(provider.peer, index)
+        self._picker.release(provider.peer, provider.requests.pop(number))
 
     def _request_over(self, provider: Provider) -> None:
         if provider.activity is ProviderActivity.FULL:
@@ -319,24 +301,25 @@ class ChunkStage:
 
     # -- bitmaps -----------------------------------------------------------------------------------------------------
 
-    def _request_bitmap(self, provider: Provider) -> None:
+    def _request_bitmap(self, provider: Provider, page: int = 0) -> None:
         provider.activity = ProviderActivity.BITMAP
-        provider.pages, provider.bitmap_failures = [], 0
-        self._requests.send(Query(provider, BlobOp.HAVE, 0, Purpose.BITMAP))
+        if page == 0:
+            provider.pages = []
+        query = Query(provider, BlobOp.HAVE, page, self._bitmap_given, of_chunks=True, delayed=self._bitmap_delayed)
+        self._requests.send(query)
 
-    def bitmap_delayed(self, query: Query) -> None:
+    def _bitmap_delayed(self, query: Query) -> None:
         """Prepare to request a bitmap again, from its first page on."""
-        provider = query.provider
-        query.index, provider.pages = 0, []
-        provider.bitmap_failures += 1
-        if provider.bitmap_failures > 1:  # the first time it may just be about to begin
-            self._picker.set_idle(provider.peer)
+        query.index, query.provider.pages = 0, []
+        if query.repeats > 1:  # the first time it may just be about to begin
+            self._picker.set_idle(query.provider.peer)
 
-    def bitmap_given(self, provider: Provider, page: bytes) -> None:
+    def _bitmap_given(self, query: Query, page: bytes) -> None:
         """Note a page of a bitmap; request the next page, or chunks."""
+        provider = query.provider
         provider.pages.append(page)
         if len(provider.pages) < -(-self._count // BITS_PER_PAGE):
-            self._requests.send(Query(provider, BlobOp.HAVE, len(provider.pages), Purpose.BITMAP))
+            self._request_bitmap(provider, len(provider.pages))
             return
         have = b"".join(provider.pages)[: -(-self._count // 8)]  # anything beyond would only cost time
         fastest, slowest = BITMAP_SECONDS

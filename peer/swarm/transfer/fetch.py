@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Collection, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from typing import Any, TypeVar
 
 import async_timeout
@@ -15,39 +16,24 @@ from peer.store import BlobMissing, InProgressBlob, Store
 from peer.swarm.errors import BlobFetchError
 from peer.swarm.transfer.actions import (
     Action,
+    Answer,
+    CancelAll,
     CancelRequest,
-    CheckLeaves,
-    CloseBlob,
+    ChunkCheck,
     DropProvider,
-    FailFetch,
-    FinishFetch,
-    LoadLeaves,
+    EndFetch,
     OpenBlob,
-    OpenChunkStream,
     QueryProvider,
     RequestChunk,
     RequestSlot,
     ReserveEarly,
 )
-from peer.swarm.transfer.events import (
-    BlobMismatch,
-    BlobOpened,
-    ChunkChecked,
-    EarlyReserved,
-    Event,
-    LeavesChecked,
-    LeavesLoaded,
-    Replied,
-    SlotLost,
-    SlotReady,
-)
-from peer.swarm.transfer.frames import BlobOp, BlobRequest
-from peer.swarm.transfer.outcomes import ChunkCheck, Given, Lost, outcome_of
+from peer.swarm.transfer.frames import SIZE_BYTES, BlobOp, BlobReply, BlobRequest, Lost, ReplyStatus
 from peer.swarm.transfer.scheduler import Scheduler
-from peer.swarm.transfer.streams import Slot, StreamPool
+from peer.swarm.transfer.streams import Stream, StreamPool
 from protocol.errors import MalformedError
 from protocol.ids import Digest, PeerKey
-from protocol.merkle import CHUNK, check_leaves, chunk_size, leaf_hash
+from protocol.merkle import CHUNK, chunk_size, leaf_hash
 
 log = logging.getLogger(__name__)
 
@@ -80,69 +66,55 @@ class Fetch:
         self._store = store
         self._executor = executor
         self._digest = digest
-        self._size = size
-        self._providers = list(providers)
-        self._me = me
-        self._max_size = max_size
         self._on_bad = on_bad
         self._chunks = None if chunks is None else frozenset(chunks)
-        self._events: asyncio.Queue[Event | BaseException] = asyncio.Queue()
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._unnumbered: set[asyncio.Task[None]] = set()
-        self._slots: dict[int, Slot] = {}
+        self._scheduler = Scheduler(
+            me, providers, digest, size, max_size=max_size, chunks=self._chunks, streams=streams, has=self._has,
+            chance=random.Random(random.getrandbits(64)),
+        )  # fmt: skip
+        self._answers: asyncio.Queue[Answer | BaseException] = asyncio.Queue()
+        self._tasks: dict[int, asyncio.Task[Any]] = {}
+        self._slots: dict[int, Stream] = {}
         self._blob: asyncio.Future[InProgressBlob] = asyncio.get_running_loop().create_future()
         self._early = False
-        self._end: FinishFetch | FailFetch | None = None
+        self._end: EndFetch | None = None
 
     async def run(self, deadline_seconds: float) -> None:
         """Fetch the blob; return when it is in the store. Raises BlobFetchError, StoreError."""
         if self._store.has(self._digest):
             return
-        scheduler = self._scheduler = Scheduler(
-            self._me, self._providers, self._digest, self._size, max_size=self._max_size, chunks=self._chunks,
-            deadline_seconds=deadline_seconds, streams=self._streams, has=self._has,
-            chance=random.Random(random.getrandbits(64)),
-        )  # fmt: skip
+        reasons = self._scheduler.reasons
         try:
-            await self._drive(scheduler)
-            if isinstance(self._end, FailFetch):
-                raise BlobFetchError(self._digest, self._end.why, scheduler.reasons())
+            end = await self._drive(deadline_seconds)
+            if end.failure is not None:
+                raise BlobFetchError(self._digest, end.failure, reasons())
             if self._blob.done() and not self._blob.result().left:
                 await self._in_thread(self._blob.result().finish)
         except BlobMissing:
-            raise BlobFetchError(self._digest, "it is not wanted any more", scheduler.reasons()) from None
+            raise BlobFetchError(self._digest, "it is not wanted any more", reasons()) from None
         finally:
-            await self._stop()
+            tasks = self._cancel_all()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._cancel_all()  # a task may have got a slot or the blob meanwhile
 
-    async def _drive(self, scheduler: Scheduler) -> None:
-        clock = asyncio.get_running_loop().time
-        actions = scheduler.start(clock())
+    async def _drive(self, deadline_seconds: float) -> EndFetch:
+        clock, scheduler = asyncio.get_running_loop().time, self._scheduler
+        actions = scheduler.start(clock(), deadline_seconds)
         while True:
             for action in actions:
                 self._carry_out(action)
             if self._end is not None:
-                return
-            event, now = None, scheduler.wake_at
+                return self._end
+            answer, now = None, scheduler.wake_at
             try:
                 async with async_timeout.timeout_at(scheduler.wake_at):
-                    event = await self._events.get()
+                    answer = await self._answers.get()
                 now = clock()
             except asyncio.TimeoutError:
                 now = max(now, clock())
-            if isinstance(event, BaseException):
-                raise event
-            actions = scheduler.step(event, now)
-
-    async def _stop(self) -> None:
-        """End everything that was begun, and release what it held."""
-        tasks = [*self._tasks.values(), *self._unnumbered]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for slot in self._slots.values():
-            slot.free()
-        self._slots.clear()
-        self._close_blob()
+            if isinstance(answer, BaseException):
+                raise answer
+            actions = scheduler.step(answer, now)
 
     def _has(self, index: int) -> bool:
         return self._blob.done() and self._blob.result().has(index)
@@ -151,97 +123,84 @@ class Fetch:
 
     def _carry_out(self, action: Action) -> None:
         match action:
-            case QueryProvider():
-                self._spawn(self._query(action), action.number)
-            case RequestSlot():
-                self._spawn(self._request_slot(action), action.number)
-            case RequestChunk():
-                self._spawn(self._request_chunk(action, self._slots.pop(action.slot)), action.number)
-            case OpenChunkStream():
-                self._spawn(self._open_stream(action))
-            case CancelRequest(number):
-                self._cancel(number)
-            case LoadLeaves():
-                self._spawn(self._load_leaves(action), action.number)
-            case CheckLeaves():
-                self._spawn(self._check_leaves(action), action.number)
-            case OpenBlob():
-                self._spawn(self._open_blob(action), action.number)
-            case CloseBlob():
-                self._close_blob()
-            case ReserveEarly():
-                if not self._early and self._streams.reserve_early():
+            case QueryProvider(number):
+                self._spawn(number, self._query(action))
+            case RequestSlot(number):
+                self._spawn(number, self._request_slot(action))
+            case RequestChunk(number, slot):
+                self._spawn(number, self._request_chunk(action, self._slots.pop(slot)))
+            case OpenBlob(number):
+                self._spawn(number, self._open_blob(action))
+            case ReserveEarly(number):
+                if self._streams.reserve_early():
                     self._early = True
-                    self._events.put_nowait(EarlyReserved())
+                    self._answers.put_nowait(Answer(number, None))
+            case CancelRequest(number):
+                if (slot := self._slots.pop(number, None)) is not None:
+                    slot.free()
+                elif (task := self._tasks.get(number)) is not None:
+                    task.cancel()
+            case CancelAll():
+                self._cancel_all()
             case DropProvider(peer, reason):
                 self._streams.hang_up(peer)
                 log.warning("peer %s is dropped from blob %s: %s", peer.short, self._digest.short, reason)
                 self._on_bad(peer, reason)
-            case FinishFetch() | FailFetch():
+            case EndFetch():
                 self._end = action
 
-    def _spawn(self, work: Coroutine[Any, Any, None], number: int | None = None) -> None:
-        task = asyncio.ensure_future(work)
-        if number is None:
-            self._unnumbered.add(task)
-        else:
-            self._tasks[number] = task
-        task.add_done_callback(lambda done: self._note_end(done, number))
+    def _spawn(self, number: int, work: Coroutine[Any, Any, object]) -> None:
+        task = self._tasks[number] = asyncio.ensure_future(work)
+        task.add_done_callback(partial(self._answer, number))
 
-    def _note_end(self, task: asyncio.Task[None], number: int | None) -> None:
-        self._unnumbered.discard(task)
-        if number is not None:
-            self._tasks.pop(number, None)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._events.put_nowait(error)
+    def _answer(self, number: int, task: asyncio.Task[object]) -> None:
+        del self._tasks[number]
+        if not task.cancelled():
+            self._answers.put_nowait(task.exception() or Answer(number, task.result()))
 
-    def _cancel(self, number: int) -> None:
-        if (slot := self._slots.pop(number, None)) is not None:
-            slot.free()
-        elif (task := self._tasks.get(number)) is not None:
+    def _cancel_all(self) -> list[asyncio.Task[Any]]:
+        """End everything that was begun, and release what it held; return the tasks that are ending."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
             task.cancel()
+        for slot in self._slots.values():
+            slot.free()
+        self._slots.clear()
+        self._return_early()
+        if self._blob.done():
+            self._blob.result().close()
+            self._blob = asyncio.get_running_loop().create_future()
+        return tasks
 
     async def _in_thread(self, do: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, do, *args)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    async def _query(self, action: QueryProvider) -> None:
+    async def _query(self, action: QueryProvider) -> BlobReply | Lost:
         request = BlobRequest(action.op, self._digest, action.index)
-        reply = await self._streams.request(action.peer, action.priority, request, action.limit)
-        self._events.put_nowait(Replied(action.number, outcome_of(reply)))
+        limit = SIZE_BYTES if action.op is BlobOp.SIZE else CHUNK
+        return await self._streams.request(action.peer, self._scheduler.query_priority, request, limit)
 
-    async def _open_stream(self, action: OpenChunkStream) -> None:
-        slot = await self._streams.slot(action.peer, action.priority)
-        if isinstance(slot, Slot):
-            slot.free()
-
-    async def _request_slot(self, action: RequestSlot) -> None:
-        slot = await self._streams.slot(action.peer, action.priority)
+    async def _request_slot(self, action: RequestSlot) -> Lost | None:
+        slot = await self._streams.slot(action.peer, self._scheduler.chunk_priority)
         if isinstance(slot, Lost):
-            self._events.put_nowait(SlotLost(action.number, slot))
-        else:
-            self._slots[action.number] = slot
-            self._events.put_nowait(SlotReady(action.number))
+            return slot
+        self._slots[action.number] = slot
+        return None
 
-    async def _request_chunk(self, action: RequestChunk, slot: Slot) -> None:
+    async def _request_chunk(self, action: RequestChunk, slot: Stream) -> ChunkCheck | BlobReply | Lost:
         """Request a chunk and write it. While it is written its reply is held, and few others are read."""
-        check = None
         try:
             async with slot.request(BlobRequest(BlobOp.CHUNK, self._digest, action.index), CHUNK) as reply:
-                outcome = outcome_of(reply, with_data=False)
-                self._events.put_nowait(Replied(action.number, outcome))
-                if isinstance(reply, Lost) or not isinstance(outcome, Given):
-                    return
-                data = reply.data
+                if isinstance(reply, Lost) or reply.status is not ReplyStatus.OK:
+                    return reply
                 if self._blob.done():
-                    check = await self._write(action, data)
+                    return await self._write(action, reply.data)
         finally:
             slot.free()
-        if check is None:  # early: without a hold on the stream, since the hashes may be behind it
-            await asyncio.shield(self._blob)
-            check = await self._write(action, data)
-        self._events.put_nowait(ChunkChecked(action.number, check))
+        await asyncio.shield(self._blob)  # early: without a hold on the stream, since the hashes may be behind it
+        return await self._write(action, reply.data)
 
     async def _write(self, action: RequestChunk, data: bytes) -> ChunkCheck:
         """Write a chunk to the open blob. Raises BlobMissing, StoreError."""
@@ -256,42 +215,30 @@ class Fetch:
 
     # -- the store ---------------------------------------------------------------------------------------------------
 
-    async def _load_leaves(self, action: LoadLeaves) -> None:
-        leaves = await self._in_thread(self._store.known_leaves, self._digest, action.size)
-        self._events.put_nowait(LeavesLoaded(action.number, leaves))
-
-    async def _check_leaves(self, action: CheckLeaves) -> None:
-        try:
-            await self._in_thread(check_leaves, self._digest, action.size, action.leaves)
-            valid = True
-        except MalformedError:
-            valid = False
-        self._events.put_nowait(LeavesChecked(action.number, valid))
-
-    async def _open_blob(self, action: OpenBlob) -> None:
+    async def _open_blob(self, action: OpenBlob) -> Sequence[int] | None:
+        leaves = action.leaves
+        if leaves is None:
+            leaves = await self._in_thread(self._store.known_leaves, self._digest, action.size)
+            if leaves is None:
+                return None
         opening = asyncio.ensure_future(
-            self._in_thread(self._store.receive, self._digest, action.size, action.leaves, self._chunks)
+            self._in_thread(self._store.receive, self._digest, action.size, leaves, self._chunks)
         )
         try:
             blob = await asyncio.shield(opening)
-        except MalformedError:  # an empty blob that is not the empty blob
-            self._events.put_nowait(BlobMismatch(action.number))
-            return
+        except MalformedError:
+            return None
         except asyncio.CancelledError:
             opening.add_done_callback(_close)  # the thread does not stop, and nobody else would close it
             raise
-        missing: list[int] = []
-        if blob is not None:  # otherwise the whole blob is here by now
+        if blob is None:  # the whole blob is here by now
+            return []
+        if self._blob.done():  # other leaf hashes, of another provider, were right too
+            blob.close()
+        else:
             self._blob.set_result(blob)
             self._return_early()
-            missing = blob.missing(self._chunks)
-        self._events.put_nowait(BlobOpened(action.number, missing))
-
-    def _close_blob(self) -> None:
-        self._return_early()
-        if self._blob.done():
-            self._blob.result().close()
-            self._blob = asyncio.get_running_loop().create_future()
+        return blob.missing(self._chunks)
 
     def _return_early(self) -> None:
         if self._early:

@@ -91,6 +91,14 @@ class BlobReply:
         return said or self.status.name.lower().replace("_", " ")
 
 
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The stream broke, stalled, or could not be opened. `hostile`: the other side broke the framing."""
+
+    reason: str
+    hostile: bool = False
+
+
 def refusal(status: ReplyStatus, reason: str) -> BlobReply:
     """Return a reply that is not OK, with the reason."""
     return BlobReply(status, reason.encode()[:MAX_REASON])

@@ -1,7 +1,7 @@
 """The scheduler of one fetch: what to request from which provider, and when again. A step function.
 
 It has no I/O, clock or event loop. `start` and `step` return the actions that follow; the driver (`fetch.py`) carries
-them out, answers with events, and calls `step` with None at `wake_at`. A fetch has these stages:
+them out, answers them, and calls `step` with None at `wake_at`. A fetch has these stages:
 
     size      if nobody stated the size: asked of one provider after the other, until one gives it
     leaves    the leaf hashes, likewise; meanwhile the first provider gives a few chunks (early)
@@ -18,35 +18,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from peer.swarm.transfer.actions import (
-    Action,
-    CancelRequest,
-    CheckLeaves,
-    CloseBlob,
-    FailFetch,
-    FinishFetch,
-    LoadLeaves,
-    OpenBlob,
-    ReserveEarly,
-)
+from peer.swarm.transfer.actions import Action, Answer, EndFetch, OpenBlob, ReserveEarly
 from peer.swarm.transfer.chunk_picker import ChunkPicker
-from peer.swarm.transfer.chunk_stage import OF_CHUNKS, ChunkStage, StageEnd, StreamView
-from peer.swarm.transfer.events import (
-    BlobMismatch,
-    BlobOpened,
-    ChunkChecked,
-    EarlyReserved,
-    Event,
-    LeavesChecked,
-    LeavesLoaded,
-    Replied,
-    SlotLost,
-    SlotReady,
-)
-from peer.swarm.transfer.frames import BlobOp, encode_size, leaf_pages, parse_size
-from peer.swarm.transfer.outcomes import Given, Outcome
-from peer.swarm.transfer.providers import Provider
-from peer.swarm.transfer.requests import Purpose, Query, Requests
+from peer.swarm.transfer.chunk_stage import ChunkStage, StageEnd, StreamView
+from peer.swarm.transfer.frames import BlobOp, leaf_pages, parse_size
+from peer.swarm.transfer.requests import Provider, Query, Requests
 from peer.swarm.transfer.streams import Priority
 from protocol.errors import MalformedError
 from protocol.ids import Digest, PeerKey
@@ -69,17 +45,17 @@ HEDGE_SECONDS = 0.5
 
 @dataclass(slots=True)
 class _Race:
-    """Providers asked for a size or leaf hashes, one after the other, until one gives it."""
+    """Providers asked for a size or leaf hashes (`op`), one after the other, until one gives it."""
 
-    purpose: Purpose
+    op: BlobOp
     waiting: list[Provider]
     running: set[PeerKey] = field(default_factory=set)
     next_at: float = inf
     pages: dict[PeerKey, dict[int, bytes]] = field(default_factory=dict)
     """Leaf hashes received, by page."""
 
-    checks: dict[int, tuple[Provider, Sequence[bytes]]] = field(default_factory=dict)
-    """Leaf hashes that are being checked, by the number of the action."""
+    openings: list[int] = field(default_factory=list)
+    """The numbers of the actions that check leaf hashes."""
 
 
 class Scheduler:
@@ -99,7 +75,6 @@ class Scheduler:
         *,
         max_size: int,
         chunks: Collection[int] | None,
-        deadline_seconds: float,
         streams: StreamView,
         has: Callable[[int], bool],
         chance: random.Random,
@@ -109,20 +84,15 @@ class Scheduler:
         self._stated_size = size
         self._max_size = max_size
         self._wanted = chunks
-        self._deadline_seconds = deadline_seconds
         self._streams = streams
         self._has = has
         self._chance = chance
-        self._requests = Requests(_spread(list(dict.fromkeys(peers))[:PROVIDERS], chance), self.query_priority, chance)
-        self._deadline = inf
+        self._requests = Requests(_spread(list(dict.fromkeys(peers))[:PROVIDERS], chance), chance, self._query_failed)
+        self._deadline_seconds = self._deadline = inf
         self._over = False
-
-        # The attempt at a blob of `_size` bytes, as `_source` stated it (None: the caller):
-        self._size = 0
         self._source: Provider | None = None
+        """The provider that stated the size; None: the caller did."""
         self._race: _Race | None = None
-        self._loading: int | None = None
-        self._opening: int | None = None
         self._chunks: ChunkStage | None = None
 
     # -- the interface -----------------------------------------------------------------------------------------------
@@ -141,7 +111,7 @@ class Scheduler:
 
     @property
     def wake_at(self) -> float:
-        """When to call `step` with None, unless there is an event before."""
+        """When to call `step` with None, unless there is an answer before."""
         race = inf if self._race is None else self._race.next_at
         chunks = inf if self._chunks is None else self._chunks.wake_at
         return min(self._deadline, self._requests.retry_at, race, chunks)
@@ -150,56 +120,31 @@ class Scheduler:
         """Return the last failure or state of each provider, for a person."""
         return {p.peer: p.reason for p in self._requests.providers}
 
-    def start(self, now: float) -> list[Action]:
+    def start(self, now: float, deadline_seconds: float) -> list[Action]:
         """Begin at `now`, in seconds of any clock; return the first actions."""
         self._requests.now = now
-        self._deadline = now + self._deadline_seconds
+        self._deadline_seconds, self._deadline = deadline_seconds, now + deadline_seconds
         if self._stated_size is None:
-            self._start_race(Purpose.SIZE)
+            self._start_race(BlobOp.SIZE)
         else:
             self._get(self._stated_size)
         return self._requests.take_actions()
 
-    def step(self, event: Event | None, now: float) -> list[Action]:
-        """Handle an event, or with None what is due; return the actions that follow."""
+    def step(self, answer: Answer | None, now: float) -> list[Action]:
+        """Handle an answer, or with None what is due; return the actions that follow."""
         self._requests.now = now
         if now >= self._deadline and not self._over:
-            self._fail(f"not in {self._deadline_seconds:g} s")
-        if not self._over:
-            self._handle(event)
+            self._end(f"not in {self._deadline_seconds:g} s")
+        if answer is not None and not self._over:
+            self._requests.answer(answer)
+            self._check_stage()
         if not self._over:
             self._wake()
         return self._requests.take_actions()
 
-    def _handle(self, event: Event | None) -> None:
-        match event:
-            case Replied(number, outcome):
-                if (query := self._requests.answered(number)) is not None:
-                    self._query_replied(query, outcome)
-                elif self._chunks is not None:
-                    self._chunks.chunk_replied(number, outcome)
-            case SlotReady(number) if self._chunks is not None:
-                self._chunks.slot_ready(number)
-            case SlotLost(number, lost) if self._chunks is not None:
-                self._chunks.slot_lost(number, lost)
-            case ChunkChecked(number, check) if self._chunks is not None:
-                self._chunks.chunk_checked(number, check)
-            case EarlyReserved() if self._chunks is not None:
-                self._chunks.begin_early()
-            case LeavesLoaded(number, leaves) if number == self._loading:
-                self._leaves_loaded(leaves)
-            case LeavesChecked(number, valid) if self._race is not None and number in self._race.checks:
-                self._leaves_checked(*self._race.checks.pop(number), valid)
-            case BlobOpened(number, missing) if number == self._opening:
-                self._blob_opened(missing)
-            case BlobMismatch(number) if number == self._opening:
-                self._wrong_size()
-        self._check_stage()
-
     def _wake(self) -> None:
         """Do what is due."""
-        for query in self._requests.take_due():
-            self._send(query)
+        self._requests.repeat_due()
         if self._race is not None and self._race.next_at <= self._requests.now:
             self._ask_next()
         if self._chunks is not None and not self._over:
@@ -212,19 +157,15 @@ class Scheduler:
         """Act on the end of the stage of chunks."""
         end = None if self._chunks is None or self._over else self._chunks.end
         if end is StageEnd.COMPLETE:
-            self._finish()
+            self._end()
         elif end is StageEnd.EXHAUSTED:
             self._exhausted()
         elif end is StageEnd.WRONG_SIZE:
             self._wrong_size()
 
-    def _finish(self) -> None:
+    def _end(self, failure: str | None = None) -> None:
         self._over = True
-        self._requests.act(FinishFetch())
-
-    def _fail(self, why: str) -> None:
-        self._over = True
-        self._requests.act(FailFetch(why))
+        self._requests.act(EndFetch(failure))
 
     def _exhausted(self) -> None:
         """Fail, or ask the others for the size if a provider stated it: no provider is left for a blob of this size."""
@@ -232,77 +173,36 @@ class Scheduler:
         if source is not None:
             source.bad = True  # no proof against it, so no report
         if source is None or all(p.bad for p in providers):
-            self._fail("no provider is left" if providers else "nobody is known to hold it")
+            self._end("no provider is left" if providers else "nobody is known to hold it")
         else:
             self._start_over()
 
     def _wrong_size(self) -> None:
         """Fail, or ask the others for the size if a provider stated it: the blob has another one."""
+        size = self._requests.size
         if self._source is None:
-            self._fail(f"its size is not the {self._size:,} bytes that were stated")
+            self._end(f"its size is not the {size:,} bytes that were stated")
         else:
-            self._requests.drop(self._source, f"stated a wrong size ({self._size:,} bytes)")
+            self._requests.drop(self._source, f"stated a wrong size ({size:,} bytes)")
             self._start_over()
 
     def _start_over(self) -> None:
         """Cancel everything and ask the remaining providers for the size."""
-        self._requests.cancel(lambda query: True)
-        if self._chunks is not None:
-            self._chunks.cancel()
-        for number in [self._loading, self._opening, *(self._race.checks if self._race is not None else ())]:
-            if number is not None:
-                self._requests.act(CancelRequest(number))
-        self._loading = self._opening = self._source = self._chunks = None
-        self._requests.act(CloseBlob())
-        self._start_race(Purpose.SIZE)
-
-    # -- queries -----------------------------------------------------------------------------------------------------
-
-    def _send(self, query: Query) -> None:
-        if not self._requests.send(query):
-            self._query_failed(query)
-
-    def _query_replied(self, query: Query, outcome: Outcome) -> None:
-        if isinstance(outcome, Given):
-            self._requests.gave(query.provider)
-            self._query_given(query, outcome.data)
-        elif (pause := self._requests.failed(query.provider, outcome)) is None:
-            self._query_failed(query)
-        else:
-            if query.purpose is Purpose.BITMAP and self._chunks is not None:
-                self._chunks.bitmap_delayed(query)
-            self._requests.repeat(query, pause.seconds)
-
-    def _query_given(self, query: Query, data: bytes) -> None:
-        provider = query.provider
-        match query.purpose:
-            case Purpose.SIZE:
-                self._size_given(provider, data)
-            case Purpose.LEAVES:
-                self._leaves_given(provider, query.index, data)
-            case Purpose.BITMAP:
-                if self._chunks is not None:
-                    self._chunks.bitmap_given(provider, data)
-            case Purpose.LEAVES_SUSPICION | Purpose.CHUNK_SUSPICION:
-                # It is the provider's doing only if it holds the blob for one of the same size as we do. Otherwise the
-                # one that stated the size may have lied, to set us against honest providers.
-                if data == encode_size(self._size):
-                    self._requests.drop(provider, query.accusation)
-                else:
-                    provider.reason = f"takes the blob for one of another size than {self._size:,} bytes"
-                self._query_failed(query)
+        self._requests.cancel_all()
+        self._source = self._chunks = None
+        self._start_race(BlobOp.SIZE)
 
     def _query_failed(self, query: Query) -> None:
         """Go on without the provider: it gives no answer to this, or its answer was used up."""
-        if query.purpose not in OF_CHUNKS:
+        if not query.of_chunks:
             self._out_of_race(query.provider)
         elif self._chunks is not None:
             self._chunks.end_provider(query.provider)
 
     # -- size and leaf hashes ----------------------------------------------------------------------------------------
 
-    def _start_race(self, purpose: Purpose) -> None:
-        self._race = _Race(purpose, self._requests.usable())
+    def _start_race(self, op: BlobOp) -> None:
+        self._race = _Race(op, self._requests.usable())
         self._ask_next()
 
     def _ask_next(self) -> None:
@@ -313,8 +213,8 @@ class Scheduler:
             provider = race.waiting.pop(0)
             race.running.add(provider.peer)
             race.next_at = self._requests.now + HEDGE_SECONDS if race.waiting else inf
-            op = BlobOp.SIZE if race.purpose is Purpose.SIZE else BlobOp.LEAVES
-            self._send(Query(provider, op, 0, race.purpose))
+            given = self._size_given if race.op is BlobOp.SIZE else self._leaves_given
+            self._requests.send(Query(provider, race.op, 0, given))
         elif not race.running:
             self._exhausted()
 
@@ -323,18 +223,18 @@ class Scheduler:
         if self._race is not None and provider.peer in self._race.running:
             self._race.running.discard(provider.peer)
             self._race.pages.pop(provider.peer, None)
-            self._requests.cancel(lambda q: q.provider is provider and q.purpose not in OF_CHUNKS)
+            self._requests.cancel_queries(lambda q: q.provider is provider and not q.of_chunks)
             self._ask_next()
 
     def _end_race(self) -> None:
-        """Cancel the queries to the others: one has won."""
-        if self._race is not None:
-            for number in self._race.checks:
-                self._requests.act(CancelRequest(number))
+        """Cancel the requests to the others: one has won."""
+        for number in self._race.openings if self._race is not None else ():
+            self._requests.cancel(number)
         self._race = None
-        self._requests.cancel(lambda q: q.purpose not in OF_CHUNKS)
+        self._requests.cancel_queries(lambda q: not q.of_chunks)
 
-    def _size_given(self, provider: Provider, data: bytes) -> None:
+    def _size_given(self, query: Query, data: bytes) -> None:
+        provider = query.provider
         try:
             size = parse_size(data)
         except MalformedError as e:
@@ -351,64 +251,58 @@ class Scheduler:
 
     def _get(self, size: int) -> None:
         """Get a blob of this size."""
-        self._size = size
-        if chunk_count(size) <= 1:
-            self._open([bytes(self._digest)][: chunk_count(size)])  # the tree of one leaf is that leaf
+        self._requests.size = size
+        count = chunk_count(size)
+        if self._wanted is not None and any(i >= count for i in self._wanted):
+            self._wrong_size()
+        elif count <= 1:
+            self._open([bytes(self._digest)][:count], self._wrong_size)  # the tree of one leaf is that leaf
         else:
-            self._loading = self._requests.number()
-            self._requests.act(LoadLeaves(self._loading, size))
+            self._open(None, self._request_leaves)
 
-    def _leaves_loaded(self, leaves: Sequence[bytes] | None) -> None:
-        self._loading = None
-        if leaves is not None:
-            self._open(leaves)
-            return
-        missing = range(chunk_count(self._size)) if self._wanted is None else sorted(self._wanted)
-        self._chunks = self._stage(missing, opened=False)
-        self._requests.act(ReserveEarly())
-        self._start_race(Purpose.LEAVES)
+    def _request_leaves(self) -> None:
+        missing = range(chunk_count(self._requests.size)) if self._wanted is None else sorted(self._wanted)
+        stage = self._chunks = self._stage(missing, opened=False)
+        self._requests.request(ReserveEarly, lambda _: stage.begin_early())
+        self._start_race(BlobOp.LEAVES)
 
-    def _leaves_given(self, provider: Provider, index: int, data: bytes) -> None:
-        race, pages = self._race, leaf_pages(self._size)
+    def _leaves_given(self, query: Query, data: bytes) -> None:
+        race, pages, provider = self._race, leaf_pages(self._requests.size), query.provider
         if race is None:
             return
         received = race.pages.setdefault(provider.peer, {})
-        received[index] = data
-        if index == 0:  # alone at first: a stream that is gone costs one attempt
+        received[query.index] = data
+        if query.index == 0:  # alone at first: a stream that is gone costs one attempt
             for page in range(1, pages):
-                self._send(Query(provider, BlobOp.LEAVES, page, Purpose.LEAVES))
+                self._requests.send(Query(provider, BlobOp.LEAVES, page, self._leaves_given))
         if len(received) == pages:
             raw = b"".join(received[page] for page in range(pages))
             leaves = [raw[i : i + 32] for i in range(0, len(raw), 32)]
-            number = self._requests.number()
-            race.checks[number] = (provider, leaves)
-            self._requests.act(CheckLeaves(number, self._size, leaves))
-
-    def _leaves_checked(self, provider: Provider, leaves: Sequence[bytes], valid: bool) -> None:
-        if valid:
-            self._end_race()
-            self._open(leaves)
-        else:
             accusation = "sent leaf hashes that are not the blob's"
-            self._send(Query(provider, BlobOp.SIZE, 0, Purpose.LEAVES_SUSPICION, accusation))
+            number = self._open(leaves, lambda: self._requests.suspect(provider, accusation, of_chunks=False))
+            race.openings.append(number)
 
     # -- chunks ------------------------------------------------------------------------------------------------------
 
-    def _open(self, leaves: Sequence[bytes]) -> None:
-        self._opening = self._requests.number()
-        self._requests.act(OpenBlob(self._opening, self._size, leaves))
+    def _open(self, leaves: Sequence[bytes] | None, refused: Callable[[], None]) -> int:
+        """Open the blob if it has these leaf hashes, else call `refused`; return the number of the action."""
 
-    def _blob_opened(self, missing: Sequence[int]) -> None:
-        self._opening = None
-        if not missing:
-            self._finish()
-        elif self._chunks is None:
-            self._chunks = self._stage(missing, opened=True)
-        else:
-            self._chunks.open()
+        def opened(missing: Sequence[int] | None) -> None:
+            if missing is None:
+                refused()
+                return
+            self._end_race()
+            if not missing:
+                self._end()
+            elif self._chunks is None:
+                self._chunks = self._stage(missing, opened=True)
+            else:
+                self._chunks.open()
+
+        return self._requests.request(lambda number: OpenBlob(number, self._requests.size, leaves), opened)
 
     def _stage(self, missing: Sequence[int], *, opened: bool) -> ChunkStage:
-        count, priority = chunk_count(self._size), self.chunk_priority
+        count, priority = chunk_count(self._requests.size), self.chunk_priority
         picker = ChunkPicker(
             self._me,
             [p.peer for p in self._requests.providers],

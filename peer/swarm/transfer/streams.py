@@ -1,6 +1,6 @@
 """The requesting side of blob streams: one stream per peer and priority, shared by all fetches.
 
-A `Slot` is the right to have one more request under way on a stream. As many slots are given out as the stream's
+A slot is the right to have one more request under way on a stream. As many slots are given out as the stream's
 `CongestionController` allows. Only HELD replies that nobody has dealt with yet are in memory; the others wait at the
 other side. A stream that breaks is a value, `Lost`, for everything that was requested on it.
 """
@@ -19,8 +19,14 @@ import async_timeout
 from peer.swarm.errors import PeerUnreachable
 from peer.swarm.traffic import ByteCount
 from peer.swarm.transfer.congestion import CongestionController, SentMark
-from peer.swarm.transfer.frames import CLIENT_IDLE_SECONDS, REPLY_HEAD_BYTES, BlobReply, BlobRequest, parse_reply_head
-from peer.swarm.transfer.outcomes import Lost
+from peer.swarm.transfer.frames import (
+    CLIENT_IDLE_SECONDS,
+    REPLY_HEAD_BYTES,
+    BlobReply,
+    BlobRequest,
+    Lost,
+    parse_reply_head,
+)
 from protocol.bounded import BoundedDict
 from protocol.errors import MalformedError
 from protocol.ids import PeerKey
@@ -229,21 +235,6 @@ class Stream:
                 pending.answer.set_result(self._lost)
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """The right to one request on a stream. Return it by `free`, whatever the outcome."""
-
-    _stream: Stream
-
-    def request(self, request: BlobRequest, limit: int):
-        """Return a context manager that yields the reply, or Lost; the reply's data are held until it exits."""
-        return self._stream.request(request, limit)
-
-    def free(self) -> None:
-        """Return the slot."""
-        self._stream.free()
-
-
 @dataclass
 class StreamPool:
     """The open streams to all peers."""
@@ -254,26 +245,22 @@ class StreamPool:
     _streams: dict[tuple[PeerKey, Priority], Stream] = field(default_factory=dict)
     _opening: dict[tuple[PeerKey, Priority], asyncio.Lock] = field(default_factory=dict)
     _latencies: BoundedDict[tuple[PeerKey, Priority], float] = field(default_factory=lambda: BoundedDict(REMEMBERED))
+    early_blobs: int = 0
+    """Blobs of which chunks may be in memory before their hashes are known."""
     _closed: bool = False
-    _early: int = 0
-
-    @property
-    def early_blobs(self) -> int:
-        """Blobs of which chunks may be in memory before their hashes are known."""
-        return self._early
 
     def reserve_early(self) -> bool:
         """Return whether chunks of one more blob may be requested before their hashes are known; see `return_early`."""
-        free = self._early < EARLY_BLOBS
-        self._early += free
+        free = self.early_blobs < EARLY_BLOBS
+        self.early_blobs += free
         return free
 
     def return_early(self) -> None:
         """Return what `reserve_early` gave."""
-        self._early -= 1
+        self.early_blobs -= 1
 
-    async def slot(self, peer: PeerKey, priority: Priority) -> Slot | Lost:
-        """Wait until one more request to a peer may be under way."""
+    async def slot(self, peer: PeerKey, priority: Priority) -> Stream | Lost:
+        """Wait until one more request to a peer may be under way; return the stream with the slot taken."""
         name = (peer, priority)
         for _ in range(ATTEMPTS):
             try:
@@ -283,7 +270,7 @@ class StreamPool:
             if name in self._streams:
                 self._streams[name] = self._streams.pop(name)  # now the most recently used
             if await stream.take_slot():
-                return Slot(stream)
+                return stream
         return Lost("the streams to it end as soon as they are open")
 
     async def request(self, peer: PeerKey, priority: Priority, request: BlobRequest, limit: int) -> BlobReply | Lost:

@@ -9,7 +9,9 @@ import pytest
 
 from benchmarks.convergence.setting import PROFILES
 from benchmarks.convergence.wan_run_file import tables_of, toml
-from coordinator.authoring import load_run, prepare, validate
+from coordinator.authoring.prepare import prepare
+from coordinator.authoring.runfile import load_run
+from coordinator.authoring.summary import validate
 
 if sys.version_info >= (3, 11):
     import tomllib

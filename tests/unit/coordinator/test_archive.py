@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from coordinator.checkpoints.archive import Archive, ArchivedState, read_manifest
-from coordinator.checkpoints.evaluation import load_archived, validation_loss
+from coordinator.checkpoints.evaluation import load_archived, measure
 from coordinator.checkpoints.retention import RetentionPolicy
 from coordinator.errors import CoordinatorError
 from protocol.chain import genesis_digest
@@ -158,22 +158,22 @@ def data() -> DataSpec:
 
 def test_the_loss_of_a_model_that_knows_nothing_is_that_of_the_alphabet(tmp_path):
     model = Uniform()
-    assert validation_loss(model, data(), shards(tmp_path, 3, 2)) == pytest.approx(np.log(256), abs=1e-5)
+    assert measure(model, data(), shards(tmp_path, 3, 2)).loss == pytest.approx(np.log(256), abs=1e-5)
     assert model.firsts == [0, 1, 2, 3, 4]
 
 
 def test_of_much_data_evenly_spaced_windows_are_taken(tmp_path):
     model = Uniform()
-    validation_loss(model, data(), shards(tmp_path, 50, 50), max_windows=10, batch=3)
+    measure(model, data(), shards(tmp_path, 50, 50), max_windows=10, batch=3)
     assert model.firsts == list(range(0, 100, 10))
 
 
 def test_no_data_or_none_that_can_be_read_is_said(tmp_path):
     (tmp_path / "empty").touch()
     with pytest.raises(CoordinatorError, match="no validation data"):
-        validation_loss(Uniform(), data(), [tmp_path / "empty"])
+        measure(Uniform(), data(), [tmp_path / "empty"])
     with pytest.raises(CoordinatorError, match="cannot be read"):
-        validation_loss(Uniform(), data(), [tmp_path / "missing"])
+        measure(Uniform(), data(), [tmp_path / "missing"])
 
 
 def test_a_folder_that_is_no_archived_checkpoint_does_not_load(tmp_path):

@@ -9,16 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from coordinator.authoring import (
-    AuthoringError,
-    DataInputError,
-    RunChangedError,
-    RunFileError,
-    load_run,
-    prepare,
-    resolve,
-    validate,
-)
+from coordinator.authoring.errors import AuthoringError, DataInputError, RunChangedError, RunFileError
+from coordinator.authoring.prepare import prepare
+from coordinator.authoring.resolve import resolve
+from coordinator.authoring.runfile import load_run
+from coordinator.authoring.summary import validate
 from peer.training.data import WindowReader
 from protocol.codec import make_codec
 from protocol.errors import SpecError

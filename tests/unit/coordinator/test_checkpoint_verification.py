@@ -44,11 +44,12 @@ def test_a_final_state_verifies_by_the_invite_and_by_the_owners_key(world: Check
     said: list[str] = []
     proved = verify_checkpoint(str(made.folder), invite(world), said.append)
     assert (proved.archived.round, proved.archived.state) == (5, world.digests[5])
-    assert proved.signed == world.swarm.chain.certificates[5].digest and (proved.votes, proved.contributors) == (2, 2)
+    record = world.swarm.chain.certificates[5].digest
+    assert any(f"{record}, round 5" in line and "2 of 2 contributors voted" in line for line in said)
     assert [line.split()[0] for line in said] == ["run", "state", "record", "final"]
     verify_checkpoint(str(made.folder), world.spec.owner)
     first = world.add(0)
-    assert verify_checkpoint(str(first.folder), invite(world)).signed is None
+    assert verify_checkpoint(str(first.folder), invite(world)).archived.round == 0
 
 
 def test_the_command_says_what_it_found_and_fails_for_what_is_not_signed(world: CheckpointWorld):
@@ -156,8 +157,9 @@ def _last(world: CheckpointWorld, *holders: int) -> ArchivedState:
 
 def test_the_last_state_is_what_the_last_contributors_sign_that_they_hold(world: CheckpointWorld):
     made = _last(world, 1, 2, 3)
-    proved = verify_checkpoint(str(made.folder), invite(world))
-    assert (proved.witnesses, proved.contributors) == (3, 3)
+    said: list[str] = []
+    verify_checkpoint(str(made.folder), invite(world), said.append)
+    assert any("3 of 3 contributors sign" in line for line in said)
 
 
 @pytest.mark.parametrize("holders", [(1, 2), (1, 1, 1), (1, 2, 9)])

@@ -127,7 +127,7 @@ class World:
         return signed.digest
 
     async def receipts(self, number: int, before: int | None = None, limit: int = 50):
-        return await self.log.receipts(peer(number).key, before, limit)
+        return await self.receipts_made.page(peer(number).key, before, limit)
 
 
 @asynccontextmanager
@@ -158,7 +158,7 @@ async def test_a_receipt_says_what_was_accepted_and_when_it_settles(ledger_place
         for expected in ("pending", "settled"):
             await w.post({2: 30})
             assert (await w.receipts(1)).items[0].status == expected
-        assert w.log.rounds - 1 == r.pending_until  # the newest round entry has just that number
+        assert w.board.rounds - 1 == r.pending_until  # the newest round entry has just that number
 
 
 async def test_asking_again_gives_the_same_bytes_also_after_a_restart(ledger_place):
@@ -255,7 +255,7 @@ async def test_a_voided_line_is_said_and_its_receipt_stays(ledger_place):
         await w.refresh()
         (after,) = (await w.receipts(1)).items
         assert (after.status, after.sent) == ("voided", before.sent)
-        view = await w.log.summary(peer(1).key)
+        view = w.board.of(peer(1).key)
         assert (view.pending, view.settled, view.voided, view.recent) == (0, 0, line.micro_credits, 0)
 
 
@@ -295,14 +295,11 @@ async def test_a_head_is_at_most_a_minute_old_and_covers_the_log(ledger_place):
         assert (await heads_of(w))[0].size == 1
 
 
-async def test_unsigned_growth_is_counted_until_it_is_signed(ledger_place, monkeypatch):
+async def test_a_head_that_cannot_be_stored_is_a_problem_until_it_is(ledger_place, monkeypatch):
     async with made(ledger_place) as w:
         await w.log.heads(None, 1)
         await w.post({1: 40})
-        await w.heads._note_unsigned()
-        assert w.log.unsigned_seconds == 0
         w.clock[0] += 300
-        assert w.log.unsigned_seconds == 300
 
         def full(ledger: Ledger, head: TreeHeadRow) -> None:
             raise LedgerConflictError("no space left")
@@ -311,24 +308,23 @@ async def test_unsigned_growth_is_counted_until_it_is_signed(ledger_place, monke
             m.setattr(Ledger, "add_head", full)
             monkeypatch.setattr(tree_heads, "POLL_SECONDS", 0.01)
             signing = asyncio.create_task(w.heads.sign_forever())
-            await until(lambda: "no space left" in w.log.problem)
-            assert w.log.unsigned_seconds == 300
-        await until(lambda: not w.log.problem, "the head is signed")
+            await until(lambda: "no space left" in w.heads.problem)
+        await until(lambda: not w.heads.problem, "the head is signed")
         signing.cancel()
-        assert w.log.unsigned_seconds == 0 and w.log.problem == ""
+        assert w.heads.problem == ""
 
 
 async def test_the_newest_head_is_as_old_as_it_was_signed_not_as_it_was_written_down(ledger_place):
     """A run that rests writes a head an hour; the alert `log` must stay quiet."""
     async with made(ledger_place) as w:
         w.clock[0] += 400
-        assert w.log.head_seconds == 400  # none was ever signed: that is news too
+        assert w.heads.age == 400  # none was ever signed: that is news too
         for _ in range(20):
             await w.log.heads(None, 1)
-            assert w.log.head_seconds < 0.01
+            assert w.heads.age < 0.01
             w.clock[0] += 61
         (written,) = await w.ledger.read(lambda ledger: ledger.heads(1))
-        assert w.clock[0] - written.time / 1000 > 1000 and 60 < w.log.head_seconds < 62
+        assert w.clock[0] - written.time / 1000 > 1000 and 60 < w.heads.age < 62
 
 
 async def test_a_shorter_or_other_log_is_never_signed(tmp_path):
@@ -378,14 +374,14 @@ async def test_a_hash_that_is_missing_is_said_and_nothing_is_signed(tmp_path):
 
 async def test_a_log_that_does_not_grow_is_signed_all_the_same(ledger_place):
     async with made(ledger_place) as w:
-        assert w.log.head_seconds == 0  # since the start
+        assert w.heads.age == 0  # since the start
         await w.post({1: 40})
         for _ in range(10):
             w.clock[0] += 61
             await heads_of(w)
-            assert w.log.head_seconds == 0
+            assert w.heads.age == 0
         w.clock[0] += 30
-        assert w.log.head_seconds == 30
+        assert w.heads.age == 30
 
 
 async def reopened(w: World) -> TreeHeadSigner:
@@ -463,21 +459,21 @@ async def test_totals_follow_the_ledger_and_survive_a_restart(ledger_place):
         for r in range(5):
             await w.post({1: 40, 2: 30 + r})
         w.clock[0] += 60
-        views = [await w.log.summary(peer(n).key) for n in (1, 2, 9)]
+        views = [w.board.of(peer(n).key) for n in (1, 2, 9)]
         one, two, nobody = views
         assert one.settled == 3 * RULE.micro_credits(40) and one.pending == 2 * RULE.micro_credits(40)
         assert (one.tokens, one.rounds, nobody.settled, nobody.recent) == (5 * 640, 5, 0, 0)
-        board = await w.log.leaderboard("peer", 10, "")
+        board = w.board.leaderboard("peer", 10, "")
         assert [v.key for v in board] == [str(peer(n).key) for n in (1, 2)]
-        assert await w.log.leaderboard("peer", 10, board[0].key) == board[1:]
-        assert await w.log.leaderboard("peer", 10, "nobody") == []
+        assert w.board.leaderboard("peer", 10, board[0].key) == board[1:]
+        assert w.board.leaderboard("peer", 10, "nobody") == []
         await w.restart()
-        again = [await w.log.summary(peer(n).key) for n in (1, 2, 9)]
+        again = [w.board.of(peer(n).key) for n in (1, 2, 9)]
         assert [(v.settled, v.pending, v.tokens, v.rounds) for v in again] == [
             (v.settled, v.pending, v.tokens, v.rounds) for v in views
         ]
         # By the hour after a restart: half an hour of a week's half-life.
-        assert again[0].recent == pytest.approx(one.recent, rel=0.01) and w.log.rounds == 5
+        assert again[0].recent == pytest.approx(one.recent, rel=0.01) and w.board.rounds == 5
 
 
 def test_the_recent_average_is_what_one_earns_a_day_and_halves_in_a_week():
@@ -509,22 +505,22 @@ async def test_several_peers_are_one_account_and_accounts_are_a_team(ledger_plac
     async with made(ledger_place) as w:
         await w.post({1: 40, 2: 30, 3: 20})
         now = int(w.clock[0])
-        assert await w.log.bind(bind(peer(1), ada, SPEC.run_id, now, "ada", "engines").encoded) == 1
-        assert await w.log.bind(bind(peer(2), ada, SPEC.run_id, now, "ada", "engines").encoded) == 2
-        assert await w.log.bind(bind(peer(3), bob, SPEC.run_id, now, "bob", "engines").encoded) == 1
-        view = await w.log.summary(ada.key)
+        assert await w.board.bind(bind(peer(1), ada, SPEC.run_id, now, "ada", "engines").encoded) == 1
+        assert await w.board.bind(bind(peer(2), ada, SPEC.run_id, now, "ada", "engines").encoded) == 2
+        assert await w.board.bind(bind(peer(3), bob, SPEC.run_id, now, "bob", "engines").encoded) == 1
+        view = w.board.of(ada.key)
         assert (view.kind, view.name, view.team, len(view.peers)) == ("account", "ada", "engines", 2)
         assert view.pending == RULE.micro_credits(40) + RULE.micro_credits(30)
-        assert (await w.log.summary(peer(1).key)).account == ada.key
-        assert [v.name for v in await w.log.leaderboard("account", 10, "")] == ["ada", "bob"]
-        (team,) = await w.log.leaderboard("team", 10, "")
+        assert (w.board.of(peer(1).key)).account == ada.key
+        assert [v.name for v in w.board.leaderboard("account", 10, "")] == ["ada", "bob"]
+        (team,) = w.board.leaderboard("team", 10, "")
         assert (team.key, team.pending) == ("engines", view.pending + RULE.micro_credits(20))
         # A peer that goes to another account takes what it has earned along; a newer name counts.
-        assert await w.log.bind(bind(peer(2), bob, SPEC.run_id, now + 1, "Bob", "").encoded) == 2
+        assert await w.board.bind(bind(peer(2), bob, SPEC.run_id, now + 1, "Bob", "").encoded) == 2
         await w.restart()
-        assert (await w.log.summary(ada.key)).peers == (peer(1).key,)
-        assert (await w.log.summary(bob.key)).name == "Bob"
-        assert [v.pending for v in await w.log.leaderboard("team", 10, "")] == [RULE.micro_credits(40)]
+        assert (w.board.of(ada.key)).peers == (peer(1).key,)
+        assert (w.board.of(bob.key)).name == "Bob"
+        assert [v.pending for v in w.board.leaderboard("team", 10, "")] == [RULE.micro_credits(40)]
 
 
 async def test_a_binding_whose_write_failed_is_written_when_it_comes_again(ledger_place, monkeypatch):
@@ -533,11 +529,11 @@ async def test_a_binding_whose_write_failed_is_written_when_it_comes_again(ledge
         with monkeypatch.context() as m:
             m.setattr(Ledger, "add_binding", failing)
             with pytest.raises(LedgerError):
-                await w.log.bind(word)
-        assert await w.log.bind(word) == 1
-        assert await w.log.bind(word) == 1
+                await w.board.bind(word)
+        assert await w.board.bind(word) == 1
+        assert await w.board.bind(word) == 1
         await w.restart()
-        assert (await w.log.summary(peer(1).key)).account == identity("ada").key
+        assert (w.board.of(peer(1).key)).account == identity("ada").key
         assert len(await w.ledger.run(lambda ledger: ledger.bindings())) == 1
 
 
@@ -562,7 +558,7 @@ async def test_a_page_that_was_just_full_still_brings_new_totals(ledger_place, m
     async with made(ledger_place) as w:
         monkeypatch.setattr("coordinator.credits.leaderboard.PAGE", 1)
         await w.post({1: 40})
-        assert (await w.log.summary(peer(1).key)).pending == RULE.micro_credits(40)
+        assert (w.board.of(peer(1).key)).pending == RULE.micro_credits(40)
 
 
 async def test_a_binding_or_a_refusal_that_could_not_be_written_is_written_when_it_is_asked_again(
@@ -581,15 +577,15 @@ async def test_a_binding_or_a_refusal_that_could_not_be_written_is_written_when_
             m.setattr(Ledger, "add_refusal", full)
             for _ in range(2):
                 with pytest.raises(LedgerConflictError):
-                    await w.log.bind(word)
+                    await w.board.bind(word)
                 with pytest.raises(LedgerConflictError):
                     await w.receipts_made.note([account])
-        assert await w.log.bind(word) == 1
+        assert await w.board.bind(word) == 1
         await w.receipts_made.note([account])
         await w.ledger.run(lambda ledger: ledger.post(account))
         assert [i.status for i in (await w.receipts(3)).items] == ["not accepted"]
         await w.restart()
-        assert (await w.log.summary(ada.key)).peers == (peer(1).key,)
+        assert (w.board.of(ada.key)).peers == (peer(1).key,)
 
 
 async def test_standings_are_up_to_date_also_when_a_page_was_just_full(tmp_path, monkeypatch):
@@ -599,7 +595,7 @@ async def test_standings_are_up_to_date_also_when_a_page_was_just_full(tmp_path,
             account = credits_of(w.swarm.chain.add({1: 40}), RULE)
             await w.ledger.run(lambda ledger, a=account: ledger.post(a))
         await w.refresh()
-        assert (await w.log.summary(peer(1).key)).pending == 2 * RULE.micro_credits(40)
+        assert (w.board.of(peer(1).key)).pending == 2 * RULE.micro_credits(40)
 
 
 async def test_a_binding_that_is_not_good_is_refused(ledger_place, monkeypatch):
@@ -607,23 +603,23 @@ async def test_a_binding_that_is_not_good_is_refused(ledger_place, monkeypatch):
     async with made(ledger_place) as w:
         now = int(w.clock[0])
         first = bind(peer(1), ada, SPEC.run_id, now, "ada")
-        assert await w.log.bind(first.encoded) == await w.log.bind(first.encoded) == 1  # again: nothing happens
+        assert await w.board.bind(first.encoded) == await w.board.bind(first.encoded) == 1  # again: nothing happens
         assert len(await w.ledger.read(lambda ledger: ledger.bindings())) == 1
         with pytest.raises(RefusedError, match="newer"):
-            await w.log.bind(bind(peer(1), bob, SPEC.run_id, now - 5, "bob").encoded)
+            await w.board.bind(bind(peer(1), bob, SPEC.run_id, now - 5, "bob").encoded)
         with pytest.raises(RefusedError, match="clock is 5000 s ahead"):
-            await w.log.bind(bind(peer(1), bob, SPEC.run_id, now + 5000, "bob").encoded)
+            await w.board.bind(bind(peer(1), bob, SPEC.run_id, now + 5000, "bob").encoded)
         with pytest.raises(RefusedError, match="never admitted"):
-            await w.log.bind(bind(identity("stranger"), ada, SPEC.run_id, now, "ada").encoded)
+            await w.board.bind(bind(identity("stranger"), ada, SPEC.run_id, now, "ada").encoded)
         from protocol.ledger.statements import BindAccount, BindPeer, sign
 
         stolen = sign(peer(2), BindPeer(SPEC.run_id, bob.key, now)).encoded
         with pytest.raises(AdmissionError):
-            await w.log.bind(sign(ada, BindAccount(SPEC.run_id, stolen, now, "ada", "")).encoded)
+            await w.board.bind(sign(ada, BindAccount(SPEC.run_id, stolen, now, "ada", "")).encoded)
         monkeypatch.setattr("coordinator.credits.leaderboard.MAX_PEERS_OF_ACCOUNT", 1)
         with pytest.raises(TooManyError, match="at most 1 peers"):
-            await w.log.bind(bind(peer(2), ada, SPEC.run_id, now, "ada").encoded)
+            await w.board.bind(bind(peer(2), ada, SPEC.run_id, now, "ada").encoded)
         monkeypatch.setattr("coordinator.credits.leaderboard.MAX_BINDINGS_OF_PEER", 1)
         with pytest.raises(TooManyError, match="bound 1 times"):
-            await w.log.bind(bind(peer(1), ada, SPEC.run_id, now + 1, "ada").encoded)
-        assert time.time() > 0 and (await w.log.summary(ada.key)).peers == (peer(1).key,)
+            await w.board.bind(bind(peer(1), ada, SPEC.run_id, now + 1, "ada").encoded)
+        assert time.time() > 0 and (w.board.of(ada.key)).peers == (peer(1).key,)

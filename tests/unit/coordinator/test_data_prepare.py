@@ -16,8 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
 
-from coordinator.authoring import DataInputError, RunChangedError, load_prepared, prepare
 from coordinator.authoring.documents import SEGMENT, find_sources, read_documents
+from coordinator.authoring.errors import DataInputError, RunChangedError
+from coordinator.authoring.prepare import load_prepared, prepare
 from protocol.merkle import CHUNK, blob_digest, blob_leaves
 
 TEXTS = [f"Document {i}: the quick brown fox jumps over {i * i} lazy dogs.\nIt was été, naïve." for i in range(30)]
@@ -94,7 +95,7 @@ def test_every_format_gives_the_same_tokens(tmp_path, kind):
 def test_the_same_documents_give_the_same_digests_in_another_process_with_other_threads(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [t * 3 for t in TEXTS])
     script = (
-        "import sys; from pathlib import Path; from coordinator.authoring import prepare;"
+        "import sys; from pathlib import Path; from coordinator.authoring.prepare import prepare;"
         "m = prepare([sys.argv[1]], Path(sys.argv[2]), vocabulary=400, validation_every=5).manifest;"
         "print(m.tokenizer.digest, m.train.shards[0].digest, m.validation.shards[0].digest)"
     )
@@ -125,7 +126,8 @@ def test_preparing_again_does_nothing_and_a_change_is_named(tmp_path):
 def test_a_crash_in_the_middle_leaves_nothing_that_counts_and_the_next_try_succeeds(tmp_path, monkeypatch):
     path, out = jsonl(tmp_path / "a.jsonl", TEXTS * 200), tmp_path / "out"
     script = (
-        "import os, sys; from pathlib import Path; from coordinator.authoring import prepare, shards\n"
+        "import os, sys; from pathlib import Path; from coordinator.authoring import shards\n"
+        "from coordinator.authoring.prepare import prepare\n"
         "real = shards.ShardWriter._end\n"
         "def die(self):\n"
         "    if self.shards: os.kill(os.getpid(), 9)\n"

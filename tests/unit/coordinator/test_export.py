@@ -22,8 +22,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tests.support.coordinator_fakes as fakes
 from cairn.checkpoints import find_checkpoint
-from coordinator.authoring import ResolvedRun, RunChangedError, load_run, resolve, tokens
+from coordinator.authoring import tokens
 from coordinator.authoring.documents import TextSegment
+from coordinator.authoring.errors import RunChangedError
+from coordinator.authoring.resolve import ResolvedRun, resolve
+from coordinator.authoring.runfile import load_run
 from coordinator.authoring.weights import WeightsError, read, read_headers
 from coordinator.checkpoints.archive import Archive
 from peer.node.snapshot import Snapshot, write_snapshot
@@ -109,7 +112,7 @@ class World:
     def archive(self, round_: int) -> Path:
         """Archive a state in the owner's folder."""
         path, state = self.checkpoint(round_)
-        archive = Archive(self.folder / "owner" / "checkpoints", self.spec)
+        archive = Archive(self.folder / "owner" / "checkpoints", self.spec, spec_envelope=self.run.spec_envelope)
         record = digest(round_)
         return archive.add(path, self.tokenizer, round=round_, state=state, record=record, tokens=1000 * round_).folder
 

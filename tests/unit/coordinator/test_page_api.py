@@ -19,7 +19,7 @@ from coordinator.checkpoints.archive import MANIFEST
 from coordinator.page import downloads, json_view, openapi, schemas
 from coordinator.page.answers import MAX_KEPT, AnswerCache, EncodedBody
 from coordinator.page.app import make_app
-from coordinator.page.credit_paths import CREDIT_PATHS
+from coordinator.page.credit_routes import CREDIT_ENDPOINTS
 from coordinator.page.endpoints import ENDPOINTS, SORTS
 from coordinator.peer_registry import PHASES
 from coordinator.service import Coordinator
@@ -122,7 +122,7 @@ def test_peers_and_alerts_of_any_kind_are_what_the_document_says(phase):
 
 
 def test_events_are_what_the_document_says(world, get):
-    schema = openapi.document(ENDPOINTS)["paths"]["/events"]["get"]["responses"]["200"]["content"]
+    schema = openapi.document()["paths"]["/events"]["get"]["responses"]["200"]["content"]
     with get.stream("GET", "/events") as events:
         line = next(line for line in events.iter_lines() if line.startswith("data: "))
     jsonschema.validate(json.loads(line[6:]), schema["text/event-stream"]["schema"])
@@ -195,18 +195,18 @@ def test_a_certificate_can_be_checked_by_whoever_gets_it(world, get):
 
 async def test_what_is_told_of_credits_is_what_the_document_says(world):
     log = FakeLog()
-    app = make_app(world.coordinator.api, log.routes(), CREDIT_PATHS)
+    app = make_app(world.coordinator.api, log.routes())
     key, asked = str(peer(1).key), {"/api/log/entries": "?first=3", "/api/log/lines": "?first=3&limit=1"}
     asked |= {"/api/log/inclusion": "?entry=3&size=21", "/api/receipts": f"?peer={key}&limit=30"}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as get:
         document = (await get.get("/api/openapi.json")).json()["paths"]
-        assert document.keys() >= CREDIT_PATHS.keys() | {e.path for e in ENDPOINTS}
+        assert document.keys() >= {e.path for e in (*CREDIT_ENDPOINTS, *ENDPOINTS)}
         for route in log.routes():
             schema = document[route.path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
             path = route.path.replace("{key}", key) + asked.get(route.path, "")
             jsonschema.validate((await get.get(path)).json(), schema)
         human = await get.get("/api")
-        assert all(path in human.text for path in CREDIT_PATHS)
+        assert all(e.path in human.text for e in CREDIT_ENDPOINTS)
 
 
 # -- kept for a moment --------------------------------------------------------------------------------------------
@@ -367,7 +367,7 @@ async def test_samples_and_checkpoints_come_from_who_keeps_them(world):
             begin, point, ahead = charts["validation"]
             assert point["loss"] == 3.1 and point["tokens"] == charts["tokens"][4] and point["seen_at"]
             assert begin["tokens"] == 0 and ahead["tokens"] is ahead["seen_at"] is None
-            document = openapi.document(ENDPOINTS)["paths"]
+            document = openapi.document()["paths"]
             for path in ("/api/samples", "/api/checkpoints", "/api/charts"):
                 schema = document[path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
                 jsonschema.validate((await get.get(path)).json(), schema)

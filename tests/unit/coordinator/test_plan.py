@@ -18,11 +18,11 @@ from pydantic import BaseModel
 
 from cairn.commands.options import parse_count
 from cairn.main import main
-from coordinator.authoring import load_run, measurements
+from coordinator.authoring import measurements
 from coordinator.authoring.measurements import MEASURED, MeasuredSetting
 from coordinator.authoring.model_config import LEAST_PARAMETERS, llama_of, parameters_of_table, read_model
 from coordinator.authoring.plan import PlanError, PlanInputs, RunPlan, plan
-from coordinator.authoring.runfile import RunFile, tomllib
+from coordinator.authoring.runfile import RunFile, load_run, tomllib
 from coordinator.authoring.template import fill
 from protocol.codec import make_codec
 from protocol.errors import CairnError

@@ -10,13 +10,12 @@ import pytest
 
 from peer.swarm.transfer.actions import (
     Action,
+    Answer,
+    CancelAll,
     CancelRequest,
-    CheckLeaves,
-    CloseBlob,
+    ChunkCheck,
     DropProvider,
-    FailFetch,
-    FinishFetch,
-    LoadLeaves,
+    EndFetch,
     OpenBlob,
     QueryProvider,
     RequestChunk,
@@ -24,20 +23,7 @@ from peer.swarm.transfer.actions import (
     ReserveEarly,
 )
 from peer.swarm.transfer.chunk_stage import EARLY, UNPROVED
-from peer.swarm.transfer.events import (
-    BlobMismatch,
-    BlobOpened,
-    ChunkChecked,
-    EarlyReserved,
-    Event,
-    LeavesChecked,
-    LeavesLoaded,
-    Replied,
-    SlotLost,
-    SlotReady,
-)
-from peer.swarm.transfer.frames import BlobOp, ReplyStatus, encode_size
-from peer.swarm.transfer.outcomes import ChunkCheck, Declined, Given, Lost, Outcome
+from peer.swarm.transfer.frames import BlobOp, BlobReply, Lost, ReplyStatus, encode_size, refusal
 from peer.swarm.transfer.scheduler import HEDGE_SECONDS, Scheduler
 from peer.swarm.transfer.streams import Priority
 from protocol.identity import Identity
@@ -49,8 +35,12 @@ T = TypeVar("T")
 ME, A, B = (Identity(bytes([n]) * 32).key for n in (1, 2, 3))
 DATA = bytes(3 * CHUNK)
 DIGEST, LEAVES = blob_digest(DATA), blob_leaves(DATA)
-REFUSED = Declined(ReplyStatus.REFUSED, "not announced")
-MISSING = Declined(ReplyStatus.MISSING, "not held here")
+REFUSED = refusal(ReplyStatus.REFUSED, "not announced")
+MISSING = refusal(ReplyStatus.MISSING, "not held here")
+
+
+def given(data: bytes) -> BlobReply:
+    return BlobReply(ReplyStatus.OK, data)
 
 
 class Streams:
@@ -78,18 +68,19 @@ class Talk:
     ):
         self.now = 0.0
         self.scheduler = Scheduler(
-            ME, providers, digest, size, max_size=1 << 30, chunks=None, deadline_seconds=deadline, streams=Streams(),
+            ME, providers, digest, size, max_size=1 << 30, chunks=None, streams=Streams(),
             has=lambda index: False, chance=random.Random(0),
         )  # fmt: skip
-        self.actions: list[Action] = self.scheduler.start(self.now)
+        self.actions: list[Action] = self.scheduler.start(self.now, deadline)
 
-    def tell(self, event: Event | None) -> None:
-        self.actions += self.scheduler.step(event, self.now)
+    def tell(self, action: QueryProvider | RequestSlot | RequestChunk | OpenBlob | ReserveEarly, value: object) -> None:
+        """Answer an action."""
+        self.actions += self.scheduler.step(Answer(action.number, value), self.now)
 
     def wait(self) -> float:
         """Let the time pass until something is due; return the seconds."""
         before, self.now = self.now, max(self.now, self.scheduler.wake_at)
-        self.tell(None)
+        self.actions += self.scheduler.step(None, self.now)
         return self.now - before
 
     def all_of(self, kind: type[T]) -> list[T]:
@@ -107,26 +98,21 @@ class Talk:
 
     def open(self) -> None:
         """Let the first provider give the leaf hashes; all chunks are missing."""
-        self.tell(LeavesLoaded(self.take(LoadLeaves).number, None))
-        self.tell(Replied(self.take(QueryProvider, op=BlobOp.LEAVES).number, Given(b"".join(LEAVES))))
-        self.tell(LeavesChecked(self.take(CheckLeaves).number, True))
-        opening = self.take(OpenBlob)
-        assert opening.leaves == LEAVES
-        self.tell(BlobOpened(opening.number, range(len(LEAVES))))
+        self.tell(self.take(OpenBlob, leaves=None), None)
+        self.tell(self.take(QueryProvider, op=BlobOp.LEAVES), given(b"".join(LEAVES)))
+        self.tell(self.take(OpenBlob, leaves=LEAVES), range(len(LEAVES)))
 
     def slots(self) -> None:
         """Give every slot at once."""
         while slots := self.all_of(RequestSlot):
             for slot in slots:
                 self.actions.remove(slot)
-                self.tell(SlotReady(slot.number))
+                self.tell(slot, None)
 
-    def chunk(self, outcome: Outcome, check: ChunkCheck = ChunkCheck.STORED) -> RequestChunk:
+    def chunk(self, outcome: ChunkCheck | BlobReply | Lost = ChunkCheck.STORED) -> RequestChunk:
         """Answer the first request for a chunk."""
         request = self.take(RequestChunk)
-        self.tell(Replied(request.number, outcome))
-        if isinstance(outcome, Given):
-            self.tell(ChunkChecked(request.number, check))
+        self.tell(request, outcome)
         return request
 
 
@@ -134,32 +120,30 @@ def test_a_blob_of_one_chunk_needs_no_leaf_hashes():
     t = Talk(digest=blob_digest(b"x"), size=1)
     opening = t.take(OpenBlob)
     assert opening.leaves == [bytes(blob_digest(b"x"))] and not t.actions
-    t.tell(BlobOpened(opening.number, [0]))
+    t.tell(opening, [0])
     t.slots()
-    assert t.chunk(Given()).index == 0
-    assert t.all_of(FinishFetch)
+    assert t.chunk().index == 0
+    assert t.all_of(EndFetch) == [EndFetch()]
 
 
 def test_a_blob_is_fetched_from_its_leaf_hashes_to_its_last_chunk():
     t = Talk()
     t.open()
     t.slots()
-    got = {t.chunk(Given()).index for _ in range(3)}
-    assert got == {0, 1, 2} and t.all_of(FinishFetch) and not t.all_of(FailFetch)
+    got = {t.chunk().index for _ in range(3)}
+    assert got == {0, 1, 2} and t.all_of(EndFetch) == [EndFetch()]
 
 
 def test_of_a_blob_that_is_here_nothing_is_requested():
     t = Talk()
-    t.tell(LeavesLoaded(t.take(LoadLeaves).number, LEAVES))
-    t.tell(BlobOpened(t.take(OpenBlob).number, []))
-    assert t.actions == [FinishFetch()]
+    t.tell(t.take(OpenBlob, leaves=None), [])
+    assert t.actions == [EndFetch()]
 
 
 def test_a_few_chunks_are_requested_before_their_hashes_are_known():
     t = Talk([A, B])
-    t.tell(LeavesLoaded(t.take(LoadLeaves).number, None))
-    t.take(ReserveEarly)
-    t.tell(EarlyReserved())
+    t.tell(t.take(OpenBlob), None)
+    t.tell(t.take(ReserveEarly), None)
     t.slots()
     assert [r.peer for r in t.all_of(RequestChunk)] == [A] * EARLY
     assert not t.all_of(OpenBlob)
@@ -167,16 +151,16 @@ def test_a_few_chunks_are_requested_before_their_hashes_are_known():
 
 def test_who_gives_no_leaf_hashes_in_time_is_asked_beside_the_next():
     t = Talk([A, B])
-    t.tell(LeavesLoaded(t.take(LoadLeaves).number, None))
+    t.tell(t.take(OpenBlob), None)
     assert [q.peer for q in t.all_of(QueryProvider)] == [A]
     assert t.wait() == HEDGE_SECONDS
     asked = t.all_of(QueryProvider)
     assert [q.peer for q in asked] == [A, B]
-    t.tell(Replied(asked[1].number, Given(b"".join(LEAVES))))
-    t.tell(LeavesChecked(t.take(CheckLeaves).number, True))
+    t.tell(asked[1], given(b"".join(LEAVES)))
+    t.tell(t.take(OpenBlob), range(len(LEAVES)))
     assert CancelRequest(asked[0].number) in t.actions
-    t.tell(Replied(asked[0].number, Lost("late")))  # a cancelled request has no effect
-    assert t.all_of(OpenBlob) and t.scheduler.reasons()[A] == "not asked yet"
+    t.tell(asked[0], Lost("late"))  # a cancelled request has no effect
+    assert t.all_of(RequestSlot) and t.scheduler.reasons()[A] == "not asked yet"
 
 
 def test_a_refusal_is_asked_again_more_and_more_rarely_until_the_deadline():
@@ -184,14 +168,14 @@ def test_a_refusal_is_asked_again_more_and_more_rarely_until_the_deadline():
     t.open()
     t.slots()
     waits: list[float] = []
-    while not t.all_of(FailFetch):
+    while not t.all_of(EndFetch):
         while t.all_of(RequestChunk):
             t.chunk(REFUSED)
         t.slots()
         waits.append(t.wait())
     pauses = [w for w in waits if w > 0.021]
     assert 20 < len(pauses) < 40 and pauses[0] < 0.08 and max(pauses) <= 0.6
-    assert t.all_of(FailFetch) == [FailFetch("not in 10 s")] and t.now == 10.0
+    assert t.all_of(EndFetch) == [EndFetch("not in 10 s")] and t.now == 10.0
     assert t.scheduler.reasons() == {A: "not announced"}
 
 
@@ -202,7 +186,7 @@ def test_what_was_refused_at_the_same_time_counts_once():
     for _ in range(3):
         t.chunk(MISSING)
     t.slots()
-    assert not t.all_of(FailFetch) and not t.all_of(RequestChunk)
+    assert not t.all_of(EndFetch) and not t.all_of(RequestChunk)
 
 
 def test_without_any_provider_left_the_fetch_fails():
@@ -212,23 +196,23 @@ def test_without_any_provider_left_the_fetch_fails():
         t.slots()
         while t.all_of(RequestChunk):
             t.chunk(MISSING)
-        if t.all_of(FailFetch):
+        if t.all_of(EndFetch):
             break
         t.wait()
-    assert t.all_of(FailFetch) == [FailFetch("no provider is left")] and t.now < 5
-    assert Talk([]).actions[0] == LoadLeaves(1, len(DATA))
+    assert t.all_of(EndFetch) == [EndFetch("no provider is left")] and t.now < 5
+    assert Talk([]).actions == [OpenBlob(1, len(DATA), None)]
 
 
 def test_a_stream_that_broke_is_used_again_and_a_hostile_one_is_not():
     t = Talk()
     t.open()
     slot = t.take(RequestSlot)
-    t.tell(SlotLost(slot.number, Lost("the stream broke")))
+    t.tell(slot, Lost("the stream broke"))
     t.wait()
     t.slots()
     t.chunk(Lost("a reply of 4 GiB", hostile=True))
     assert t.all_of(DropProvider) == [DropProvider(A, "a reply of 4 GiB")]
-    assert t.all_of(FailFetch)
+    assert t.all_of(EndFetch)
 
 
 def test_a_wrong_chunk_is_reported_if_its_sender_has_the_same_size():
@@ -236,11 +220,10 @@ def test_a_wrong_chunk_is_reported_if_its_sender_has_the_same_size():
     t.open()
     t.slots()
     first = t.take(RequestChunk, peer=A)
-    t.tell(Replied(first.number, Given()))
-    t.tell(ChunkChecked(first.number, ChunkCheck.WRONG))
+    t.tell(first, ChunkCheck.WRONG)
     query = t.take(QueryProvider, op=BlobOp.SIZE)
     assert query.peer == A and not t.all_of(DropProvider)
-    t.tell(Replied(query.number, Given(encode_size(len(DATA)))))
+    t.tell(query, given(encode_size(len(DATA))))
     assert [d.peer for d in t.all_of(DropProvider)] == [A]
     while first.index not in {r.index for r in t.all_of(RequestChunk) if r.peer == B}:
         assert t.wait() < 1
@@ -251,43 +234,42 @@ def test_a_wrong_chunk_of_a_blob_of_another_size_is_not_its_senders_fault():
     t = Talk()
     t.open()
     t.slots()
-    t.chunk(Given(), ChunkCheck.WRONG)
-    t.tell(Replied(t.take(QueryProvider, op=BlobOp.SIZE).number, Given(encode_size(len(DATA) + 1))))
-    assert not t.all_of(DropProvider) and t.all_of(FailFetch)
+    t.chunk(ChunkCheck.WRONG)
+    t.tell(t.take(QueryProvider, op=BlobOp.SIZE), given(encode_size(len(DATA) + 1)))
+    assert not t.all_of(DropProvider) and t.all_of(EndFetch)
     assert "another size" in t.scheduler.reasons()[A]
 
 
 def test_a_size_that_a_provider_stated_wrongly_is_asked_of_the_next():
     t = Talk([A, B], size=None)
-    t.tell(Replied(t.take(QueryProvider, op=BlobOp.SIZE).number, Given(encode_size(1))))
-    t.tell(BlobMismatch(t.take(OpenBlob).number))
-    assert t.all_of(DropProvider) == [DropProvider(A, "stated a wrong size (1 bytes)")] and t.all_of(CloseBlob)
+    t.tell(t.take(QueryProvider, op=BlobOp.SIZE), given(encode_size(1)))
+    t.tell(t.take(OpenBlob), None)
+    assert t.all_of(DropProvider) == [DropProvider(A, "stated a wrong size (1 bytes)")] and t.all_of(CancelAll)
     query = t.take(QueryProvider, op=BlobOp.SIZE)
     assert query.peer == B
-    t.tell(Replied(query.number, Given(encode_size(len(DATA)))))
+    t.tell(query, given(encode_size(len(DATA))))
     t.open()
     t.slots()
     for _ in range(3):
-        t.chunk(Given())
-    assert t.all_of(FinishFetch)
+        t.chunk()
+    assert t.all_of(EndFetch) == [EndFetch()]
 
 
 def test_a_stated_size_that_is_wrong_ends_the_fetch():
     t = Talk()
     t.open()
     t.slots()
-    t.chunk(Given(), ChunkCheck.WRONG_SIZE)
-    assert t.all_of(FailFetch) == [FailFetch(f"its size is not the {len(DATA):,} bytes that were stated")]
+    t.chunk(ChunkCheck.WRONG_SIZE)
+    assert t.all_of(EndFetch) == [EndFetch(f"its size is not the {len(DATA):,} bytes that were stated")]
 
 
 def test_before_a_provider_has_given_a_chunk_few_are_requested():
     data = bytes(20 * CHUNK)
     t = Talk([A, B], blob_digest(data), len(data))
-    t.tell(LeavesLoaded(t.take(LoadLeaves).number, blob_leaves(data)))
-    t.tell(BlobOpened(t.take(OpenBlob).number, range(20)))
+    t.tell(t.take(OpenBlob), range(20))
     t.slots()
     assert len([r for r in t.all_of(RequestChunk) if r.peer == A]) == UNPROVED
-    t.chunk(Given())
+    t.chunk()
     t.slots()
     assert len([r for r in t.all_of(RequestChunk) if r.peer == A]) > UNPROVED
 
@@ -298,39 +280,32 @@ def test_whatever_comes_the_scheduler_waits_for_something_until_it_is_over(seed:
     chance = random.Random(seed)
     data = bytes(12 * CHUNK)
     t = Talk([A, B], blob_digest(data), chance.choice([len(data), None]), deadline=30.0)
-    outcomes: list[Outcome] = [Given(), Lost("the stream broke"), REFUSED, MISSING]
-    outcomes += [Declined(s, s.name) for s in (ReplyStatus.ABSENT, ReplyStatus.BUSY)]
+    failures: list[BlobReply | Lost] = [Lost("the stream broke"), REFUSED, MISSING]
+    failures += [refusal(s, s.name) for s in (ReplyStatus.ABSENT, ReplyStatus.BUSY)]
     for _ in range(5000):
-        if t.all_of(FailFetch) or t.all_of(FinishFetch):
+        if t.all_of(EndFetch):
             return
-        open_ones = [a for a in t.actions if not isinstance(a, CancelRequest | CloseBlob | DropProvider)]
+        open_ones = [a for a in t.actions if not isinstance(a, CancelRequest | CancelAll | DropProvider | EndFetch)]
         if not open_ones or chance.random() < 0.2:
             t.wait()
             continue
         action = chance.choice(open_ones)
         t.actions.remove(action)
         match action:
-            case RequestSlot(number):
-                t.tell(SlotReady(number) if chance.random() < 0.9 else SlotLost(number, Lost("the stream broke")))
-            case RequestChunk(number):
-                outcome = chance.choice(outcomes)
-                t.tell(Replied(number, outcome))
-                if isinstance(outcome, Given):
-                    t.tell(ChunkChecked(number, chance.choice([ChunkCheck.STORED] * 9 + [ChunkCheck.WRONG])))
-            case QueryProvider(number, op=op):
+            case RequestSlot():
+                t.tell(action, None if chance.random() < 0.9 else Lost("the stream broke"))
+            case RequestChunk():
+                stored = chance.choice([ChunkCheck.STORED] * 9 + [ChunkCheck.WRONG])
+                t.tell(action, chance.choice([stored, *failures]))
+            case QueryProvider(op=op):
                 data_of = {
                     BlobOp.SIZE: encode_size(len(data)),
                     BlobOp.LEAVES: b"".join(blob_leaves(data)),
                     BlobOp.HAVE: chance.randbytes(2),
                 }
-                given = Given(data_of[op]) if chance.random() < 0.7 else chance.choice(outcomes[1:])
-                t.tell(Replied(number, given))
-            case LoadLeaves(number):
-                t.tell(LeavesLoaded(number, None))
-            case CheckLeaves(number):
-                t.tell(LeavesChecked(number, chance.random() < 0.8))
-            case OpenBlob(number):
-                t.tell(BlobOpened(number, range(12)))
+                t.tell(action, given(data_of[op]) if chance.random() < 0.7 else chance.choice(failures))
+            case OpenBlob(leaves=leaves):
+                t.tell(action, range(12) if leaves is not None and chance.random() < 0.8 else None)
             case ReserveEarly():
-                t.tell(EarlyReserved())
+                t.tell(action, None)
     pytest.fail("it goes on for ever")

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import async_timeout
 import pytest
 
 from peer.store import Store
-from peer.swarm import BlobFetchError, Handlers, PacketTooLarge, PeerRefused, PeerUnreachable, Swarm, SwarmLimits
+from peer.swarm import (
+    BlobFetchError,
+    Handlers,
+    PacketTooLarge,
+    PeerRefused,
+    PeerUnreachable,
+    Swarm,
+    SwarmError,
+    SwarmLimits,
+)
 from peer.swarm.rate_limiter import CallLimits, RateLimiter
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, RunId
@@ -92,6 +103,30 @@ async def test_blobs_are_fetched_and_requests_that_were_admitted_are_noted(three
     assert b.store.read(blob) == data and set(a.requested) == {(blob, b.key)}
     await c.swarm.fetch_blob(blob, None, [a.key, b.key], deadline_seconds=LIMIT)
     assert c.store.read(blob) == data
+
+
+async def test_a_swarm_that_stops_ends_its_fetches_and_begins_no_other(three: list[Member]):
+    """A task that fetches again after each failure, as those of a reduced round do, sees ordinary errors only."""
+    a, b, _ = three
+    data = bytes(6 * CHUNK)
+    blob = a.store.put(data)
+    a.may_serve = lambda blob, by: "not announced"
+    errors: list[Exception] = []
+
+    async def fetch_until_stopped() -> None:
+        while len(errors) < 3:
+            try:
+                await b.swarm.fetch_blob(blob, len(data), [a.key], deadline_seconds=LIMIT)
+            except SwarmError as e:
+                errors.append(e)
+
+    fetching = asyncio.create_task(fetch_until_stopped())
+    await asyncio.sleep(0.1)
+    assert not errors
+    await b.swarm.stop()
+    async with async_timeout.timeout(1):
+        await fetching
+    assert all(isinstance(e, PeerUnreachable) for e in errors)
 
 
 async def test_heartbeats_are_found_by_all(three: list[Member]):

@@ -149,7 +149,7 @@ def test_the_log_is_a_chain_of_hashes_and_a_merkle_tree(ledger):
     sent = ledger.entries(0, 1000)
     leaves = [leaf_hash(e) for e in sent]
     assert len(sent) == ledger.size() == 16 and ledger.entries(3, 2) == sent[3:5]
-    assert [ledger.leaf(i) for i in range(16)] == leaves
+    assert [ledger.node(0, i) for i in range(16)] == leaves
     assert [bytes(decode_entry(e).previous) for e in sent[1:]] == leaves[:-1]
     for size in range(17):
         assert ledger.root(size) == tree_hash(leaves[:size])
@@ -170,7 +170,7 @@ def test_a_stranger_replays_the_log_and_gets_the_same_balances(ledger):
     books = LedgerState.of(SPEC)
     for i, sent in enumerate(ledger.entries(0, 1000)):
         books.replay(sent, ledger.lines(i))
-    assert books.balances == ledger.balances() and books.leaf == ledger.leaf(ledger.size() - 1)
+    assert books.balances == ledger.balances() and books.leaf == ledger.node(0, ledger.size() - 1)
     entry = ledger.entry_of(accounts[2].record)
     assert entry == 2 and [decode_line(x) for x in ledger.lines(entry)] == list(accounts[2].lines)
     assert ledger.entry_of(Digest(bytes(32))) is None and ledger.lines(3) == []

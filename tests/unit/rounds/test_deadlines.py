@@ -6,7 +6,7 @@ import pytest
 
 from protocol.rounds import events as ev
 from protocol.rounds.deadlines import Deadlines
-from protocol.rounds.errors import InvariantError
+from protocol.rounds.phase import InvariantError
 from protocol.rounds.state_sync import StateSync
 from tests.support.rounds_bench import Bench
 

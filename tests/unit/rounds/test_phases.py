@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from protocol.messages import PHASES
-from protocol.rounds.errors import InvariantError
-from protocol.rounds.phase import TRANSITIONS, Phase, check_transition, phase_of
+from protocol.rounds.phase import TRANSITIONS, InvariantError, Phase, check_transition, phase_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "rounds.md"
 

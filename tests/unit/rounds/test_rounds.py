@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from protocol.ids import Digest, PeerKey, Round, sha256
-from protocol.messages import Finalization, Goodbye, Heartbeat, RoundRecord, UpdateHeader, Vote
+from protocol.messages import Directive, Finalization, Goodbye, Heartbeat, RoundRecord, UpdateHeader, Vote
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from protocol.rounds.machine import RoundMachine
@@ -58,6 +58,17 @@ def test_blobs_are_fetched_after_announcing_and_served_only_to_those_who_announc
     assert b.machine.may_serve(blob_of(ME), OTHERS[0]) is None
     assert "not announced" in b.machine.may_serve(blob_of(ME), OTHERS[1])
     assert b.machine.may_serve(Digest(sha256(b"checkpoint")), OTHERS[1]) is None
+
+
+def test_nothing_is_served_to_the_banned():
+    b = Bench()
+    b.announce()
+    b.step(ev.MessageReceived(FakeSigner(OTHERS[9]).sign(Directive(RUN, 1, banned=(OTHERS[0],)))))
+    for blob in (blob_of(ME), Digest(sha256(b"checkpoint"))):
+        assert b.machine.may_serve(blob, OTHERS[0]) == "the run's owner has banned you"
+    assert b.machine.may_serve(Digest(sha256(b"checkpoint")), OTHERS[1]) is None
+    b.step(ev.MessageReceived(FakeSigner(OTHERS[9]).sign(Directive(RUN, 2))))
+    assert b.machine.may_serve(Digest(sha256(b"checkpoint")), OTHERS[0]) is None
 
 
 def test_a_decided_round_is_served_to_anyone():

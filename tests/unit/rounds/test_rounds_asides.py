@@ -23,6 +23,21 @@ def state(number: int) -> Digest:
 class Split(Second):
     """Stands on a first record; others come on rival branches from the genesis, of more weight."""
 
+    def __init__(self):
+        self.requested: set[Digest] = set()
+        """Blobs that are requested, and not here yet."""
+        super().__init__()
+
+    def step(self, event, now=None):
+        if isinstance(event, ev.BlobHeld | ev.BlobInvalid):
+            self.requested.discard(event.blob)
+        for action in super().step(event, now):
+            if isinstance(action, do.FetchBlob):
+                self.requested.add(action.blob)
+            elif isinstance(action, do.DropBlob):
+                self.requested.discard(action.blob)
+        return self.actions
+
     def hears(self, label: bytes, by=(LIAR,), parent: Certificate | None = None, windows: int = 50) -> Certificate:
         """Deliver a record by these authors and return its certificate.
 
@@ -50,10 +65,6 @@ class Split(Second):
             found += self.step(ev.Tick(), self.now + 0.5)
         return found
 
-    @property
-    def tip(self) -> Digest | None:
-        return self.machine._sync.retried_tip
-
 
 def blobs(made: Certificate) -> set[Digest]:
     return {u.body.blob for u in made.record.body.updates}
@@ -63,9 +74,9 @@ def test_what_nobody_gave_is_asked_for_again_and_followed_when_it_is_here():
     b = Split()
     made = b.hears(b"a")
     b.passes(PATIENCE + 1)
-    assert b.chain.head == b.first and b.tip is None
+    assert b.chain.head == b.first and not b.requested
     asked = [a.blob for a in b.passes(PATIENCE) if isinstance(a, do.FetchBlob)]
-    assert set(asked) == blobs(made) and b.tip == made.digest and b.chain.head == b.first
+    assert set(asked) == blobs(made) == b.requested and b.chain.head == b.first
     for blob in blobs(made):
         b.step(ev.BlobHeld(blob))
     assert b.chain.head == made.digest and b.of(do.Resync)
@@ -77,13 +88,14 @@ def test_where_a_branch_led_that_the_tree_has_dropped_nobody_looks_any_more():
     b.chain.limits = replace(b.chain.limits, max_side_records=8)
     small = b.hears(b"b", parent=b.hears(b"a"), windows=2)
     b.passes(2 * PATIENCE + 2)
-    assert b.tip == small.digest
+    assert blobs(small) < b.requested
     big = b.hears(b"c", parent=b.hears(b"d"), windows=10)
     b.passes(4)  # its author has failed us before: it is quarantined soon
     for i in range(6):
         big = b.hears(bytes([i]), parent=big, windows=1)
-    assert small.digest not in b.chain and b.tip != small.digest
+    assert small.digest not in b.chain and not blobs(small) & b.requested
     b.passes(PATIENCE)
+    assert not blobs(small) & b.requested
 
 
 def test_one_who_makes_branch_after_branch_hides_nobody_elses():
@@ -110,7 +122,7 @@ def test_a_branch_that_has_become_final_is_aside_no_more():
     assert b.chain.head == made.digest
     b.chain.limits = replace(b.chain.limits, min_main_records=1, max_records=1)
     b.hears(b"b", parent=made)
-    assert b.chain.root == made.digest and not len(b.machine._sync._quarantine)
+    assert b.chain.root == made.digest and b.machine.sizes()["quarantined"][0] == 0
     b.passes(4 * PATIENCE)
 
 
@@ -119,13 +131,12 @@ def test_who_is_on_the_way_from_a_branch_that_is_gone_does_not_say_that_it_train
     made = b.hears(b"a")
     for blob in blobs(made):
         b.step(ev.BlobHeld(blob))
-    b.passes(1)
-    assert b.machine._sync.sync_target == made.digest and b.machine.phase == "training"
+    moves = [a.path[-1] for a in b.passes(1) if isinstance(a, do.Resync)]
+    assert moves == [made] and b.machine.phase == "training"
     b.step(ev.MessageReceived(FakeSigner(OTHERS[9]).sign(Finalization(RUN, Round(0), made.digest))))
     b.chain.limits = replace(b.chain.limits, min_main_records=1, max_records=1)
     b.hears(b"b", parent=made)
-    assert b.first not in b.chain and b.machine._sync.applied == b.first
-    assert b.machine.phase == "syncing"
+    assert b.first not in b.chain and b.machine.phase == "syncing"
 
 
 def test_a_move_that_fails_though_all_is_held_is_tried_less_and_less():
@@ -148,7 +159,7 @@ def test_a_bad_update_that_is_given_when_it_is_asked_for_again_drops_its_record(
     b = Split()
     made = b.hears(b"a")
     b.passes(2 * PATIENCE + 1)
-    assert b.tip == made.digest
+    assert b.requested == blobs(made)
     b.step(ev.BlobInvalid(next(iter(blobs(made))), "chunk 3: a scale that is not finite"))
-    assert made.digest not in b.chain and b.tip is None
+    assert made.digest not in b.chain and not b.requested
     assert [r for r in b.of(do.Notice) if r.kind == "bad-record"]

@@ -6,18 +6,42 @@ from collections import Counter
 
 import pytest
 
-from protocol.ids import Digest, Round, sha256
+from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.reduce_plan import GATHER, ReducePlan
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
+from protocol.rounds.members import Penalties
 from tests.simulation.checkers import check_counted_once
 from tests.simulation.hostile import Poisoner
 from tests.simulation.network import Weather
 from tests.simulation.node import Node
 from tests.simulation.signer import certificate
 from tests.simulation.world import REDUCE, World, policy_for
-from tests.support.rounds_bench import ME, OTHERS, POLICY, Bench
+from tests.support.rounds_bench import ME, OTHERS, POLICY, Bench, blob_of
 from tests.support.second_round import BUSY, LASTED, NEXT, SLOW, Second
+
+AFTER = Digest(sha256(b"after"))
+
+
+def penalised(b: Bench, kind: str) -> int:
+    return b.machine.sizes()[kind][0]
+
+
+def late_round(*others: PeerKey) -> Bench:
+    """Return a machine that has awaited BUSY and SLOW in vain until the deadline; the others have announced."""
+    b = Bench()
+    for key in (BUSY, SLOW, *others):
+        b.beat(key)
+    b.announce()
+    b.hold(*(b.header(key) for key in others))
+    while b.now < POLICY.exchange_seconds:
+        assert penalised(b, "late") == 0
+        b.step(ev.Tick(), b.now + 2)
+        for key in (BUSY, SLOW, *others):
+            b.beat(key, sequence=2 + int(b.now))
+    b.step(ev.Tick())
+    assert penalised(b, "late") == 2
+    return b
 
 
 @pytest.mark.parametrize("behind, longest", [(True, LASTED), (False, POLICY.heartbeat_seconds)])
@@ -30,8 +54,30 @@ def test_who_is_a_round_behind_or_has_done_nothing_yet_is_waited_for_a_little_an
     b.announced()
     assert b.machine.summary(b.now).awaited == (SLOW,)
     assert b.waits_until() == pytest.approx(LASTED + longest, abs=0.2)
-    lagging = b.machine._c.members.lagging
-    assert lagging.holds(SLOW, 2) and lagging.holds(SLOW, 3) and not lagging.holds(BUSY, 2)
+    assert penalised(b, "lagging") == 1 and penalised(b, "late") == 0
+    theirs = [h for h in b.machine.summary(b.now).headers if h.author == BUSY]
+    second = b.next_record(SLOW, [*theirs, b.header(SLOW, label=b"2", **b.work(10))])
+    b.step(ev.StateReached(second, AFTER))
+    assert penalised(b, "lagging") == 0, "a record lists it"
+
+
+def test_a_penalty_counts_for_twice_as_many_rounds_each_time_until_it_is_forgiven():
+    penalties = Penalties(2)
+    penalties.penalise(SLOW, 1)
+    assert [n for n in range(9) if penalties.holds(SLOW, n)] == [0, 1, 2, 3]
+    penalties.penalise(SLOW, 4)
+    assert penalties.holds(SLOW, 8) and not penalties.holds(SLOW, 9) and not penalties.holds(BUSY, 4)
+    penalties.forgive(SLOW)
+    assert not penalties.holds(SLOW, 4)
+
+
+def test_who_falls_silent_is_not_waited_for_two_heartbeats_later():
+    b = Second(lasted=0.5)  # both were heard from at 0
+    b.announced()
+    assert b.machine.summary(b.now).awaited == (SLOW,)
+    while b.machine.summary(b.now).awaited:
+        b.step(ev.Tick(), b.machine.next_tick)
+    assert b.now == 2 * POLICY.heartbeat_seconds
 
 
 def test_who_is_a_round_behind_and_comes_is_waited_for_as_anybody():
@@ -45,7 +91,7 @@ def test_who_is_a_round_behind_and_comes_is_waited_for_as_anybody():
     late = b.header(SLOW, label=b"2", round=Round(1), parent=b.first, base_state=NEXT, first_window=10, end_window=20)
     b.step(ev.MessageReceived(late))
     b.slow = (b.first, 5)
-    assert b.machine.summary(b.now).awaited == (SLOW,) and not len(b.machine._c.members.lagging)
+    assert b.machine.summary(b.now).awaited == (SLOW,) and penalised(b, "lagging") == 0
     b.step(ev.BlobHeld(late.body.blob))
     assert b.machine.summary(b.now).awaited == ()
 
@@ -82,32 +128,32 @@ def test_one_who_sent_a_bad_update_does_not_end_rounds_by_what_it_claims(how):
 
 
 def test_what_one_announces_who_was_late_before_counts_for_the_target():
-    b = Second()
+    b = late_round()
+    first = b.chain.head
+    assert first != b.chain.genesis  # our update alone
+    b.step(ev.StateReached(first, NEXT))
     for key in (BUSY, SLOW):
-        b.machine._c.members.penalise(key, 1)
-        b.say(key, b.first, 8)
+        b.beat(key, windows=8, sequence=99, head=first, weight=25)
     b.step(ev.TrainingProgress(3, 1.0, 1.0))
     assert not b.of(do.RequestUpdate)
-    ours = dict(round=Round(1), parent=b.first, base_state=NEXT, first_window=10)
-    b.step(ev.MessageReceived(b.header(BUSY, label=b"2", end_window=27, **ours)))
+    b.step(ev.MessageReceived(b.header(BUSY, 17, round=Round(1), parent=first, base_state=NEXT)))
     assert b.of(do.RequestUpdate)
 
 
 def test_who_is_in_an_applied_record_is_forgiven_however_late_it_came():
-    b = Bench()
-    members = b.machine._c.members
-    for key in (BUSY, SLOW):
-        b.beat(key)
-    b.announce()
-    for key in (BUSY, SLOW):
-        members.penalise(key, 3)
-        members.lagging.penalise(key, 3)
+    b = late_round(OTHERS[2])  # its vote is missing
+    assert b.chain.head == b.chain.genesis
     theirs = b.header(BUSY)
     b.step(ev.CertificateReceived(certificate(b.record(BUSY, [b.mine, theirs]), [BUSY, ME]), BUSY))
     b.step(ev.BlobHeld(theirs.body.blob))
     b.step(ev.StateReached(b.chain.head, NEXT))
-    assert members.is_waited_for(BUSY, 1) and not members.lagging.holds(BUSY, 1)
-    assert not members.is_waited_for(SLOW, 1) and members.lagging.holds(SLOW, 1)
+    assert penalised(b, "late") == 1
+    for key in (BUSY, SLOW):
+        b.beat(key, sequence=99, head=b.chain.head, weight=35)
+    b.step(ev.TrainingProgress(25, 1.0, 1.0))
+    b.step(ev.UpdateReady(b.chain.head, 25, 50, 5, blob_of(ME, b"2"), 9, 1.0))
+    awaited = b.machine.summary(b.now).awaited
+    assert BUSY in awaited and SLOW not in awaited
 
 
 def test_a_laggard_that_says_something_else_in_time_was_waited_for_in_vain_all_the_same():
@@ -118,7 +164,7 @@ def test_a_laggard_that_says_something_else_in_time_was_waited_for_in_vain_all_t
     assert b.machine.summary(b.now).awaited == (SLOW,)
     b.step(ev.Tick(), b.now + 0.5)
     b.say(SLOW, Digest(sha256(b"nowhere")))
-    assert b.machine.summary(b.now).awaited == () and b.machine._c.members.lagging.holds(SLOW, 2)
+    assert b.machine.summary(b.now).awaited == () and penalised(b, "lagging") == 1
 
 
 def test_strangers_do_not_make_a_record_that_most_announced():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.rounds.bootstrap import TIMES, Bootstrap
+from protocol.rounds.chain_sync import MAX_PATIENCES, Bootstrap
 from protocol.rounds.deadlines import Deadlines
 
 HEAR, PATIENCE = 4.0, 20.0
@@ -44,7 +44,7 @@ def test_while_records_come_it_waits_for_more(joining: Bootstrap):
 
 
 def test_records_without_an_end_are_not_waited_for_without_an_end(joining: Bootstrap):
-    end = 100 + HEAR + (TIMES + 1) * PATIENCE
+    end = 100 + HEAR + (MAX_PATIENCES + 1) * PATIENCE
     for at in range(100, 1000, 10):
         joining.grew(float(at))
         assert over(joining, float(at)) == (at >= end)

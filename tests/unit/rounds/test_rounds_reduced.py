@@ -12,6 +12,7 @@ from protocol.messages import Goodbye, RoundRecord, ShardAttestation, UpdateHead
 from protocol.reduce_plan import ReducePlan
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
+from protocol.rounds.future_messages import FutureMessages
 from protocol.rounds.reduce import Reduce
 from tests.simulation.signer import FakeSigner, certificate
 from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, Bench, blob_of
@@ -408,7 +409,7 @@ def test_who_does_not_take_part_hears_whom_committees_cannot_get_and_follows_wha
 
 def test_words_of_a_round_to_come_are_kept_and_push_out_no_header():
     b = Bench(policy=THREE)
-    early = b.machine._future
+    early = FutureMessages(THREE.max_members)
     header = b.header(OTHERS[0], round=Round(1))
     early.keep(header, trusted=True)
     for i in range(50):
