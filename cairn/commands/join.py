@@ -191,8 +191,8 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
                      f' "{options.name}"' if options.name else "")  # fmt: skip
             node = build_node(membership, node_options)
             running = asyncio.create_task(node.run())
-            asking = asyncio.create_task(_ask_for_credits(membership, screen, lambda: node.latest.members))
-            with screen.showing(lambda: node.latest):  # drawn by another thread
+            asking = asyncio.create_task(_ask_for_credits(membership, screen, lambda: node.reporter.latest.members))
+            with screen.showing(lambda: node.reporter.latest):  # drawn by another thread
                 await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
                 if not running.done():
                     log.info("leaving: announcing what is done, saving the rest (at most 10 s)")

@@ -1,6 +1,30 @@
 """The node: one asyncio process that drives the round machine with the store, the swarm and the trainer.
 
-`builder` puts a `Node` together, bottom-up. `driver` feeds the round machine, and `action_handler` carries out its
-actions. `peer_requests` answers other peers, and `trainer_client` speaks with the trainer. Decisions about rounds are
-made in `protocol.rounds`, and tensors are handled in `peer.training`.
+Decisions about rounds are made in `protocol.rounds`, and tensors are handled in `peer.training`. A part that has
+collaborators is a dataclass of them: its private state follows. Read the modules in this order:
+
+1. The whole
+   - `options`, `builder`: the settings, and all parts put together, bottom-up
+   - `node`: start, end, and what the rest of the process may use
+   - `events`, `tasks`: the machine's queue, observable events, background tasks
+   - `driver`, `round_timings`: events into the round machine, actions out of it, and the time that a round takes
+   - `action_handler`: the effect of each action
+   - `peer_requests`, `inbox`: other peers' packets and requests, verified
+2. The run
+   - `membership`: the right to take part, its renewal, and the first addresses
+   - `coordinator_discovery`, `admission_wait`: the coordinator's address, and the wait while it is away
+   - `directive_handler`: the owner's directives on this machine
+   - `certificate_store`: the chain on disk
+3. The network
+   - `network`: the swarm as the node uses it
+   - `peer_table`, `introducer`: the peers that are there, and how they find each other
+   - `outbox`, `message_relay`: messages out, and for members that cannot reach each other
+   - `compact_records`: large records as names of headers
+4. Blobs
+   - `update_fetcher`, `blob_retention`: fetched, checked, and removed
+   - `shard_reducer`, `slice_relay`: a committee member's work in a reduced round
+5. The trainer
+   - `trainer_files`, `trainer_supervisor`: its files and its process
+   - `state_loader`, `trainer_client`: its moves along the chain, and its requests and answers
+   - `usage_log`, `snapshot`, `status_reporter`: reports for people
 """

@@ -17,13 +17,13 @@ from contextlib import suppress
 from dataclasses import replace
 
 from peer.errors import PeerError
-from peer.node.assets import fetch_assets
 from peer.node.builder import build_node
 from peer.node.membership import ABSENT, Membership
 from peer.node.node import Node
 from peer.node.options import NodeOptions
 from peer.node.outbox import NETWORK_ERRORS
 from peer.node.tasks import cancel_and_wait
+from peer.node.trainer_files import fetch_assets
 from protocol.errors import CairnError
 
 log = logging.getLogger("peer.admission")

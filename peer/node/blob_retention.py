@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from peer.node.update_fetcher import UpdateFetcher
 from peer.store import Store
@@ -19,18 +20,20 @@ NEW_UPDATES = 2
 """Own updates that are kept before the machine names them."""
 
 
+@dataclass(eq=False)
 class BlobRetention:
     """Removal of all blobs that nobody needs.
 
     `retained` gives the blobs to keep beside the run's assets, whenever it is called.
     """
 
-    def __init__(self, spec: RunSpec, store: Store, updates: UpdateFetcher, retained: Callable[[], Iterable[Digest]]):
-        self._assets = assets(spec)
-        self._store = store
-        self._updates = updates
-        self._retained = retained
-        self._states: deque[Digest] = deque(maxlen=spec.checkpoint.keep + 1)
+    spec: RunSpec
+    store: Store
+    updates: UpdateFetcher
+    retained: Callable[[], Iterable[Digest]]
+
+    def __post_init__(self) -> None:
+        self._states: deque[Digest] = deque(maxlen=self.spec.checkpoint.keep + 1)
         self._new_updates: deque[Digest] = deque(maxlen=NEW_UPDATES)
 
     def keep_update(self, digest: Digest) -> None:
@@ -47,14 +50,10 @@ class BlobRetention:
 
         They are selected at once; blobs that arrive later stay. Raise StoreError.
         """
-        gone = self._store.unreferenced({*self._assets, *self._states, *self._new_updates, *self._retained()})
-        await asyncio.to_thread(self._remove, gone)
-        self._updates.forget(gone)
+        gone = self.store.unreferenced({*assets(self.spec), *self._states, *self._new_updates, *self.retained()})
+        await asyncio.to_thread(lambda: [self.store.remove(digest) for digest in gone])
+        self.updates.forget(gone)
         return gone
-
-    def _remove(self, gone: Sequence[Digest]) -> None:
-        for digest in gone:
-            self._store.remove(digest)
 
 
 def assets(spec: RunSpec) -> set[Digest]:

@@ -57,8 +57,6 @@ def build_node(
     tasks, queue, timings = Tasks(), EventQueue(observers), RoundTimings()
     codec = make_codec(spec.codec, spec.model.layout)
     reduction = Reduction(spec.codec, spec.model.layout)
-    exchange_seconds = spec.round.exchange_seconds
-    inbox = Inbox(membership.decoder, membership.locator)
 
     policy = RoundPolicy.of(spec)
     limits = policy.chain_limits
@@ -67,36 +65,20 @@ def build_node(
     certificates = CertificateStore(store, membership.decoder, spec, limits)
     chain = certificates.chain
     machine = RoundMachine(
-        policy=policy,
-        run=spec.run_id,
-        signer=KeySigner(membership.identity),
-        chain=chain,
+        policy,
+        spec.run_id,
+        KeySigner(membership.identity),
+        chain,
+        now=time.monotonic(),
         observer=options.observer,
         blob_size=codec.size,
-        now=time.monotonic(),
     )
     banned = partial(is_banned, chain)
-    network = Network(
-        membership,
-        tasks,
-        listen=options.listen,
-        announce=options.announce,
-        is_banned=banned,
-        start_swarm=start_swarm,
-    )
+    network = Network(membership, tasks, options.listen, options.announce, banned, start_swarm)
+    inbox = Inbox(membership.decoder, membership.locator)
 
-    updates = UpdateFetcher(store, network, codec, deadline_seconds=exchange_seconds, post=queue.post, tasks=tasks)
-    reducer = ShardReducer(
-        store,
-        network,
-        updates,
-        reduction,
-        codec.size,
-        spec.outer,
-        exchange_seconds=exchange_seconds,
-        post=queue.post,
-        tasks=tasks,
-    )
+    updates = UpdateFetcher(store, network, codec, spec.round.exchange_seconds, queue.post, tasks)
+    reducer = ShardReducer(store, network, updates, reduction, codec.size, spec.outer, queue.post, tasks)
     relay = SliceRelay(me, store, network, reduction, codec.size, spec.round, machine, tasks)
     retention = BlobRetention(
         spec, store, updates, lambda: machine.retained_blobs() | set(reducer.retained_blobs())
@@ -104,20 +86,19 @@ def build_node(
 
     trainer = None
     if not options.observer:
-        loader = StateLoader(spec, me, store, chain, network, updates, reducer, post=queue.post)
+        loader = StateLoader(spec, me, store, chain, network, updates, reducer, queue.post)
         trainer = TrainerClient(
             spec, me, options, store, chain, updates, retention, loader, tasks, queue.post, supervise
         )  # fmt: skip
-    directives = DirectiveHandler(me, spec.data.window, trainer, (updates, reducer, network))
+    directives = DirectiveHandler(me, spec.data.window, trainer, (updates, network.peers))
     handler = ActionHandler(
         store, network, inbox, certificates, updates, reducer, directives, trainer, queue, tasks, observers
     )  # fmt: skip
     status = partial(local_status, membership, network, trainer)
     driver = RoundDriver(machine, handler, queue, observers, timings, status=status)
-    requests = PeerRequests(
-        me, inbox, network, machine, certificates, membership.locator, relay, queue, observers, banned
-    )
-    reporter = StatusReporter(membership, options, network, machine, directives, timings, trainer, observers)
+    requests = PeerRequests(membership, inbox, network, machine, certificates, relay, queue, observers)
+    folder = options.folder
+    reporter = StatusReporter(membership, folder, network, machine, directives, timings, trainer, observers)
     return Node(
         membership, network, certificates, retention, trainer, driver, requests, reporter, observers, tasks
     )  # fmt: skip

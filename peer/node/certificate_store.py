@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from itertools import islice
+from typing import Any
 
+from peer.node.inbox import MAX_CERTIFICATES
 from peer.store import Store
 from protocol.chain import Chain, ChainLimits, UnknownParent
 from protocol.errors import ChainError, FinalizedConflict, MalformedError, ProtocolError
@@ -20,7 +23,7 @@ FINALIZATION, DIRECTIVE = "finalization", "directive"
 """Names of the values in the store."""
 
 MAX_HAVE = 256
-REPLY_CERTIFICATES = 64
+REPLY_CERTIFICATES = MAX_CERTIFICATES // 4
 REPLY_BYTES = 2 * 1024 * 1024
 
 SWEEP_EVERY = 256
@@ -43,11 +46,7 @@ class CertificateStore:
         self._load(self.chain)
 
     def _load(self, chain: Chain) -> None:
-        if (encoded := self._store.read_value(DIRECTIVE)) is not None:
-            try:
-                chain.add_directive(self._decoder.decode(encoded, Directive))  # first: it excludes rolled back rounds
-            except ProtocolError as e:
-                log.warning("the stored directive is left out: %s", e)
+        self._restore(DIRECTIVE, Directive, chain.add_directive)  # first: it excludes rolled back rounds
         loaded, left_out, why, rolled_back = 0, 0, "", 0
         for data in self._store.certificates():
             try:
@@ -64,13 +63,17 @@ class CertificateStore:
             log.warning("%d stored certificates are left out, the first because %s; others have them", left_out, why)
         if rolled_back:
             log.info("%d stored certificates are of branches that cannot win any more", rolled_back)
-        if (encoded := self._store.read_value(FINALIZATION)) is not None:
-            try:
-                chain.add_finalization(self._decoder.decode(encoded, Finalization))
-            except ProtocolError as e:
-                log.warning("the stored finalization is left out: %s", e)
+        self._restore(FINALIZATION, Finalization, chain.add_finalization)
         if loaded:
             log.info("resuming: %d records in the store, round %d", loaded, chain.height(chain.head))
+
+    def _restore(self, name: str, kind: type[Any], add: Callable[[Signed[Any]], object]) -> None:
+        """Give a stored message to the chain."""
+        if (encoded := self._store.read_value(name)) is not None:
+            try:
+                add(self._decoder.decode(encoded, kind))
+            except ProtocolError as e:
+                log.warning("the stored %s is left out: %s", name, e)
 
     def store(self, certificate: Certificate) -> None:
         """Write a certificate; it is on disk on return. Raise StoreError.

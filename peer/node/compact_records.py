@@ -8,8 +8,8 @@ bounded: what does not fit is dropped, and the round machine repeats what matter
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections import ChainMap, OrderedDict
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from peer.node.outbox import NETWORK_ERRORS
@@ -60,7 +60,6 @@ class HeaderCache:
         self._encoded: dict[bytes, bytes] = {}
 
     def add(self, header: Signed[UpdateHeader]) -> None:
-        """Keep a verified header."""
         name = header_id(header.encoded)
         if name in self._encoded:
             return
@@ -82,7 +81,6 @@ class HeaderCache:
 
     @property
     def authors(self) -> int:
-        """The number of authors with headers here."""
         return len(self._by_author)
 
     def __len__(self) -> int:
@@ -90,23 +88,12 @@ class HeaderCache:
 
 
 class HeaderLink(Protocol):
-    """The network as `CompactRecords` uses it."""
+    """The network as `CompactRecords` uses it. `receive` processes a packet as if it had arrived."""
 
-    async def request_headers(self, sender: PeerKey, names: wire.Packet) -> wire.Packet:
-        """Return the headers with these names. Raise NETWORK_ERRORS."""
-        ...
-
-    async def receive(self, sender: PeerKey, packet: wire.Packet) -> None:
-        """Process a packet with a reconstructed record as if it had arrived whole."""
-        ...
-
-    def is_member(self, key: PeerKey) -> bool:
-        """Return whether a peer is a member: compact records of others are dropped."""
-        ...
-
-    def charge(self, sender: PeerKey, size: int) -> None:
-        """Count bytes of a reconstructed record against the sender's limit: it is no cheaper than a whole one."""
-        ...
+    async def request_headers(self, sender: PeerKey, names: wire.Packet) -> wire.Packet: ...
+    async def receive(self, sender: PeerKey, packet: wire.Packet) -> None: ...
+    def is_member(self, key: PeerKey) -> bool: ...
+    def charge(self, sender: PeerKey, size: int) -> None: ...
 
 
 class CompactRecords:
@@ -136,12 +123,8 @@ class CompactRecords:
     def answer(self, request: wire.Packet) -> wire.Packet:
         """Return the requested headers of the records that this node sent. Raise MalformedError."""
         names = check_header_ids([bytes(n) for n in request.messages])
-        found: list[bytes] = []
-        for name in dict.fromkeys(names):
-            header = next((h for _, hs in self._made.values() if (h := hs.get(name)) is not None), None)
-            if header is not None:
-                found.append(header)
-        return wire.Packet(messages=found)
+        headers = ChainMap(*(headers for _, headers in self._made.values()))
+        return wire.Packet(messages=[headers[name] for name in dict.fromkeys(names) if name in headers])
 
     @property
     def answerable(self) -> int:
@@ -166,15 +149,13 @@ class CompactRecords:
         if not any(map(is_compact_record, packet.messages)):
             return packet
         messages: list[bytes] = []
-        seen = 0
+        left = IN_PACKET if self._link.is_member(sender) else 0
         for encoded in packet.messages:
             if not is_compact_record(encoded):
                 messages.append(encoded)
-                continue
-            seen += 1
-            if seen <= IN_PACKET and self._link.is_member(sender):
-                record = self._record(sender, encoded)
-                if record is not None:
+            elif left > 0:
+                left -= 1
+                if (record := self._record(sender, encoded)) is not None:
                     messages.append(record)
         return wire.Packet(messages=messages, certificates=packet.certificates)
 
@@ -187,13 +168,16 @@ class CompactRecords:
             return None
         found = self._known(short.header_ids)
         if len(found) == len(short.header_ids):
-            record = short.reconstruct([found[n] for n in short.header_ids])
-            self._link.charge(sender, len(record))
-            return record
+            return self._reconstruct(sender, short, found)
         if sender not in self._requesting and len(self._requesting) < REQUESTS:
             self._requesting.add(sender)
             self._tasks.spawn(self._complete(sender, short), "headers of a record")
         return None
+
+    def _reconstruct(self, sender: PeerKey, short: CompactRecord, headers: Mapping[bytes, bytes]) -> bytes:
+        record = short.reconstruct([headers[n] for n in short.header_ids])
+        self._link.charge(sender, len(record))  # it is no cheaper than a whole one
+        return record
 
     def _known(self, names: Iterable[bytes]) -> dict[bytes, bytes]:
         return {n: h for n in names if (h := self._headers.get(n)) is not None}
@@ -208,8 +192,7 @@ class CompactRecords:
             if len(found) < len(short.header_ids):
                 log.info("%s names headers in a record that it does not give", sender.short)
                 return
-            record = short.reconstruct([found[n] for n in short.header_ids])
-            self._link.charge(sender, len(record))
+            record = self._reconstruct(sender, short, found)
         except MalformedError as e:
             log.warning("refused the headers of a record from %s: %s", sender.short, e)
             return

@@ -53,7 +53,8 @@ class CoordinatorLocator:
         self._run, self._owner = spec.run_id, spec.owner_key
         self._client = client
         self._spec: bytes | None = None
-        self._newest: Signed[Any] | None = None
+        self.newest: Signed[Any] | None = None
+        """The newest verified record; None when there is none yet."""
         self._changed = asyncio.Event()
         if (encoded := store.read_value(COORDINATOR_ADDRESS)) is not None:
             try:
@@ -61,22 +62,17 @@ class CoordinatorLocator:
             except ProtocolError as e:
                 log.warning("the stored coordinator address is ignored: %s", e)
 
-    @property
-    def newest(self) -> Signed[Any] | None:
-        """The newest verified record; None when there is none yet."""
-        return self._newest
-
     def _set(self, record: Signed[Any]) -> None:
-        self._newest = record
+        self.newest = record
         if self._client is not None:
             self._client.moved(record.body)
 
     def accept(self, encoded: bytes) -> bool:
         """Keep a record if it is newer than the one before, and return whether it is. Raise ProtocolError."""
-        found = open_if_newer(encoded, self._run, self._owner, self._newest)
+        found = open_if_newer(encoded, self._run, self._owner, self.newest)
         if found is None:
             return False
-        before = self._newest
+        before = self.newest
         self._set(found)
         if before is None or before.body.coordinators != found.body.coordinators:
             places = " or ".join(map(str, found.body.coordinators))
@@ -91,9 +87,9 @@ class CoordinatorLocator:
 
     async def newer_than(self, record: Signed[Any] | None) -> Signed[Any]:
         """Wait until the newest record is another one than `record`, and return it."""
-        while self._newest is None or self._newest is record:
+        while self.newest is None or self.newest is record:
             await self._changed.wait()
-        return self._newest
+        return self.newest
 
     def answer(self, request: wire.CoordinatorAddressRequest, addresses: Sequence[str]) -> wire.CoordinatorAddressReply:
         """Return what this node knows; `addresses` are multiaddresses of members, ours first.
@@ -106,7 +102,7 @@ class CoordinatorLocator:
             self._spec = self._store.read_value(SPEC)
         return wire.CoordinatorAddressReply(
             spec=(self._spec or b"") if request.wants_spec else b"",
-            coordinator_address=self._newest.encoded if self._newest is not None else b"",
+            coordinator_address=self.newest.encoded if self.newest is not None else b"",
             addresses=list(addresses)[:MAX_ADDRESSES],
         )
 
@@ -163,31 +159,26 @@ async def discover_run(run: RunId, addresses: Iterable[str]) -> DiscoveredRun | 
     # Imported here: it loads hivemind and torch, which most newcomers do not need for this.
     from peer.swarm.anonymous import ask_for_coordinator
 
-    answers = _Answers(run)
-    members = await ask_for_coordinator(run, addresses, answers.accept)
-    if answers.spec is None:
-        return None
-    return DiscoveredRun(answers.encoded, newest_address(answers.records), tuple(answers.addresses), members)
+    encoded, spec = b"", None
+    records: list[Signed[Any]] = []
+    usable: list[str] = []
 
-
-class _Answers:
-    def __init__(self, run: RunId):
-        self._run = run
-        self.encoded = b""
-        self.spec: RunSpec | None = None
-        self.records: list[Signed[Any]] = []
-        self.addresses: list[str] = []
-
-    def accept(self, member: PeerKey, reply: wire.CoordinatorAddressReply) -> bool:
+    def accept(member: PeerKey, reply: wire.CoordinatorAddressReply) -> bool:
         """Return whether an honest member would answer so: the spec is the run's, and it verifies the rest."""
+        nonlocal encoded, spec
         try:
-            if self.spec is None or reply.spec != self.encoded:
-                spec = open_spec(reply.spec, self._run)
-                self.encoded, self.spec = self.encoded or reply.spec, self.spec or spec
+            if spec is None or reply.spec != encoded:
+                opened = open_spec(reply.spec, run)
+                encoded, spec = encoded or reply.spec, spec or opened
             if reply.coordinator_address:
-                self.records.append(open_coordinator_address(reply.coordinator_address, self._run, self.spec.owner_key))
+                records.append(open_coordinator_address(reply.coordinator_address, run, spec.owner_key))
         except CairnError as e:
             log.warning("the answer of %s about the coordinator is refused: %s", member.short, e)
             return False
-        self.addresses += [a for a in usable_addresses(reply.addresses) if a not in self.addresses]
+        usable.extend(usable_addresses(reply.addresses))
         return True
+
+    members = await ask_for_coordinator(run, addresses, accept)
+    if spec is None:
+        return None
+    return DiscoveredRun(encoded, newest_address(records), tuple(dict.fromkeys(usable)), members)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from peer.channel import Orders
+from peer.node.trainer_client import TrainerClient
 from protocol.chain import Chain
 from protocol.ids import PeerKey
 from protocol.messages import Directive
@@ -17,63 +19,49 @@ from protocol.rounds.policy import RoundPolicy
 class PolicyUser(Protocol):
     """A part of the node that follows the policy of the open round."""
 
-    def apply_policy(self, policy: RoundPolicy) -> None:
-        """Follow this policy from now on."""
-        ...
+    def apply_policy(self, policy: RoundPolicy) -> None: ...
 
 
-class OrderedTrainer(Protocol):
-    """The trainer as `DirectiveHandler` uses it."""
-
-    def order(self, orders: Orders) -> None:
-        """Give the trainer its orders."""
-        ...
-
-
+@dataclass(eq=False)
 class DirectiveHandler:
-    """Passes changes of the directives in force to the trainer and to all users of the policy."""
+    """Passes changes of the directives in force to the trainer and to all users of the policy.
 
-    def __init__(self, me: PeerKey, window: int, trainer: OrderedTrainer | None, users: Sequence[PolicyUser]):
-        """`window`: tokens of one window. `trainer`: None for an observer."""
-        self._me = me
-        self._window = window
-        self._trainer = trainer
-        self._users = users
-        self._directive: Directive | None = None
-        self._policy: RoundPolicy | None = None
-        self._orders: Orders | None = None
+    `window` is in tokens. `trainer` is None for an observer.
+    """
+
+    me: PeerKey
+    window: int
+    trainer: TrainerClient | None
+    users: Sequence[PolicyUser]
+    _present: DirectivesChanged | None = field(default=None, init=False)
 
     def handle(self, change: DirectivesChanged) -> None:
-        """Carry out the action."""
-        self._directive = change.directive
-        if change.policy != self._policy:
-            self._policy = change.policy
-            for user in self._users:
+        before, self._present = self._present, change
+        if before is None or change.policy != before.policy:
+            for user in self.users:
                 user.apply_policy(change.policy)
-        orders = orders_of(change.resting, change.policy, self._window)
-        if orders != self._orders and self._trainer is not None:
-            self._trainer.order(orders)
-        self._orders = orders
+        orders = self._orders(change)
+        if self.trainer is not None and (before is None or orders != self._orders(before)):
+            self.trainer.order(orders)
+
+    def _orders(self, change: DirectivesChanged) -> Orders:
+        policy = change.policy
+        return Orders(change.resting, policy.max_update_windows, policy.target_windows * self.window)
 
     @property
     def target_tokens(self) -> int:
         """The tokens that the swarm aims at in the open round; 0 before the start."""
-        return 0 if self._orders is None else self._orders.target_tokens
+        return 0 if self._present is None else self._orders(self._present).target_tokens
 
     @property
     def description(self) -> str:
         """The directives that concern this peer, for people; empty when there are none."""
-        return "" if self._directive is None else describe(self._directive, self._me)
+        return "" if self._present is None else describe(self._present.directive, self.me)
 
 
 def is_banned(chain: Chain, key: PeerKey) -> bool:
     """Return whether the newest directive on the chain bans a peer."""
     return chain.newest_directive is not None and key in chain.newest_directive.body.banned
-
-
-def orders_of(resting: bool, policy: RoundPolicy, window: int) -> Orders:
-    """Return the orders for the trainer."""
-    return Orders(resting, policy.max_update_windows, policy.target_windows * window)
 
 
 def describe(directive: Directive, me: PeerKey) -> str:

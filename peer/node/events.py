@@ -54,16 +54,17 @@ class NodeEvents:
     def __init__(self) -> None:
         self._subscribers: dict[type[Any], list[Callable[[Any], None]]] = {}
 
-    def subscribe(self, kind: type[AnyEvent], callback: Callable[[AnyEvent], None]) -> Callable[[], None]:
-        """Call `callback` with each event of this type; return a function that ends the subscription."""
-        callbacks = self._subscribers.setdefault(kind, [])
-        callbacks.append(callback)
-        return lambda: callbacks.remove(callback)
+    def subscribe(self, kind: type[AnyEvent], callback: Callable[[AnyEvent], None]) -> None:
+        """Call `callback` with each event of this type."""
+        self._subscribers.setdefault(kind, []).append(callback)
 
     def post(self, event: NodeEvent) -> None:
-        """Call the subscribers of an event."""
         for callback in tuple(self._subscribers.get(type(event), ())):
             callback(event)
+
+
+Post = Callable[[events.Event], None]
+"""Queues an event for the round machine."""
 
 
 class EventQueue:
@@ -84,7 +85,6 @@ class EventQueue:
             raise PeerError(f"{MAX_EVENTS} events wait for the round machine: this process does not keep up") from None
 
     async def get(self) -> events.Event:
-        """Wait for the next event."""
         return await self._queue.get()
 
     def __len__(self) -> int:

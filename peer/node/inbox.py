@@ -82,14 +82,14 @@ class Inbox:
                 self._refuse(sender, "certificate", e)
                 yield None
 
-    def is_repeat(self, event: MessageReceived | CertificateReceived) -> bool:
-        """Return whether this is a heartbeat that was received before, to the byte: no news for the round machine."""
+    def note(self, event: MessageReceived | CertificateReceived) -> bool:
+        """Note an event. Return False for a heartbeat that was noted before, to the byte: no news for the machine."""
         if not isinstance(event, MessageReceived) or not isinstance(event.message.body, Heartbeat):
-            return False
+            return True
         digest = event.message.digest
-        known = digest in self._heartbeats
+        is_news = digest not in self._heartbeats
         self._heartbeats.renew(digest, None)
-        return known
+        return is_news
 
     def message(self, encoded: bytes, unix_seconds: float) -> Signed:
         """Return one verified message. Raise ProtocolError."""
@@ -97,16 +97,12 @@ class Inbox:
         if kind not in SWARM_KINDS:
             raise MalformedError(f"a message of kind {kind[:32]!r} does not belong in the swarm")
         signed = self._decoder.decode_kind(encoded, kind)
-        match signed.body:
-            case UpdateHeader():
-                self._decoder.decode_admission_at(signed.body.admission, signed.author, unix_seconds)
-            case Heartbeat() if signed.body.admission:
-                self._decoder.decode_admission_at(signed.body.admission, signed.author, unix_seconds)
-            case RoundRecord():
-                for update in signed.body.updates:
-                    self._decoder.decode_admission_at(update.body.admission, update.author, unix_seconds)
-            case _:
-                pass
+        body, check = signed.body, self._decoder.decode_admission_at
+        if isinstance(body, UpdateHeader) or (isinstance(body, Heartbeat) and body.admission):
+            check(body.admission, signed.author, unix_seconds)
+        elif isinstance(body, RoundRecord):
+            for update in body.updates:
+                check(update.body.admission, update.author, unix_seconds)
         return signed
 
     async def chain(self, source: PeerKey, reply: wire.ChainReply) -> ChainReceived:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import islice
 
 from peer.node.coordinator_discovery import CoordinatorLocator
@@ -35,27 +36,19 @@ INTERVAL_BEATS = 2
 """Heartbeat intervals within which nobody is introduced twice."""
 
 
+@dataclass(eq=False)
 class Introducer:
     """One node's introductions. `clock` gives monotonic seconds."""
 
-    def __init__(
-        self,
-        me: PeerKey,
-        peers: PeerTable,
-        outbox: Outbox,
-        locator: CoordinatorLocator,
-        tasks: Tasks,
-        *,
-        beat_seconds: float,
-        clock: Callable[[], float],
-    ):
-        self._me = me
-        self._peers = peers
-        self._outbox = outbox
-        self._locator = locator
-        self._tasks = tasks
-        self._beat = beat_seconds
-        self._clock = clock
+    me: PeerKey
+    peers: PeerTable
+    outbox: Outbox
+    locator: CoordinatorLocator
+    tasks: Tasks
+    beat_seconds: float
+    clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
         self._introduced: dict[PeerKey, float] = {}
         self._introducers: BoundedDict[PeerKey, set[PeerKey]] = BoundedDict(REMEMBERED)
         """For each newcomer the other peers that introduced it: at most ENOUGH_INTRODUCERS of them."""
@@ -75,35 +68,35 @@ class Introducer:
 
     def welcome(self, heartbeat: Signed[Heartbeat], *, direct: bool) -> None:
         """Introduce a newcomer, if that is for us to do. `direct`: it sent its heartbeat itself."""
-        if len(self._peers.peers()) <= CROWD or self._is_chosen(heartbeat.author):
+        if len(self.peers.peers()) <= CROWD or self._is_chosen(heartbeat.author):
             self._introduce(heartbeat)
         elif direct:
-            self._tasks.spawn(self._introduce_if_nobody_does(heartbeat), "introduction")
+            self.tasks.spawn(self._introduce_if_nobody_does(heartbeat), "introduction")
 
     def _introduce(self, heartbeat: Signed[Heartbeat]) -> None:
-        now = self._clock()
-        for key in [k for k, then in self._introduced.items() if now - then > INTERVAL_BEATS * self._beat]:
+        now = self.clock()
+        for key in [k for k, then in self._introduced.items() if now - then > INTERVAL_BEATS * self.beat_seconds]:
             del self._introduced[key]
         if heartbeat.author in self._introduced:
             return
         self._introduced[heartbeat.author] = now
-        self._outbox.send(heartbeat.author, self._peers.heartbeats())
-        if (record := self._locator.newest) is not None:
-            self._outbox.send(heartbeat.author, (record,))
+        self.outbox.send(heartbeat.author, self.peers.heartbeats())
+        if (record := self.locator.newest) is not None:
+            self.outbox.send(heartbeat.author, (record,))
         if heartbeat.body.admission:
             # Strangers are not introduced: anybody can make keys, and would crowd out the members.
-            for key in self._peers.peers():
+            for key in self.peers.peers():
                 if key != heartbeat.author:
-                    self._outbox.send(key, (heartbeat,))
+                    self.outbox.send(key, (heartbeat,))
 
     def _is_chosen(self, newcomer: PeerKey) -> bool:
         """Return whether we are one of the few members that the newcomer's key chooses."""
-        distance = sha256(newcomer, self._me)
-        nearer = (k for k in self._peers.peers() if k != newcomer and sha256(newcomer, k) < distance)
+        distance = sha256(newcomer, self.me)
+        nearer = (k for k in self.peers.peers() if k != newcomer and sha256(newcomer, k) < distance)
         return sum(1 for _ in islice(nearer, INTRODUCERS)) < INTRODUCERS
 
     async def _introduce_if_nobody_does(self, heartbeat: Signed[Heartbeat]) -> None:
         """Introduce a newcomer that nobody else introduced within a heartbeat: we may be its only contact."""
-        await asyncio.sleep(self._beat)
+        await asyncio.sleep(self.beat_seconds)
         if len(self.introducers_of(heartbeat.author)) < ENOUGH_INTRODUCERS:
             self._introduce(heartbeat)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +14,6 @@ from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable, W
 from peer.errors import PeerError
 from peer.keyfile import load_or_make
 from peer.node.coordinator_discovery import SPEC, CoordinatorLocator, DiscoveredRun, discover_run
-from peer.node.tasks import repeat
 from peer.store import Store
 from protocol.errors import CairnError, ProtocolError
 from protocol.identity import Identity
@@ -59,7 +60,6 @@ class Membership:
     name: str
     admission: bytes
     addresses: list[str] = field(default_factory=list)
-    clock_ahead: float = 0.0
     locator: CoordinatorLocator = field(init=False)
 
     def __post_init__(self) -> None:
@@ -76,44 +76,38 @@ class Membership:
         """
         identity = load_or_make(home / "identity.key")
         client = CoordinatorClient(invite)
-        try:
-            return await cls._enter(client, invite, identity, store, name, via)
-        except BaseException:
-            await client.close()
-            raise
 
-    @classmethod
-    async def _enter(
-        cls, client: CoordinatorClient, invite: Invite, identity: Identity, store: Store, name: str, via: Sequence[str]
-    ) -> Membership:
         def made(encoded: bytes) -> Membership:
             spec = open_spec(encoded, invite.run)
             decoder, admission = MessageDecoder(spec.run_id, spec.owner_key), store.read_value(ADMISSION) or b""
             return cls(identity, spec, decoder, store, client, name, admission)
 
-        earlier: Membership | None = None
-        if (stored := store.read_value(SPEC)) is not None:
-            try:
-                earlier = made(stored)  # this also gives the client the coordinator's last address
-            except ProtocolError as e:
-                log.warning("the stored spec is ignored: %s", e)
-        search = _RunSearch(client, invite, stored if earlier is not None else None)
-        search.addresses = list(dict.fromkeys([*via, *known_addresses(store), *invite.addresses]))
-        encoded = await search.run(patient=earlier is not None and earlier.seconds_left() > 0)
-        self = earlier if earlier is not None and encoded == stored else made(encoded)
-        if encoded != stored:
-            store.write_value(SPEC, encoded)
-        found, absent = search.found, search.absent
-        if found is not None and found.coordinator_address is not None:
-            self.locator.accept(found.coordinator_address.encoded)
-        self.addresses = list(dict.fromkeys(search.addresses))
-        if absent is None:
-            try:
-                await self.renew()
-            except ABSENT as e:
-                absent = e
-        if absent is not None:
-            self._go_on_without(absent, found)
+        async with AsyncExitStack() as after_failure:
+            after_failure.push_async_callback(client.close)
+            earlier: Membership | None = None
+            if (stored := store.read_value(SPEC)) is not None:
+                try:
+                    earlier = made(stored)  # this also gives the client the coordinator's last address
+                except ProtocolError as e:
+                    log.warning("the stored spec is ignored: %s", e)
+            addresses = list(dict.fromkeys([*via, *known_addresses(store), *invite.addresses]))
+            search = _RunSearch(client, invite.run, stored if earlier is not None else None, addresses)
+            encoded = await search.spec(patient=earlier is not None and earlier.seconds_left() > 0)
+            self = earlier if earlier is not None and encoded == stored else made(encoded)
+            if encoded != stored:
+                store.write_value(SPEC, encoded)
+            if search.found is not None and search.found.coordinator_address is not None:
+                self.locator.accept(search.found.coordinator_address.encoded)
+            self.addresses = list(dict.fromkeys(search.addresses))
+            absent = search.absent
+            if absent is None:
+                try:
+                    await self.renew()
+                except ABSENT as e:
+                    absent = e
+            if absent is not None:
+                self._go_on_without(absent, search.found)
+            after_failure.pop_all()
         return self
 
     def _go_on_without(self, absent: CairnError, found: DiscoveredRun | None) -> None:
@@ -130,7 +124,6 @@ class Membership:
             self.learn(found.addresses)
 
     async def close(self) -> None:
-        """Close the connection to the coordinator."""
         if self.client is not None:
             await self.client.close()
 
@@ -144,7 +137,6 @@ class Membership:
 
     @property
     def hours_left(self) -> float:
-        """The hours for which the admission is valid."""
         return self.seconds_left() / 3600
 
     async def renew(self) -> None:
@@ -153,7 +145,6 @@ class Membership:
             raise PeerError("an observer is not admitted to anything")
         reply = await self.client.admit(self.identity, self.name)
         self.admission = reply.admission.encoded
-        self.clock_ahead = reply.clock_ahead
         self.store.write_value(ADMISSION, self.admission)
         self.learn(reply.addresses)
         if abs(reply.clock_ahead) > CLOCK_SECONDS:
@@ -192,41 +183,34 @@ class Membership:
         While the coordinator is away, renewal is only delayed. `ask_members` as in `renew_anywhere`.
         """
         half = self.spec.admission.seconds / 2
-
-        def pause() -> float:
-            return max(min(RENEW_SECONDS, half / 2), self.seconds_left() - half)
-
-        async def renew() -> float:
-            await self.renew_anywhere(ask_members)
-            log.info("admission renewed: valid for %.1f h", self.hours_left)
-            return pause()
-
-        def failed(error: BaseException) -> float:
-            left = f"{self.hours_left:.1f} h left"
-            if not self.seconds_left():
-                left = "it has ended: the others refuse this peer's updates until it is renewed"
-            level = logging.WARNING if self.hours_left > 1 else logging.ERROR
-            log.log(level, "the admission was not renewed (%s): %s", left, error)
-            return pause()
-
-        await repeat(renew, (CairnError,), failed, first=pause())
+        while True:
+            await asyncio.sleep(max(min(RENEW_SECONDS, half / 2), self.seconds_left() - half))
+            try:
+                await self.renew_anywhere(ask_members)
+                log.info("admission renewed: valid for %.1f h", self.hours_left)
+            except CairnError as e:
+                left = f"{self.hours_left:.1f} h left"
+                if not self.seconds_left():
+                    left = "it has ended: the others refuse this peer's updates until it is renewed"
+                level = logging.WARNING if self.hours_left > 1 else logging.ERROR
+                log.log(level, "the admission was not renewed (%s): %s", left, e)
 
 
+@dataclass
 class _RunSearch:
     """The search for a run's signed spec: at the coordinator, then at members, then at the address that members give.
 
     `absent` is the reason why the coordinator did not answer (None: it did), `found` the answers of members.
     """
 
-    def __init__(self, client: CoordinatorClient, invite: Invite, encoded: bytes | None):
-        self._client = client
-        self._run = invite.run
-        self._encoded = encoded
-        self.addresses: list[str] = []
-        self.found: DiscoveredRun | None = None
-        self.absent: CairnError | None = None
+    client: CoordinatorClient
+    run: RunId
+    encoded: bytes | None
+    addresses: list[str]
+    found: DiscoveredRun | None = None
+    absent: CairnError | None = None
 
-    async def run(self, *, patient: bool) -> bytes:
+    async def spec(self, *, patient: bool) -> bytes:
         """Return the signed spec. `patient`: only ask the coordinator, with all attempts; the admission still holds.
 
         Raise CairnError when nobody gives the spec.
@@ -235,27 +219,27 @@ class _RunSearch:
         await self._ask_coordinator(attempts=None if patient else 1)
         if self.absent is not None and not patient:
             log.info("%s. Asking members where it is now", self.absent)
-            self.found = await discover_run(self._run, self.addresses)
+            self.found = await discover_run(self.run, self.addresses)
             if self.found is not None:
-                self._encoded, self.addresses = self.found.encoded, [*self.addresses, *self.found.addresses]
+                self.encoded, self.addresses = self.found.encoded, [*self.addresses, *self.found.addresses]
                 if self.found.coordinator_address is not None:
-                    self._client.moved(self.found.coordinator_address.body)
+                    self.client.moved(self.found.coordinator_address.body)
             await self._ask_coordinator(attempts=None if self.found is None else 1)
-        if self._encoded is None:
+        if self.encoded is None:
             raise type(self.absent or PeerError())(
                 f"{self.absent}. Nor does any member at the addresses in the invite: ask the run's owner for the "
                 "current invite, or somebody who trains in this run for what `cairn peer invite` prints there"
             )
-        return self._encoded
+        return self.encoded
 
     async def _ask_coordinator(self, *, attempts: int | None) -> None:
         try:
-            reply = await self._client.get_run(attempts=attempts)
+            reply = await self.client.get_run(attempts=attempts)
         except ABSENT as e:
             self.absent = e
             return
         self.absent = None
-        self._encoded, self.addresses = reply.encoded, [*reply.addresses, *self.addresses]
+        self.encoded, self.addresses = reply.encoded, [*reply.addresses, *self.addresses]
 
 
 def known_addresses(store: Store) -> list[str]:

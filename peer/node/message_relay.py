@@ -1,16 +1,27 @@
-"""Forwarding of members' messages to the members that do not receive them directly (see `relay_selector`)."""
+"""Relaying between two members that cannot reach each other, by members in contact with both.
+
+Each heartbeat names the members that its author receives nothing from directly: for example, both are behind NATs, or
+the network between them is cut. Of the members in contact with both, RELAYS forward the messages. They are the first
+ones on a ring of all members, starting at a place that author and receiver give. Every member computes the same relays
+from heartbeats alone, and other members that come and go do not change them. Update slices take the same path
+(`slice_relay`).
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from peer.node.outbox import Outbox
 from peer.node.peer_table import PeerTable
-from peer.node.relay_selector import RelaySelector
 from protocol.bounded import BoundedDict
-from protocol.ids import Digest, PeerKey, short_id
+from protocol.ids import Digest, PeerKey, sha256, short_id
 from protocol.messages import MAX_UNREACHABLE, Heartbeat, Signed
+
+RELAYS = 2
+"""Number of relays for one author and one receiver: one of them may be about to leave."""
 
 UNREACHABLE_BEATS = 3.0
 """Heartbeat intervals without a direct message after which a member counts as unreachable."""
@@ -22,62 +33,112 @@ REMEMBERED = 8192
 """Number of messages remembered as forwarded, so that each is forwarded once."""
 
 
+class RelaySelector:
+    """The members as their newest heartbeats describe them. Only members count, since anybody can make keys."""
+
+    def __init__(self, heartbeats: Mapping[PeerKey, Signed[Heartbeat]]):
+        """`heartbeats`: of all members, our own included; heartbeats without an admission are ignored."""
+        beats = {k: beat.body for k, beat in heartbeats.items() if beat.body.admission}
+        self._short = {k: short_id(k) for k in beats}
+        self._unreachable = {k: frozenset(body.unreachable) for k, body in beats.items() if body.unreachable}
+        self._ring = sorted((sha256(k), k) for k in beats)
+
+    def cut_off_from(self, author: PeerKey) -> list[PeerKey]:
+        """Return the members whose heartbeats say that they receive nothing from this author directly."""
+        if author not in self._short:
+            return []
+        a = self._short[author]
+        return [k for k, unreachable in self._unreachable.items() if a in unreachable and k != author]
+
+    def relays(self, author: PeerKey, to: PeerKey) -> list[PeerKey]:
+        """Return the members that forward messages of `author` to `to`: at most RELAYS, each connected to both."""
+        if author not in self._short or to not in self._short:
+            return []
+        chosen = list[PeerKey]()
+        start = bisect_left(self._ring, (sha256(author + to), author))
+        for _, key in self._ring[start:] + self._ring[:start]:
+            if self.connects(key, author, to):
+                chosen.append(key)
+            if len(chosen) == RELAYS:
+                break
+        return chosen
+
+    def connects(self, key: PeerKey, author: PeerKey, to: PeerKey) -> bool:
+        """Return whether `key` is a third member in contact with `author` and `to`, in both directions with `to`."""
+        if key in (author, to) or key not in self._short or author not in self._short or to not in self._short:
+            return False
+        unreachable_by_to, unreachable_by_key = (
+            self._unreachable.get(to, frozenset()),
+            self._unreachable.get(key, frozenset()),
+        )
+        return (
+            self._short[key] not in unreachable_by_to
+            and self._short[author] not in unreachable_by_key
+            and self._short[to] not in unreachable_by_key
+        )
+
+    def is_cut_off(self, to: PeerKey, author: PeerKey) -> bool:
+        """Return whether `to` has said that it receives nothing from this author directly."""
+        return author in self._short and self._short[author] in self._unreachable.get(to, frozenset())
+
+    def is_cut_off_from_some(self, to: PeerKey) -> bool:
+        """Return whether `to` has said that it receives nothing from some member directly."""
+        return to in self._unreachable
+
+
+@dataclass(eq=False)
 class MessageRelay:
     """One node's part in relaying. `clock` gives monotonic seconds."""
 
-    def __init__(
-        self, me: PeerKey, peers: PeerTable, outbox: Outbox, *, beat_seconds: float, clock: Callable[[], float]
-    ):
-        self._me = me
-        self._peers = peers
-        self._outbox = outbox
-        self._beat = beat_seconds
-        self._clock = clock
-        self._own: Signed[Heartbeat] | None = None
+    me: PeerKey
+    peers: PeerTable
+    outbox: Outbox
+    beat_seconds: float
+    clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        self.own_heartbeat: Signed[Heartbeat] | None = None
+        """Our newest: it names the members that we have no direct contact with."""
         self._selector, self._selector_due = RelaySelector({}), 0.0
         self._counts: Counter[PeerKey] = Counter()
         self._forwarded: BoundedDict[Digest, None] = BoundedDict(REMEMBERED)
         self._unreachable: tuple[int, ...] = ()
         self._unreachable_due = 0.0
 
-    def set_own_heartbeat(self, heartbeat: Signed[Heartbeat]) -> None:
-        """Note our newest heartbeat: it names the members that we have no direct contact with."""
-        self._own = heartbeat
-
     @property
     def selector(self) -> RelaySelector:
         """The relays by the newest heartbeats. Computed once in a heartbeat interval, not for each of many messages."""
-        now = self._clock()
+        now = self.clock()
         if now >= self._selector_due:
-            beats = {k: e.heartbeat for k, e in self._peers.entries().items()}
-            if self._own is not None:
-                beats[self._me] = self._own
+            beats = {k: e.heartbeat for k, e in self.peers.entries().items()}
+            if self.own_heartbeat is not None:
+                beats[self.me] = self.own_heartbeat
             self._selector = RelaySelector(beats)
-            self._selector_due = now + self._beat
+            self._selector_due = now + self.beat_seconds
             self._counts.clear()
         return self._selector
 
     def relays_from(self, author: PeerKey) -> list[PeerKey]:
         """Return the members that relay from `author` to us; none when it reaches us directly."""
         selector = self.selector
-        return selector.relays(author, self._me) if selector.is_cut_off(self._me, author) else []
+        return selector.relays(author, self.me) if selector.is_cut_off(self.me, author) else []
 
     def forward(self, message: Signed) -> None:
         """Forward a message that its author sent us to the members that we relay to, once and up to a limit."""
         author, selector = message.author, self.selector
         if message.digest in self._forwarded or self._counts[author] >= FORWARDED_PER_BEAT:
             return
-        to = [k for k in selector.cut_off_from(author) if self._me in selector.relays(author, k)]
+        to = [k for k in selector.cut_off_from(author) if self.me in selector.relays(author, k)]
         if not to:
             return
         self._counts[author] += 1
         self._forwarded[message.digest] = None
-        self._outbox.broadcast(to, message)
+        self.outbox.broadcast(to, message)
 
     def unreachable(self) -> tuple[int, ...]:
         """Return the short ids of the members whose messages others are to relay to us, for our heartbeat."""
-        now = self._clock()
+        now = self.clock()
         if now >= self._unreachable_due:
-            found = self._peers.unreachable(now, UNREACHABLE_BEATS * self._beat)[:MAX_UNREACHABLE]
-            self._unreachable, self._unreachable_due = tuple(short_id(k) for k in found), now + self._beat / 2
+            found = self.peers.unreachable(now, UNREACHABLE_BEATS * self.beat_seconds)[:MAX_UNREACHABLE]
+            self._unreachable, self._unreachable_due = tuple(short_id(k) for k in found), now + self.beat_seconds / 2
         return self._unreachable

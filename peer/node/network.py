@@ -11,7 +11,8 @@ import logging
 import random
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from peer.errors import PeerError
@@ -22,8 +23,7 @@ from peer.node.membership import Membership
 from peer.node.message_relay import MessageRelay
 from peer.node.outbox import NETWORK_ERRORS, Outbox
 from peer.node.peer_table import PeerTable
-from peer.node.relay_selector import RelaySelector
-from peer.node.tasks import Tasks, repeat
+from peer.node.tasks import Tasks
 from peer.store import StoreError
 from peer.swarm import Handlers, Swarm
 from peer.swarm.addresses import parse_address
@@ -31,7 +31,6 @@ from protocol.bounded import BoundedDict
 from protocol.errors import MalformedError
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Goodbye, Heartbeat, Signed
-from protocol.rounds.policy import RoundPolicy
 from protocol.wire import swarm_pb2 as wire
 
 log = logging.getLogger("peer.network")
@@ -45,7 +44,9 @@ SEARCHED_FOR = 4
 """Number of lost members that are dialled at once. After a long partition both sides may have forgotten each other, and
 there may be no third peer that knows both."""
 
-PRESENCE_SECONDS = 60.0
+PRESENCE_SECONDS = 4 * DISCOVER_SECONDS
+"""Seconds for which a heartbeat stays in the DHT: some attempts to renew it may fail."""
+
 CHAIN_SECONDS = 15.0
 MIN_FORGET_SECONDS = 60.0
 MAX_BAD_PROVIDERS = 1024
@@ -58,33 +59,26 @@ STRANGERS_DIALLED = 16
 time."""
 
 
+@dataclass(eq=False)
 class Network:
     """The network of one node: `start` it, run `discover` and `keep_running`, then `stop`.
 
-    `is_banned` says whether the run's owner has banned a peer. `clock` gives monotonic seconds.
+    `listen` and `announce` are multiaddresses. `is_banned` says whether the run's owner has banned a peer. `clock`
+    gives monotonic seconds.
     """
 
-    def __init__(
-        self,
-        membership: Membership,
-        tasks: Tasks,
-        *,
-        listen: Sequence[str] = (),
-        announce: Sequence[str] = (),
-        is_banned: Callable[[PeerKey], bool] = lambda key: False,
-        start_swarm: Callable[..., Any] = Swarm.start,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        spec, me = membership.spec, membership.identity.key
-        beat = spec.round.heartbeat_seconds
-        self._membership = membership
+    membership: Membership
+    tasks: Tasks
+    listen: Sequence[str] = ()
+    announce: Sequence[str] = ()
+    is_banned: Callable[[PeerKey], bool] = lambda key: False
+    start_swarm: Callable[..., Any] = Swarm.start
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        membership, tasks, clock = self.membership, self.tasks, self.clock
+        round, me = membership.spec.round, membership.identity.key
         self._me = me
-        self._tasks = tasks
-        self._listen = listen or DEFAULT_LISTEN
-        self._announce = announce
-        self._is_banned = is_banned
-        self._start_swarm = start_swarm
-        self._clock = clock
         self._handlers: Handlers | None = None
         self._swarm: Swarm | None = None
         self._earlier_bytes = (0, 0)
@@ -93,18 +87,15 @@ class Network:
         self._entry_peers = [k for k in _by_peer(membership.addresses) if k != me]
         self._to_strangers = asyncio.Semaphore(TO_STRANGERS)
         self._dialling: set[PeerKey] = set()
-        self._heartbeat: Signed[Heartbeat] | None = None
-        self._observers: tuple[Signed[Any] | None, frozenset[PeerKey]] = (None, frozenset())
-        """The coordinator's address record, and the observers that it names."""
         self._bad_providers: BoundedDict[PeerKey, None] = BoundedDict(MAX_BAD_PROVIDERS)
         """Peers that served wrong bytes, newest last."""
-        forget = max(MIN_FORGET_SECONDS, 3 * spec.round.member_seconds)
-        self.peers = PeerTable(me, forget_seconds=forget, limit=spec.round.max_members)
+        forget = max(MIN_FORGET_SECONDS, 3 * round.member_seconds)
+        self.peers = PeerTable(me, forget_seconds=forget, limit=round.max_members)
         self._compact = CompactRecords(self, tasks)
         self._outbox = Outbox(self._deliver, self._compact.encode)
-        self._relay = MessageRelay(me, self.peers, self._outbox, beat_seconds=beat, clock=clock)
+        self.relay = MessageRelay(me, self.peers, self._outbox, round.heartbeat_seconds, clock)
         self._introducer = Introducer(
-            me, self.peers, self._outbox, membership.locator, tasks, beat_seconds=beat, clock=clock
+            me, self.peers, self._outbox, membership.locator, tasks, round.heartbeat_seconds, clock
         )
 
     # -- life ------------------------------------------------------------------------------------------------
@@ -112,13 +103,13 @@ class Network:
     async def start(self, handlers: Handlers) -> None:
         """Listen, and enter the swarm by the addresses of the membership. Raise CairnError."""
         self._handlers = handlers
-        m = self._membership
-        self._swarm = await self._start_swarm(
+        m = self.membership
+        self._swarm = await self.start_swarm(
             m.identity,
             m.spec.run_id,
             store=m.store,
-            listen=self._listen,
-            announce=self._announce,
+            listen=self.listen or DEFAULT_LISTEN,
+            announce=self.announce,
             initial=m.addresses,
             handlers=replace(
                 handlers, on_packet=self.receive, on_headers_asked=self._compact.answer, is_known=self.is_known
@@ -128,38 +119,32 @@ class Network:
 
     async def keep_running(self) -> None:
         """Start another libp2p daemon whenever the present one ends by itself, until cancelled."""
-
-        async def wait_and_restart() -> float:
+        while True:
             cause = await self.swarm.wait_lost()
             log.error("libp2p's daemon ended (%s): starting another", cause)
             await self.swarm.stop()
             self._earlier_bytes, self._swarm = (self.bytes_up, self.bytes_down), None
             await asyncio.sleep(LONELY_SECONDS)
-            await self.start(self._started)
-            return 0.0
-
-        await repeat(wait_and_restart)
+            assert self._handlers is not None
+            await self.start(self._handlers)
 
     async def discover(self) -> None:
         """Keep our heartbeat in the DHT and find the peers there, until cancelled."""
-
-        async def discover_once() -> float:
+        while True:
             try:
                 await self._use_dht()
             except NETWORK_ERRORS as e:
                 what = str(e) or type(e).__name__
                 log.warning("the DHT does not answer: %s; members are still found through each other", what)
-            for key in self.peers.forget_silent(self._clock()):
+            for key in self.peers.forget_silent(self.clock()):
                 log.debug("%s is forgotten: it has been silent for too long", key.short)
             await asyncio.to_thread(self.save_addresses)
-            return DISCOVER_SECONDS if self.peers.peers() else LONELY_SECONDS
-
-        await repeat(discover_once)
+            await asyncio.sleep(DISCOVER_SECONDS if self.peers.peers() else LONELY_SECONDS)
 
     async def _use_dht(self) -> None:
         swarm = self.swarm
-        if self._heartbeat is not None:
-            await swarm.publish(self._heartbeat.encoded, PRESENCE_SECONDS)
+        if (heartbeat := self.relay.own_heartbeat) is not None:
+            await swarm.publish(heartbeat.encoded, PRESENCE_SECONDS)
         await self.read_dht()
         await swarm.refresh_addresses()
         if await self.search():  # a peer that answered may know others
@@ -169,9 +154,7 @@ class Network:
         """Process the heartbeats in the DHT, unchecked like any other packet."""
         found = await self.swarm.discover()
         for i in range(0, len(found), MAX_MESSAGES):
-            packet = wire.Packet(messages=found[i : i + MAX_MESSAGES])
-            if (done := self._started.on_packet(self._me, packet)) is not None:
-                await done
+            await self.receive(self._me, wire.Packet(messages=found[i : i + MAX_MESSAGES]))
 
     async def search(self) -> list[PeerKey]:
         """Dial a few lost members, and while no peer is known, also all peers that the run was entered by.
@@ -180,21 +163,17 @@ class Network:
         """
         table, lost = self.peers, self.peers.lost()
         known = {self._me, *table.peers()}
-        entries = _by_peer(self._membership.addresses)
-        away = [k for k in {**lost, **entries} if k not in known and not self._is_banned(k)]
+        entries = _by_peer(self.membership.addresses)
+        away = [k for k in {**lost, **entries} if k not in known and not self.is_banned(k)]
         sought = [k for k in away if not table.has_left(k)]
         chosen = random.sample(sought, min(SEARCHED_FOR, len(sought)))
         if len(known) == 1:  # a peer that left may be back without our knowledge
             chosen = list(dict.fromkeys([*(k for k in away if k in entries), *chosen]))
         addresses = {k: [*entries.get(k, ()), *_by_peer(lost.get(k, ())).get(k, ())] for k in chosen}
         found = await self.swarm.connect(dict.fromkeys(a for each in addresses.values() for a in each), soon=True)
-        if self._heartbeat is not None:
-            self._outbox.broadcast(found, self._heartbeat)
+        if (heartbeat := self.relay.own_heartbeat) is not None:
+            self._outbox.broadcast(found, heartbeat)
         return found
-
-    def apply_policy(self, policy: RoundPolicy) -> None:
-        """Follow the policy of the open round: it bounds the number of members."""
-        self.peers.set_limit(policy.max_members)
 
     async def flush(self, seconds: float) -> None:
         """Wait until the queued messages are sent, at most these seconds."""
@@ -217,12 +196,6 @@ class Network:
         if self._swarm is None:
             raise PeerError("libp2p's daemon is not running (yet)")
         return self._swarm
-
-    @property
-    def _started(self) -> Handlers:
-        if self._handlers is None:
-            raise PeerError("the network was not started")
-        return self._handlers
 
     @property
     def addresses(self) -> list[str]:
@@ -252,29 +225,15 @@ class Network:
         return self.peers.is_member(key) or key in self._entry_peers or key in self._coordinator_observers()
 
     def _coordinator_observers(self) -> frozenset[PeerKey]:
-        record = self._membership.locator.newest
-        if record is not self._observers[0]:
-            self._observers = (record, frozenset(_by_peer(record.body.addresses) if record is not None else ()))
-        return self._observers[1]
-
-    @property
-    def selector(self) -> RelaySelector:
-        """The relays between members, by their newest heartbeats."""
-        return self._relay.selector
-
-    def relays_from(self, author: PeerKey) -> list[PeerKey]:
-        """Return the members that relay from `author` to us; none when it reaches us directly."""
-        return self._relay.relays_from(author)
-
-    def unreachable(self) -> tuple[int, ...]:
-        """Return the short ids of the members that we have no direct contact with, for our heartbeat."""
-        return self._relay.unreachable()
+        record = self.membership.locator.newest
+        return frozenset() if record is None else _named_by(tuple(record.body.addresses))
 
     # -- messages in -----------------------------------------------------------------------------------------
 
     async def receive(self, sender: PeerKey, packet: wire.Packet) -> None:
         """Process a packet: compact records in it are reconstructed first."""
-        done = self._started.on_packet(sender, self._compact.reconstruct(sender, packet))
+        assert self._handlers is not None
+        done = self._handlers.on_packet(sender, self._compact.reconstruct(sender, packet))
         if done is not None:
             await done
 
@@ -284,14 +243,14 @@ class Network:
         self._compact.note(message)
         if not isinstance(message.body, Heartbeat):
             if direct:
-                self._relay.forward(message)
+                self.relay.forward(message)
             if isinstance(message.body, Goodbye):
                 self.peers.goodbye(message.author, message.body.sequence)
             return
         welcome = message.author in self._coordinator_observers()
-        news = self.peers.hear(message, self._clock(), direct=direct, welcome=welcome)
+        news = self.peers.hear(message, self.clock(), direct=direct, welcome=welcome)
         if direct and news is not None:
-            self._relay.forward(message)
+            self.relay.forward(message)
         if sender not in (message.author, self._me):
             self._introducer.note_introduction(message.author, sender)
         if news:
@@ -306,7 +265,7 @@ class Network:
         room = self.peers.limit if message.body.admission else STRANGERS_DIALLED
         if addresses and message.author not in self._dialling and len(self._dialling) < room:
             self._dialling.add(message.author)
-            self._tasks.spawn(self._dial(message.author, addresses), "dial")
+            self.tasks.spawn(self._dial(message.author, addresses), "dial")
 
     async def _dial(self, peer: PeerKey, addresses: Sequence[str]) -> None:
         try:
@@ -325,13 +284,11 @@ class Network:
     def broadcast(self, message: Signed) -> None:
         """Queue our message for all peers; while no peer is known, for those that the run was entered by."""
         if isinstance(message.body, Heartbeat):
-            self._heartbeat = message
-            self._relay.set_own_heartbeat(message)
+            self.relay.own_heartbeat = message
         self._compact.note(message)
         self._outbox.broadcast(self.peers.peers() or self._entry_peers, message)
 
     def send(self, to: PeerKey, messages: Iterable[Signed] = (), certificates: Iterable[Any] = ()) -> None:
-        """Queue messages and certificates for one peer."""
         self._outbox.send(to, messages, certificates)
 
     def send_to_all(self, message: Signed) -> None:
@@ -349,7 +306,7 @@ class Network:
 
     async def request_chain(self, to: PeerKey, have: Sequence[Digest]) -> wire.ChainReply:
         """Return the certificates after the newest of `have` that the peer knows. Raise NETWORK_ERRORS."""
-        request = wire.ChainRequest(run=self._membership.spec.run_id, locator=[bytes(d) for d in have])
+        request = wire.ChainRequest(run=self.membership.spec.run_id, locator=[bytes(d) for d in have])
         return await self.swarm.request_chain(to, request, timeout=CHAIN_SECONDS)
 
     async def request_headers(self, sender: PeerKey, names: wire.Packet) -> wire.Packet:
@@ -391,7 +348,7 @@ class Network:
         of_members = [a for k, each in _by_peer(addresses).items() if self.peers.is_member(k) for a in each]
         if of_members:
             try:
-                self._membership.learn(of_members, own=self.addresses)
+                self.membership.learn(of_members, own=self.addresses)
             except StoreError as e:
                 log.warning("addresses of members were not kept: %s", e)
 
@@ -405,3 +362,8 @@ def _by_peer(addresses: Iterable[str]) -> dict[PeerKey, list[str]]:
         except MalformedError:
             continue
     return found
+
+
+@lru_cache(maxsize=4)
+def _named_by(addresses: tuple[str, ...]) -> frozenset[PeerKey]:
+    return frozenset(_by_peer(addresses))

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 from peer.node.blob_retention import BlobRetention
@@ -23,7 +24,7 @@ from peer.node.trainer_client import TrainerClient
 from peer.store import Store
 from protocol.chain import Chain
 from protocol.ids import Digest
-from protocol.rounds import actions, events
+from protocol.rounds import events
 from protocol.rounds.machine import RoundMachine
 
 log = logging.getLogger("peer.node")
@@ -32,53 +33,41 @@ HARD_STOP_SECONDS = 10.0
 """Seconds after `leave` when the node ends even if its machine has not: the machine says goodbye within 6 s."""
 
 
+@dataclass(eq=False)
 class Node:
     """One member of one run. `run` returns when the run is over, or after `leave`. An observer has no trainer."""
 
-    def __init__(
-        self,
-        membership: Membership,
-        network: Network,
-        certificates: CertificateStore,
-        retention: BlobRetention,
-        trainer: TrainerClient | None,
-        driver: RoundDriver,
-        requests: PeerRequests,
-        reporter: StatusReporter,
-        observers: NodeEvents,
-        tasks: Tasks,
-    ):
-        self._membership = membership
-        self._network = network
-        self._certificates = certificates
-        self._retention = retention
-        self._trainer = trainer
-        self._driver = driver
-        self._requests = requests
-        self._reporter = reporter
-        self._observers = observers
-        self._tasks = tasks
+    membership: Membership
+    network: Network
+    certificates: CertificateStore
+    retention: BlobRetention
+    trainer: TrainerClient | None
+    driver: RoundDriver
+    requests: PeerRequests
+    reporter: StatusReporter
+    observers: NodeEvents
+    tasks: Tasks
+    again: bool = field(default=False, init=False)
+    """True when the node must be built and run again: the run was rolled back further than its memory goes."""
+
+    def __post_init__(self) -> None:
         self._finished = asyncio.Event()
         self._started = asyncio.Event()
         self._leaving = False
-        self._again = False
 
     # -- life ------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Start everything, drive the machine until it is finished, stop everything. Raise CairnError."""
         try:
-            await self._unless_over(self._start())
-            if not self._finished.is_set():
-                self._started.set()
-                await self._unless_over(self._drive())
+            await self._unless_over(self._live())
         finally:
             await self._stop()
 
     async def _unless_over(self, work: Coroutine[Any, Any, None]) -> None:
         """Run this until the node ends. Raise its errors, and those of any task of the node."""
         task, finished = asyncio.ensure_future(work), asyncio.ensure_future(self._finished.wait())
-        failure = self._tasks.failure
+        failure = self.tasks.failure
         try:
             await asyncio.wait([task, finished, failure], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -104,106 +93,70 @@ class Node:
         if not self._started.is_set():
             self._finish("left before it had begun")
             return
-        self._driver.post(events.Leave())
+        self.driver.post(events.Leave())
         asyncio.get_running_loop().call_later(HARD_STOP_SECONDS, self._finish, "left")
 
     def _finish(self, reason: str) -> None:
-        self._observers.post(RunOver(reason))
+        self.observers.post(RunOver(reason))
         self._finished.set()
 
-    async def _start(self) -> None:
-        m, tasks, network, trainer = self._membership, self._tasks, self._network, self._trainer
-        await network.start(self._requests.handlers())
-        if trainer is not None:
-            await trainer.begin(network)
+    async def _live(self) -> None:
+        m, tasks, network = self.membership, self.tasks, self.network
+        await network.start(self.requests.handlers())
+        if self.trainer is not None:
+            await self.trainer.begin(network)
             tasks.spawn(m.keep_valid(self.ask_for_coordinator), "admission")
         tasks.spawn(network.discover(), "discovery")
         tasks.spawn(network.keep_running(), "swarm")
         tasks.spawn(pass_on(network, m.locator), "coordinator address")
-        tasks.spawn(self._reporter.keep_writing(), "status file")
-        await self._conclude(await self._driver.start(alone=not m.addresses))
-
-    async def _drive(self) -> None:
-        await self._conclude(await self._driver.run())
-
-    async def _conclude(self, finished: actions.Finished | None) -> None:
-        if finished is not None:
-            self._again = finished.again
-            if not self._leaving:
-                log.warning("%s", finished.reason)
-            self._finish(finished.reason)
+        tasks.spawn(self.reporter.keep_writing(), "status file")
+        finished = await self.driver.start(alone=not m.addresses)
+        if finished is None:
+            self._started.set()
+            finished = await self.driver.run()
+        self.again = finished.again
+        if not self._leaving:
+            log.warning("%s", finished.reason)
+        self._finish(finished.reason)
 
     async def _stop(self) -> None:
         """Stop all parts in order, whatever fails: the trainer saves, queued messages are sent, sockets are closed."""
-        self._tasks.stop_reporting()
+        self.tasks.stop_reporting()
         async with AsyncExitStack() as last_first:
-            last_first.callback(self._reporter.write)
-            last_first.push_async_callback(self._network.stop)
-            last_first.push_async_callback(self._tasks.cancel)
-            if self._trainer is not None:
-                saved = await self._trainer.stop()
+            last_first.callback(self.reporter.write)
+            last_first.push_async_callback(self.network.stop)
+            last_first.push_async_callback(self.tasks.cancel)
+            if self.trainer is not None:
+                saved = await self.trainer.stop()
                 log.info("the trainer has saved its state" if saved else "the trainer left without saving")
 
     # -- for the rest of the process -------------------------------------------------------------------------
 
     def post(self, event: events.Event) -> None:
-        """Queue an event for the machine."""
-        self._driver.post(event)
+        self.driver.post(event)
 
     async def ask_for_coordinator(self) -> None:
         """Ask members for a newer address of the coordinator; the membership's locator keeps it."""
-        await ask_members(self._network, self._membership.locator, self._membership.spec.run_id)
+        await ask_members(self.network, self.membership.locator, self.membership.spec.run_id)
 
     async def hold(self, state: Digest) -> None:
         """Keep a checkpoint that was fetched into the store: an observer has no trainer. Raise StoreError."""
-        self._retention.keep_state(state)
-        await self._retention.prune()
-
-    @property
-    def again(self) -> bool:
-        """True when the node must be built and run again: the run was rolled back further than its memory goes."""
-        return self._again
+        self.retention.keep_state(state)
+        await self.retention.prune()
 
     @property
     def machine(self) -> RoundMachine:
         """The round machine: to be read only."""
-        return self._driver.machine
+        return self.driver.machine
 
     @property
     def chain(self) -> Chain:
         """The tree of records: to be read only."""
-        return self._certificates.chain
-
-    @property
-    def certificates(self) -> CertificateStore:
-        """The certificates of the chain."""
-        return self._certificates
-
-    @property
-    def membership(self) -> Membership:
-        """The membership that the node was built with."""
-        return self._membership
+        return self.certificates.chain
 
     @property
     def store(self) -> Store:
-        """The blobs and values on disk."""
-        return self._membership.store
-
-    @property
-    def network(self) -> Network:
-        """The network."""
-        return self._network
-
-    @property
-    def observers(self) -> NodeEvents:
-        """The observable events of the node."""
-        return self._observers
+        return self.membership.store
 
     def snapshot(self) -> Snapshot:
-        """Return the present status."""
-        return self._reporter.snapshot()
-
-    @property
-    def latest(self) -> Snapshot:
-        """A recent status, for other threads."""
-        return self._reporter.latest
+        return self.reporter.snapshot()

@@ -7,6 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 
+from peer.node.tasks import cancel_and_wait
 from protocol.bounded import BoundedDict
 from protocol.errors import CairnError
 from protocol.ids import PeerKey
@@ -61,7 +62,6 @@ class Outbox:
             self._tasks[to] = asyncio.create_task(self._drain(to))
 
     def broadcast(self, to: Iterable[PeerKey], message: Signed) -> None:
-        """Queue a message for several peers."""
         for key in to:
             self.send(key, (message,))
 
@@ -74,19 +74,16 @@ class Outbox:
                     await self._transport(to, packet, SEND_SECONDS)
                     self.failures.pop(to, None)
                 except NETWORK_ERRORS as e:
-                    self._note_failure(to, str(e) or type(e).__name__)
+                    why = str(e) or type(e).__name__
+                    if to not in self.failures:
+                        log.info("cannot reach %s: %s", to.short, why)
+                    self.failures[to] = why
                     queue.clear()
         finally:
             # Not in a callback of the task: a message that is queued before that runs would wait for the next one.
             del self._waiting[to], self._tasks[to]
 
-    def _note_failure(self, to: PeerKey, why: str) -> None:
-        if to not in self.failures:
-            log.info("cannot reach %s: %s", to.short, why)
-        self.failures[to] = why
-
     def waiting(self, to: PeerKey) -> int:
-        """Return the number of messages that wait for a peer."""
         return len(self._waiting.get(to, ()))
 
     async def flush(self, seconds: float) -> None:
@@ -97,10 +94,7 @@ class Outbox:
 
     async def close(self) -> None:
         """Stop sending; messages that wait are dropped."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(list(self._tasks.values()))
 
 
 def _packet_of(queue: deque[Item], encode: Callable[[Signed], bytes]) -> wire.Packet:

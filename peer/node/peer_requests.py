@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from dataclasses import dataclass
 
 from peer.node.certificate_store import CertificateStore
-from peer.node.coordinator_discovery import CoordinatorLocator
 from peer.node.events import MAX_EVENTS, EventQueue, MessageVerified, NodeEvents
 from peer.node.inbox import Inbox
+from peer.node.membership import Membership
 from peer.node.network import Network
 from peer.node.slice_relay import SliceRelay
 from peer.swarm import Handlers
@@ -22,62 +22,46 @@ YIELD_EVERY = 32
 """Messages of one packet after which other tasks have a turn: a verification takes 0.2 ms."""
 
 
+@dataclass(frozen=True)
 class PeerRequests:
-    """The handlers of the swarm. `is_banned` says whether the run's owner has banned a peer."""
+    """The handlers of the swarm."""
 
-    def __init__(
-        self,
-        me: PeerKey,
-        inbox: Inbox,
-        network: Network,
-        machine: RoundMachine,
-        certificates: CertificateStore,
-        locator: CoordinatorLocator,
-        relay: SliceRelay,
-        queue: EventQueue,
-        observers: NodeEvents,
-        is_banned: Callable[[PeerKey], bool],
-    ):
-        self._me = me
-        self._inbox = inbox
-        self._network = network
-        self._machine = machine
-        self._certificates = certificates
-        self._locator = locator
-        self._relay = relay
-        self._queue = queue
-        self._observers = observers
-        self._is_banned = is_banned
+    membership: Membership
+    inbox: Inbox
+    network: Network
+    machine: RoundMachine
+    certificates: CertificateStore
+    relay: SliceRelay
+    queue: EventQueue
+    observers: NodeEvents
 
     def handlers(self) -> Handlers:
-        """Return the handlers for `Network.start`."""
         return Handlers(
-            on_packet=self.receive,
-            on_chain_request=self._answer_chain,
-            may_serve=self._machine.may_serve,
-            on_blob_requested=self._relay.note_request,
+            on_packet=self._receive,
+            on_chain_request=lambda _, request: self.certificates.answer(request),
+            may_serve=self.machine.may_serve,
+            on_blob_requested=self.relay.note_request,
             on_coordinator_address=self._answer_coordinator,
         )
 
-    async def receive(self, sender: PeerKey, packet: wire.Packet) -> None:
+    async def _receive(self, sender: PeerKey, packet: wire.Packet) -> None:
         """Verify the messages of a packet, and queue those that are news for the machine."""
+        network, me = self.network, self.membership.identity.key
         # Our own events always have room, and so have members' messages, whatever strangers send.
-        room = MAX_EVENTS // (2 if sender == self._me or self._network.is_known(sender) else 16)
-        for i, event in enumerate(self._inbox.packet(sender, packet, time.time())):
+        room = MAX_EVENTS // (2 if sender == me or network.is_known(sender) else 16)
+        for i, event in enumerate(self.inbox.packet(sender, packet, time.time())):
             if i % YIELD_EVERY == YIELD_EVERY - 1:
                 await asyncio.sleep(0)
             if isinstance(event, MessageReceived):
                 message = event.message
-                if message.author == self._me:
+                if message.author == me:
                     continue
-                if not self._is_banned(message.author):
-                    self._observers.post(MessageVerified(message))
-                    self._network.observe(message, sender)
-            if event is not None and len(self._queue) < room and not self._inbox.is_repeat(event):
-                self._queue.post(event)
-
-    async def _answer_chain(self, sender: PeerKey, request: wire.ChainRequest) -> wire.ChainReply:
-        return self._certificates.answer(request)
+                if not network.is_banned(message.author):
+                    self.observers.post(MessageVerified(message))
+                    network.observe(message, sender)
+            if event is not None and len(self.queue) < room and self.inbox.note(event):
+                self.queue.post(event)
 
     def _answer_coordinator(self, request: wire.CoordinatorAddressRequest) -> wire.CoordinatorAddressReply:
-        return self._locator.answer(request, [*self._network.addresses, *self._network.peers.addresses()])
+        addresses = [*self.network.addresses, *self.network.peers.addresses()]
+        return self.membership.locator.answer(request, addresses)

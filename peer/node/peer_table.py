@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from protocol.bounded import BoundedDict
 from protocol.ids import PeerKey
 from protocol.messages import Heartbeat, Signed
+from protocol.rounds.policy import RoundPolicy
 
 MAX_LOST = 256
 """Maximum number of members that fell silent whose addresses are remembered."""
@@ -31,6 +32,11 @@ class PeerEntry:
     direct: float
     """Time of the last message received from the peer itself; at first, the time of its first heartbeat."""
 
+    @property
+    def is_member(self) -> bool:
+        """True for a peer that was admitted."""
+        return bool(self.heartbeat.body.admission)
+
 
 class PeerTable:
     """The peers with news within `forget_seconds`: at most `limit` members and `observers` others."""
@@ -38,7 +44,6 @@ class PeerTable:
     def __init__(self, me: PeerKey, *, forget_seconds: float, limit: int, observers: int = MAX_OBSERVERS):
         self._me = me
         self._forget = forget_seconds
-        self._limit = limit
         self._observers = observers
         self._entries: dict[PeerKey, PeerEntry] = {}
         self._gone: BoundedDict[PeerKey, int] = BoundedDict(limit)
@@ -47,12 +52,11 @@ class PeerTable:
 
     @property
     def limit(self) -> int:
-        """Maximum number of members."""
-        return self._limit
+        """Maximum number of members, and of members that left."""
+        return self._gone.limit
 
-    def set_limit(self, members: int) -> None:
-        """Apply the `max_members` of the open round's policy."""
-        self._limit = self._gone.limit = members
+    def apply_policy(self, policy: RoundPolicy) -> None:
+        self._gone.limit = policy.max_members
 
     def hear(
         self, heartbeat: Signed[Heartbeat], now: float, *, direct: bool = True, welcome: bool = False
@@ -73,8 +77,8 @@ class PeerTable:
             known.heartbeat, known.heard = heartbeat, now
             return False
         admitted = bool(body.admission)
-        same_kind = sum(bool(e.heartbeat.body.admission) == admitted for e in self._entries.values())
-        if not welcome and same_kind >= (self._limit if admitted else self._observers):
+        same_kind = sum(e.is_member == admitted for e in self._entries.values())
+        if not welcome and same_kind >= (self.limit if admitted else self._observers):
             return None
         self._entries[key] = PeerEntry(heartbeat, now, now)
         self._lost.pop(key, None)
@@ -88,7 +92,7 @@ class PeerTable:
         """
         self._lost.pop(key, None)
         known = self._entries.get(key)
-        if known is None or not known.heartbeat.body.admission or sequence < known.heartbeat.body.sequence:
+        if known is None or not known.is_member or sequence < known.heartbeat.body.sequence:
             return
         del self._entries[key]
         self._gone[key] = sequence
@@ -112,23 +116,17 @@ class PeerTable:
 
     def unreachable(self, now: float, seconds: float) -> list[PeerKey]:
         """Return the members (not observers) that are present and sent us nothing themselves for these seconds."""
-        return [
-            k
-            for k, e in self._entries.items()
-            if now - e.direct > seconds and e.heartbeat.body.admission and now - e.heard <= self._forget
-        ]
+        members = {k: e for k, e in self._entries.items() if e.is_member}
+        return [k for k, e in members.items() if now - e.direct > seconds and now - e.heard <= self._forget]
 
     def peers(self) -> list[PeerKey]:
-        """Return all peers of the table, members and others."""
         return list(self._entries)
 
     def is_member(self, key: PeerKey) -> bool:
         """Return whether this peer is in the table and was admitted."""
-        entry = self._entries.get(key)
-        return entry is not None and bool(entry.heartbeat.body.admission)
+        return key in self._entries and self._entries[key].is_member
 
     def entries(self) -> dict[PeerKey, PeerEntry]:
-        """Return a copy of the table."""
         return dict(self._entries)
 
     def heartbeats(self) -> list[Signed[Heartbeat]]:
@@ -137,5 +135,5 @@ class PeerTable:
 
     def addresses(self) -> list[str]:
         """Return the multiaddresses of members, not of strangers: those with the latest news first."""
-        newest = sorted(self._entries.values(), key=lambda e: -e.heard)
-        return list(dict.fromkeys(a for e in newest if e.heartbeat.body.admission for a in e.heartbeat.body.addresses))
+        newest = sorted((e for e in self._entries.values() if e.is_member), key=lambda e: -e.heard)
+        return list(dict.fromkeys(a for e in newest for a in e.heartbeat.body.addresses))

@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from peer.node.events import Post
+from peer.node.network import Network
 from peer.node.tasks import Tasks
-from peer.node.update_fetcher import BlobSource, UpdateFetcher, map_file
+from peer.node.update_fetcher import UpdateFetcher, map_file
 from peer.store import BlobMissing, Store, StoreFull
 from protocol.codec.interface import Blob
 from protocol.errors import CairnError, CodecError
@@ -24,19 +25,19 @@ from protocol.messages import RoundRecord, Signed, UpdateHeader
 from protocol.outer import Contribution
 from protocol.reduce import Reduction, shard_count
 from protocol.rounds.events import BlobInvalid, ShardReduced, ShardUnavailable
-from protocol.rounds.policy import RoundPolicy
 from protocol.spec import OuterSpec
 
 log = logging.getLogger("peer.reducer")
 
 SHARE = 0.5
-"""Share of `exchange_seconds` in which the slices must arrive; the rest is left for the next attempt."""
+"""Share of the round's `exchange_seconds` in which the slices must arrive; the rest is left for the next attempt."""
 
 AT_ONCE = 16
 """Maximum number of slices that are fetched at once, for all shards together."""
 
 ATTEMPT_SECONDS = 5.0
-"""Seconds after which a slice that does not arrive gives its turn to another and is tried again."""
+"""Seconds after which a slice that does not arrive gives its turn to another, here and at a relay, and is tried
+again."""
 
 PAUSE_SECONDS = 0.2
 
@@ -45,17 +46,9 @@ KEPT_ROUNDS = 8
 that we have left may need them."""
 
 
-class SliceSource(BlobSource, Protocol):
-    """The network as a source of update slices."""
-
-    def relays_from(self, author: PeerKey) -> Sequence[PeerKey]:
-        """Return the members that relay from an author without direct contact to us."""
-        ...
-
-
 @dataclass(frozen=True)
 class ReducedShardFormat:
-    """The format of a reduced shard's blob: shard `shard` of `count`."""
+    """The `BlobFormat` of a reduced shard: shard `shard` of `count`."""
 
     reduction: Reduction
     count: int
@@ -63,102 +56,77 @@ class ReducedShardFormat:
 
     @property
     def size(self) -> int:
-        """Bytes of the blob."""
         return self.reduction.size(self.count, self.shard)
 
     def check(self, blob: Blob) -> None:
-        """Check structure, bounds and finiteness. Raise CodecError."""
         self.reduction.check_shard(blob, self.count, self.shard)
 
 
+@dataclass(eq=False)
 class ShardReducer:
     """One task for each shard. An unexpected error in a task, such as a full disk, ends the node.
 
-    `post` receives ShardReduced or ShardUnavailable for each shard, and BlobInvalid for an update whose slice breaks
-    the codec's rules.
+    `update_size` is in bytes. `post` receives ShardReduced or ShardUnavailable for each shard, and BlobInvalid for an
+    update whose slice breaks the codec's rules.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        source: SliceSource,
-        updates: UpdateFetcher,
-        reduction: Reduction,
-        update_size: int,
-        outer: OuterSpec,
-        *,
-        exchange_seconds: float,
-        post: Callable[[ShardReduced | ShardUnavailable | BlobInvalid], None],
-        tasks: Tasks,
-    ):
-        self._store = store
-        self._source = source
-        self._updates = updates
-        self._reduction = reduction
-        self._size = update_size
-        self._outer = outer
-        self._exchange_seconds = exchange_seconds
-        self._post = post
-        self._spawn = tasks.spawn
+    store: Store
+    network: Network
+    updates: UpdateFetcher
+    reduction: Reduction
+    update_size: int
+    outer: OuterSpec
+    post: Post
+    tasks: Tasks
+
+    def __post_init__(self) -> None:
         self._tasks: dict[tuple[Digest, int], asyncio.Task[None]] = {}
-        self._shards: dict[Digest, set[Digest]] = {}
-        """For each record the blobs of its shards that were made here or requested."""
-        self._rounds: dict[Digest, int] = {}
-        """The rounds of those records. Records older than KEPT_ROUNDS are kept by the chain or not at all."""
+        self._shards: dict[Digest, tuple[int, set[Digest]]] = {}
+        """For each record its round, and the blobs of its shards that were made here or requested.
+
+        Records older than KEPT_ROUNDS are kept by the chain or not at all.
+        """
         self._made: dict[Digest, int] = {}
         """The blobs of shards that were made here lately, and their rounds."""
         self._turns = asyncio.Semaphore(AT_ONCE)
         self._one_sum = asyncio.Lock()
-
-    @property
-    def exchange_seconds(self) -> float:
-        """The `exchange_seconds` of the open round."""
-        return self._exchange_seconds
-
-    def apply_policy(self, policy: RoundPolicy) -> None:
-        """Follow the policy of the open round."""
-        self._exchange_seconds = policy.exchange_seconds
 
     def reduce(self, record: Signed[RoundRecord], shard: int, committee: Sequence[PeerKey]) -> None:
         """Start to make a shard of a record's mean. Do nothing when it is being made already."""
         name = (record.digest, shard)
         if name not in self._tasks:
             self._note(record)
-            self._tasks[name] = self._spawn(self._reduce(record, shard, committee), "shard")
+            self._tasks[name] = self.tasks.spawn(self._reduce(record, shard, committee), "shard")
 
     def fetch(self, blob: Digest, record: Signed[RoundRecord], shard: int, holders: Iterable[PeerKey]) -> None:
         """Fetch a shard that others made; answered like an update."""
         kind = self.format_of(len(record.body.updates), shard)
         self._note(record).add(blob)
-        self._updates.fetch(blob, kind.size, holders, kind)
+        self.updates.fetch(blob, kind.size, holders, kind)
 
     def _note(self, record: Signed[RoundRecord]) -> set[Digest]:
         """Return the shards of this record that are in work; forget those of records long before it."""
-        self._rounds[record.digest] = record.body.round
         oldest = record.body.round - KEPT_ROUNDS
-        for old in [d for d, number in self._rounds.items() if number <= oldest]:
-            del self._rounds[old]
-            self._shards.pop(old, None)
-        return self._shards.setdefault(record.digest, set())
+        self._shards = {d: entry for d, entry in self._shards.items() if entry[0] > oldest}
+        return self._shards.setdefault(record.digest, (record.body.round, set()))[1]
 
     def format_of(self, contributors: int, shard: int) -> ReducedShardFormat:
         """Return the format of a shard, by the number of the record's contributors."""
-        return ReducedShardFormat(self._reduction, shard_count(contributors, self._size), shard)
+        return ReducedShardFormat(self.reduction, shard_count(contributors, self.update_size), shard)
 
     def drop(self, record: Digest) -> None:
         """Stop the work on a record, and forget its shards unless they are kept for another reason."""
         for name in [n for n in self._tasks if n[0] == record]:
             self._tasks.pop(name).cancel()
-        self._rounds.pop(record, None)
-        for blob in self._shards.pop(record, ()):
-            self._updates.drop(blob)
+        for blob in self._shards.pop(record, (0, ()))[1]:
+            self.updates.drop(blob)
 
     def retained_blobs(self) -> list[Digest]:
         """Return the shards to keep whether they are on the chain or not.
 
         These are the shards of records that were not dropped, and those that were made here lately.
         """
-        return [*(blob for blobs in self._shards.values() for blob in blobs), *self._made]
+        return [*(blob for _, blobs in self._shards.values() for blob in blobs), *self._made]
 
     # -- one shard ---------------------------------------------------------------------------------------------
 
@@ -167,13 +135,13 @@ class ShardReducer:
         # Before the answer is posted: it may lead to another request for the same shard.
         if self._tasks.get((record.digest, shard)) is asyncio.current_task():
             del self._tasks[record.digest, shard]
-        self._post(answer)
+        self.post(answer)
 
     async def _make(
         self, record: Signed[RoundRecord], shard: int, committee: Sequence[PeerKey]
     ) -> ShardReduced | ShardUnavailable:
         kind = self.format_of(len(record.body.updates), shard)
-        until = asyncio.get_running_loop().time() + SHARE * self._exchange_seconds
+        until = asyncio.get_running_loop().time() + SHARE * self.updates.deadline_seconds
         requested: set[PeerKey] = set()
         # In a random order, so that slow authors do not delay the same others at every member.
         headers = random.sample(record.body.updates, len(record.body.updates))
@@ -189,7 +157,7 @@ class ShardReducer:
                     try:
                         found = task.result()
                     except CodecError as e:
-                        self._post(BlobInvalid(coming[task].body.blob, str(e)))
+                        self.post(BlobInvalid(coming[task].body.blob, str(e)))
                         invalid.append(author)
                         continue
                     if found is not None:
@@ -207,16 +175,14 @@ class ShardReducer:
             return ShardUnavailable(record.digest, shard, tuple(sorted(unavailable)))
         contributions = [Contribution(h.author, h.body.windows, slices[h.author]) for h in record.body.updates]
         async with self._one_sum:
-            blob = await asyncio.to_thread(self._sum, contributions, kind)
+            blob = await asyncio.to_thread(
+                lambda: self.store.put(self.reduction.reduce(contributions, self.outer, kind.count, kind.shard))
+            )
         self._note(record).add(blob)
         number = record.body.round
         self._made = {b: n for b, n in self._made.items() if n > number - KEPT_ROUNDS} | {blob: number}
-        self._updates.trust(blob, kind)
+        self.updates.trust(blob, kind)
         return ShardReduced(record.digest, shard, blob)
-
-    def _sum(self, contributions: Sequence[Contribution], kind: ReducedShardFormat) -> Digest:
-        """Put the shard's blob into the store. Runs in a thread. Raise StoreError."""
-        return self._store.put(self._reduction.reduce(contributions, self._outer, kind.count, kind.shard))
 
     # -- one slice ---------------------------------------------------------------------------------------------
 
@@ -234,24 +200,24 @@ class ShardReducer:
         Raise CodecError when the slice breaks the codec's rules.
         """
         blob, now = header.body.blob, asyncio.get_running_loop().time
-        chunks = self._reduction.chunks(kind.count, kind.shard)
-        await self._updates.verify(blob)
+        chunks = self.reduction.chunks(kind.count, kind.shard)
+        await self.updates.verify(blob)
         while True:
             try:
                 found = self._find(blob, chunks)
                 if found is None and now() < until:
                     async with self._turns:
                         seconds = max(0.1, min(ATTEMPT_SECONDS, until - now()))
-                        if seconds >= min(ATTEMPT_SECONDS, 0.5 * SHARE * self._exchange_seconds):
+                        if seconds >= min(ATTEMPT_SECONDS, 0.5 * SHARE * self.updates.deadline_seconds):
                             requested.add(header.author)
-                        relays = self._source.relays_from(header.author)
+                        relays = self.network.relay.relays_from(header.author)
                         holders = list(dict.fromkeys([header.author, *committee, *relays]))
-                        await self._source.fetch_blob(
-                            blob, self._size, holders, deadline_seconds=seconds, chunks=chunks
+                        await self.network.fetch_blob(
+                            blob, self.update_size, holders, deadline_seconds=seconds, chunks=chunks
                         )  # fmt: skip
                     found = self._find(blob, chunks)
                 if found is not None:
-                    await asyncio.to_thread(self._reduction.check_slice, found, kind.count, kind.shard)
+                    await asyncio.to_thread(self.reduction.check_slice, found, kind.count, kind.shard)
                     return found
             except (CodecError, StoreFull):
                 raise  # of a full disk no other attempt helps: the user must act
@@ -264,9 +230,9 @@ class ShardReducer:
     def _find(self, blob: Digest, chunks: Sequence[int]) -> memoryview | None:
         """Return the bytes of an update that is held whole, or of which all these chunks are."""
         try:
-            if self._store.has(blob):
-                return map_file(self._store.path(blob))
-            arriving = self._store.in_progress(blob)
+            if self.store.has(blob):
+                return map_file(self.store.path(blob))
+            arriving = self.store.in_progress(blob)
             if arriving is None or arriving.is_incomplete(chunks):
                 return None
             return map_file(arriving.path)

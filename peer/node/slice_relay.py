@@ -1,7 +1,7 @@
 """Relay of update slices between an author and a committee that cannot connect, by members in contact with both.
 
 A committee member without contact to an author also asks the author's relays for the update. Every member computes the
-same relays (`relay_selector`). The request says no more than the update's digest. The relay finds the undecided
+same relays (`message_relay`). The request says no more than the update's digest. The relay finds the undecided
 proposals that list it, fetches the slices that the requester needs for its shards from the author, and serves them like
 any arriving blob.
 """
@@ -10,24 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
-from peer.node.relay_selector import RelaySelector
+from peer.node.network import Network
+from peer.node.shard_reducer import ATTEMPT_SECONDS
 from peer.node.tasks import Tasks
-from peer.node.update_fetcher import BlobSource
 from peer.store import Store
 from protocol.errors import CairnError
 from protocol.ids import Digest, PeerKey
 from protocol.messages import RoundRecord, Signed
 from protocol.reduce import Reduction, shard_count
+from protocol.rounds.machine import RoundMachine
 from protocol.spec import RoundSpec
 
 log = logging.getLogger("peer.slice_relay")
-
-ATTEMPT_SECONDS = 5.0
-"""Seconds for one slice: an author that gives nothing must not delay others. A requester that still needs it asks
-again."""
 
 AT_ONCE = 4
 TIMES_OWN_WORK = 4
@@ -45,47 +41,20 @@ value holds while no proposal says what the peer needs it for."""
 MAX_REQUESTS = 8192
 
 
-class RelaySource(BlobSource, Protocol):
-    """The network as `SliceRelay` uses it."""
-
-    @property
-    def selector(self) -> RelaySelector:
-        """The relays between members."""
-        ...
-
-
-class SliceSeats(Protocol):
-    """The round machine as `SliceRelay` uses it."""
-
-    def slices_for(
-        self, blob: Digest, member: PeerKey
-    ) -> Sequence[tuple[Signed[RoundRecord], int, tuple[PeerKey, ...]]]:
-        """Return record, shard and committee of each shard that a member is to make with this update."""
-        ...
-
-
+@dataclass(eq=False)
 class SliceRelay:
-    """One task for each slice."""
+    """One task for each slice. `update_size` is in bytes."""
 
-    def __init__(
-        self,
-        me: PeerKey,
-        store: Store,
-        network: RelaySource,
-        reduction: Reduction,
-        update_size: int,
-        round: RoundSpec,
-        seats: SliceSeats,
-        tasks: Tasks,
-    ):
-        self._me = me
-        self._store = store
-        self._network = network
-        self._reduction = reduction
-        self._size = update_size
-        self._committee = round.committee
-        self._seats = seats
-        self._spawn = tasks.spawn
+    me: PeerKey
+    store: Store
+    network: Network
+    reduction: Reduction
+    update_size: int
+    round: RoundSpec
+    machine: RoundMachine
+    tasks: Tasks
+
+    def __post_init__(self) -> None:
         self._requests: dict[tuple[Digest, PeerKey], float] = {}
         self._under_way: set[tuple[Digest, tuple[int, ...]]] = set()
         self._turns = asyncio.Semaphore(AT_ONCE)
@@ -94,43 +63,43 @@ class SliceRelay:
 
     def note_request(self, blob: Digest, by: PeerKey) -> None:
         """Note that a peer that may have this blob requests it; fetch the slices that it can only get from us."""
-        selector, now = self._network.selector, asyncio.get_running_loop().time()
+        selector, now = self.network.relay.selector, asyncio.get_running_loop().time()
         if not selector.is_cut_off_from_some(by) or now < self._requests.get((blob, by), 0.0):
             return
         if len(self._requests) >= MAX_REQUESTS:
             self._requests.clear()
-        found = () if self._store.has(blob) else self._seats.slices_for(blob, by)
+        found = () if self.store.has(blob) else self.machine.slices_for(blob, by)
         self._requests[blob, by] = now + (KNOWN_SECONDS if found else UNKNOWN_SECONDS)
         for record, shard, committee in found:
             # Several authors may be listed with one blob: anybody can name it as theirs.
             for author in (u.author for u in record.body.updates if u.body.blob == blob):
-                if not selector.is_cut_off(by, author) or self._me not in selector.relays(author, by):
+                if not selector.is_cut_off(by, author) or self.me not in selector.relays(author, by):
                     continue
                 if not any(selector.connects(k, author, by) for k in committee):
                     self._relay(record, author, blob, shard, by)
 
     def _relay(self, record: Signed[RoundRecord], author: PeerKey, blob: Digest, shard: int, by: PeerKey) -> None:
         contributors = len(record.body.updates)
-        chunks = tuple(self._reduction.chunks(shard_count(contributors, self._size), shard))
+        chunks = tuple(self.reduction.chunks(shard_count(contributors, self.update_size), shard))
         if record.body.round != self._round:
             self._round, self._relayed = record.body.round, 0
-        arriving = self._store.in_progress(blob)
+        arriving = self.store.in_progress(blob)
         here = arriving is not None and not arriving.is_incomplete(chunks)
-        most = TIMES_OWN_WORK * self._committee * contributors
-        full = self._store.used_bytes > FULL * self._store.limit_bytes
+        most = TIMES_OWN_WORK * self.round.committee * contributors
+        full = self.store.used_bytes > FULL * self.store.limit_bytes
         if here or full or (blob, chunks) in self._under_way or self._relayed >= most:
             return
         self._relayed += 1
         self._under_way.add((blob, chunks))
-        self._spawn(self._fetch(author, blob, chunks, by), "slice for others")
+        self.tasks.spawn(self._fetch(author, blob, chunks, by), "slice for others")
 
     async def _fetch(self, author: PeerKey, blob: Digest, chunks: tuple[int, ...], by: PeerKey) -> None:
         try:
             async with self._turns:
-                if not self._seats.slices_for(blob, by):
+                if not self.machine.slices_for(blob, by):
                     return  # the record was decided meanwhile
-                await self._network.fetch_blob(
-                    blob, self._size, [author], deadline_seconds=ATTEMPT_SECONDS, chunks=chunks
+                await self.network.fetch_blob(
+                    blob, self.update_size, [author], deadline_seconds=ATTEMPT_SECONDS, chunks=chunks
                 )  # fmt: skip
             log.debug("a slice of update %s by %s is relayed", blob.short, author.short)
         except (CairnError, asyncio.TimeoutError) as e:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -17,13 +18,15 @@ from rich.filesize import decimal
 
 from peer.channel import Apply, Load, RoundUpdates, ToTrainer, UpdateFile
 from peer.errors import PeerError, TrainerDied
+from peer.node.events import Post
+from peer.node.network import Network
 from peer.node.shard_reducer import ShardReducer
-from peer.node.update_fetcher import BlobFormat, BlobSource, UpdateFetcher
+from peer.node.update_fetcher import BlobFormat, UpdateFetcher
 from peer.store import BlobMissing, Store, StoreFull
 from protocol.chain import Chain, genesis_digest
 from protocol.errors import CairnError, CodecError
 from protocol.ids import Digest, PeerKey, Round, RunId
-from protocol.messages import Certificate, Rollback
+from protocol.messages import Certificate
 from protocol.rounds.actions import ApplyRecord, Resync
 from protocol.rounds.blobs import applied_blobs
 from protocol.rounds.events import MoveFailed
@@ -44,53 +47,51 @@ OWN_RECORDS = 256
 """Records searched for own updates whose untransmitted residual must be restored."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """A state to start from: that after `record`, before the round `round`, which is at `index` of the path."""
+
+    index: int
+    record: Digest
+    round: Round
+    state: Digest
+
+
+@dataclass(eq=False)
 class StateLoader:
     """Works through ApplyRecord and Resync actions one by one. The trainer answers a successful move itself.
 
-    `post` gives a MoveFailed to the machine.
+    `post` receives a MoveFailed for any other.
     """
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        me: PeerKey,
-        store: Store,
-        chain: Chain,
-        source: BlobSource,
-        updates: UpdateFetcher,
-        reducer: ShardReducer,
-        *,
-        post: Callable[[MoveFailed], None],
-    ):
-        self._spec = spec
-        self._run = spec.run_id
-        self._me = me
-        self._checkpoint_size = state_layout(spec.model.layout, spec.outer).checkpoint_size
-        self._store = store
-        self._chain = chain
-        self._source = source
-        self._updates = updates
-        self._reducer = reducer
-        self._post = post
+    spec: RunSpec
+    me: PeerKey
+    store: Store
+    chain: Chain
+    network: Network
+    updates: UpdateFetcher
+    reducer: ShardReducer
+    post: Post
+
+    def __post_init__(self) -> None:
+        self._checkpoint_size = state_layout(self.spec.model.layout, self.spec.outer).checkpoint_size
         self._turns = asyncio.Semaphore(AT_ONCE)
         self._queue: asyncio.Queue[ApplyRecord | Resync] = asyncio.Queue(maxsize=64)
         self._current: asyncio.Task[None] | None = None
-        self._given: tuple[Digest, ...] = ()
+        self.given: tuple[Digest, ...] = ()
         """Blobs whose files the trainer was last asked to read."""
 
-    @property
-    def given(self) -> tuple[Digest, ...]:
-        """The blobs whose files the trainer was last asked to read."""
-        return self._given
-
-    def apply(self, action: ApplyRecord) -> None:
+    def apply(self, action: ApplyRecord | Resync) -> None:
         """Queue a move behind those that were asked for before."""
-        self._put(action)
+        try:
+            self._queue.put_nowait(action)
+        except asyncio.QueueFull:
+            self.post(MoveFailed(_target(action, self.spec.run_id), "too many rounds wait to be applied"))
 
     def resync(self, action: Resync) -> None:
         """Replace all moves that were asked for before."""
         self.drop()
-        self._put(action)
+        self.apply(action)
 
     def drop(self) -> None:
         """Cancel all moves: the trainer that they were for is lost, or a Resync replaces them."""
@@ -99,22 +100,16 @@ class StateLoader:
         if self._current is not None:
             self._current.cancel()
 
-    def _put(self, action: ApplyRecord | Resync) -> None:
-        try:
-            self._queue.put_nowait(action)
-        except asyncio.QueueFull:
-            self._post(MoveFailed(_target(action, self._run), "too many rounds wait to be applied"))
-
     async def verify_given(self) -> None:
         """Verify the blobs that the trainer could not use. The store drops damaged ones, and they are fetched again.
 
         Raise StoreError when the disk cannot be read at all.
         """
-        for blob in self._given:
-            self._updates.forget([blob])
+        for blob in self.given:
+            self.updates.forget([blob])
             with contextlib.suppress(BlobMissing):  # the store has reported it
                 first = 0
-                while not await asyncio.to_thread(self._store.verify, blob, first, VERIFY_CHUNKS):
+                while not await asyncio.to_thread(self.store.verify, blob, first, VERIFY_CHUNKS):
                     first += VERIFY_CHUNKS
 
     async def run(self, send: Callable[[ToTrainer], Awaitable[None]]) -> None:
@@ -133,7 +128,7 @@ class StateLoader:
             self._current = None
 
     async def _do(self, action: ApplyRecord | Resync, send: Callable[[ToTrainer], Awaitable[None]]) -> None:
-        target = _target(action, self._run)
+        target = _target(action, self.spec.run_id)
         try:
             await send(await (self._apply(action) if isinstance(action, ApplyRecord) else self._resync(action)))
         except TrainerDied as e:
@@ -145,12 +140,12 @@ class StateLoader:
             reason = str(e) or "no answer in time"
             # The machine reports it, with the time of the next attempt. The trainer has not been asked yet.
             log.debug("cannot get to the state after %s: %s", target.short, reason)
-            self._post(MoveFailed(target, reason, kept=True))
+            self.post(MoveFailed(target, reason, kept=True))
 
     async def _apply(self, action: ApplyRecord) -> Apply:
         record = action.certificate.record.body
         update = await self._round(action.certificate)
-        self._given = tuple(applied_blobs(action.certificate))
+        self.given = tuple(applied_blobs(action.certificate))
         return Apply(
             update=update,
             missed=self._own(action.missed),
@@ -161,23 +156,16 @@ class StateLoader:
 
     async def _resync(self, action: Resync) -> Load:
         path = action.path
-        back = action.start if not path else None
-        start, checkpoint, replay = await self._gather(action, back)
-        if start < len(path):
-            body = path[start].record.body
-            record, number, base = body.parent, body.round, body.base_state
-        elif back is not None:
-            record, number, base = back.record, back.round, back.state
-        else:
-            record, number, base = genesis_digest(self._run), Round(0), self._spec.genesis.name
-        reduced = await self._reduced_before(record, action.regained)
-        end = Round(path[-1].record.body.round + 1) if path else number
-        self._given = (base, *(blob for c in path[start:] for blob in applied_blobs(c)), *action.regained)
+        start, checkpoint, replay = await self._gather(action)
+        reduced = await self._reduced_before(start.record, action.regained)
+        end = Round(path[-1].record.body.round + 1) if path else start.round
+        applied = (blob for c in path[start.index :] for blob in applied_blobs(c))
+        self.given = (start.state, *applied, *action.regained)
         return Load(
             checkpoint=checkpoint,
-            base_state=base,
-            record=record,
-            round=number,
+            base_state=start.state,
+            record=start.record,
+            round=start.round,
             replay=replay,
             restore=self._own(action.missed),
             next_window=action.next_window,
@@ -187,53 +175,54 @@ class StateLoader:
             reduced=reduced,
         )
 
-    async def _gather(self, action: Resync, back: Rollback | None) -> tuple[int, Path, tuple[RoundUpdates, ...]]:
-        """Return the index on the path to start from, the checkpoint of the state there, and the rounds after it.
+    def _starts(self, action: Resync) -> Iterator[_Start]:
+        """Yield the states to start from, best first: the newest in our store, then those that members keep.
 
-        A base state that is on disk comes first, then those that members keep (`action.starts`). Without a path the
-        state is the one that the run was rolled back to, or the genesis.
+        Without a path the only one is the state that the run was rolled back to, or the genesis.
         """
-        path = action.path
-        if back is not None:
-            return 0, await self._checkpoint(back.state, self._checkpoint_size), ()
-        if not path:
-            return 0, await self._checkpoint(self._spec.genesis.name, self._spec.genesis.size), ()
+        path, back = action.path, action.start
+        if not path and back is not None:
+            yield _Start(0, back.record, back.round, back.state)
+        elif not path:
+            yield _Start(0, genesis_digest(self.spec.run_id), Round(0), self.spec.genesis.name)
+        newest = range(len(path) - 1, -1, -1)
+        held = islice((i for i in newest if self.store.has(path[i].record.body.base_state)), 1)
+        for i in dict.fromkeys([*held, *action.starts]):
+            body = path[i].record.body
+            yield _Start(i, body.parent, body.round, body.base_state)
+
+    async def _gather(self, action: Resync) -> tuple[_Start, Path, tuple[RoundUpdates, ...]]:
+        """Return the state to start from, its checkpoint, and the rounds after it, all of them in the store."""
         errors: list[str] = []
         unavailable = -1
         """The last round on the path that nobody gave: to start before it is useless."""
-        for i in self._starts(action):
-            if i <= unavailable:
+        for start in self._starts(action):
+            if start.index <= unavailable:
                 continue
-            base = path[i].record.body.base_state
-            size = self._spec.genesis.size if base == self._spec.genesis.name else self._checkpoint_size
             rounds: list[RoundUpdates] = []
             checkpoint = None
             try:
-                checkpoint = await self._checkpoint(base, size)
-                for certificate in path[i:]:
+                checkpoint = await self._checkpoint(start.state)
+                for certificate in action.path[start.index :]:
                     rounds.append(await self._round(certificate))
-                return i, checkpoint, tuple(rounds)
+                return start, checkpoint, tuple(rounds)
             except (StoreFull, CodecError):
                 raise  # no other start helps: the user must act, or the record lists an invalid update
             except (CairnError, asyncio.TimeoutError) as e:
-                errors.append(f"from the state of round {path[i].record.body.round}: {e}")
+                errors.append(f"from the state of round {start.round}: {e}")
                 if checkpoint is not None:
-                    unavailable = i + len(rounds)
+                    unavailable = start.index + len(rounds)
         what = "what leads there from a checkpoint" if unavailable >= 0 else "a checkpoint to start from"
         raise PeerError(f"no member gave {what} ({'; '.join(errors)}); it is tried again")
 
-    def _starts(self, action: Resync) -> Iterable[int]:
-        """Return the indices on the path to start from, best first: that of the newest base state in our store."""
-        newest = range(len(action.path) - 1, -1, -1)
-        held = islice((i for i in newest if self._store.has(action.path[i].record.body.base_state)), 1)
-        return dict.fromkeys([*held, *action.starts])
-
-    async def _checkpoint(self, state: Digest, size: int) -> Path:
-        if not self._store.has(state):
+    async def _checkpoint(self, state: Digest) -> Path:
+        if not self.store.has(state):
+            genesis = self.spec.genesis
+            size = genesis.size if state == genesis.name else self._checkpoint_size
             log.info("fetching the checkpoint %s (%s)", state.short, decimal(size))
-            everyone = self._source.everyone()
-            await self._source.fetch_blob(state, size, everyone, deadline_seconds=CHECKPOINT_SECONDS)
-        return self._store.path(state)
+            everyone = self.network.everyone()
+            await self.network.fetch_blob(state, size, everyone, deadline_seconds=CHECKPOINT_SECONDS)
+        return self.store.path(state)
 
     async def _round(self, certificate: Certificate) -> RoundUpdates:
         """Return the files that a record's state is made of; those that are not held are fetched.
@@ -246,7 +235,7 @@ class StateLoader:
         wanted: list[tuple[Digest, list[PeerKey], BlobFormat | None]]
         if certificate.shards:
             wanted = [
-                (blob, holders, self._reducer.format_of(len(listed), shard))
+                (blob, holders, self.reducer.format_of(len(listed), shard))
                 for shard, blob in enumerate(certificate.shards)
             ]
         else:
@@ -260,13 +249,13 @@ class StateLoader:
         if not certificate.shards:
             updates = tuple(UpdateFile(u.author, u.body.windows, f) for u, f in zip(listed, files, strict=True))
             return RoundUpdates(record.body.round, certificate.digest, updates)
-        own = [(u, f) for u in listed if u.author == self._me for f in self._own([u.body.blob])]
+        own = [(u, f) for u in listed if u.author == self.me for f in self._own([u.body.blob])]
         updates = tuple(UpdateFile(u.author, u.body.windows, f) for u, f in own)
         return RoundUpdates(record.body.round, certificate.digest, updates, files)
 
     async def _ensure(self, blob: Digest, holders: Sequence[PeerKey], kind: BlobFormat | None) -> Path:
         async with self._turns:
-            return await self._updates.ensure(blob, holders, self._updates.deadline_seconds, kind)
+            return await self.updates.ensure(blob, holders, kind)
 
     async def _reduced_before(self, record: Digest, regained: Sequence[Digest]) -> tuple[RoundUpdates, ...]:
         """Return the reduced rounds up to a record whose residual of our update may have to be restored, oldest first.
@@ -277,11 +266,11 @@ class StateLoader:
         found: list[RoundUpdates] = []
         wanted, last = set(regained), True
         for certificate in islice(self._back_from(record), OWN_RECORDS):
-            own = next((u.body.blob for u in certificate.record.body.updates if u.author == self._me), None)
+            own = next((u.body.blob for u in certificate.record.body.updates if u.author == self.me), None)
             if own is None or not (last or own in wanted):
                 continue
             last = False
-            if certificate.shards and self._store.has(own):
+            if certificate.shards and self.store.has(own):
                 try:
                     found.append(await self._round(certificate))
                 except StoreFull:
@@ -296,21 +285,21 @@ class StateLoader:
 
     def _back_from(self, record: Digest) -> Iterator[Certificate]:
         """Yield a record's certificate, its parent's, and so on as far as memory goes."""
-        if record in self._chain:
-            for digest in self._chain.ancestors(record):
-                if digest != self._chain.root:
-                    yield self._chain.certificate(digest)
+        if record in self.chain:
+            for digest in self.chain.ancestors(record):
+                if digest != self.chain.root:
+                    yield self.chain.certificate(digest)
 
     def _own(self, blobs: Sequence[Digest]) -> tuple[Path, ...]:
         """Return the files of own updates for the error feedback; one that the disk lost is reported as an error."""
-        held = [b for b in blobs if self._store.has(b)]
+        held = [b for b in blobs if self.store.has(b)]
         for lost in set(blobs) - set(held):
             log.error("own update %s is gone from the store: its content is not put back", lost.short)
-        return tuple(self._store.path(b) for b in held)
+        return tuple(self.store.path(b) for b in held)
 
     def _checkpoint_path(self, number: Round, is_checkpoint: bool) -> Path | None:
         """Return the file for the trainer to write the state of this round to; None when it is not to be kept."""
-        return self._store.scratch / f"state-{number}.safetensors" if is_checkpoint else None
+        return self.store.scratch / f"state-{number}.safetensors" if is_checkpoint else None
 
 
 def _target(action: ApplyRecord | Resync, run: RunId) -> Digest:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from peer.node.directive_handler import DirectiveHandler
 from peer.node.events import NodeEvents, RunOver
 from peer.node.membership import Membership
 from peer.node.network import Network
-from peer.node.options import NodeOptions
 from peer.node.round_timings import RoundTimings
 from peer.node.snapshot import Snapshot, write_snapshot
-from peer.node.tasks import repeat
-from peer.node.trainer_client import TrainerClient
+from peer.node.trainer_client import NO_PROGRESS, TrainerClient
 from protocol.rounds.machine import RoundMachine
 from protocol.rounds.policy import LocalStatus
 
@@ -32,54 +32,43 @@ def local_status(membership: Membership, network: Network, trainer: TrainerClien
         addresses=tuple(network.addresses),
         admission=b"" if trainer is None else membership.admission,
         device="" if trainer is None else trainer.device,
-        unreachable=network.unreachable(),
+        unreachable=network.relay.unreachable(),
     )
 
 
+@dataclass(eq=False)
 class StatusReporter:
     """The one place where a `Snapshot` is made; every other view of a peer is derived from it or from heartbeats."""
 
-    def __init__(
-        self,
-        membership: Membership,
-        options: NodeOptions,
-        network: Network,
-        machine: RoundMachine,
-        directives: DirectiveHandler,
-        timings: RoundTimings,
-        trainer: TrainerClient | None,
-        observers: NodeEvents,
-    ):
-        self._membership = membership
-        self._folder = options.folder
-        self._network = network
-        self._machine = machine
-        self._directives = directives
-        self._timings = timings
-        self._trainer = trainer
-        self._finish_reason = ""
-        observers.subscribe(RunOver, self._note_end)
-        self._write_failed = False
-        self._latest = self.snapshot()
+    membership: Membership
+    folder: Path
+    network: Network
+    machine: RoundMachine
+    directives: DirectiveHandler
+    timings: RoundTimings
+    trainer: TrainerClient | None
+    observers: NodeEvents
 
-    @property
-    def latest(self) -> Snapshot:
+    def __post_init__(self) -> None:
+        self._finish_reason = ""
+        self.observers.subscribe(RunOver, self._note_end)
+        self._write_failed = False
+        self.latest = self.snapshot()
         """A snapshot of at most SNAPSHOT_SECONDS ago, for other threads: they must not access the node itself."""
-        return self._latest
 
     def _note_end(self, event: RunOver) -> None:
         self._finish_reason = self._finish_reason or event.reason
 
     def snapshot(self) -> Snapshot:
-        """Return the present state of the node."""
-        view = self._machine.summary(time.monotonic())
-        spec, t, network = self._membership.spec, self._trainer, self._network
+        view = self.machine.summary(time.monotonic())
+        spec, t, network = self.membership.spec, self.trainer, self.network
+        progress = NO_PROGRESS if t is None else t.progress
         window = spec.data.window
         same = [m.heartbeat.windows for m in view.members if m.heartbeat.head == view.head]
         return Snapshot(
             run=spec.name,
-            name=self._membership.name,
-            peer=str(self._membership.identity.key),
+            name=self.membership.name,
+            peer=str(self.membership.identity.key),
             phase=view.phase,
             round=view.round,
             head=str(view.head),
@@ -87,44 +76,41 @@ class StatusReporter:
             state_round=view.round,
             accepted_tokens=view.weight * window,
             total_tokens=spec.total_tokens,
-            round_tokens=(sum(same) + (t.progress.windows if t is not None else 0)) * window,
-            target_tokens=self._directives.target_tokens,
-            loss=t.progress.loss if t is not None else 0.0,
-            tokens_per_second=t.progress.tokens_per_second if t is not None else 0.0,
+            round_tokens=(sum(same) + progress.windows) * window,
+            target_tokens=self.directives.target_tokens,
+            loss=progress.loss,
+            tokens_per_second=progress.tokens_per_second,
             members=len(view.members),
             bytes_up=network.bytes_up,
             bytes_down=network.bytes_down,
-            device=t.device if t is not None else "",
-            own_updates=t.made if t is not None else 0,
-            missed_updates=t.missed if t is not None else 0,
-            exchange_seconds=asdict(self._timings.times),
-            exchange_rounds=[asdict(r) for r in self._timings.rounds],
-            trainer_restarts=t.restarts if t is not None else 0,
+            device="" if t is None else t.device,
+            own_updates=0 if t is None else t.made,
+            missed_updates=0 if t is None else t.missed,
+            exchange_seconds=asdict(self.timings.times),
+            exchange_rounds=[asdict(r) for r in self.timings.rounds],
+            trainer_restarts=0 if t is None else t.restarts,
             finished=self._finish_reason,
-            mfu=t.progress.mfu if t is not None else None,
-            memory_used=t.progress.memory.used if t is not None and t.progress.memory else 0,
-            memory_whole=t.progress.memory.whole if t is not None and t.progress.memory else 0,
-            time_shares=asdict(t.progress.spent) if t is not None and t.progress.spent else {},
-            trained_windows=t.trained if t is not None else 0,
-            open_windows=t.progress.windows if t is not None else 0,
-            next_window=t.progress.next_window if t is not None else 0,
-            orders=self._directives.description,
+            mfu=progress.mfu,
+            memory_used=progress.memory.used if progress.memory else 0,
+            memory_whole=progress.memory.whole if progress.memory else 0,
+            time_shares=asdict(progress.spent) if progress.spent else {},
+            trained_windows=0 if t is None else t.trained,
+            open_windows=progress.windows,
+            next_window=progress.next_window,
+            orders=self.directives.description,
         )
 
     async def keep_writing(self) -> None:
         """Write the status file every SNAPSHOT_SECONDS, until cancelled."""
-
-        async def write() -> float:
+        while True:
             self.write()
-            return SNAPSHOT_SECONDS
-
-        await repeat(write)
+            await asyncio.sleep(SNAPSHOT_SECONDS)
 
     def write(self) -> None:
         """Write the status file. A failure is logged once."""
-        self._latest = self.snapshot()
+        self.latest = self.snapshot()
         try:
-            write_snapshot(self._folder, self._latest)
+            write_snapshot(self.folder, self.latest)
             self._write_failed = False
         except OSError as e:
             if not self._write_failed:

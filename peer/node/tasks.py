@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
 log = logging.getLogger("peer.node")
@@ -15,16 +15,16 @@ class Tasks:
 
     def __init__(self) -> None:
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
-    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
         """Start a task; `name` is for the log."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
@@ -57,24 +57,3 @@ async def cancel_and_wait(tasks: Iterable[asyncio.Future[Any]]) -> None:
             return
         _, left = await asyncio.wait(left, timeout=1.0)
     log.error("these tasks did not end and are abandoned: %s", ", ".join(str(t) for t in left))
-
-
-async def repeat(
-    step: Callable[[], Awaitable[float]],
-    errors: tuple[type[BaseException], ...] = (),
-    failed: Callable[[BaseException], float] | None = None,
-    *,
-    first: float = 0.0,
-) -> None:
-    """Call `step` until cancelled: first after `first` seconds, then after the seconds that the call before returned.
-
-    An error of the kinds in `errors` is given to `failed`, which logs it and returns the seconds until the next call.
-    Any other error ends the loop.
-    """
-    pause = first
-    while True:
-        await asyncio.sleep(pause)
-        try:
-            pause = await step()
-        except errors as e:
-            pause = failed(e) if failed is not None else 0.0

@@ -12,31 +12,19 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from peer.channel import (
-    SAVE_SECONDS,
-    Applied,
-    Failed,
-    FromTrainer,
-    MakeUpdate,
-    Note,
-    NothingDone,
-    Orders,
-    Progress,
-    Ready,
-    Start,
-    ToTrainer,
-    UpdateMade,
-)
+from peer import channel
 from peer.errors import TrainerDied
-from peer.node.assets import fetch_assets, start_message
 from peer.node.blob_retention import BlobRetention
+from peer.node.events import Post
+from peer.node.network import Network
 from peer.node.options import NodeOptions
 from peer.node.state_loader import StateLoader
 from peer.node.tasks import Tasks
-from peer.node.trainer_epoch import remove_outdated_state, remove_saved_state
+from peer.node.trainer_files import fetch_assets, remove_outdated_state, remove_saved_state, start_message
 from peer.node.trainer_supervisor import TrainerSupervisor
-from peer.node.update_fetcher import BlobSource, UpdateFetcher
+from peer.node.update_fetcher import UpdateFetcher
 from peer.node.usage_log import UsageLog
 from peer.store import Store, StoreError
 from protocol.chain import Chain
@@ -49,76 +37,64 @@ log = logging.getLogger("peer.training")
 
 LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
-_NO_PROGRESS = Progress(0, 0.0, 0.0, 0, 0.0, False)
+NO_PROGRESS = channel.Progress(0, 0.0, 0.0, 0, 0.0, False)
 
 
+@dataclass(eq=False)
 class TrainerClient:
     """`begin` once the node is in the swarm, `stop` at the end. `post` receives events for the machine.
 
     `supervise` makes the supervisor of a process (tests replace it).
     """
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        me: PeerKey,
-        options: NodeOptions,
-        store: Store,
-        chain: Chain,
-        updates: UpdateFetcher,
-        retention: BlobRetention,
-        loader: StateLoader,
-        tasks: Tasks,
-        post: Callable[[events.Event], None],
-        supervise: Callable[..., TrainerSupervisor] = TrainerSupervisor,
-    ):
-        self._spec = spec
-        self._me = me
-        self._options = options
-        self._store = store
-        self._chain = chain
-        self._updates = updates
-        self._retention = retention
-        self._loader = loader
-        self._tasks = tasks
-        self._post = post
-        self._supervise = supervise
-        self._start: Start | None = None
+    spec: RunSpec
+    me: PeerKey
+    options: NodeOptions
+    store: Store
+    chain: Chain
+    updates: UpdateFetcher
+    retention: BlobRetention
+    loader: StateLoader
+    tasks: Tasks
+    post: Post
+    supervise: Callable[..., TrainerSupervisor] = TrainerSupervisor
+
+    def __post_init__(self) -> None:
+        self._start: channel.Start | None = None
         self._supervisor: TrainerSupervisor | None = None
         self._usage = UsageLog()
-        self._orders: Orders | None = None
+        self._orders: channel.Orders | None = None
         self._verifying: asyncio.Task[None] | None = None
         self._missing = 0
         """Own updates that the present move puts back."""
         self._trained_before = 0
-        self.progress = _NO_PROGRESS
+        self.progress = NO_PROGRESS
         self.made = self.missed = 0
         """Own updates that were made, and that rounds left out."""
 
-    async def begin(self, source: BlobSource) -> None:
+    async def begin(self, network: Network) -> None:
         """Fetch what the trainer needs, and start it. Raise CairnError."""
-        folder = self._options.folder
-        await fetch_assets(self._spec, self._store, source)
-        self._start = start_message(self._spec, self._store, self._me, self._options)
-        remove_outdated_state(self._store, self._chain, folder / "trainer")
+        folder = self.options.folder
+        await fetch_assets(self.spec, self.store, network)
+        self._start = start_message(self.spec, self.store, self.me, self.options)
+        remove_outdated_state(self.store, self.chain, folder / "trainer")
         self._launch(self._start)
-        self._tasks.spawn(self._loader.run(self.send), "states")
+        self.tasks.spawn(self.loader.run(self.send), "states")
 
-    def _launch(self, start: Start) -> None:
-        """Start a trainer with a new supervisor."""
-        self._supervisor = self._supervise(
+    def _launch(self, start: channel.Start) -> None:
+        self._supervisor = self.supervise(
             start,
             on_message=self._on_message,
             on_lost=self._on_lost,
-            command=self._options.trainer_command or None,
+            command=self.options.trainer_command or None,
         )
-        self._tasks.spawn(self._supervisor.run(), "trainer")
+        self.tasks.spawn(self._supervisor.run(), "trainer")
 
     async def stop(self) -> bool:
         """Have the trainer save and exit. Return whether all that it learnt is on disk. Idempotent."""
-        return self._supervisor is not None and await self._supervisor.stop(SAVE_SECONDS)
+        return self._supervisor is not None and await self._supervisor.stop(channel.SAVE_SECONDS)
 
-    async def send(self, message: ToTrainer) -> None:
+    async def send(self, message: channel.ToTrainer) -> None:
         """Send a message to the present trainer. Raise TrainerDied."""
         if self._supervisor is None:
             raise TrainerDied("the trainer was not started")
@@ -143,21 +119,20 @@ class TrainerClient:
     # -- requests of the machine -----------------------------------------------------------------------------
 
     def request_update(self, action: RequestUpdate) -> None:
-        """Have the trainer make an update."""
-        self._tasks.spawn(self._request_update(action), "update")
+        self.tasks.spawn(self._request_update(action), "update")
 
     async def _request_update(self, action: RequestUpdate) -> None:
-        out = self._store.scratch / f"update-{action.round}.blob"
+        out = self.store.scratch / f"update-{action.round}.blob"
         try:
-            await self.send(MakeUpdate(round=action.round, parent=action.parent, out=out))
+            await self.send(channel.MakeUpdate(round=action.round, parent=action.parent, out=out))
         except TrainerDied as e:
             # `_on_lost` informs the machine that the state is gone.
             log.warning("no update for round %d: %s", action.round, e)
 
-    def order(self, orders: Orders) -> None:
+    def order(self, orders: channel.Orders) -> None:
         """Give the trainer its orders; trainers that are started later receive them too."""
         self._orders = orders
-        self._tasks.spawn(self._send_orders(), "orders")
+        self.tasks.spawn(self._send_orders(), "orders")
 
     async def _send_orders(self) -> None:
         if self._orders is not None and self._supervisor is not None:
@@ -172,12 +147,12 @@ class TrainerClient:
         self._stop_verifying()
         self._missing = len(action.missed)
         if isinstance(action, ApplyRecord):
-            self._loader.apply(action)
+            self.loader.apply(action)
         elif action.reset:
-            self._loader.drop()
-            self._tasks.spawn(self._reset(action), "reset of the trainer")
+            self.loader.drop()
+            self.tasks.spawn(self._reset(action), "reset of the trainer")
         else:
-            self._loader.resync(action)
+            self.loader.resync(action)
 
     async def _reset(self, action: Resync) -> None:
         """Replace the trainer by a new process without its saved state."""
@@ -186,34 +161,34 @@ class TrainerClient:
             await self._supervisor.stop(0.0)
             await asyncio.to_thread(remove_saved_state, self._start.state_folder)
             self._launch(self._start)
-        self._loader.resync(action)
+        self.loader.resync(action)
 
     # -- messages of the trainer -----------------------------------------------------------------------------
 
-    def _on_message(self, message: FromTrainer) -> None:
+    def _on_message(self, message: channel.FromTrainer) -> None:
         match message:
-            case Progress():
+            case channel.Progress():
                 self.progress = message
                 if line := self._usage.line(message, time.monotonic()):
                     log.info("%s", line)
-                self._post(events.TrainingProgress(message.windows, message.loss, message.tokens_per_second))
-            case UpdateMade():
-                self._tasks.spawn(self._keep_update(message), "own update")
-            case NothingDone(parent):
-                self._post(events.UpdateReady(parent, 0, 0, 0, None, 0, 0.0))
-            case Applied():
-                self._tasks.spawn(self._keep_state(message), "state")
-            case Failed(what, reason, fatal):
+                self.post(events.TrainingProgress(message.windows, message.loss, message.tokens_per_second))
+            case channel.UpdateMade():
+                self.tasks.spawn(self._keep_update(message), "own update")
+            case channel.NothingDone(parent):
+                self.post(events.UpdateReady(parent, 0, 0, 0, None, 0, 0.0))
+            case channel.Applied():
+                self.tasks.spawn(self._keep_state(message), "state")
+            case channel.Failed(what, reason, fatal):
                 log.error("trainer: %s", reason)
                 if what in ("load", "apply") and not fatal:
-                    self._verifying = self._tasks.spawn(self._move_failed(reason), "verification")
+                    self._verifying = self.tasks.spawn(self._move_failed(reason), "verification")
                 elif what == "update" and not fatal:
-                    self._post(events.MoveFailed(self._chain.head, reason))
-            case Note(level, _, text):
+                    self.post(events.MoveFailed(self.chain.head, reason))
+            case channel.Note(level, _, text):
                 log.log(LEVELS[level], "%s", text)
-            case Ready():
+            case channel.Ready():
                 if self._orders is not None:
-                    self._tasks.spawn(self._send_orders(), "orders")
+                    self.tasks.spawn(self._send_orders(), "orders")
                 log.info(
                     "training on %s: %s parameters, %s bytes an update",
                     message.device, f"{message.parameters:,}", f"{message.update_size:,}",
@@ -229,39 +204,39 @@ class TrainerClient:
 
     async def _move_failed(self, reason: str) -> None:
         try:
-            await self._loader.verify_given()
+            await self.loader.verify_given()
         except StoreError as e:
             log.error("%s", e)
-        self._post(events.MoveFailed(self._chain.head, reason))
+        self.post(events.MoveFailed(self.chain.head, reason))
 
     def _on_lost(self, reason: str) -> None:
         self._stop_verifying()
         self._trained_before += self.progress.trained
-        self.progress = _NO_PROGRESS
-        self._loader.drop()
-        self._post(events.TrainingProgress(0, 0.0, 0.0))
-        self._post(events.MoveFailed(self._chain.head, reason))
+        self.progress = NO_PROGRESS
+        self.loader.drop()
+        self.post(events.TrainingProgress(0, 0.0, 0.0))
+        self.post(events.MoveFailed(self.chain.head, reason))
 
-    async def _keep_update(self, made: UpdateMade) -> None:
-        self._retention.keep_update(made.digest)
-        blob = await asyncio.to_thread(self._store.adopt, made.blob_path, made.digest)
-        self._updates.trust(blob)
+    async def _keep_update(self, made: channel.UpdateMade) -> None:
+        self.retention.keep_update(made.digest)
+        blob = await asyncio.to_thread(self.store.adopt, made.blob_path, made.digest)
+        self.updates.trust(blob)
         self.made += 1
-        self._post(events.BlobHeld(blob))
-        self._post(
+        self.post(events.BlobHeld(blob))
+        self.post(
             events.UpdateReady(
                 made.parent, made.first_window, made.end_window, made.inner_steps, blob, made.size, made.loss
             )
         )
 
-    async def _keep_state(self, applied: Applied) -> None:
+    async def _keep_state(self, applied: channel.Applied) -> None:
         self.missed, self._missing = self.missed + self._missing, 0
         if applied.checkpoint_path is not None:
             try:
-                await asyncio.to_thread(self._store.adopt, applied.checkpoint_path, applied.state_digest)
-                self._retention.keep_state(applied.state_digest)
+                await asyncio.to_thread(self.store.adopt, applied.checkpoint_path, applied.state_digest)
+                self.retention.keep_state(applied.state_digest)
             except StoreError as e:
                 log.error("the checkpoint was not kept: %s", e)
                 applied.checkpoint_path.unlink(missing_ok=True)
-        self._post(events.StateReached(applied.record, applied.state_digest))
-        await self._retention.prune()
+        self.post(events.StateReached(applied.record, applied.state_digest))
+        await self.retention.prune()

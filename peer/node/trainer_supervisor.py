@@ -9,26 +9,11 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import async_timeout
 
-from peer.channel import (
-    Applied,
-    Apply,
-    Failed,
-    FromTrainer,
-    Load,
-    MakeUpdate,
-    NothingDone,
-    Progress,
-    Ready,
-    Start,
-    Stop,
-    Stopped,
-    ToTrainer,
-    TrainerLink,
-    UpdateMade,
-)
+from peer import channel
 from peer.errors import ChannelError, TrainerDied
 
 log = logging.getLogger("peer.trainer")
@@ -50,26 +35,24 @@ MAX_FAILURES = 5
 """Deaths in a row, with no work done in between, after which the user must act."""
 
 
+ANSWERS = (channel.Ready, channel.Applied, channel.UpdateMade, channel.NothingDone, channel.Failed)
+
+
+@dataclass(eq=False)
 class TrainerSupervisor:
     """One trainer process at a time.
 
     `on_message` receives all its messages; `on_lost(reason)` is called when it has died. `command` replaces the
-    trainer's own command line (for tests).
+    trainer's own command line.
     """
 
-    def __init__(
-        self,
-        start: Start,
-        *,
-        on_message: Callable[[FromTrainer], None],
-        on_lost: Callable[[str], None],
-        command: Sequence[str] | None = None,
-    ):
-        self._start = start
-        self._on_message = on_message
-        self._on_lost = on_lost
-        self._command = command
-        self._up: asyncio.Future[TrainerLink] = asyncio.get_running_loop().create_future()
+    start: channel.Start
+    on_message: Callable[[channel.FromTrainer], None]
+    on_lost: Callable[[str], None]
+    command: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        self._up: asyncio.Future[channel.TrainerLink] = asyncio.get_running_loop().create_future()
         """Done when the present process is ready, failed when it is lost. The next process has a new future."""
         self._stopped: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._gone = asyncio.Event()
@@ -78,8 +61,8 @@ class TrainerSupervisor:
         self._allowed = 0.0
         self._overdue = ""
         self._cannot_start = False
-        self.link: TrainerLink | None = None
-        self.ready: Ready | None = None
+        self.link: channel.TrainerLink | None = None
+        self.ready: channel.Ready | None = None
         self.stopping = False
         self.restarts = 0
 
@@ -98,7 +81,7 @@ class TrainerSupervisor:
             log.error("%s; it is restarted from the store (attempt %d of %d)", reason, failures, MAX_FAILURES)
             self.restarts += 1
             self._up = asyncio.get_running_loop().create_future()
-            self._on_lost(reason)
+            self.on_lost(reason)
             await asyncio.sleep(min(30.0, PAUSE_SECONDS * 2**failures))
 
     async def _life(self) -> tuple[str, bool]:
@@ -110,33 +93,33 @@ class TrainerSupervisor:
         worked, applied = False, 0
         reason = ""
         self._overdue = ""
-        link = self.link = await TrainerLink.start(threads=self._start.threads, command=self._command)
+        link = self.link = await channel.TrainerLink.start(threads=self.start.threads, command=self.command)
         self._gone.clear()
         if self.stopping:
             link.kill()
         self._expect(f"was not ready within {START_SECONDS:.0f} s", START_SECONDS)
         try:
-            await link.send(self._start)
+            await link.send(self.start)
             async for message in link:
                 self._answered(message)
                 match message:
-                    case Ready() if not self._up.done():
+                    case channel.Ready() if not self._up.done():
                         self.ready = message
                         self._up.set_result(link)
-                    case Applied():
+                    case channel.Applied():
                         applied += 1
                         worked = worked or applied > 1
-                    case Progress(tokens_per_second=rate) if rate > 0:
+                    case channel.Progress(tokens_per_second=rate) if rate > 0:
                         worked = True
-                    case Failed(what=what, fatal=True):
+                    case channel.Failed(what=what, fatal=True):
                         reason = message.reason
                         # The device, the data or the installed libraries are at fault: the next start would fail too.
                         self._cannot_start = what == "start" and self.ready is None
-                    case Stopped() if not self._stopped.done():
+                    case channel.Stopped() if not self._stopped.done():
                         self._stopped.set_result(message.saved)
                     case _:
                         pass
-                self._on_message(message)
+                self.on_message(message)
         except (ChannelError, TrainerDied) as e:
             reason = reason or str(e)
         finally:
@@ -148,11 +131,11 @@ class TrainerSupervisor:
             self._gone.set()
         return self._overdue or reason or str(end), worked
 
-    async def send(self, message: ToTrainer) -> None:
+    async def send(self, message: channel.ToTrainer) -> None:
         """Send a message once the process is ready. Raise TrainerDied when it is lost first, as `on_lost` reports."""
         link = await asyncio.shield(self._up)
-        if isinstance(message, Apply | Load | MakeUpdate):
-            replay = len(message.replay) if isinstance(message, Load) else 1
+        if isinstance(message, channel.Apply | channel.Load | channel.MakeUpdate):
+            replay = len(message.replay) if isinstance(message, channel.Load) else 1
             seconds = ANSWER_SECONDS + REPLAY_SECONDS * replay
             self._expect(f"has not answered {type(message).__name__} for {seconds:.0f} s", seconds)
         try:
@@ -174,7 +157,8 @@ class TrainerSupervisor:
             if self.is_ready:
                 try:
                     async with async_timeout.timeout(seconds):
-                        await self._save_and_leave(link)
+                        await link.send(channel.Stop())
+                        await asyncio.shield(self._stopped)
                 except (asyncio.TimeoutError, TrainerDied) as e:
                     log.warning("the trainer did not save in time: %s", str(e) or "no answer")
             if not self._stopped.done():
@@ -184,10 +168,6 @@ class TrainerSupervisor:
                 async with async_timeout.timeout(EXIT_SECONDS):
                     await self._gone.wait()
         return self._stopped.done() and self._stopped.result()
-
-    async def _save_and_leave(self, link: TrainerLink) -> None:
-        await link.send(Stop())
-        await asyncio.shield(self._stopped)
 
     # -- a process that hangs --------------------------------------------------------------------------------
 
@@ -203,9 +183,9 @@ class TrainerSupervisor:
 
         self._alarm = asyncio.get_running_loop().call_later(seconds, overdue)
 
-    def _answered(self, message: FromTrainer) -> None:
+    def _answered(self, message: channel.FromTrainer) -> None:
         """Note a message: after an answer nothing is expected, and after any other message the time starts again."""
-        answer = isinstance(message, Ready | Applied | UpdateMade | NothingDone | Failed)
+        answer = isinstance(message, ANSWERS)
         if self._alarm is not None and not answer:
             self._expect(f"was silent for {self._allowed:.0f} s", self._allowed)
         elif answer:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from peer.mapped import mapped_file
+from peer.node.events import Post
+from peer.node.network import Network
 from peer.node.tasks import Tasks
 from peer.store import BlobMissing, Store, StoreFull
 from protocol.codec import Codec
@@ -22,77 +25,43 @@ from protocol.rounds.policy import RoundPolicy
 log = logging.getLogger("peer.updates")
 
 
-class BlobSource(Protocol):
-    """The network as a source of blobs."""
-
-    async def fetch_blob(
-        self,
-        digest: Digest,
-        size: int | None,
-        holders: Sequence[PeerKey],
-        *,
-        deadline_seconds: float,
-        chunks: Collection[int] | None = None,
-    ) -> None:
-        """Fetch a blob, or these chunks of it, into the store (see `Swarm.fetch_blob`). Raise CairnError."""
-        ...
-
-    def everyone(self) -> list[PeerKey]:
-        """Return all peers that may hold blobs."""
-        ...
-
-
 class BlobFormat(Protocol):
-    """The size and the rules of a blob: those of an update (a `Codec`), or of a reduced shard. Hashable."""
+    """The size in bytes, and the rules, of an update (a `Codec`) or of a reduced shard. Hashable.
+
+    `check` checks structure, bounds and finiteness. It raises CodecError.
+    """
 
     @property
-    def size(self) -> int:
-        """Bytes of the blob."""
-        ...
-
-    def check(self, blob: Blob) -> None:
-        """Check structure, bounds and finiteness. Raise CodecError."""
-        ...
+    def size(self) -> int: ...
+    def check(self, blob: Blob) -> None: ...
 
 
+@dataclass(eq=False)
 class UpdateFetcher:
     """One task for each blob. An unexpected error in a task, such as a full disk, ends the node.
 
-    `post` receives BlobHeld, BlobInvalid or BlobUnavailable for each blob that was requested.
+    `post` receives BlobHeld, BlobInvalid or BlobUnavailable for each blob that was requested. `deadline_seconds` is the
+    time that a blob of the open round may take: the round's `exchange_seconds`.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        source: BlobSource,
-        codec: Codec,
-        *,
-        deadline_seconds: float,
-        post: Callable[[BlobHeld | BlobInvalid | BlobUnavailable], None],
-        tasks: Tasks,
-    ):
-        self._store = store
-        self._source = source
-        self._codec = codec
-        self._deadline_seconds = deadline_seconds
-        self._post = post
-        self._spawn = tasks.spawn
+    store: Store
+    network: Network
+    codec: Codec
+    deadline_seconds: float
+    post: Post
+    tasks: Tasks
+
+    def __post_init__(self) -> None:
         self._tasks: dict[Digest, asyncio.Task[None]] = {}
         self._checked: set[tuple[Digest, BlobFormat]] = set()
 
-    @property
-    def deadline_seconds(self) -> float:
-        """Seconds that a blob of the open round may take: the round's `exchange_seconds`."""
-        return self._deadline_seconds
-
     def apply_policy(self, policy: RoundPolicy) -> None:
-        """Follow the policy of the open round."""
-        self._deadline_seconds = policy.exchange_seconds
+        self.deadline_seconds = policy.exchange_seconds
 
     def fetch(self, blob: Digest, size: int, holders: Iterable[PeerKey], kind: BlobFormat | None = None) -> None:
         """Start to fetch a blob, from the likeliest holders first. Do nothing when it is being fetched already."""
         if blob not in self._tasks:
-            self._tasks[blob] = self._spawn(self._fetch(blob, size, list(holders), kind or self._codec), "blob")
+            self._tasks[blob] = self.tasks.spawn(self._fetch(blob, size, list(holders), kind or self.codec), "blob")
 
     def drop(self, blob: Digest) -> None:
         """Stop to fetch a blob that nobody needs any more."""
@@ -105,7 +74,7 @@ class UpdateFetcher:
         if self._tasks.get(blob) is asyncio.current_task():
             del self._tasks[blob]
         if answer is not None:
-            self._post(answer)
+            self.post(answer)
 
     async def _get(
         self, blob: Digest, size: int, holders: list[PeerKey], kind: BlobFormat
@@ -114,7 +83,7 @@ class UpdateFetcher:
         if size != kind.size:
             return BlobInvalid(blob, f"an update of {size} bytes, where the run's codec makes {kind.size}")
         try:
-            await self.ensure(blob, holders, self._deadline_seconds, kind)
+            await self.ensure(blob, holders, kind)
         except CodecError:
             return None  # posted by `ensure`
         except StoreFull:
@@ -124,24 +93,23 @@ class UpdateFetcher:
             return BlobUnavailable(blob)
         return BlobHeld(blob)
 
-    async def ensure(
-        self, blob: Digest, holders: Sequence[PeerKey], seconds: float, kind: BlobFormat | None = None
-    ) -> Path:
+    async def ensure(self, blob: Digest, holders: Sequence[PeerKey], kind: BlobFormat | None = None) -> Path:
         """Return the file of a blob, held and checked. By default the blob is an update.
 
         Raise CodecError for an invalid one, after BlobInvalid was posted; else the errors of `fetch_blob`.
         """
-        kind = kind or self._codec
+        kind = kind or self.codec
         await self.verify(blob, kind)
-        if not self._store.has(blob):
-            order = dict.fromkeys([*holders, *self._source.everyone()])
-            await self._source.fetch_blob(blob, kind.size, list(order), deadline_seconds=seconds)
-        path = self._store.path(blob)
+        if not self.store.has(blob):
+            order = list(dict.fromkeys([*holders, *self.network.everyone()]))
+            await self.network.fetch_blob(blob, kind.size, order, deadline_seconds=self.deadline_seconds)
+        path = self.store.path(blob)
         if (blob, kind) not in self._checked:
             try:
-                await asyncio.to_thread(_check, path, kind)
+                # In a thread, because torch and hashing would block the event loop.
+                await asyncio.to_thread(lambda: kind.check(map_file(path)))
             except CodecError as e:
-                self._post(BlobInvalid(blob, str(e)))
+                self.post(BlobInvalid(blob, str(e)))
                 raise
             self._checked.add((blob, kind))
         return path
@@ -151,23 +119,18 @@ class UpdateFetcher:
 
         Such a blob is from before a restart, perhaps after a power cut. Its author is not at fault for our disk.
         """
-        if (blob, kind or self._codec) not in self._checked and self._store.has(blob):
+        if (blob, kind or self.codec) not in self._checked and self.store.has(blob):
             with contextlib.suppress(BlobMissing):
-                await asyncio.to_thread(self._store.verify, blob)
+                await asyncio.to_thread(self.store.verify, blob)
 
     def trust(self, blob: Digest, kind: BlobFormat | None = None) -> None:
         """Note a blob that this node made: it needs no check."""
-        self._checked.add((blob, kind or self._codec))
+        self._checked.add((blob, kind or self.codec))
 
     def forget(self, gone: Collection[Digest]) -> None:
         """Forget blobs that the store has dropped."""
         if lost := set(gone):
             self._checked = {(blob, kind) for blob, kind in self._checked if blob not in lost}
-
-
-def _check(path: Path, kind: BlobFormat) -> None:
-    """Check a blob. Runs in a thread, because torch and hashing would block the event loop."""
-    kind.check(map_file(path))
 
 
 def map_file(path: Path) -> memoryview:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peer.channel import Progress, TimeShares
+from peer.channel import Progress
 
 FIRST_SECONDS, SECONDS = 60.0, 300.0
 """Seconds until the first line after the trainer began, and between the following ones."""
@@ -24,21 +24,16 @@ class UsageLog:
         self._due: float | None = None
 
     def line(self, progress: Progress, now: float) -> str:
-        """Return the line to log now; mostly the empty text."""
+        """Return the line to log now: shares of the last minute above 0.5%, memory and MFU. Mostly empty."""
         if self._due is None:
             self._due = now + FIRST_SECONDS
         if now < self._due or progress.spent is None:
             return ""
         self._due = now + SECONDS
-        return usage_line(progress, progress.spent)
-
-
-def usage_line(progress: Progress, spent: TimeShares) -> str:
-    """Return shares of the last minute (those above 0.5%), memory and MFU as one line."""
-    shares = [(getattr(spent, name), label) for name, label in _LABELS.items()]
-    listed = ", ".join(f"{share:.0%} {label}" for share, label in shares if share >= 0.005)
-    parts = [f"of the last minute: {listed}"]
-    if progress.memory is not None:
-        parts.append(f"{progress.memory.used / 1e9:.1f} of {progress.memory.whole / 1e9:.1f} GB of memory")
-    parts.append("MFU not known for this device or model" if progress.mfu is None else f"MFU {progress.mfu:.0%}")
-    return "; ".join(parts)
+        shares = [(getattr(progress.spent, name), label) for name, label in _LABELS.items()]
+        listed = ", ".join(f"{share:.0%} {label}" for share, label in shares if share >= 0.005)
+        parts = [f"of the last minute: {listed}"]
+        if progress.memory is not None:
+            parts.append(f"{progress.memory.used / 1e9:.1f} of {progress.memory.whole / 1e9:.1f} GB of memory")
+        parts.append("MFU not known for this device or model" if progress.mfu is None else f"MFU {progress.mfu:.0%}")
+        return "; ".join(parts)

@@ -22,8 +22,8 @@ from cairn.main import main
 from peer.channel import Applied, Apply, Failed, MakeUpdate, Note, Progress, Ready, Stop, Stopped, TrainerLink
 from peer.channel.messages import from_line, to_line
 from peer.errors import TrainingError
-from peer.node.assets import start_message
 from peer.node.options import NodeOptions
+from peer.node.trainer_files import start_message
 from peer.store import Store
 from peer.training.layers import USUAL, LayerOptions
 from peer.training.parallel.distributed_backend import DistributedBackend

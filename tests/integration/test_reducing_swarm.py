@@ -64,6 +64,10 @@ class Source:
     def everyone(self) -> list[PeerKey]:
         return []
 
+    @property
+    def relay(self) -> Source:
+        return self
+
     def relays_from(self, author: PeerKey) -> list[PeerKey]:
         return []
 
@@ -76,10 +80,10 @@ class Driver:
         self.answers: asyncio.Queue[Any] = asyncio.Queue()
         tasks, source = Tasks(), Source(member.swarm.fetch_blob)
         updates = UpdateFetcher(
-            member.store, source, CODEC, deadline_seconds=LIMIT, post=self.answers.put_nowait, tasks=tasks,
+            member.store, source, CODEC, deadline_seconds=2 * LIMIT, post=self.answers.put_nowait, tasks=tasks,
         )  # fmt: skip
         self.reducing = ShardReducer(
-            member.store, source, updates, REDUCTION, CODEC.size, OuterSpec(), exchange_seconds=2 * LIMIT,
+            member.store, source, updates, REDUCTION, CODEC.size, OuterSpec(),
             post=self.answers.put_nowait, tasks=tasks,
         )  # fmt: skip
 

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Collection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 from peer.errors import PeerError
@@ -58,6 +59,7 @@ class Source:
 
     def __init__(self, store: Store):
         self.store = store
+        self.relay = SimpleNamespace(relays_from=lambda author: [])
         self.blobs: dict[Digest, bytes] = {}
         self.silent: set[Digest] = set()
         self.asked: list[tuple[Digest, tuple[PeerKey, ...], tuple[int, ...]]] = []
@@ -70,9 +72,6 @@ class Source:
         return digest
 
     def everyone(self) -> list[PeerKey]:
-        return []
-
-    def relays_from(self, author: PeerKey) -> list[PeerKey]:
         return []
 
     async def fetch_blob(
@@ -127,7 +126,7 @@ class World:
         )  # fmt: skip
         self.reducing = ShardReducer(
             self.store, self.source, self.updates, cast(Any, Sums()), SIZE, SPEC.outer,
-            exchange_seconds=seconds, post=self.answers.put_nowait, tasks=self.tasks,
+            post=self.answers.put_nowait, tasks=self.tasks,
         )  # fmt: skip
 
     async def answer(self) -> Any:

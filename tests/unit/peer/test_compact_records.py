@@ -270,10 +270,10 @@ def test_headers_that_are_held_are_bounded(monkeypatch):
 async def test_records_that_others_may_ask_about_are_bounded(monkeypatch):
     monkeypatch.setattr(module, "COMPACT_FROM", 0)
     monkeypatch.setattr(module, "RECORDS", 2)
-    records = Side().records
+    sender = Side()
     for attempt in range(5):
-        records.encode(record(HEADERS, attempt=attempt))
-    assert records.answerable == 2
+        sender.records.encode(record(HEADERS, attempt=attempt))
+    assert sender.records.answerable == 2
 
 
 def test_old_headers_that_are_replayed_push_out_nothing():

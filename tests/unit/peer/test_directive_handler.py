@@ -9,7 +9,7 @@ from peer.channel import Orders
 from peer.channel.messages import from_line, to_line
 from peer.node.certificate_store import CertificateStore
 from peer.node.directive_handler import DirectiveHandler, describe
-from peer.node.trainer_epoch import remove_outdated_state, saved_epoch, store_epoch
+from peer.node.trainer_files import remove_outdated_state, saved_epoch, store_epoch
 from peer.store import Store
 from protocol.chain import ChainLimits
 from protocol.ids import Round

@@ -202,7 +202,7 @@ def test_what_was_refused_takes_its_turn_too_and_a_heartbeat_that_came_before_is
         inbox.packet(A, wire.Packet(messages=[b"rubbish", beat.encoded, beat.encoded, HEADERS[1].encoded] * 2), 1e9)
     )
     assert [f is None for f in found] == [True, False, False, False] * 2
-    assert [inbox.is_repeat(f) for f in found if f is not None] == [False, True, False, True, True, False]
+    assert [inbox.note(f) for f in found if f is not None] == [True, False, True, False, False, True]
 
 
 # -- introductions --------------------------------------------------------------------------------------------

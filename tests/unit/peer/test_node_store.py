@@ -10,11 +10,11 @@ from typing import Any, cast
 import pytest
 
 from peer.node import certificate_store as module
-from peer.node.assets import start_message
 from peer.node.blob_retention import BlobRetention
 from peer.node.certificate_store import CertificateStore
 from peer.node.options import NodeOptions
 from peer.node.snapshot import FILE, Snapshot, read_snapshot, write_snapshot
+from peer.node.trainer_files import start_message
 from peer.store import Store, StoreError
 from protocol.chain import ChainLimits, genesis_digest
 from protocol.errors import MalformedError

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peer.node.message_relay import RELAYS, RelaySelector
 from peer.node.peer_table import PeerTable
-from peer.node.relay_selector import RELAYS, RelaySelector
 from protocol.ids import PeerKey, short_id
 from protocol.messages import Heartbeat, Signed
 from tests.support.signed import PEERS, heartbeat

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from peer.node.relay_selector import RelaySelector
+from peer.node.message_relay import RelaySelector
 from peer.node.slice_relay import TIMES_OWN_WORK, SliceRelay
 from protocol.ids import Digest, PeerKey, short_id
 from protocol.messages import RoundRecord, Signed
@@ -25,7 +26,7 @@ class Swarm:
     def __init__(self, world: World, selector: RelaySelector):
         self.fetch_blob = world.source.fetch_blob
         self.everyone = world.source.everyone
-        self.selector = selector
+        self.relay = SimpleNamespace(selector=selector)
 
 
 class Seats:

@@ -75,8 +75,6 @@ class Memory:
 
 
 class World:
-    deadline_seconds = 60.0
-
     def __init__(self):
         self.spec = make_spec()
         self.chain = ChainMaker(self.spec)
@@ -118,7 +116,7 @@ class World:
             raise PeerError(f"nobody has {digest.short}")
         self.store.held.add(digest)
 
-    async def ensure(self, blob, holders, seconds, kind=None) -> Path:
+    async def ensure(self, blob, holders, kind=None) -> Path:
         self.kinds[blob] = kind
         if blob in self.missing:
             raise PeerError(f"nobody has {blob.short}")
@@ -375,7 +373,7 @@ async def test_an_update_that_the_own_disk_damaged_is_fetched_again_and_its_auth
             store, cast(Any, Source()), cast(Any, Codec()),
             deadline_seconds=5.0, post=answers.append, tasks=Tasks(),
         )  # fmt: skip
-        path = await updates.ensure(digest, [], 5.0)
+        path = await updates.ensure(digest, [])
         assert fetched == [digest] and path.read_bytes() == good and answers == []
 
 

@@ -1,0 +1,90 @@
+"""The trainer's files: the run's assets in the store, the spec that it starts with, and the state that it saves.
+
+A trainer that was away during a rollback must not continue with what it saved before: that was learnt from states that
+no longer count. So the epoch of the saved state, the number of rollbacks that it knows of, is stored.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from rich.filesize import decimal
+
+from peer.channel import Start
+from peer.node.network import Network
+from peer.node.options import NodeOptions
+from peer.store import Store
+from peer.store.disk import disk
+from protocol.chain import Chain
+from protocol.ids import PeerKey
+from protocol.spec import RunSpec
+
+log = logging.getLogger("peer.assets")
+
+FETCH_SECONDS = 3600.0
+
+EPOCH = "epoch"
+"""Name of the value in the store."""
+
+_SAVED_STATE = (
+    "trainer-*.safetensors", "trainer.json", "update*", "dropped-*", ".trainer-*", ".update*", ".dropped-*",
+)  # fmt: skip
+
+
+async def fetch_assets(spec: RunSpec, store: Store, network: Network) -> None:
+    """Fetch the tokenizer, and the training shards for which the spec names no address. Raise CairnError."""
+    wanted = [("tokenizer", spec.tokenizer)]
+    if not spec.data.addresses:
+        wanted += [("data shard", s) for s in spec.data.train]
+    for what, blob in wanted:
+        if not store.has(blob.name):
+            log.info("fetching the run's %s %s (%s)", what, blob.name.short, decimal(blob.size))
+            await network.fetch_blob(blob.name, blob.size, network.everyone(), deadline_seconds=FETCH_SECONDS)
+
+
+def start_message(spec: RunSpec, store: Store, key: PeerKey, options: NodeOptions) -> Start:
+    """Return the trainer's first message; the spec is written to a file for it. Raise StoreError."""
+    spec_file = options.folder / "spec.json"
+    with disk(f"writing {spec_file}"):
+        spec_file.write_bytes(spec.canonical())
+    return Start(
+        spec_path=spec_file,
+        store=options.folder / "store",
+        identity_key=key,
+        state_folder=options.folder / "trainer",
+        device=options.device,
+        threads=options.threads,
+        parallel=options.parallel,
+        recompute=options.recompute,
+        compile=options.compile,
+        overlap=options.overlap,
+        shards={s.digest: str(store.path(s.name)) if store.has(s.name) else "" for s in spec.data.train},
+    )
+
+
+def saved_epoch(store: Store) -> int:
+    """Return the epoch of the saved state; 0 when none is stored. Raise StoreError."""
+    text = (store.read_value(EPOCH) or b"").decode(errors="replace")
+    return int(text) if text.isdigit() else 0
+
+
+def store_epoch(store: Store, epoch: int) -> None:
+    """Note the epoch of what the trainer saves from now on. Raise StoreError."""
+    if epoch != saved_epoch(store):
+        store.write_value(EPOCH, str(epoch).encode())
+
+
+def remove_outdated_state(store: Store, chain: Chain, folder: Path) -> None:
+    """Remove the saved state if the run was rolled back since. Raise StoreError, OSError."""
+    epoch = 0 if chain.newest_directive is None else chain.newest_directive.body.epoch
+    if saved_epoch(store) < epoch:
+        remove_saved_state(folder)
+
+
+def remove_saved_state(folder: Path) -> None:
+    """Remove what a trainer saved: error feedback, optimizer moments, counts. Raise OSError."""
+    for pattern in _SAVED_STATE:
+        for path in folder.glob(pattern):
+            if path.is_file():
+                path.unlink(missing_ok=True)
