@@ -39,7 +39,7 @@ from typing import Any
 
 from benchmarks import report
 from cairn.demo.processes import Process, free_ports, serve, stop_all, wait_for_file
-from peer.node.membership import run_folder
+from peer.node.enrollment import run_folder
 from peer.node.snapshot import read_snapshot
 from protocol.errors import CairnError
 from protocol.invite import Invite

@@ -1,4 +1,4 @@
-"""The trainer beside a bare PyTorch loop of the same model, optimiser, batch and windows on the same device.
+"""The trainer beside a bare PyTorch loop of the same model, optimizer, batch and windows on the same device.
 
 The trainer does all the work of a peer's trainer process for a step, without the channel to the node. This is reading
 and checking data ahead, micro-batches, the gate, accounting of windows, throughput and learning rate. The bare loop
@@ -11,7 +11,7 @@ The ranks share the threads and the batch.
 
 JSON keys:
   machine: processor, cores, python, torch, threads, load
-  device, optimiser, compiled (whether both are)
+  device, optimizer, compiled (whether both are)
   sizes: a list, each with
     name, parameters, batch_tokens, threads
     trainer_tokens_per_second, bare_tokens_per_second, ratio; matmul_flops; mfu
@@ -82,7 +82,7 @@ CUDA = (
 
 @contextmanager
 def trainer_of(
-    size: Size, device: str, threads: int, optimiser: str, parallel: str, compiled: bool = False
+    size: Size, device: str, threads: int, optimizer: str, parallel: str, compiled: bool = False
 ) -> Iterator[tuple[Trainer, Load]]:
     """Return a trainer with the state of a fresh run, as a node starts it, and the message that loaded it."""
     prepared = corpus(size.vocabulary, size.window).prepared.folder
@@ -94,7 +94,7 @@ def trainer_of(
             "max_position_embeddings": size.window, "tie_word_embeddings": True,
         },
         "data": {"prepared": str(prepared.resolve()), "window": size.window},
-        "inner": {"optimiser": optimiser, "batch": size.batch},
+        "inner": {"optimizer": optimizer, "batch": size.batch},
         "round": {"target_tokens": 10**7, "max_update_tokens": 10**8},
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="cairn-benchmark-") as name:
@@ -127,16 +127,16 @@ def bare_loop(
     for layer in decoder_layers(model).values() if compiled else ():
         layer.compile()
     named = dict(model.named_parameters())
-    chosen = hidden_matrices(model) if spec.inner.optimiser == "muon" else frozenset[str]()
+    chosen = hidden_matrices(model) if spec.inner.optimizer == "muon" else frozenset[str]()
     rest = [p for n, p in named.items() if n not in chosen]
     settings: dict[str, Any] = {"lr": spec.inner.lr, "betas": spec.inner.betas, "eps": spec.inner.eps, "fused": True}
     groups = [
         {"params": [p for p in rest if p.ndim >= 2], "weight_decay": spec.inner.weight_decay},
         {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimisers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, **settings)]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, **settings)]
     if chosen:
-        optimisers.append(muon([named[n] for n in chosen], spec.inner))
+        optimizers.append(muon([named[n] for n in chosen], spec.inner))
 
     def step(windows: torch.Tensor) -> None:
         windows = windows.to(device)
@@ -145,9 +145,9 @@ def bare_loop(
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(named.values(), spec.inner.clip_norm)
-        for optimiser in optimisers:
-            optimiser.step()
-            optimiser.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         float(loss.detach())  # a loop that shows its loss waits for the device once a step
 
     return model, step
@@ -172,11 +172,11 @@ def matmul_flops(device: torch.device, seconds: float = 0.5) -> float:
 
 
 def measured(
-    size: Size, device: str, threads: int, optimiser: str, turns: int, steps: int, compiled: bool = False
+    size: Size, device: str, threads: int, optimizer: str, turns: int, steps: int, compiled: bool = False
 ) -> dict[str, Any]:
     """One size: the trainer and the bare loop in turns, then a round's own work."""
     torch.compiler.reset()  # else what was compiled for another size made this one's for any size
-    with trainer_of(size, device, threads, optimiser, "dp=1", compiled) as (trainer, _):
+    with trainer_of(size, device, threads, optimizer, "dp=1", compiled) as (trainer, _):
         where = trainer.backend.device
         _, bare = bare_loop(trainer.spec, where, compiled)
         ready = [trainer.steps.batches.take(n * size.batch) for n in range(steps)]
@@ -247,11 +247,11 @@ def round_work(trainer: Trainer, turns: int = 5) -> tuple[float, float]:
 
 
 def scaled(
-    size: Size, device: str, threads: int, optimiser: str, world: int, steps: int, compiled: bool = False
+    size: Size, device: str, threads: int, optimizer: str, world: int, steps: int, compiled: bool = False
 ) -> dict[str, Any]:
     """Return the tokens a second of one trainer with a number of ranks."""
     torch.compiler.reset()
-    with trainer_of(size, device, max(1, threads // world), optimiser, f"dp={world}", compiled) as (trainer, _):
+    with trainer_of(size, device, max(1, threads // world), optimizer, f"dp={world}", compiled) as (trainer, _):
         for _ in range(2):
             trainer.steps.step(trainer.steps.batches.take(trainer.windows.counter))
         began = clock(trainer.backend.device)
@@ -266,20 +266,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = report.command_line(__doc__ or "", "trainer")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda:0 (default auto)")
     parser.add_argument("--threads", type=int, default=1, help="of the trainer, on a CPU (default 1)")
-    parser.add_argument("--optimiser", choices=("muon", "adamw"), default="muon")
+    parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
     parser.add_argument("--compile", action="store_true", help="compile the layers, of the bare loop too")
     options = parser.parse_args(arguments)
     device = choose_device(options.device, options.threads)
     sizes = CPU if device.type == "cpu" else CUDA
     turns, steps = (3, 3) if options.quick else (9, 6)
     found = [
-        measured(s, options.device, options.threads, options.optimiser, turns, steps, options.compile)
+        measured(s, options.device, options.threads, options.optimizer, turns, steps, options.compile)
         for s in (sizes[:1] if options.quick else sizes)
     ]
     most = torch.cuda.device_count() if device.type == "cuda" else 4
     worlds = [] if options.quick else [w for w in (1, 2, 4, 8) if w <= most]
     ranks = [
-        scaled(sizes[-1], options.device.split(":")[0], 2, options.optimiser, w, 2 * steps, options.compile)
+        scaled(sizes[-1], options.device.split(":")[0], 2, options.optimizer, w, 2 * steps, options.compile)
         for w in worlds
     ]
     for r in ranks:
@@ -287,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = {
         "machine": report.machine(),
         "device": str(device),
-        "optimiser": options.optimiser,
+        "optimizer": options.optimizer,
         "compiled": options.compile,
         "sizes": found,
         "ranks": ranks,
@@ -303,7 +303,7 @@ def show(results: dict[str, Any]) -> None:
     """Return the tables."""
     m = results["machine"]
     compiled = ", layers compiled" if results["compiled"] else ""
-    what = f"{results['device']}, {results['optimiser']}{compiled}"
+    what = f"{results['device']}, {results['optimizer']}{compiled}"
     print(f"{what}, {m['cores']} cores at load {m['load']}, torch {m['torch']}\n")
     columns = ("model", "parameters", "tokens a step", "tokens/s", "of bare loop", "MFU", "announce ms per M",
                "apply 4 ms per M", "of 30 steps")  # fmt: skip

@@ -22,11 +22,11 @@ AUTHORS = 8192
 class Announcements:
     """The newest update headers of each author: the first for each parent, and whether it came in time."""
 
-    def __init__(self, chain: Chain, policy: RoundPolicy, size_ok: Callable[[int], bool]):
-        """`size_ok` says if a number of bytes is a possible size of an update of the run's codec."""
+    def __init__(self, chain: Chain, policy: RoundPolicy, accepts_size: Callable[[int], bool]):
+        """`accepts_size` says if a number of bytes is a possible size of an update of the run's codec."""
         self._chain = chain
         self._policy = policy
-        self._size_ok = size_ok
+        self._size_ok = accepts_size
         self._headers: BoundedDict[PeerKey, BoundedDict[Digest, tuple[Signed[UpdateHeader], bool]]] = BoundedDict(
             AUTHORS
         )
@@ -49,7 +49,8 @@ class Announcements:
         policy = self._policy.under(self._chain.directives(parent).changes)
         state = RoundState(policy, self._chain, parent, None, 0.0)
         found = [
-            AnnouncedUpdate(header, late, state.why_invalid(header, self._size_ok) or "") for header, late in received
+            AnnouncedUpdate(header, late, state.header_refusal(header, self._size_ok) or "")
+            for header, late in received
         ]
         return sorted(found, key=lambda a: a.header.author)
 

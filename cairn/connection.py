@@ -46,7 +46,7 @@ async def connect(text: str, via: Sequence[str] = ()) -> AsyncIterator[Coordinat
     """Connect at the invite's addresses, else at the address that members know. Raises CairnError."""
     from peer.coordinator_client import CoordinatorClient
     from peer.log_client import LogClient
-    from peer.node.membership import ABSENT
+    from peer.node.enrollment import ABSENT
 
     invite = parse_invite(text)
     own: list[str] = []

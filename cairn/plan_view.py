@@ -68,7 +68,7 @@ def _choices(p: RunPlan) -> Iterator[tuple[str, ...]]:
     q, m, c = p.inputs, p.setting, p.cost
     measured = f"measured: {measurements.SOURCE}"
     rule = f"the least with an exchange of up to {q.share:.0%} of a round" if p.fits else "the nearest to fitting"
-    yield "inner.optimiser", f"{measurements.INNER.value}", f"{measurements.INNER.why} ({measured})"
+    yield "inner.optimizer", f"{measurements.INNER.value}", f"{measurements.INNER.why} ({measured})"
     yield "codec.kind", m.codec.kind, f"with H a final loss {c.loss:.4g} x data-parallel's, {rule} ({measured})"
     if m.codec.kind == "sparse":
         yield "codec.k", f"{m.codec.k}", "coordinates of each 4096"
@@ -83,8 +83,8 @@ def _choices(p: RunPlan) -> Iterator[tuple[str, ...]]:
         f"H {m.inner_steps} x {q.peers} peers x {q.windows} windows x {q.window} tokens",
     )
     yield "codec.beta", f"{m.codec.beta:g}", f"{measurements.BETA_WHY} ({measured})"
-    if m.outer.optimiser == "nesterov":
-        yield "outer.optimiser", m.outer.optimiser, f"{measurements.OUTER_WHY} ({measured})"
+    if m.outer.optimizer == "nesterov":
+        yield "outer.optimizer", m.outer.optimizer, f"{measurements.OUTER_WHY} ({measured})"
         yield "outer.momentum", f"{m.outer.momentum:g}", "everyone holds it: 4 more bytes a parameter, also to fetch"
     yield "outer.lr", f"{m.outer.lr:g}", "0.5 of momentum goes as far as a rate of 2 without"
     yield "inner.lr", f"{p.lr:g}", "a start, from the model's size: try half and double of it on a small scale"

@@ -25,7 +25,7 @@ from protocol.codec import make_codec
 from protocol.errors import CairnError
 from protocol.ids import Digest, PeerKey
 from protocol.message_codec import encode_certificate
-from protocol.messages import Certificate, Directive, Finalization, Heartbeat, Signed, votes_needed
+from protocol.messages import Certificate, Directive, Finalization, Heartbeat, Signed, quorum
 from protocol.rounds import events
 from protocol.rounds.policy import RoundPolicy
 from protocol.spec import RunSpec
@@ -244,7 +244,7 @@ class ObserverView:
             return None
         claims = Counter(h.body.state for h in self._claims(head))
         for state, claimed in claims.most_common(1):
-            if state is not None and claimed >= votes_needed(len(chain.certificate(head).record.body.contributors)):
+            if state is not None and claimed >= quorum(len(chain.certificate(head).record.body.contributors)):
                 return state, head, tokens
         return None
 

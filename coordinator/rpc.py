@@ -24,7 +24,7 @@ from coordinator.limits import Rate, RateLimit, caller_of
 from coordinator.overview import Overview, PeerOverview
 from coordinator.swarm import SwarmView
 from coordinator.tls import TlsCertificate
-from protocol.envelope import author_of
+from protocol.envelope import claimed_author
 from protocol.ids import Digest, PeerKey, Round
 from protocol.ledger.credits import Balance
 from protocol.ledger.statements import MAX_BINDING
@@ -125,7 +125,7 @@ class CoordinatorService(stubs.CoordinatorServicer):
         self._admissions.take(address, time.monotonic())
         # The signature is not checked yet, so the key is only claimed. It is counted together with the address:
         # otherwise anybody could use up another peer's share. One peer behind a shared address cannot use up all of it.
-        caller = (address, author_of(request.request, limit=MAX_REQUEST))
+        caller = (address, claimed_author(request.request, limit=MAX_REQUEST))
         self._admissions_of_one.take(caller, time.monotonic())
         admission = await self._admitter.admit(request.request)
         return wire.AdmitReply(admission=admission.encoded, time=int(self._now()), addresses=self._addresses())
@@ -226,7 +226,7 @@ class CoordinatorService(stubs.CoordinatorServicer):
     async def Bind(self, request: wire.BindRequest, context) -> wire.BindReply:
         self._check(context, self._bindings, request.run)
         # The signature is not checked yet, so the key is only claimed: counted with the address, as in Admit.
-        caller = (caller_of(context.peer()), author_of(request.binding, limit=MAX_BINDING))
+        caller = (caller_of(context.peer()), claimed_author(request.binding, limit=MAX_BINDING))
         self._bindings_of_one.take(caller, time.monotonic())
         return wire.BindReply(peers=await self._credits.leaderboard.bind(request.binding))
 

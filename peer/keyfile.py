@@ -10,7 +10,7 @@ from pathlib import Path
 
 from peer.durable import flush_folder
 from protocol.errors import IdentityError
-from protocol.identity import Identity, from_key_file, to_key_file
+from protocol.identity import Identity, parse_key_file, to_key_file
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def _load(path: Path) -> Identity:
     try:
         if len(data) > MAX_KEY_FILE:
             raise IdentityError("it is too long for a key file")
-        return from_key_file(data.decode("ascii", errors="replace"))
+        return parse_key_file(data.decode("ascii", errors="replace"))
     except IdentityError as e:
         raise IdentityError(f"{path}: {e}") from None
 

@@ -262,7 +262,7 @@ class Chain:
         back = newest.body.rollback
         return newest if back == active.rollback or (back is not None and back.record == parent) else None
 
-    def validation_error(self, record: RoundRecord) -> str | None:
+    def record_refusal(self, record: RoundRecord) -> str | None:
         """Why a record cannot follow its parent, as far as directives go; None when it can."""
         parent, back = self._node(record.parent), self.rollback
         if back is not None and parent.digest == back.record and not starts_rollback_branch(record, back):
@@ -273,7 +273,7 @@ class Chain:
         for u in record.updates:
             if u.body.windows > windows:
                 return f"peer {u.author.short} claims {u.body.windows} windows in one update: too many"
-        return parent.directives.validation_error(record)
+        return parent.directives.record_refusal(record)
 
     def is_reduced_after(self, parent: Digest) -> bool:
         """Return whether the round after a record is reduced, not gathered."""
@@ -305,7 +305,7 @@ class Chain:
         if parent is self._root and self._root_state not in (None, body.base_state):
             raise ChainError(f"record {digest.short} starts from another state than the run's")
         self._check_updates(certificate, parent)
-        if (flaw := self.limits.reduce_plan.validation_error(certificate, parent.contributors)) is not None:
+        if (flaw := self.limits.reduce_plan.record_refusal(certificate, parent.contributors)) is not None:
             raise ChainError(f"record {digest.short}: {flaw}")
         node = RecordNode(digest, parent, certificate)
         parent.children.append(node)
@@ -465,7 +465,7 @@ class Chain:
 
     def _check_updates(self, certificate: Certificate, parent: RecordNode) -> None:
         record, name = certificate.record, certificate.digest.short
-        if (flaw := self.validation_error(record.body)) is not None:
+        if (flaw := self.record_refusal(record.body)) is not None:
             raise ChainError(f"record {name}: {flaw}")
         if record.author not in record.body.contributors:
             raise ChainError(f"record {name} is by {record.author.short}, who has no update in it")

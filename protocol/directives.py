@@ -48,7 +48,7 @@ class ActiveDirectives:
         changes = body.changes if body.from_round <= record.round + 1 else self.changes
         return ActiveDirectives(newest, changes, self.banned if newest is self.newest else frozenset(body.banned))
 
-    def validation_error(self, record: RoundRecord) -> str | None:
+    def record_refusal(self, record: RoundRecord) -> str | None:
         """Why a record cannot follow here, as far as directives go; None when it can."""
         epoch = self.epoch
         if record.directive is not None:

@@ -78,12 +78,12 @@ def open_envelope(encoded: bytes, kind: str, *, limit: int = MAX_ENVELOPE) -> En
     return Envelope(kind, author, message.payload, bytes(encoded))
 
 
-def kind_of(encoded: bytes, *, limit: int = MAX_ENVELOPE) -> str:
+def claimed_kind(encoded: bytes, *, limit: int = MAX_ENVELOPE) -> str:
     """Return the kind that an envelope claims, unverified: only to choose how to decode it. Raises MalformedError."""
     return _parsed(encoded, "signed", limit).kind
 
 
-def author_of(encoded: bytes, *, limit: int = MAX_ENVELOPE) -> PeerKey:
+def claimed_author(encoded: bytes, *, limit: int = MAX_ENVELOPE) -> PeerKey:
     """Return the author that an envelope claims, unverified: only to refuse it cheaply. Raises MalformedError."""
     return PeerKey(_parsed(encoded, "signed", limit).key)
 

@@ -51,7 +51,7 @@ def to_key_file(identity: Identity) -> str:
     return f"-----BEGIN {_PEM_LABEL}-----\n{identity.seed.hex()}\n-----END {_PEM_LABEL}-----\n"
 
 
-def from_key_file(text: str) -> Identity:
+def parse_key_file(text: str) -> Identity:
     """Return the identity in a key file's text. Raises IdentityError."""
     lines = text.strip().splitlines()
     if len(lines) != 3 or lines[0] != f"-----BEGIN {_PEM_LABEL}-----" or lines[2] != f"-----END {_PEM_LABEL}-----":

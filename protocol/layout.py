@@ -24,7 +24,7 @@ MAX_HEADER = 64 * 1024 * 1024
 MAX_NUMEL = (MAX_BLOB - MAX_HEADER - 8) // 4
 """Parameters of a layout: a checkpoint holds no more."""
 MOMENTUM = "outer_momentum/"
-"""Prefix of the outer optimiser's momentum tensors in a state."""
+"""Prefix of the outer optimizer's momentum tensors in a state."""
 
 
 @dataclass(frozen=True)
@@ -106,12 +106,12 @@ class Layout:
         return Digest(sha256(b"cairn/v1/layout", json.dumps([[t.name, t.shape] for t in self.tensors]).encode()))
 
     def with_momentum(self) -> Layout:
-        """Return the layout of a state whose outer optimiser keeps momentum."""
+        """Return the layout of a state whose outer optimizer keeps momentum."""
         shapes = {t.name: t.shape for t in self.tensors}
         return Layout.of(shapes | {MOMENTUM + n: s for n, s in shapes.items()})
 
     def without_momentum(self) -> Layout:
-        """Return the layout without the outer optimiser's momentum."""
+        """Return the layout without the outer optimizer's momentum."""
         return Layout(tuple(t for t in self.tensors if not t.name.startswith(MOMENTUM)))
 
     # -- checkpoints: canonical safetensors ----------------------------------------------------------------

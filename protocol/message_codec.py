@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 
 from protocol.checks import ascending, bounded, finite, parsed, rate, text
 from protocol.directive_codec import MAX_DIRECTIVE_ENVELOPE, MAX_EPOCH, decode_directive, encode_directive
-from protocol.envelope import MAX_ENVELOPE, author_of, content_digest, kind_of, open_envelope, seal
+from protocol.envelope import MAX_ENVELOPE, claimed_author, claimed_kind, content_digest, open_envelope, seal
 from protocol.errors import AdmissionError, MalformedError
 from protocol.identity import Identity
 from protocol.ids import MAX_ROUND, Digest, PeerKey, Round, RunId, sha256
@@ -42,8 +42,8 @@ from protocol.messages import (
     Signed,
     UpdateHeader,
     Vote,
+    quorum,
     shards_digest,
-    votes_needed,
 )
 from protocol.wire import swarm_pb2 as wire
 
@@ -133,7 +133,7 @@ def _decode_record(payload: bytes, decoder: MessageDecoder) -> RoundRecord:
     run, parent, base = RunId(m.run), Digest(m.parent), Digest(m.base_state)
     number = Round(bounded("round", m.round, MAX_ROUND))
     # Claimed authors first: else one admitted key could have thousands of headers verified in vain.
-    if not ascending([author_of(u, limit=MAX_HEADER_ENVELOPE) for u in m.updates]):
+    if not ascending([claimed_author(u, limit=MAX_HEADER_ENVELOPE) for u in m.updates]):
         raise MalformedError("a record lists each author once, by ascending key")
     updates = tuple(decoder.decode_header(u) for u in m.updates)
     for u in updates:
@@ -289,7 +289,7 @@ class MessageDecoder:
         name = sha256(encoded)
         if (remembered := self._seen[body].get(name)) is not None:
             return remembered
-        if body is Directive and kind_of(encoded) == kind and author_of(encoded) != self.owner:
+        if body is Directive and claimed_kind(encoded) == kind and claimed_author(encoded) != self.owner:
             raise AdmissionError("a directive that is not signed by the run's owner")  # refused before it costs much
         envelope = open_envelope(encoded, kind, limit=limit)
         decoded = decode(envelope.payload, self)
@@ -342,7 +342,7 @@ class MessageDecoder:
             raise MalformedError("a certificate with too many votes or shards")
         record = self.decode(m.record, RoundRecord)
         # Claimed authors and the count before any signature is looked at.
-        _check_voters(record.body, [author_of(v, limit=MAX_VOTE_ENVELOPE) for v in m.votes])
+        _check_voters(record.body, [claimed_author(v, limit=MAX_VOTE_ENVELOPE) for v in m.votes])
         votes = tuple(self.decode(v, Vote) for v in m.votes)
         return check_certificate(Certificate(record, votes, tuple(Digest(s) for s in m.shards)))
 
@@ -366,7 +366,7 @@ def _check_voters(record: RoundRecord, voters: Sequence[PeerKey]) -> None:
         raise MalformedError("a certificate lists each vote once, by ascending key")
     if not set(voters) <= set(contributors):
         raise MalformedError("a certificate with a vote by no contributor of its record")
-    if len(voters) < votes_needed(len(contributors)):
+    if len(voters) < quorum(len(contributors)):
         raise MalformedError(f"{len(voters)} votes of {len(contributors)} contributors are not more than two thirds")
 
 

@@ -256,7 +256,7 @@ class Certificate:
         return self.record.digest if shards is None else Digest(sha256(b"cairn/v1/applied", self.record.digest, shards))
 
 
-def votes_needed(contributors: int) -> int:
+def quorum(contributors: int) -> int:
     """Return the least number that is more than two thirds of the contributors."""
     return contributors * 2 // 3 + 1
 

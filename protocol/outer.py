@@ -64,7 +64,7 @@ def apply(
     """
     for c in contributions:
         codec.check_header(c.blob)
-    target = OuterOptimiser(state, codec.layout, outer, slices)
+    target = OuterOptimizer(state, codec.layout, outer, slices)
     ordered = canonical_order(contributions)
     if not ordered or not target.values:
         return
@@ -81,7 +81,7 @@ def canonical_order(contributions: Sequence[Contribution]) -> list[Contribution]
     return ordered
 
 
-class OuterOptimiser:
+class OuterOptimizer:
     """The state that a step changes in place: all of it, or some slices (see `local_views`). Raises MalformedError."""
 
     def __init__(
@@ -90,7 +90,7 @@ class OuterOptimiser:
         self.outer = outer
         self.values = local_views(state, layout, slices)
         self.momenta: dict[int, tuple[int, Tensor]] = {}
-        if outer.optimiser == "nesterov":
+        if outer.optimizer == "nesterov":
             self.momenta = local_views(state, layout, slices, MOMENTUM)
 
     @property
@@ -98,7 +98,7 @@ class OuterOptimiser:
         return next((value.device for _, value in self.values.values()), torch.device("cpu"))
 
     def step(self, batch: Batch, mean: Tensor) -> None:
-        """One optimiser step on a batch of the layout; `mean`, fp32 [batch.numel], is used up."""
+        """One optimizer step on a batch of the layout; `mean`, fp32 [batch.numel], is used up."""
         lr, mu = round_to_fp32(self.outer.lr), round_to_fp32(self.outer.momentum)
         for segment in batch.segments:
             start, value = self.values[segment.index]

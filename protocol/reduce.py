@@ -23,7 +23,7 @@ from protocol.errors import CodecError
 from protocol.layout import CODEC_CHUNK, Layout, TensorShape, TensorSlice
 from protocol.merkle import CHUNK
 from protocol.messages import MAX_SHARDS
-from protocol.outer import Contribution, OuterOptimiser, RobustMean, canonical_order
+from protocol.outer import Contribution, OuterOptimizer, RobustMean, canonical_order
 from protocol.reduce_plan import shard_count
 from protocol.spec import CodecSpec, OuterSpec
 
@@ -208,6 +208,6 @@ def apply_reduced(
     before anything is changed; one that never passed `check` can raise it half way: the state is then lost.
     """
     reduction.check_shard_headers(shards)
-    target = OuterOptimiser(state, reduction.codec.layout, outer, slices)
+    target = OuterOptimizer(state, reduction.codec.layout, outer, slices)
     for batch, mean in reduction.batches(shards, target.device, slices, batch_chunks):
         target.step(batch, mean)

@@ -69,7 +69,7 @@ class ReducePlan:
         """Return the number of shards of the mean of a record with a number of contributors."""
         return shard_count(contributors, self.update_size)
 
-    def validation_error(self, certificate: Certificate, before: int) -> str | None:
+    def record_refusal(self, certificate: Certificate, before: int) -> str | None:
         """Why a certificate does not fit after a record with `before` contributors; None when it does."""
         found, wanted = len(certificate.shards), 0
         if self.is_reduced(before):

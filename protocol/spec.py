@@ -175,9 +175,9 @@ class Schedule(Section):
 
 
 class InnerSpec(Section):
-    """The inner optimiser: what a peer does between rounds."""
+    """The inner optimizer: what a peer does between rounds."""
 
-    optimiser: Literal["muon", "adamw"] = Field(
+    optimizer: Literal["muon", "adamw"] = Field(
         default="muon", description="muon: on hidden matrices; AdamW on the rest"
     )
     lr: Annotated[float, Field(gt=0, le=10)] = 1e-3
@@ -212,7 +212,7 @@ class OuterSpec(Section):
     weight_cap: Annotated[float, Field(gt=0, le=1)] = Field(
         default=1.0, description="the largest share of a round's weight that one update can have"
     )
-    optimiser: Literal["plain", "nesterov"] = "plain"
+    optimizer: Literal["plain", "nesterov"] = "plain"
     lr: Annotated[float, Field(gt=0, le=10)] = 1.0
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
 

@@ -28,8 +28,8 @@ HASH_BATCH = 256
 
 
 def state_layout(model: Layout, outer: OuterSpec) -> Layout:
-    """Return the layout of a run's states: the model's tensors, and the outer optimiser's if it keeps any."""
-    return model.with_momentum() if outer.optimiser == "nesterov" else model
+    """Return the layout of a run's states: the model's tensors, and the outer optimizer's if it keeps any."""
+    return model.with_momentum() if outer.optimizer == "nesterov" else model
 
 
 def flat_view(tensors: Mapping[str, Tensor], shape: TensorShape) -> Tensor:

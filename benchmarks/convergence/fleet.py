@@ -21,18 +21,18 @@ from protocol.spec import InnerSpec
 class Fleet:
     """`flat`: fp32 [peers, parameters], every row in layout order. All peers step together."""
 
-    def __init__(self, setting: Setting, lr: float, peers: int, optimiser: str = "adamw"):
+    def __init__(self, setting: Setting, lr: float, peers: int, optimizer: str = "adamw"):
         self.setting, self.lr = setting, lr
         model = setting.model(compiled=False)
         model.set_attn_implementation("eager")  # type: ignore[operator]  # what vmap has rules for
         named = dict(model.named_parameters())
         start = torch.cat([named[t.name].detach().reshape(-1) for t in setting.layout.tensors])
         self.flat = start.repeat(peers, 1)
-        self.spec = setting.inner(lr, optimiser=optimiser)
-        self.optimiser = torch.optim.AdamW(
+        self.spec = setting.inner(lr, optimizer=optimizer)
+        self.optimizer = torch.optim.AdamW(
             [self.flat], lr=lr, betas=self.spec.betas, eps=self.spec.eps, weight_decay=0.0, fused=True
         )
-        self.muon = Muon(setting, self.flat, self.spec, hidden_matrices(model)) if optimiser == "muon" else None
+        self.muon = Muon(setting, self.flat, self.spec, hidden_matrices(model)) if optimizer == "muon" else None
         decayed = [torch.full((t.numel,), float(len(t.shape) >= 2)) for t in setting.layout.tensors]
         self.decayed = torch.cat(decayed).to(setting.device)
 
@@ -67,19 +67,19 @@ class Fleet:
             gradient.mul_((self.spec.clip_norm / (norms + 1e-6)).clamp(max=1.0))
             rate = self.lr * factor
             self.flat.mul_(1 - rate * self.spec.weight_decay * self.decayed)
-            self.optimiser.param_groups[0]["lr"] = rate
+            self.optimizer.param_groups[0]["lr"] = rate
             if self.muon is not None:
                 self.muon.step(gradient, factor)  # takes its part of the gradient away
             self.flat.grad = gradient
-            self.optimiser.step()
+            self.optimizer.step()
 
     def second_moments(self) -> Tensor:
         """AdamW's second moments, fp32 [peers, parameters]; after the first step."""
-        return self.optimiser.state[self.flat]["exp_avg_sq"]
+        return self.optimizer.state[self.flat]["exp_avg_sq"]
 
     def forget_moments(self) -> None:
-        """Reset every peer's inner optimiser."""
-        self.optimiser.state.clear()
+        """Reset every peer's inner optimizer."""
+        self.optimizer.state.clear()
 
 
 class Muon:
@@ -95,13 +95,13 @@ class Muon:
                 self.hidden += [(here, row[here].view(t.shape)) for row in flat]
             at += t.numel
         self.peers = len(flat)
-        self.optimiser = muon([m for _, m in self.hidden], spec.model_copy(update={"weight_decay": 0.0}))
+        self.optimizer = muon([m for _, m in self.hidden], spec.model_copy(update={"weight_decay": 0.0}))
 
     def step(self, gradient: Tensor, factor: float) -> None:
         """One step of the hidden matrices by fp32 [peers, parameters], whose part for them becomes 0."""
         for i, (here, matrix) in enumerate(self.hidden):
             matrix.grad = gradient[i % self.peers, here].view(matrix.shape).clone()
-        self.optimiser.param_groups[0]["lr"] = self.lr * factor
-        self.optimiser.step()
+        self.optimizer.param_groups[0]["lr"] = self.lr * factor
+        self.optimizer.step()
         for here, _ in self.hidden:
             gradient[:, here] = 0.0

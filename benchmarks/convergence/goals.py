@@ -52,7 +52,7 @@ def _row(found: Sequence[Measured], label: str) -> Measured | None:
 
 def _muon(m: Measured) -> bool:
     """Hidden matrices are stepped by Muon, on the peers or in data-parallel training."""
-    return "muon" in (m.row.options.get("inner"), m.row.options.get("optimiser"))
+    return "muon" in (m.row.options.get("inner"), m.row.options.get("optimizer"))
 
 
 def _as_good(ours: Sequence[Measured], reference: Measured | None, profile: Profile, parameters: int) -> Goal:

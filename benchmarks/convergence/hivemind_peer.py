@@ -3,7 +3,7 @@
     python -m benchmarks.convergence.hivemind_peer JOB.json NUMBER
 
 Started by `rival_hivemind`. Each global step writes a line in steps-NUMBER.jsonl: its end, the number of this peer's
-windows, and two sketches of gradients. One is of its own gradients, one of those that the optimiser then used. A
+windows, and two sketches of gradients. One is of its own gradients, one of those that the optimizer then used. A
 sketch is the projection on a few fixed random vectors. It is linear, so the mean of all peers' own sketches must
 equal each peer's used sketch, whatever the averager reports.
 """

@@ -14,7 +14,7 @@ from protocol.model import parameters_of
 class Replica:
     """`flat` (fp32 [parameters]) is the memory of the model's parameters: to change one is to change the other."""
 
-    def __init__(self, setting: Setting, lr: float, batch: int | None = None, optimiser: str = "adamw"):
+    def __init__(self, setting: Setting, lr: float, batch: int | None = None, optimizer: str = "adamw"):
         model = setting.model()
         named = dict(model.named_parameters())
         self.flat = torch.cat([named[t.name].detach().reshape(-1) for t in setting.layout.tensors])
@@ -24,7 +24,7 @@ class Replica:
             at += t.numel
         self.model = model
         self.layout = setting.layout
-        self.inner = InnerOptimizer(setting.inner(lr, batch, optimiser), model, setting.device)
+        self.inner = InnerOptimizer(setting.inner(lr, batch, optimizer), model, setting.device)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -52,7 +52,7 @@ class Replica:
         return out
 
     def take(self, gradient: Tensor, factor: float, clip: float = 1.0) -> None:
-        """One step of the inner optimiser with this gradient, clipped as the trainer clips."""
+        """One step of the inner optimizer with this gradient, clipped as the trainer clips."""
         named = dict(self.model.named_parameters())
         for name, part in split(self.layout, gradient).items():
             named[name].grad = part.clone()

@@ -136,12 +136,12 @@ class Setting:
         schedule = Schedule(kind="cosine", warmup_tokens=int(WARMUP * total), total_tokens=total, min_ratio=MIN_RATIO)
         return factor(schedule, done * total)
 
-    def inner(self, lr: float, batch: int | None = None, optimiser: str = "adamw") -> InnerSpec:
-        """Return the inner optimiser of the product's trainer.
+    def inner(self, lr: float, batch: int | None = None, optimizer: str = "adamw") -> InnerSpec:
+        """Return the inner optimizer of the product's trainer.
 
         Raises pydantic's ValidationError for one that it has not.
         """
-        fields = {"optimiser": optimiser, "lr": lr, "batch": batch or self.profile.batch}
+        fields = {"optimizer": optimizer, "lr": lr, "batch": batch or self.profile.batch}
         return InnerSpec.model_validate({**fields, "schedule": Schedule(kind="constant")})
 
     @torch.inference_mode()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-NESTEROV: dict[str, Any] = {"optimiser": "nesterov", "lr": 1.0, "momentum": 0.5}
+NESTEROV: dict[str, Any] = {"optimizer": "nesterov", "lr": 1.0, "momentum": 0.5}
 
 SIGNS: dict[str, Any] = {"h": 36, "kind": "sign", "beta": 0.5, "inner": "muon", "outer": NESTEROV}
 """The default, to which the studies and the longer runs led: Muon within, signs and a little momentum between."""
@@ -37,7 +37,7 @@ PLAIN = {"clip": "none"}
 # Rounding to fp16 does not show in the loss (a test holds it): those rows are the wider training, at half the bytes.
 MAIN = (
     REFERENCE,
-    Row("data-parallel Muon, bf16", "synchronous", {"optimiser": "muon"}),
+    Row("data-parallel Muon, bf16", "synchronous", {"optimizer": "muon"}),
     Row("one peer alone", "alone"),
     Row("hivemind Optimizer, fp32", "synchronous", scale=2.0),
     Row("hivemind Optimizer, fp16", "synchronous"),

@@ -58,7 +58,7 @@ class Peer:
 
     def __init__(self, swarm: Cairn, number: int):
         self.number = number
-        self.replica = None if swarm.fleet else Replica(swarm.setting, swarm.lr, optimiser=swarm.inner)
+        self.replica = None if swarm.fleet else Replica(swarm.setting, swarm.lr, optimizer=swarm.inner)
         local = self.replica.tensors if self.replica else swarm.fleet.tensors(number) if swarm.fleet else {}
         self.side = OuterState(local, swarm.codec, swarm.codec_spec.beta, swarm.outer)
         self.side.load(swarm.base)
@@ -92,7 +92,7 @@ class Cairn(Method):
         super().__init__(setting)
         self.lr, self.h, self.overlap, self.inner = lr, h, overlap, inner
         self.codec_spec = CodecSpec.model_validate({"kind": kind, "k": k, "beta": beta})
-        self.outer = OuterSpec.model_validate({"optimiser": "plain", **(outer or {})})
+        self.outer = OuterSpec.model_validate({"optimizer": "plain", **(outer or {})})
         self.codec = make_codec(self.codec_spec, setting.layout)
         self.reduction = Reduction.of(self.codec) if reduce else None
         self.conditions = Conditions(**(conditions or {}))

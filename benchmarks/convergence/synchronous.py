@@ -20,15 +20,15 @@ DEFAULT_RANK = 4
 
 
 class Synchronous(Method):
-    """One model; the global batch is all peers' windows. `wire`: how a gradient travels; `optimiser`: adamw or muon."""
+    """One model; the global batch is all peers' windows. `wire`: how a gradient travels; `optimizer`: adamw or muon."""
 
     def __init__(self, setting: Setting, lr: float, *, wire: str = "bf16", rank: int = DEFAULT_RANK,
-                 optimiser: str = "adamw"):  # fmt: skip
+                 optimizer: str = "adamw"):  # fmt: skip
         super().__init__(setting)
         if wire not in WIRE:
             raise ValueError(f"wire {wire!r}: want one of {', '.join(WIRE)}")
         self.wire = wire
-        self.replica = Replica(setting, lr, setting.profile.batch * setting.profile.peers, optimiser)
+        self.replica = Replica(setting, lr, setting.profile.batch * setting.profile.peers, optimizer)
         self.numel = setting.layout.numel
         self.power = PowerSGD(setting, rank) if wire == "powersgd" else None
 

@@ -24,7 +24,7 @@ class Choice:
     """`power`: the mean of a coordinate is sum(w v) / (sum of the senders' w) ** power: 0 over all, 1 over senders.
 
     `density`: (share of the training done, k) from which on k holds instead. `score`: coordinates are chosen by
-    magnitude, or by magnitude over the root of AdamW's second moment. `forget`: the inner optimiser is reset each
+    magnitude, or by magnitude over the root of AdamW's second moment. `forget`: the inner optimizer is reset each
     round. `fragments`: each h / fragments steps another part of the tensors is sent (streaming, arXiv 2501.18512).
     `keep`: the share of what was learnt during the overlap that stays after a rebase. `h_late`: (share, h) as density.
     `carry`: the share of its error feedback that a peer's own model keeps after a round. The peer then trains on from

@@ -119,7 +119,7 @@ class Hosts:
                 fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             except OSError:
                 continue  # it has just ended
-            kind = kind_of(command)
+            kind = claimed_kind(command)
             found[kind] = found.get(kind, 0.0) + (int(fields[11]) + int(fields[12])) / _TICKS
         return found
 
@@ -157,7 +157,7 @@ class Hosts:
                 process.kill()
 
 
-def kind_of(command: str) -> str:
+def claimed_kind(command: str) -> str:
     """Return the kind of a process, from its command line: trainer, daemon (libp2p's), or node."""
     if "peer.training" in command or "stand_in" in command:
         return "trainer"

@@ -17,8 +17,8 @@ import torch
 from benchmarks.exchange_wan.job import LOOK_SECONDS, Diary, Job
 from benchmarks.exchange_wan.run_spec import PORT, addresses, admission, furnish, identity
 from peer.node.builder import build_node
+from peer.node.enrollment import Enrollment
 from peer.node.events import EventQueued, NodeEvents
-from peer.node.membership import Membership
 from peer.node.node import Node
 from peer.node.options import NodeOptions
 from peer.store import Store
@@ -62,7 +62,7 @@ async def serve(job: Job, number: int) -> None:
     spec, diary = parse_spec((job.path / "spec.json").read_bytes()), Diary(job, number)
     with Store(folder / "store", DISK_BYTES) as store:
         furnish(store, spec, job.path / "genesis")
-        membership = Membership(
+        membership = Enrollment(
             identity(number), spec, MessageDecoder(spec.run_id, spec.owner_key), store, None, f"p{number + 1}",
             admission(spec, number), addresses(job, number),
         )  # fmt: skip

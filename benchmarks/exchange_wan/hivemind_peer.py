@@ -1,4 +1,4 @@
-"""One peer of the `hivemind` rows: `DecentralizedAverager` of hivemind 1.1.12, as its optimiser uses it.
+"""One peer of the `hivemind` rows: `DecentralizedAverager` of hivemind 1.1.12, as its optimizer uses it.
 
     python -m benchmarks.exchange_wan.hivemind_peer JOB.json NUMBER
 

@@ -90,13 +90,13 @@ class Peer:
                     clock.at(clock.now + world.shape.rtt * 2, self.fetch, blob, author)
                 case do.FetchShard(blob, _, _, holders):
                     clock.at(clock.now + world.shape.rtt * 2, self.fetch, blob, holders[0])
-                case do.DropBlob(blob):
+                case do.CancelFetch(blob):
                     world.fluid.drop(self.index, blob)
                 case do.ReduceShard(record, part, _):
                     clock.at(clock.now + world.shape.rtt * 2, self.reduce, record.digest, part)
                 case do.CancelReduce(record):
                     self.reducing.discard(record)
-                case do.RequestUpdate() | do.ApplyRecord() | do.Resync():
+                case do.RequestUpdate() | do.ApplyRecord() | do.SyncState():
                     if isinstance(action, do.ApplyRecord):
                         world.certified(self, action.certificate)
                     self.queue.append(action)
@@ -136,7 +136,7 @@ class Peer:
         world = self.world
         source = world.index_of[author]
         giver = world.peers[world.shadows.model(source)]
-        if giver.machine.may_serve(blob, self.key) is not None:
+        if giver.machine.serve_refusal(blob, self.key) is not None:
             clock = world.clock
             clock.at(clock.now + REFUSED_AGAIN, self.fetch, blob, author)
             return
@@ -213,9 +213,9 @@ class Peer:
         )
         self.work()
 
-    def moved(self, action: do.ApplyRecord | do.Resync) -> None:
+    def moved(self, action: do.ApplyRecord | do.SyncState) -> None:
         self.working = False
-        path = action.path if isinstance(action, do.Resync) else (action.certificate,)
+        path = action.path if isinstance(action, do.SyncState) else (action.certificate,)
         for certificate in path:
             self.state = Digest(sha256(b"state", self.state, certificate.digest))
         record = path[-1].digest if path else self.machine.chain.root

@@ -106,7 +106,7 @@ async def serve(folder: Path, ip: str, number: int) -> None:
         handlers = Handlers(
             on_packet=lambda sender, packet: None,
             on_chain_request=lambda sender, request: wire.ChainReply(),
-            may_serve=lambda blob, requester: None,
+            serve_refusal=lambda blob, requester: None,
         )
         swarm = await Swarm.start(
             identity(number), RUN, store=store, handlers=handlers, listen=[f"/ip4/{ip}/tcp/{PORT}"]

@@ -17,7 +17,7 @@ import click
 
 from cairn.commands.options import home_option
 from protocol.errors import CairnError, MalformedError
-from protocol.identity import Identity, from_key_file
+from protocol.identity import Identity, parse_key_file
 from protocol.ids import PeerKey, Round
 from protocol.invite import Invite
 from protocol.message_codec import KeySigner, MessageDecoder
@@ -242,7 +242,7 @@ def _open_run(path: Path, home: Path) -> OwnedRun:
 
     folder = path if path.is_dir() else coordinator_folder(home, load_run(path).run.name)
     try:
-        owner = from_key_file((folder / "owner.key").read_text())
+        owner = parse_key_file((folder / "owner.key").read_text())
         invite = Invite.parse((folder / "invite").read_text().strip())
         spec = open_spec((folder / "run" / SPEC).read_bytes(), invite.run)
     except OSError as e:

@@ -29,7 +29,7 @@ def renewed_invite(text: str, home: Path) -> str:
     Only the run's folder is read, so the peer may be running. Raises CairnError.
     """
     from peer.node.coordinator_discovery import COORDINATOR_ADDRESS, SPEC
-    from peer.node.membership import ADDRESSES, OWN_ADDRESSES, run_folder
+    from peer.node.enrollment import ADDRESSES, OWN_ADDRESSES, run_folder
     from protocol.coordinator_address import open_coordinator_address
     from protocol.invite import MAX_SWARM_ADDRESSES, one_per_peer_first
     from protocol.spec import open_spec

@@ -27,7 +27,7 @@ from protocol.invite import Invite
 if TYPE_CHECKING:
     from cairn.peer_screen import PeerScreen
     from peer.channel import Choice
-    from peer.node.membership import Membership
+    from peer.node.enrollment import Enrollment
 
 log = logging.getLogger("cairn.peer")
 
@@ -144,7 +144,7 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
     from cairn.peer_screen import PeerScreen
     from peer.node.admission_wait import wait_until_admitted
     from peer.node.builder import build_node
-    from peer.node.membership import Membership, run_folder
+    from peer.node.enrollment import Enrollment, run_folder
     from peer.node.options import NodeOptions
     from peer.store import Store
 
@@ -164,8 +164,8 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
     )
     with Store(folder / "store", options.disk) as store:
 
-        async def enter() -> Membership:
-            membership = await Membership.enter(invite, options.home, store, name=options.name, via=options.via)
+        async def enter() -> Enrollment:
+            membership = await Enrollment.enter(invite, options.home, store, name=options.name, via=options.via)
             if not membership.seconds_left():
                 try:
                     await wait_until_admitted(membership, node_options)
@@ -219,7 +219,7 @@ def credit_seconds(members: int) -> float:
     return max(CREDIT_SECONDS, members / CREDIT_CALLS)
 
 
-async def _ask_for_credits(membership: Membership, screen: PeerScreen, members: Callable[[], int]) -> None:
+async def _ask_for_credits(membership: Enrollment, screen: PeerScreen, members: Callable[[], int]) -> None:
     """Keep the screen's earnings fresh for ever. A silent coordinator is shown as such, and asked again."""
     from cairn.peer_screen import PeerEarnings, own_page
 

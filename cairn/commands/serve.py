@@ -156,7 +156,7 @@ async def _serve(
     from peer.keyfile import load_or_make
     from peer.node.builder import build_node
     from peer.node.coordinator_discovery import SPEC
-    from peer.node.membership import Membership, known_addresses
+    from peer.node.enrollment import Enrollment, known_addresses
     from peer.node.options import NodeOptions
     from protocol.chain import genesis_digest
     from protocol.message_codec import MessageDecoder
@@ -184,7 +184,7 @@ async def _serve(
     genesis, tokenizer = store.path(spec.genesis.name), store.path(spec.tokenizer.name)
     begin = genesis_digest(spec.run_id)
     archive.add(genesis, tokenizer, round=0, state=spec.genesis.name, record=begin, tokens=0)
-    membership = Membership(
+    membership = Enrollment(
         identity=load_or_make(folder / "observer.key"),
         spec=spec,
         decoder=MessageDecoder(spec.run_id, spec.owner_key),

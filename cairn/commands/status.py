@@ -42,7 +42,7 @@ def status(invite: str, as_json: bool, via: tuple[str, ...]) -> None:
 async def fetch_status(invite: Invite, via: Sequence[str]):
     """Return the coordinator's `Status`. Raises CairnError."""
     from peer.coordinator_client import CoordinatorClient
-    from peer.node.membership import ABSENT
+    from peer.node.enrollment import ABSENT
 
     async with CoordinatorClient(invite) as client:
         try:

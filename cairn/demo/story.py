@@ -21,7 +21,7 @@ from cairn.number_format import count, credits
 from coordinator.authoring.runfile import load_run
 from coordinator.checkpoints.archive import Archive, ArchivedState
 from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable, SwarmStatus
-from peer.node.membership import run_folder
+from peer.node.enrollment import run_folder
 from peer.node.snapshot import Snapshot, read_snapshot
 from protocol.errors import CairnError
 from protocol.invite import Invite

@@ -23,7 +23,7 @@ from protocol.state import checkpoint_chunks, state_layout
 def write_genesis(
     config: Mapping[str, Any], seed: int, outer: OuterSpec, path: Path, weights: Path | None = None
 ) -> BlobRef:
-    """Build the model on the CPU and write its checkpoint, with zero momentum if the outer optimiser has momentum.
+    """Build the model on the CPU and write its checkpoint, with zero momentum if the outer optimizer has momentum.
 
     `weights`, a model's folder, gives the initial weights (`weights.read`). Without it they are drawn: the same config
     and seed give the same bytes on the same version of torch. The checkpoint travels as a blob, so no other machine

@@ -21,7 +21,7 @@ LARGEST_MEASURED = 131_904
 class MeasuredSetting:
     """A codec with its best `beta`, and a length of rounds: `inner_steps` between two exchanges (H), with Muon.
 
-    `loss` is the final validation loss as a multiple of that of data-parallel training with the same inner optimiser:
+    `loss` is the final validation loss as a multiple of that of data-parallel training with the same inner optimizer:
     1.02 is 2% above. `outer` is the outer step.
     """
 
@@ -36,7 +36,7 @@ class MeasuredSetting:
 
 
 SIGN = CodecSpec(kind="sign", beta=0.5)
-NESTEROV = OuterSpec(optimiser="nesterov", lr=1.0, momentum=0.5)
+NESTEROV = OuterSpec(optimizer="nesterov", lr=1.0, momentum=0.5)
 MEASURED: tuple[MeasuredSetting, ...] = (
     MeasuredSetting(SIGN, 9, 1.020, NESTEROV),
     MeasuredSetting(SIGN, 18, 1.031, NESTEROV),

@@ -86,7 +86,7 @@ class DataTable(Section):
         return [self.source] if isinstance(self.source, str) else list(self.source or [])
 
 
-SIGN_OUTER = OuterSpec(optimiser="nesterov", lr=1.0, momentum=0.5)
+SIGN_OUTER = OuterSpec(optimizer="nesterov", lr=1.0, momentum=0.5)
 """The default outer step of runs with signs (docs/results/convergence.md)."""
 
 SIGN_PLAIN_LR = 1.8
@@ -184,10 +184,10 @@ def _fill_in(tables: dict[str, Any]) -> None:
     codec, outer = tables.get("codec", {}), tables.setdefault("outer", {})
     if isinstance(codec, dict) and isinstance(outer, dict):
         if codec.get("kind", CodecSpec().kind) == "sign":
-            optimiser = outer.setdefault("optimiser", SIGN_OUTER.optimiser)
-            if optimiser == "plain":
+            optimizer = outer.setdefault("optimizer", SIGN_OUTER.optimizer)
+            if optimizer == "plain":
                 outer.setdefault("lr", SIGN_PLAIN_LR)
-            elif optimiser == SIGN_OUTER.optimiser:
+            elif optimizer == SIGN_OUTER.optimizer:
                 outer.setdefault("lr", SIGN_OUTER.lr)
                 outer.setdefault("momentum", SIGN_OUTER.momentum)
     if isinstance(round_, dict) and isinstance(window_of, dict) and isinstance(inner, dict):

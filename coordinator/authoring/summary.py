@@ -45,7 +45,7 @@ def validate(path: Path) -> list[str]:
         f"update: {_bytes(update)} ({8 * update / layout.numel:.3f} bits a parameter, {run_file.codec.kind}); each "
         f"round a peer sends its own and fetches every other contributor's: with 16 peers {_bytes(15 * update)} down",
         f"memory: about {_bytes(_memory(layout, config, step))} on each GPU "
-        f"({_bytes(28 * layout.numel)} of it state: weights, gradients, optimiser, base, anchor, error feedback)",
+        f"({_bytes(28 * layout.numel)} of it state: weights, gradients, optimizer, base, anchor, error feedback)",
     ]
     if run_file.run.total_tokens:
         rounds = math.ceil(run_file.run.total_tokens / round_.target_tokens)

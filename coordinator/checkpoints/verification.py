@@ -37,7 +37,7 @@ from protocol.errors import CairnError, ProtocolError
 from protocol.ids import Digest, PeerKey, RunId
 from protocol.merkle import blob_digest, leaf_hash, tree_hash
 from protocol.message_codec import MessageDecoder
-from protocol.messages import MAX_CERTIFICATE, Certificate, Finalization, Heartbeat, votes_needed
+from protocol.messages import MAX_CERTIFICATE, Certificate, Finalization, Heartbeat, quorum
 from protocol.spec import KIND, MAX_SPEC, RunSpec, open_spec
 
 MAX_CONFIG = 1024 * 1024
@@ -84,7 +84,7 @@ def verify_checkpoint(
             f"{MANIFEST} is not that of an archived state: name a folder like checkpoints/round-000030"
         )
     spec = _spec(_read(read_file, SPEC, MAX_SPEC + 1024), archived, run, owner)
-    layout = spec.model.layout.with_momentum() if spec.outer.optimiser == "nesterov" else spec.model.layout
+    layout = spec.model.layout.with_momentum() if spec.outer.optimizer == "nesterov" else spec.model.layout
     report(f"run      {spec.name} ({spec.run_id}), owner's key {spec.owner}")
     _check_small(read_file, spec)
     state = _digest(read_file, layout.checkpoint_size)
@@ -163,7 +163,7 @@ def _count(sent: Sequence[bytes], certificate: Certificate, archived: ArchivedSt
         if (heartbeat.body.head, heartbeat.body.state) == (archived.record, archived.state):
             found.add(heartbeat.author)
     count = len(found & contributors)
-    if count < votes_needed(len(contributors)):
+    if count < quorum(len(contributors)):
         raise VerificationError(f"{WITNESSES}: {count} of {len(contributors)} contributors hold this state: too few")
     return count
 

@@ -38,7 +38,7 @@ class ReceiptItem:
     """A receipt, its signed bytes (an envelope), and its status."""
 
     receipt: Receipt
-    sent: bytes
+    encoded: bytes
     status: ReceiptStatus
 
 

@@ -6,17 +6,17 @@ import asyncio
 import logging
 from dataclasses import dataclass, field
 
-from peer.node.certificate_store import CertificateStore
+from peer.node.chain_store import ChainStore
 from peer.node.directive_handler import DirectiveHandler
 from peer.node.events import EventQueue, NodeEvents, RunOver
-from peer.node.inbox import Inbox
 from peer.node.network import Network
 from peer.node.outbox import NETWORK_ERRORS
+from peer.node.packet_decoder import PacketDecoder
+from peer.node.round_blob_fetcher import RoundBlobFetcher
 from peer.node.shard_reducer import ShardReducer
 from peer.node.tasks import Tasks
 from peer.node.trainer_client import LEVELS, TrainerClient
 from peer.node.trainer_files import store_epoch
-from peer.node.update_fetcher import UpdateFetcher
 from peer.store import Store
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Certificate, Directive, Finalization, Signed
@@ -34,9 +34,9 @@ class ActionHandler:
 
     store: Store
     network: Network
-    inbox: Inbox
-    certificates: CertificateStore
-    updates: UpdateFetcher
+    inbox: PacketDecoder
+    certificates: ChainStore
+    updates: RoundBlobFetcher
     reducer: ShardReducer
     directives: DirectiveHandler
     trainer: TrainerClient | None
@@ -58,7 +58,7 @@ class ActionHandler:
     def fetch_blob(self, action: actions.FetchBlob) -> None:
         self.updates.fetch(action.blob, action.size, (action.author, *action.holders))
 
-    def drop_blob(self, action: actions.DropBlob) -> None:
+    def drop_blob(self, action: actions.CancelFetch) -> None:
         self.updates.drop(action.blob)
 
     def fetch_shard(self, action: actions.FetchShard) -> None:
@@ -93,7 +93,7 @@ class ActionHandler:
     async def store_epoch(self, epoch: int) -> None:
         await asyncio.to_thread(store_epoch, self.store, epoch)
 
-    def move(self, action: actions.ApplyRecord | actions.Resync) -> None:
+    def move(self, action: actions.ApplyRecord | actions.SyncState) -> None:
         assert self.trainer is not None
         self.trainer.move(action)
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from peer.errors import PeerError
 from peer.node.builder import build_node
-from peer.node.membership import ABSENT, Membership
+from peer.node.enrollment import ABSENT, Enrollment
 from peer.node.node import Node
 from peer.node.options import NodeOptions
 from peer.node.outbox import NETWORK_ERRORS
@@ -35,7 +35,7 @@ REPORT_SECONDS = 30.0
 """Minimum seconds between two reports of the wait in the log."""
 
 
-async def wait_until_admitted(membership: Membership, options: NodeOptions) -> None:
+async def wait_until_admitted(membership: Enrollment, options: NodeOptions) -> None:
     """Return when the membership has a valid admission; may be cancelled.
 
     Raise CairnError when the coordinator refuses the peer, or when the observer cannot go on.
@@ -52,7 +52,7 @@ async def wait_until_admitted(membership: Membership, options: NodeOptions) -> N
             await running
 
 
-async def _request_again(membership: Membership, node: Node, running: asyncio.Future[None]) -> None:
+async def _request_again(membership: Enrollment, node: Node, running: asyncio.Future[None]) -> None:
     reported, pause = -math.inf, min(RETRY_SECONDS, FIRST_SECONDS)
     while True:
         moved = asyncio.ensure_future(membership.locator.newer_than(membership.locator.newest))
@@ -78,7 +78,7 @@ async def _request_again(membership: Membership, node: Node, running: asyncio.Fu
         pause = RETRY_SECONDS * random.uniform(0.75, 1.25)  # spreads the requests of all peers that wait
 
 
-async def _fetch_meanwhile(membership: Membership, node: Node, running: asyncio.Future[None]) -> None:
+async def _fetch_meanwhile(membership: Enrollment, node: Node, running: asyncio.Future[None]) -> None:
     """Fetch what training needs as far as members have it now; the rest is fetched when training begins."""
     try:
         await node.started(running)

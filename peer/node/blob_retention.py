@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from peer.node.update_fetcher import UpdateFetcher
+from peer.node.round_blob_fetcher import RoundBlobFetcher
 from peer.store import Store
 from protocol.ids import Digest
 from protocol.spec import RunSpec
@@ -29,7 +29,7 @@ class BlobRetention:
 
     spec: RunSpec
     store: Store
-    updates: UpdateFetcher
+    updates: RoundBlobFetcher
     retained: Callable[[], Iterable[Digest]]
 
     def __post_init__(self) -> None:

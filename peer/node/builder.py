@@ -10,16 +10,17 @@ from typing import Any
 
 from peer.node.action_handler import ActionHandler
 from peer.node.blob_retention import BlobRetention
-from peer.node.certificate_store import CertificateStore
+from peer.node.chain_store import ChainStore
 from peer.node.directive_handler import DirectiveHandler, is_banned
 from peer.node.driver import RoundDriver
+from peer.node.enrollment import Enrollment
 from peer.node.events import EventQueue, NodeEvents
-from peer.node.inbox import Inbox
-from peer.node.membership import Membership
 from peer.node.network import Network
 from peer.node.node import Node
 from peer.node.options import NodeOptions
-from peer.node.peer_requests import PeerRequests
+from peer.node.packet_decoder import PacketDecoder
+from peer.node.request_server import RequestServer
+from peer.node.round_blob_fetcher import RoundBlobFetcher
 from peer.node.round_timings import RoundTimings
 from peer.node.shard_reducer import ShardReducer
 from peer.node.slice_relay import SliceRelay
@@ -28,7 +29,6 @@ from peer.node.status_reporter import StatusReporter, local_status
 from peer.node.tasks import Tasks
 from peer.node.trainer_client import TrainerClient
 from peer.node.trainer_supervisor import TrainerSupervisor
-from peer.node.update_fetcher import UpdateFetcher
 from peer.swarm import Swarm
 from protocol.codec import make_codec
 from protocol.message_codec import KeySigner
@@ -41,7 +41,7 @@ OBSERVED_RECORDS, OBSERVED_BYTES = 200_000, 2**30
 
 
 def build_node(
-    membership: Membership,
+    membership: Enrollment,
     options: NodeOptions,
     observers: NodeEvents | None = None,
     *,
@@ -62,7 +62,7 @@ def build_node(
     limits = policy.chain_limits
     if options.observer:
         limits = replace(limits, max_records=OBSERVED_RECORDS, max_bytes=OBSERVED_BYTES)
-    certificates = CertificateStore(store, membership.decoder, spec, limits)
+    certificates = ChainStore(store, membership.decoder, spec, limits)
     chain = certificates.chain
     machine = RoundMachine(
         policy,
@@ -75,9 +75,9 @@ def build_node(
     )
     banned = partial(is_banned, chain)
     network = Network(membership, tasks, options.listen, options.announce, banned, start_swarm)
-    inbox = Inbox(membership.decoder, membership.locator)
+    inbox = PacketDecoder(membership.decoder, membership.locator)
 
-    updates = UpdateFetcher(store, network, codec, spec.round.exchange_seconds, queue.post, tasks)
+    updates = RoundBlobFetcher(store, network, codec, spec.round.exchange_seconds, queue.post, tasks)
     reducer = ShardReducer(store, network, updates, reduction, codec.size, spec.outer, queue.post, tasks)
     relay = SliceRelay(me, store, network, reduction, codec.size, spec.round, machine, tasks)
     retention = BlobRetention(
@@ -96,7 +96,7 @@ def build_node(
     )  # fmt: skip
     status = partial(local_status, membership, network, trainer)
     driver = RoundDriver(machine, handler, queue, observers, timings, status=status)
-    requests = PeerRequests(membership, inbox, network, machine, certificates, relay, queue, observers)
+    requests = RequestServer(membership, inbox, network, machine, certificates, relay, queue, observers)
     folder = options.folder
     reporter = StatusReporter(membership, folder, network, machine, directives, timings, trainer, observers)
     return Node(

@@ -87,7 +87,7 @@ class HeaderCache:
         return len(self._encoded)
 
 
-class HeaderLink(Protocol):
+class HeaderTransport(Protocol):
     """The network as `CompactRecords` uses it. `receive` processes a packet as if it had arrived."""
 
     async def request_headers(self, sender: PeerKey, names: wire.Packet) -> wire.Packet: ...
@@ -99,7 +99,7 @@ class HeaderLink(Protocol):
 class CompactRecords:
     """Both sides of the exchange, for one node."""
 
-    def __init__(self, link: HeaderLink, tasks: Tasks):
+    def __init__(self, link: HeaderTransport, tasks: Tasks):
         self._link = link
         self._tasks = tasks
         self._headers = HeaderCache()
@@ -144,7 +144,7 @@ class CompactRecords:
     def reconstruct(self, sender: PeerKey, packet: wire.Packet) -> wire.Packet:
         """Return a packet with whole records in place of compact ones.
 
-        Records whose headers have to be requested first are left out; they arrive by `HeaderLink.receive`.
+        Records whose headers have to be requested first are left out; they arrive by `HeaderTransport.receive`.
         """
         if not any(map(is_compact_record, packet.messages)):
             return packet

@@ -41,7 +41,7 @@ class RoundEffects(Protocol):
     def fetch_blob(self, action: actions.FetchBlob) -> None:
         """Fetch an update's blob."""
 
-    def drop_blob(self, action: actions.DropBlob) -> None:
+    def drop_blob(self, action: actions.CancelFetch) -> None:
         """Stop to fetch a blob."""
 
     def fetch_shard(self, action: actions.FetchShard) -> None:
@@ -68,7 +68,7 @@ class RoundEffects(Protocol):
     async def store_epoch(self, epoch: int) -> None:
         """Store the epoch of what the trainer saves from now on."""
 
-    def move(self, action: actions.ApplyRecord | actions.Resync) -> None:
+    def move(self, action: actions.ApplyRecord | actions.SyncState) -> None:
         """Move the trainer to another state."""
 
     def directives_changed(self, action: actions.DirectivesChanged) -> None:
@@ -168,7 +168,7 @@ class RoundDriver:
                 effects.request_update(action)
             case actions.FetchBlob():
                 effects.fetch_blob(action)
-            case actions.DropBlob():
+            case actions.CancelFetch():
                 effects.drop_blob(action)
             case actions.FetchShard():
                 effects.fetch_shard(action)
@@ -178,7 +178,7 @@ class RoundDriver:
                 effects.cancel_reduce(action)
             case actions.RequestChain():
                 effects.request_chain(action)
-            case actions.ApplyRecord() | actions.Resync():
+            case actions.ApplyRecord() | actions.SyncState():
                 effects.move(action)
             case actions.DirectivesChanged():
                 effects.directives_changed(action)

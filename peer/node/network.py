@@ -17,11 +17,11 @@ from typing import Any
 
 from peer.errors import PeerError
 from peer.node.compact_records import CompactRecords
-from peer.node.inbox import MAX_MESSAGES
+from peer.node.enrollment import Enrollment
 from peer.node.introducer import Introducer
-from peer.node.membership import Membership
 from peer.node.message_relay import MessageRelay
 from peer.node.outbox import NETWORK_ERRORS, Outbox
+from peer.node.packet_decoder import MAX_MESSAGES
 from peer.node.peer_table import PeerTable
 from peer.node.tasks import Tasks
 from peer.store import StoreError
@@ -67,7 +67,7 @@ class Network:
     gives monotonic seconds.
     """
 
-    membership: Membership
+    membership: Enrollment
     tasks: Tasks
     listen: Sequence[str] = ()
     announce: Sequence[str] = ()

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from peer.node.blob_retention import BlobRetention
-from peer.node.certificate_store import CertificateStore
+from peer.node.chain_store import ChainStore
 from peer.node.coordinator_discovery import ask_members, pass_on
 from peer.node.driver import RoundDriver
+from peer.node.enrollment import Enrollment
 from peer.node.events import NodeEvents, RunOver
-from peer.node.membership import Membership
 from peer.node.network import Network
-from peer.node.peer_requests import PeerRequests
+from peer.node.request_server import RequestServer
 from peer.node.snapshot import Snapshot
 from peer.node.status_reporter import StatusReporter
 from peer.node.tasks import Tasks, cancel_and_wait
@@ -37,13 +37,13 @@ HARD_STOP_SECONDS = 10.0
 class Node:
     """One member of one run. `run` returns when the run is over, or after `leave`. An observer has no trainer."""
 
-    membership: Membership
+    membership: Enrollment
     network: Network
-    certificates: CertificateStore
+    certificates: ChainStore
     retention: BlobRetention
     trainer: TrainerClient | None
     driver: RoundDriver
-    requests: PeerRequests
+    requests: RequestServer
     reporter: StatusReporter
     observers: NodeEvents
     tasks: Tasks

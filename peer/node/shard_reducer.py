@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from peer.node.events import Post
 from peer.node.network import Network
+from peer.node.round_blob_fetcher import RoundBlobFetcher, map_file
 from peer.node.tasks import Tasks
-from peer.node.update_fetcher import UpdateFetcher, map_file
 from peer.store import BlobMissing, Store, StoreFull
 from protocol.codec.interface import Blob
 from protocol.errors import CairnError, CodecError
@@ -72,7 +72,7 @@ class ShardReducer:
 
     store: Store
     network: Network
-    updates: UpdateFetcher
+    updates: RoundBlobFetcher
     reduction: Reduction
     update_size: int
     outer: OuterSpec

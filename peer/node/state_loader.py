@@ -1,7 +1,7 @@
 """Moves of the trainer to the state that the round machine asks for: one record on, or a checkpoint and a replay.
 
 Everything that a move needs is fetched before the trainer is asked for it. A move that cannot be prepared ends with
-`MoveFailed(kept=True)`: the trainer still has its state.
+`SyncFailed(kept=True)`: the trainer still has its state.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from peer.channel import Apply, Load, RoundUpdates, ToTrainer, UpdateFile
 from peer.errors import PeerError, TrainerDied
 from peer.node.events import Post
 from peer.node.network import Network
+from peer.node.round_blob_fetcher import BlobFormat, RoundBlobFetcher
 from peer.node.shard_reducer import ShardReducer
-from peer.node.update_fetcher import BlobFormat, UpdateFetcher
 from peer.store import BlobMissing, Store, StoreFull
 from protocol.chain import Chain, genesis_digest
 from protocol.errors import CairnError, CodecError
 from protocol.ids import Digest, PeerKey, Round, RunId
 from protocol.messages import Certificate
-from protocol.rounds.actions import ApplyRecord, Resync
+from protocol.rounds.actions import ApplyRecord, SyncState
 from protocol.rounds.blobs import applied_blobs
-from protocol.rounds.events import MoveFailed
+from protocol.rounds.events import SyncFailed
 from protocol.spec import RunSpec
 from protocol.state import state_layout
 
@@ -59,9 +59,9 @@ class _Start:
 
 @dataclass(eq=False)
 class StateLoader:
-    """Works through ApplyRecord and Resync actions one by one. The trainer answers a successful move itself.
+    """Works through ApplyRecord and SyncState actions one by one. The trainer answers a successful move itself.
 
-    `post` receives a MoveFailed for any other.
+    `post` receives a SyncFailed for any other.
     """
 
     spec: RunSpec
@@ -69,32 +69,32 @@ class StateLoader:
     store: Store
     chain: Chain
     network: Network
-    updates: UpdateFetcher
+    updates: RoundBlobFetcher
     reducer: ShardReducer
     post: Post
 
     def __post_init__(self) -> None:
         self._checkpoint_size = state_layout(self.spec.model.layout, self.spec.outer).checkpoint_size
         self._turns = asyncio.Semaphore(AT_ONCE)
-        self._queue: asyncio.Queue[ApplyRecord | Resync] = asyncio.Queue(maxsize=64)
+        self._queue: asyncio.Queue[ApplyRecord | SyncState] = asyncio.Queue(maxsize=64)
         self._current: asyncio.Task[None] | None = None
         self.given: tuple[Digest, ...] = ()
         """Blobs whose files the trainer was last asked to read."""
 
-    def apply(self, action: ApplyRecord | Resync) -> None:
+    def apply(self, action: ApplyRecord | SyncState) -> None:
         """Queue a move behind those that were asked for before."""
         try:
             self._queue.put_nowait(action)
         except asyncio.QueueFull:
-            self.post(MoveFailed(_target(action, self.spec.run_id), "too many rounds wait to be applied"))
+            self.post(SyncFailed(_target(action, self.spec.run_id), "too many rounds wait to be applied"))
 
-    def resync(self, action: Resync) -> None:
+    def resync(self, action: SyncState) -> None:
         """Replace all moves that were asked for before."""
         self.drop()
         self.apply(action)
 
     def drop(self) -> None:
-        """Cancel all moves: the trainer that they were for is lost, or a Resync replaces them."""
+        """Cancel all moves: the trainer that they were for is lost, or a SyncState replaces them."""
         while not self._queue.empty():
             self._queue.get_nowait()
         if self._current is not None:
@@ -118,7 +118,7 @@ class StateLoader:
             action = await self._queue.get()
             self._current = asyncio.create_task(self._do(action, send))
             try:
-                # A newer Resync cancels the present move, not this loop.
+                # A newer SyncState cancels the present move, not this loop.
                 await asyncio.wait([self._current])
             except asyncio.CancelledError:
                 self._current.cancel()
@@ -127,7 +127,7 @@ class StateLoader:
                 raise error
             self._current = None
 
-    async def _do(self, action: ApplyRecord | Resync, send: Callable[[ToTrainer], Awaitable[None]]) -> None:
+    async def _do(self, action: ApplyRecord | SyncState, send: Callable[[ToTrainer], Awaitable[None]]) -> None:
         target = _target(action, self.spec.run_id)
         try:
             await send(await (self._apply(action) if isinstance(action, ApplyRecord) else self._resync(action)))
@@ -140,7 +140,7 @@ class StateLoader:
             reason = str(e) or "no answer in time"
             # The machine reports it, with the time of the next attempt. The trainer has not been asked yet.
             log.debug("cannot get to the state after %s: %s", target.short, reason)
-            self.post(MoveFailed(target, reason, kept=True))
+            self.post(SyncFailed(target, reason, kept=True))
 
     async def _apply(self, action: ApplyRecord) -> Apply:
         record = action.certificate.record.body
@@ -154,7 +154,7 @@ class StateLoader:
             write_checkpoint=self._checkpoint_path(Round(record.round + 1), action.is_checkpoint),
         )
 
-    async def _resync(self, action: Resync) -> Load:
+    async def _resync(self, action: SyncState) -> Load:
         path = action.path
         start, checkpoint, replay = await self._gather(action)
         reduced = await self._reduced_before(start.record, action.regained)
@@ -175,7 +175,7 @@ class StateLoader:
             reduced=reduced,
         )
 
-    def _starts(self, action: Resync) -> Iterator[_Start]:
+    def _starts(self, action: SyncState) -> Iterator[_Start]:
         """Yield the states to start from, best first: the newest in our store, then those that members keep.
 
         Without a path the only one is the state that the run was rolled back to, or the genesis.
@@ -191,7 +191,7 @@ class StateLoader:
             body = path[i].record.body
             yield _Start(i, body.parent, body.round, body.base_state)
 
-    async def _gather(self, action: Resync) -> tuple[_Start, Path, tuple[RoundUpdates, ...]]:
+    async def _gather(self, action: SyncState) -> tuple[_Start, Path, tuple[RoundUpdates, ...]]:
         """Return the state to start from, its checkpoint, and the rounds after it, all of them in the store."""
         errors: list[str] = []
         unavailable = -1
@@ -302,7 +302,7 @@ class StateLoader:
         return self.store.scratch / f"state-{number}.safetensors" if is_checkpoint else None
 
 
-def _target(action: ApplyRecord | Resync, run: RunId) -> Digest:
+def _target(action: ApplyRecord | SyncState, run: RunId) -> Digest:
     """Return the record whose state an action leads to."""
     if isinstance(action, ApplyRecord):
         return action.certificate.digest

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from peer.node.directive_handler import DirectiveHandler
+from peer.node.enrollment import Enrollment
 from peer.node.events import NodeEvents, RunOver
-from peer.node.membership import Membership
 from peer.node.network import Network
 from peer.node.round_timings import RoundTimings
 from peer.node.snapshot import Snapshot, write_snapshot
@@ -23,7 +23,7 @@ log = logging.getLogger("peer.node")
 SNAPSHOT_SECONDS = 1.0
 
 
-def local_status(membership: Membership, network: Network, trainer: TrainerClient | None) -> LocalStatus:
+def local_status(membership: Enrollment, network: Network, trainer: TrainerClient | None) -> LocalStatus:
     """Return the part of our heartbeats that the machine does not know. An observer has no trainer."""
     return LocalStatus(
         sequence=int(time.time() * 1000),
@@ -40,7 +40,7 @@ def local_status(membership: Membership, network: Network, trainer: TrainerClien
 class StatusReporter:
     """The one place where a `Snapshot` is made; every other view of a peer is derived from it or from heartbeats."""
 
-    membership: Membership
+    membership: Enrollment
     folder: Path
     network: Network
     machine: RoundMachine

@@ -20,17 +20,17 @@ from peer.node.blob_retention import BlobRetention
 from peer.node.events import Post
 from peer.node.network import Network
 from peer.node.options import NodeOptions
+from peer.node.round_blob_fetcher import RoundBlobFetcher
 from peer.node.state_loader import StateLoader
 from peer.node.tasks import Tasks
 from peer.node.trainer_files import fetch_assets, remove_outdated_state, remove_saved_state, start_message
 from peer.node.trainer_supervisor import TrainerSupervisor
-from peer.node.update_fetcher import UpdateFetcher
 from peer.node.usage_log import UsageLog
 from peer.store import Store, StoreError
 from protocol.chain import Chain
 from protocol.ids import PeerKey
 from protocol.rounds import events
-from protocol.rounds.actions import ApplyRecord, RequestUpdate, Resync
+from protocol.rounds.actions import ApplyRecord, RequestUpdate, SyncState
 from protocol.spec import RunSpec
 
 log = logging.getLogger("peer.training")
@@ -52,7 +52,7 @@ class TrainerClient:
     options: NodeOptions
     store: Store
     chain: Chain
-    updates: UpdateFetcher
+    updates: RoundBlobFetcher
     retention: BlobRetention
     loader: StateLoader
     tasks: Tasks
@@ -139,7 +139,7 @@ class TrainerClient:
             with contextlib.suppress(TrainerDied):  # the next process receives them when it is ready
                 await self._supervisor.send(self._orders)
 
-    def move(self, action: ApplyRecord | Resync) -> None:
+    def move(self, action: ApplyRecord | SyncState) -> None:
         """Move the trainer to the state that the action leads to."""
         if self._start is not None and self._supervisor is not None and self._supervisor.stopping:
             log.info("the chain changed after the run's end: the trainer is started again")
@@ -154,7 +154,7 @@ class TrainerClient:
         else:
             self.loader.resync(action)
 
-    async def _reset(self, action: Resync) -> None:
+    async def _reset(self, action: SyncState) -> None:
         """Replace the trainer by a new process without its saved state."""
         log.warning("the trainer starts from scratch: what it had learnt since is of rounds that were rolled back")
         if self._start is not None and self._supervisor is not None:
@@ -183,7 +183,7 @@ class TrainerClient:
                 if what in ("load", "apply") and not fatal:
                     self._verifying = self.tasks.spawn(self._move_failed(reason), "verification")
                 elif what == "update" and not fatal:
-                    self.post(events.MoveFailed(self.chain.head, reason))
+                    self.post(events.SyncFailed(self.chain.head, reason))
             case channel.Note(level, _, text):
                 log.log(LEVELS[level], "%s", text)
             case channel.Ready():
@@ -207,7 +207,7 @@ class TrainerClient:
             await self.loader.verify_given()
         except StoreError as e:
             log.error("%s", e)
-        self.post(events.MoveFailed(self.chain.head, reason))
+        self.post(events.SyncFailed(self.chain.head, reason))
 
     def _on_lost(self, reason: str) -> None:
         self._stop_verifying()
@@ -215,7 +215,7 @@ class TrainerClient:
         self.progress = NO_PROGRESS
         self.loader.drop()
         self.post(events.TrainingProgress(0, 0.0, 0.0))
-        self.post(events.MoveFailed(self.chain.head, reason))
+        self.post(events.SyncFailed(self.chain.head, reason))
 
     async def _keep_update(self, made: channel.UpdateMade) -> None:
         self.retention.keep_update(made.digest)

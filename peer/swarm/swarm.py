@@ -69,10 +69,10 @@ class Handlers:
 
     on_packet: Callable[[PeerKey, wire.Packet], Awaitable[None] | None]
     on_chain_request: Callable[[PeerKey, wire.ChainRequest], Awaitable[wire.ChainReply] | wire.ChainReply]
-    may_serve: MayServe
+    serve_refusal: MayServe
     """Returns None if the requester may have the blob, otherwise the reason. Called for every chunk: keep it cheap."""
     on_blob_requested: Callable[[Digest, PeerKey], None] = lambda blob, requester: None
-    """Called for every request for a blob that `may_serve` admitted."""
+    """Called for every request for a blob that `serve_refusal` admitted."""
     on_headers_asked: Callable[[wire.Packet], wire.Packet] = lambda names: wire.Packet()
     """Returns headers that our compact records name, by their short ids. Raises CairnError."""
     on_warning: Callable[[str], None] = log.warning
@@ -117,7 +117,7 @@ class Swarm:
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="cairn-blobs")
         self._streams = StreamPool(self.open_blob_stream, self._traffic, limits.streams)
         self.server = BlobServer(
-            store, handlers.may_serve, self._threads, self._traffic, limits.serve, handlers.is_known,
+            store, handlers.serve_refusal, self._threads, self._traffic, limits.serve, handlers.is_known,
             handlers.on_blob_requested,
         )  # fmt: skip
         self._calls_out = asyncio.Semaphore(CALLS_OUT)

@@ -341,7 +341,7 @@ class BaseState(ThreadOwned):
         if next_window > windows.claimed_from and not (mine and next_window == mine.end):
             # Updates made after it was saved were accepted: its feedback is in them already. To send it again would
             # count that work twice.
-            text = "the saved state is older than the last accepted update: only its optimiser's moments are used"
+            text = "the saved state is older than the last accepted update: only its optimizer's moments are used"
             self._report("info", "saved-state", text)
             self._backend.resume(saved, everything=False)
             return False

@@ -78,7 +78,7 @@ class InnerOptimizer:
         self.device = device
         self.parameters = parameters or {n: p for n, p in model.named_parameters() if p.requires_grad}
         hidden = hidden_matrices(model) if hidden is None else hidden
-        self._hidden = hidden if spec.optimiser == "muon" else frozenset()
+        self._hidden = hidden if spec.optimizer == "muon" else frozenset()
         self._by_muon = {n: p for n, p in self.parameters.items() if n in self._hidden}
         self._by_adamw = {n: p for n, p in self.parameters.items() if n not in self._hidden}
         decayed = [p for p in self._by_adamw.values() if p.ndim >= 2]

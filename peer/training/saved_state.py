@@ -86,7 +86,7 @@ class _UpdateManifest(BaseModel):
 
 
 class _StateManifest(_UpdateManifest):
-    optimiser_steps: Count
+    optimizer_steps: Count
     file: Annotated[str, Field(pattern=r"^trainer-\d+\.safetensors$")]
     digest: DigestField
 
@@ -118,7 +118,7 @@ class SavedFolder:
         publish(temporary, path)
         manifest = _StateManifest(
             run=self.run, peer=self.peer, layout=self.layout.digest, held=state,
-            optimiser_steps=state.optimizer_steps, file=path.name, digest=digest,
+            optimizer_steps=state.optimizer_steps, file=path.name, digest=digest,
         )  # fmt: skip
         write_durably(self.folder / STATE_MANIFEST, [manifest.model_dump_json(indent=1).encode()])
         self._needed = frozenset(self._files_of(state))
@@ -282,7 +282,7 @@ class SavedFolder:
             raise SavedStateError(f"{self.folder / manifest.file} does not hold the whole model")
         return SavedState(
             **vars(manifest.held),
-            optimizer_steps=manifest.optimiser_steps,
+            optimizer_steps=manifest.optimizer_steps,
             feedback=groups[FEEDBACK],
             progress=groups[PROGRESS],
             moments={f"{m}/{n}": t for m in MOMENTS for n, t in groups[m].items()},

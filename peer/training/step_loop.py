@@ -103,7 +103,7 @@ class StepLoop(ThreadOwned):
         self._set_rate()
         self._gate.wait(self.times)
         with self._exchange_counted():
-            with memory_for(self._backend.device, "hold the optimiser's moments"):
+            with memory_for(self._backend.device, "hold the optimizer's moments"):
                 self._inner.optimizer_step(step)
             self._exchange.windows = self._exchange.windows.trained(len(windows))
             self.trained_windows += len(windows)

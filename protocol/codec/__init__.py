@@ -20,7 +20,7 @@ __all__ = ["Codec", "Decoded", "Batch", "make_codec", "make_shard_codec"]
 
 
 def make_codec(spec: CodecSpec, layout: Layout) -> Codec:
-    """Return the run's codec for its model. `layout` is the model's, without the outer optimiser's momentum."""
+    """Return the run's codec for its model. `layout` is the model's, without the outer optimizer's momentum."""
     if spec.kind == "sparse":
         return SparseCodec(layout, spec.k)
     if spec.kind == "sign":

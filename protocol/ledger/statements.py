@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from google.protobuf.message import Message
 
 from protocol.checks import bounded, parsed, text
-from protocol.envelope import author_of, open_envelope, seal
+from protocol.envelope import claimed_author, open_envelope, seal
 from protocol.errors import AdmissionError, MalformedError
 from protocol.identity import Identity
 from protocol.ids import MAX_ROUND, Digest, PeerKey, Round, RunId
@@ -162,7 +162,7 @@ def bind(peer: Identity, account: Identity, run: RunId, time: int, name: str, te
 
 def _open(encoded: bytes, body: type[T], run: RunId, by: PeerKey | None) -> SignedStatement[T]:
     kind, limit, encode, decode = _KINDS[body]
-    if by is not None and author_of(encoded, limit=limit) != by:
+    if by is not None and claimed_author(encoded, limit=limit) != by:
         raise AdmissionError(f"a {kind} that is not signed by the run's owner")
     e = open_envelope(encoded, kind, limit=limit)
     decoded = decode(e.payload)

@@ -84,7 +84,7 @@ class CancelReduce:
 
 
 @dataclass(frozen=True, slots=True)
-class DropBlob:
+class CancelFetch:
     """Stop fetching this blob of an update or a shard, and forget it: nobody needs it any more."""
 
     blob: Digest
@@ -142,7 +142,7 @@ class DirectivesChanged:
 
 @dataclass(frozen=True, slots=True)
 class ApplyRecord:
-    """Trainer: move to the state after the one record that follows. Answered by `StateReached` or `MoveFailed`.
+    """Trainer: move to the state after the one record that follows. Answered by `StateReached` or `SyncFailed`.
 
     The certificate's shards are applied where it has any, else the record's updates.
     """
@@ -165,11 +165,11 @@ class ApplyRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Resync:
+class SyncState:
     """Trainer: leave the present state and reach the state after the last record of `path`.
 
     Start from the newest available state among the path's base states (`path[i].record.base_state` is the state before
-    `path[i]`) and apply the rest. The driver fetches blobs as needed. Answered by `StateReached` or `MoveFailed`.
+    `path[i]`) and apply the rest. The driver fetches blobs as needed. Answered by `StateReached` or `SyncFailed`.
     `path` is empty when the goal is the genesis, or the record of `start`.
     """
 
@@ -231,7 +231,7 @@ Action = (
     | FetchShard
     | ReduceShard
     | CancelReduce
-    | DropBlob
+    | CancelFetch
     | RequestChain
     | StoreCertificate
     | StoreFinalization
@@ -239,7 +239,7 @@ Action = (
     | StoreEpoch
     | DirectivesChanged
     | ApplyRecord
-    | Resync
+    | SyncState
     | Notice
     | RunCompleted
     | Finished

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Certificate, RoundRecord, Signed, UpdateHeader
-from protocol.rounds.actions import Action, DropBlob, FetchBlob, FetchShard
+from protocol.rounds.actions import Action, CancelFetch, FetchBlob, FetchShard
 from protocol.rounds.deadlines import Deadlines
 
 if TYPE_CHECKING:
@@ -101,11 +101,11 @@ class ShardBlob:
         return announced
 
 
-BlobOrigin = UpdateBlob | ShardBlob
+BlobRole = UpdateBlob | ShardBlob
 """The meaning of a blob."""
 
 
-def applied_blobs(certificate: Certificate) -> dict[Digest, BlobOrigin]:
+def applied_blobs(certificate: Certificate) -> dict[Digest, BlobRole]:
     """Return the blobs that make the state after a certificate's record: its shards if it has any, else its updates."""
     record = certificate.record
     if certificate.shards:
@@ -181,13 +181,13 @@ class BlobTracker:
             if blob in self._held or blob in self._requests:
                 self._held.pop(blob, None)
                 self._requests.pop(blob, None)
-                actions.append(DropBlob(blob))
+                actions.append(CancelFetch(blob))
         return actions
 
     def request(
         self,
-        needed: Mapping[Digest, BlobOrigin],
-        holders: Callable[[Digest, BlobOrigin], tuple[PeerKey, ...]],
+        needed: Mapping[Digest, BlobRole],
+        holders: Callable[[Digest, BlobRole], tuple[PeerKey, ...]],
         now: float,
     ) -> list[Action]:
         """Return the actions that request what is needed and not held, and drop requests that are not needed."""
@@ -195,7 +195,7 @@ class BlobTracker:
         self._retries &= self._requests.keys()
         for blob in [b for b in self._requests if b not in needed]:
             del self._requests[blob]
-            actions.append(DropBlob(blob))
+            actions.append(CancelFetch(blob))
         for blob, origin in needed.items():
             if blob in self._held or blob in self._invalid:
                 continue

@@ -14,20 +14,20 @@ from protocol.messages import (
     Signed,
     UpdateHeader,
     Vote,
+    quorum,
     shards_digest,
-    votes_needed,
 )
 from protocol.rounds.actions import Broadcast
-from protocol.rounds.blobs import BlobOrigin
+from protocol.rounds.awaited_members import AwaitedMembers
+from protocol.rounds.blobs import BlobRole
 from protocol.rounds.context import Context
 from protocol.rounds.events import ShardReduced, ShardUnavailable, TrainingProgress, UpdateReady
 from protocol.rounds.exchange import Exchange
-from protocol.rounds.gather import Gather
+from protocol.rounds.gathered_exchange import GatheredExchange
 from protocol.rounds.phase import InvariantError
-from protocol.rounds.reduce import Reduce
+from protocol.rounds.reduced_exchange import ReducedExchange
 from protocol.rounds.round_state import Proposal, RoundState
 from protocol.rounds.state_sync import StateSync
-from protocol.rounds.stragglers import Stragglers
 
 MAX_REPEATED_VOTES = 64
 MAX_HOLDERS = 8
@@ -45,7 +45,7 @@ class Consensus:
         self.exchange: Exchange | None = None
         """The open round's; None when there is no round."""
 
-        self._stragglers: Stragglers | None = None
+        self._stragglers: AwaitedMembers | None = None
         self.work = TrainingProgress(0, 0.0, 0.0)
         """The own trainer's work that no update covers yet."""
 
@@ -63,9 +63,9 @@ class Consensus:
             self._revision = before.revision + 1
         r = RoundState(c.policy, c.chain, parent, self._sync.state, c.now, self._revision)
         self.round = r
-        self.exchange = Reduce(c, r) if c.chain.is_reduced_after(parent) else Gather(c, r)
+        self.exchange = ReducedExchange(c, r) if c.chain.is_reduced_after(parent) else GatheredExchange(c, r)
         lasted = 0.0 if before is None or before.number + 1 != r.number else c.now - before.began
-        self._stragglers = Stragglers(c, r, self.exchange, lasted)
+        self._stragglers = AwaitedMembers(c, r, self.exchange, lasted)
         self._repeats = 0
         self._headers_compared = 0
         c.members.watch(parent, r.number)
@@ -112,7 +112,7 @@ class Consensus:
             if known.digest != header.digest and r.report_once(header.author):
                 c.notify("warning", "equivocation", f"peer {header.author.short} announced two updates", header.author)
             return
-        if (reason := r.why_invalid(header, c.size_ok)) is not None:
+        if (reason := r.header_refusal(header, c.accepts_size)) is not None:
             c.notify("warning", "refused", f"the update of {header.author.short} is refused: {reason}", header.author)
             return
         if header.author == c.me and (c.observer or self._sync.is_making):
@@ -137,11 +137,11 @@ class Consensus:
         if record.author not in record.body.contributors or len(record.body.updates) > c.policy.max_members:
             c.notify("warning", "refused", refused + "it breaks the rules", record.author)
             return None
-        if (reason := c.chain.validation_error(record.body)) is not None:
+        if (reason := c.chain.record_refusal(record.body)) is not None:
             c.notify("warning", "refused", refused + reason, record.author)
             return None
         for u in record.body.updates:
-            if (reason := r.why_invalid(u, c.size_ok)) is not None:
+            if (reason := r.header_refusal(u, c.accepts_size)) is not None:
                 c.notify("warning", "refused", f"{refused}the update of {u.author.short}: {reason}", record.author)
                 return None
         for u in record.body.updates:
@@ -149,10 +149,10 @@ class Consensus:
             if u.author == c.me:
                 c.own.made(u.body.blob, r.parent, r.number)
         p = r.add_record(record, c.now, x.missing_for(record.body), c.blobs.is_invalid)
-        if p is not None and p.equivocal and r.report_once(record.author):
+        if p is not None and p.equivocated and r.report_once(record.author):
             text = f"peer {record.author.short} proposed two records at once"
             c.notify("warning", "equivocation", text, record.author)
-        if p is not None and not p.equivocal:
+        if p is not None and not p.equivocated:
             r.jump(record.author, record.body.attempt, c.now)
         x.proposals_changed(p)
         return self._certified(record.digest)
@@ -171,7 +171,7 @@ class Consensus:
         p = None if r is None else r.proposals.get(digest)
         if r is None or x is None or p is None or p.bad:
             return None
-        needed = votes_needed(len(p.record.body.updates))
+        needed = quorum(len(p.record.body.updates))
         if len(r.votes) < needed:
             return None  # too few have voted for anything: a cheap check, made for each vote
         if (shards := x.shards(p)) is None:
@@ -216,7 +216,7 @@ class Consensus:
             event.blob, event.blob_size, event.loss, admission, r.epoch,
         )  # fmt: skip
         header = c.signer.sign(body)
-        if (reason := r.why_invalid(header, c.size_ok)) is not None:
+        if (reason := r.header_refusal(header, c.accepts_size)) is not None:
             c.notify("error", "refused", f"our own update cannot be announced: {reason}")
             return
         if r.add_header(header, c.now, c.members.has_room_for):
@@ -374,7 +374,7 @@ class Consensus:
 
     def _is_votable(self, r: RoundState, x: Exchange, p: Proposal) -> bool:
         body = p.record.body
-        if p.bad or p.equivocal or body.base_state != r.state or self._c.me not in body.contributors:
+        if p.bad or p.equivocated or body.base_state != r.state or self._c.me not in body.contributors:
             return False
         return x.is_votable(p) and self.is_heavy_enough(body)
 
@@ -427,14 +427,14 @@ class Consensus:
 
     # -- blobs and views -------------------------------------------------------------------------------------
 
-    def needed(self) -> dict[Digest, BlobOrigin]:
+    def needed(self) -> dict[Digest, BlobRole]:
         """Return the blobs of the round to fetch. Nobody gives them to us before we have announced."""
         r, x = self.round, self.exchange
         if r is None or x is None or r.announced_at is None or not self.is_working:
             return {}
         return x.needed()
 
-    def holders(self, blob: Digest, origin: BlobOrigin) -> tuple[PeerKey, ...]:
+    def holders(self, blob: Digest, origin: BlobRole) -> tuple[PeerKey, ...]:
         """Return the peers that are likely to have a blob, the best first.
 
         For an update: its author, then voters for it, then those that announced in its round. For a shard: its signers,

@@ -34,7 +34,7 @@ class Context:
         signer: Signer,
         chain: Chain,
         observer: bool,
-        size_ok: Callable[[int], bool],
+        accepts_size: Callable[[int], bool],
         now: float,
     ):
         self.base = policy
@@ -48,7 +48,7 @@ class Context:
         self.me: PeerKey = signer.key
         self.chain = chain
         self.observer = observer
-        self.size_ok = size_ok
+        self.accepts_size = accepts_size
         self.members = Members(policy, self.me)
         self.blobs = BlobTracker(_blob_bound(policy), policy.heartbeat_seconds / 4)
         self.own = OwnUpdates(self.me)

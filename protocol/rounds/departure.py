@@ -5,7 +5,7 @@ from __future__ import annotations
 from protocol.messages import Goodbye
 from protocol.rounds.actions import Broadcast, Finished, RunCompleted
 from protocol.rounds.context import Context
-from protocol.rounds.governance import because
+from protocol.rounds.directive_gossip import because
 
 QUIET_SECONDS, QUIET_BYTES = 5.0, 200_000
 """After the run's last round a peer stays until it has sent less than this in that time, and nobody is behind."""

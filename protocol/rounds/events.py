@@ -110,14 +110,14 @@ class ShardUnavailable:
 
 @dataclass(frozen=True, slots=True)
 class StateReached:
-    """The trainer holds the state after `record` (the newest record of an `ApplyRecord` or `Resync`)."""
+    """The trainer holds the state after `record` (the newest record of an `ApplyRecord` or `SyncState`)."""
 
     record: Digest
     state: Digest
 
 
 @dataclass(frozen=True, slots=True)
-class MoveFailed:
+class SyncFailed:
     """A move was not made (the trainer died, or a blob is gone): the machine requests another in due time."""
 
     record: Digest
@@ -145,6 +145,6 @@ Event = (
     | ShardReduced
     | ShardUnavailable
     | StateReached
-    | MoveFailed
+    | SyncFailed
     | Leave
 )

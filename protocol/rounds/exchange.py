@@ -1,7 +1,7 @@
 """How the updates of one round reach its members: what the two kinds of rounds have in common.
 
-`Gather`: every member fetches every update. `Reduce`: committees make the mean in shards, and every member fetches
-those. Only `Consensus.open` knows which of them a round has; all other parts use the interface.
+`GatheredExchange`: every member fetches every update. `ReducedExchange`: committees make the mean in shards, and every
+member fetches those. Only `Consensus.open` knows which of them a round has; all other parts use the interface.
 """
 
 # ruff: noqa: B027 (a round without shards does nothing there)
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 from protocol.ids import Digest, PeerKey
 from protocol.messages import RoundRecord, ShardAttestation, Signed, UpdateHeader
-from protocol.rounds.blobs import BlobOrigin
+from protocol.rounds.blobs import BlobRole
 from protocol.rounds.context import Context
 from protocol.rounds.round_state import Proposal, RoundState
 
@@ -91,7 +91,7 @@ class Exchange(ABC):
     # -- blobs -----------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def needed(self) -> dict[Digest, BlobOrigin]:
+    def needed(self) -> dict[Digest, BlobRole]:
         """Return the blobs of the round to fetch, once we have announced."""
 
     def shard_holders(self, record: Signed[RoundRecord], shard: int, blob: Digest) -> tuple[PeerKey, ...]:

@@ -7,7 +7,7 @@ from itertools import islice
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Certificate
-from protocol.rounds.blobs import BlobOrigin, applied_blobs
+from protocol.rounds.blobs import BlobRole, applied_blobs
 from protocol.rounds.consensus import Consensus
 from protocol.rounds.context import Context
 
@@ -49,7 +49,7 @@ def blob_invalid(c: Context, consensus: Consensus, tip: Digest | None, blob: Dig
         c.chain.mark_invalid(certified)
 
 
-def two_means(chain: Chain, certificate: Certificate) -> tuple[str, PeerKey] | None:
+def conflicting_shards(chain: Chain, certificate: Certificate) -> tuple[str, PeerKey] | None:
     """Return a notice on those who voted for two sets of shards of one record, before its certificate is added.
 
     The two are branches of the chain like any others; the notice is for people.
@@ -67,7 +67,7 @@ def two_means(chain: Chain, certificate: Certificate) -> tuple[str, PeerKey] | N
     return text, twice[0]
 
 
-def _certified_with(c: Context, blob: Digest, tip: Digest | None) -> tuple[Digest | None, BlobOrigin | None]:
+def _certified_with(c: Context, blob: Digest, tip: Digest | None) -> tuple[Digest | None, BlobRole | None]:
     """Return the record that is applied with a blob, of those that a member may still have to apply.
 
     They are on the path of the head, or on the way to another tip.

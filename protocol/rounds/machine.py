@@ -42,11 +42,11 @@ from protocol.rounds.chain_sync import Bootstrap, ChainSync
 from protocol.rounds.consensus import Consensus
 from protocol.rounds.context import Context
 from protocol.rounds.departure import Departure
+from protocol.rounds.directive_gossip import DirectiveGossip
 from protocol.rounds.exchange import Slice
-from protocol.rounds.faults import blob_invalid, two_means
+from protocol.rounds.faults import blob_invalid, conflicting_shards
 from protocol.rounds.future_messages import AHEAD, FutureMessages
-from protocol.rounds.gather import Gather
-from protocol.rounds.governance import Governance
+from protocol.rounds.gathered_exchange import GatheredExchange
 from protocol.rounds.header_repair import known_headers, pass_on_headers
 from protocol.rounds.phase import InvariantError, Phase, check_transition, phase_of
 from protocol.rounds.policy import LocalStatus, RoundPolicy
@@ -62,7 +62,7 @@ MAX_TURNS = 100
 class RoundMachine:
     """See the module. Events and the peer's status come in with `step`; actions are its only output.
 
-    Queries: `next_tick`, `phase`, `chain`, `may_serve`, `slices_for`, `retained_blobs`, `summary` and `sizes`.
+    Queries: `next_tick`, `phase`, `chain`, `serve_refusal`, `slices_for`, `retained_blobs`, `summary` and `sizes`.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class RoundMachine:
 
         `blob_size` is the size in bytes of updates of the run's codec: a number, or a predicate; None accepts any size.
         """
-        size_ok = blob_size if callable(blob_size) else (lambda size: blob_size in (None, size))
-        self._c = Context(policy, run, signer, chain, observer, size_ok, now)
+        accepts_size = blob_size if callable(blob_size) else (lambda size: blob_size in (None, size))
+        self._c = Context(policy, run, signer, chain, observer, accepts_size, now)
         self._status = status or LocalStatus()
         self._sync = StateSync(self._c)
         self._consensus = Consensus(self._c, self._sync)
-        self._governance = Governance(self._c)
+        self._governance = DirectiveGossip(self._c)
         self._departure = Departure(self._c)
         self._chain_sync = ChainSync(policy.max_members + 64, policy.heartbeat_seconds)
         self._future = FutureMessages(2 * policy.max_members)
@@ -137,7 +137,7 @@ class RoundMachine:
             case ev.MessageReceived(message):
                 self._receive(message)
             case ev.CertificateReceived(certificate, source):
-                self._admit((certificate,), source)
+                self._add_certificates((certificate,), source)
             case ev.ChainReceived():
                 self._chain_received(event)
             case ev.ChainUnanswered(source):
@@ -151,18 +151,18 @@ class RoundMachine:
                 self._consensus.blob_held(blob)
             case ev.BlobInvalid(blob, reason):
                 blob_invalid(c, self._consensus, self._sync.retried_tip, blob, reason)
-                self._leave_dropped()
+                self._close_dropped_round()
             case ev.ShardReduced() | ev.ShardUnavailable():
                 self._admit_own(self._consensus.shard_answered(event))
             case ev.BlobUnavailable(blob):
                 c.blobs.unavailable(blob, c.now)
             case ev.StateReached(record, state):
                 self._state_reached(record, state)
-            case ev.MoveFailed(record, reason, kept):
+            case ev.SyncFailed(record, reason, kept):
                 self._sync.failed(record, reason, kept)
             case ev.Leave():
                 exchange = self._consensus.exchange
-                self._departure.leave(Gather.leave_seconds if exchange is None else exchange.leave_seconds)
+                self._departure.leave(GatheredExchange.leave_seconds if exchange is None else exchange.leave_seconds)
         self._advance()
         return c.actions
 
@@ -183,7 +183,7 @@ class RoundMachine:
         """The undecided round: to be read only, for tests and for finding bugs."""
         return self._consensus.round
 
-    def may_serve(self, blob: Digest, requester: PeerKey) -> str | None:
+    def serve_refusal(self, blob: Digest, requester: PeerKey) -> str | None:
         """Return why a blob must not be given to a peer now; None when it may.
 
         The banned get nothing. An undecided round's updates are only for those who have announced their own (commit,
@@ -271,7 +271,7 @@ class RoundMachine:
         try:
             if c.chain.add_finalization(message):
                 c.emit(StoreFinalization(message))
-                self._leave_dropped()
+                self._close_dropped_round()
         except ChainError as e:
             c.notify("error", "final", str(e), message.author)
 
@@ -281,7 +281,7 @@ class RoundMachine:
         before = self._c.chain.newest_directive
         if self._governance.accept(directive, source):
             self._directive_changed(before)
-            self._leave_dropped()
+            self._close_dropped_round()
 
     def _directive_changed(self, before: Signed[Directive] | None) -> None:
         """Follow a newer directive of the chain: from a message, or from a record."""
@@ -320,13 +320,13 @@ class RoundMachine:
     def _admit_own(self, certificate: Certificate | None) -> None:
         """Put a certificate that the open round has completed into the tree."""
         if certificate is not None:
-            self._admit((certificate,), None)
+            self._add_certificates((certificate,), None)
 
-    def _admit(self, certificates: Iterable[Certificate], source: PeerKey | None) -> int:
+    def _add_certificates(self, certificates: Iterable[Certificate], source: PeerKey | None) -> int:
         """Put certificates into the tree, oldest first; return how many were new."""
         c, added = self._c, 0
         for certificate in certificates:
-            twice, before = two_means(c.chain, certificate), c.chain.newest_directive
+            twice, before = conflicting_shards(c.chain, certificate), c.chain.newest_directive
             try:
                 if not c.chain.add(certificate):
                     continue
@@ -350,10 +350,10 @@ class RoundMachine:
                 c.notify("warning", "equivocation", *twice)
             c.emit(StoreCertificate(certificate))
             self._hold_back(certificate)
-        self._leave_dropped()
+        self._close_dropped_round()
         return added
 
-    def _leave_dropped(self) -> None:
+    def _close_dropped_round(self) -> None:
         """Close the round if its parent was cut off the tree, by a finalization or by the tree's bounds."""
         r = self._consensus.round
         if r is not None and r.parent not in self._c.chain:
@@ -375,7 +375,7 @@ class RoundMachine:
         c = self._c
         if event.directive is not None:
             self._receive_directive(event.directive, event.source)
-        added = self._admit(event.certificates, event.source)
+        added = self._add_certificates(event.certificates, event.source)
         if event.finalization is not None:
             self._receive_finalization(event.finalization)
         last = event.certificates[-1].digest if event.certificates else c.chain.root

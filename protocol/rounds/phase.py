@@ -17,7 +17,7 @@ class Phase(str, Enum):
     """It collects what the other members have. The trainer holds no state."""
 
     SYNCING = "syncing"
-    """The trainer holds no state of the chain: a `Resync` is due or under way."""
+    """The trainer holds no state of the chain: a `SyncState` is due or under way."""
 
     TRAINING = "training"
     """The trainer holds the state that the open round starts from. Nothing is announced yet."""
@@ -43,7 +43,7 @@ class Phase(str, Enum):
 
 JOINED = "a member whose head we know, or the time for joining is over"
 STATE_REACHED = "`StateReached`"
-STATE_LOST = "`MoveFailed`, a contradicted state, or the record of the state left the chain"
+STATE_LOST = "`SyncFailed`, a contradicted state, or the record of the state left the chain"
 ANNOUNCED = "own header broadcast, or received from before a crash"
 DECIDED = "the next round begins, or the open round begins again on another branch"
 PAUSE = "a directive pauses or ends the run, or bans this peer"

@@ -21,7 +21,7 @@ MAX_JUMP = 1024
 class Proposal:
     """A record that was proposed, and what is known of it."""
 
-    __slots__ = ("record", "seen", "blobs", "missing", "bad", "equivocal")
+    __slots__ = ("record", "seen", "blobs", "missing", "bad", "equivocated")
 
     def __init__(self, record: Signed[RoundRecord], seen: float, missing: set[Digest], bad: bool):
         self.record = record
@@ -35,7 +35,7 @@ class Proposal:
         """Blobs that a vote for it waits for."""
 
         self.bad = bad
-        self.equivocal = False
+        self.equivocated = False
         """Its author signed another one of the same attempt."""
 
 
@@ -96,7 +96,7 @@ class RoundState:
 
     # -- headers ---------------------------------------------------------------------------------------------
 
-    def why_invalid(self, header: Signed[UpdateHeader], size_ok: Callable[[int], bool]) -> str | None:
+    def header_refusal(self, header: Signed[UpdateHeader], accepts_size: Callable[[int], bool]) -> str | None:
         """Return why this header can be in no record of this round; None when it can."""
         body = header.body
         if body.round != self.number or body.parent != self.parent:
@@ -109,7 +109,7 @@ class RoundState:
             return "it is from before the run was rolled back, or from after it"
         if header.author in self.chain.directives(self.parent).banned:
             return "the run's owner has banned its author"
-        if not size_ok(body.blob_size):
+        if not accepts_size(body.blob_size):
             return f"a blob of {body.blob_size} bytes is no update of this run"
         return None
 
@@ -203,7 +203,7 @@ class RoundState:
         p = Proposal(record, now, missing, any(is_invalid(u.body.blob) for u in record.body.updates))
         for other in by_author:
             if other.record.body.attempt == record.body.attempt and other.record.digest in self.proposals:
-                other.equivocal = p.equivocal = True
+                other.equivocated = p.equivocated = True
         self.proposals[record.digest] = p
         self._record_bytes += len(record.encoded)
         self.changed()

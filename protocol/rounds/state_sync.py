@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from protocol.ids import Digest, Round
 from protocol.messages import Certificate, Rollback
-from protocol.rounds.actions import ApplyRecord, RequestUpdate, Resync
-from protocol.rounds.blobs import BlobOrigin, applied_blobs
+from protocol.rounds.actions import ApplyRecord, RequestUpdate, SyncState
+from protocol.rounds.blobs import BlobRole, applied_blobs
 from protocol.rounds.branch_quarantine import MAX_QUARANTINED, BranchQuarantine
 from protocol.rounds.context import MAX_SYNC_PATH, Context
 from protocol.rounds.events import UpdateReady
@@ -62,7 +62,7 @@ class StateSync:
         """The head whose blobs are missing, and the time since which some are."""
 
         self._reported_unavailable: Digest | None = None
-        self._needed: dict[tuple, dict[Digest, BlobOrigin]] = {}
+        self._needed: dict[tuple, dict[Digest, BlobRole]] = {}
         self._missing: Digest | None = None
         """One blob that was missing a moment ago, and most often still is."""
 
@@ -112,18 +112,18 @@ class StateSync:
 
     # -- what is needed --------------------------------------------------------------------------------------
 
-    def needed(self) -> dict[Digest, BlobOrigin]:
+    def needed(self) -> dict[Digest, BlobRole]:
         """Return the blobs to hold before the trainer moves to the head.
 
         They are of the records since the trainer's state, or since the newest checkpoint on another branch.
         """
         return self._blobs_to(self._c.chain.head)
 
-    def needed_again(self) -> dict[Digest, BlobOrigin]:
+    def needed_again(self) -> dict[Digest, BlobRole]:
         """Return the same for the tip of the quarantined branch whose blobs are requested again."""
         return {} if self.retried_tip is None else self._blobs_to(self.retried_tip)
 
-    def _blobs_to(self, head: Digest) -> dict[Digest, BlobOrigin]:
+    def _blobs_to(self, head: Digest) -> dict[Digest, BlobRole]:
         key = (self.applied, head, self._failures, self.joined)
         if key not in self._needed:
             if len(self._needed) >= REMEMBERED_PATHS:
@@ -262,7 +262,7 @@ class StateSync:
         self.sync_target = head
         path, weight = chain.path(after, head), chain.weight(head)
         c.emit(
-            Resync(
+            SyncState(
                 path, missed, chain.next_window(c.me, head), weight, regained, back, self.reset,
                 starts(c.base, path), is_checkpoint(c.base, chain.height(head), weight),
             )

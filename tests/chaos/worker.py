@@ -40,7 +40,7 @@ async def _work(where: str, acknowledge: Callable[[str], None], rounds: int) -> 
     first = 1 + max((a.first_at for a in await thread.run(lambda ledger: ledger.admissions())), default=-1)
     acknowledge("opened")
     loads = [
-        asyncio.create_task(_one_after_the_other(thread, acknowledge, "admitted", _admit, first)),
+        asyncio.create_task(_one_after_the_other(thread, acknowledge, "admitted", _add_certificates, first)),
         asyncio.create_task(_one_after_the_other(thread, acknowledge, "refused", _refuse, first)),
     ]
     for r in range(start, rounds, AT_ONCE):
@@ -70,7 +70,7 @@ async def _one_after_the_other(thread, acknowledge, name, work, first: int) -> N
         number += 1
 
 
-def _admit(ledger: Ledger, number: int) -> None:
+def _add_certificates(ledger: Ledger, number: int) -> None:
     ledger.add_admission(story.admitted(number))
 
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from peer.node.certificate_store import DIRECTIVE, FINALIZATION
+from peer.node.chain_store import DIRECTIVE, FINALIZATION
 from protocol.chain import Chain
 from protocol.errors import FinalizedConflict, UnknownParent
 from protocol.ids import Digest, PeerKey

@@ -14,7 +14,7 @@ from peer.store import Store
 from peer.swarm import Handlers, Swarm
 from peer.swarm.transfer.frames import REPLY_HEAD_BYTES, BlobOp, BlobReply, BlobRequest, parse_reply_head
 from protocol.codec import make_codec
-from protocol.envelope import kind_of
+from protocol.envelope import claimed_kind
 from protocol.errors import ProtocolError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, RunId, sha256
@@ -53,7 +53,7 @@ class Stranger:
         handlers = Handlers(
             on_packet=self._take,
             on_chain_request=lambda sender, request: wire.ChainReply(),
-            may_serve=lambda blob, requester: None,
+            serve_refusal=lambda blob, requester: None,
         )
         self.swarm = await Swarm.start(
             self.identity, run or self.spec.run_id, store=self.store, handlers=handlers,
@@ -71,7 +71,7 @@ class Stranger:
     def _take(self, sender: PeerKey, packet: wire.Packet) -> None:
         for sent in packet.messages:
             with suppress(ProtocolError):
-                message = self.decoder.decode_kind(sent, kind_of(sent))
+                message = self.decoder.decode_kind(sent, claimed_kind(sent))
                 if isinstance(message.body, Heartbeat):
                     known = self.heartbeats.get(message.author)
                     if known is None or known.sequence < message.body.sequence:

@@ -22,9 +22,9 @@ from cairn.demo.processes import Process, free_ports, stop_all
 from coordinator.authoring.resolve import SPEC
 from coordinator.authoring.runfile import tomllib
 from peer.coordinator_client import CoordinatorClient, SwarmStatus
-from peer.node.membership import ADMISSION, run_folder
+from peer.node.enrollment import ADMISSION, run_folder
 from peer.node.snapshot import Snapshot, read_snapshot
-from protocol.identity import Identity, from_key_file
+from protocol.identity import Identity, parse_key_file
 from protocol.ids import PeerKey
 from protocol.invite import Invite
 from protocol.spec import RunSpec, open_spec
@@ -244,7 +244,7 @@ class World:
 
     @property
     def owner(self) -> Identity:
-        return from_key_file((self.coordinator_home / "owner.key").read_text())
+        return parse_key_file((self.coordinator_home / "owner.key").read_text())
 
     def peer_folder(self, name: str) -> Path:
         return run_folder(self.folder / name, self.invite.run)
@@ -324,7 +324,7 @@ class World:
 
     def key(self, name: str) -> PeerKey:
         """Return a peer's key, once it has made it."""
-        return from_key_file((self.folder / name / "identity.key").read_text()).key
+        return parse_key_file((self.folder / name / "identity.key").read_text()).key
 
     async def contributes_after(self, name: str, round: int, seconds: float = LIMIT) -> int:
         """Wait until a peer has contributed to a round after this one, and return that round."""

@@ -78,7 +78,7 @@ async def test_several_holders_share_the_work_and_small_blobs_pass_big_ones(pool
 
             return held
 
-        a.may_serve, b.may_serve, c.may_serve = holding(), holding(), holding()
+        a.serve_refusal, b.serve_refusal, c.serve_refusal = holding(), holding(), holding()
         fetching = asyncio.ensure_future(d.fetch(digest, len(big), [a, b, c], seconds=NEVER))
         await ended(all_asked.wait())
         await d.fetch(quick, len(small), [a], seconds=LIMIT)  # sooner than a held chunk is given up
@@ -97,7 +97,7 @@ async def test_peers_that_fetch_the_same_blob_give_each_other_what_they_have(poo
         async def slowly(blob: Digest, requester) -> None:
             await asyncio.sleep(0.02)
 
-        a.may_serve = slowly
+        a.serve_refusal = slowly
         await asyncio.gather(
             b.fetch(digest, len(data), [a, c], seconds=LIMIT), c.fetch(digest, len(data), [a, b], seconds=LIMIT)
         )
@@ -124,7 +124,7 @@ async def test_a_refusal_is_asked_again_until_it_is_lifted(pool, tmp_path):
     async with pool.borrow(2, tmp_path) as (a, b):
         digest = a.store.put(data)
         allowed = asyncio.Event()
-        a.may_serve = lambda blob, requester: None if allowed.is_set() else "not announced"
+        a.serve_refusal = lambda blob, requester: None if allowed.is_set() else "not announced"
         fetching = asyncio.ensure_future(b.fetch(digest, len(data), [a]))
         await until(lambda: len(a.served) >= 2, "it is asked again")
         assert not fetching.done() and not b.store.has(digest)
@@ -136,7 +136,7 @@ async def test_a_refusal_is_asked_again_until_it_is_lifted(pool, tmp_path):
 async def test_a_refusal_that_stays_is_the_reason_given_at_the_deadline(pool, tmp_path):
     async with pool.borrow(2, tmp_path) as (a, b):
         digest = a.store.put(b"secret")
-        a.may_serve = lambda blob, requester: "not announced"
+        a.serve_refusal = lambda blob, requester: "not announced"
         began = time.monotonic()
         with pytest.raises(BlobFetchError, match="not announced") as e:
             await ended(b.fetch(digest, 6, [a], seconds=3))
@@ -167,7 +167,7 @@ async def test_a_frozen_holder_does_not_hold_up_the_others(pool, tmp_path):
     data = data_of(12)
     async with pool.borrow(3, tmp_path) as (a, b, c):
         digest, thaw = [m.store.put(data) for m in (a, b)][0], asyncio.Event()
-        b.may_serve = lambda blob, requester: thaw.wait()
+        b.serve_refusal = lambda blob, requester: thaw.wait()
         await ended(c.fetch(digest, len(data), [b, a], seconds=NEVER))
         assert c.bad == []  # slow is not hostile
         thaw.set()
@@ -176,7 +176,7 @@ async def test_a_frozen_holder_does_not_hold_up_the_others(pool, tmp_path):
 async def test_a_holder_that_freezes_alone_ends_at_the_deadline_of_its_replies(pool, tmp_path):
     async with pool.borrow(2, tmp_path, streams=StreamLimits(open_seconds=30, reply_seconds=1)) as (a, b):
         digest, thaw = a.store.put(b"x"), asyncio.Event()
-        a.may_serve = lambda blob, requester: thaw.wait()
+        a.serve_refusal = lambda blob, requester: thaw.wait()
         with pytest.raises(BlobFetchError, match="no answer in"):
             await ended(b.fetch(digest, 1, [a], seconds=NEVER))
         thaw.set()
@@ -212,7 +212,7 @@ async def test_an_interrupted_fetch_goes_on_where_it_stopped_also_after_a_restar
             left[0] -= 1
             return None if left[0] > 0 else "enough for now"
 
-        a.may_serve = so_many
+        a.serve_refusal = so_many
         fetching = asyncio.ensure_future(b.fetch(digest, len(data), [a], seconds=NEVER))
 
         def has_most() -> bool:
@@ -227,7 +227,7 @@ async def test_an_interrupted_fetch_goes_on_where_it_stopped_also_after_a_restar
         b.store = Store(b.store.folder, 1 << 40)
         await b.swarm.stop()
         await b.start_over(b.swarm.transport)
-        a.may_serve = lambda blob, requester: None
+        a.serve_refusal = lambda blob, requester: None
         before = b.swarm.bytes_down
         await b.fetch(digest, len(data), [a])
         assert b.store.read(digest) == data
@@ -238,7 +238,7 @@ async def test_a_holder_killed_in_the_middle_is_replaced(tmp_path):
     data = data_of(80)
     async with members(3, tmp_path) as (a, b, c):
         digest = [m.store.put(data) for m in (a, b)][0]
-        a.may_serve = b.may_serve = lambda blob, requester: asyncio.sleep(0.01)
+        a.serve_refusal = b.serve_refusal = lambda blob, requester: asyncio.sleep(0.01)
         fetching = asyncio.ensure_future(c.fetch(digest, len(data), [a, b], seconds=LIMIT))
         await until(lambda: len(a.served) >= 10)
         os.kill(a.daemon.pid, 9)
@@ -413,7 +413,7 @@ async def test_all_strangers_together_have_but_a_part_of_the_streams(pool, tmp_p
             await until(lambda n=there: len(server.unanswered()) == n)
         assert await ended(streams[0][0].read()) == b"", "of the idle ones the first makes room for the third"
         await until(lambda: len(server.unanswered()) == 2)
-        server.may_serve = lambda digest, peer: None if peer == c.key else waits(busy)
+        server.serve_refusal = lambda digest, peer: None if peer == c.key else waits(busy)
         for _, writer in streams[1:]:
             writer.write(BlobRequest(BlobOp.CHUNK, digest, 0).encode())
         await until(lambda: server.unanswered() == [1, 1])

@@ -169,7 +169,7 @@ def test_a_home_that_cannot_be_written_is_named(tmp_path: Path):
 
 
 def test_one_home_is_used_by_one_peer_at_a_time(tmp_path: Path):
-    from peer.node.membership import run_folder
+    from peer.node.enrollment import run_folder
     from peer.store import Store
 
     with Store(run_folder(tmp_path, RunId(digest("run"))) / "store", 10**9):

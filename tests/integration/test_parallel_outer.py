@@ -34,11 +34,11 @@ from tests.support.specs import TINY_LLAMA
 LAYOUTS = {2: ["dp=2", "fsdp=2", "tp=2", "pp=2"], 4: ["fsdp=2,tp=2", "dp=2,fsdp=2", "dp=2,tp=2", "pp=2,fsdp=2"]}
 RUNS = {
     "dp=2": (CodecSpec(kind="none"), OuterSpec()),
-    "fsdp=2": (CodecSpec(kind="int8"), OuterSpec(optimiser="nesterov", lr=0.7)),
+    "fsdp=2": (CodecSpec(kind="int8"), OuterSpec(optimizer="nesterov", lr=0.7)),
     "tp=2": (CodecSpec(kind="sign"), OuterSpec()),
 }
 """Codec and outer step of some; the others have these."""
-USUAL = (CodecSpec(kind="sparse", k=64), OuterSpec(optimiser="nesterov", lr=0.7))
+USUAL = (CodecSpec(kind="sparse", k=64), OuterSpec(optimizer="nesterov", lr=0.7))
 BETA = 0.9
 KEYS = [PeerKey(sha256(bytes([n]))) for n in range(3)]
 CPU = torch.device("cpu")

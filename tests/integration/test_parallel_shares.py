@@ -66,9 +66,9 @@ def test_every_coordinate_has_one_owner_and_ranks_hold_alike_many_chunks(found, 
 
 
 @pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 1), (5, 1), (4, 2), (9, 3)])
-@pytest.mark.parametrize("optimiser", ["plain", "nesterov"])
-def test_a_file_by_many_ranks_has_the_bytes_and_the_digest_of_one(tmp_path: Path, ranks, stages, optimiser):
-    layout = state_layout(LAYOUT, OuterSpec(optimiser=optimiser))
+@pytest.mark.parametrize("optimizer", ["plain", "nesterov"])
+def test_a_file_by_many_ranks_has_the_bytes_and_the_digest_of_one(tmp_path: Path, ranks, stages, optimizer):
+    layout = state_layout(LAYOUT, OuterSpec(optimizer=optimizer))
     state = noise(layout, 1)
     owned = dealt(LAYOUT, ranks, stages).within(layout, {t.name: t.name.removeprefix(MOMENTUM) for t in layout.tensors})
     file = ShardedFile(layout, owned)
@@ -102,9 +102,9 @@ def test_the_digest_of_any_model_is_that_of_one_process(found, ranks):
 @pytest.mark.parametrize("spec", [CodecSpec(kind="sparse", k=64), CodecSpec(kind="sign"), CodecSpec(kind="int8"),
                                   CodecSpec(kind="none")], ids=lambda s: s.kind)  # fmt: skip
 @pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (5, 1), (4, 2)])
-@pytest.mark.parametrize("optimiser", ["plain", "nesterov"])
-def test_updates_and_rounds_by_parts_are_those_of_the_whole_bit_for_bit(spec, ranks, stages, optimiser):
-    outer = OuterSpec(optimiser=optimiser, lr=0.7, clip="median")
+@pytest.mark.parametrize("optimizer", ["plain", "nesterov"])
+def test_updates_and_rounds_by_parts_are_those_of_the_whole_bit_for_bit(spec, ranks, stages, optimizer):
+    outer = OuterSpec(optimizer=optimizer, lr=0.7, clip="median")
     codec = make_codec(spec, LAYOUT)
     layout = state_layout(LAYOUT, outer)
     owned = dealt(LAYOUT, ranks, stages)

@@ -72,8 +72,8 @@ def config(layout: str) -> dict:
 
 
 def spec(layout: str) -> InnerSpec:
-    optimiser = "muon" if "muon" in layout else "adamw"
-    return InnerSpec(lr=1e-3, batch=BATCH, clip_norm=0.5, optimiser=optimiser, schedule=Schedule(kind="constant"))
+    optimizer = "muon" if "muon" in layout else "adamw"
+    return InnerSpec(lr=1e-3, batch=BATCH, clip_norm=0.5, optimizer=optimizer, schedule=Schedule(kind="constant"))
 
 
 def windows(step: int) -> Tensor:

@@ -71,7 +71,7 @@ def test_peers_of_one_process_and_of_two_by_two_ranks_agree_on_every_bit_and_a_s
     parallel, tmp_path, monkeypatch
 ):
     two_layers(monkeypatch)
-    world = World.make(tmp_path, outer=OuterSpec(optimiser="nesterov", lr=0.7), codec=CodecSpec(kind="none", beta=0.9))
+    world = World.make(tmp_path, outer=OuterSpec(optimizer="nesterov", lr=0.7), codec=CodecSpec(kind="none", beta=0.9))
     one, _ = born(world, 1, "dp=1")
     many, heard = born(world, 2, parallel)
     twin, _ = born(world, 2, "dp=1")  # the second peer, with one process
@@ -109,7 +109,7 @@ def test_peers_of_one_process_and_of_two_by_two_ranks_agree_on_every_bit_and_a_s
         many.save()
         sheet = json.loads((many.folder.folder / STATE_MANIFEST).read_text())
         saved = load_file(many.folder.folder / sheet["file"])
-        assert sheet["optimiser_steps"] == 9 and {n.split("/")[0] for n in saved} == {
+        assert sheet["optimizer_steps"] == 9 and {n.split("/")[0] for n in saved} == {
             "exp_avg", "exp_avg_sq", "feedback", "progress",
         }  # fmt: skip
     finally:

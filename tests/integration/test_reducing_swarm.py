@@ -11,9 +11,9 @@ import pytest
 import pytest_asyncio
 import torch
 
+from peer.node.round_blob_fetcher import RoundBlobFetcher
 from peer.node.shard_reducer import ShardReducer
 from peer.node.tasks import Tasks
-from peer.node.update_fetcher import UpdateFetcher
 from protocol.codec import make_codec
 from protocol.ids import Digest, PeerKey, Round
 from protocol.layout import Layout
@@ -79,7 +79,7 @@ class Driver:
         self.member = member
         self.answers: asyncio.Queue[Any] = asyncio.Queue()
         tasks, source = Tasks(), Source(member.swarm.fetch_blob)
-        updates = UpdateFetcher(
+        updates = RoundBlobFetcher(
             member.store, source, CODEC, deadline_seconds=2 * LIMIT, post=self.answers.put_nowait, tasks=tasks,
         )  # fmt: skip
         self.reducing = ShardReducer(

@@ -14,7 +14,7 @@ import torch
 
 from peer.keyfile import load_or_make
 from peer.node.blob_retention import assets
-from peer.node.membership import ADMISSION, SPEC, run_folder
+from peer.node.enrollment import ADMISSION, SPEC, run_folder
 from peer.store import Store
 from protocol.chain import Chain, genesis_digest
 from protocol.codec import make_codec

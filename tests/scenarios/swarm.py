@@ -20,7 +20,7 @@ from cairn.demo.processes import Process
 from coordinator.authoring.resolve import GENESIS, SPEC
 from coordinator.authoring.runfile import tomllib
 from peer.node.snapshot import FILE, Snapshot
-from protocol.identity import from_key_file
+from protocol.identity import parse_key_file
 from protocol.ids import PeerKey
 from protocol.invite import Invite
 from tests.e2e.world import LIMIT, World
@@ -214,7 +214,7 @@ class Swarm(World):
     def key_of(self, name: str) -> PeerKey | None:
         """Return a peer's key; None before it has made one."""
         file = self.folder / name / "identity.key"
-        return from_key_file(file.read_text()).key if file.exists() else None
+        return parse_key_file(file.read_text()).key if file.exists() else None
 
     def printed(self, name: str, pattern: str) -> bool:
         process = self.processes.get(name)

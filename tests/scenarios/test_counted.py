@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.authoring.resolve import GENESIS, resolve
 from coordinator.authoring.runfile import load_run
-from peer.node.membership import run_folder
+from peer.node.enrollment import run_folder
 from peer.node.snapshot import Snapshot
 from peer.swarm.transfer.blob_server import BlobServer
 from peer.swarm.transfer.frames import BlobOp, BlobReply, BlobRequest, ReplyStatus

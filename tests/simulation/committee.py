@@ -42,7 +42,7 @@ class CommitteeWork:
         """Return whether the node serves a slice of an update to a peer now."""
         n = self.node
         held = blob in n.blobs or (blob, parts, part) in n.slices
-        return n.alive and held and n.machine.may_serve(blob, to) is None
+        return n.alive and held and n.machine.serve_refusal(blob, to) is None
 
     def begin(self, action: do.ReduceShard) -> None:
         key = (action.record.digest, action.shard)

@@ -180,7 +180,7 @@ class Node:
     def request_update(self, action: do.RequestUpdate) -> None:
         self.queue.append(action)
 
-    def move(self, action: do.ApplyRecord | do.Resync) -> None:
+    def move(self, action: do.ApplyRecord | do.SyncState) -> None:
         self.queue.append(action)
 
     def reduce_shard(self, action: do.ReduceShard) -> None:
@@ -200,7 +200,7 @@ class Node:
             self.shards_asked.setdefault(action.record.digest, set()).add(action.blob)
         self.fetch_blob(action)
 
-    def drop_blob(self, action: do.DropBlob) -> None:
+    def drop_blob(self, action: do.CancelFetch) -> None:
         self.fetching.discard(action.blob)
 
     async def store_certificate(self, certificate: Certificate) -> None:
@@ -233,7 +233,7 @@ class Node:
 
     def gives(self, blob: Digest, to: PeerKey) -> bool:
         """Return whether this node serves a blob to a peer now."""
-        return self.alive and blob in self.blobs and self.machine.may_serve(blob, to) is None
+        return self.alive and blob in self.blobs and self.machine.serve_refusal(blob, to) is None
 
     def gives_slice(self, blob: Digest, parts: int, part: int, to: PeerKey) -> bool:
         """Return whether this node serves a peer the slice of an update that a part needs."""
@@ -294,7 +294,7 @@ class Node:
         if self.queue and not self.working:
             self.working = True
             action = self.queue.pop(0)
-            seconds = self.world.trainer_seconds * (3 if isinstance(action, do.Resync) else 1)
+            seconds = self.world.trainer_seconds * (3 if isinstance(action, do.SyncState) else 1)
             self.world.clock.after(seconds, self.worked, self.incarnation, action)
 
     def worked(self, incarnation: int, action) -> None:
@@ -306,7 +306,7 @@ class Node:
                 self.make_update(action)
             case do.ApplyRecord():
                 self.apply(action)
-            case do.Resync():
+            case do.SyncState():
                 self.resync(action)
         self.work()
 
@@ -332,7 +332,7 @@ class Node:
             raise AssertionError(f"peer {self.index} was told to apply a bad update")
         if missing or self.trainer_record != record.body.parent:
             kept = self.trainer_record == record.body.parent
-            self.step(ev.MoveFailed(name, "a blob is not in the store, or this is the wrong state", kept=kept))
+            self.step(ev.SyncFailed(name, "a blob is not in the store, or this is the wrong state", kept=kept))
             return
         assert trainer.state is not None
         state = state_after(trainer.state, action.certificate)
@@ -340,7 +340,7 @@ class Node:
             w.wrong_states.add(state)
         self.reached(action, name, state)
 
-    def reached(self, action: do.ApplyRecord | do.Resync, record: Digest, state: Digest) -> None:
+    def reached(self, action: do.ApplyRecord | do.SyncState, record: Digest, state: Digest) -> None:
         w = self.world
         # By the world's records: a final may have cut this one off our tree meanwhile.
         height = 0 if record == self.machine.chain.genesis else w.records[record].record.body.round + 1
@@ -353,7 +353,7 @@ class Node:
         self.trainer_record = record
         for blob in action.missed:
             self.made.pop(blob, None)
-        if isinstance(action, do.Resync) and action.reset:
+        if isinstance(action, do.SyncState) and action.reset:
             self.made.clear()
             self.trainer.begin_afresh()
         self.trainer.move(action, state, w.contents)
@@ -361,7 +361,7 @@ class Node:
         self.step(ev.StateReached(record, state))
         self.step(ev.TrainingProgress(self.trainer.uncovered, 1.0, self.speed * 128))
 
-    def resync(self, action: do.Resync) -> None:
+    def resync(self, action: do.SyncState) -> None:
         w = self.world
         self.trainer.run(w.clock.now)
         path = action.path
@@ -371,7 +371,7 @@ class Node:
                 self.reached(action, action.start.record, action.start.state)
             else:
                 self.step(
-                    ev.MoveFailed(action.start.record, "nobody has the state that the run is rolled back to", kept=True)
+                    ev.SyncFailed(action.start.record, "nobody has the state that the run is rolled back to", kept=True)
                 )
             return
         if not path:
@@ -385,23 +385,23 @@ class Node:
                 break
         head = path[-1].digest
         if start is None:
-            self.step(ev.MoveFailed(head, "nobody has a checkpoint that the path starts from", kept=True))
+            self.step(ev.SyncFailed(head, "nobody has a checkpoint that the path starts from", kept=True))
             return
         state = path[start].record.body.base_state
         for certificate in path[start:]:
             record = certificate.record
             if record.body.base_state != state:
-                self.step(ev.MoveFailed(head, "the path names another state than it leads to"))
+                self.step(ev.SyncFailed(head, "the path names another state than it leads to"))
                 return
             own = {u.body.blob for u in record.body.updates if u.author == self.key}
             for blob in applied_blobs(certificate):
                 if blob not in self.blobs:
                     if not any(n.gives(blob, self.key) for n in reachable if n is not self):
-                        self.step(ev.MoveFailed(head, "a blob cannot be had", kept=True))
+                        self.step(ev.SyncFailed(head, "a blob cannot be had", kept=True))
                         return
                     if blob in w.bad_blobs and blob not in own:
                         self.step(ev.BlobInvalid(blob, "chunk 3: a scale that is not finite"))
-                        self.step(ev.MoveFailed(head, "an update on the path is bad", kept=True))
+                        self.step(ev.SyncFailed(head, "an update on the path is bad", kept=True))
                         return
                     self.blobs.add(blob)
             state = state_after(state, certificate)

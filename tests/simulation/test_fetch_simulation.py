@@ -343,9 +343,9 @@ def test_a_refusal_and_a_blob_that_comes_later_are_waited_for(tmp_path: Path):
     data = data_of(10)
 
     async def spoil(world: World, donors: list[Host], new: Host) -> None:
-        donors[0].may_serve = lambda blob, peer: "not announced"
+        donors[0].serve_refusal = lambda blob, peer: "not announced"
         await asyncio.sleep(3)
-        donors[0].may_serve = lambda blob, peer: None
+        donors[0].serve_refusal = lambda blob, peer: None
 
     took, _, _ = fetched_from(tmp_path, data, 1, spoil, 60)
     assert 3 <= took <= 6
@@ -353,7 +353,7 @@ def test_a_refusal_and_a_blob_that_comes_later_are_waited_for(tmp_path: Path):
 
 def test_who_gives_nothing_at_all_is_told_at_the_deadline(tmp_path: Path):
     async def spoil(world: World, donors: list[Host], new: Host) -> None:
-        donors[0].may_serve = lambda blob, peer: "not announced"
+        donors[0].serve_refusal = lambda blob, peer: "not announced"
 
     with pytest.raises(BlobFetchError, match="not announced"):
         fetched_from(tmp_path, data_of(10), 1, spoil, 5)

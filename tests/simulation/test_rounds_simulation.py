@@ -13,7 +13,7 @@ from protocol.messages import Certificate, Directive, Heartbeat, Vote
 from protocol.reduce_plan import GATHER
 from protocol.rounds import header_repair, machine, members
 from protocol.rounds.context import Context
-from protocol.rounds.events import ChainReceived, ChainUnanswered, Leave, MoveFailed
+from protocol.rounds.events import ChainReceived, ChainUnanswered, Leave, SyncFailed
 from protocol.rounds.phase import TRANSITIONS, Phase, check_transition
 from tests.simulation.checkers import (
     Broken,
@@ -68,7 +68,7 @@ def test_every_transition_that_is_seen_is_in_the_table(monkeypatch):
         scenario.run()
         world = scenario.world
         for node in world.honest:
-            node.step(MoveFailed(node.machine.chain.head, "the trainer died"))
+            node.step(SyncFailed(node.machine.chain.head, "the trainer died"))
         world.clock.run_until(world.clock.now + 10.0)
         for node in world.nodes:
             if node.alive:

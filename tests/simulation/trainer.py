@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from protocol.ids import Digest, sha256
 from protocol.messages import Certificate
-from protocol.rounds.actions import ApplyRecord, Resync
+from protocol.rounds.actions import ApplyRecord, SyncState
 
 
 def state_after(state: Digest, certificate: Certificate) -> Digest:
@@ -65,7 +65,7 @@ class Trainer:
         self.covered = self.counter
         return first, self.counter, content
 
-    def move(self, action: ApplyRecord | Resync, state: Digest, contents) -> None:
+    def move(self, action: ApplyRecord | SyncState, state: Digest, contents) -> None:
         """Take the new state; missed updates go back into the feedback."""
         self.state = state
         for blob in action.missed:

@@ -116,7 +116,7 @@ class World:
                 by, attempt = names[p.record.author], p.record.body.attempt
                 lines.append(
                     f"    record {p.record.digest.short} by {by}, attempt {attempt}, lists {who}, votes {votes}, "
-                    f"missing {len(p.missing)}, bad {p.bad}, equivocal {p.equivocal}"
+                    f"missing {len(p.missing)}, bad {p.bad}, equivocated {p.equivocated}"
                 )
         return lines
 

@@ -30,7 +30,7 @@ from protocol.messages import (
     Signed,
     UpdateHeader,
     Vote,
-    votes_needed,
+    quorum,
 )
 from protocol.spec import RunSpec
 from tests.support.specs import OWNER, tiny_spec
@@ -112,7 +112,7 @@ class ChainMaker:
         body = RoundRecord(self.run, round_, self.head, state(round_), attempt, tuple(headers), carried)
         record = KeySigner(identities[0]).sign(body)
         votes = tuple(KeySigner(i).sign(Vote(self.run, round_, record.digest)) for i in identities)
-        assert len(votes) >= votes_needed(len(identities))
+        assert len(votes) >= quorum(len(identities))
         certificate = Certificate(record, votes)
         self._take(certificate)
         return certificate

@@ -112,10 +112,10 @@ class Host:
         self.store = Store(folder / str(number), 1 << 40)
         self.traffic = ByteCount()
         self.bad: list[PeerKey] = []
-        self.may_serve: Callable[[Digest, PeerKey], str | None] = lambda digest, peer: None
+        self.serve_refusal: Callable[[Digest, PeerKey], str | None] = lambda digest, peer: None
         self.executor: Executor = _Inline()
         self.server = BlobServer(
-            self.store, lambda d, p: self.may_serve(d, p), _Inline(), self.traffic, ServeLimits(streams_per_peer=4)
+            self.store, lambda d, p: self.serve_refusal(d, p), _Inline(), self.traffic, ServeLimits(streams_per_peer=4)
         )
         self.transport = network.host(self.key, up=up_mbit * MBIT)
         self.streams = StreamPool(

@@ -32,7 +32,7 @@ from peer.channel import (
 )
 from peer.errors import TrainerDied
 from peer.node.builder import build_node
-from peer.node.membership import Membership
+from peer.node.enrollment import Enrollment
 from peer.node.node import Node
 from peer.node.options import NodeOptions
 from peer.store import Store
@@ -169,7 +169,7 @@ class LoopSwarm:
         if self.internet.withheld(other.key, digest):
             return False
         arriving = None if other.store.has(digest) else other.store.in_progress(digest)
-        if other.handlers.may_serve(digest, self.key) is not None:
+        if other.handlers.serve_refusal(digest, self.key) is not None:
             return False
         other.handlers.on_blob_requested(digest, self.key)
         if not (arriving or other.store.has(digest)):
@@ -342,12 +342,12 @@ class NodeWorld:
             store.put(self.genesis.read_bytes())
         decoder = MessageDecoder(self.spec.run_id, OWNER.key)
         ways_in = [address_of(self.key(n)) for n in self.nodes if n != name]
-        membership = Membership(me, self.spec, decoder, store, None, name, admission(self.spec, me).encoded, ways_in)
+        membership = Enrollment(me, self.spec, decoder, store, None, name, admission(self.spec, me).encoded, ways_in)
         node = self.nodes[name] = self.build(membership, NodeOptions(home, device="cpu"))
         self.run(name, node, store)
         return node
 
-    def build(self, membership: Membership, options: NodeOptions) -> Node:
+    def build(self, membership: Enrollment, options: NodeOptions) -> Node:
         """Build a node in this world's network, with a trainer in this process."""
         return build_node(membership, options, start_swarm=LoopSwarm.start, supervise=self._supervise)
 

@@ -16,7 +16,7 @@ from tests.support.codec_cases import noise, same_bits
 OUTERS = [
     OuterSpec(),
     OuterSpec(mean="all", clip="none"),
-    OuterSpec(optimiser="nesterov", lr=0.7, momentum=0.9, weight_cap=0.4),
+    OuterSpec(optimizer="nesterov", lr=0.7, momentum=0.9, weight_cap=0.4),
 ]
 
 

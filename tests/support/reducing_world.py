@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from peer.errors import PeerError
+from peer.node.round_blob_fetcher import RoundBlobFetcher
 from peer.node.shard_reducer import ShardReducer
-from peer.node.update_fetcher import UpdateFetcher
 from peer.store import Store
 from protocol.errors import CodecError
 from protocol.ids import Digest, PeerKey
@@ -120,7 +120,7 @@ class World:
         updates = tuple(_with_blob(u, self.source.add(by_author[u.author])) for u in self.record.body.updates)
         self.record = _replace(self.record, body=_replace(self.record.body, updates=updates))
         self.blobs = {u.author: u.body.blob for u in updates}
-        self.updates = UpdateFetcher(
+        self.updates = RoundBlobFetcher(
             self.store, self.source, cast(Any, _Codec()), deadline_seconds=seconds, post=self.answers.put_nowait,
             tasks=self.tasks,
         )  # fmt: skip

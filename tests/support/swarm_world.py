@@ -57,7 +57,7 @@ class Member:
         self.on_headers_asked: Callable[[wire.Packet], wire.Packet] = lambda names: wire.Packet()
         self.on_coordinator_address: Callable[[wire.CoordinatorAddressRequest], wire.CoordinatorAddressReply]
         self.on_coordinator_address = lambda request: wire.CoordinatorAddressReply(spec=b"spec" * request.wants_spec)
-        self.may_serve: Callable[[Digest, PeerKey], Any] = lambda blob, requester: None
+        self.serve_refusal: Callable[[Digest, PeerKey], Any] = lambda blob, requester: None
         self.served: list[Digest] = []
         self.warnings: list[str] = []
         self.bad: list[tuple[PeerKey, str]] = []
@@ -68,12 +68,12 @@ class Member:
 
         def serve(blob: Digest, requester: PeerKey) -> Any:
             self.served.append(blob)
-            return self.may_serve(blob, requester)
+            return self.serve_refusal(blob, requester)
 
         return Handlers(
             on_packet=lambda sender, packet: self.on_packet(sender, packet),
             on_chain_request=lambda sender, request: self.chain,
-            may_serve=serve,
+            serve_refusal=serve,
             on_headers_asked=lambda names: self.on_headers_asked(names),
             on_warning=lambda text: self.warnings.append(text),
             on_coordinator_address=lambda request: self.on_coordinator_address(request),

@@ -90,7 +90,7 @@ class World:
             tokenizer=nowhere,
             data=DataSpec(window=WINDOW, train=[DataShard(digest=shard.hex(), size=len(tokens), tokens=4096)]),
             inner=InnerSpec(
-                **({"optimiser": "adamw", "lr": 3e-3, "batch": BATCH, "schedule": Schedule(kind="constant")} | inner)
+                **({"optimizer": "adamw", "lr": 3e-3, "batch": BATCH, "schedule": Schedule(kind="constant")} | inner)
             ),
             codec=codec or CodecSpec(kind="sparse", k=256),
             outer=outer,

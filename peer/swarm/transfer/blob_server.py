@@ -89,14 +89,14 @@ class _Served:
 class BlobServer:
     """Serves the store's blobs, whole or in progress.
 
-    `may_serve` returns None if a requester may have a blob, otherwise the reason why not. It is called for every
+    `serve_refusal` returns None if a requester may have a blob, otherwise the reason why not. It is called for every
     request, and `on_requested` for those that are admitted.
     """
 
     def __init__(
         self,
         store: Store,
-        may_serve: MayServe,
+        serve_refusal: MayServe,
         executor: Executor,
         traffic: ByteCount,
         limits: ServeLimits,
@@ -104,7 +104,7 @@ class BlobServer:
         on_requested: Callable[[Digest, PeerKey], None] = lambda digest, peer: None,
     ):
         self.store = store
-        self.may_serve = may_serve
+        self.serve_refusal = serve_refusal
         self.limits = limits
         self.is_known = is_known
         self._on_requested = on_requested
@@ -238,7 +238,7 @@ class BlobServer:
 
     async def _answer(self, peer: PeerKey, request: BlobRequest) -> BlobReply:
         try:
-            reason = self.may_serve(request.digest, peer)
+            reason = self.serve_refusal(request.digest, peer)
             if inspect.isawaitable(reason):
                 reason = await reason
             if reason is not None:

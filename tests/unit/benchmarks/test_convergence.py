@@ -182,10 +182,10 @@ def test_every_row_of_every_study_is_of_a_method_and_its_options(setting: Settin
     assert len(set(labels)) == len(labels)
 
 
-@pytest.mark.parametrize(("optimiser", "most"), [("adamw", 1e-3), ("muon", 1e-2)])  # Muon's iterations are in bf16
-def test_a_fleet_steps_as_its_peers_would_alone(setting: Setting, optimiser: str, most: float):
-    fleet = Fleet(setting, LR, 4, optimiser)
-    alone = [Replica(setting, LR, optimiser=optimiser) for _ in range(4)]
+@pytest.mark.parametrize(("optimizer", "most"), [("adamw", 1e-3), ("muon", 1e-2)])  # Muon's iterations are in bf16
+def test_a_fleet_steps_as_its_peers_would_alone(setting: Setting, optimizer: str, most: float):
+    fleet = Fleet(setting, LR, 4, optimizer)
+    alone = [Replica(setting, LR, optimizer=optimizer) for _ in range(4)]
     start = fleet.row(0).clone()
     for number in range(5):
         windows = setting.global_batch(number)
@@ -254,7 +254,7 @@ def test_the_goals_are_judged_by_the_rows():
         _measured("DiLoCo, H 30, better", "diloco", 3.1, full / 15, h=30, momentum=0.5),
         _measured("cheap", "cairn", 3.02, full / 1000),
         _measured("dear", "cairn", 3.0, full / 100),
-        _measured("data-parallel Muon", "synchronous", 2.8, full, optimiser="muon"),
+        _measured("data-parallel Muon", "synchronous", 2.8, full, optimizer="muon"),
         _measured("cheap Muon", "cairn", 2.95, full / 1000, inner="muon"),
     ]
     goals = judged(found, profile, parameters, {"hivemind Optimizer, fp16": 100.0})

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.convergence import over_wan, rival_hivemind
 from benchmarks.convergence.hivemind_job import Job
 from benchmarks.convergence.rival_hivemind import judge_sketches
-from benchmarks.convergence.wan_hosts import Wire, kind_of
+from benchmarks.convergence.wan_hosts import Wire, claimed_kind
 
 STEPS, PEERS = 5, 4
 
@@ -77,9 +77,9 @@ def test_a_job_is_read_as_it_was_written(tmp_path: Path):
 
 
 def test_processes_are_told_apart_and_bytes_are_counted_between_two_looks():
-    assert kind_of("/usr/bin/python -m peer.training --fd 5 --parent 7") == "trainer"
-    assert kind_of("/site-packages/hivemind/hivemind_cli/p2pd -listen=/unix/x") == "daemon"
-    assert kind_of("/usr/bin/python -m cairn peer join INVITE") == "node"
+    assert claimed_kind("/usr/bin/python -m peer.training --fd 5 --parent 7") == "trainer"
+    assert claimed_kind("/site-packages/hivemind/hivemind_cli/p2pd -listen=/unix/x") == "daemon"
+    assert claimed_kind("/usr/bin/python -m cairn peer join INVITE") == "node"
     assert Wire(10, 7) - Wire(4, 2) == Wire(6, 5)
 
 

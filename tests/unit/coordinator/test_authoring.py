@@ -85,7 +85,7 @@ def test_a_resolved_run_is_signed_and_every_blob_that_it_names_is_there(write, t
 
 
 def test_the_genesis_is_the_models_seeded_state_and_loads_as_safetensors(write, tmp_path):
-    plain = write((r"\[round\]", '[outer]\noptimiser = "plain"\n[round]'))
+    plain = write((r"\[round\]", '[outer]\noptimizer = "plain"\n[round]'))
     run = resolve(load_run(plain), tmp_path / "work", OWNER)
     model = build_model(run.spec.model.config, seed=99)
     layout = model_layout(model)
@@ -109,8 +109,8 @@ def test_the_data_of_a_resolved_run_can_be_read_and_is_what_the_model_expects(wr
     assert WindowReader(run.spec.data, run.blobs, part="validation").total > 0
 
 
-def test_an_outer_optimiser_with_momentum_has_it_in_the_genesis(write, tmp_path):
-    run = resolve(load_run(write((r"\[round\]", '[outer]\noptimiser = "nesterov"\n[round]'))), tmp_path / "work", OWNER)
+def test_an_outer_optimizer_with_momentum_has_it_in_the_genesis(write, tmp_path):
+    run = resolve(load_run(write((r"\[round\]", '[outer]\noptimizer = "nesterov"\n[round]'))), tmp_path / "work", OWNER)
     layout = state_layout(run.spec.model.layout, run.spec.outer)
     tensors = tensors_from_checkpoint(layout, run.blobs[run.spec.genesis.name].read_bytes())
     momentum = [t for n, t in tensors.items() if n.startswith(MOMENTUM)]
@@ -125,24 +125,24 @@ def test_resolving_again_gives_the_same_run_and_the_same_in_another_folder(write
 
 
 @pytest.mark.parametrize(
-    ("tables", "optimiser", "lr", "momentum"),
+    ("tables", "optimizer", "lr", "momentum"),
     [
         ("", "nesterov", 1.0, 0.5),
         ('[codec]\nkind = "sparse"\n', "plain", 1.0, 0.9),
-        ('[codec]\nkind = "sparse"\n[outer]\noptimiser = "nesterov"\n', "nesterov", 1.0, 0.9),
-        ('[outer]\noptimiser = "plain"\n', "plain", 1.8, 0.9),
-        ('[outer]\noptimiser = "plain"\nlr = 0.5\n', "plain", 0.5, 0.9),
+        ('[codec]\nkind = "sparse"\n[outer]\noptimizer = "nesterov"\n', "nesterov", 1.0, 0.9),
+        ('[outer]\noptimizer = "plain"\n', "plain", 1.8, 0.9),
+        ('[outer]\noptimizer = "plain"\nlr = 0.5\n', "plain", 0.5, 0.9),
         ("[outer]\nlr = 0.5\nmomentum = 0.25\n", "nesterov", 0.5, 0.25),
     ],
 )
-def test_what_is_left_out_of_the_outer_step_follows_the_codec(write, tables, optimiser, lr, momentum):
+def test_what_is_left_out_of_the_outer_step_follows_the_codec(write, tables, optimizer, lr, momentum):
     outer = load_run(write((r"\[round\]", f"{tables}[round]"))).outer
-    assert (outer.optimiser, outer.lr, outer.momentum) == (optimiser, lr, momentum)
+    assert (outer.optimizer, outer.lr, outer.momentum) == (optimizer, lr, momentum)
 
 
 def test_comments_and_spelled_out_defaults_change_nothing(write, tmp_path):
     first = resolve(load_run(write()), tmp_path / "work", OWNER)
-    spelled_out = '[codec]\nkind = "sign"\n[outer]\noptimiser = "nesterov"\nlr = 1.0\nmomentum = 0.5\n[round]'
+    spelled_out = '[codec]\nkind = "sign"\n[outer]\noptimizer = "nesterov"\nlr = 1.0\nmomentum = 0.5\n[round]'
     again = write((r"lr = 0\.002", "lr = 2e-3  # as before"), (r"\[round\]", spelled_out))
     assert resolve(load_run(again), tmp_path / "work", OWNER) == first
 

@@ -61,7 +61,7 @@ vocabulary = 300
 [inner.schedule]
 kind = "constant"
 [outer]
-optimiser = "nesterov"
+optimizer = "nesterov"
 [round]
 target_tokens = 4_000
 [checkpoint]

@@ -308,7 +308,7 @@ def test_every_plan_fills_a_valid_run_file(tmp_path_factory: pytest.TempPathFact
     table = llama_of(inputs.parameters, inputs.window)
     path.write_text(fill(p, table, table["vocab_size"], "A note."))
     run_file = load_run(path)
-    assert run_file.codec == p.setting.codec and run_file.inner.optimiser == measurements.INNER.value
+    assert run_file.codec == p.setting.codec and run_file.inner.optimizer == measurements.INNER.value
     assert run_file.outer == p.setting.outer
     assert run_file.round.target_tokens == p.target_tokens and run_file.run.total_tokens == inputs.total
     assert run_file.round.exchange_seconds >= min(p.cost.exchange_seconds, 7 * 86_400)
@@ -394,7 +394,7 @@ def test_a_plan_says_what_to_write_why_and_what_it_costs():
     said = cairn("plan", "--peers", "4", "--uplink", "400").stdout
     for word in (
         "codec.kind",
-        "inner.optimiser",
+        "inner.optimizer",
         "round.target_tokens",
         measurements.SOURCE,
         "assumed: 40%",

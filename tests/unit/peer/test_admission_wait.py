@@ -13,7 +13,7 @@ from peer.coordinator_client import CoordinatorRefused, CoordinatorUnreachable, 
 from peer.node import admission_wait
 from peer.node.admission_wait import wait_until_admitted
 from peer.node.builder import build_node
-from peer.node.membership import Membership
+from peer.node.enrollment import Enrollment
 from peer.node.network import Network
 from peer.node.node import Node
 from peer.node.options import NodeOptions
@@ -71,10 +71,10 @@ def newcomer(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(admission_wait, "RETRY_SECONDS", 0.05)
     with Store(tmp_path / "store", 1 << 30) as store:
         client: Any = Away()
-        yield Membership(ME, SPEC, MessageDecoder(SPEC.run_id, OWNER.key), store, client, "me", b"")
+        yield Enrollment(ME, SPEC, MessageDecoder(SPEC.run_id, OWNER.key), store, client, "me", b"")
 
 
-async def asked(newcomer: Membership, times: int) -> None:
+async def asked(newcomer: Enrollment, times: int) -> None:
     """Wait until the coordinator has been asked this number of times."""
     client: Any = newcomer.client
     await until(lambda: client.asked >= times, f"the coordinator is asked {times} times")

@@ -13,8 +13,8 @@ import pytest
 from cairn.commands.invite import renewed_invite
 from peer.node import coordinator_discovery as module
 from peer.node.coordinator_discovery import COORDINATOR_ADDRESS, SPEC, CoordinatorLocator
-from peer.node.inbox import MAX_ADDRESS_RECORDS, Inbox
-from peer.node.membership import OWN_ADDRESSES, Membership, run_folder
+from peer.node.enrollment import OWN_ADDRESSES, Enrollment, run_folder
+from peer.node.packet_decoder import MAX_ADDRESS_RECORDS, PacketDecoder
 from peer.store import Store, StoreFull
 from peer.swarm import anonymous
 from protocol.coordinator_address import CoordinatorAddress, sign_coordinator_address
@@ -93,7 +93,7 @@ def test_anybody_is_told_of_this_run_and_nobody_of_another(store):
 
 def test_in_a_packet_a_flood_of_words_is_not_looked_at_and_the_rest_of_it_is(store, caplog):
     locator = CoordinatorLocator(store, RUN)
-    inbox = Inbox(decoder(), locator)
+    inbox = PacketDecoder(decoder(), locator)
     flood = [word(i).encoded for i in range(1, 50)]
     packet = wire.Packet(messages=[*flood, HEADERS[1].encoded])
     assert sum(e is not None for e in inbox.packet(PEERS[1].key, packet, 1e9)) == 1
@@ -224,7 +224,7 @@ def test_a_member_prints_an_invite_with_where_the_coordinator_is_and_itself_firs
     with Store(run_folder(tmp_path, RUN.run_id) / "store", 1 << 30) as store:
         store.write_value(SPEC, SENT)
         assert Invite.parse(renewed_invite(str(old), tmp_path)) == old
-        m = Membership(identity("me"), RUN, decoder(), store, None, "me", b"")
+        m = Enrollment(identity("me"), RUN, decoder(), store, None, "me", b"")
         m.learn(
             [f"/ip4/2.2.2.2/tcp/{i}/p2p/{name}" for name in "BCD" for i in (1, 2)], own=["/ip4/3.3.3.3/tcp/1/p2p/ME"]
         )

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from peer.channel import Orders
 from peer.channel.messages import from_line, to_line
-from peer.node.certificate_store import CertificateStore
+from peer.node.chain_store import ChainStore
 from peer.node.directive_handler import DirectiveHandler, describe
 from peer.node.trainer_files import remove_outdated_state, saved_epoch, store_epoch
 from peer.store import Store
@@ -89,13 +89,13 @@ def test_a_restart_leaves_out_the_rounds_that_were_rolled_back(tmp_path, monkeyp
     decoder = MessageDecoder(SPEC.run_id, SPEC.owner_key)
     limits = ChainLimits(1000, 16)
     with Store(tmp_path, 10**9) as store:
-        log = CertificateStore(store, decoder, SPEC, limits)
+        log = ChainStore(store, decoder, SPEC, limits)
         for certificate in chain.certificates:
             log.store(certificate)
         back = Rollback(1, chain.certificates[2].digest, Round(3), SPEC.genesis.name)
         word = KeySigner(OWNER).sign(Directive(SPEC.run_id, 1, rollback=back))
         log.store_directive(word)
-        loaded = CertificateStore(store, decoder, SPEC, limits).chain
+        loaded = ChainStore(store, decoder, SPEC, limits).chain
         assert loaded.head == back.record and loaded.newest_directive == word and len(loaded) == 3
 
 

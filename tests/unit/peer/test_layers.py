@@ -61,7 +61,7 @@ def backend(monkeypatch) -> Backend:
 def inner(options: LayerOptions, **more) -> tuple[InnerOptimizer, Heard]:
     heard = Heard()
     model = build_model(plain_config(TINY_LLAMA), seed=3)
-    spec = InnerSpec(batch=BATCH, optimiser="adamw", schedule=Schedule(kind="constant"))
+    spec = InnerSpec(batch=BATCH, optimizer="adamw", schedule=Schedule(kind="constant"))
     return InnerOptimizer(spec, model, CPU, layers=options, report=heard, **more), heard
 
 
@@ -161,7 +161,7 @@ def test_layers_compiled_before_torch_failed_are_computed_again_compiled(monkeyp
         model = build_model(plain_config(TINY_LLAMA), seed=3)
         wide = build_model(plain_config(TINY_LLAMA | {"intermediate_size": 96}), seed=4)
         model.model.layers[1].mlp = wide.model.layers[1].mlp
-        spec = InnerSpec(batch=BATCH, optimiser="adamw", schedule=Schedule(kind="constant"))
+        spec = InnerSpec(batch=BATCH, optimizer="adamw", schedule=Schedule(kind="constant"))
         return InnerOptimizer(spec, model, CPU, layers=options)
 
     monkeypatch.setattr(layers_module, "BACKEND", compiler)

@@ -11,7 +11,7 @@ import pytest
 from peer.node import node as node_module
 from peer.node import status_reporter, trainer_client
 from peer.node.builder import build_node
-from peer.node.membership import Membership
+from peer.node.enrollment import Enrollment
 from peer.node.network import Network
 from peer.node.node import Node
 from peer.node.options import NodeOptions
@@ -46,7 +46,7 @@ def folder(tmp_path: Path, monkeypatch) -> Path:
 
 def node(folder: Path, store: Store, *, observer: bool = True) -> Node:
     decoder = MessageDecoder(SPEC.run_id, OWNER.key)
-    membership = Membership(identity("me"), SPEC, decoder, store, None, "me", b"")
+    membership = Enrollment(identity("me"), SPEC, decoder, store, None, "me", b"")
     return build_node(membership, NodeOptions(folder, observer=observer))
 
 

@@ -17,9 +17,9 @@ from peer.coordinator_client import (
     WrongCoordinator,
 )
 from peer.errors import PeerError
-from peer.node import membership as membership_module
+from peer.node import enrollment as membership_module
 from peer.node.coordinator_discovery import SPEC, DiscoveredRun
-from peer.node.membership import ADMISSION, Membership, known_addresses
+from peer.node.enrollment import ADMISSION, Enrollment, known_addresses
 from peer.store import Store, StoreFull
 from protocol.coordinator_address import CoordinatorAddress, sign_coordinator_address
 from protocol.errors import CairnError
@@ -82,8 +82,8 @@ def client(monkeypatch) -> Client:
     return c
 
 
-async def enter(store: Store, tmp_path: Path) -> Membership:
-    return await Membership.enter(INVITE, tmp_path, store, name="me")
+async def enter(store: Store, tmp_path: Path) -> Enrollment:
+    return await Enrollment.enter(INVITE, tmp_path, store, name="me")
 
 
 async def nobody() -> None:
@@ -233,7 +233,7 @@ def found(coordinator_address=None) -> DiscoveredRun:
 
 async def test_with_an_old_invite_members_say_where_the_coordinator_is_and_it_admits(store, client, members, tmp_path):
     client.run, client.found = AWAY, found(word())
-    m = await Membership.enter(INVITE, tmp_path, store, name="me", via=["/ip4/6.6.6.6/tcp/6"])
+    m = await Enrollment.enter(INVITE, tmp_path, store, name="me", via=["/ip4/6.6.6.6/tcp/6"])
     assert members == [["/ip4/6.6.6.6/tcp/6", "/ip4/1.1.1.1/tcp/1"]]
     assert client.places[0] == word().body and m.hours_left > 23
     assert m.locator.newest == word() and {"/ip4/5.5.5.5/tcp/5", "/ip4/2.2.2.2/tcp/2"} <= set(m.addresses)

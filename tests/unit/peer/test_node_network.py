@@ -14,11 +14,11 @@ import pytest
 from peer.node import introducer as introducer_module
 from peer.node import network as network_module
 from peer.node import outbox as outbox_module
-from peer.node.inbox import MAX_REFUSALS, Inbox
 from peer.node.introducer import Introducer
 from peer.node.message_relay import FORWARDED_PER_BEAT
 from peer.node.network import SEARCHED_FOR, Network
 from peer.node.outbox import MAX_WAITING, Outbox
+from peer.node.packet_decoder import MAX_REFUSALS, PacketDecoder
 from peer.node.peer_table import MAX_OBSERVERS
 from peer.node.round_timings import ExchangeTimes, RoundTimes, RoundTimings
 from peer.node.tasks import Tasks
@@ -149,7 +149,7 @@ async def test_a_packet_has_a_size(monkeypatch):
 
 
 def test_good_messages_come_through_and_the_bad_ones_between_them_are_refused_by_name(caplog):
-    inbox = Inbox(decoder())
+    inbox = PacketDecoder(decoder())
     forged = HEADERS[2].encoded[:-1] + bytes([HEADERS[2].encoded[-1] ^ 1])
     packet = wire.Packet(messages=[HEADERS[1].encoded, forged, b"rubbish", HEADERS[3].encoded])
     packet.certificates.append(encode_certificate(CERTIFICATE))
@@ -160,7 +160,7 @@ def test_good_messages_come_through_and_the_bad_ones_between_them_are_refused_by
 
 
 def test_what_does_not_belong_in_the_swarm_is_refused():
-    inbox = Inbox(decoder())
+    inbox = PacketDecoder(decoder())
     with pytest.raises(MalformedError, match="does not belong"):
         inbox.message(admission(SPEC, PEERS[1]).encoded, 0.0)
     with pytest.raises(MalformedError):
@@ -168,7 +168,7 @@ def test_what_does_not_belong_in_the_swarm_is_refused():
 
 
 def test_an_admission_that_has_ended_is_refused_and_the_same_refusal_is_not_news_each_second(caplog):
-    inbox = Inbox(decoder())
+    inbox = PacketDecoder(decoder())
     late = 2.0**33 + 601
     for i in range(50):
         packet = wire.Packet(messages=[heartbeat(PEERS[1], sequence=i).encoded])
@@ -178,14 +178,14 @@ def test_an_admission_that_has_ended_is_refused_and_the_same_refusal_is_not_news
 
 
 def test_refusals_remembered_are_bounded():
-    inbox = Inbox(decoder())
+    inbox = PacketDecoder(decoder())
     for i in range(MAX_REFUSALS + 50):
         list(inbox.packet(identity(i).key, wire.Packet(messages=[b"rubbish"]), 0.0))
     assert len(inbox.refused) == MAX_REFUSALS
 
 
 async def test_a_chain_reply_is_taken_whole_or_not_at_all():
-    inbox = Inbox(decoder())
+    inbox = PacketDecoder(decoder())
     good = encode_certificate(CERTIFICATE)
     heard = await inbox.chain(A, wire.ChainReply(certificates=[good], more=True))
     assert [c.record.digest for c in heard.certificates] == [CERTIFICATE.record.digest] and heard.more
@@ -196,7 +196,7 @@ async def test_a_chain_reply_is_taken_whole_or_not_at_all():
 
 
 def test_what_was_refused_takes_its_turn_too_and_a_heartbeat_that_came_before_is_no_news():
-    inbox = Inbox(decoder())
+    inbox = PacketDecoder(decoder())
     beat = heartbeat(PEERS[1])
     found = list(
         inbox.packet(A, wire.Packet(messages=[b"rubbish", beat.encoded, beat.encoded, HEADERS[1].encoded] * 2), 1e9)
@@ -287,7 +287,7 @@ class World:
             self.packets.append((sender, packet))
 
         nothing = cast(Any, None)
-        await self.network.start(Handlers(on_packet=on_packet, on_chain_request=nothing, may_serve=nothing))
+        await self.network.start(Handlers(on_packet=on_packet, on_chain_request=nothing, serve_refusal=nothing))
 
 
 async def world(me=PEERS[0], banned: Collection[PeerKey] = (), spec: Any = SPEC) -> World:

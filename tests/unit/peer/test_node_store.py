@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from peer.node import certificate_store as module
+from peer.node import chain_store as module
 from peer.node.blob_retention import BlobRetention
-from peer.node.certificate_store import CertificateStore
+from peer.node.chain_store import ChainStore
 from peer.node.options import NodeOptions
 from peer.node.snapshot import FILE, Snapshot, read_snapshot, write_snapshot
 from peer.node.trainer_files import start_message
@@ -87,8 +87,8 @@ async def test_only_the_newest_states_that_no_record_names_stay_and_an_update_th
 # -- the chain between disk and memory ------------------------------------------------------------------------
 
 
-def log_over(store: Store, limits: ChainLimits = LIMITS) -> CertificateStore:
-    return CertificateStore(store, MessageDecoder(SPEC.run_id, OWNER.key), SPEC, limits)
+def log_over(store: Store, limits: ChainLimits = LIMITS) -> ChainStore:
+    return ChainStore(store, MessageDecoder(SPEC.run_id, OWNER.key), SPEC, limits)
 
 
 def test_what_was_kept_is_there_after_a_restart_with_its_final(store):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cairn.swarm_view import ObserverView
 from coordinator.checkpoints.archive import Archive
 from coordinator.service import Coordinator, CoordinatorConfig
-from peer.node.membership import Membership
+from peer.node.enrollment import Enrollment
 from peer.node.node import Node
 from peer.node.options import NodeOptions
 from peer.store import Store
@@ -27,7 +27,7 @@ def observer(world: NodeWorld) -> Node:
     decoder = MessageDecoder(world.spec.run_id, OWNER.key)
     ways_in = [address_of(world.key(n)) for n in world.nodes]
     me = identity("observer")
-    membership = Membership(me, world.spec, decoder, store, None, "coordinator", b"", ways_in)
+    membership = Enrollment(me, world.spec, decoder, store, None, "coordinator", b"", ways_in)
     node = world.build(membership, NodeOptions(home, observer=True))
     world.run("observer", node, store)
     return node

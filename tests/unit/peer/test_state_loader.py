@@ -12,16 +12,16 @@ import pytest
 
 from peer.channel import Apply, Load
 from peer.errors import PeerError, TrainerDied
+from peer.node.round_blob_fetcher import RoundBlobFetcher
 from peer.node.state_loader import StateLoader
 from peer.node.tasks import Tasks
-from peer.node.update_fetcher import UpdateFetcher
 from peer.store import BlobCorrupt, BlobMissing, Store, StoreFull
 from protocol.chain import genesis_digest
 from protocol.errors import CodecError
 from protocol.ids import Digest, PeerKey, Round
 from protocol.messages import Rollback
-from protocol.rounds.actions import ApplyRecord, Resync
-from protocol.rounds.events import MoveFailed
+from protocol.rounds.actions import ApplyRecord, SyncState
+from protocol.rounds.events import SyncFailed
 from protocol.rounds.policy import RoundPolicy
 from protocol.rounds.retention import starts
 from tests.support.coordinator_fakes import ChainMaker, make_spec, peer, state
@@ -83,7 +83,7 @@ class World:
         self.fetched: list[Digest] = []
         self.asked: list[Any] = []
         self.forgotten: list[Digest] = []
-        self.failed: list[MoveFailed] = []
+        self.failed: list[SyncFailed] = []
         self.error: Exception | None = None
         self.gate: asyncio.Event | None = None
         self.sent = asyncio.Event()
@@ -91,7 +91,7 @@ class World:
         self.missing: set[Digest] = set()
         self.states = StateLoader(
             self.spec, peer(1).key, cast(Any, self.store), cast(Any, Memory(self.chain)), self,
-            cast(UpdateFetcher, self), cast(Any, self), post=self._failed,
+            cast(RoundBlobFetcher, self), cast(Any, self), post=self._failed,
         )  # fmt: skip
 
     def everyone(self) -> list[PeerKey]:
@@ -106,7 +106,7 @@ class World:
         self.asked.append(message)
         self.sent.set()
 
-    def _failed(self, event: MoveFailed) -> None:
+    def _failed(self, event: SyncFailed) -> None:
         self.failed.append(event)
         self.sent.set()
 
@@ -130,9 +130,9 @@ class World:
     def forget(self, blobs) -> None:
         self.forgotten.extend(blobs)
 
-    def resync(self, rounds: int, **how) -> Resync:
+    def resync(self, rounds: int, **how) -> SyncState:
         path = tuple(self.chain.certificates[:rounds])
-        return Resync(path, how.get("missed", ()), 7, 70, starts=starts(RoundPolicy.of(self.spec), path))
+        return SyncState(path, how.get("missed", ()), 7, 70, starts=starts(RoundPolicy.of(self.spec), path))
 
     async def next(self) -> None:
         await ended(self.sent.wait())
@@ -156,7 +156,7 @@ async def world(rounds: int = 12):
 async def test_the_run_begins_with_the_genesis():
     async with world() as (w, _):
         w.offered.add(w.spec.genesis.name)
-        w.states.resync(Resync((), (), 0, 0))
+        w.states.resync(SyncState((), (), 0, 0))
         await w.next()
         (load,) = w.asked
         assert isinstance(load, Load) and load.replay == () and load.write_checkpoint is None
@@ -170,12 +170,12 @@ async def test_a_run_that_was_rolled_back_goes_on_from_the_state_that_the_owner_
         record = w.chain.certificates[4].digest
         back = Rollback(1, record, Round(5), state(5))
         w.offered.add(state(5))
-        w.states.resync(Resync((), (), 7, 70, start=back))
+        w.states.resync(SyncState((), (), 7, 70, start=back))
         await w.next()
         (load,) = w.asked
         assert isinstance(load, Load) and load.replay == () and w.fetched == [state(5)]
         assert (load.record, load.base_state, load.round) == (record, state(5), 5)
-        w.states.resync(Resync((), (), 7, 70, start=replace(back, state=state(6))))
+        w.states.resync(SyncState((), (), 7, 70, start=replace(back, state=state(6))))
         await w.next()
         assert [f.record for f in w.failed] == [record]
 
@@ -369,7 +369,7 @@ async def test_an_update_that_the_own_disk_damaged_is_fetched_again_and_its_auth
                 fetched.append(blob)
                 assert store.put(good) == blob
 
-        updates = UpdateFetcher(
+        updates = RoundBlobFetcher(
             store, cast(Any, Source()), cast(Any, Codec()),
             deadline_seconds=5.0, post=answers.append, tasks=Tasks(),
         )  # fmt: skip

@@ -39,7 +39,7 @@ class Member:
         self.key = Identity(bytes([n]) * 32).key
         self.store = Store(folder / str(n), 1 << 40)
         self.packets: list[tuple[PeerKey, wire.Packet]] = []
-        self.may_serve: Callable[[Digest, PeerKey], str | None] = lambda blob, by: None
+        self.serve_refusal: Callable[[Digest, PeerKey], str | None] = lambda blob, by: None
         self.requested: list[tuple[Digest, PeerKey]] = []
         self.swarm: Swarm
         self.transport = network.host(self.key, limiter=RateLimiter(CallLimits(calls_per_second=20)))
@@ -48,7 +48,7 @@ class Member:
         handlers = Handlers(
             on_packet=lambda sender, packet: self.packets.append((sender, packet)),
             on_chain_request=lambda sender, request: wire.ChainReply(certificates=list(request.locator)),
-            may_serve=lambda blob, by: self.may_serve(blob, by),
+            serve_refusal=lambda blob, by: self.serve_refusal(blob, by),
             on_blob_requested=lambda blob, by: self.requested.append((blob, by)),
         )
         self.swarm = await Swarm.over(
@@ -95,7 +95,7 @@ async def test_blobs_are_fetched_and_requests_that_were_admitted_are_noted(three
     a, b, c = three
     data = bytes(range(256)) * (6 * CHUNK // 256)
     blob = a.store.put(data)
-    a.may_serve = lambda blob, by: None if by == b.key else "not announced"
+    a.serve_refusal = lambda blob, by: None if by == b.key else "not announced"
     with pytest.raises(BlobFetchError, match="not announced"):
         await c.swarm.fetch_blob(blob, len(data), [a.key], deadline_seconds=0.3)
     assert not a.requested
@@ -110,7 +110,7 @@ async def test_a_swarm_that_stops_ends_its_fetches_and_begins_no_other(three: li
     a, b, _ = three
     data = bytes(6 * CHUNK)
     blob = a.store.put(data)
-    a.may_serve = lambda blob, by: "not announced"
+    a.serve_refusal = lambda blob, by: "not announced"
     errors: list[Exception] = []
 
     async def fetch_until_stopped() -> None:

@@ -65,9 +65,9 @@ def dense(peer: OuterState, blob: bytes) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("spec", CODECS, ids=lambda s: f"{s.kind}-{s.k}")
-@pytest.mark.parametrize("optimiser", ["plain", "nesterov"])
-def test_peers_that_apply_the_same_rounds_hold_the_same_bits_whatever_they_learn(spec, optimiser):
-    outer = OuterSpec(optimiser=optimiser, lr=0.7)
+@pytest.mark.parametrize("optimizer", ["plain", "nesterov"])
+def test_peers_that_apply_the_same_rounds_hold_the_same_bits_whatever_they_learn(spec, optimizer):
+    outer = OuterSpec(optimizer=optimizer, lr=0.7)
     peers = [side(spec, beta=0.95, outer=outer) for _ in range(3)]
     for r in range(4):
         blobs = []

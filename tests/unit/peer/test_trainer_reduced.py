@@ -102,7 +102,7 @@ def announced(world: World, name: str, saved: bool = False) -> tuple[Trainer, Up
 
 
 @pytest.mark.parametrize("codec", [CodecSpec(), CodecSpec(kind="sparse", k=256)], ids=lambda c: c.kind)
-@pytest.mark.parametrize("outer", [OuterSpec(), OuterSpec(optimiser="nesterov", lr=0.7)], ids=["plain", "nesterov"])
+@pytest.mark.parametrize("outer", [OuterSpec(), OuterSpec(optimizer="nesterov", lr=0.7)], ids=["plain", "nesterov"])
 def test_peers_of_reduced_rounds_agree_on_every_bit_the_loss_falls_and_a_newcomer_replays_them(tmp_path, codec, outer):
     world = World.make(tmp_path, codec=codec, outer=outer)
     peers = {n: loaded(world, n) for n in (1, 2)}

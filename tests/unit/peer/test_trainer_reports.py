@@ -281,10 +281,10 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
-def test_a_step_reads_nothing_from_the_device_but_its_loss_and_norm(optimiser, kind):
-    spec = InnerSpec(lr=1e-3, batch=80, optimiser=optimiser, schedule=Schedule(kind="constant"))
+def test_a_step_reads_nothing_from_the_device_but_its_loss_and_norm(optimizer, kind):
+    spec = InnerSpec(lr=1e-3, batch=80, optimizer=optimizer, schedule=Schedule(kind="constant"))
     inner = InnerOptimizer(spec, build_model(TINY_LLAMA | {"model_type": kind}), CPU)
     windows = torch.randint(0, 256, (80, 17))  # three pieces
 

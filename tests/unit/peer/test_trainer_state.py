@@ -39,7 +39,7 @@ def test_nothing_is_trained_before_a_state_is_loaded(world):
         apply(trainer, Apply(accepted_round(0), (), 0, 0))
 
 
-@pytest.mark.parametrize("outer", [OuterSpec(), OuterSpec(optimiser="nesterov", lr=0.7)], ids=["plain", "nesterov"])
+@pytest.mark.parametrize("outer", [OuterSpec(), OuterSpec(optimizer="nesterov", lr=0.7)], ids=["plain", "nesterov"])
 def test_two_peers_train_together_agree_on_every_bit_and_the_loss_falls(tmp_path, outer):
     world = World.make(tmp_path, outer=outer)
     peers = {n: loaded(world, n) for n in (1, 2)}
@@ -283,7 +283,7 @@ def test_the_learning_rate_follows_what_the_chain_accepted(tmp_path):
 
 
 def test_muon_steps_hidden_matrices_and_adamw_all_else(tmp_path):
-    trainer = loaded(World.make(tmp_path, optimiser="muon"))
+    trainer = loaded(World.make(tmp_path, optimizer="muon"))
     train(trainer, 1)
     _, moments = trainer.backend.inner.moments()
     layer = "model.layers.0."
@@ -333,9 +333,9 @@ def test_a_device_that_is_not_there_is_one_clear_error(world, device):
 # -- restarts ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
-def test_a_restart_goes_on_where_it_was_with_all_that_was_learnt(tmp_path, optimiser):
-    world = World.make(tmp_path, optimiser=optimiser)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_restart_goes_on_where_it_was_with_all_that_was_learnt(tmp_path, optimizer):
+    world = World.make(tmp_path, optimizer=optimizer)
     before = loaded(world)
     train(before, 3)
     made = update(before, world.folder / "u")
@@ -351,11 +351,11 @@ def test_a_restart_goes_on_where_it_was_with_all_that_was_learnt(tmp_path, optim
     taken, moments = after.backend.inner.moments()
     assert taken == before.backend.inner.moments()[0] == 5
     same(moments, before.backend.inner.moments()[1], atol=0)
-    assert any(m.startswith("momentum_buffer/") for m in moments) is (optimiser == "muon")
+    assert any(m.startswith("momentum_buffer/") for m in moments) is (optimizer == "muon")
     train(before, 2)
     train(after, 2)
     same(
-        after.backend.outer.local, before.backend.outer.local, atol=1e-5 if optimiser == "adamw" else 2e-4
+        after.backend.outer.local, before.backend.outer.local, atol=1e-5 if optimizer == "adamw" else 2e-4
     )  # Muon computes in bf16
     assert update(after, world.folder / "a").end_window == update(before, world.folder / "b").end_window == 7 * BATCH
 

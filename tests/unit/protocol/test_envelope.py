@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.envelope import MAX_ENVELOPE, author_of, content_digest, kind_of, open_envelope, pae, seal
+from protocol.envelope import MAX_ENVELOPE, claimed_author, claimed_kind, content_digest, open_envelope, pae, seal
 from protocol.errors import MalformedError, ProtocolError, SignatureError
 from protocol.wire import swarm_pb2 as wire
 from tests.support.specs import identity
@@ -23,7 +23,7 @@ def test_what_was_sealed_opens_as_it_was(kind: str, payload: bytes):
     assert opened == sealed
     assert (opened.kind, opened.author, opened.payload) == (kind, SIGNER.key, payload)
     assert opened.digest == sealed.digest == content_digest(kind, SIGNER.key, payload)
-    assert kind_of(sealed.encoded) == kind and author_of(sealed.encoded) == SIGNER.key
+    assert claimed_kind(sealed.encoded) == kind and claimed_author(sealed.encoded) == SIGNER.key
     assert open_envelope(memoryview(sealed.encoded), kind) == sealed  # type: ignore[arg-type]
 
 
@@ -121,8 +121,8 @@ def test_an_oversized_envelope_is_refused_before_it_is_parsed():
     assert open_envelope(sent, "vote", limit=len(sent)).payload == b"x" * 1000
     for refused in (
         open_envelope,
-        lambda s, _, limit: kind_of(s, limit=limit),
-        lambda s, _, limit: author_of(s, limit=limit),
+        lambda s, _, limit: claimed_kind(s, limit=limit),
+        lambda s, _, limit: claimed_author(s, limit=limit),
     ):
         with pytest.raises(MalformedError, match="at most"):
             refused(sent, "vote", limit=len(sent) - 1)
@@ -131,7 +131,7 @@ def test_an_oversized_envelope_is_refused_before_it_is_parsed():
 
 
 def test_text_that_is_not_utf8_is_malformed():
-    for open_ in (lambda s: open_envelope(s, "vote"), kind_of, author_of):
+    for open_ in (lambda s: open_envelope(s, "vote"), claimed_kind, claimed_author):
         with pytest.raises(MalformedError):
             open_(_field(1, b"\xff\xfe"))
 
@@ -145,7 +145,7 @@ def test_deeply_nested_unknown_fields_are_malformed():
 def test_rubbish_is_an_error_of_the_protocol(sent: bytes):
     with pytest.raises(ProtocolError):
         open_envelope(sent, "vote")
-    for look in (kind_of, author_of):
+    for look in (claimed_kind, claimed_author):
         try:
             look(sent)
         except MalformedError:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import IdentityError, SignatureError
-from protocol.identity import Identity, from_key_file, to_key_file, verify
+from protocol.identity import Identity, parse_key_file, to_key_file, verify
 from protocol.ids import PeerKey
 from tests.support.specs import identity
 
@@ -87,9 +87,9 @@ def test_no_key_that_is_no_point_on_the_curve_does_harm(raw: bytes):
 
 def test_a_key_file_gives_back_its_identity():
     signer = identity("signer")
-    again = from_key_file(to_key_file(signer))
+    again = parse_key_file(to_key_file(signer))
     assert again.key == signer.key and again.seed == signer.seed
-    assert from_key_file(to_key_file(signer).replace("\n", "\r\n")).key == signer.key
+    assert parse_key_file(to_key_file(signer).replace("\n", "\r\n")).key == signer.key
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_key_file_gives_back_its_identity():
 )
 def test_a_damaged_key_file_says_what_to_do_and_shows_no_secret(text: str):
     with pytest.raises(IdentityError, match="move it away") as caught:
-        from_key_file(text)
+        parse_key_file(text)
     assert identity(1).seed.hex()[:16] not in str(caught.value)
 
 

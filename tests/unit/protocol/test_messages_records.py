@@ -34,8 +34,8 @@ from protocol.messages import (
     Heartbeat,
     RoundRecord,
     ShardAttestation,
+    quorum,
     shards_digest,
-    votes_needed,
 )
 from protocol.wire import swarm_pb2 as wire
 from tests.support.signed import (
@@ -178,7 +178,7 @@ def test_an_impossible_word_on_a_part_is_malformed(changes: dict[str, Any]):
 
 @given(st.integers(1, 10**6))
 def test_a_certificate_needs_more_than_two_thirds_and_no_more(contributors: int):
-    needed = votes_needed(contributors)
+    needed = quorum(contributors)
     assert 3 * needed > 2 * contributors >= 3 * (needed - 1)
     assert needed <= contributors
 

@@ -49,7 +49,7 @@ def plain_apply(state, updates, codec: Codec, outer: OuterSpec) -> None:
         if outer.mean == "senders" and not codec.sends_all:
             total = np.where(weight > 0, total / np.where(weight > 0, weight, f(1)), f(0))
         x = state[tensor.name].view(-1).numpy()
-        if outer.optimiser == "nesterov":
+        if outer.optimizer == "nesterov":
             m = state[MOMENTUM + tensor.name].view(-1).numpy()
             m[:] = m * f(outer.momentum) + total
             total = total + m * f(outer.momentum)
@@ -111,7 +111,7 @@ def test_the_bits_stay_what_they_were_released_as():
                 e = torch.where(e.abs() <= 0.125, torch.sign(e) * 0.5 + (ramp % 2) * 0.25 * e.sign(), 0)
                 assert e.ne(0).sum() == 32
             updates.append(Contribution(key(i), 1 + i, codec.encode({"w": e})))
-        outer = OuterSpec(optimiser="nesterov", lr=0.7)
+        outer = OuterSpec(optimizer="nesterov", lr=0.7)
         state = {"w": ramp * 0.3, MOMENTUM + "w": ramp * 0.7}
         apply(state, updates, codec, outer)
         got[spec.kind] = state_digest(state_layout(layout, outer), state).short
@@ -154,7 +154,7 @@ def test_a_zero_that_fills_up_a_chunk_is_not_sent():
 
 def test_nesterov_is_that_of_pytorch():
     codec = make_codec(CodecSpec(kind="none"), LAYOUT)
-    outer = OuterSpec(optimiser="nesterov", lr=0.7, momentum=0.9)
+    outer = OuterSpec(optimizer="nesterov", lr=0.7, momentum=0.9)
     start = noise(LAYOUT, 7)
     state = {n: t.clone() for n, t in start.items()} | {MOMENTUM + n: torch.zeros_like(t) for n, t in start.items()}
     parameters = {n: torch.nn.Parameter(t.clone()) for n, t in start.items()}
@@ -245,7 +245,7 @@ def test_two_updates_by_one_author_are_refused():
 
 
 def test_what_does_not_belong_to_the_run_is_refused_before_the_state_changes():
-    codec, outer = make_codec(CodecSpec(), LAYOUT), OuterSpec(optimiser="nesterov")
+    codec, outer = make_codec(CodecSpec(), LAYOUT), OuterSpec(optimizer="nesterov")
     updates = contributions(codec, 3)
     other = make_codec(CodecSpec(kind="sparse", k=128), LAYOUT)
     for bad in (updates[2].blob[:-1], bytes(other.encode(noise(LAYOUT)))):
@@ -262,7 +262,7 @@ def test_what_does_not_belong_to_the_run_is_refused_before_the_state_changes():
 def test_a_hostile_scale_never_makes_the_state_infinite():
     """Twenty rounds of the largest values that the decoder lets through, from everyone, amplified by momentum."""
     layout = Layout.of({"w": (4096,)})
-    codec, outer = make_codec(CodecSpec(kind="none"), layout), OuterSpec(optimiser="nesterov", lr=10, momentum=0.99)
+    codec, outer = make_codec(CodecSpec(kind="none"), layout), OuterSpec(optimizer="nesterov", lr=10, momentum=0.99)
     blob = codec.header + (torch.full((4096,), 2.0**30)).numpy().tobytes()
     codec.check(blob)
     state = {"w": torch.zeros(4096), MOMENTUM + "w": torch.zeros(4096)}

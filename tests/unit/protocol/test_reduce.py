@@ -36,7 +36,7 @@ def stepped(reduction: Reduction, sums: list[bytes], outer: OuterSpec, **options
 
 def means(codec: Codec, updates: list[Contribution], outer: OuterSpec) -> dict[str, Tensor]:
     """Return the step of `apply` from a state of zeros."""
-    plain = outer.model_copy(update={"optimiser": "plain", "lr": 1.0})
+    plain = outer.model_copy(update={"optimizer": "plain", "lr": 1.0})
     state = {t.name: torch.zeros(t.shape) for t in codec.layout.tensors}
     apply(state, updates, codec, plain)
     return {name: -value.view(-1) for name, value in state.items()}

@@ -113,7 +113,7 @@ def test_tensors_that_do_not_fit_the_layout_are_refused():
 
 def test_only_nesterov_keeps_momentum_in_the_state():
     assert state_layout(LAYOUT, OuterSpec()) == LAYOUT
-    with_momentum = state_layout(LAYOUT, OuterSpec(optimiser="nesterov"))
+    with_momentum = state_layout(LAYOUT, OuterSpec(optimizer="nesterov"))
     assert with_momentum.without_momentum() == LAYOUT
     assert {t.name for t in with_momentum.tensors} == {p + t.name for t in LAYOUT.tensors for p in ("", MOMENTUM)}
 

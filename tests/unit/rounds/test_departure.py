@@ -13,9 +13,9 @@ from protocol.reduce_plan import GATHER
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from protocol.rounds.departure import MAX_STAY_SECONDS, QUIET_BYTES, QUIET_SECONDS
-from protocol.rounds.gather import Gather
+from protocol.rounds.gathered_exchange import GatheredExchange
 from protocol.rounds.policy import LocalStatus
-from protocol.rounds.reduce import Reduce
+from protocol.rounds.reduced_exchange import ReducedExchange
 from tests.simulation.hostile import Withholder
 from tests.simulation.network import Weather
 from tests.simulation.node import Node
@@ -38,10 +38,10 @@ def test_a_leaver_says_goodbye_within_its_time_though_its_round_is_undecided():
     b = undecided()
     b.step(ev.Leave(), 1.0)
     while not b.of(do.Finished):
-        assert not b.said(Goodbye) and b.now < 1.0 + Gather.leave_seconds
+        assert not b.said(Goodbye) and b.now < 1.0 + GatheredExchange.leave_seconds
         b.beat(OTHERS[0], sequence=int(b.now * 1000) + 2)
         b.step(ev.Tick(), b.machine.next_tick)
-    assert b.now == 1.0 + Gather.leave_seconds and b.said(Goodbye) and b.machine.phase == "left"
+    assert b.now == 1.0 + GatheredExchange.leave_seconds and b.said(Goodbye) and b.machine.phase == "left"
 
 
 def completed(*, behind: bool) -> Bench:
@@ -164,7 +164,7 @@ def test_others_receive_the_goodbye_of_a_leaver_whose_round_is_undecided(exchang
     leaver.step(ev.Leave())
     world.clock.at(began + HARD_STOP_SECONDS, leaver.crash)
     world.clock.run_until(began + HARD_STOP_SECONDS - 1.0)
-    assert leaver.done and leaver.finished_at <= began + Reduce.leave_seconds
+    assert leaver.done and leaver.finished_at <= began + ReducedExchange.leave_seconds
     assert leaver.machine.open_round is undecided
     for other in world.nodes[1:]:
         assert leaver.key not in [m.key for m in other.machine.summary(world.clock.now).members]

@@ -54,7 +54,7 @@ def test_it_leaves_when_nobody_knows_a_newer_word_and_at_once_when_it_is_said_ag
     ends = []
     for t in range(1, 40):
         b.step(ev.Tick(), t / 2)
-        if b.of(do.Resync):
+        if b.of(do.SyncState):
             b.step(ev.StateReached(b.chain.genesis, STATE))
         ends += [b.now] * len(b.of(do.RunCompleted if "run_status" in orders else do.Finished))
     assert ends == [POLICY.member_seconds]
@@ -76,10 +76,10 @@ def test_a_move_to_rounds_that_are_rolled_back_is_not_waited_for():
     assert b.of(do.ApplyRecord)[0].certificate == gone
     # The trainer is still at it, or waits for what nobody has any more.
     b.step(ev.MessageReceived(word(1, rollback=Rollback(1, first.digest, Round(1), NEXT))))
-    moves = b.of(do.Resync)
+    moves = b.of(do.SyncState)
     assert [(m.start.record, m.reset) for m in moves] == [(first.digest, True)]
     b.step(ev.StateReached(gone.digest, Digest(sha256(b"late"))))
-    assert not b.of(do.Resync) and b.machine.phase == "syncing"
+    assert not b.of(do.SyncState) and b.machine.phase == "syncing"
     b.step(ev.StateReached(first.digest, NEXT))
     assert b.machine.phase == "training" and b.machine.summary(b.now).round == 1
 

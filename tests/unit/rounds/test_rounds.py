@@ -55,9 +55,9 @@ def test_blobs_are_fetched_after_announcing_and_served_only_to_those_who_announc
     assert not b.of(do.FetchBlob)
     b.announce()
     assert [a.blob for a in b.of(do.FetchBlob)] == [theirs.body.blob]
-    assert b.machine.may_serve(blob_of(ME), OTHERS[0]) is None
-    assert "not announced" in b.machine.may_serve(blob_of(ME), OTHERS[1])
-    assert b.machine.may_serve(Digest(sha256(b"checkpoint")), OTHERS[1]) is None
+    assert b.machine.serve_refusal(blob_of(ME), OTHERS[0]) is None
+    assert "not announced" in b.machine.serve_refusal(blob_of(ME), OTHERS[1])
+    assert b.machine.serve_refusal(Digest(sha256(b"checkpoint")), OTHERS[1]) is None
 
 
 def test_nothing_is_served_to_the_banned():
@@ -65,17 +65,17 @@ def test_nothing_is_served_to_the_banned():
     b.announce()
     b.step(ev.MessageReceived(FakeSigner(OTHERS[9]).sign(Directive(RUN, 1, banned=(OTHERS[0],)))))
     for blob in (blob_of(ME), Digest(sha256(b"checkpoint"))):
-        assert b.machine.may_serve(blob, OTHERS[0]) == "the run's owner has banned you"
-    assert b.machine.may_serve(Digest(sha256(b"checkpoint")), OTHERS[1]) is None
+        assert b.machine.serve_refusal(blob, OTHERS[0]) == "the run's owner has banned you"
+    assert b.machine.serve_refusal(Digest(sha256(b"checkpoint")), OTHERS[1]) is None
     b.step(ev.MessageReceived(FakeSigner(OTHERS[9]).sign(Directive(RUN, 2))))
-    assert b.machine.may_serve(Digest(sha256(b"checkpoint")), OTHERS[0]) is None
+    assert b.machine.serve_refusal(Digest(sha256(b"checkpoint")), OTHERS[0]) is None
 
 
 def test_a_decided_round_is_served_to_anyone():
     b = Bench()
     b.announce()
     b.step(ev.StateReached(b.chain.head, Digest(sha256(b"next"))))
-    assert b.machine.may_serve(blob_of(ME), OTHERS[1]) is None
+    assert b.machine.serve_refusal(blob_of(ME), OTHERS[1]) is None
 
 
 def test_a_vote_is_given_only_when_every_blob_is_held():
@@ -218,7 +218,7 @@ def test_a_missed_update_goes_back_and_returns_when_its_chain_does():
     with_us = certificate(b.record(OTHERS[1], [mine, other]), [ME, OTHERS[1]])
     b.step(ev.CertificateReceived(with_us, OTHERS[1]))
     b.step(ev.BlobHeld(other.body.blob))
-    moves = b.of(do.Resync)
+    moves = b.of(do.SyncState)
     assert moves and moves[0].regained == (blob_of(ME),) and moves[0].missed == () and moves[0].next_window == 25
 
 
@@ -250,7 +250,7 @@ def test_a_drifted_state_is_loud_and_loaded_anew():
         reports += [r.level for r in b.of(do.Notice) if r.kind == "drift"]
     assert reports == ["error"]
     b.step(ev.UpdateReady(b.chain.genesis, 0, 5, 5, blob_of(ME), 9, 1.0))
-    assert b.of(do.Resync) and not b.said(UpdateHeader)
+    assert b.of(do.SyncState) and not b.said(UpdateHeader)
 
 
 def test_a_final_may_cut_off_the_record_that_the_trainer_is_being_moved_to():
@@ -269,21 +269,21 @@ def test_a_final_may_cut_off_the_record_that_the_trainer_is_being_moved_to():
     )
     assert heavy.record.digest not in b.chain
     b.step(ev.StateReached(heavy.record.digest, Digest(sha256(b"cut off"))))
-    assert [a.path[-1] for a in b.of(do.Resync)] == [light]
+    assert [a.path[-1] for a in b.of(do.SyncState)] == [light]
 
 
 def test_a_newcomer_hears_the_others_chain_before_it_loads_a_state():
     b = Bench(ready=False)
     b.machine = RoundMachine(POLICY, RUN, FakeSigner(ME), b.chain, now=0.0, blob_size=9)
     b.actions = b.machine.start(0.0)
-    assert not b.of(do.Resync) and b.said(Heartbeat)[0].phase == "joining"
+    assert not b.of(do.SyncState) and b.said(Heartbeat)[0].phase == "joining"
     other = Bench()
     headers = [other.header(OTHERS[0])]
     made = certificate(other.record(OTHERS[0], headers), [OTHERS[0]])
     b.beat(OTHERS[0], head=made.record.digest, weight=10)
     assert [a.to for a in b.of(do.RequestChain)] == [OTHERS[0]]
     b.step(ev.ChainReceived((made,), None, OTHERS[0], False), 0.5)
-    assert [a.path for a in b.of(do.Resync)] == [(made,)]
+    assert [a.path for a in b.of(do.SyncState)] == [(made,)]
 
 
 def test_a_newcomer_loads_no_state_while_more_of_a_long_chain_still_comes():
@@ -298,11 +298,11 @@ def test_a_newcomer_loads_no_state_while_more_of_a_long_chain_still_comes():
     b.beat(OTHERS[0], sequence=2, head=Digest(sha256(b"far on")), weight=1000)
     b.step(ev.ChainReceived((made,), None, OTHERS[0], True), seconds - 0.1)
     b.step(ev.Tick(), seconds + 0.1)
-    assert not b.of(do.Resync)
+    assert not b.of(do.SyncState)
     b.now = seconds + POLICY.member_seconds - 0.5
     b.beat(OTHERS[0], sequence=3, head=Digest(sha256(b"far on")), weight=1000)
     b.step(ev.Tick(), seconds + POLICY.member_seconds)
-    assert [a.path for a in b.of(do.Resync)] == [(made,)], "nothing more comes of what was claimed"
+    assert [a.path for a in b.of(do.SyncState)] == [(made,)], "nothing more comes of what was claimed"
 
 
 def test_a_source_that_claims_much_and_gives_nothing_is_asked_less_and_less():
@@ -383,14 +383,14 @@ def test_a_lost_trainer_is_given_its_state_again():
     b = Bench()
     b.announce(25)
     b.step(ev.StateReached(b.chain.head, STATE))
-    b.step(ev.MoveFailed(b.chain.head, "the trainer died"), 1.0)
-    assert not b.of(do.Resync)
+    b.step(ev.SyncFailed(b.chain.head, "the trainer died"), 1.0)
+    assert not b.of(do.SyncState)
     resyncs = []
     while not resyncs and b.now < 20:
         b.step(ev.Tick(), b.machine.next_tick)
         for a in b.of(do.FetchBlob):
             b.step(ev.BlobHeld(a.blob))
-        resyncs = b.of(do.Resync)
+        resyncs = b.of(do.SyncState)
     assert resyncs[0].path[-1].record.digest == b.chain.head and b.now < 5
 
 

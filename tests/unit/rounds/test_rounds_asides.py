@@ -34,7 +34,7 @@ class Split(Second):
         for action in super().step(event, now):
             if isinstance(action, do.FetchBlob):
                 self.requested.add(action.blob)
-            elif isinstance(action, do.DropBlob):
+            elif isinstance(action, do.CancelFetch):
                 self.requested.discard(action.blob)
         return self.actions
 
@@ -79,7 +79,7 @@ def test_what_nobody_gave_is_asked_for_again_and_followed_when_it_is_here():
     assert set(asked) == blobs(made) == b.requested and b.chain.head == b.first
     for blob in blobs(made):
         b.step(ev.BlobHeld(blob))
-    assert b.chain.head == made.digest and b.of(do.Resync)
+    assert b.chain.head == made.digest and b.of(do.SyncState)
 
 
 def test_where_a_branch_led_that_the_tree_has_dropped_nobody_looks_any_more():
@@ -131,7 +131,7 @@ def test_who_is_on_the_way_from_a_branch_that_is_gone_does_not_say_that_it_train
     made = b.hears(b"a")
     for blob in blobs(made):
         b.step(ev.BlobHeld(blob))
-    moves = [a.path[-1] for a in b.passes(1) if isinstance(a, do.Resync)]
+    moves = [a.path[-1] for a in b.passes(1) if isinstance(a, do.SyncState)]
     assert moves == [made] and b.machine.phase == "training"
     b.step(ev.MessageReceived(FakeSigner(OTHERS[9]).sign(Finalization(RUN, Round(0), made.digest))))
     b.chain.limits = replace(b.chain.limits, min_main_records=1, max_records=1)
@@ -146,9 +146,9 @@ def test_a_move_that_fails_though_all_is_held_is_tried_less_and_less():
         b.step(ev.BlobHeld(blob))
     tried = []
     while b.now < 60 * PATIENCE:
-        if b.of(do.Resync):
+        if b.of(do.SyncState):
             tried.append(b.now)
-            b.step(ev.MoveFailed(made.digest, "nobody has a checkpoint", kept=True))
+            b.step(ev.SyncFailed(made.digest, "nobody has a checkpoint", kept=True))
             assert b.chain.head == b.first
         b.step(ev.Tick(), b.now + 0.5)
     pauses = [later - earlier for earlier, later in zip(tried, tried[1:], strict=False)]

@@ -13,7 +13,7 @@ from protocol.reduce_plan import ReducePlan
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from protocol.rounds.future_messages import FutureMessages
-from protocol.rounds.reduce import Reduce
+from protocol.rounds.reduced_exchange import ReducedExchange
 from tests.simulation.signer import FakeSigner, certificate
 from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, Bench, blob_of
 
@@ -303,9 +303,9 @@ def test_a_record_with_two_means_is_two_branches_and_who_holds_the_lighter_one_m
     assert b.chain.head == second.digest
     assert [a.blob for a in b.of(do.FetchShard)] == [*theirs.shards, *second.shards]
     for blob in (*theirs.shards, *second.shards):
-        assert not b.of(do.Resync)
+        assert not b.of(do.SyncState)
         b.step(ev.BlobHeld(blob))
-    assert b.of(do.Resync)[0].path == (theirs, second)
+    assert b.of(do.SyncState)[0].path == (theirs, second)
 
 
 def test_a_bad_part_drops_the_mean_that_has_it_not_the_record_with_another():
@@ -339,8 +339,8 @@ def test_updates_and_parts_are_served_only_to_those_who_announced():
     record = b.slate()
     b.reduce_all(record)
     for blob in (blob_of(ME), b.headers[0].body.blob, part(0)):
-        assert b.machine.may_serve(blob, OTHERS[0]) is None
-        assert "not announced" in b.machine.may_serve(blob, OTHERS[7])
+        assert b.machine.serve_refusal(blob, OTHERS[0]) is None
+        assert "not announced" in b.machine.serve_refusal(blob, OTHERS[7])
 
 
 @pytest.mark.parametrize("parts", [(), (part(0),), tuple(part(i) for i in range(4))])
@@ -368,9 +368,9 @@ def test_a_leaver_stays_longer_since_committees_need_its_update():
     b.slate()
     b.step(ev.Leave(), 1.0)
     while not b.of(do.Finished):
-        assert b.now < 1.0 + Reduce.leave_seconds
+        assert b.now < 1.0 + ReducedExchange.leave_seconds
         b.step(ev.Tick(), b.machine.next_tick)
-    assert b.now == 1.0 + Reduce.leave_seconds and b.said(Goodbye)
+    assert b.now == 1.0 + ReducedExchange.leave_seconds and b.said(Goodbye)
 
 
 def test_auto_gathers_after_few_contributors():
@@ -432,7 +432,7 @@ def test_a_branch_that_nobody_gave_is_asked_for_again_and_is_the_head_when_it_is
     while dropped < 2:  # given up twice more, and left alone between
         b.step(ev.Tick(), b.machine.next_tick)
         asked += [a.blob for a in b.of(do.FetchShard)]
-        dropped += len(b.of(do.DropBlob))
+        dropped += len(b.of(do.CancelFetch))
         assert b.chain.head == b.chain.genesis
     patience = THREE.patience_seconds
     assert b.now - set_aside == pytest.approx(4 * patience, abs=2) and len(asked) >= 3

@@ -121,7 +121,7 @@ def test_going_along_the_own_branch_does_not_put_off_that_the_other_is_set_aside
     b.step(ev.Tick(), since + 2 * POLICY.heartbeat_seconds)
     for i in range(20):
         made = _next(b, BUSY, bytes([i]), 12 + 2 * i, parent, 1 + i, state, 10 + 2 * i)
-        if b.of(do.Resync):
+        if b.of(do.SyncState):
             break
         assert [a.certificate for a in b.of(do.ApplyRecord)] == [made]
         parent, state = made.digest, Digest(sha256(b"state", bytes([i])))
@@ -129,7 +129,7 @@ def test_going_along_the_own_branch_does_not_put_off_that_the_other_is_set_aside
         if rival is None:
             rival = _next(b, SLOW, b"rival", 50)  # beside our second record, and heavier than all that follows
         b.step(ev.Tick(), b.now + 4.0)
-        if b.of(do.Resync):
+        if b.of(do.SyncState):
             break
-    assert [a.path[-1] for a in b.of(do.Resync)] == [rival]
+    assert [a.path[-1] for a in b.of(do.SyncState)] == [rival]
     assert POLICY.patience_seconds <= b.now - since <= POLICY.patience_seconds + 5

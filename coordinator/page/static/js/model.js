@@ -12,7 +12,7 @@ export class Model {
     this.checkpoints = el("div");
     root.append(el("h2", {}, "What it writes"), this.samples, el("h2", {}, "Checkpoints"), this.checkpoints,
       el("p", { class: "note" }, "A checkpoint loads with ", el("code", {}, "AutoModelForCausalLM.from_pretrained"), "; ", el("code", {}, "cairn export"),
-        " makes a folder without the outer optimiser's momentum. The state digest is the digest of model.safetensors: the chain vouches for it."));
+        " makes a folder without the outer optimizer's momentum. The state digest is the digest of model.safetensors: the chain vouches for it."));
     this.at = 0;
   }
 

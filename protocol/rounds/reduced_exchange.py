@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from protocol.ids import Digest, PeerKey
 from protocol.messages import MAX_MISSING_AUTHORS, RoundRecord, ShardAttestation, Signed, UpdateHeader
 from protocol.rounds.actions import Broadcast, CancelReduce, ReduceShard
-from protocol.rounds.blobs import BlobOrigin, ShardBlob
+from protocol.rounds.blobs import BlobRole, ShardBlob
 from protocol.rounds.context import Context
 from protocol.rounds.exchange import Best, Exchange, Slice
 from protocol.rounds.round_state import MAX_RECORDS, RECORDS_PER_AUTHOR, Proposal, RoundState
@@ -22,7 +22,7 @@ MAX_REPEATED_ATTESTATIONS = 64
 MAX_ATTESTATION_BYTES = 64 * 1024 * 1024
 
 
-class Reduce(Exchange):
+class ReducedExchange(Exchange):
     """The exchange of one reduced round."""
 
     leave_seconds = 6.0
@@ -157,7 +157,7 @@ class Reduce(Exchange):
         return self._tallies[p.record.digest].digests
 
     def _is_open(self, p: Proposal) -> bool:
-        if p.bad or p.equivocal or self._tallies[p.record.digest].deadlocked is not None:
+        if p.bad or p.equivocated or self._tallies[p.record.digest].deadlocked is not None:
             return False
         return not self._c.deadlines.due("proposal", p.seen + self._c.policy.exchange_seconds)
 
@@ -172,15 +172,15 @@ class Reduce(Exchange):
         self._evidence = ()
         if tally.deadlocked is not None:
             self._evidence = tuple(tally.attestations[tally.deadlocked].values())
-        elif p.equivocal:
+        elif p.equivocated:
             self._evidence = tuple(q.record for q in r.proposals.values() if q.record.author == p.record.author)
         self._left_out |= tally.unavailable_to(self._c.me) & r.headers.keys()
-        if not p.bad and not p.equivocal and tally.deadlocked is None:
+        if not p.bad and not p.equivocated and tally.deadlocked is None:
             self._silent = (tally.silent() & r.headers.keys()) - {self._c.me}
 
     # -- blobs -----------------------------------------------------------------------------------------------
 
-    def needed(self) -> dict[Digest, BlobOrigin]:
+    def needed(self) -> dict[Digest, BlobRole]:
         """Return the agreed shards of the current proposal that we do not make ourselves in a moment."""
         p = self._current
         if p is None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
-from peer.node.inbox import MAX_CERTIFICATES
+from peer.node.packet_decoder import MAX_CERTIFICATES
 from peer.store import Store
 from protocol.chain import Chain, ChainLimits, UnknownParent
 from protocol.errors import ChainError, FinalizedConflict, MalformedError, ProtocolError
@@ -30,7 +30,7 @@ SWEEP_EVERY = 256
 """Certificates stored between two searches for those that nobody needs."""
 
 
-class CertificateStore:
+class ChainStore:
     """The certificates, the newest finalization and the newest directive of one run, and the chain that they form."""
 
     def __init__(self, store: Store, decoder: MessageDecoder, spec: RunSpec, limits: ChainLimits):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from peer.node.coordinator_discovery import CoordinatorLocator
 from protocol.bounded import BoundedDict
 from protocol.coordinator_address import is_coordinator_address
-from protocol.envelope import kind_of
+from protocol.envelope import claimed_kind
 from protocol.errors import MalformedError, ProtocolError
 from protocol.ids import Digest, PeerKey
 from protocol.message_codec import MessageDecoder
@@ -42,7 +42,7 @@ SWARM_KINDS = (
 )
 
 
-class Inbox:
+class PacketDecoder:
     """Verifies messages with a `MessageDecoder`, and the admissions in them against the clock."""
 
     def __init__(self, decoder: MessageDecoder, locator: CoordinatorLocator | None = None):
@@ -93,7 +93,7 @@ class Inbox:
 
     def message(self, encoded: bytes, unix_seconds: float) -> Signed:
         """Return one verified message. Raise ProtocolError."""
-        kind = kind_of(encoded)
+        kind = claimed_kind(encoded)
         if kind not in SWARM_KINDS:
             raise MalformedError(f"a message of kind {kind[:32]!r} does not belong in the swarm")
         signed = self._decoder.decode_kind(encoded, kind)

@@ -14,7 +14,7 @@ MAX_LAG = 8
 """A member that is this number of rounds behind, or more, is not awaited."""
 
 
-class Stragglers:
+class AwaitedMembers:
     """Those of one round."""
 
     def __init__(self, context: Context, round_state: RoundState, exchange: Exchange, lasted: float):

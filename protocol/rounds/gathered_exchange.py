@@ -5,12 +5,12 @@ from __future__ import annotations
 from protocol.ids import Digest
 from protocol.messages import RoundRecord, Signed, UpdateHeader
 from protocol.rounds.actions import Broadcast
-from protocol.rounds.blobs import BlobOrigin, UpdateBlob
+from protocol.rounds.blobs import BlobRole, UpdateBlob
 from protocol.rounds.exchange import Best, Exchange
 from protocol.rounds.round_state import Proposal
 
 
-class Gather(Exchange):
+class GatheredExchange(Exchange):
     """The exchange of one gathered round."""
 
     leave_seconds = 3.0
@@ -55,10 +55,10 @@ class Gather(Exchange):
             return None
         return best()
 
-    def needed(self) -> dict[Digest, BlobOrigin]:
+    def needed(self) -> dict[Digest, BlobRole]:
         """Return the updates of all candidates, and those that good proposals list."""
         r = self._r
-        found: dict[Digest, BlobOrigin] = {h.body.blob: UpdateBlob(h) for h in r.candidates()}
+        found: dict[Digest, BlobRole] = {h.body.blob: UpdateBlob(h) for h in r.candidates()}
         for p in r.proposals.values():
             if p.missing and not p.bad and p.record.body.base_state == r.state:
                 found.update((u.body.blob, UpdateBlob(u)) for u in p.record.body.updates if u.body.blob in p.missing)

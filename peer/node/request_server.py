@@ -6,11 +6,11 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from peer.node.certificate_store import CertificateStore
+from peer.node.chain_store import ChainStore
+from peer.node.enrollment import Enrollment
 from peer.node.events import MAX_EVENTS, EventQueue, MessageVerified, NodeEvents
-from peer.node.inbox import Inbox
-from peer.node.membership import Membership
 from peer.node.network import Network
+from peer.node.packet_decoder import PacketDecoder
 from peer.node.slice_relay import SliceRelay
 from peer.swarm import Handlers
 from protocol.ids import PeerKey
@@ -23,14 +23,14 @@ YIELD_EVERY = 32
 
 
 @dataclass(frozen=True)
-class PeerRequests:
+class RequestServer:
     """The handlers of the swarm."""
 
-    membership: Membership
-    inbox: Inbox
+    membership: Enrollment
+    inbox: PacketDecoder
     network: Network
     machine: RoundMachine
-    certificates: CertificateStore
+    certificates: ChainStore
     relay: SliceRelay
     queue: EventQueue
     observers: NodeEvents
@@ -39,7 +39,7 @@ class PeerRequests:
         return Handlers(
             on_packet=self._receive,
             on_chain_request=lambda _, request: self.certificates.answer(request),
-            may_serve=self.machine.may_serve,
+            serve_refusal=self.machine.serve_refusal,
             on_blob_requested=self.relay.note_request,
             on_coordinator_address=self._answer_coordinator,
         )

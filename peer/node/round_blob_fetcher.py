@@ -37,7 +37,7 @@ class BlobFormat(Protocol):
 
 
 @dataclass(eq=False)
-class UpdateFetcher:
+class RoundBlobFetcher:
     """One task for each blob. An unexpected error in a task, such as a full disk, ends the node.
 
     `post` receives BlobHeld, BlobInvalid or BlobUnavailable for each blob that was requested. `deadline_seconds` is the

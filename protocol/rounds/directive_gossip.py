@@ -17,7 +17,7 @@ FEW = 32
 """Number of members up to which everyone passes a newer directive on; among more, about eight of them do."""
 
 
-class Governance:
+class DirectiveGossip:
     """The owner's newest directive at one machine. The machine passes its consequences to the other parts."""
 
     def __init__(self, context: Context):

@@ -1,4 +1,4 @@
-"""Membership of a run: the identity, the spec, the admission and its renewal, and the first addresses."""
+"""Enrollment of a run: the identity, the spec, the admission and its renewal, and the first addresses."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run_folder(home: Path, run: RunId) -> Path:
 
 
 @dataclass
-class Membership:
+class Enrollment:
     """A peer's right to take part in its run, and what it needs to enter. Close it at the end.
 
     `admission` (an encoded envelope) is replaced when it is renewed. An observer has none, and no client; a newcomer
@@ -66,7 +66,7 @@ class Membership:
         self.locator = CoordinatorLocator(self.store, self.spec, self.client)
 
     @classmethod
-    async def enter(cls, invite: Invite, home: Path, store: Store, *, name: str, via: Sequence[str] = ()) -> Membership:
+    async def enter(cls, invite: Invite, home: Path, store: Store, *, name: str, via: Sequence[str] = ()) -> Enrollment:
         """Enter a run by its coordinator, or without it by the spec and the admission that an earlier visit stored.
 
         Members at the addresses of the invite, of earlier visits and of `via` are asked for the coordinator's address
@@ -77,14 +77,14 @@ class Membership:
         identity = load_or_make(home / "identity.key")
         client = CoordinatorClient(invite)
 
-        def made(encoded: bytes) -> Membership:
+        def made(encoded: bytes) -> Enrollment:
             spec = open_spec(encoded, invite.run)
             decoder, admission = MessageDecoder(spec.run_id, spec.owner_key), store.read_value(ADMISSION) or b""
             return cls(identity, spec, decoder, store, client, name, admission)
 
         async with AsyncExitStack() as after_failure:
             after_failure.push_async_callback(client.close)
-            earlier: Membership | None = None
+            earlier: Enrollment | None = None
             if (stored := store.read_value(SPEC)) is not None:
                 try:
                     earlier = made(stored)  # this also gives the client the coordinator's last address
