@@ -9,19 +9,19 @@ collaborators is a dataclass of them: its private state follows. Read the module
    - `events`, `tasks`: the machine's queue, observable events, background tasks
    - `driver`, `round_timings`: events into the round machine, actions out of it, and the time that a round takes
    - `action_handler`: the effect of each action
-   - `peer_requests`, `inbox`: other peers' packets and requests, verified
+   - `request_server`, `inbox`: other peers' packets and requests, verified
 2. The run
    - `membership`: the right to take part, its renewal, and the first addresses
    - `coordinator_discovery`, `admission_wait`: the coordinator's address, and the wait while it is away
    - `directive_handler`: the owner's directives on this machine
-   - `certificate_store`: the chain on disk
+   - `chain_store`: the chain on disk
 3. The network
    - `network`: the swarm as the node uses it
    - `peer_table`, `introducer`: the peers that are there, and how they find each other
    - `outbox`, `message_relay`: messages out, and for members that cannot reach each other
    - `compact_records`: large records as names of headers
 4. Blobs
-   - `update_fetcher`, `blob_retention`: fetched, checked, and removed
+   - `round_blob_fetcher`, `blob_retention`: fetched, checked, and removed
    - `shard_reducer`, `slice_relay`: a committee member's work in a reduced round
 5. The trainer
    - `trainer_files`, `trainer_supervisor`: its files and its process

@@ -106,7 +106,7 @@ def test_names_in_docstrings_exist(package: str):
             for name in QUOTED.findall(str(doc.value)):
                 first, _, last = name.rpartition(".")
                 # Of a dotted name, the owner is named too: the last part may be of any module.
-                places = FILES if first else []
-                if last not in known and not is_file_or_library(name) and not any(last in defined_in(p) for p in places):
+                elsewhere = bool(first) and any(last in defined_in(p) for p in FILES)
+                if last not in known and not elsewhere and not is_file_or_library(name):
                     stale.append(f"{path.relative_to(ROOT)}:{doc.lineno}: `{name}`")
     assert not stale, "\n".join(["names in docstrings that are nowhere:", *stale])
