@@ -14,8 +14,10 @@ import pytest
 
 from peer.store import InProgressBlob
 from peer.swarm.errors import BlobFetchError
+from peer.swarm.transfer.actions import Action, Answer, EndFetch, RequestChunk
 from peer.swarm.transfer.chunk_stage import PROVED_EARLY
 from peer.swarm.transfer.frames import BlobOp, BlobReply, BlobRequest, Lost
+from peer.swarm.transfer.scheduler import Scheduler
 from peer.swarm.transfer.streams import EARLY_BLOBS, HELD, Priority
 from protocol.ids import PeerKey
 from protocol.merkle import CHUNK
@@ -402,6 +404,32 @@ def test_a_fetch_that_is_cancelled_as_it_ends_passes_that_on(tmp_path: Path, mon
         working = asyncio.ensure_future(work())
         await asyncio.wait({working}, timeout=60)
         assert working.cancelled() and new.store.has(digest)
+        world.close()
+
+    simulated(main())
+
+
+def test_a_slot_for_a_request_that_is_cancelled_before_it_begins_is_returned(tmp_path: Path, monkeypatch):
+    """As when a chunk that two holders are asked for arrives from one, and completes the blob."""
+    data = data_of(6)
+    real = Scheduler.step
+
+    def step(scheduler: Scheduler, answer: Answer | None, now: float) -> list[Action]:
+        actions = real(scheduler, answer, now)
+        return [*actions, EndFetch("over")] if any(isinstance(a, RequestChunk) for a in actions) else actions
+
+    async def main() -> None:
+        world = World(tmp_path, rtt=0.1)
+        donor, new = world.host(100), world.host(100)
+        digest = donor.store.put(data)
+        monkeypatch.setattr(Scheduler, "step", step)
+        with pytest.raises(BlobFetchError, match="over"):
+            await new.fetch(digest, len(data), [donor])
+        for priority in (Priority.SMALL, Priority.BULK):
+            stream = await new.streams.slot(donor.key, priority)
+            assert not isinstance(stream, Lost)
+            stream.free()
+            assert stream.idle
         world.close()
 
     simulated(main())

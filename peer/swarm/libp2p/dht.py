@@ -102,7 +102,7 @@ class HeartbeatValidator(RecordValidatorBase):
         author, sequence = self.author(record.value)
         if record.subkey != MSGPackSerializer.dumps(author.hex()):
             raise MalformedError("it does not lie under its author's key")
-        self._add_certificates(author, sequence, len(record.value), record.expiration_time, now)
+        self._admit(author, sequence, len(record.value), record.expiration_time, now)
 
     def knows(self, value: bytes) -> bool:
         """Return whether the value was checked before, and is remembered."""
@@ -123,7 +123,7 @@ class HeartbeatValidator(RecordValidatorBase):
         found = self._verified[name] = (envelope.author, heartbeat.sequence)
         return found
 
-    def _add_certificates(self, author: PeerKey, sequence: int, size: int, expiration: float, now: float) -> None:
+    def _admit(self, author: PeerKey, sequence: int, size: int, expiration: float, now: float) -> None:
         newest = self._live.get(author)
         if newest is not None and sequence < newest[0] and newest[2] >= now:
             raise MalformedError("its author has sent a newer one")

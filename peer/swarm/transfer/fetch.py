@@ -128,7 +128,8 @@ class Fetch:
             case RequestSlot(number):
                 self._spawn(number, self._request_slot(action))
             case RequestChunk(number, slot):
-                self._spawn(number, self._request_chunk(action, self._slots.pop(slot)))
+                self._slots[number] = self._slots.pop(slot)
+                self._spawn(number, self._request_chunk(action))
             case OpenBlob(number):
                 self._spawn(number, self._open_blob(action))
             case ReserveEarly(number):
@@ -136,9 +137,8 @@ class Fetch:
                     self._early = True
                     self._answers.put_nowait(Answer(number, None))
             case CancelRequest(number):
-                if (slot := self._slots.pop(number, None)) is not None:
-                    slot.free()
-                elif (task := self._tasks.get(number)) is not None:
+                self._free(number)  # here, since a task that is cancelled before it begins frees nothing
+                if (task := self._tasks.get(number)) is not None:
                     task.cancel()
             case CancelAll():
                 self._cancel_all()
@@ -163,14 +163,17 @@ class Fetch:
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
-        for slot in self._slots.values():
-            slot.free()
-        self._slots.clear()
+        for number in list(self._slots):
+            self._free(number)
         self._return_early()
         if self._blob.done():
             self._blob.result().close()
             self._blob = asyncio.get_running_loop().create_future()
         return tasks
+
+    def _free(self, number: int) -> None:
+        if (slot := self._slots.pop(number, None)) is not None:
+            slot.free()
 
     async def _in_thread(self, do: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, do, *args)
@@ -189,16 +192,17 @@ class Fetch:
         self._slots[action.number] = slot
         return None
 
-    async def _request_chunk(self, action: RequestChunk, slot: Stream) -> ChunkCheck | BlobReply | Lost:
+    async def _request_chunk(self, action: RequestChunk) -> ChunkCheck | BlobReply | Lost:
         """Request a chunk and write it. While it is written its reply is held, and few others are read."""
         try:
-            async with slot.request(BlobRequest(BlobOp.CHUNK, self._digest, action.index), CHUNK) as reply:
+            request = BlobRequest(BlobOp.CHUNK, self._digest, action.index)
+            async with self._slots[action.number].request(request, CHUNK) as reply:
                 if isinstance(reply, Lost) or reply.status is not ReplyStatus.OK:
                     return reply
                 if self._blob.done():
                     return await self._write(action, reply.data)
         finally:
-            slot.free()
+            self._free(action.number)
         await asyncio.shield(self._blob)  # early: without a hold on the stream, since the hashes may be behind it
         return await self._write(action, reply.data)
 
