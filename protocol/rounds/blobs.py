@@ -49,9 +49,9 @@ class UpdateBlob:
         """Return the peers to ask before all others."""
         return (self.header.author,)
 
-    def other_holders(self, round_state: RoundState) -> Iterable[PeerKey]:
+    def other_holders(self, round_: RoundState) -> Iterable[PeerKey]:
         """Return the peers to ask after those that voted for the certificate."""
-        return (*round_state.votes, *round_state.headers)
+        return (*round_.votes, *round_.headers)
 
     def is_contradicted(self, *, announced: bool, attested: bool) -> bool:
         """Return whether the blob was seen as a shard only: anybody can sign a good update's digest as one."""
@@ -92,7 +92,7 @@ class ShardBlob:
         """Return the peers that have signed the digest, or voted for the record."""
         return () if exchange is None else exchange.shard_holders(self.record, self.index, blob)
 
-    def other_holders(self, round_state: RoundState) -> Iterable[PeerKey]:
+    def other_holders(self, round_: RoundState) -> Iterable[PeerKey]:
         """Return no other peer: announcing an update does not take its shards."""
         return ()
 

@@ -71,17 +71,19 @@ class ChainSync:
         return len(self._claims) < self._bound or self._drop_a_stranger(now)
 
     def _has_room_for_a_stranger(self, now: float) -> bool:
-        if sum(not c.member for c in self._claims.values()) < STRANGERS:
+        if sum(not claim.member for claim in self._claims.values()) < STRANGERS:
             return len(self._claims) < self._bound
         return self._drop_a_stranger(now - self._answer_within)
 
     def _drop_a_stranger(self, silent_since: float) -> bool:
         """Drop the stranger that has been silent the longest, of those silent since then, or asked in vain."""
         strangers = [
-            s for s, c in self._claims.items() if not c.member and (c.renewed <= silent_since or s in self._failures)
+            source
+            for source, claim in self._claims.items()
+            if not claim.member and (claim.renewed <= silent_since or source in self._failures)
         ]
         if strangers:
-            self.forget(min(strangers, key=lambda s: self._claims[s].renewed))
+            self.forget(min(strangers, key=lambda source: self._claims[source].renewed))
         return bool(strangers)
 
     def forget(self, source: PeerKey) -> None:
@@ -98,12 +100,16 @@ class ChainSync:
         """
         if not self._claims:
             return []
-        for source in [s for s, c in self._claims.items() if c.head in chain]:
+        for source in [source for source, claim in self._claims.items() if claim.head in chain]:
             del self._claims[source]
         if chain.is_missing_required_ancestor:
             return list(self._claims)
         weight, head = chain.weight(chain.head), chain.head
-        return [s for s, c in self._claims.items() if c.weight > weight or (c.weight == weight and c.head < head)]
+        return [
+            source
+            for source, claim in self._claims.items()
+            if claim.weight > weight or (claim.weight == weight and claim.head < head)
+        ]
 
     def next_request(self, chain: Chain, deadlines: Deadlines, *, eager: bool) -> PeerKey | None:
         """Return the peer to ask now, and mark it as asked: members first, then the one asked longest ago.

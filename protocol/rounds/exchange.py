@@ -35,9 +35,9 @@ class Exchange(ABC):
 
     has_shards = False
 
-    def __init__(self, context: Context, round_state: RoundState):
-        self._c = context
-        self._r = round_state
+    def __init__(self, context: Context, round_: RoundState):
+        self._context = context
+        self._round = round_
 
     # -- proposals and votes ---------------------------------------------------------------------------------
 
@@ -69,7 +69,7 @@ class Exchange(ABC):
         """Note that a proposal was added to the round, and perhaps another evicted."""
 
     @abstractmethod
-    def is_votable(self, p: Proposal) -> bool:
+    def is_votable(self, proposal: Proposal) -> bool:
         """Return whether our vote may go to a proposal, or will once its shards are made."""
 
     @property
@@ -84,7 +84,7 @@ class Exchange(ABC):
     def choose(self, best: Best) -> Proposal | None:
         """Return the proposal that gets our vote now; None when none does."""
 
-    def shards(self, p: Proposal) -> tuple[Digest, ...] | None:
+    def shards(self, proposal: Proposal) -> tuple[Digest, ...] | None:
         """Return the digests of the shards that a certificate names; None while they are not agreed."""
         return ()
 
