@@ -15,14 +15,14 @@ MAX_LAG = 8
 
 
 class AwaitedMembers:
-    """Those of one round."""
+    """The members that the first proposer of one round still waits for."""
 
-    def __init__(self, context: Context, round_: RoundState, exchange: Exchange, lasted: float):
-        """`lasted`: seconds that the round before took; 0 when that is not known."""
+    def __init__(self, context: Context, round_: RoundState, exchange: Exchange, seconds_before: float):
+        """`seconds_before`: duration of the round before; 0 when that is not known."""
         self._context = context
         self._round = round_
         self._exchange = exchange
-        self._lasted = lasted
+        self._seconds_before = seconds_before
         self._penalised = False
         self._blocker: PeerKey | None = None
         """One of those that are awaited: as long as it is, nobody else needs to be examined."""
@@ -30,7 +30,9 @@ class AwaitedMembers:
         self._lagged = False
         """The blocker was lagging when nobody else was awaited."""
 
-        self._before: frozenset[Digest] = frozenset(islice(context.chain.ancestors(round_.parent), 1, 1 + MAX_LAG))
+        self._recent_records: frozenset[Digest] = frozenset(
+            islice(context.chain.ancestors(round_.parent), 1, 1 + MAX_LAG)
+        )
         """Ancestors of the round's parent. A member whose state is one of these is lagging."""
 
     def awaited(self) -> list[PeerKey]:
@@ -41,7 +43,7 @@ class AwaitedMembers:
 
     def _is_awaited(self, key: PeerKey) -> bool:
         context, round_ = self._context, self._round
-        if context.members.late.holds(key, round_.number):
+        if context.members.late.applies_to(key, round_.number):
             return False
         header, member = round_.headers.get(key), context.members.get(key)
         if header is not None:
@@ -53,8 +55,8 @@ class AwaitedMembers:
         if member is None:
             return False
         if self._lags(key):
-            may_come = not context.members.lagging.holds(key, round_.number) and self._is_fresh(member)
-            return may_come and not self._is_patience_over(is_behind=member.beat.head in self._before)
+            may_come = not context.members.lagging.applies_to(key, round_.number) and self._is_fresh(member)
+            return may_come and not self._is_patience_over(is_behind=member.beat.head in self._recent_records)
         if member.heard >= round_.began:
             return member.trains_in(round_.parent)
         # Not heard from in this round yet: it was with us a moment ago, and most likely still is.
@@ -68,7 +70,7 @@ class AwaitedMembers:
         member = self._context.members.get(key)
         if member is None or key in self._round.headers or member.heard < self._round.began:
             return False
-        if member.beat.head in self._before:
+        if member.beat.head in self._recent_records:
             return member.beat.phase in ("training", "exchanging")
         return member.trains_in(self._round.parent) and not member.beat.windows
 
@@ -102,7 +104,7 @@ class AwaitedMembers:
         members, number = self._context.members, self._round.number
         lagging = {m.key for m in members if self._lags(m.key) and not self._is_awaited(m.key)}
         for key in sorted({*lagging} if self._blocker is None else {self._blocker, *lagging}):
-            if key not in self._round.headers and not members.lagging.holds(key, number):
+            if key not in self._round.headers and not members.lagging.applies_to(key, number):
                 members.lagging.penalise(key, number)
 
     def _is_patience_over(self, *, is_behind: bool) -> bool:
@@ -112,5 +114,5 @@ class AwaitedMembers:
         before took, but at least two heartbeats.
         """
         policy = self._context.policy
-        seconds = max(self._lasted, 2 * policy.heartbeat_seconds) if is_behind else policy.heartbeat_seconds
+        seconds = max(self._seconds_before, 2 * policy.heartbeat_seconds) if is_behind else policy.heartbeat_seconds
         return self._context.deadlines.due("stragglers", self._round.began + min(seconds, policy.exchange_seconds))

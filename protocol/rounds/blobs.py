@@ -102,7 +102,7 @@ class ShardBlob:
 
 
 BlobRole = UpdateBlob | ShardBlob
-"""The meaning of a blob."""
+"""The use of a blob in a round: it is somebody's update, or a shard of a record's mean."""
 
 
 def applied_blobs(certificate: Certificate) -> dict[Digest, BlobRole]:
@@ -121,7 +121,10 @@ class _Request:
 
 
 class BlobTracker:
-    """Bounded: the oldest entries of held and invalid blobs are forgotten; requested again, they are in the store."""
+    """The blobs that one machine holds, has requested, or knows to be invalid.
+
+    Bounded. It is harmless to forget the oldest: the next request is answered from the store.
+    """
 
     def __init__(self, bound: int, retry_seconds: float):
         self._bound = bound

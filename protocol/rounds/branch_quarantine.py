@@ -39,7 +39,7 @@ class _Entry:
 
 
 class BranchQuarantine:
-    """Those of one machine's chain, by the first record of each branch."""
+    """The branches that one machine's fork choice ignores for now, each by its first record."""
 
     def __init__(self, context: Context):
         self._context = context

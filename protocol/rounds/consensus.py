@@ -34,7 +34,18 @@ MAX_HOLDERS = 8
 
 
 class Consensus:
-    """Runs one round after the other. Every method acts on the round after the trainer's state."""
+    """One peer's part in deciding the open round: the one that follows the record of the trainer's state.
+
+    A round has four steps (docs/rounds.md). Members announce headers, which commit to their updates. In each attempt
+    one author, in an order that all compute alike, proposes a record of the announced updates. The contributors that it
+    lists vote once they hold the data. Votes of more than two thirds of them are a certificate.
+
+    A certificate is not final: its quorum is of the contributors that the record lists, not of all members. A member
+    may vote for a second record of the round, because a record whose voters fell silent would stop it for ever. So two
+    records of a round can both be certified without a fault, as two branches. Safety is not in the votes: the chain
+    checks each record by itself, and the fork choice leads all to the heaviest branch. No correct peer leaves a record
+    that the owner has finalized, except by the owner's rollback.
+    """
 
     def __init__(self, context: Context, sync: StateSync):
         self._context = context
@@ -43,11 +54,11 @@ class Consensus:
         """The open round; None before the first, and when its parent left the chain."""
 
         self.exchange: Exchange | None = None
-        """The open round's; None when there is no round."""
+        """The exchange of the open round; None when there is no round."""
 
-        self._stragglers: AwaitedMembers | None = None
+        self._awaited_members: AwaitedMembers | None = None
         self.work = TrainingProgress(0, 0.0, 0.0)
-        """The own trainer's work that no update covers yet."""
+        """Our trainer's work that no update covers yet."""
 
         self._revision = 0
         self._repeat_at = 0.0
@@ -58,7 +69,7 @@ class Consensus:
     def open(self, parent: Digest) -> RoundState:
         """Begin the round after a record."""
         context, before = self._context, self.round
-        self.rest()
+        self.stop_exchange()
         if before is not None:
             self._revision = before.revision + 1
         round_ = RoundState(context.policy, context.chain, parent, self._sync.state, context.now, self._revision)
@@ -66,7 +77,7 @@ class Consensus:
         kind = ReducedExchange if context.chain.is_reduced_after(parent) else GatheredExchange
         self.exchange = kind(context, round_)
         lasted = 0.0 if before is None or before.number + 1 != round_.number else context.now - before.began
-        self._stragglers = AwaitedMembers(context, round_, self.exchange, lasted)
+        self._awaited_members = AwaitedMembers(context, round_, self.exchange, lasted)
         self._repeats = 0
         self._headers_compared = 0
         context.members.watch(parent, round_.number)
@@ -83,7 +94,7 @@ class Consensus:
             self._revision = self.round.revision + 1
         self.round = None
 
-    def rest(self) -> None:
+    def stop_exchange(self) -> None:
         """Stop work on the round's proposals: it is decided, or our state is lost."""
         if self.exchange is not None:
             self.exchange.stop()
@@ -116,13 +127,13 @@ class Consensus:
         if (reason := round_.header_refusal(header, context.accepts_size)) is not None:
             context.notify("warning", "refused", f"the update of {author.short} is refused: {reason}", author)
             return
-        if author == context.me and (context.observer or self._sync.is_making):
+        if author == context.me and (context.observer or self._sync.is_making_update):
             return
         if not round_.add_header(header, context.now, context.members.has_room_for):
             return
         if context.is_banned(author):
             round_.exclude(author)
-        context.members.announced(author)
+        context.members.note_announced(author)
         if author == context.me:
             # Announced before a crash: it stands, so that we do not contradict ourselves.
             context.own.made(header.body.blob, round_.parent, round_.number)
@@ -271,18 +282,18 @@ class Consensus:
         """Do what is due; return a certificate when that completes one. `hurry`: announce now, since we are leaving."""
         round_, exchange = self.round, self.exchange
         if round_ is None or exchange is None or not self.is_working:
-            self.rest()
+            self.stop_exchange()
             return None
         if (vouched := self._contradiction(round_)) is not None:
             self._sync.contradicted(vouched)
             return None
         if round_.announced_at is None:
-            due = not self._sync.is_making and self.work.windows >= 1 and not self._context.resting
+            due = not self._sync.is_making_update and self.work.windows >= 1 and not self._context.is_paused
             if due and self._should_announce(round_, hurry):
                 self._sync.request_update(round_.number, round_.parent)
             return None
-        if self._stragglers is not None:
-            self._stragglers.update()
+        if self._awaited_members is not None:
+            self._awaited_members.update()
         exchange.refresh(lambda: self._best(round_, exchange))
         certificate = self._propose(round_, exchange) or self._vote(round_, exchange)
         self._repeat(round_, exchange)
@@ -299,16 +310,23 @@ class Consensus:
         return vouched
 
     def _should_announce(self, round_: RoundState, hurry: bool) -> bool:
+        """Return whether to end training of this round: its target is reached, as we or enough of the others see it.
+
+        Others that announced have seen enough. We follow them once they are more than a third of those that take part,
+        or once we see half of the target ourselves. Nobody has measured these two fractions. Authors that kept an
+        earlier round waiting in vain do not count: claims that never came true ended everybody's rounds.
+        """
         context = self._context
         if hurry or context.deadlines.due("round", round_.began + context.policy.max_seconds):
             return True
         members, headers, number = context.members, round_.headers, round_.number
-        announced = sum(h.body.windows for a, h in headers.items() if not members.distrusted.holds(a, number))
+        announced = sum(h.body.windows for a, h in headers.items() if not members.distrusted.applies_to(a, number))
         target, total = context.policy.target_windows, self.work.windows + announced + members.windows
         if total >= target or not headers:
             return total >= target
-        # Others have seen enough. Those that kept earlier rounds waiting in vain are not believed.
-        enough = sum(not (members.late.holds(a, number) or members.withheld.holds(a, number)) for a in headers)
+        enough = sum(
+            not (members.late.applies_to(a, number) or members.withheld.applies_to(a, number)) for a in headers
+        )
         return enough > 0 and (enough * 3 > 1 + len(headers) + members.training or total * 2 >= target)
 
     def _propose(self, round_: RoundState, exchange: Exchange) -> Certificate | None:
@@ -337,8 +355,8 @@ class Consensus:
         return self._receive_record(record)
 
     def _answers(self, round_: RoundState, exchange: Exchange, author: PeerKey, attempt: int) -> bool:
-        """Return whether to count on a contributor's vote, when an earlier attempt did not get the votes it needed."""
-        attempt = exchange.attempts_in_vain(attempt)
+        """Return whether to list a contributor although earlier attempts failed: see "Attempts" in docs/rounds.md."""
+        attempt = exchange.failed_attempts(attempt)
         if attempt >= 4 and round_.voted_for:
             # Only those that voted as we did lately: a silent peer, or one that receives other records, is left out.
             return any(record in round_.votes.get(author, ()) for record in round_.voted_for)
@@ -410,7 +428,7 @@ class Consensus:
         """Return the headers that count: anybody can claim windows, and give nothing."""
         exchange = self.exchange
         headers = [h for author, h in round_.headers.items() if author not in round_.excluded]
-        return [h for h in headers if exchange is None or exchange.believed(h)]
+        return [h for h in headers if exchange is None or exchange.counts_towards_weight(h)]
 
     def _repeat(self, round_: RoundState, exchange: Exchange) -> None:
         """Broadcast again, while the round is undecided, what may have been lost; less often each time."""
@@ -475,7 +493,7 @@ class Consensus:
 
     def awaited(self) -> tuple[PeerKey, ...]:
         """Return the members that the first proposer waits for, once we have announced."""
-        round_, awaited = self.round, self._stragglers
+        round_, awaited = self.round, self._awaited_members
         return () if round_ is None or awaited is None or round_.announced_at is None else tuple(awaited.awaited())
 
     def sizes(self) -> dict[str, tuple[int, int]]:

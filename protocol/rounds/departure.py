@@ -15,7 +15,7 @@ MAX_STAY_SECONDS = 600.0
 
 
 class Departure:
-    """When this peer stops taking part, and when its driver may stop."""
+    """The end of one peer's part in the run: it decides when the peer stops, and when its driver may stop."""
 
     def __init__(self, context: Context):
         self._context = context
@@ -94,7 +94,7 @@ class Departure:
     def directive_changed(self) -> None:
         """Note a newer directive: it counts at once, and may end an order to stop."""
         self._ordered_from = 0.0
-        if not self._context.resting:
+        if not self._context.is_paused:
             self._ordered_at, self.is_over = None, self._reached_total or self._context.chain.is_rolled_back_past_root
 
     def reached_total(self, weight: int) -> None:
@@ -104,7 +104,7 @@ class Departure:
             self._reached_total = True
             self._complete(f"the run has reached its {total} windows")
 
-    def follow_order(self, *, announced: bool, busy: bool) -> None:
+    def follow_directive(self, *, announced: bool, busy: bool) -> None:
         """Stop when a directive says so, but not before the open round that we announced in is decided."""
         context, directive = self._context, self._context.directive
         banned = context.is_banned(context.me)

@@ -13,7 +13,7 @@ from protocol.messages import Directive, Heartbeat, Signed
 from protocol.rounds.actions import Broadcast, Send, StoreDirective
 from protocol.rounds.context import Context
 
-FEW = 32
+MAX_ALL_REPEAT = 32
 """Number of members up to which everyone passes a newer directive on; among more, about eight of them do."""
 
 
@@ -36,7 +36,7 @@ class DirectiveGossip:
     def publish(self, directive: Signed[Directive]) -> None:
         context = self._context
         context.emit(StoreDirective(directive))
-        if len(context.members) <= FEW or context.members.is_my_turn(directive.digest, 0):
+        if len(context.members) <= MAX_ALL_REPEAT or context.members.is_my_turn(directive.digest, 0):
             context.emit(Broadcast(directive))
 
     def dismiss_banned(self, directive: Directive) -> None:
@@ -68,7 +68,9 @@ class DirectiveGossip:
             while len(self._due) >= 2 * context.policy.max_members:
                 del self._due[next(iter(self._due))]
             self._due[source] = context.now + context.policy.heartbeat_seconds
-        elif due <= context.now and (len(members) <= FEW or members.is_my_turn(directive.digest, beat.sequence)):
+        elif due <= context.now and (
+            len(members) <= MAX_ALL_REPEAT or members.is_my_turn(directive.digest, beat.sequence)
+        ):
             self._due[source] = context.now + 4 * context.policy.heartbeat_seconds
             context.emit(Send(source, (directive,)))
 

@@ -17,8 +17,8 @@ from protocol.rounds.blobs import BlobRole
 from protocol.rounds.context import Context
 from protocol.rounds.round_state import Proposal, RoundState
 
-Slice = tuple[Signed[RoundRecord], int, tuple[PeerKey, ...]]
-"""A shard that a member makes with an update: the proposal, the shard's index, and its committee."""
+ShardDuty = tuple[Signed[RoundRecord], int, tuple[PeerKey, ...]]
+"""One shard that a committee member has to make: the proposal, the shard's index, and its committee."""
 
 Best = Callable[[], Proposal | None]
 """Gives the proposal that our vote should go to."""
@@ -46,7 +46,7 @@ class Exchange(ABC):
         """Return the headers that a record of ours would list now."""
 
     @abstractmethod
-    def believed(self, header: Signed[UpdateHeader]) -> bool:
+    def counts_towards_weight(self, header: Signed[UpdateHeader]) -> bool:
         """Return whether an announced header counts towards the weight that a record should have."""
 
     @abstractmethod
@@ -58,7 +58,7 @@ class Exchange(ABC):
         """Return whether the author of this header did its part in time."""
 
     @abstractmethod
-    def attempts_in_vain(self, attempt: int) -> int:
+    def failed_attempts(self, attempt: int) -> int:
         """Return how many attempts failed for want of votes, given the present attempt."""
 
     @abstractmethod
@@ -106,7 +106,7 @@ class Exchange(ABC):
         """Return the blobs of all shards that somebody attested."""
         return set()
 
-    def slices_for(self, blob: Digest, member: PeerKey) -> list[Slice]:
+    def slices_for(self, blob: Digest, member: PeerKey) -> list[ShardDuty]:
         """Return the shards that a member is to make with an update, of the proposals that list it."""
         return []
 

@@ -11,7 +11,7 @@ from protocol.rounds.blobs import BlobRole, applied_blobs
 from protocol.rounds.consensus import Consensus
 from protocol.rounds.context import Context
 
-REPLAYED = 64
+SEARCHED_RECORDS = 64
 """Records before the head, for each checkpoint kept, among which the record of an invalid blob is searched for."""
 
 
@@ -77,7 +77,7 @@ def _certified_with(context: Context, blob: Digest, tip: Digest | None) -> tuple
         if branch is None or branch not in chain:
             continue
         top = chain.height(branch)
-        last = max(chain.height(chain.root), top - (policy.checkpoint_keep + 2) * REPLAYED)
+        last = max(chain.height(chain.root), top - (policy.checkpoint_keep + 2) * SEARCHED_RECORDS)
         for record in islice(chain.ancestors(branch), top - last):
             if (origin := applied_blobs(chain.certificate(record)).get(blob)) is not None:
                 return record, origin

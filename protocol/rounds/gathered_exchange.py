@@ -19,7 +19,7 @@ class GatheredExchange(Exchange):
         """Return the candidates whose blobs are held."""
         return [h for h in self._round.candidates() if self.is_delivered(h)]
 
-    def believed(self, header: Signed[UpdateHeader]) -> bool:
+    def counts_towards_weight(self, header: Signed[UpdateHeader]) -> bool:
         """Return whether the update is held, or was announced less than `exchange_seconds` ago: anybody can claim."""
         context = self._context
         return self.is_delivered(header) or not context.deadlines.due(
@@ -34,7 +34,7 @@ class GatheredExchange(Exchange):
         """Return whether the update is held."""
         return self._context.blobs.holds(header.body.blob)
 
-    def attempts_in_vain(self, attempt: int) -> int:
+    def failed_attempts(self, attempt: int) -> int:
         """Return the attempt: each one before it failed."""
         return attempt
 

@@ -43,9 +43,9 @@ from protocol.rounds.consensus import Consensus
 from protocol.rounds.context import Context
 from protocol.rounds.departure import Departure
 from protocol.rounds.directive_gossip import DirectiveGossip
-from protocol.rounds.exchange import Slice
+from protocol.rounds.exchange import ShardDuty
 from protocol.rounds.faults import blob_invalid, conflicting_shards
-from protocol.rounds.future_messages import AHEAD, FutureMessages
+from protocol.rounds.future_messages import MAX_ROUNDS_AHEAD, FutureMessages
 from protocol.rounds.gathered_exchange import GatheredExchange
 from protocol.rounds.header_repair import known_headers, pass_on_headers
 from protocol.rounds.phase import InvariantError, Phase, check_transition, phase_of
@@ -60,9 +60,10 @@ MAX_TURNS = 100
 
 
 class RoundMachine:
-    """See the module. Events and the peer's status come in with `step`; actions are its only output.
+    """One peer's state machine of the protocol. Events and the peer's status come in with `step`; actions come out.
 
-    Queries: `next_tick`, `phase`, `chain`, `serve_refusal`, `slices_for`, `retained_blobs`, `summary` and `sizes`.
+    Before the driver serves a blob, it asks `serve_refusal`: the rule of commit-then-reveal is there. Other queries:
+    `next_tick`, `phase`, `chain`, `slices_for`, `retained_blobs`, `summary` and `sizes`.
     """
 
     def __init__(
@@ -86,14 +87,14 @@ class RoundMachine:
         self._status = status or LocalStatus()
         self._sync = StateSync(self._context)
         self._consensus = Consensus(self._context, self._sync)
-        self._governance = DirectiveGossip(self._context)
+        self._directives = DirectiveGossip(self._context)
         self._departure = Departure(self._context)
         self._chain_sync = ChainSync(policy.max_members + 64, policy.heartbeat_seconds)
         self._future = FutureMessages(2 * policy.max_members)
         self._bootstrap = Bootstrap(now, policy.member_seconds)
         self._phase = Phase.OBSERVING if observer else Phase.JOINING
         self._sequence = self._beats = 0
-        self._walked = -1
+        self._reached_height = -1
         """Height that the answers to the present series of chain requests have reached."""
 
         self._beat_at = now
@@ -114,7 +115,7 @@ class RoundMachine:
         self._status = status or self._status
         context.own.recall(context.chain)
         self._departure.begin()
-        self._governance.notify_pause(None, context.directive)
+        self._directives.notify_pause(None, context.directive)
         self._bootstrap.begin(now, 0.0 if alone else 2 * context.policy.heartbeat_seconds)
         self._beat()
         self._advance()
@@ -153,7 +154,7 @@ class RoundMachine:
                 blob_invalid(context, self._consensus, self._sync.retried_tip, blob, reason)
                 self._close_dropped_round()
             case ev.ShardReduced() | ev.ShardUnavailable():
-                self._admit_own(self._consensus.shard_answered(event))
+                self._add_own_certificate(self._consensus.shard_answered(event))
             case ev.BlobUnavailable(blob):
                 context.blobs.unavailable(blob, context.now)
             case ev.StateReached(record, state):
@@ -186,19 +187,23 @@ class RoundMachine:
     def serve_refusal(self, blob: Digest, requester: PeerKey) -> str | None:
         """Return why a blob must not be given to a peer now; None when it may.
 
-        The banned get nothing. An undecided round's updates are only for those who have announced their own (commit,
-        then reveal).
+        The banned get nothing. Commit, then reveal: updates of an undecided round are only for those that announced
+        their own, or they could be copied.
         """
         if self._context.is_banned(requester):
             return "the run's owner has banned you"
         round_ = self._consensus.round
-        if round_ is None or requester in round_.headers or self._sync.is_behind:
+        if round_ is None or requester in round_.headers:
+            return None  # there is nothing to hide, or the requester has committed itself
+        if self._sync.is_behind:
+            # The round after our state is decided, so a copy comes too late for it, and late members need its updates.
+            # Without a state in the tree we cannot tell which round that is, and refuse nobody.
             return None
         if not self._consensus.concerns(blob):
-            return None
+            return None  # of an earlier round, whose updates all may have, or a checkpoint
         return f"you have not announced an update in round {round_.number} yet"
 
-    def slices_for(self, blob: Digest, member: PeerKey) -> list[Slice]:
+    def slices_for(self, blob: Digest, member: PeerKey) -> list[ShardDuty]:
         """Return the shards that a member is to make with an update, with each one's proposal and committee."""
         round_, exchange = self._consensus.round, self._consensus.exchange
         return [] if round_ is None or exchange is None else exchange.slices_for(blob, member)
@@ -220,7 +225,7 @@ class RoundMachine:
     def sizes(self) -> dict[str, tuple[int, int]]:
         context = self._context
         found = context.members.sizes() | context.blobs.sizes() | context.own.sizes() | self._sync.sizes()
-        found |= self._consensus.sizes() | self._chain_sync.sizes() | self._future.sizes() | self._governance.sizes()
+        found |= self._consensus.sizes() | self._chain_sync.sizes() | self._future.sizes() | self._directives.sizes()
         limits = context.chain.limits
         return found | {"records": (len(context.chain), limits.max_records + limits.max_side_records)}
 
@@ -245,8 +250,8 @@ class RoundMachine:
             number = -1 if round_ is None else round_.number
             parent = None if isinstance(body, Vote | ShardAttestation) else body.parent
             if round_ is not None and body.round == number and parent in (None, round_.parent):
-                self._admit_own(self._consensus.receive(message))
-            elif number < body.round <= context.chain.height(context.chain.head) + AHEAD:
+                self._add_own_certificate(self._consensus.receive(message))
+            elif number < body.round <= context.chain.height(context.chain.head) + MAX_ROUNDS_AHEAD:
                 trusted = context.members.has_room_for(message.author) or isinstance(body, UpdateHeader)
                 self._future.keep(message, trusted=trusted)
 
@@ -254,7 +259,7 @@ class RoundMachine:
         context, beat, source = self._context, message.body, message.author
         if source == context.me:
             return
-        self._governance.inform(source, beat)
+        self._directives.inform(source, beat)
         if context.is_banned(source) or beat.admission and not context.members.add_heartbeat(message, context.now):
             return
         if (member := context.members.get(source)) is not None:
@@ -278,7 +283,7 @@ class RoundMachine:
 
     def _receive_directive(self, directive: Signed[Directive], source: PeerKey | None) -> None:
         before = self._context.chain.newest_directive
-        if self._governance.accept(directive, source):
+        if self._directives.accept(directive, source):
             self._directive_changed(before)
             self._close_dropped_round()
 
@@ -288,15 +293,15 @@ class RoundMachine:
         if newest is None:
             return
         was, now = (None if before is None else before.body), newest.body
-        self._governance.publish(newest)
+        self._directives.publish(newest)
         if now.rollback is not None and (was is None or was.rollback != now.rollback):
             self._roll_back()
-        self._governance.dismiss_banned(now)
+        self._directives.dismiss_banned(now)
         self._departure.directive_changed()
         self._consensus.exclude_banned()
-        if was is not None and was.run_status != "running" and not context.resting:
+        if was is not None and was.run_status != "running" and not context.is_paused:
             self._consensus.pause_ended()
-        self._governance.notify_pause(was, now)
+        self._directives.notify_pause(was, now)
 
     def _roll_back(self) -> None:
         context, back = self._context, self._context.chain.rollback
@@ -316,7 +321,7 @@ class RoundMachine:
 
     # -- certificates ----------------------------------------------------------------------------------------
 
-    def _admit_own(self, certificate: Certificate | None) -> None:
+    def _add_own_certificate(self, certificate: Certificate | None) -> None:
         """Put a certificate that the open round has completed into the tree."""
         if certificate is not None:
             self._add_certificates((certificate,), None)
@@ -348,7 +353,7 @@ class RoundMachine:
             if twice is not None:
                 context.notify("warning", "equivocation", *twice)
             context.emit(StoreCertificate(certificate))
-            self._hold_back(certificate)
+            self._quarantine_if_underweight(certificate)
         self._close_dropped_round()
         return added
 
@@ -358,7 +363,7 @@ class RoundMachine:
         if round_ is not None and round_.parent not in self._context.chain:
             self._consensus.abandon()
 
-    def _hold_back(self, certificate: Certificate) -> None:
+    def _quarantine_if_underweight(self, certificate: Certificate) -> None:
         """Quarantine a record with less than half of what we saw announced, until patience has run out."""
         context, consensus, sync = self._context, self._consensus, self._sync
         record, body, round_ = certificate.digest, certificate.record.body, self._consensus.round
@@ -368,7 +373,7 @@ class RoundMachine:
             sync.reconsider(record, consensus.announced_windows // 2)
         elif not consensus.is_heavy_enough(body):
             context.notify("info", "light", f"record {record.short} lists too little of what was announced")
-            sync.hold_back(record, round_.first_header_at + context.policy.patience_seconds)
+            sync.quarantine_underweight(record, round_.first_header_at + context.policy.patience_seconds)
 
     def _chain_received(self, event: ev.ChainReceived) -> None:
         context = self._context
@@ -380,11 +385,11 @@ class RoundMachine:
         last = event.certificates[-1].digest if event.certificates else context.chain.root
         reached = context.chain.height(last) if last in context.chain else -1
         # Records that we have are news too when more follow them: a walk along a branch, always upwards.
-        onwards = event.more and bool(event.certificates) and reached > self._walked
+        onwards = event.more and bool(event.certificates) and reached > self._reached_height
         if added and event.more:
             self._bootstrap.grew(context.now)
         self._chain_sync.answered(event.source, useful=added > 0 or onwards, now=context.now)
-        self._walked = reached if onwards else -1
+        self._reached_height = reached if onwards else -1
         if onwards and self._chain_sync.asked is None:
             self._chain_sync.ask(event.source, context.now)
             context.emit(RequestChain(event.source, (last, *context.chain.locator())))
@@ -394,26 +399,26 @@ class RoundMachine:
     def _advance(self) -> None:
         """Let every part do what is due, until nothing changes any more."""
         context = self._context
-        self._update_phase()
+        self._update_phase()  # checks the transition that the event alone made, before what follows makes another
         self._join()
         for _ in range(MAX_TURNS):
-            if not self._turn():
+            if not self._advance_once():
                 break
         else:
             raise InvariantError(f"the round machine does not come to rest: {self._describe()}")
-        self._request_blobs()
+        self._request_blobs()  # only now: turns in between may need blobs that nobody needs at the end
         self._request_chain()
         if context.deadlines.due("heartbeat", self._beat_at):
             for key in context.members.expire(context.now):
                 self._chain_sync.forget(key)
             self._beat()
-        self._take_leave()
+        self._leave_if_due()
         self._departure.stay(anybody_behind=self._is_anybody_behind, bytes_up=self._status.bytes_up)
         self._publish_directives()
         self._update_phase()
         self.next_tick = float("inf") if self._departure.has_left else context.deadlines.next_tick
 
-    def _turn(self) -> bool:
+    def _advance_once(self) -> bool:
         """Return whether something changed that other parts depend on."""
         context, sync, consensus = self._context, self._sync, self._consensus
         changed = sync.advance()
@@ -422,10 +427,10 @@ class RoundMachine:
             self._begin_round(applied)
         head = context.chain.head
         if self._departure.is_over:
-            consensus.rest()
+            consensus.stop_exchange()
         else:
-            self._admit_own(consensus.advance(hurry=self._departure.is_hurrying))
-        self._departure.follow_order(announced=self._is_exchanging, busy=sync.is_busy)
+            self._add_own_certificate(consensus.advance(hurry=self._departure.is_hurrying))
+        self._departure.follow_directive(announced=self._is_exchanging, busy=sync.is_busy)
         return changed or head != context.chain.head
 
     @property
@@ -467,7 +472,7 @@ class RoundMachine:
         if parent != context.chain.root:
             decided = context.chain.certificate(parent)
             listed = decided.record.body.updates
-            context.members.contributed(u.author for u in listed)
+            context.members.note_contributors(u.author for u in listed)
             unused = consensus.blobs() - {u.body.blob for u in listed} - set(decided.shards)
             for action in context.blobs.forget(b for b in sorted(unused) if b not in context.own):
                 context.emit(action)
@@ -477,7 +482,7 @@ class RoundMachine:
         round_ = consensus.open(parent)
         for message in self._future.pop(round_.number):
             if isinstance(message.body, Vote | ShardAttestation) or message.body.parent == parent:
-                self._admit_own(consensus.receive(message))
+                self._add_own_certificate(consensus.receive(message))
         self._departure.reached_total(context.chain.weight(parent))
         self._beat()
 
@@ -504,7 +509,7 @@ class RoundMachine:
         if source is not None:
             context.emit(RequestChain(source, context.chain.locator()))
 
-    def _take_leave(self) -> None:
+    def _leave_if_due(self) -> None:
         consensus, round_ = self._consensus, self._consensus.round
         hurrying = self._departure.is_hurrying
         if self._departure.is_time_to_go(
@@ -515,14 +520,16 @@ class RoundMachine:
         ):
             self._departure.say_goodbye(self._next_sequence())
         elif self._departure.is_hurrying and not hurrying:
-            self._admit_own(consensus.advance(hurry=True))  # the work that no update covers is announced at once
+            self._add_own_certificate(
+                consensus.advance(hurry=True)
+            )  # the work that no update covers is announced at once
 
     def _publish_directives(self) -> None:
         """Emit what the owner's directives mean here, if that has changed."""
         context, before = self._context, self._published
         if before is not None and before.directive is context.directive and before.policy is context.policy:
             return
-        now = DirectivesChanged(context.directive, context.resting, context.policy)
+        now = DirectivesChanged(context.directive, context.is_paused, context.policy)
         if now != before:
             context.emit(now)
         self._published = now
@@ -537,7 +544,7 @@ class RoundMachine:
             joined=self._sync.joined,
             holds_state=self._sync.holds_state,
             announced=round_ is not None and round_.announced_at is not None,
-            resting=self._context.resting,
+            paused=self._context.is_paused,
         )
         check_transition(self._phase, phase)
         self._phase = phase

@@ -14,7 +14,7 @@ from protocol.messages import MAX_MISSING_AUTHORS, RoundRecord, ShardAttestation
 from protocol.rounds.actions import Broadcast, CancelReduce, ReduceShard
 from protocol.rounds.blobs import BlobRole, ShardBlob
 from protocol.rounds.context import Context
-from protocol.rounds.exchange import Best, Exchange, Slice
+from protocol.rounds.exchange import Best, Exchange, ShardDuty
 from protocol.rounds.round_state import MAX_RECORDS, RECORDS_PER_AUTHOR, Proposal, RoundState
 from protocol.rounds.shard_tally import ShardTally
 
@@ -64,7 +64,7 @@ class ReducedExchange(Exchange):
         self._late = False
         """Others were faster with the current proposal's shards that we make, so those are fetched too."""
 
-        self._in_vain = 0
+        self._failed_attempts = 0
         """Number of proposals that were worked on in vain."""
 
         self._evidence: tuple[Signed, ...] = ()
@@ -74,13 +74,13 @@ class ReducedExchange(Exchange):
 
     def listable(self) -> list[Signed[UpdateHeader]]:
         """Return the candidates that should be available: nobody holds others' updates."""
-        return [h for h in self._round.candidates() if h.author == self._context.me or self.believed(h)]
+        return [h for h in self._round.candidates() if h.author == self._context.me or self.counts_towards_weight(h)]
 
-    def believed(self, header: Signed[UpdateHeader]) -> bool:
+    def counts_towards_weight(self, header: Signed[UpdateHeader]) -> bool:
         """Return whether nothing is known against the author or the update."""
         context, author = self._context, header.author
         known_bad = context.blobs.is_invalid(header.body.blob) or author in self._left_out or author in self._silent
-        return not known_bad and not context.members.withheld.holds(author, self._round.number)
+        return not known_bad and not context.members.withheld.applies_to(author, self._round.number)
 
     def awaits(self, header: Signed[UpdateHeader]) -> bool:
         """Return False: an update is fetched only once a proposal lists it."""
@@ -90,9 +90,9 @@ class ReducedExchange(Exchange):
         """Return True: the announcement is all that the first proposer waits for."""
         return True
 
-    def attempts_in_vain(self, attempt: int) -> int:
+    def failed_attempts(self, attempt: int) -> int:
         """Return the number of abandoned proposals at most: attempts pass while one is worked on."""
-        return min(attempt, 1 + self._in_vain)
+        return min(attempt, 1 + self._failed_attempts)
 
     def missing_for(self, record: RoundRecord) -> set[Digest]:
         """Return nothing: the shards are not made yet."""
@@ -166,7 +166,7 @@ class ReducedExchange(Exchange):
         round_, tally = self._round, self._tallies.get(proposal.record.digest)
         self.stop()
         self._abandoned.add(proposal.record.digest)
-        self._in_vain += 1
+        self._failed_attempts += 1
         if tally is None:
             return
         self._evidence = ()
@@ -203,7 +203,7 @@ class ReducedExchange(Exchange):
     def shard_blobs(self) -> set[Digest]:
         return {a.body.blob for tally in self._tallies.values() for a in tally.all() if a.body.blob is not None}
 
-    def slices_for(self, blob: Digest, member: PeerKey) -> list[Slice]:
+    def slices_for(self, blob: Digest, member: PeerKey) -> list[ShardDuty]:
         found = []
         for digest, proposal in self._round.proposals.items():
             if digest not in self._abandoned and any(u.body.blob == blob for u in proposal.record.body.updates):

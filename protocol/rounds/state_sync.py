@@ -15,10 +15,10 @@ from protocol.rounds.events import UpdateReady
 from protocol.rounds.retention import is_checkpoint, starts
 
 MAX_PAUSE = 60.0
-TRIES = 3
+MAX_FAILED_MOVES = 3
 """Failed moves to the same head before another branch is tried."""
 
-UNAVAILABLE = 10
+UNAVAILABLE_PATIENCES = 10
 """Times the policy's patience: after that, people are notified that nobody gives an update of a finalized record."""
 
 MAX_UNAVAILABLE_SECONDS = 600.0
@@ -29,7 +29,7 @@ REMEMBERED_PATHS = 3
 
 
 class StateSync:
-    """The trainer's place. `advance` moves it towards the head by one step at a time."""
+    """The trainer's place in the tree of records. `advance` moves it towards the head by one step at a time."""
 
     def __init__(self, context: Context):
         self._context = context
@@ -71,13 +71,13 @@ class StateSync:
         return self.sync_target is not None
 
     @property
-    def is_making(self) -> bool:
+    def is_making_update(self) -> bool:
         return self._making is not None
 
     @property
     def is_busy(self) -> bool:
         """True while the trainer owes us an answer."""
-        return self.is_moving or self.is_making
+        return self.is_moving or self.is_making_update
 
     @property
     def is_behind(self) -> bool:
@@ -289,13 +289,13 @@ class StateSync:
         # An author that let us wait in vain before gets little time.
         author, number = origin.responsible, certificate.record.body.round
         if not context.deadlines.due("missing blobs", since + context.policy.patience_seconds):
-            if not context.members.late.holds(author, number):
+            if not context.members.late.applies_to(author, number):
                 return False
         record = certificate.digest
         floor = context.chain.required_ancestor
         if floor is not None and context.chain.is_ancestor(record, floor):
             # Links that broke a moment ago need time to carry again: no reason to alarm people yet.
-            patience = min(UNAVAILABLE * context.policy.patience_seconds, MAX_UNAVAILABLE_SECONDS)
+            patience = min(UNAVAILABLE_PATIENCES * context.policy.patience_seconds, MAX_UNAVAILABLE_SECONDS)
             if context.deadlines.due("unavailable", since + patience):
                 self._report_unavailable(record)
             return False
@@ -371,12 +371,12 @@ class StateSync:
         context.notify("warning", "apply-failed", text)
         if head not in chain or head == chain.root:
             return
-        culprit, tries, good = head, TRIES, self._last_good
+        culprit, tries, good = head, MAX_FAILED_MOVES, self._last_good
         if good is not None and good in chain and good != head:
             # There is a place to return to: at once when that is another branch, which may be a liar's.
             fork = chain.common_ancestor(good, head)
             culprit = chain.ancestor_at(head, min(chain.height(head), chain.height(fork) + 1)) or head
-            tries = TRIES if fork == good else 1
+            tries = MAX_FAILED_MOVES if fork == good else 1
         if self._failures % tries == 0 and self._quarantine.add(culprit, failed=True):
             self._waiting = None
             if self.applied is not None:
@@ -384,7 +384,7 @@ class StateSync:
 
     # -- branches that are not followed for a while ----------------------------------------------------------
 
-    def hold_back(self, record: Digest, until: float) -> None:
+    def quarantine_underweight(self, record: Digest, until: float) -> None:
         self._quarantine.add_underweight(record, until)
         self._waiting = None
 
