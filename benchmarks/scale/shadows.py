@@ -73,7 +73,7 @@ class Shadows:
         if index is None or self.model(index) != model.index:
             return
         self._proposed.add(b.parent)
-        holds = model.machine._c.blobs.holds
+        holds = model.machine._context.blobs.holds
         listed = [h for h in b.candidates() if b.chain.is_reduced_after(b.parent) or holds(h.body.blob)]
         updates = tuple(sorted(listed, key=lambda h: h.author))
         record = self._signers[index].sign(RoundRecord(self._world.run, b.number, b.parent, b.state, 0, updates))

@@ -46,7 +46,7 @@ class DirectiveHandler:
 
     def _orders(self, change: DirectivesChanged) -> Orders:
         policy = change.policy
-        return Orders(change.resting, policy.max_update_windows, policy.target_windows * self.window)
+        return Orders(change.paused, policy.max_update_windows, policy.target_windows * self.window)
 
     @property
     def target_tokens(self) -> int:

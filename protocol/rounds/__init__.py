@@ -9,10 +9,10 @@ Reading order:
     policy, events, actions   inputs and outputs
     deadlines                 the registry from which the next tick follows
     round_state               the undecided round: headers, proposals, votes
-    exchange, gather, reduce  the two kinds of rounds behind one interface
-    consensus, stragglers     announce, propose, vote
+    exchange                  the interface of the two kinds of rounds: gathered_exchange, reduced_exchange
+    consensus                 announce, propose, vote; awaited_members: the members that it waits for
     own_updates, state_sync   the trainer's state, and the moves of it
-    chain_sync, governance    certificates and directives of others
+    chain_sync                certificates of others; directive_gossip: the owner's directives
     departure                 the end of a machine's part
     machine                   all of them together
 """

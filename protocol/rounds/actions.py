@@ -133,7 +133,7 @@ class DirectivesChanged:
     directive: Directive
     """The newest one known; a neutral one of sequence 0 where none is."""
 
-    resting: bool
+    paused: bool
     """The trainer must make no inner steps: the run is paused or has ended, or this peer is banned."""
 
     policy: RoundPolicy

@@ -15,14 +15,14 @@ MAX_LAG = 8
 
 
 class AwaitedMembers:
-    """Those of one round."""
+    """The members that the first proposer of one round still waits for."""
 
-    def __init__(self, context: Context, round_state: RoundState, exchange: Exchange, lasted: float):
-        """`lasted`: seconds that the round before took; 0 when that is not known."""
-        self._c = context
-        self._r = round_state
-        self._x = exchange
-        self._lasted = lasted
+    def __init__(self, context: Context, round_: RoundState, exchange: Exchange, seconds_before: float):
+        """`seconds_before`: duration of the round before; 0 when that is not known."""
+        self._context = context
+        self._round = round_
+        self._exchange = exchange
+        self._seconds_before = seconds_before
         self._penalised = False
         self._blocker: PeerKey | None = None
         """One of those that are awaited: as long as it is, nobody else needs to be examined."""
@@ -30,53 +30,56 @@ class AwaitedMembers:
         self._lagged = False
         """The blocker was lagging when nobody else was awaited."""
 
-        self._before: frozenset[Digest] = frozenset(islice(context.chain.ancestors(round_state.parent), 1, 1 + MAX_LAG))
+        self._recent_records: frozenset[Digest] = frozenset(
+            islice(context.chain.ancestors(round_.parent), 1, 1 + MAX_LAG)
+        )
         """Ancestors of the round's parent. A member whose state is one of these is lagging."""
 
     def awaited(self) -> list[PeerKey]:
         """Return the members that the first proposer still waits for, lagging ones last."""
-        headers = self._r.headers
-        keys = [*headers, *(m.key for m in self._c.members if m.key not in headers)]
+        headers = self._round.headers
+        keys = [*headers, *(m.key for m in self._context.members if m.key not in headers)]
         return sorted((key for key in keys if self._is_awaited(key)), key=self._lags)
 
     def _is_awaited(self, key: PeerKey) -> bool:
-        c, r = self._c, self._r
-        if c.members.late.holds(key, r.number):
+        context, round_ = self._context, self._round
+        if context.members.late.applies_to(key, round_.number):
             return False
-        header, member = r.headers.get(key), c.members.get(key)
+        header, member = round_.headers.get(key), context.members.get(key)
         if header is not None:
             # A peer that announced and has fallen silent since sends no more of its update.
-            if not self._x.awaits(header):
+            if not self._exchange.awaits(header):
                 return False
-            return member is not None or not c.deadlines.due("silent", r.received_at[key] + c.policy.member_seconds)
+            expires = round_.received_at[key] + context.policy.member_seconds
+            return member is not None or not context.deadlines.due("silent", expires)
         if member is None:
             return False
         if self._lags(key):
-            may_come = not c.members.lagging.holds(key, r.number) and self._is_fresh(member)
-            return may_come and not self._is_patience_over(is_behind=member.beat.head in self._before)
-        if member.heard >= r.began:
-            return member.trains_in(r.parent)
+            may_come = not context.members.lagging.applies_to(key, round_.number) and self._is_fresh(member)
+            return may_come and not self._is_patience_over(is_behind=member.beat.head in self._recent_records)
+        if member.heard >= round_.began:
+            return member.trains_in(round_.parent)
         # Not heard from in this round yet: it was with us a moment ago, and most likely still is.
         return member.beat.phase in ("training", "exchanging") and self._is_fresh(member)
 
     def _is_fresh(self, member: Member) -> bool:
-        return not self._c.deadlines.due("silent", member.heard + 2 * self._c.policy.heartbeat_seconds)
+        return not self._context.deadlines.due("silent", member.heard + 2 * self._context.policy.heartbeat_seconds)
 
     def _lags(self, key: PeerKey) -> bool:
         """Return whether a member said in this round that it holds an earlier state, or has nothing to announce yet."""
-        member = self._c.members.get(key)
-        if member is None or key in self._r.headers or member.heard < self._r.began:
+        member = self._context.members.get(key)
+        if member is None or key in self._round.headers or member.heard < self._round.began:
             return False
-        if member.beat.head in self._before:
+        if member.beat.head in self._recent_records:
             return member.beat.phase in ("training", "exchanging")
-        return member.trains_in(self._r.parent) and not member.beat.windows
+        return member.trains_in(self._round.parent) and not member.beat.windows
 
     def update(self) -> None:
         """Note when nobody is awaited any more, and penalise those that were awaited in vain."""
-        c, r = self._c, self._r
-        if r.ready_at is not None or self._penalised or r.announced_at is None:
+        context, round_ = self._context, self._round
+        if round_.ready_at is not None or self._penalised or round_.announced_at is None:
             return
-        late = c.deadlines.due("exchange", r.announced_at + c.policy.exchange_seconds)
+        late = context.deadlines.due("exchange", round_.announced_at + context.policy.exchange_seconds)
         if not late and self._blocker is not None and self._is_awaited(self._blocker):
             return
         if self._lagged:
@@ -85,23 +88,23 @@ class AwaitedMembers:
         self._blocker = awaited[0] if awaited else None
         self._lagged = self._blocker is not None and self._lags(self._blocker)
         if not awaited:
-            r.mark_ready(c.now)
-            for author, header in r.headers.items():
-                if self._x.is_delivered(header):
-                    c.members.late.forgive(author)
+            round_.mark_ready(context.now)
+            for author, header in round_.headers.items():
+                if self._exchange.is_delivered(header):
+                    context.members.late.forgive(author)
         elif late:
             self._penalised = True
             for key in awaited:
-                c.members.late.penalise(key, r.number)
+                context.members.late.penalise(key, round_.number)
                 text = f"peer {key.short} kept the round waiting: the next ones do not wait for it"
-                c.notify("info", "late", text, key)
+                context.notify("info", "late", text, key)
 
     def _penalise_lagging(self) -> None:
         """Penalise the members that the round awaited last and in vain, whatever they say of themselves by now."""
-        members, number = self._c.members, self._r.number
+        members, number = self._context.members, self._round.number
         lagging = {m.key for m in members if self._lags(m.key) and not self._is_awaited(m.key)}
         for key in sorted({*lagging} if self._blocker is None else {self._blocker, *lagging}):
-            if key not in self._r.headers and not members.lagging.holds(key, number):
+            if key not in self._round.headers and not members.lagging.applies_to(key, number):
                 members.lagging.penalise(key, number)
 
     def _is_patience_over(self, *, is_behind: bool) -> bool:
@@ -110,6 +113,6 @@ class AwaitedMembers:
         If training takes as long as that, waiting costs nothing. A member that is behind gets as long as the round
         before took, but at least two heartbeats.
         """
-        policy = self._c.policy
-        seconds = max(self._lasted, 2 * policy.heartbeat_seconds) if is_behind else policy.heartbeat_seconds
-        return self._c.deadlines.due("stragglers", self._r.began + min(seconds, policy.exchange_seconds))
+        policy = self._context.policy
+        seconds = max(self._seconds_before, 2 * policy.heartbeat_seconds) if is_behind else policy.heartbeat_seconds
+        return self._context.deadlines.due("stragglers", self._round.began + min(seconds, policy.exchange_seconds))

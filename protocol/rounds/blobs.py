@@ -49,9 +49,9 @@ class UpdateBlob:
         """Return the peers to ask before all others."""
         return (self.header.author,)
 
-    def other_holders(self, round_state: RoundState) -> Iterable[PeerKey]:
+    def other_holders(self, round_: RoundState) -> Iterable[PeerKey]:
         """Return the peers to ask after those that voted for the certificate."""
-        return (*round_state.votes, *round_state.headers)
+        return (*round_.votes, *round_.headers)
 
     def is_contradicted(self, *, announced: bool, attested: bool) -> bool:
         """Return whether the blob was seen as a shard only: anybody can sign a good update's digest as one."""
@@ -92,7 +92,7 @@ class ShardBlob:
         """Return the peers that have signed the digest, or voted for the record."""
         return () if exchange is None else exchange.shard_holders(self.record, self.index, blob)
 
-    def other_holders(self, round_state: RoundState) -> Iterable[PeerKey]:
+    def other_holders(self, round_: RoundState) -> Iterable[PeerKey]:
         """Return no other peer: announcing an update does not take its shards."""
         return ()
 
@@ -102,7 +102,7 @@ class ShardBlob:
 
 
 BlobRole = UpdateBlob | ShardBlob
-"""The meaning of a blob."""
+"""The use of a blob in a round: it is somebody's update, or a shard of a record's mean."""
 
 
 def applied_blobs(certificate: Certificate) -> dict[Digest, BlobRole]:
@@ -121,7 +121,10 @@ class _Request:
 
 
 class BlobTracker:
-    """Bounded: the oldest entries of held and invalid blobs are forgotten; requested again, they are in the store."""
+    """The blobs that one machine holds, has requested, or knows to be invalid.
+
+    Bounded. It is harmless to forget the oldest: the next request is answered from the store.
+    """
 
     def __init__(self, bound: int, retry_seconds: float):
         self._bound = bound

@@ -39,10 +39,10 @@ class _Entry:
 
 
 class BranchQuarantine:
-    """Those of one machine's chain, by the first record of each branch."""
+    """The branches that one machine's fork choice ignores for now, each by its first record."""
 
     def __init__(self, context: Context):
-        self._c = context
+        self._context = context
         self._entries: dict[Digest, _Entry] = {}
         self.tip: Digest | None = None
         """The tip of the branch whose blobs are requested again; None when there is none."""
@@ -69,74 +69,74 @@ class BranchQuarantine:
         return self._add(record, self._end_of(failures), underweight=False, failures=failures)
 
     def _end_of(self, failures: int) -> float:
-        return self._c.now + self._c.policy.patience_seconds * 2 ** min(max(0, failures - 1), 6)
+        return self._context.now + self._context.policy.patience_seconds * 2 ** min(max(0, failures - 1), 6)
 
     def _add(self, record: Digest, until: float, *, underweight: bool, failures: int) -> bool:
-        c = self._c
-        if c.chain.required_ancestor is not None and c.chain.is_ancestor(record, c.chain.required_ancestor):
+        context, required = self._context, self._context.chain.required_ancestor
+        if required is not None and context.chain.is_ancestor(record, required):
             return False
         old = self._entries.pop(record, None)
         tries = 0 if old is None else old.tries + 1
         absent = frozenset() if underweight else self._absent(record)
-        number = len(c.chain.certificate(record).record.body.updates)
-        self._entries[record] = _Entry(c.now, until, tries, underweight, failures, absent, number)
-        c.chain.quarantine(record)
+        number = len(context.chain.certificate(record).record.body.updates)
+        self._entries[record] = _Entry(context.now, until, tries, underweight, failures, absent, number)
+        context.chain.quarantine(record)
         while len(self._entries) > MAX_QUARANTINED:
             oldest = next(iter(self._entries))
-            c.chain.release(oldest)
+            context.chain.release(oldest)
             del self._entries[oldest]
         return True
 
     def _absent(self, record: Digest) -> frozenset[PeerKey]:
-        c = self._c
-        authors = c.chain.certificate(record).record.body.contributors
-        return frozenset(k for k in authors if k != c.me and k not in c.members and not c.members.has_left(k))
+        members = self._context.members
+        authors = set(self._context.chain.certificate(record).record.body.contributors) - {self._context.me}
+        return frozenset(key for key in authors if key not in members and not members.has_left(key))
 
     # -- release ---------------------------------------------------------------------------------------------
 
     def reconsider(self, record: Digest) -> None:
         """End the time of branches that are quarantined for the first time and that this record extends."""
         for branch, entry in self._entries.items():
-            if entry.active and entry.tries == 0 and self._c.chain.is_ancestor(branch, record):
-                entry.until = self._c.now
+            if entry.active and entry.tries == 0 and self._context.chain.is_ancestor(branch, record):
+                entry.until = self._context.now
 
     def member_at(self, head: Digest, since: float) -> None:
         """Note the head of a member that we have heard from since a time.
 
         If it came after a branch up to there was quarantined, the branch's blobs may be available again.
         """
-        chain = self._c.chain
+        chain = self._context.chain
         for branch, entry in self._entries.items():
             waits = entry.active and not entry.underweight and entry.retried_since is None
             news = waits and entry.since < since and entry.failures <= MAX_EARLY_FAILURES
             if news and branch in chain and chain.is_ancestor(branch, head):
-                entry.until = self._c.now
+                entry.until = self._context.now
 
     def advance(self, is_here: Callable[[Digest], bool]) -> None:
         """Release what is over. `is_here(tip)`: whether all blobs are held that a move to a record needs."""
-        c = self._c
-        check = c.now >= self._next_check
+        context = self._context
+        check = context.now >= self._next_check
         if check:
             # A returned contributor is no reason to search at each message.
-            self._next_check = c.now + c.policy.heartbeat_seconds / 2
+            self._next_check = context.now + context.policy.heartbeat_seconds / 2
         for record, entry in list(self._entries.items()):
-            if entry.active and not c.chain.is_quarantined(record) or record not in c.chain:
+            if entry.active and not context.chain.is_quarantined(record) or record not in context.chain:
                 del self._entries[record]  # finalized, or gone
             elif not entry.active or entry.retried_since is not None:
                 continue
             elif entry.underweight:
-                if c.deadlines.due("quarantine", entry.until):
+                if context.deadlines.due("quarantine", entry.until):
                     self._release(record)
-            elif c.deadlines.due("quarantine", entry.until) or check and self._is_somebody_back(entry):
+            elif context.deadlines.due("quarantine", entry.until) or check and self._is_somebody_back(entry):
                 # Back from a split: most likely nobody withheld anything.
-                entry.retried_since = c.now
+                entry.retried_since = context.now
         while self._take_turn():
             record = self._turn
             if record is None or self.tip is None:
                 return
             if is_here(self.tip):
                 self._release(record)
-            elif c.deadlines.due("quarantine turn", self._turn_since + c.policy.patience_seconds):
+            elif context.deadlines.due("quarantine turn", self._turn_since + context.policy.patience_seconds):
                 self._prolong(record)
             else:
                 return
@@ -149,18 +149,18 @@ class BranchQuarantine:
 
         A branch with few contributors comes last: one peer alone can make any number of branches.
         """
-        c = self._c
-        due = [r for r, e in self._entries.items() if e.active and e.retried_since is not None]
-        key = (frozenset(due), c.chain.head, len(c.chain))
-        if key != self._tips_for or any(tip not in c.chain for tip in self._tips.values()):
+        context = self._context
+        due = [record for record, entry in self._entries.items() if entry.active and entry.retried_since is not None]
+        key = (frozenset(due), context.chain.head, len(context.chain))
+        if key != self._tips_for or any(tip not in context.chain for tip in self._tips.values()):
             self._tips_for = key
-            self._tips = {r: tip for r in due if (tip := c.chain.head_if_released(r)) is not None}
+            self._tips = {record: tip for record in due if (tip := context.chain.head_if_released(record)) is not None}
         if self._turn not in self._tips:
             # Branches that are lighter than the head are no candidates: nobody would move there.
-            entries = {r: self._entries[r] for r in self._tips}
-            order = {r: (-e.contributors, e.turns, e.retried_since) for r, e in entries.items()}
-            self._turn = min(order, key=lambda r: order[r], default=None)
-            self._turn_since = c.now
+            entries = [(record, self._entries[record]) for record in self._tips]
+            order = {record: (-entry.contributors, entry.turns, entry.retried_since) for record, entry in entries}
+            self._turn = min(order, key=lambda record: order[record], default=None)
+            self._turn_since = context.now
             if self._turn is not None:
                 self._entries[self._turn].turns += 1
         self.tip = None if self._turn is None else self._tips[self._turn]
@@ -169,19 +169,19 @@ class BranchQuarantine:
     def _prolong(self, record: Digest) -> None:
         entry = self._entries[record]
         entry.tries += 1
-        entry.since, entry.until, entry.retried_since = self._c.now, self._end_of(entry.failures), None
-        self._c.deadlines.due("quarantine", entry.until)
+        entry.since, entry.until, entry.retried_since = self._context.now, self._end_of(entry.failures), None
+        self._context.deadlines.due("quarantine", entry.until)
         entry.absent = self._absent(record)
 
     def _release(self, record: Digest) -> None:
         entry = self._entries[record]
         entry.active, entry.retried_since = False, None
-        self._c.chain.release(record)
+        self._context.chain.release(record)
 
     def _is_back(self, key: PeerKey) -> bool:
         """Return whether a member was heard from more than once: one heartbeat can come from behind a split."""
-        member = self._c.members.get(key)
-        return member is not None and member.heard - member.since >= self._c.policy.heartbeat_seconds
+        member = self._context.members.get(key)
+        return member is not None and member.heard - member.since >= self._context.policy.heartbeat_seconds
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -10,10 +10,10 @@ from protocol.rounds.deadlines import Deadlines
 
 MAX_PAUSE = 60.0
 
-STRANGERS = 8
+MAX_STRANGER_CLAIMS = 8
 """Maximum number of claims of peers that are no members (the coordinator's observer is one): anybody can make keys."""
 
-SAFETY = 1e-6
+ANSWER_MARGIN_SECONDS = 1e-6
 """Seconds beyond the time for an answer before the request counts as failed."""
 
 MAX_PATIENCES = 10
@@ -31,7 +31,7 @@ class _Claim:
 
 
 class ChainSync:
-    """The claims of others, by their heartbeats, and the request under way."""
+    """The heads that others claim in heartbeats, and the one request for their records that is under way."""
 
     def __init__(self, bound: int, heartbeat_seconds: float):
         self._bound = bound
@@ -71,17 +71,19 @@ class ChainSync:
         return len(self._claims) < self._bound or self._drop_a_stranger(now)
 
     def _has_room_for_a_stranger(self, now: float) -> bool:
-        if sum(not c.member for c in self._claims.values()) < STRANGERS:
+        if sum(not claim.member for claim in self._claims.values()) < MAX_STRANGER_CLAIMS:
             return len(self._claims) < self._bound
         return self._drop_a_stranger(now - self._answer_within)
 
     def _drop_a_stranger(self, silent_since: float) -> bool:
         """Drop the stranger that has been silent the longest, of those silent since then, or asked in vain."""
         strangers = [
-            s for s, c in self._claims.items() if not c.member and (c.renewed <= silent_since or s in self._failures)
+            source
+            for source, claim in self._claims.items()
+            if not claim.member and (claim.renewed <= silent_since or source in self._failures)
         ]
         if strangers:
-            self.forget(min(strangers, key=lambda s: self._claims[s].renewed))
+            self.forget(min(strangers, key=lambda source: self._claims[source].renewed))
         return bool(strangers)
 
     def forget(self, source: PeerKey) -> None:
@@ -98,12 +100,16 @@ class ChainSync:
         """
         if not self._claims:
             return []
-        for source in [s for s, c in self._claims.items() if c.head in chain]:
+        for source in [source for source, claim in self._claims.items() if claim.head in chain]:
             del self._claims[source]
         if chain.is_missing_required_ancestor:
             return list(self._claims)
         weight, head = chain.weight(chain.head), chain.head
-        return [s for s, c in self._claims.items() if c.weight > weight or (c.weight == weight and c.head < head)]
+        return [
+            source
+            for source, claim in self._claims.items()
+            if claim.weight > weight or (claim.weight == weight and claim.head < head)
+        ]
 
     def next_request(self, chain: Chain, deadlines: Deadlines, *, eager: bool) -> PeerKey | None:
         """Return the peer to ask now, and mark it as asked: members first, then the one asked longest ago.
@@ -111,7 +117,7 @@ class ChainSync:
         `eager`: do not wait for records that may arrive without a request.
         """
         if self.asked is not None:
-            if not deadlines.due("chain answer", self._asked_at + self._answer_within + SAFETY):
+            if not deadlines.due("chain answer", self._asked_at + self._answer_within + ANSWER_MARGIN_SECONDS):
                 return None
             self.failed(self.asked, deadlines.now)
         due = [s for s in self.wanted(chain) if deadlines.due("chain request", self._earliest(s, eager))]
@@ -119,7 +125,7 @@ class ChainSync:
             return None
         source = min(due, key=lambda s: (not self._claims[s].member, self._last_asked.get(s, -1.0), s))
         self.ask(source, deadlines.now)
-        deadlines.due("chain answer", self._asked_at + self._answer_within + SAFETY)
+        deadlines.due("chain answer", self._asked_at + self._answer_within + ANSWER_MARGIN_SECONDS)
         return source
 
     def ask(self, source: PeerKey, now: float) -> None:
@@ -162,7 +168,7 @@ class ChainSync:
 
 
 class Bootstrap:
-    """The time in which a newcomer collects what the others have, before it loads a state and trains.
+    """The time of joining, in which a newcomer collects the others' records before it loads a state and trains.
 
     `patience`: seconds after which it is over if nothing arrives of what others claim to have.
     """

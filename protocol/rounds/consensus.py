@@ -34,20 +34,31 @@ MAX_HOLDERS = 8
 
 
 class Consensus:
-    """Runs one round after the other. Every method acts on the round after the trainer's state."""
+    """One peer's part in deciding the open round: the one that follows the record of the trainer's state.
+
+    A round has four steps (docs/rounds.md). Members announce headers, which commit to their updates. In each attempt
+    one author, in an order that all compute alike, proposes a record of the announced updates. The contributors that it
+    lists vote once they hold the data. Votes of more than two thirds of them are a certificate.
+
+    A certificate is not final: its quorum is of the contributors that the record lists, not of all members. A member
+    may vote for a second record of the round, because a record whose voters fell silent would stop it for ever. So two
+    records of a round can both be certified without a fault, as two branches. Safety is not in the votes: the chain
+    checks each record by itself, and the fork choice leads all to the heaviest branch. No correct peer leaves a record
+    that the owner has finalized, except by the owner's rollback.
+    """
 
     def __init__(self, context: Context, sync: StateSync):
-        self._c = context
+        self._context = context
         self._sync = sync
         self.round: RoundState | None = None
         """The open round; None before the first, and when its parent left the chain."""
 
         self.exchange: Exchange | None = None
-        """The open round's; None when there is no round."""
+        """The exchange of the open round; None when there is no round."""
 
-        self._stragglers: AwaitedMembers | None = None
+        self._awaited_members: AwaitedMembers | None = None
         self.work = TrainingProgress(0, 0.0, 0.0)
-        """The own trainer's work that no update covers yet."""
+        """Our trainer's work that no update covers yet."""
 
         self._revision = 0
         self._repeat_at = 0.0
@@ -57,19 +68,20 @@ class Consensus:
 
     def open(self, parent: Digest) -> RoundState:
         """Begin the round after a record."""
-        c, before = self._c, self.round
-        self.rest()
+        context, before = self._context, self.round
+        self.stop_exchange()
         if before is not None:
             self._revision = before.revision + 1
-        r = RoundState(c.policy, c.chain, parent, self._sync.state, c.now, self._revision)
-        self.round = r
-        self.exchange = ReducedExchange(c, r) if c.chain.is_reduced_after(parent) else GatheredExchange(c, r)
-        lasted = 0.0 if before is None or before.number + 1 != r.number else c.now - before.began
-        self._stragglers = AwaitedMembers(c, r, self.exchange, lasted)
+        round_ = RoundState(context.policy, context.chain, parent, self._sync.state, context.now, self._revision)
+        self.round = round_
+        kind = ReducedExchange if context.chain.is_reduced_after(parent) else GatheredExchange
+        self.exchange = kind(context, round_)
+        lasted = 0.0 if before is None or before.number + 1 != round_.number else context.now - before.began
+        self._awaited_members = AwaitedMembers(context, round_, self.exchange, lasted)
         self._repeats = 0
         self._headers_compared = 0
-        c.members.watch(parent, r.number)
-        return r
+        context.members.watch(parent, round_.number)
+        return round_
 
     def reopen(self) -> None:
         """Begin the round once more, on another branch: what was announced for it counts no more."""
@@ -82,7 +94,7 @@ class Consensus:
             self._revision = self.round.revision + 1
         self.round = None
 
-    def rest(self) -> None:
+    def stop_exchange(self) -> None:
         """Stop work on the round's proposals: it is decided, or our state is lost."""
         if self.exchange is not None:
             self.exchange.stop()
@@ -104,82 +116,83 @@ class Consensus:
 
     def _receive_header(self, header: Signed[UpdateHeader]) -> None:
         """Handle a header of this round, alone or in a record."""
-        c, r = self._c, self.round
-        if r is None:
+        context, round_ = self._context, self.round
+        if round_ is None:
             return
-        known = r.headers.get(header.author)
+        author, known = header.author, round_.headers.get(header.author)
         if known is not None:
-            if known.digest != header.digest and r.report_once(header.author):
-                c.notify("warning", "equivocation", f"peer {header.author.short} announced two updates", header.author)
+            if known.digest != header.digest and round_.report_once(author):
+                context.notify("warning", "equivocation", f"peer {author.short} announced two updates", author)
             return
-        if (reason := r.header_refusal(header, c.accepts_size)) is not None:
-            c.notify("warning", "refused", f"the update of {header.author.short} is refused: {reason}", header.author)
+        if (reason := round_.header_refusal(header, context.accepts_size)) is not None:
+            context.notify("warning", "refused", f"the update of {author.short} is refused: {reason}", author)
             return
-        if header.author == c.me and (c.observer or self._sync.is_making):
+        if author == context.me and (context.observer or self._sync.is_making_update):
             return
-        if not r.add_header(header, c.now, c.members.has_room_for):
+        if not round_.add_header(header, context.now, context.members.has_room_for):
             return
-        if c.is_banned(header.author):
-            r.exclude(header.author)
-        c.members.announced(header.author)
-        if header.author == c.me:
+        if context.is_banned(author):
+            round_.exclude(author)
+        context.members.note_announced(author)
+        if author == context.me:
             # Announced before a crash: it stands, so that we do not contradict ourselves.
-            c.own.made(header.body.blob, r.parent, r.number)
-            self._announced(r)
+            context.own.made(header.body.blob, round_.parent, round_.number)
+            self._announced(round_)
 
     def _receive_record(self, record: Signed[RoundRecord]) -> Certificate | None:
-        c, r, x = self._c, self.round, self.exchange
-        if r is None or x is None or record.digest in r.proposals:
+        context, round_, exchange = self._context, self.round, self.exchange
+        if round_ is None or exchange is None or record.digest in round_.proposals:
             return None
-        if record.body.parent != r.parent or r.parent not in c.chain:
+        if record.body.parent != round_.parent or round_.parent not in context.chain:
             return None
         refused = f"a record of {record.author.short} is refused: "
-        if record.author not in record.body.contributors or len(record.body.updates) > c.policy.max_members:
-            c.notify("warning", "refused", refused + "it breaks the rules", record.author)
+        if record.author not in record.body.contributors or len(record.body.updates) > context.policy.max_members:
+            context.notify("warning", "refused", refused + "it breaks the rules", record.author)
             return None
-        if (reason := c.chain.record_refusal(record.body)) is not None:
-            c.notify("warning", "refused", refused + reason, record.author)
+        if (reason := context.chain.record_refusal(record.body)) is not None:
+            context.notify("warning", "refused", refused + reason, record.author)
             return None
         for u in record.body.updates:
-            if (reason := r.header_refusal(u, c.accepts_size)) is not None:
-                c.notify("warning", "refused", f"{refused}the update of {u.author.short}: {reason}", record.author)
+            if (reason := round_.header_refusal(u, context.accepts_size)) is not None:
+                refused += f"the update of {u.author.short}: {reason}"
+                context.notify("warning", "refused", refused, record.author)
                 return None
         for u in record.body.updates:
             self._receive_header(u)
-            if u.author == c.me:
-                c.own.made(u.body.blob, r.parent, r.number)
-        p = r.add_record(record, c.now, x.missing_for(record.body), c.blobs.is_invalid)
-        if p is not None and p.equivocated and r.report_once(record.author):
+            if u.author == context.me:
+                context.own.made(u.body.blob, round_.parent, round_.number)
+        proposal = round_.add_record(record, context.now, exchange.missing_for(record.body), context.blobs.is_invalid)
+        if proposal is not None and proposal.equivocated and round_.report_once(record.author):
             text = f"peer {record.author.short} proposed two records at once"
-            c.notify("warning", "equivocation", text, record.author)
-        if p is not None and not p.equivocated:
-            r.jump(record.author, record.body.attempt, c.now)
-        x.proposals_changed(p)
+            context.notify("warning", "equivocation", text, record.author)
+        if proposal is not None and not proposal.equivocated:
+            round_.jump(record.author, record.body.attempt, context.now)
+        exchange.proposals_changed(proposal)
         return self._certified(record.digest)
 
     def _receive_vote(self, vote: Signed[Vote]) -> Certificate | None:
-        r, x = self.round, self.exchange
-        if r is None or x is None or (vote.body.shards_digest is not None) is not x.has_shards:
+        round_, exchange = self.round, self.exchange
+        if round_ is None or exchange is None or (vote.body.shards_digest is not None) is not exchange.has_shards:
             return None
-        if not r.add_vote(vote, self._c.members.has_room_for):
+        if not round_.add_vote(vote, self._context.members.has_room_for):
             return None
         return self._certified(vote.body.record)
 
     def _certified(self, digest: Digest) -> Certificate | None:
         """Return the certificate of a record that has the votes it needs."""
-        r, x = self.round, self.exchange
-        p = None if r is None else r.proposals.get(digest)
-        if r is None or x is None or p is None or p.bad:
+        round_, exchange = self.round, self.exchange
+        proposal = None if round_ is None else round_.proposals.get(digest)
+        if round_ is None or exchange is None or proposal is None or proposal.bad:
             return None
-        needed = quorum(len(p.record.body.updates))
-        if len(r.votes) < needed:
+        needed = quorum(len(proposal.record.body.updates))
+        if len(round_.votes) < needed:
             return None  # too few have voted for anything: a cheap check, made for each vote
-        if (shards := x.shards(p)) is None:
+        if (shards := exchange.shards(proposal)) is None:
             return None
-        votes = r.votes_for(p.record, shards_digest(shards))
+        votes = round_.votes_for(proposal.record, shards_digest(shards))
         if len(votes) < needed:
             return None
-        certificate = Certificate(p.record, tuple(votes), shards)
+        certificate = Certificate(proposal.record, tuple(votes), shards)
         try:
             check_certificate(certificate)
         except MalformedError as e:
@@ -200,28 +213,29 @@ class Consensus:
         self.work = work
 
     def update_ready(self, event: UpdateReady, admission: bytes) -> None:
-        c, r, requested = self._c, self.round, self._sync.update_ready(event)
+        context, round_, requested = self._context, self.round, self._sync.update_ready(event)
         if event.blob is None:
             self.work = replace(self.work, windows=0)
             return
         windows = event.end_window - event.first_window
         self.work = replace(self.work, windows=max(0, self.work.windows - windows))
-        if r is None or requested != event.parent or r.parent != event.parent or c.me in r.headers:
+        if round_ is None or requested != event.parent or round_.parent != event.parent or context.me in round_.headers:
             return
-        if self._sync.applied != r.parent:
+        if self._sync.applied != round_.parent:
             # The state that it was made from turned out to be wrong, or is lost.
             return
         body = UpdateHeader(
-            c.run, r.number, r.parent, self._state(), event.first_window, event.end_window, event.inner_steps,
-            event.blob, event.blob_size, event.loss, admission, r.epoch,
+            run=context.run, round=round_.number, parent=round_.parent, base_state=self._state(), epoch=round_.epoch,
+            first_window=event.first_window, end_window=event.end_window, inner_steps=event.inner_steps,
+            blob=event.blob, blob_size=event.blob_size, loss=event.loss, admission=admission,
         )  # fmt: skip
-        header = c.signer.sign(body)
-        if (reason := r.header_refusal(header, c.accepts_size)) is not None:
-            c.notify("error", "refused", f"our own update cannot be announced: {reason}")
+        header = context.signer.sign(body)
+        if (reason := round_.header_refusal(header, context.accepts_size)) is not None:
+            context.notify("error", "refused", f"our own update cannot be announced: {reason}")
             return
-        if r.add_header(header, c.now, c.members.has_room_for):
-            self._announced(r)
-            c.emit(Broadcast(header))
+        if round_.add_header(header, context.now, context.members.has_room_for):
+            self._announced(round_)
+            context.emit(Broadcast(header))
 
     def _state(self) -> Digest:
         state = self._sync.state
@@ -229,10 +243,10 @@ class Consensus:
             raise InvariantError("a round was worked on without a state")
         return state
 
-    def _announced(self, r: RoundState) -> None:
-        r.mark_announced(self._c.now)
+    def _announced(self, round_: RoundState) -> None:
+        round_.mark_announced(self._context.now)
         self._repeats = 0
-        self._repeat_at = self._c.now + 2 * self._c.policy.heartbeat_seconds
+        self._repeat_at = self._context.now + 2 * self._context.policy.heartbeat_seconds
 
     def blob_held(self, blob: Digest) -> None:
         if self.round is not None:
@@ -246,137 +260,148 @@ class Consensus:
     def exclude_banned(self) -> None:
         """Leave banned authors out of the open round."""
         if self.round is not None:
-            for key in [k for k in self.round.headers if self._c.is_banned(k)]:
+            for key in [k for k in self.round.headers if self._context.is_banned(k)]:
                 self.round.exclude(key)
 
     def pause_ended(self) -> None:
         """Start the open round's time from now, unless we announced in it."""
         if self.round is not None and self.round.announced_at is None:
-            self.round.restart_clock(self._c.now)
+            self.round.restart_clock(self._context.now)
 
     # -- what is due -----------------------------------------------------------------------------------------
 
     @property
     def is_working(self) -> bool:
         """True when the round is ours to decide: the trainer holds its base, and it is not decided yet."""
-        t, r = self._sync, self.round
-        if r is None or self._c.observer:
+        sync, round_ = self._sync, self.round
+        if round_ is None or self._context.observer:
             return False
-        return not t.is_moving and t.applied == r.parent and not t.is_behind
+        return not sync.is_moving and sync.applied == round_.parent and not sync.is_behind
 
     def advance(self, *, hurry: bool = False) -> Certificate | None:
         """Do what is due; return a certificate when that completes one. `hurry`: announce now, since we are leaving."""
-        r, x = self.round, self.exchange
-        if r is None or x is None or not self.is_working:
-            self.rest()
+        round_, exchange = self.round, self.exchange
+        if round_ is None or exchange is None or not self.is_working:
+            self.stop_exchange()
             return None
-        if (vouched := self._contradiction(r)) is not None:
+        if (vouched := self._contradiction(round_)) is not None:
             self._sync.contradicted(vouched)
             return None
-        if r.announced_at is None:
-            due = not self._sync.is_making and self.work.windows >= 1 and not self._c.resting
-            if due and self._should_announce(r, hurry):
-                self._sync.request_update(r.number, r.parent)
+        if round_.announced_at is None:
+            due = not self._sync.is_making_update and self.work.windows >= 1 and not self._context.is_paused
+            if due and self._should_announce(round_, hurry):
+                self._sync.request_update(round_.number, round_.parent)
             return None
-        if self._stragglers is not None:
-            self._stragglers.update()
-        x.refresh(lambda: self._best(r, x))
-        certificate = self._propose(r, x) or self._vote(r, x)
-        self._repeat(r, x)
+        if self._awaited_members is not None:
+            self._awaited_members.update()
+        exchange.refresh(lambda: self._best(round_, exchange))
+        certificate = self._propose(round_, exchange) or self._vote(round_, exchange)
+        self._repeat(round_, exchange)
         return certificate
 
-    def _contradiction(self, r: RoundState) -> Digest | None:
-        if len(r.headers) < 2 or self._contradicted == r.parent or self._headers_compared == len(r.headers):
+    def _contradiction(self, round_: RoundState) -> Digest | None:
+        count = len(round_.headers)
+        if count < 2 or self._contradicted == round_.parent or self._headers_compared == count:
             return None
-        self._headers_compared = len(r.headers)
-        vouched = r.contradicting_state()
+        self._headers_compared = count
+        vouched = round_.contradicting_state()
         if vouched is not None:
-            self._contradicted = r.parent
+            self._contradicted = round_.parent
         return vouched
 
-    def _should_announce(self, r: RoundState, hurry: bool) -> bool:
-        c = self._c
-        if hurry or c.deadlines.due("round", r.began + c.policy.max_seconds):
+    def _should_announce(self, round_: RoundState, hurry: bool) -> bool:
+        """Return whether to end training of this round: its target is reached, as we or enough of the others see it.
+
+        Others that announced have seen enough. We follow them once they are more than a third of those that take part,
+        or once we see half of the target ourselves. Nobody has measured these two fractions. Authors that kept an
+        earlier round waiting in vain do not count: claims that never came true ended everybody's rounds.
+        """
+        context = self._context
+        if hurry or context.deadlines.due("round", round_.began + context.policy.max_seconds):
             return True
-        members, headers = c.members, r.headers
-        announced = sum(h.body.windows for a, h in headers.items() if not members.distrusted.holds(a, r.number))
-        target, total = c.policy.target_windows, self.work.windows + announced + members.windows
+        members, headers, number = context.members, round_.headers, round_.number
+        announced = sum(h.body.windows for a, h in headers.items() if not members.distrusted.applies_to(a, number))
+        target, total = context.policy.target_windows, self.work.windows + announced + members.windows
         if total >= target or not headers:
             return total >= target
-        # Others have seen enough. Those that kept earlier rounds waiting in vain are not believed.
-        enough = sum(not (members.late.holds(a, r.number) or members.withheld.holds(a, r.number)) for a in headers)
+        enough = sum(
+            not (members.late.applies_to(a, number) or members.withheld.applies_to(a, number)) for a in headers
+        )
         return enough > 0 and (enough * 3 > 1 + len(headers) + members.training or total * 2 >= target)
 
-    def _propose(self, r: RoundState, x: Exchange) -> Certificate | None:
-        c = self._c
-        attempt = r.attempt(c.now)
-        following = r.next_attempt_at(c.now)
+    def _propose(self, round_: RoundState, exchange: Exchange) -> Certificate | None:
+        context = self._context
+        attempt = round_.attempt(context.now)
+        following = round_.next_attempt_at(context.now)
         if following is not None:
-            c.deadlines.due("attempt", following)
-        order = r.proposer_order
-        if attempt <= r.proposed_attempt or c.me not in order or order[attempt % len(order)] != c.me:
+            context.deadlines.due("attempt", following)
+        order = round_.proposer_order
+        if attempt <= round_.proposed_attempt or context.me not in order or order[attempt % len(order)] != context.me:
             return None
-        if x.is_occupied:
+        if exchange.is_occupied:
             return None
-        listed = x.listable()
+        listed = exchange.listable()
         if attempt >= 1:
-            listed = [h for h in listed if h.author == c.me or self._answers(r, x, h.author, attempt)]
-        r.begin_attempt(attempt)
-        if not any(h.author == c.me for h in listed):
+            listed = [h for h in listed if h.author == context.me or self._answers(round_, exchange, h.author, attempt)]
+        round_.begin_attempt(attempt)
+        if not any(h.author == context.me for h in listed):
             return None
         updates = tuple(sorted(listed, key=lambda h: h.author))
-        directive = c.chain.directive_to_include(r.parent)
-        record = c.signer.sign(RoundRecord(c.run, r.number, r.parent, self._state(), attempt, updates, directive))
-        r.propose(record)
-        c.emit(Broadcast(record))
+        directive = context.chain.directive_to_include(round_.parent)
+        body = RoundRecord(context.run, round_.number, round_.parent, self._state(), attempt, updates, directive)
+        record = context.signer.sign(body)
+        round_.propose(record)
+        context.emit(Broadcast(record))
         return self._receive_record(record)
 
-    def _answers(self, r: RoundState, x: Exchange, author: PeerKey, attempt: int) -> bool:
-        """Return whether to count on a contributor's vote, when an earlier attempt did not get the votes it needed."""
-        attempt = x.attempts_in_vain(attempt)
-        if attempt >= 4 and r.voted_for:
+    def _answers(self, round_: RoundState, exchange: Exchange, author: PeerKey, attempt: int) -> bool:
+        """Return whether to list a contributor although earlier attempts failed: see "Attempts" in docs/rounds.md."""
+        attempt = exchange.failed_attempts(attempt)
+        if attempt >= 4 and round_.voted_for:
             # Only those that voted as we did lately: a silent peer, or one that receives other records, is left out.
-            return any(record in r.votes.get(author, ()) for record in r.voted_for)
-        if author in r.votes:
+            return any(record in round_.votes.get(author, ()) for record in round_.voted_for)
+        if author in round_.votes:
             return True
-        if attempt >= 2 and r.voted_for:
+        if attempt >= 2 and round_.voted_for:
             return False
-        member = self._c.members.get(author)
-        return member is not None and self._c.now - member.heard <= 3 * self._c.policy.heartbeat_seconds
+        member = self._context.members.get(author)
+        return member is not None and self._context.now - member.heard <= 3 * self._context.policy.heartbeat_seconds
 
-    def _vote(self, r: RoundState, x: Exchange) -> Certificate | None:
-        p = x.choose(lambda: self._best(r, x))
-        if p is None or r.last_vote is not None and r.last_vote.body.record == p.record.digest:
+    def _vote(self, round_: RoundState, exchange: Exchange) -> Certificate | None:
+        proposal = exchange.choose(lambda: self._best(round_, exchange))
+        if proposal is None or round_.last_vote is not None and round_.last_vote.body.record == proposal.record.digest:
             return None
-        c, record = self._c, p.record
-        vote = c.signer.sign(Vote(c.run, r.number, record.digest, shards_digest(x.shards(p) or ())))
-        r.cast(vote, c.now)
-        c.emit(Broadcast(vote))
+        context, shards = self._context, shards_digest(exchange.shards(proposal) or ())
+        vote = context.signer.sign(Vote(context.run, round_.number, proposal.record.digest, shards))
+        round_.cast(vote, context.now)
+        context.emit(Broadcast(vote))
         return self._receive_vote(vote)
 
-    def _best(self, r: RoundState, x: Exchange) -> Proposal | None:
+    def _best(self, round_: RoundState, exchange: Exchange) -> Proposal | None:
         """Return the proposal that our vote goes to, if we vote now."""
-        c, order = self._c, r.proposer_order
-        reached = max(0, r.attempt(c.now))
+        context, order = self._context, round_.proposer_order
+        reached = max(0, round_.attempt(context.now))
         best: tuple | None = None
-        for p in r.proposals.values():
-            if not self._is_votable(r, x, p):
+        for proposal in round_.proposals.values():
+            if not self._is_votable(round_, exchange, proposal):
                 continue
-            body = p.record.body
+            body = proposal.record.body
             # Anybody can name an attempt that is far off and its own.
-            ranked = bool(order) and body.attempt <= reached and order[body.attempt % len(order)] == p.record.author
-            if not ranked and not c.deadlines.due("out of turn", p.seen + c.policy.propose_seconds / 2):
+            turn = order[body.attempt % len(order)] if order and body.attempt <= reached else None
+            ranked, waits_until = turn == proposal.record.author, proposal.seen + context.policy.propose_seconds / 2
+            if not ranked and not context.deadlines.due("out of turn", waits_until):
                 continue
-            key = (ranked, body.attempt, body.windows, p.record.digest)
+            key = (ranked, body.attempt, body.windows, proposal.record.digest)
             if best is None or key > best[0]:
-                best = (key, p)
+                best = (key, proposal)
         return None if best is None else best[1]
 
-    def _is_votable(self, r: RoundState, x: Exchange, p: Proposal) -> bool:
-        body = p.record.body
-        if p.bad or p.equivocated or body.base_state != r.state or self._c.me not in body.contributors:
+    def _is_votable(self, round_: RoundState, exchange: Exchange, proposal: Proposal) -> bool:
+        body = proposal.record.body
+        if proposal.bad or proposal.equivocated or body.base_state != round_.state:
             return False
-        return x.is_votable(p) and self.is_heavy_enough(body)
+        is_listed = self._context.me in body.contributors
+        return is_listed and exchange.is_votable(proposal) and self.is_heavy_enough(body)
 
     def is_heavy_enough(self, record: RoundRecord) -> bool:
         """Return whether a record of this round may be voted for and followed now.
@@ -385,12 +410,12 @@ class Consensus:
         of them are enough because two members that missed rounds, and announce the work of all of them, could else hold
         back each other's rounds for good.
         """
-        c, r = self._c, self.round
-        if r is None or r.first_header_at is None:
+        context, round_ = self._context, self.round
+        if round_ is None or round_.first_header_at is None:
             return True
-        if c.deadlines.due("patience", r.first_header_at + c.policy.patience_seconds):
+        if context.deadlines.due("patience", round_.first_header_at + context.policy.patience_seconds):
             return True
-        windows = {h.author: h.body.windows for h in self._believed(r)}
+        windows = {h.author: h.body.windows for h in self._believed(round_)}
         listed = windows.keys() & set(record.contributors)
         return 2 * record.windows >= sum(windows.values()) or 2 * len(listed) > len(windows)
 
@@ -399,40 +424,42 @@ class Consensus:
         """Windows that we saw announced."""
         return 0 if self.round is None else sum(h.body.windows for h in self._believed(self.round))
 
-    def _believed(self, r: RoundState) -> list[Signed[UpdateHeader]]:
+    def _believed(self, round_: RoundState) -> list[Signed[UpdateHeader]]:
         """Return the headers that count: anybody can claim windows, and give nothing."""
-        x = self.exchange
-        return [h for a, h in r.headers.items() if a not in r.excluded and (x is None or x.believed(h))]
+        exchange = self.exchange
+        headers = [h for author, h in round_.headers.items() if author not in round_.excluded]
+        return [h for h in headers if exchange is None or exchange.counts_towards_weight(h)]
 
-    def _repeat(self, r: RoundState, x: Exchange) -> None:
+    def _repeat(self, round_: RoundState, exchange: Exchange) -> None:
         """Broadcast again, while the round is undecided, what may have been lost; less often each time."""
-        c = self._c
-        if not c.deadlines.due("repeat", self._repeat_at):
+        context = self._context
+        if not context.deadlines.due("repeat", self._repeat_at):
             return
         self._repeats += 1
-        self._repeat_at = c.now + c.policy.heartbeat_seconds * 2 ** min(1 + self._repeats, 3)
-        c.deadlines.due("repeat", self._repeat_at)
-        if c.me in r.headers:
-            c.emit(Broadcast(r.headers[c.me]))
-        x.repeat(self._repeats)
-        if r.last_vote is not None and (p := r.proposals.get(r.last_vote.body.record)) is not None:
+        self._repeat_at = context.now + context.policy.heartbeat_seconds * 2 ** min(1 + self._repeats, 3)
+        context.deadlines.due("repeat", self._repeat_at)
+        if context.me in round_.headers:
+            context.emit(Broadcast(round_.headers[context.me]))
+        exchange.repeat(self._repeats)
+        vote = round_.last_vote
+        if vote is not None and (proposal := round_.proposals.get(vote.body.record)) is not None:
             # Others' too: not everyone receives everyone.
-            few = c.members.is_my_turn(p.record.digest, self._repeats)
-            if few or p.record.author == c.me:
-                c.emit(Broadcast(p.record))
-            for vote in r.votes_for(p.record)[:MAX_REPEATED_VOTES] if few else ():
-                if vote.author != c.me:
-                    c.emit(Broadcast(vote))
-            c.emit(Broadcast(r.last_vote))
+            few = context.members.is_my_turn(proposal.record.digest, self._repeats)
+            if few or proposal.record.author == context.me:
+                context.emit(Broadcast(proposal.record))
+            for other in round_.votes_for(proposal.record)[:MAX_REPEATED_VOTES] if few else ():
+                if other.author != context.me:
+                    context.emit(Broadcast(other))
+            context.emit(Broadcast(vote))
 
     # -- blobs and views -------------------------------------------------------------------------------------
 
     def needed(self) -> dict[Digest, BlobRole]:
         """Return the blobs of the round to fetch. Nobody gives them to us before we have announced."""
-        r, x = self.round, self.exchange
-        if r is None or x is None or r.announced_at is None or not self.is_working:
+        round_, exchange = self.round, self.exchange
+        if round_ is None or exchange is None or round_.announced_at is None or not self.is_working:
             return {}
-        return x.needed()
+        return exchange.needed()
 
     def holders(self, blob: Digest, origin: BlobRole) -> tuple[PeerKey, ...]:
         """Return the peers that are likely to have a blob, the best first.
@@ -440,33 +467,35 @@ class Consensus:
         For an update: its author, then voters for it, then those that announced in its round. For a shard: its signers,
         then voters for its record.
         """
-        c, r, x = self._c, self.round, self.exchange
+        chain, round_, exchange = self._context.chain, self.round, self.exchange
         found: dict[PeerKey, None] = {}
-        found.update((a, None) for a in origin.first_holders(blob, None if r is None else x))
-        for branch in (c.chain.head, self._sync.retried_tip):
-            decided = None if branch is None else c.chain.ancestor_at(branch, origin.round + 1)
-            if decided is not None and decided != c.chain.root and origin.belongs_to(c.chain.certificate(decided)):
-                found.update((v.author, None) for v in c.chain.certificate(decided).votes)
-        if r is not None:
-            found.update((a, None) for a in origin.other_holders(r))
-        found.pop(c.me, None)
+        found.update((a, None) for a in origin.first_holders(blob, None if round_ is None else exchange))
+        for branch in (chain.head, self._sync.retried_tip):
+            decided = None if branch is None else chain.ancestor_at(branch, origin.round + 1)
+            if decided is not None and decided != chain.root and origin.belongs_to(chain.certificate(decided)):
+                found.update((v.author, None) for v in chain.certificate(decided).votes)
+        if round_ is not None:
+            found.update((a, None) for a in origin.other_holders(round_))
+        found.pop(self._context.me, None)
         return tuple(found)[:MAX_HOLDERS]
 
     def concerns(self, blob: Digest) -> bool:
         """Return whether a blob is an update of the round, or a shard that somebody made."""
-        r, x = self.round, self.exchange
-        return r is not None and x is not None and (blob in r.update_blobs() or bool(x.signers_of(blob)))
+        round_, exchange = self.round, self.exchange
+        if round_ is None or exchange is None:
+            return False
+        return blob in round_.update_blobs() or bool(exchange.signers_of(blob))
 
     def blobs(self) -> set[Digest]:
         """Return the blobs of the round's updates, and of the shards that somebody attested."""
-        r, x = self.round, self.exchange
-        return set() if r is None or x is None else r.update_blobs() | x.shard_blobs()
+        round_, exchange = self.round, self.exchange
+        return set() if round_ is None or exchange is None else round_.update_blobs() | exchange.shard_blobs()
 
     def awaited(self) -> tuple[PeerKey, ...]:
         """Return the members that the first proposer waits for, once we have announced."""
-        r, s = self.round, self._stragglers
-        return () if r is None or s is None or r.announced_at is None else tuple(s.awaited())
+        round_, awaited = self.round, self._awaited_members
+        return () if round_ is None or awaited is None or round_.announced_at is None else tuple(awaited.awaited())
 
     def sizes(self) -> dict[str, tuple[int, int]]:
-        r, x = self.round, self.exchange
-        return {} if r is None or x is None else r.sizes() | x.sizes()
+        round_, exchange = self.round, self.exchange
+        return {} if round_ is None or exchange is None else round_.sizes() | exchange.sizes()

@@ -25,7 +25,7 @@ the rest during the move."""
 
 
 class Context:
-    """One per machine. `deadlines` and `actions` belong to the step under way."""
+    """The things that the parts of one machine share. `deadlines` and `actions` belong to the step under way."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Context:
         return key in self._banned
 
     @property
-    def resting(self) -> bool:
+    def is_paused(self) -> bool:
         """True when the owner wants no update of ours."""
         return self.directive.run_status != "running" or self.is_banned(self.me)
 

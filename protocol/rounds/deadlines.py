@@ -1,7 +1,8 @@
-"""The registry of deadlines: every rule that depends on the time asks it, so no deadline is written down twice.
+"""The registry of deadlines: a rule that must act when its time comes asks it, so no deadline is written down twice.
 
-A step's outcome can change only when a deadline passes that the step compared with the time. So a comparison is also
-the registration: the next tick is the earliest deadline that the last step found in the future.
+A comparison is also the registration: the next tick is the earliest deadline that the last step found in the future.
+Comparisons that need no tick are not registered. They only choose what a step does that another event or deadline
+causes (a heartbeat, a message, an attempt), or are examined again at the next heartbeat.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ MAX_STAY_SECONDS = 600.0
 
 
 class Departure:
-    """When this peer stops taking part, and when its driver may stop."""
+    """The end of one peer's part in the run: it decides when the peer stops, and when its driver may stop."""
 
     def __init__(self, context: Context):
-        self._c = context
+        self._context = context
         self.is_over = False
         """The run is over for us: no update is made, and no vote cast."""
 
@@ -57,7 +57,7 @@ class Departure:
     def leave(self, seconds: float) -> None:
         """Note that the user wants to stop, within this time."""
         if self._leave_at is None:
-            self._leave_at = self._c.now + seconds
+            self._leave_at = self._context.now + seconds
 
     def is_time_to_go(self, number: int | None, *, busy: bool, announced: bool, has_work: bool) -> bool:
         """Return whether a leaver goes now: the round of its last update is decided, or its time is over.
@@ -66,7 +66,8 @@ class Departure:
         """
         if self._leave_at is None:
             return False
-        if self._c.deadlines.due("leave", self._leave_at) or number is None or self._c.observer or self.is_over:
+        is_late = self._context.deadlines.due("leave", self._leave_at)
+        if is_late or number is None or self._context.observer or self.is_over:
             return True
         undecided = self._last_round is None or number <= self._last_round
         if busy or (announced and undecided):
@@ -79,43 +80,43 @@ class Departure:
         return True
 
     def say_goodbye(self, sequence: int) -> None:
-        c = self._c
-        c.emit(Broadcast(c.signer.sign(Goodbye(c.run, sequence))))
-        c.emit(Finished("left the swarm"))
+        context = self._context
+        context.emit(Broadcast(context.signer.sign(Goodbye(context.run, sequence))))
+        context.emit(Finished("left the swarm"))
         self.has_left = True
 
     # -- the run is over, or we are banned --------------------------------------------------------------------
 
     def begin(self) -> None:
         """Start: a stored directive to stop counts once nobody knew a newer one for `member_seconds`."""
-        self._ordered_from = self._c.now + self._c.policy.member_seconds
+        self._ordered_from = self._context.now + self._context.policy.member_seconds
 
     def directive_changed(self) -> None:
         """Note a newer directive: it counts at once, and may end an order to stop."""
         self._ordered_from = 0.0
-        if not self._c.resting:
-            self._ordered_at, self.is_over = None, self._reached_total or self._c.chain.is_rolled_back_past_root
+        if not self._context.is_paused:
+            self._ordered_at, self.is_over = None, self._reached_total or self._context.chain.is_rolled_back_past_root
 
     def reached_total(self, weight: int) -> None:
         """Complete the run when this weight is its total."""
-        total = self._c.policy.total_windows
+        total = self._context.policy.total_windows
         if total and weight >= total and not self.is_over:
             self._reached_total = True
             self._complete(f"the run has reached its {total} windows")
 
-    def follow_order(self, *, announced: bool, busy: bool) -> None:
+    def follow_directive(self, *, announced: bool, busy: bool) -> None:
         """Stop when a directive says so, but not before the open round that we announced in is decided."""
-        c, directive = self._c, self._c.directive
-        banned = c.is_banned(c.me)
+        context, directive = self._context, self._context.directive
+        banned = context.is_banned(context.me)
         if (
             self.is_over
             or not (directive.run_status == "ended" or banned)
-            or not c.deadlines.due("order", self._ordered_from)
+            or not context.deadlines.due("order", self._ordered_from)
         ):
             return
-        self._ordered_at = c.now if self._ordered_at is None else self._ordered_at
-        longest = c.policy.exchange_seconds + c.policy.patience_seconds
-        if (announced or busy) and not c.deadlines.due("order", self._ordered_at + longest):
+        self._ordered_at = context.now if self._ordered_at is None else self._ordered_at
+        longest = context.policy.exchange_seconds + context.policy.patience_seconds
+        if (announced or busy) and not context.deadlines.due("order", self._ordered_at + longest):
             return
         reason = (
             "the run has been ended by its owner" if directive.run_status == "ended" else "banned by the run's owner"
@@ -132,25 +133,25 @@ class Departure:
     def _stop(self, reason: str, *, again: bool = False) -> None:
         """Stop at once: nobody wants to receive our messages any more."""
         self.is_over = True
-        self._c.emit(RunCompleted(reason) if self._c.observer else Finished(reason, again))
+        self._context.emit(RunCompleted(reason) if self._context.observer else Finished(reason, again))
 
     def _complete(self, reason: str) -> None:
         """Stop training, and stay for those who need the last state."""
         self.is_over = True
-        self._c.emit(RunCompleted(reason))
-        if not self._c.observer and self._completed is None:
-            self._completed = (reason, self._c.now)
-            self._check_at, self._sent = self._c.now + QUIET_SECONDS, -QUIET_BYTES
+        self._context.emit(RunCompleted(reason))
+        if not self._context.observer and self._completed is None:
+            self._completed = (reason, self._context.now)
+            self._check_at, self._sent = self._context.now + QUIET_SECONDS, -QUIET_BYTES
 
     def stay(self, *, anybody_behind: bool, bytes_up: int) -> None:
         """Finish once nobody needs the last state any more: nobody is behind, and little was sent lately."""
-        if self._completed is None or self.has_left or not self._c.deadlines.due("stay", self._check_at):
+        if self._completed is None or self.has_left or not self._context.deadlines.due("stay", self._check_at):
             return
         reason, since = self._completed
         busy, self._sent = bytes_up - self._sent > QUIET_BYTES, bytes_up
-        self._check_at = self._c.now + QUIET_SECONDS
-        if (anybody_behind or busy) and self._c.now < since + MAX_STAY_SECONDS:
-            self._c.deadlines.due("stay", self._check_at)
+        self._check_at = self._context.now + QUIET_SECONDS
+        if (anybody_behind or busy) and self._context.now < since + MAX_STAY_SECONDS:
+            self._context.deadlines.due("stay", self._check_at)
             return
         self._completed = None
-        self._c.emit(Finished(reason))
+        self._context.emit(Finished(reason))

@@ -13,7 +13,7 @@ from protocol.messages import Directive, Heartbeat, Signed
 from protocol.rounds.actions import Broadcast, Send, StoreDirective
 from protocol.rounds.context import Context
 
-FEW = 32
+MAX_ALL_REPEAT = 32
 """Number of members up to which everyone passes a newer directive on; among more, about eight of them do."""
 
 
@@ -21,42 +21,43 @@ class DirectiveGossip:
     """The owner's newest directive at one machine. The machine passes its consequences to the other parts."""
 
     def __init__(self, context: Context):
-        self._c = context
+        self._context = context
         self._due: dict[PeerKey, float] = {}
         """The time at which a peer that knows another directive than we do is sent ours."""
 
     def accept(self, directive: Signed[Directive], source: PeerKey | None) -> bool:
         """Accept the owner's directive from anybody. Return whether it is newer than what was known."""
         try:
-            return self._c.chain.add_directive(directive)
+            return self._context.chain.add_directive(directive)
         except ChainError as e:
-            self._c.notify("error", "directive", str(e), source)
+            self._context.notify("error", "directive", str(e), source)
             return False
 
     def publish(self, directive: Signed[Directive]) -> None:
-        c = self._c
-        c.emit(StoreDirective(directive))
-        if len(c.members) <= FEW or c.members.is_my_turn(directive.digest, 0):
-            c.emit(Broadcast(directive))
+        context = self._context
+        context.emit(StoreDirective(directive))
+        if len(context.members) <= MAX_ALL_REPEAT or context.members.is_my_turn(directive.digest, 0):
+            context.emit(Broadcast(directive))
 
     def dismiss_banned(self, directive: Directive) -> None:
         """Remove the banned from the members."""
-        c = self._c
-        for key in [m.key for m in c.members if c.is_banned(m.key)]:
-            c.members.dismiss(key)
-            c.notify("info", "banned", f"the run's owner has banned {key.short}{because(directive)}", key)
+        context = self._context
+        for key in [m.key for m in context.members if context.is_banned(m.key)]:
+            context.members.dismiss(key)
+            context.notify("info", "banned", f"the run's owner has banned {key.short}{because(directive)}", key)
 
     def notify_pause(self, before: Directive | None, now: Directive) -> None:
         was_running = before is None or before.run_status == "running"
         if was_running and now.run_status == "paused":
             text = f"paused by the run's owner{because(now)}: nothing is trained until the run goes on"
-            self._c.notify("warning", "paused", text)
+            self._context.notify("warning", "paused", text)
         elif not was_running and now.run_status == "running":
-            self._c.notify("info", "resumed", "the run goes on: its owner has said so")
+            self._context.notify("info", "resumed", "the run goes on: its owner has said so")
 
     def inform(self, source: PeerKey, beat: Heartbeat) -> None:
         """Send our directive to a peer whose heartbeats show for a while that it does not have it."""
-        c, directive, member = self._c, self._c.chain.newest_directive, self._c.members.get(source)
+        context, members = self._context, self._context.members
+        directive, member = context.chain.newest_directive, members.get(source)
         if member is not None and beat.sequence <= member.beat.sequence:
             return  # a replay: anybody could have the directive sent to its author again and again
         if directive is None or beat.directive_sequence == directive.body.sequence:
@@ -64,15 +65,17 @@ class DirectiveGossip:
             return
         due = self._due.get(source)
         if due is None:
-            while len(self._due) >= 2 * c.policy.max_members:
+            while len(self._due) >= 2 * context.policy.max_members:
                 del self._due[next(iter(self._due))]
-            self._due[source] = c.now + c.policy.heartbeat_seconds
-        elif due <= c.now and (len(c.members) <= FEW or c.members.is_my_turn(directive.digest, beat.sequence)):
-            self._due[source] = c.now + 4 * c.policy.heartbeat_seconds
-            c.emit(Send(source, (directive,)))
+            self._due[source] = context.now + context.policy.heartbeat_seconds
+        elif due <= context.now and (
+            len(members) <= MAX_ALL_REPEAT or members.is_my_turn(directive.digest, beat.sequence)
+        ):
+            self._due[source] = context.now + 4 * context.policy.heartbeat_seconds
+            context.emit(Send(source, (directive,)))
 
     def sizes(self) -> dict[str, tuple[int, int]]:
-        return {"informed": (len(self._due), 2 * max(self._c.policy.max_members, self._c.base.max_members))}
+        return {"informed": (len(self._due), 2 * max(self._context.policy.max_members, self._context.base.max_members))}
 
 
 def because(directive: Directive) -> str:

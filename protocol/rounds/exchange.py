@@ -17,8 +17,8 @@ from protocol.rounds.blobs import BlobRole
 from protocol.rounds.context import Context
 from protocol.rounds.round_state import Proposal, RoundState
 
-Slice = tuple[Signed[RoundRecord], int, tuple[PeerKey, ...]]
-"""A shard that a member makes with an update: the proposal, the shard's index, and its committee."""
+ShardDuty = tuple[Signed[RoundRecord], int, tuple[PeerKey, ...]]
+"""One shard that a committee member has to make: the proposal, the shard's index, and its committee."""
 
 Best = Callable[[], Proposal | None]
 """Gives the proposal that our vote should go to."""
@@ -35,9 +35,9 @@ class Exchange(ABC):
 
     has_shards = False
 
-    def __init__(self, context: Context, round_state: RoundState):
-        self._c = context
-        self._r = round_state
+    def __init__(self, context: Context, round_: RoundState):
+        self._context = context
+        self._round = round_
 
     # -- proposals and votes ---------------------------------------------------------------------------------
 
@@ -46,7 +46,7 @@ class Exchange(ABC):
         """Return the headers that a record of ours would list now."""
 
     @abstractmethod
-    def believed(self, header: Signed[UpdateHeader]) -> bool:
+    def counts_towards_weight(self, header: Signed[UpdateHeader]) -> bool:
         """Return whether an announced header counts towards the weight that a record should have."""
 
     @abstractmethod
@@ -58,7 +58,7 @@ class Exchange(ABC):
         """Return whether the author of this header did its part in time."""
 
     @abstractmethod
-    def attempts_in_vain(self, attempt: int) -> int:
+    def failed_attempts(self, attempt: int) -> int:
         """Return how many attempts failed for want of votes, given the present attempt."""
 
     @abstractmethod
@@ -69,7 +69,7 @@ class Exchange(ABC):
         """Note that a proposal was added to the round, and perhaps another evicted."""
 
     @abstractmethod
-    def is_votable(self, p: Proposal) -> bool:
+    def is_votable(self, proposal: Proposal) -> bool:
         """Return whether our vote may go to a proposal, or will once its shards are made."""
 
     @property
@@ -84,7 +84,7 @@ class Exchange(ABC):
     def choose(self, best: Best) -> Proposal | None:
         """Return the proposal that gets our vote now; None when none does."""
 
-    def shards(self, p: Proposal) -> tuple[Digest, ...] | None:
+    def shards(self, proposal: Proposal) -> tuple[Digest, ...] | None:
         """Return the digests of the shards that a certificate names; None while they are not agreed."""
         return ()
 
@@ -106,7 +106,7 @@ class Exchange(ABC):
         """Return the blobs of all shards that somebody attested."""
         return set()
 
-    def slices_for(self, blob: Digest, member: PeerKey) -> list[Slice]:
+    def slices_for(self, blob: Digest, member: PeerKey) -> list[ShardDuty]:
         """Return the shards that a member is to make with an update, of the proposals that list it."""
         return []
 

@@ -11,42 +11,42 @@ from protocol.rounds.blobs import BlobRole, applied_blobs
 from protocol.rounds.consensus import Consensus
 from protocol.rounds.context import Context
 
-REPLAYED = 64
+SEARCHED_RECORDS = 64
 """Records before the head, for each checkpoint kept, among which the record of an invalid blob is searched for."""
 
 
-def blob_invalid(c: Context, consensus: Consensus, tip: Digest | None, blob: Digest, reason: str) -> None:
+def blob_invalid(context: Context, consensus: Consensus, tip: Digest | None, blob: Digest, reason: str) -> None:
     """Leave the author of an invalid update out of the round, and the signers of an invalid shard.
 
     Nobody here votes for their record. A certified record that is applied with the blob is dropped; also one on the way
     to `tip`, a branch whose blobs are requested. A reduced record stands although it lists an invalid update: its
     shards are applied, and only the committee of some shard saw what is wrong.
     """
-    r, x = consensus.round, consensus.exchange
-    signers = set() if r is None or x is None else x.signers_of(blob)
-    announced = None if r is None else next((h for h in r.headers.values() if h.body.blob == blob), None)
-    certified, origin = _certified_with(c, blob, tip)
+    round_, exchange = consensus.round, consensus.exchange
+    signers = set() if round_ is None or exchange is None else exchange.signers_of(blob)
+    announced = None if round_ is None else next((h for h in round_.headers.values() if h.body.blob == blob), None)
+    certified, origin = _certified_with(context, blob, tip)
     if origin is not None and origin.is_contradicted(announced=announced is not None, attested=bool(signers)):
         certified = origin = None  # that record is as good as before
     else:
-        c.blobs.reject(blob)
+        context.blobs.reject(blob)
     header = announced or (None if origin is None else origin.header)
-    if r is not None and x is not None:
-        r.reject(blob)
-        if header is not None and r.headers.get(header.author) is header:
-            r.exclude(header.author)
-        x.blob_invalid(blob, sorted(signers))
+    if round_ is not None and exchange is not None:
+        round_.reject(blob)
+        if header is not None and round_.headers.get(header.author) is header:
+            round_.exclude(header.author)
+        exchange.blob_invalid(blob, sorted(signers))
     if header is not None:
-        number = 0 if r is None else r.number
-        c.members.late.penalise(header.author, number)
-        c.members.distrusted.penalise(header.author, number)
+        number = 0 if round_ is None else round_.number
+        context.members.late.penalise(header.author, number)
+        context.members.distrusted.penalise(header.author, number)
     author = None if header is None else header.author
     phrase = ("an update" if origin is None else origin.phrase) + ("" if author is None else f" of {author.short}")
-    c.notify("warning", "bad-blob", f"{phrase} breaks the codec's rules: {reason}", author)
+    context.notify("warning", "bad-blob", f"{phrase} breaks the codec's rules: {reason}", author)
     if certified is not None and origin is not None:
         text = f"record {certified.short} was certified with a bad {origin.kind}: dropped"
-        c.notify("error", "bad-record", text, author)
-        c.chain.mark_invalid(certified)
+        context.notify("error", "bad-record", text, author)
+        context.chain.mark_invalid(certified)
 
 
 def conflicting_shards(chain: Chain, certificate: Certificate) -> tuple[str, PeerKey] | None:
@@ -67,17 +67,17 @@ def conflicting_shards(chain: Chain, certificate: Certificate) -> tuple[str, Pee
     return text, twice[0]
 
 
-def _certified_with(c: Context, blob: Digest, tip: Digest | None) -> tuple[Digest | None, BlobRole | None]:
+def _certified_with(context: Context, blob: Digest, tip: Digest | None) -> tuple[Digest | None, BlobRole | None]:
     """Return the record that is applied with a blob, of those that a member may still have to apply.
 
     They are on the path of the head, or on the way to another tip.
     """
-    chain, policy = c.chain, c.policy
+    chain, policy = context.chain, context.policy
     for branch in (chain.head, tip):
         if branch is None or branch not in chain:
             continue
         top = chain.height(branch)
-        last = max(chain.height(chain.root), top - (policy.checkpoint_keep + 2) * REPLAYED)
+        last = max(chain.height(chain.root), top - (policy.checkpoint_keep + 2) * SEARCHED_RECORDS)
         for record in islice(chain.ancestors(branch), top - last):
             if (origin := applied_blobs(chain.certificate(record)).get(blob)) is not None:
                 return record, origin

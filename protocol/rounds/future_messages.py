@@ -7,7 +7,7 @@ from protocol.messages import RoundRecord, ShardAttestation, Signed, UpdateHeade
 
 RoundMessage = Signed[UpdateHeader] | Signed[RoundRecord] | Signed[Vote] | Signed[ShardAttestation]
 
-AHEAD = 4
+MAX_ROUNDS_AHEAD = 4
 """Rounds ahead of our own from which messages are kept."""
 
 PER_AUTHOR = 6
@@ -20,7 +20,10 @@ MAX_STRANGER_BYTES = 8 * 1024 * 1024
 
 
 class FutureMessages:
-    """Bounded per author, in authors and in bytes; a message that does not fit is dropped (it will be repeated)."""
+    """The messages that wait for their round: bounded per author, in authors and in bytes.
+
+    A message that does not fit is dropped: it will be repeated.
+    """
 
     def __init__(self, max_authors: int):
         self._max_authors = max_authors

@@ -17,24 +17,24 @@ class GatheredExchange(Exchange):
 
     def listable(self) -> list[Signed[UpdateHeader]]:
         """Return the candidates whose blobs are held."""
-        return [h for h in self._r.candidates() if self.is_delivered(h)]
+        return [h for h in self._round.candidates() if self.is_delivered(h)]
 
-    def believed(self, header: Signed[UpdateHeader]) -> bool:
+    def counts_towards_weight(self, header: Signed[UpdateHeader]) -> bool:
         """Return whether the update is held, or was announced less than `exchange_seconds` ago: anybody can claim."""
-        c = self._c
-        return self.is_delivered(header) or not c.deadlines.due(
-            "claim", self._r.received_at[header.author] + c.policy.exchange_seconds
+        context = self._context
+        return self.is_delivered(header) or not context.deadlines.due(
+            "claim", self._round.received_at[header.author] + context.policy.exchange_seconds
         )
 
     def awaits(self, header: Signed[UpdateHeader]) -> bool:
         """Return whether the update of a candidate is not held yet."""
-        return self._r.is_candidate(header) and not self.is_delivered(header)
+        return self._round.is_candidate(header) and not self.is_delivered(header)
 
     def is_delivered(self, header: Signed[UpdateHeader]) -> bool:
         """Return whether the update is held."""
-        return self._c.blobs.holds(header.body.blob)
+        return self._context.blobs.holds(header.body.blob)
 
-    def attempts_in_vain(self, attempt: int) -> int:
+    def failed_attempts(self, attempt: int) -> int:
         """Return the attempt: each one before it failed."""
         return attempt
 
@@ -42,30 +42,32 @@ class GatheredExchange(Exchange):
         """Return the updates that are not held."""
         return {u.body.blob for u in record.updates if not self.is_delivered(u)}
 
-    def is_votable(self, p: Proposal) -> bool:
+    def is_votable(self, proposal: Proposal) -> bool:
         """Return whether all its updates are held."""
-        return not p.missing
+        return not proposal.missing
 
     def choose(self, best: Best) -> Proposal | None:
         """Return the best proposal; for `propose_seconds` after a vote, none."""
-        c, r = self._c, self._r
-        if not r.proposals:
+        context, round_ = self._context, self._round
+        if not round_.proposals:
             return None
-        if r.last_vote is not None and not c.deadlines.due("next vote", r.voted_at + c.policy.propose_seconds):
+        next_vote_at = round_.voted_at + context.policy.propose_seconds
+        if round_.last_vote is not None and not context.deadlines.due("next vote", next_vote_at):
             return None
         return best()
 
     def needed(self) -> dict[Digest, BlobRole]:
         """Return the updates of all candidates, and those that good proposals list."""
-        r = self._r
-        found: dict[Digest, BlobRole] = {h.body.blob: UpdateBlob(h) for h in r.candidates()}
-        for p in r.proposals.values():
-            if p.missing and not p.bad and p.record.body.base_state == r.state:
-                found.update((u.body.blob, UpdateBlob(u)) for u in p.record.body.updates if u.body.blob in p.missing)
+        round_ = self._round
+        found: dict[Digest, BlobRole] = {h.body.blob: UpdateBlob(h) for h in round_.candidates()}
+        for proposal in round_.proposals.values():
+            record, missing = proposal.record.body, proposal.missing
+            if missing and not proposal.bad and record.base_state == round_.state:
+                found.update((u.body.blob, UpdateBlob(u)) for u in record.updates if u.body.blob in missing)
         return found
 
     def repeat(self, count: int) -> None:
         """Broadcast our own proposal again while another one has our vote."""
-        r = self._r
-        if r.proposed is not None and (r.last_vote is None or r.last_vote.body.record != r.proposed.digest):
-            self._c.emit(Broadcast(r.proposed))
+        mine, vote = self._round.proposed, self._round.last_vote
+        if mine is not None and (vote is None or vote.body.record != mine.digest):
+            self._context.emit(Broadcast(mine))

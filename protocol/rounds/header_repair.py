@@ -17,28 +17,29 @@ LIST_ALWAYS, LIST_EVERY = 64, 8
 thousand peers, 8 bytes for each header to each of them would fill a third of a link of 100 Mbit/s."""
 
 
-def known_headers(r: RoundState | None, head: Digest, phase: Phase, beats: int) -> tuple[int, ...]:
+def known_headers(round_: RoundState | None, head: Digest, phase: Phase, beats: int) -> tuple[int, ...]:
     """Return what our heartbeat of this number lists of the headers that we hold."""
-    known = () if r is None or r.parent != head else tuple(short_id(h.digest) for h in r.headers.values())
+    headers = {} if round_ is None or round_.parent != head else round_.headers
+    known = tuple(short_id(h.digest) for h in headers.values())
     if len(known) > LIST_ALWAYS and beats % LIST_EVERY and phase is Phase.EXCHANGING:
         # An announced peer knows its own header at least, so an empty list means "not stated", not "none".
         return ()
     return known
 
 
-def pass_on_headers(c: Context, r: RoundState, to: PeerKey, beat: Heartbeat) -> None:
+def pass_on_headers(context: Context, round_: RoundState, to: PeerKey, beat: Heartbeat) -> None:
     """Send the headers that a member of the same round misses: each by its author, and by a few others of us."""
-    if not r.headers or (not beat.known_headers and beat.phase == Phase.EXCHANGING):
+    if not round_.headers or (not beat.known_headers and beat.phase == Phase.EXCHANGING):
         return
     known = set(beat.known_headers)
-    every = max(1, len(c.members) // 3)
+    every = max(1, len(context.members) // 3)
     missing = [
         h
-        for h in r.headers.values()
+        for h in round_.headers.values()
         if h.author != to
         and short_id(h.digest) not in known
-        and c.now - r.received_at[h.author] > c.policy.heartbeat_seconds
-        and (h.author == c.me or (c.me[0] + h.digest[0] + beat.sequence) % every == 0)
+        and context.now - round_.received_at[h.author] > context.policy.heartbeat_seconds
+        and (h.author == context.me or (context.me[0] + h.digest[0] + beat.sequence) % every == 0)
     ]
     if missing:
-        c.emit(Send(to, tuple(missing[:MAX_PASSED_ON])))
+        context.emit(Send(to, tuple(missing[:MAX_PASSED_ON])))

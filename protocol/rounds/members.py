@@ -56,13 +56,16 @@ class Penalties:
     def forgive(self, key: PeerKey) -> None:
         self._penalties.pop(key, None)
 
-    def holds(self, key: PeerKey, number: int) -> bool:
+    def applies_to(self, key: PeerKey, number: int) -> bool:
         """Return whether a penalty still counts in round `number`."""
         return number <= self._penalties.get(key, (0, -1))[1]
 
 
 class Members:
-    """Bounded by the policy's `max_members`. Newcomers never evict contributors of the last round, nor each other."""
+    """The members that one machine knows, at most `max_members`, and their penalties.
+
+    Newcomers never evict contributors of the last round, nor each other.
+    """
 
     def __init__(self, policy: RoundPolicy, me: PeerKey):
         self._policy = policy
@@ -84,7 +87,7 @@ class Members:
         """For updates that broke the codec's rules: for a while the claims of these peers end no round."""
 
         self.lagging = Penalties(policy.max_members)
-        """For stragglers that were awaited in vain (see `stragglers`): for a while nobody waits for them as such."""
+        """For lagging members awaited in vain (see `awaited_members`): for a while nobody waits for them as such."""
 
         self._penalties = (self.late, self.withheld, self.distrusted, self.lagging)
         self._parent: Digest | None = None
@@ -163,7 +166,7 @@ class Members:
             self._forget(key)
         return silent
 
-    def contributed(self, contributors: Iterable[PeerKey]) -> None:
+    def note_contributors(self, contributors: Iterable[PeerKey]) -> None:
         """Note the contributors of the last round: they keep their places, and their penalties are forgiven."""
         self._established = frozenset(contributors)
         for key in self._established:
@@ -209,14 +212,14 @@ class Members:
         for member in self:
             self._count(member)
 
-    def announced(self, key: PeerKey) -> None:
+    def note_announced(self, key: PeerKey) -> None:
         """Note that a peer has announced: its heartbeats count for the next round from now on."""
         self._announced.add(key)
         self.windows -= self._counted.pop(key, 0)
 
     def _count(self, member: Member) -> None:
         self.windows -= self._counted.pop(member.key, 0)
-        counts = member.key not in self._announced and not self.distrusted.holds(member.key, self._number)
+        counts = member.key not in self._announced and not self.distrusted.applies_to(member.key, self._number)
         if self._parent is not None and counts and member.trains_in(self._parent):
             windows = min(member.beat.windows, self._policy.max_update_windows)
             self._counted[member.key] = windows

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey
 
-REMEMBERED = 256
+MAX_OWN_UPDATES = 256
 """Own updates to remember. Older ones are decided for good."""
 
 
@@ -28,7 +28,7 @@ class _OwnUpdate:
 
 
 class OwnUpdates:
-    """The newest own updates, on any branch."""
+    """The newest updates of this peer, on any branch, and whether its error feedback holds their content."""
 
     def __init__(self, me: PeerKey):
         self._me = me
@@ -40,7 +40,7 @@ class OwnUpdates:
         """Note that the trainer took an update's content out of its feedback for the round after `parent`."""
         if blob not in self._updates:
             self._updates[blob] = _OwnUpdate(parent, height, False)
-            while len(self._updates) > REMEMBERED:
+            while len(self._updates) > MAX_OWN_UPDATES:
                 self._updates.popitem(last=False)
 
     def forget_all(self) -> None:
@@ -58,7 +58,7 @@ class OwnUpdates:
     def recall(self, chain: Chain) -> None:
         """Note, after a restart, the own updates that the chain has accepted lately."""
         height = chain.height(chain.head)
-        for h in range(max(chain.height(chain.root), height - REMEMBERED) + 1, height + 1):
+        for h in range(max(chain.height(chain.root), height - MAX_OWN_UPDATES) + 1, height + 1):
             record = chain.main_chain_at(h)
             if record is not None:
                 self._note_in(chain, record)
@@ -104,4 +104,4 @@ class OwnUpdates:
         self._moving = {}
 
     def sizes(self) -> dict[str, tuple[int, int]]:
-        return {"own updates": (len(self._updates), REMEMBERED)}
+        return {"own updates": (len(self._updates), MAX_OWN_UPDATES)}

@@ -92,7 +92,7 @@ TRANSITIONS: Mapping[Phase, Mapping[Phase, str]] = {
 
 
 def phase_of(
-    *, observer: bool, left: bool, leaving: bool, joined: bool, holds_state: bool, announced: bool, resting: bool
+    *, observer: bool, left: bool, leaving: bool, joined: bool, holds_state: bool, announced: bool, paused: bool
 ) -> Phase:
     """Return the phase that these facts give; earlier arguments take precedence over later ones."""
     if left:
@@ -107,7 +107,7 @@ def phase_of(
         return Phase.SYNCING
     if announced:
         return Phase.EXCHANGING
-    return Phase.PAUSED if resting else Phase.TRAINING
+    return Phase.PAUSED if paused else Phase.TRAINING
 
 
 def check_transition(before: Phase, after: Phase) -> None:

@@ -36,17 +36,17 @@ class RoundPolicy:
     @classmethod
     def of(cls, spec: RunSpec) -> RoundPolicy:
         """Return the policy of a run spec. Targets in tokens are rounded up to windows."""
-        r, window = spec.round, spec.data.window
+        rounds, window = spec.round, spec.data.window
         return cls(
-            target_windows=-(-r.target_tokens // window),
+            target_windows=-(-rounds.target_tokens // window),
             max_update_windows=spec.max_update_windows,
-            max_seconds=r.max_seconds,
-            exchange_seconds=r.exchange_seconds,
-            propose_seconds=r.propose_seconds,
-            patience_seconds=r.patience_seconds,
-            heartbeat_seconds=r.heartbeat_seconds,
-            member_seconds=r.member_seconds,
-            max_members=r.max_members,
+            max_seconds=rounds.max_seconds,
+            exchange_seconds=rounds.exchange_seconds,
+            propose_seconds=rounds.propose_seconds,
+            patience_seconds=rounds.patience_seconds,
+            heartbeat_seconds=rounds.heartbeat_seconds,
+            member_seconds=rounds.member_seconds,
+            max_members=rounds.max_members,
             total_windows=-(-spec.total_tokens // window),
             checkpoint_every=spec.checkpoint.every,
             checkpoint_keep=spec.checkpoint.keep,

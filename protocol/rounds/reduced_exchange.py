@@ -14,7 +14,7 @@ from protocol.messages import MAX_MISSING_AUTHORS, RoundRecord, ShardAttestation
 from protocol.rounds.actions import Broadcast, CancelReduce, ReduceShard
 from protocol.rounds.blobs import BlobRole, ShardBlob
 from protocol.rounds.context import Context
-from protocol.rounds.exchange import Best, Exchange, Slice
+from protocol.rounds.exchange import Best, Exchange, ShardDuty
 from protocol.rounds.round_state import MAX_RECORDS, RECORDS_PER_AUTHOR, Proposal, RoundState
 from protocol.rounds.shard_tally import ShardTally
 
@@ -30,8 +30,8 @@ class ReducedExchange(Exchange):
 
     has_shards = True
 
-    def __init__(self, context: Context, round_state: RoundState):
-        super().__init__(context, round_state)
+    def __init__(self, context: Context, round_: RoundState):
+        super().__init__(context, round_)
         self._tallies: dict[Digest, ShardTally] = {}
         """Of each proposal of the round."""
 
@@ -64,7 +64,7 @@ class ReducedExchange(Exchange):
         self._late = False
         """Others were faster with the current proposal's shards that we make, so those are fetched too."""
 
-        self._in_vain = 0
+        self._failed_attempts = 0
         """Number of proposals that were worked on in vain."""
 
         self._evidence: tuple[Signed, ...] = ()
@@ -74,13 +74,13 @@ class ReducedExchange(Exchange):
 
     def listable(self) -> list[Signed[UpdateHeader]]:
         """Return the candidates that should be available: nobody holds others' updates."""
-        return [h for h in self._r.candidates() if h.author == self._c.me or self.believed(h)]
+        return [h for h in self._round.candidates() if h.author == self._context.me or self.counts_towards_weight(h)]
 
-    def believed(self, header: Signed[UpdateHeader]) -> bool:
+    def counts_towards_weight(self, header: Signed[UpdateHeader]) -> bool:
         """Return whether nothing is known against the author or the update."""
-        c, author = self._c, header.author
-        known_bad = c.blobs.is_invalid(header.body.blob) or author in self._left_out or author in self._silent
-        return not known_bad and not c.members.withheld.holds(author, self._r.number)
+        context, author = self._context, header.author
+        known_bad = context.blobs.is_invalid(header.body.blob) or author in self._left_out or author in self._silent
+        return not known_bad and not context.members.withheld.applies_to(author, self._round.number)
 
     def awaits(self, header: Signed[UpdateHeader]) -> bool:
         """Return False: an update is fetched only once a proposal lists it."""
@@ -90,9 +90,9 @@ class ReducedExchange(Exchange):
         """Return True: the announcement is all that the first proposer waits for."""
         return True
 
-    def attempts_in_vain(self, attempt: int) -> int:
+    def failed_attempts(self, attempt: int) -> int:
         """Return the number of abandoned proposals at most: attempts pass while one is worked on."""
-        return min(attempt, 1 + self._in_vain)
+        return min(attempt, 1 + self._failed_attempts)
 
     def missing_for(self, record: RoundRecord) -> set[Digest]:
         """Return nothing: the shards are not made yet."""
@@ -101,13 +101,13 @@ class ReducedExchange(Exchange):
     def proposals_changed(self, added: Proposal | None) -> None:
         """Open the tally of a new proposal with the attestations that came before it; drop those of evicted ones."""
         current = None if self._current is None else self._current.record.digest
-        for digest in [d for d in self._tallies if d not in self._r.proposals and d != current]:
+        for digest in [d for d in self._tallies if d not in self._round.proposals and d != current]:
             self._bytes -= sum(len(a.encoded) for a in self._tallies.pop(digest).all())
-        self._abandoned &= self._r.proposals.keys()
+        self._abandoned &= self._round.proposals.keys()
         if added is None:
             return
         record = added.record
-        self._tallies[record.digest] = ShardTally(self._c.policy.exchange.committees(record.body))
+        self._tallies[record.digest] = ShardTally(self._context.policy.exchange.committees(record.body))
         for author, attestations in list(self._early.items()):
             for key in [key for key in attestations if key[0] == record.digest]:
                 attestation = attestations.pop(key)
@@ -117,10 +117,10 @@ class ReducedExchange(Exchange):
                 del self._early[author]
         self._report_unavailable()
 
-    def is_votable(self, p: Proposal) -> bool:
+    def is_votable(self, proposal: Proposal) -> bool:
         """Return whether work on a proposal can start: nothing is known yet that makes it fail."""
-        hindered = any(a in self._unavailable and a != self._c.me for a in p.record.body.contributors)
-        return p.record.digest not in self._abandoned and not hindered and self._is_open(p)
+        hindered = any(a in self._unavailable and a != self._context.me for a in proposal.record.body.contributors)
+        return proposal.record.digest not in self._abandoned and not hindered and self._is_open(proposal)
 
     @property
     def is_occupied(self) -> bool:
@@ -129,72 +129,73 @@ class ReducedExchange(Exchange):
     def refresh(self, best: Best) -> None:
         """Abandon the current proposal if it is over, and start the best one if there is none."""
         self._continue_with(best)
-        p = self._current
-        late = p is not None and self._c.deadlines.due("own shards", p.seen + self._c.policy.propose_seconds)
+        proposal, seconds = self._current, self._context.policy.propose_seconds
+        late = proposal is not None and self._context.deadlines.due("own shards", proposal.seen + seconds)
         if late is not self._late:
             self._late = late
-            self._r.changed()
+            self._round.changed()
 
     def _continue_with(self, best: Best) -> None:
-        p = self._current
-        if p is not None and (p.record.digest not in self._r.proposals or not self._is_open(p)):
-            self._abandon(p)
-            p = None
-        if p is None and (p := best()) is not None:
-            self._current = p
-            self._r.changed()
-            tally = self._tallies[p.record.digest]
-            for shard in tally.duties(self._c.me):
-                self._c.emit(ReduceShard(p.record, shard, tally.committees[shard]))
+        proposal, held = self._current, self._round.proposals
+        if proposal is not None and (proposal.record.digest not in held or not self._is_open(proposal)):
+            self._abandon(proposal)
+            proposal = None
+        if proposal is None and (proposal := best()) is not None:
+            self._current = proposal
+            self._round.changed()
+            tally = self._tallies[proposal.record.digest]
+            for shard in tally.duties(self._context.me):
+                self._context.emit(ReduceShard(proposal.record, shard, tally.committees[shard]))
 
     def choose(self, best: Best) -> Proposal | None:
         """Return the current proposal once all its shards are agreed and held."""
         self.refresh(best)
-        p = self._current
-        return None if p is None or self._tallies[p.record.digest].open or p.missing else p
+        proposal = self._current
+        return None if proposal is None or self._tallies[proposal.record.digest].open or proposal.missing else proposal
 
-    def shards(self, p: Proposal) -> tuple[Digest, ...] | None:
-        return self._tallies[p.record.digest].digests
+    def shards(self, proposal: Proposal) -> tuple[Digest, ...] | None:
+        return self._tallies[proposal.record.digest].digests
 
-    def _is_open(self, p: Proposal) -> bool:
-        if p.bad or p.equivocated or self._tallies[p.record.digest].deadlocked is not None:
+    def _is_open(self, proposal: Proposal) -> bool:
+        if proposal.bad or proposal.equivocated or self._tallies[proposal.record.digest].deadlocked is not None:
             return False
-        return not self._c.deadlines.due("proposal", p.seen + self._c.policy.exchange_seconds)
+        return not self._context.deadlines.due("proposal", proposal.seen + self._context.policy.exchange_seconds)
 
-    def _abandon(self, p: Proposal) -> None:
+    def _abandon(self, proposal: Proposal) -> None:
         """Leave those who let a proposal fail out of our own records of this round."""
-        r, tally = self._r, self._tallies.get(p.record.digest)
+        round_, tally = self._round, self._tallies.get(proposal.record.digest)
         self.stop()
-        self._abandoned.add(p.record.digest)
-        self._in_vain += 1
+        self._abandoned.add(proposal.record.digest)
+        self._failed_attempts += 1
         if tally is None:
             return
         self._evidence = ()
         if tally.deadlocked is not None:
             self._evidence = tuple(tally.attestations[tally.deadlocked].values())
-        elif p.equivocated:
-            self._evidence = tuple(q.record for q in r.proposals.values() if q.record.author == p.record.author)
-        self._left_out |= tally.unavailable_to(self._c.me) & r.headers.keys()
-        if not p.bad and not p.equivocated and tally.deadlocked is None:
-            self._silent = (tally.silent() & r.headers.keys()) - {self._c.me}
+        elif proposal.equivocated:
+            records = [other.record for other in round_.proposals.values()]
+            self._evidence = tuple(record for record in records if record.author == proposal.record.author)
+        self._left_out |= tally.unavailable_to(self._context.me) & round_.headers.keys()
+        if not proposal.bad and not proposal.equivocated and tally.deadlocked is None:
+            self._silent = (tally.silent() & round_.headers.keys()) - {self._context.me}
 
     # -- blobs -----------------------------------------------------------------------------------------------
 
     def needed(self) -> dict[Digest, BlobRole]:
         """Return the agreed shards of the current proposal that we do not make ourselves in a moment."""
-        p = self._current
-        if p is None:
+        proposal = self._current
+        if proposal is None:
             return {}
-        tally = self._tallies[p.record.digest]
-        mine = set() if self._late else set(tally.duties(self._c.me))
-        agreed = enumerate(tally.agreed)
-        return {d: ShardBlob(p.record, i) for i, d in agreed if d is not None and d in p.missing and i not in mine}
+        tally = self._tallies[proposal.record.digest]
+        mine = set() if self._late else set(tally.duties(self._context.me))
+        agreed = [(i, d) for i, d in enumerate(tally.agreed) if d is not None and i not in mine]
+        return {d: ShardBlob(proposal.record, i) for i, d in agreed if d in proposal.missing}
 
     def shard_holders(self, record: Signed[RoundRecord], shard: int, blob: Digest) -> tuple[PeerKey, ...]:
         tally = self._tallies.get(record.digest)
         if tally is None:
             return ()
-        return (*tally.signers(shard, blob), *(v.author for v in self._r.votes_for(record)))
+        return (*tally.signers(shard, blob), *(v.author for v in self._round.votes_for(record)))
 
     def signers_of(self, blob: Digest) -> set[PeerKey]:
         return {a.author for tally in self._tallies.values() for a in tally.all() if a.body.blob == blob}
@@ -202,47 +203,47 @@ class ReducedExchange(Exchange):
     def shard_blobs(self) -> set[Digest]:
         return {a.body.blob for tally in self._tallies.values() for a in tally.all() if a.body.blob is not None}
 
-    def slices_for(self, blob: Digest, member: PeerKey) -> list[Slice]:
+    def slices_for(self, blob: Digest, member: PeerKey) -> list[ShardDuty]:
         found = []
-        for digest, p in self._r.proposals.items():
-            if digest not in self._abandoned and any(u.body.blob == blob for u in p.record.body.updates):
+        for digest, proposal in self._round.proposals.items():
+            if digest not in self._abandoned and any(u.body.blob == blob for u in proposal.record.body.updates):
                 seated = enumerate(self._tallies[digest].committees)
-                found += [(p.record, shard, committee) for shard, committee in seated if member in committee]
+                found += [(proposal.record, shard, committee) for shard, committee in seated if member in committee]
         return found
 
     # -- own attestations ------------------------------------------------------------------------------------
 
     def shard_reduced(self, record: Digest, shard: int, blob: Digest) -> None:
         if self._has_duty(record, shard):
-            self._c.blobs.hold(blob)
-            self._r.hold(blob)
-            self._attest(ShardAttestation(self._c.run, self._r.number, record, shard, blob))
+            self._context.blobs.hold(blob)
+            self._round.hold(blob)
+            self._attest(ShardAttestation(self._context.run, self._round.number, record, shard, blob))
 
     def shard_unavailable(self, record: Digest, shard: int, authors: Iterable[PeerKey]) -> None:
         if not self._has_duty(record, shard):
             return
-        listed = self._r.proposals[record].record.body.contributors
-        named = sorted({a for a in authors if a in listed and a != self._c.me})[:MAX_MISSING_AUTHORS]
+        listed = self._round.proposals[record].record.body.contributors
+        named = sorted({a for a in authors if a in listed and a != self._context.me})[:MAX_MISSING_AUTHORS]
         if named:
-            self._attest(ShardAttestation(self._c.run, self._r.number, record, shard, None, tuple(named)))
+            self._attest(ShardAttestation(self._context.run, self._round.number, record, shard, None, tuple(named)))
 
     def blob_invalid(self, blob: Digest, signers: Iterable[PeerKey]) -> None:
         """Attest an invalid update as unavailable, for those who see another slice of it; accuse a shard's signers."""
-        for digest, p in list(self._r.proposals.items()):
-            for author in [u.author for u in p.record.body.updates if u.body.blob == blob]:
-                for shard in self._tallies[digest].duties(self._c.me):
+        for digest, proposal in list(self._round.proposals.items()):
+            for author in [u.author for u in proposal.record.body.updates if u.body.blob == blob]:
+                for shard in self._tallies[digest].duties(self._context.me):
                     self.shard_unavailable(digest, shard, (author,))
         for author in signers:
             self._accuse(author, "bad-shard", f"peer {author.short} signed a shard that breaks the rules")
 
     def _has_duty(self, record: Digest, shard: int) -> bool:
-        tally = self._tallies.get(record)
-        return tally is not None and tally.seats(self._c.me, shard) and self._c.me not in tally.attestations[shard]
+        tally, me = self._tallies.get(record), self._context.me
+        return tally is not None and tally.seats(me, shard) and me not in tally.attestations[shard]
 
     def _attest(self, body: ShardAttestation) -> None:
-        attestation = self._c.signer.sign(body)
+        attestation = self._context.signer.sign(body)
         self.receive(attestation)
-        self._c.emit(Broadcast(attestation))
+        self._context.emit(Broadcast(attestation))
 
     # -- others' attestations --------------------------------------------------------------------------------
 
@@ -251,28 +252,29 @@ class ReducedExchange(Exchange):
 
         It does not when its author has attested the shard before, has no seat in the committee, or there is no room.
         """
-        p = self._r.proposals.get(attestation.body.record)
+        proposal = self._round.proposals.get(attestation.body.record)
         if self._bytes + len(attestation.encoded) > MAX_ATTESTATION_BYTES:
             added = False
         else:
-            added = self._add_early(attestation) if p is None else self._add(p, attestation)
+            added = self._add_early(attestation) if proposal is None else self._add(proposal, attestation)
         if not added:
-            self._check_second(p, attestation)
+            self._check_second(proposal, attestation)
             return False
-        if p is not None:
-            if p is self._current and self._tallies[p.record.digest].agreed[attestation.body.shard] is not None:
-                self._r.changed()
-            self._compare(p, attestation.body.shard)
+        if proposal is not None:
+            shard = attestation.body.shard
+            if proposal is self._current and self._tallies[proposal.record.digest].agreed[shard] is not None:
+                self._round.changed()
+            self._compare(proposal, shard)
             self._report_unavailable()
         return True
 
     def _add_early(self, attestation: Signed[ShardAttestation]) -> bool:
-        r, author = self._r, attestation.author
+        round_, author = self._round, attestation.author
         mine = self._early.get(author)
         if mine is None:
-            if author not in r.headers and not self._c.members.has_room_for(author):
+            if author not in round_.headers and not self._context.members.has_room_for(author):
                 return False
-            if len(self._early) >= 2 * r.policy.max_members:
+            if len(self._early) >= 2 * round_.policy.max_members:
                 return False
             mine = self._early[author] = {}
         key = (attestation.body.record, attestation.body.shard)
@@ -286,34 +288,34 @@ class ReducedExchange(Exchange):
 
     @property
     def _per_author(self) -> int:
-        return RECORDS_PER_AUTHOR * self._r.policy.exchange.committee
+        return RECORDS_PER_AUTHOR * self._round.policy.exchange.committee
 
-    def _add(self, p: Proposal, attestation: Signed[ShardAttestation]) -> bool:
-        c, tally, shard = self._c, self._tallies[p.record.digest], attestation.body.shard
+    def _add(self, proposal: Proposal, attestation: Signed[ShardAttestation]) -> bool:
+        context, tally, shard = self._context, self._tallies[proposal.record.digest], attestation.body.shard
         if not tally.seats(attestation.author, shard) or attestation.author in tally.attestations[shard]:
             return False
         self._bytes += len(attestation.encoded)
         if tally.add(attestation) and (blob := tally.agreed[shard]) is not None:
-            self._r.require(p, blob, held=c.blobs.holds(blob), invalid=c.blobs.is_invalid(blob))
-        listed = p.record.body.contributors
+            self._round.require(proposal, blob, held=context.blobs.holds(blob), invalid=context.blobs.is_invalid(blob))
+        listed = proposal.record.body.contributors
         # A proposal that leaves out most does not count: its author could have filled the committees with its own.
-        if attestation.body.missing and 2 * len(listed) > len(self._r.headers):
-            self._unavailable |= tally.unavailable(shard) & set(listed) & self._r.headers.keys()
+        if attestation.body.missing and 2 * len(listed) > len(self._round.headers):
+            self._unavailable |= tally.unavailable(shard) & set(listed) & self._round.headers.keys()
         return True
 
     def _report_unavailable(self) -> None:
         """Report authors that a committee could not get; records of ours do not list them for a while."""
-        c = self._c
-        for author in sorted(self._unavailable - self._penalised - {c.me}):
+        context = self._context
+        for author in sorted(self._unavailable - self._penalised - {context.me}):
             self._penalised.add(author)
             self._left_out.add(author)
-            c.members.withheld.penalise(author, self._r.number)
+            context.members.withheld.penalise(author, self._round.number)
             text = f"a committee cannot get, or use, the update of {author.short}: the round goes on without it"
-            c.notify("warning", "withheld", text, author)
+            context.notify("warning", "withheld", text, author)
 
-    def _check_second(self, p: Proposal | None, attestation: Signed[ShardAttestation]) -> None:
+    def _check_second(self, proposal: Proposal | None, attestation: Signed[ShardAttestation]) -> None:
         author, body = attestation.author, attestation.body
-        tally = None if p is None else self._tallies[p.record.digest]
+        tally = None if proposal is None else self._tallies[proposal.record.digest]
         if tally is None or not tally.seats(author, body.shard):
             return
         first = tally.attestations[body.shard].get(author)
@@ -321,29 +323,27 @@ class ReducedExchange(Exchange):
         if first is not None and None not in (first.body.blob, body.blob) and first.body.blob != body.blob:
             self._accuse(author, "equivocation", f"peer {author.short} signed two digests of one shard")
 
-    def _compare(self, p: Proposal, shard: int) -> None:
+    def _compare(self, proposal: Proposal, shard: int) -> None:
         """Accuse members whose digest is not ours, or not the majority's: the same updates give the same bytes."""
-        c, tally = self._c, self._tallies[p.record.digest]
-        mine = tally.attestations[shard].get(c.me)
+        context, tally = self._context, self._tallies[proposal.record.digest]
+        mine = tally.attestations[shard].get(context.me)
         truth = tally.agreed[shard] if mine is None or mine.body.blob is None else mine.body.blob
         if truth is None:
             return
-        if tally.agreed[shard] not in (None, truth) and self._r.report_once(c.me):
-            text = (
-                f"shard {shard} of record {p.record.digest.short} came out otherwise than for most of its committee: "
-            )
-            c.notify("error", "shard-differs", text + "they lie, or this device computes wrongly")
+        if tally.agreed[shard] not in (None, truth) and self._round.report_once(context.me):
+            text = f"shard {shard} of record {proposal.record.digest.short} came out otherwise than for most of its "
+            context.notify("error", "shard-differs", text + "committee: they lie, or this device computes wrongly")
         for author, attestation in tally.attestations[shard].items():
-            if author != c.me and attestation.body.blob not in (None, truth):
+            if author != context.me and attestation.body.blob not in (None, truth):
                 text = f"peer {author.short} signed a digest of a shard that is not what its updates give"
                 self._accuse(author, "shard-differs", text)
 
     def _accuse(self, author: PeerKey, kind: str, text: str) -> None:
         """Report a peer for what it signed, and leave it out of our own records of this round."""
-        if author in self._r.headers and author != self._c.me:
+        if author in self._round.headers and author != self._context.me:
             self._left_out.add(author)
-        if self._r.report_once(author):
-            self._c.notify("warning", kind, text, author)
+        if self._round.report_once(author):
+            self._context.notify("warning", kind, text, author)
 
     # -- time ------------------------------------------------------------------------------------------------
 
@@ -352,38 +352,39 @@ class ReducedExchange(Exchange):
 
         Once we have voted, some of the others' attestations too: not everyone receives everyone.
         """
-        c, r, p = self._c, self._r, self._current
+        context, round_, proposal = self._context, self._round, self._current
         for message in self._evidence:
-            if message.author == c.me or r.proposed is not None:
-                c.emit(Broadcast(message))
-        if p is None:
+            if message.author == context.me or round_.proposed is not None:
+                context.emit(Broadcast(message))
+        if proposal is None:
             return
-        every = max(1, len(c.members) // 3)
-        voted = r.last_vote is not None and r.last_vote.body.record == p.record.digest
-        if not voted and (p.record.author == c.me or (c.me[0] + p.record.digest[0] + count) % every == 0):
-            c.emit(Broadcast(p.record))
-        attestations = list(self._tallies[p.record.digest].all())
+        record, every = proposal.record, max(1, len(context.members) // 3)
+        voted = round_.last_vote is not None and round_.last_vote.body.record == record.digest
+        if not voted and (record.author == context.me or (context.me[0] + record.digest[0] + count) % every == 0):
+            context.emit(Broadcast(record))
+        attestations = list(self._tallies[proposal.record.digest].all())
         for attestation in attestations:
-            if attestation.author == c.me:
-                c.emit(Broadcast(attestation))
-        if voted and c.members.is_my_turn(p.record.digest, count):
-            others = [a for a in attestations if a.author != c.me]
+            if attestation.author == context.me:
+                context.emit(Broadcast(attestation))
+        if voted and context.members.is_my_turn(proposal.record.digest, count):
+            others = [a for a in attestations if a.author != context.me]
             first = count * MAX_REPEATED_ATTESTATIONS % max(1, len(others))
             for attestation in (*others[first:], *others[:first])[:MAX_REPEATED_ATTESTATIONS]:
-                c.emit(Broadcast(attestation))
+                context.emit(Broadcast(attestation))
 
     def stop(self) -> None:
         """Cancel the work on the current proposal."""
-        c, p = self._c, self._current
-        if p is not None:
-            c.emit(CancelReduce(p.record.digest))
-            tally = self._tallies.get(p.record.digest)
-            c.blobs.request_again([] if tally is None else [d for d in tally.agreed if d is not None], c.now)
+        context, proposal = self._context, self._current
+        if proposal is not None:
+            context.emit(CancelReduce(proposal.record.digest))
+            tally = self._tallies.get(proposal.record.digest)
+            agreed = () if tally is None else tally.agreed
+            context.blobs.request_again((d for d in agreed if d is not None), context.now)
             self._current = None
-            self._r.changed()
+            self._round.changed()
 
     def sizes(self) -> dict[str, tuple[int, int]]:
-        top = self._r.policy.max_members
+        top = self._round.policy.max_members
         return {
             "early attestations": (sum(len(a) for a in self._early.values()), 2 * top * self._per_author),
             "attestation bytes": (self._bytes, MAX_ATTESTATION_BYTES),

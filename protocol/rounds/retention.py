@@ -34,7 +34,7 @@ def retained(policy: RoundPolicy, chain: Chain) -> set[Digest]:
     height = chain.height(chain.head) - policy.checkpoint_every * (policy.checkpoint_keep + 2)
     start = chain.ancestor_at(chain.head, max(chain.height(chain.root), height)) or chain.root
     path = chain.path(start, chain.head)
-    marks = [i for i, c in enumerate(path) if c.record.body.round % policy.checkpoint_every == 0]
+    marks = [i for i, certificate in enumerate(path) if certificate.record.body.round % policy.checkpoint_every == 0]
     # One checkpoint more than `checkpoint_keep`: a member that is fetching the oldest must not see it vanish.
     recent = marks[-(policy.checkpoint_keep + 1) :]
     keep = {path[i].record.body.base_state for i in recent}

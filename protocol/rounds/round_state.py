@@ -192,7 +192,7 @@ class RoundState:
         """Add a valid record of this round. Return None when it is known, or there is no room."""
         if record.digest in self.proposals:
             return None
-        by_author = [p for p in self.proposals.values() if p.record.author == record.author]
+        by_author = [proposal for proposal in self.proposals.values() if proposal.record.author == record.author]
         if len(by_author) >= RECORDS_PER_AUTHOR or len(self.proposals) >= MAX_RECORDS:
             evicted = self._to_evict(by_author, record)
             if evicted is None:
@@ -200,14 +200,14 @@ class RoundState:
             self._forget_record(evicted)
         if self._record_bytes + len(record.encoded) > MAX_RECORD_BYTES:
             return None
-        p = Proposal(record, now, missing, any(is_invalid(u.body.blob) for u in record.body.updates))
+        proposal = Proposal(record, now, missing, any(is_invalid(u.body.blob) for u in record.body.updates))
         for other in by_author:
             if other.record.body.attempt == record.body.attempt and other.record.digest in self.proposals:
-                other.equivocated = p.equivocated = True
-        self.proposals[record.digest] = p
+                other.equivocated = proposal.equivocated = True
+        self.proposals[record.digest] = proposal
         self._record_bytes += len(record.encoded)
         self.changed()
-        return p
+        return proposal
 
     def _to_evict(self, by_author: list[Proposal], record: Signed[RoundRecord]) -> Digest | None:
         """Return the record to evict for a new one; None when the new one must not come in.
@@ -216,17 +216,15 @@ class RoundState:
         fewest updates, so a few authors cannot crowd out the current proposer.
         """
         voted = self.last_vote.body.record if self.last_vote is not None else None
-        for p in by_author:
-            if p.record.digest != voted:
-                return p.record.digest
+        for proposal in by_author:
+            if proposal.record.digest != voted:
+                return proposal.record.digest
         kept = (voted, self.proposed.digest if self.proposed is not None else None)
-        counts = Counter(p.record.author for p in self.proposals.values())
-        others = [p for p in self.proposals.values() if p.record.digest not in kept]
-        weakest = min(
-            others, key=lambda p: (-counts[p.record.author], len(p.record.body.updates), p.seen), default=None
-        )
-        if weakest is None:
+        counts = Counter(proposal.record.author for proposal in self.proposals.values())
+        others = [proposal for proposal in self.proposals.values() if proposal.record.digest not in kept]
+        if not others:
             return None
+        weakest = min(others, key=lambda p: (-counts[p.record.author], len(p.record.body.updates), p.seen))
         better = len(record.body.updates) > len(weakest.record.body.updates)
         return weakest.record.digest if better or counts[weakest.record.author] > 1 else None
 
@@ -236,18 +234,18 @@ class RoundState:
             self._record_bytes -= len(evicted.record.encoded)
             self.changed()
 
-    def require(self, p: Proposal, blob: Digest, *, held: bool, invalid: bool) -> None:
+    def require(self, proposal: Proposal, blob: Digest, *, held: bool, invalid: bool) -> None:
         """Note that a vote for a proposal needs one more blob."""
-        p.blobs.add(blob)
-        p.bad = p.bad or invalid
+        proposal.blobs.add(blob)
+        proposal.bad = proposal.bad or invalid
         if not held:
-            p.missing.add(blob)
+            proposal.missing.add(blob)
         self.changed()
 
     def update_blobs(self) -> set[Digest]:
         """Return the blobs of all updates of this round."""
         found = {h.body.blob for h in self.headers.values()}
-        return found | {u.body.blob for p in self.proposals.values() for u in p.record.body.updates}
+        return found | {u.body.blob for proposal in self.proposals.values() for u in proposal.record.body.updates}
 
     def add_vote(self, vote: Signed[Vote], has_room: Callable[[PeerKey], bool]) -> bool:
         """Add a vote, also for a record that is not here yet. Return False when it is known, or there is no room."""
@@ -285,13 +283,13 @@ class RoundState:
         self.proposed = record
 
     def hold(self, blob: Digest) -> None:
-        for p in self.proposals.values():
-            p.missing.discard(blob)
+        for proposal in self.proposals.values():
+            proposal.missing.discard(blob)
 
     def reject(self, blob: Digest) -> None:
         """Note that a blob is invalid: no proposal with it gets our vote."""
-        for p in self.proposals.values():
-            p.bad = p.bad or blob in p.blobs
+        for proposal in self.proposals.values():
+            proposal.bad = proposal.bad or blob in proposal.blobs
 
     # -- time ------------------------------------------------------------------------------------------------
 

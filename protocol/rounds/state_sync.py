@@ -15,10 +15,10 @@ from protocol.rounds.events import UpdateReady
 from protocol.rounds.retention import is_checkpoint, starts
 
 MAX_PAUSE = 60.0
-TRIES = 3
+MAX_FAILED_MOVES = 3
 """Failed moves to the same head before another branch is tried."""
 
-UNAVAILABLE = 10
+UNAVAILABLE_PATIENCES = 10
 """Times the policy's patience: after that, people are notified that nobody gives an update of a finalized record."""
 
 MAX_UNAVAILABLE_SECONDS = 600.0
@@ -29,10 +29,10 @@ REMEMBERED_PATHS = 3
 
 
 class StateSync:
-    """The trainer's place. `advance` moves it towards the head by one step at a time."""
+    """The trainer's place in the tree of records. `advance` moves it towards the head by one step at a time."""
 
     def __init__(self, context: Context):
-        self._c = context
+        self._context = context
         self.applied: Digest | None = None
         """The record whose state the trainer holds."""
 
@@ -71,18 +71,18 @@ class StateSync:
         return self.sync_target is not None
 
     @property
-    def is_making(self) -> bool:
+    def is_making_update(self) -> bool:
         return self._making is not None
 
     @property
     def is_busy(self) -> bool:
         """True while the trainer owes us an answer."""
-        return self.is_moving or self.is_making
+        return self.is_moving or self.is_making_update
 
     @property
     def is_behind(self) -> bool:
         """True when the round after `applied` is decided already."""
-        chain, applied = self._c.chain, self.applied
+        chain, applied = self._context.chain, self.applied
         return (
             applied is None
             or applied not in chain
@@ -92,19 +92,19 @@ class StateSync:
     @property
     def holds_state(self) -> bool:
         """True when the trainer holds a state of the chain."""
-        return self.applied is not None and self.applied in self._c.chain
+        return self.applied is not None and self.applied in self._context.chain
 
     @property
     def best_record(self) -> Digest:
         """The record that this peer stands at, for others: of the trainer's state, else the chain's head."""
-        applied, chain = self.applied, self._c.chain
+        applied, chain = self.applied, self._context.chain
         return applied if applied is not None and applied in chain else chain.head
 
     @property
     def retried_tip(self) -> Digest | None:
         """The tip of the quarantined branch whose blobs are requested again."""
         tip = self._quarantine.tip
-        return tip if tip in self._c.chain else None
+        return tip if tip in self._context.chain else None
 
     def join(self) -> None:
         """Note that the time of joining is over: the trainer may be moved."""
@@ -117,7 +117,7 @@ class StateSync:
 
         They are of the records since the trainer's state, or since the newest checkpoint on another branch.
         """
-        return self._blobs_to(self._c.chain.head)
+        return self._blobs_to(self._context.chain.head)
 
     def needed_again(self) -> dict[Digest, BlobRole]:
         """Return the same for the tip of the quarantined branch whose blobs are requested again."""
@@ -128,13 +128,14 @@ class StateSync:
         if key not in self._needed:
             if len(self._needed) >= REMEMBERED_PATHS:
                 self._needed.clear()
-            path = self._sync_path(head)
-            self._needed[key] = {blob: origin for c in path for blob, origin in applied_blobs(c).items()}
+            self._needed[key] = {}
+            for certificate in self._sync_path(head):
+                self._needed[key].update(applied_blobs(certificate))
         return self._needed[key]
 
     def _is_here(self, head: Digest) -> bool:
         """Return whether all of them are held."""
-        needed, holds = self._blobs_to(head), self._c.blobs.holds
+        needed, holds = self._blobs_to(head), self._context.blobs.holds
         if self._missing is not None and self._missing in needed and not holds(self._missing):
             return False
         self._missing = next((blob for blob in needed if not holds(blob)), None)
@@ -142,8 +143,8 @@ class StateSync:
 
     def _sync_path(self, head: Digest) -> tuple[Certificate, ...]:
         """Return the certificates whose blobs must be held before a move to a record."""
-        chain, applied, every = self._c.chain, self.applied, self._c.policy.checkpoint_every
-        if self._c.observer or applied == head or head == chain.root:
+        chain, applied, every = self._context.chain, self.applied, self._context.policy.checkpoint_every
+        if self._context.observer or applied == head or head == chain.root:
             return ()
         boundary = max((chain.height(head) - 1) // every * every, chain.height(head) - MAX_SYNC_PATH)
         if applied is None or applied not in chain:
@@ -164,7 +165,7 @@ class StateSync:
 
         The state there is available, and the rounds before it need not be.
         """
-        chain, back = self._c.chain, self._c.chain.rollback
+        chain, back = self._context.chain, self._context.chain.rollback
         if back is None or back.record == chain.genesis or not chain.is_ancestor(back.record, head):
             return None
         return back
@@ -172,9 +173,9 @@ class StateSync:
     def rolled_back(self) -> None:
         """Leave the trainer's place, or its goal, if the owner has rolled it back."""
         places = (self.applied, self.sync_target, self._making, self._last_good)
-        if any(record is not None and record not in self._c.chain for record in places):
+        if any(record is not None and record not in self._context.chain for record in places):
             self.reset = True
-        if self.sync_target is not None and self.sync_target not in self._c.chain:
+        if self.sync_target is not None and self.sync_target not in self._context.chain:
             # Not awaited: it may need blobs that nobody keeps any more.
             self.sync_target = self.applied = None
         self._failures, self._retry_at, self._waiting = 0, 0.0, None
@@ -183,32 +184,32 @@ class StateSync:
 
     def request_update(self, number: Round, parent: Digest) -> None:
         self._making, self._making_round = parent, number
-        self._c.emit(RequestUpdate(number, parent))
+        self._context.emit(RequestUpdate(number, parent))
 
     def update_ready(self, event: UpdateReady) -> Digest | None:
         """Note the trainer's answer. Return the parent for which an update was requested, if one was."""
         requested, self._making = self._making, None
         if event.blob is not None:
-            self._c.blobs.hold(event.blob)
+            self._context.blobs.hold(event.blob)
             if not self.reset:
-                self._c.own.made(event.blob, event.parent, self._making_round)
+                self._context.own.made(event.blob, event.parent, self._making_round)
         return requested
 
     # -- moves -----------------------------------------------------------------------------------------------
 
     def advance(self) -> bool:
         """Take one step towards the head, if one is due and possible. Return whether something changed."""
-        c, chain = self._c, self._c.chain
+        context, chain = self._context, self._context.chain
         self._quarantine.advance(self._is_here)
         head = chain.head
-        if c.observer:
+        if context.observer:
             changed = self.applied != head
             self.applied = head
             return changed
         if self.applied == head:
             self._waiting = None
             return False
-        if self.is_busy or not self.joined or not c.deadlines.due("retry", self._retry_at):
+        if self.is_busy or not self.joined or not context.deadlines.due("retry", self._retry_at):
             return False
         if self.applied is not None and self.applied not in chain:
             self.applied = None
@@ -222,32 +223,32 @@ class StateSync:
             first = path[0].record.body
             if first.base_state != self.state:
                 return self.contradicted(first.base_state)
-            if all(c.blobs.holds(blob) for blob in applied_blobs(path[0])):
+            if all(context.blobs.holds(blob) for blob in applied_blobs(path[0])):
                 return self._apply(path[0])
         elif self._is_here(head):
             if chain.is_ancestor(self.applied, head):
                 behind = chain.height(head) - chain.height(self.applied)
-                c.notify("info", "behind", f"{behind} rounds behind: loading a checkpoint and replaying the rest")
+                context.notify("info", "behind", f"{behind} rounds behind: loading a checkpoint and replaying the rest")
             else:
                 text = f"leaving record {self.applied.short} for the heavier branch of {head.short}"
-                c.notify("warning", "fork", text)
+                context.notify("warning", "fork", text)
             return self._resync(head)
         return self._wait_for_blobs(path, head) or self._step_meanwhile()
 
     def _apply(self, certificate: Certificate) -> bool:
-        c, record = self._c, certificate.digest
+        context, record = self._context, certificate.digest
         if self.applied is None:
             return False
-        missed, regained = c.own.plan_move(c.chain, self.applied, record)
+        missed, regained = context.own.plan_move(context.chain, self.applied, record)
         self.sync_target = record
-        next_window, weight = c.chain.next_window(c.me, record), c.chain.weight(record)
-        keep = is_checkpoint(c.base, c.chain.height(record), weight)
-        c.emit(ApplyRecord(certificate, missed, next_window, weight, regained, keep))
+        next_window, weight = context.chain.next_window(context.me, record), context.chain.weight(record)
+        keep = is_checkpoint(context.base, context.chain.height(record), weight)
+        context.emit(ApplyRecord(certificate, missed, next_window, weight, regained, keep))
         return True
 
     def _resync(self, head: Digest) -> bool:
-        c, chain = self._c, self._c.chain
-        every, keep = c.policy.checkpoint_every, c.policy.checkpoint_keep
+        context, chain = self._context, self._context.chain
+        every, keep = context.policy.checkpoint_every, context.policy.checkpoint_keep
         start = chain.height(chain.root)
         if self._failures == 0:
             start = max(start, ((chain.height(head) - 1) // every - keep + 1) * every)
@@ -257,14 +258,14 @@ class StateSync:
         else:
             after, back = chain.ancestor_at(head, min(start, chain.height(head))) or chain.root, None
         if self.reset:
-            c.own.forget_all()
-        missed, regained = c.own.plan_move(chain, after, head)
+            context.own.forget_all()
+        missed, regained = context.own.plan_move(chain, after, head)
         self.sync_target = head
         path, weight = chain.path(after, head), chain.weight(head)
-        c.emit(
+        context.emit(
             SyncState(
-                path, missed, chain.next_window(c.me, head), weight, regained, back, self.reset,
-                starts(c.base, path), is_checkpoint(c.base, chain.height(head), weight),
+                path, missed, chain.next_window(context.me, head), weight, regained, back, self.reset,
+                starts(context.base, path), is_checkpoint(context.base, chain.height(head), weight),
             )
         )  # fmt: skip
         return True
@@ -274,42 +275,43 @@ class StateSync:
 
         Return whether a branch was quarantined.
         """
-        c = self._c
+        context = self._context
         if self._waiting is None or self._waiting[0] != head:
-            self._waiting = (head, c.now if self._waiting is None else self._waiting[1])
+            self._waiting = (head, context.now if self._waiting is None else self._waiting[1])
         since = self._waiting[1]
-        if not c.deadlines.due("blobs", since + 2 * c.policy.heartbeat_seconds):
+        if not context.deadlines.due("blobs", since + 2 * context.policy.heartbeat_seconds):
             return False
-        missing = ((x, origin) for x in path for blob, origin in applied_blobs(x).items() if not c.blobs.holds(blob))
+        applied = ((certificate, *item) for certificate in path for item in applied_blobs(certificate).items())
+        missing = ((certificate, origin) for certificate, blob, origin in applied if not context.blobs.holds(blob))
         certificate, origin = next(missing, (None, None))
         if certificate is None or origin is None:
             return False
         # An author that let us wait in vain before gets little time.
         author, number = origin.responsible, certificate.record.body.round
-        if not c.deadlines.due("missing blobs", since + c.policy.patience_seconds):
-            if not c.members.late.holds(author, number):
+        if not context.deadlines.due("missing blobs", since + context.policy.patience_seconds):
+            if not context.members.late.applies_to(author, number):
                 return False
         record = certificate.digest
-        floor = c.chain.required_ancestor
-        if floor is not None and c.chain.is_ancestor(record, floor):
+        floor = context.chain.required_ancestor
+        if floor is not None and context.chain.is_ancestor(record, floor):
             # Links that broke a moment ago need time to carry again: no reason to alarm people yet.
-            patience = min(UNAVAILABLE * c.policy.patience_seconds, MAX_UNAVAILABLE_SECONDS)
-            if c.deadlines.due("unavailable", since + patience):
+            patience = min(UNAVAILABLE_PATIENCES * context.policy.patience_seconds, MAX_UNAVAILABLE_SECONDS)
+            if context.deadlines.due("unavailable", since + patience):
                 self._report_unavailable(record)
             return False
-        c.members.late.penalise(author, number)
+        context.members.late.penalise(author, number)
         text = f"nobody gives {origin.describe(record)}: going on without that branch for a while"
-        c.notify("warning", "withheld", text, author)
+        context.notify("warning", "withheld", text, author)
         self._quarantine.add(record)
         self._waiting = None
         return True
 
     def _step_meanwhile(self) -> bool:
         """Apply the next record of our own branch, if it has one, while the head cannot be reached yet."""
-        c, chain, applied = self._c, self._c.chain, self.applied
+        context, chain, applied = self._context, self._context.chain, self.applied
         if applied is None or self._waiting is None:
             return False
-        if not c.deadlines.due("blobs", self._waiting[1] + 2 * c.policy.heartbeat_seconds):
+        if not context.deadlines.due("blobs", self._waiting[1] + 2 * context.policy.heartbeat_seconds):
             return False
         tip = chain.best_descendant(applied)
         if tip == applied:
@@ -317,7 +319,7 @@ class StateSync:
         following = chain.path(applied, tip)[0]
         if following.record.body.base_state != self.state:
             return False
-        return all(c.blobs.holds(blob) for blob in applied_blobs(following)) and self._apply(following)
+        return all(context.blobs.holds(blob) for blob in applied_blobs(following)) and self._apply(following)
 
     def _report_unavailable(self, record: Digest) -> None:
         """Report that there is no other branch to go to: a member with the blobs is awaited."""
@@ -326,14 +328,14 @@ class StateSync:
             text = (
                 f"record {record.short} is final, and nobody gives the updates that it lists: waiting for a member who "
             )
-            self._c.notify("error", "unavailable", text + "has them. Tell the run's owner")
+            self._context.notify("error", "unavailable", text + "has them. Tell the run's owner")
 
     def contradicted(self, vouched: Digest) -> bool:
         """Give the trainer's state up: the chain vouches for another one of the same record. Return True."""
         mine = "none" if self.state is None else self.state.short
         text = f"our state {mine} is not the state {vouched.short} that the chain vouches for: loading it again. "
         remedy = "If this repeats, the device computes wrongly or the software differs from the others'"
-        self._c.notify("error", "drift", text + remedy)
+        self._context.notify("error", "drift", text + remedy)
         self.applied = None
         return True
 
@@ -345,17 +347,17 @@ class StateSync:
             return False
         self.sync_target = None
         self._failures = 0
-        if record not in self._c.chain or self._c.chain.is_ancestor(record, self._c.chain.head):
+        if record not in self._context.chain or self._context.chain.is_ancestor(record, self._context.chain.head):
             self._waiting = None  # else it was a step on our own branch, and the head is awaited all the same
-        self.reset = self.reset and record not in self._c.chain
+        self.reset = self.reset and record not in self._context.chain
         self.applied = self._last_good = record
         self.state = state
-        self._c.own.moved()
+        self._context.own.moved()
         return True
 
     def failed(self, record: Digest, reason: str, kept: bool) -> None:
         """Note that a move failed. Unless the trainer `kept` its state, it holds nothing that can be relied on."""
-        c, chain = self._c, self._c.chain
+        context, chain = self._context, self._context.chain
         if kept and record != self.sync_target:
             return  # another move has been requested meanwhile
         head = self.sync_target or chain.head
@@ -363,32 +365,32 @@ class StateSync:
         if not kept or self.reset:
             self._making = self.applied = None
         self._failures += 1
-        pause = min(MAX_PAUSE, c.policy.heartbeat_seconds * 2 ** (self._failures - 1))
-        self._retry_at = c.now + pause
+        pause = min(MAX_PAUSE, context.policy.heartbeat_seconds * 2 ** (self._failures - 1))
+        self._retry_at = context.now + pause
         text = f"the state after record {head.short} was not reached: {reason}; again in {pause:.0f} s"
-        c.notify("warning", "apply-failed", text)
+        context.notify("warning", "apply-failed", text)
         if head not in chain or head == chain.root:
             return
-        culprit, tries, good = head, TRIES, self._last_good
+        culprit, tries, good = head, MAX_FAILED_MOVES, self._last_good
         if good is not None and good in chain and good != head:
             # There is a place to return to: at once when that is another branch, which may be a liar's.
             fork = chain.common_ancestor(good, head)
             culprit = chain.ancestor_at(head, min(chain.height(head), chain.height(fork) + 1)) or head
-            tries = TRIES if fork == good else 1
+            tries = MAX_FAILED_MOVES if fork == good else 1
         if self._failures % tries == 0 and self._quarantine.add(culprit, failed=True):
             self._waiting = None
             if self.applied is not None:
-                self._retry_at = c.now  # there is a branch to continue on at once
+                self._retry_at = context.now  # there is a branch to continue on at once
 
     # -- branches that are not followed for a while ----------------------------------------------------------
 
-    def hold_back(self, record: Digest, until: float) -> None:
+    def quarantine_underweight(self, record: Digest, until: float) -> None:
         self._quarantine.add_underweight(record, until)
         self._waiting = None
 
     def reconsider(self, record: Digest, weight: int) -> None:
         """Release an underweight branch when the records built on it have this weight."""
-        chain, at = self._c.chain, self.applied
+        chain, at = self._context.chain, self.applied
         if at is not None and at in chain and chain.weight(record) - chain.weight(at) >= weight:
             self._quarantine.reconsider(record)
 
@@ -397,7 +399,7 @@ class StateSync:
         self._quarantine.member_at(head, since)
 
     def sizes(self) -> dict[str, tuple[int, int]]:
-        top = self._c.policy.max_members * self._c.policy.checkpoint_every
+        top = self._context.policy.max_members * self._context.policy.checkpoint_every
         needed = max((len(blobs) for blobs in self._needed.values()), default=0)
         return {
             "quarantined": (len(self._quarantine), MAX_QUARANTINED),

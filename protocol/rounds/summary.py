@@ -52,22 +52,23 @@ class Summary:
     """Own windows that no update covers yet."""
 
 
-def summarise(c: Context, consensus: Consensus, sync: StateSync, phase: Phase, now: float) -> Summary:
+def summarise(context: Context, consensus: Consensus, sync: StateSync, phase: Phase, now: float) -> Summary:
     """Return the view of a machine's parts at a time."""
-    r, head = consensus.round, sync.best_record
+    round_, head = consensus.round, sync.best_record
     votes = 0
-    if r is not None and r.last_vote is not None and (mine := r.proposals.get(r.last_vote.body.record)) is not None:
-        votes = len(r.votes_for(mine.record))
+    vote = None if round_ is None else round_.last_vote
+    if round_ is not None and vote is not None and (mine := round_.proposals.get(vote.body.record)) is not None:
+        votes = len(round_.votes_for(mine.record))
     return Summary(
         phase=phase,
-        round=c.chain.height(head),
+        round=context.chain.height(head),
         head=head,
         state=sync.state,
-        weight=c.chain.weight(head),
-        chain_head=c.chain.head,
-        chain_weight=c.chain.weight(c.chain.head),
-        members=tuple(MemberView(m.key, m.beat, now - m.heard) for m in c.members),
-        headers=() if r is None else tuple(r.headers.values()),
+        weight=context.chain.weight(head),
+        chain_head=context.chain.head,
+        chain_weight=context.chain.weight(context.chain.head),
+        members=tuple(MemberView(m.key, m.beat, now - m.heard) for m in context.members),
+        headers=() if round_ is None else tuple(round_.headers.values()),
         votes=votes,
         awaited=consensus.awaited(),
         windows=consensus.work.windows,

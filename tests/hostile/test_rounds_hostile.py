@@ -8,7 +8,7 @@ from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.messages import RoundRecord, Vote
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
-from protocol.rounds.chain_sync import STRANGERS, ChainSync
+from protocol.rounds.chain_sync import MAX_STRANGER_CLAIMS, ChainSync
 from protocol.rounds.deadlines import Deadlines
 from protocol.rounds.future_messages import MAX_STRANGER_BYTES, FutureMessages
 from protocol.rounds.round_state import MAX_RECORDS, RECORDS_PER_AUTHOR
@@ -48,7 +48,7 @@ def test_strangers_who_claim_chains_keep_no_member_from_being_asked():
     b.step(ev.Tick(), 1.0)
     assert [a.to for a in b.of(do.RequestChain)] == [MEMBER]
     held, bound = b.machine.sizes()["claims"]
-    assert held == STRANGERS + 1 <= bound
+    assert held == MAX_STRANGER_CLAIMS + 1 <= bound
 
 
 def test_members_are_asked_before_strangers_however_much_these_claim():
@@ -68,17 +68,17 @@ def test_members_are_asked_before_strangers_however_much_these_claim():
 
 def test_a_stranger_that_is_silent_makes_room_for_another():
     chain, sync = Bench().chain, ChainSync(100, 1.0)
-    for i in range(STRANGERS):
+    for i in range(MAX_STRANGER_CLAIMS):
         sync.claim(stranger(i), head("x"), 9, chain, 0.0, member=False)
     sync.claim(stranger(99), head("y"), 9, chain, 0.0, member=False)
     assert stranger(99) not in sync.wanted(chain)
     sync.claim(stranger(99), head("y"), 9, chain, 60.0, member=False)
-    assert stranger(99) in sync.wanted(chain) and len(sync.wanted(chain)) == STRANGERS
+    assert stranger(99) in sync.wanted(chain) and len(sync.wanted(chain)) == MAX_STRANGER_CLAIMS
 
 
 def test_a_stranger_that_was_asked_in_vain_makes_room_for_another():
     chain, sync = Bench().chain, ChainSync(100, 1.0)
-    for i in range(STRANGERS):
+    for i in range(MAX_STRANGER_CLAIMS):
         sync.claim(stranger(i), head(f"none {i}"), 9, chain, 0.0, member=False)
     asked = sync.next_request(chain, Deadlines(1.0), eager=False)
     assert asked is not None

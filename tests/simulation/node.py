@@ -217,7 +217,7 @@ class Node:
         """Do nothing: a restarted trainer has learnt nothing."""
 
     def directives_changed(self, action: do.DirectivesChanged) -> None:
-        self.trainer.order(self.world.clock.now, action.resting, action.policy.max_update_windows)
+        self.trainer.order(self.world.clock.now, action.paused, action.policy.max_update_windows)
 
     def notify(self, action: do.Notice) -> None:
         self.world.report(self, action)

@@ -40,12 +40,12 @@ def started_again(kept) -> Bench:
 @pytest.mark.parametrize("orders", [{"run_status": "ended"}, {"banned": (ME,)}])
 def test_who_starts_again_hears_whether_the_word_that_sent_it_away_still_counts(orders):
     b = started_again(word(1, **orders))
-    assert not b.of(do.Finished) and b.directives.resting
+    assert not b.of(do.Finished) and b.directives.paused
     b.step(ev.MessageReceived(word(2)), 1.0)
     for t in range(2, 40):
         b.step(ev.Tick(), float(t))
         assert not b.of(do.Finished)
-    assert not b.directives.resting
+    assert not b.directives.paused
 
 
 @pytest.mark.parametrize("orders", [{"run_status": "ended"}, {"banned": (ME,)}])

@@ -64,11 +64,11 @@ def test_who_is_a_round_behind_or_has_done_nothing_yet_is_waited_for_a_little_an
 def test_a_penalty_counts_for_twice_as_many_rounds_each_time_until_it_is_forgiven():
     penalties = Penalties(2)
     penalties.penalise(SLOW, 1)
-    assert [n for n in range(9) if penalties.holds(SLOW, n)] == [0, 1, 2, 3]
+    assert [n for n in range(9) if penalties.applies_to(SLOW, n)] == [0, 1, 2, 3]
     penalties.penalise(SLOW, 4)
-    assert penalties.holds(SLOW, 8) and not penalties.holds(SLOW, 9) and not penalties.holds(BUSY, 4)
+    assert penalties.applies_to(SLOW, 8) and not penalties.applies_to(SLOW, 9) and not penalties.applies_to(BUSY, 4)
     penalties.forgive(SLOW)
-    assert not penalties.holds(SLOW, 4)
+    assert not penalties.applies_to(SLOW, 4)
 
 
 def test_who_falls_silent_is_not_waited_for_two_heartbeats_later():
