@@ -199,7 +199,7 @@ class CodecSpec(Section):
 
     kind: Literal["sign", "sparse", "int8", "none"] = "sign"
     k: Annotated[int, Field(ge=64, le=4096)] = Field(
-        default=64, description="coordinates kept of each chunk of 4096 (sparse)"
+        default=64, description="coordinates kept of each block of 4096 (sparse)"
     )
     beta: Annotated[float, Field(ge=0, le=1)] = Field(default=0.5, description="decay of the error feedback")
 
