@@ -19,8 +19,8 @@ from protocol.merkle import blob_digest
 from protocol.messages import MAX_CONTRIBUTORS
 from protocol.spec import (
     KIND,
-    MAX_SPEC,
     MAX_PROBLEMS_SHOWN,
+    MAX_SPEC,
     RunSpec,
     explain,
     open_spec,
