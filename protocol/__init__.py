@@ -9,7 +9,7 @@ and `cairn` do that. They depend on this package, never the reverse. Read its mo
     layout, state                        the parameters in canonical order; a state as a file, and its digest
     messages                             what members tell each other, as dataclasses
     wire, checks, message_codec          the same as bytes: signed, verified, bounded
-    directives, directive_codec          the owner's orders, and those in force on a branch
+    directives, directive_codec          the owner's directives, and those in force on a branch
     coordinator_address, compact_record  the address that members pass on; a record as short ids
     assignment                           data windows of a peer
     codec, blob_sizes                    pseudo-gradients as bytes, and how many

@@ -1,16 +1,15 @@
 """The assignment of data windows to peers: a pure function of (spec seed, peer key, counter).
 
-A peer counts the windows that it trains on, from 0 and for ever. Pass p of a peer is its counters [p*n, (p+1)*n), n
-being the training windows there are; in each pass it sees every window exactly once, in its own order. So a peer's
+A peer counts the windows that it trains on, from 0. Its pass p over the data is the counters [p*n, (p+1)*n), for n
+training windows; in each pass it sees every window exactly once, in its own order. So a peer's
 assignment is exactly uniform over each pass, and peers are independent of each other. Anyone can compute the windows
 of any peer, one counter at a time, as audits need.
 
-The order is a keyed permutation of [0, n): a Feistel network (Luby and Rackoff 1988) of ROUNDS rounds over the
+The order is a keyed permutation of [0, n): a Feistel network (Luby and Rackoff 1988) of FEISTEL_ROUNDS rounds over the
 smallest even number of bits that holds n. The permutation follows its cycle until it falls below n (Black and
 Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002; fewer than 4 steps expected). Its round keys are
-SHA-256 of seed, peer and pass;
-its round function is the finaliser of splitmix64 (Steele, Lea and Flood 2014). It mixes well and is no cipher: nothing
-here is secret.
+SHA-256 of seed, peer and pass; its round function is the finaliser of splitmix64 (Steele, Lea and Flood 2014). It
+mixes well and is no cipher: nothing here is secret.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from protocol.errors import MalformedError
 from protocol.ids import MAX_COUNT, PeerKey, sha256
 from protocol.spec import DataShard, windows_in
 
-ROUNDS = 8
+FEISTEL_ROUNDS = 8
 MAX_WINDOWS_PER_CALL = 2**20
 """Most windows that one call of `windows_of` gives."""
 
@@ -47,20 +46,20 @@ def windows_of(seed: int, peer: PeerKey, first: int, count: int, total: int) -> 
     out = np.empty(count, dtype=np.int64)
     done = 0
     while done < count:
-        turn, start = divmod(first + done, total)
+        pass_, start = divmod(first + done, total)
         n = min(count - done, total - start)
         out[done : done + n] = _permuted(
-            np.arange(start, start + n, dtype=np.uint64), _round_keys(seed, peer, turn), total
+            np.arange(start, start + n, dtype=np.uint64), _round_keys(seed, peer, pass_), total
         )
         done += n
     return out
 
 
-def _round_keys(seed: int, peer: PeerKey, turn: int) -> np.ndarray:
-    """uint64 [ROUNDS] from two SHA-256 blocks."""
-    words = seed.to_bytes(8, "little") + bytes(peer) + turn.to_bytes(8, "little")
-    material = b"".join(sha256(b"cairn/v1/assignment", bytes([block]), words) for block in range(ROUNDS // 4))
-    return np.frombuffer(material, dtype="<u8").astype(np.uint64)
+def _round_keys(seed: int, peer: PeerKey, pass_: int) -> np.ndarray:
+    """uint64 [FEISTEL_ROUNDS] from two SHA-256 blocks."""
+    material = seed.to_bytes(8, "little") + bytes(peer) + pass_.to_bytes(8, "little")
+    keys = b"".join(sha256(b"cairn/v1/assignment", bytes([block]), material) for block in range(FEISTEL_ROUNDS // 4))
+    return np.frombuffer(keys, dtype="<u8").astype(np.uint64)
 
 
 def _permuted(x: np.ndarray, keys: np.ndarray, total: int) -> np.ndarray:

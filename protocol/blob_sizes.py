@@ -9,14 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from protocol.layout import CODEC_CHUNK, Layout
+from protocol.layout import BLOCK, Layout
 from protocol.spec import MEAN_KEEP_FACTOR, CodecSpec
 
 HEADER = 40
-"""Bytes before the records of every blob."""
+"""Bytes before the encoded blocks of every blob."""
 
 SCALE = 2
-"""Bytes of one scale of a record."""
+"""Bytes of one scale of an encoded block."""
 
 
 def packed_size(count: int, width: int) -> int:
@@ -25,8 +25,8 @@ def packed_size(count: int, width: int) -> int:
 
 
 def kept_of(width: int, k: int) -> int:
-    """Return the number of coordinates that are kept of a chunk of `width`, when k of a full chunk are kept."""
-    return -(-width * k // CODEC_CHUNK)
+    """Return the number of coordinates that are kept of a block of `width`, when k of a full block are kept."""
+    return -(-width * k // BLOCK)
 
 
 @dataclass(frozen=True)
@@ -62,35 +62,35 @@ class PositionSizes:
 
     @cached_property
     def size(self) -> int:
-        """Bytes of the positions of one chunk."""
+        """Bytes of the positions of one block."""
         if self.dense:
             return 0
         return packed_size(self.m, 1) if self.bitmap else self._elias_fano_size
 
 
-def raw_record(width: int) -> int:
-    """Return the bytes of a record of the codec `none`, of a chunk of `width` coordinates."""
+def raw_block_size(width: int) -> int:
+    """Return the bytes of a block of `width` coordinates that the codec `none` encoded."""
     return 4 * width
 
 
-def int8_record(width: int) -> int:
-    """Return the bytes of a record of the codec `int8`."""
+def int8_block_size(width: int) -> int:
+    """Return the bytes of a block that the codec `int8` encoded."""
     return SCALE + width
 
 
-def sign_record(width: int) -> int:
-    """Return the bytes of a record of the codec `sign`."""
+def sign_block_size(width: int) -> int:
+    """Return the bytes of a block that the codec `sign` encoded."""
     return SCALE + packed_size(width, 1)
 
 
-def sparse_record(width: int, k: int) -> int:
-    """Return the bytes of a record of the codec `sparse`: two scales, positions, two bits for each value."""
+def sparse_block_size(width: int, k: int) -> int:
+    """Return the bytes of a block that the codec `sparse` encoded: two scales, positions, two bits for each value."""
     positions = PositionSizes(width, kept_of(width, k))
     return 2 * SCALE + positions.size + packed_size(positions.k, 2)
 
 
-def sparse8_record(width: int, k: int) -> int:
-    """Return the bytes of a record of the codec `sparse8`: a scale, positions, a byte for each value."""
+def sparse8_block_size(width: int, k: int) -> int:
+    """Return the bytes of a block that the codec `sparse8` encoded: a scale, positions, a byte for each value."""
     positions = PositionSizes(width, kept_of(width, k))
     return SCALE + positions.size + positions.k
 
@@ -99,30 +99,30 @@ def blob_size(codec: CodecSpec, layout: Layout) -> int:
     """Return the bytes of every update under a codec."""
     match codec.kind:
         case "none":
-            return _size(layout, raw_record)
+            return _size(layout, raw_block_size)
         case "int8":
-            return _size(layout, int8_record)
+            return _size(layout, int8_block_size)
         case "sign":
-            return _size(layout, sign_record)
+            return _size(layout, sign_block_size)
         case _:
-            return _size(layout, lambda width: sparse_record(width, codec.k))
+            return _size(layout, lambda width: sparse_block_size(width, codec.k))
 
 
 def mean_size(codec: CodecSpec, layout: Layout) -> int:
     """Return the bytes of all shards of the mean, but for their headers: as `Reduction.total_size(1)`."""
     match codec.kind:
         case "sparse":
-            k = min(CODEC_CHUNK, MEAN_KEEP_FACTOR * codec.k)
-            return _size(layout, lambda width: sparse8_record(width, k))
+            k = min(BLOCK, MEAN_KEEP_FACTOR * codec.k)
+            return _size(layout, lambda width: sparse8_block_size(width, k))
         case "none":
-            return _size(layout, raw_record)
+            return _size(layout, raw_block_size)
         case _:
-            return _size(layout, int8_record)
+            return _size(layout, int8_block_size)
 
 
-def _size(layout: Layout, record_size: Callable[[int], int]) -> int:
+def _size(layout: Layout, encoded_size: Callable[[int], int]) -> int:
     size = HEADER
     for tensor in layout.tensors:
-        whole, rest = divmod(tensor.numel, CODEC_CHUNK)
-        size += whole * record_size(CODEC_CHUNK) + (record_size(rest) if rest else 0)
+        whole, rest = divmod(tensor.numel, BLOCK)
+        size += whole * encoded_size(BLOCK) + (encoded_size(rest) if rest else 0)
     return size

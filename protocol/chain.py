@@ -6,8 +6,15 @@ weight of a record is the number of windows accepted from the genesis up to it. 
 the smaller digest) among the descendants of the newest finalized record. After a rollback it also descends from the
 record to which the run was rolled back, by records that carry that directive.
 
-Only certificates from `MessageDecoder` may be added: it checks signatures, admissions and the number of votes. Here
-is checked what depends on the place in the tree.
+Finalization and rollback. The head always descends from the record of the newest finalization, or, without one, from
+the record to which the run was rolled back (`required_ancestor`). A finalization whose record has not arrived is
+pending: its record is fetched, however light the branch. A rollback takes effect as soon as its directive arrives, in
+a record or alone. Of the records built on the one that it names, only a branch whose first record carries the
+directive stays. It begins a new epoch, and finalizations of an earlier epoch lose their force. So a finalization that
+is held was signed with knowledge of the newest rollback, and decides alone.
+
+Only certificates from `MessageDecoder` may be added: it checks signatures, admissions and the number of votes. This
+module checks the rules that depend on the place in the tree.
 """
 
 from __future__ import annotations
@@ -104,18 +111,18 @@ class Chain:
         return Round(self._node(record).height)
 
     def weight(self, record: Digest) -> int:
-        """Windows accepted from the genesis up to a record."""
+        """Return the windows accepted from the genesis up to a record. Raises ChainError."""
         return self._node(record).weight
 
     def certificate(self, record: Digest) -> Certificate:
-        """Raise ChainError for the root and for what is not in the tree."""
+        """Return a record's certificate. Raises ChainError for the root, and for a record that is not in the tree."""
         certificate = self._node(record).certificate
         if certificate is None:
             raise ChainError(f"record {record.short} is where this tree begins: its certificate is not in memory")
         return certificate
 
     def parent(self, record: Digest) -> Digest:
-        """Raise ChainError for the root."""
+        """Return the parent of a record. Raises ChainError for the root."""
         return self.certificate(record).record.body.parent
 
     def next_window(self, author: PeerKey, at: Digest) -> int:
@@ -137,7 +144,7 @@ class Chain:
         return next(node.digest for node in self._node(a).branch() if self._descends(other, node))
 
     def path(self, after: Digest, to: Digest) -> tuple[Certificate, ...]:
-        """Certificates after one record up to another that descends from it, oldest first. Raises ChainError."""
+        """Return the certificates after one record up to a descendant of it, oldest first. Raises ChainError."""
         start = self._node(after)
         found: list[Certificate] = []
         for node in self._node(to).branch():
@@ -167,7 +174,10 @@ class Chain:
         return None if node is None else node.digest
 
     def locator(self) -> tuple[Digest, ...]:
-        """Digests on the head's path, newest first: ten in a row, then gaps that double, the root last."""
+        """Return digests on the head's path, newest first: ten in a row, then gaps that double, the root last.
+
+        Another node finds in them the newest record that both have (Bitcoin's block locator).
+        """
         found: list[Digest] = []
         height, gap = self._head.height, 1
         while height > self._root.height:
@@ -205,7 +215,7 @@ class Chain:
 
     @property
     def finalization(self) -> Signed[Finalization] | None:
-        """The newest finalization whose record is in the tree (or was, when limits have passed it)."""
+        """The newest finalization whose record is in the tree, or has been, if the root has advanced beyond it."""
         return self._finalization
 
     @property
@@ -220,16 +230,16 @@ class Chain:
 
     @property
     def rollback(self) -> Rollback | None:
-        """The newest rollback so far."""
+        """The newest rollback that the owner has ordered, whether or not its record is in the tree."""
         return None if self._newest_directive is None else self._newest_directive.body.rollback
 
     @property
     def required_ancestor(self) -> Digest | None:
-        """The newest record that no branch can leave: a finalized one, or the one that the run was rolled back to."""
+        """The newest record that all branches descend from: finalized, or the one that the run was rolled back to."""
         if self._finalization is not None:
             return self._finalization.body.record
-        back = self.rollback
-        return None if back is None or back.record not in self._nodes else back.record
+        rollback = self.rollback
+        return None if rollback is None or rollback.record not in self._nodes else rollback.record
 
     @property
     def is_missing_required_ancestor(self) -> bool:
@@ -237,35 +247,35 @@ class Chain:
 
         It is then fetched, however light its branch.
         """
-        back = self.rollback
-        behind = back is not None and back.record not in self._nodes and self._root.height < back.round
+        rollback = self.rollback
+        behind = rollback is not None and rollback.record not in self._nodes and self._root.height < rollback.round
         return self._pending_finalization is not None or behind
 
     @property
     def is_rolled_back_past_root(self) -> bool:
         """Return whether the run was rolled back beyond this tree, which must then be loaded again."""
-        back = self.rollback
-        if back is None or self._root.height < back.round:
+        rollback = self.rollback
+        if rollback is None or self._root.height < rollback.round:
             return False
-        return self._root.digest != back.record and self._root.directives.epoch < back.epoch
+        return self._root.digest != rollback.record and self._root.directives.epoch < rollback.epoch
 
     def epoch(self, parent: Digest) -> int:
         """Return the number of rollbacks on the branch of a record; updates of the next round must name it."""
-        epoch, back = self._node(parent).directives.epoch, self.rollback
-        return epoch if back is None or back.record != parent else max(epoch, back.epoch)
+        epoch, rollback = self._node(parent).directives.epoch, self.rollback
+        return epoch if rollback is None or rollback.record != parent else max(epoch, rollback.epoch)
 
     def directive_to_include(self, parent: Digest) -> Signed[Directive] | None:
         """Return the directive that a record after this one should carry, if any."""
         newest, active = self._newest_directive, self._node(parent).directives
         if newest is None or newest.body.precedence <= active.precedence:
             return None
-        back = newest.body.rollback
-        return newest if back == active.rollback or (back is not None and back.record == parent) else None
+        rollback = newest.body.rollback
+        return newest if rollback == active.rollback or (rollback is not None and rollback.record == parent) else None
 
     def record_refusal(self, record: RoundRecord) -> str | None:
-        """Why a record cannot follow its parent, as far as directives go; None when it can."""
-        parent, back = self._node(record.parent), self.rollback
-        if back is not None and parent.digest == back.record and not starts_rollback_branch(record, back):
+        """Return why directives do not let a record follow its parent; None when they do."""
+        parent, rollback = self._node(record.parent), self.rollback
+        if rollback is not None and parent.digest == rollback.record and not starts_rollback_branch(record, rollback):
             return "the run's owner has rolled the run back to before it"
         windows, members = self.limits.round_limits(parent.directives)
         if len(record.updates) > members:
@@ -282,7 +292,9 @@ class Chain:
     # -- writing ---------------------------------------------------------------------------------------------
 
     def add(self, certificate: Certificate) -> bool:
-        """Put a verified certificate in its place. Return False when its record is here already.
+        """Put a verified certificate in its place. Return whether it was new, and is in the tree now.
+
+        It is not if its record is in the tree already, or if limits drop it at once.
 
         Raises UnknownParent, or ChainError when it breaks a rule of the chain: its source, or an author, is at fault.
         """
@@ -314,7 +326,7 @@ class Chain:
         if self._pending_finalization is not None and self._pending_finalization.body.record == node.digest:
             awaited, self._pending_finalization = self._pending_finalization, None
             self.add_finalization(awaited)
-        if (back := self.rollback) is not None and node.digest == back.record:
+        if (rollback := self.rollback) is not None and node.digest == rollback.record:
             self._drop_branches_beside(node)
             self._choose_head()
         elif self._better(node, self._head) and not self._is_on_quarantined_branch(node):
@@ -322,14 +334,14 @@ class Chain:
         self._enforce_limits()
         return node.digest in self._nodes
 
-    def add_finalization(self, final: Signed[Finalization]) -> bool:
+    def add_finalization(self, finalization: Signed[Finalization]) -> bool:
         """Add a finalization. Return True when it is newer than every other so far.
 
         One for a record that is not here yet is remembered, and takes effect when the record comes.
         So is one that contradicts an older finalization: its record can never come. Raises ChainError when it names a
         wrong round for its record.
         """
-        body = final.body
+        body = finalization.body
         if self._newest_directive is not None and body.epoch < self._newest_directive.body.epoch:
             return False  # its record was rolled back, or is before the record that all descend from
         if self._finalization is not None and _rank(body) <= _rank(self._finalization.body):
@@ -337,12 +349,14 @@ class Chain:
         node = self._nodes.get(body.record)
         if node is None:
             if self._pending_finalization is None or _rank(body) > _rank(self._pending_finalization.body):
-                self._pending_finalization = final
+                self._pending_finalization = finalization
                 return True
             return False
         if node.height != body.round + 1:
-            raise ChainError(f"the owner's final names round {body.round} for a record of round {node.height - 1}")
-        self._finalization = final
+            raise ChainError(
+                f"the owner's finalization names round {body.round} for a record of round {node.height - 1}"
+            )
+        self._finalization = finalization
         if self._pending_finalization is not None and _rank(self._pending_finalization.body) <= _rank(body):
             self._pending_finalization = None
         self._drop_branches_beside(node)
@@ -358,22 +372,24 @@ class Chain:
         before, body = self._newest_directive, directive.body
         if before is not None and body.precedence <= before.body.precedence:
             return False
-        back = body.rollback
-        node = None if back is None else self._nodes.get(back.record)
-        if back is not None and node is not None and node.height != back.round:
-            raise ChainError(f"the owner's rollback names round {back.round} for a record of round {node.height - 1}")
+        rollback = body.rollback
+        node = None if rollback is None else self._nodes.get(rollback.record)
+        if rollback is not None and node is not None and node.height != rollback.round:
+            raise ChainError(
+                f"the owner's rollback names round {rollback.round} for a record of round {node.height - 1}"
+            )
         self._newest_directive = directive
-        if back is None or (before is not None and before.body.rollback == back):
+        if rollback is None or (before is not None and before.body.rollback == rollback):
             return True
-        if self._finalization is not None and self._finalization.body.epoch < back.epoch:
+        if self._finalization is not None and self._finalization.body.epoch < rollback.epoch:
             self._finalization = None
-        if self._pending_finalization is not None and self._pending_finalization.body.epoch < back.epoch:
+        if self._pending_finalization is not None and self._pending_finalization.body.epoch < rollback.epoch:
             self._pending_finalization = None
         if node is not None:
             self._drop_branches_beside(node)
-        beyond = [x for x in self._nodes.values() if x.height == back.round + 1 and x is not self._root]
+        beyond = [x for x in self._nodes.values() if x.height == rollback.round + 1 and x is not self._root]
         for child in beyond:
-            if child.certificate is None or not starts_rollback_branch(child.certificate.record.body, back):
+            if child.certificate is None or not starts_rollback_branch(child.certificate.record.body, rollback):
                 self._drop(child)
         self._choose_head()
         return True
@@ -385,7 +401,7 @@ class Chain:
         self._choose_head()
 
     def release(self, record: Digest) -> None:
-        """Release a quarantined record, so that it competes again."""
+        """End the quarantine of a record, so that it competes again. The round machine decides when."""
         if record in self._quarantined:
             self._quarantined.discard(record)
             self._choose_head()
@@ -439,20 +455,29 @@ class Chain:
         return False
 
     def _check_rivals(self, body: RoundRecord, digest: Digest, parent: RecordNode) -> None:
-        """Raise FinalizedConflict for a record that no branch can have any more."""
-        final = None if self._finalization is None else self._nodes.get(self._finalization.body.record)
-        if final is not None and parent.height < final.height:
+        """Raise FinalizedConflict for a record that contradicts the newest finalization or rollback."""
+        finalized = None if self._finalization is None else self._nodes.get(self._finalization.body.record)
+        # The finalized record, and those before it, are in the tree: any other of these rounds is a rival.
+        if finalized is not None and parent.height < finalized.height:
             raise FinalizedConflict(f"record {digest.short} is a rival of records that the owner has signed as final")
-        if parent.digest not in self._nodes:
+        if parent.digest not in self._nodes:  # the directive that this record carries has dropped its parent
             raise FinalizedConflict(f"record {digest.short} is of rounds that the owner has rolled back")
-        if (back := self.rollback) is None:
+        if (rollback := self.rollback) is None:
             return
-        is_here = back.record in self._nodes
-        if parent.height < back.round and digest != back.record and (is_here or parent.height + 1 == back.round):
+        # Of the rounds before the rollback's, a record may be an ancestor of the one that it names, until that is here.
+        is_here = rollback.record in self._nodes
+        if (
+            parent.height < rollback.round
+            and digest != rollback.record
+            and (is_here or parent.height + 1 == rollback.round)
+        ):
             raise FinalizedConflict(
                 f"record {digest.short} is a rival of the one that the owner has rolled the run back to"
             )
-        if parent.height == back.round and not starts_rollback_branch(body, back) or self.is_rolled_back_past_root:
+        # After it, only a record that carries the directive; and nothing, if the whole tree was rolled back.
+        if (
+            parent.height == rollback.round and not starts_rollback_branch(body, rollback)
+        ) or self.is_rolled_back_past_root:
             raise FinalizedConflict(f"record {digest.short} is of rounds that the owner has rolled back")
 
     def _drop_branches_beside(self, node: RecordNode) -> None:
@@ -510,13 +535,13 @@ class Chain:
             node.parent.children.remove(node)
         todo = [node]
         while todo:
-            gone = todo.pop()
-            todo.extend(gone.children)
-            del self._nodes[gone.digest]
-            self._quarantined.discard(gone.digest)
-            self._bytes -= gone.size
-            if self._is_on_main_chain(gone):
-                del self._main_chain[gone.height]
+            dropped = todo.pop()
+            todo.extend(dropped.children)
+            del self._nodes[dropped.digest]
+            self._quarantined.discard(dropped.digest)
+            self._bytes -= dropped.size
+            if self._is_on_main_chain(dropped):
+                del self._main_chain[dropped.height]
 
     def _enforce_limits(self) -> None:
         limits = self.limits
@@ -542,6 +567,6 @@ class Chain:
         self._root_state = states.pop() if len(states) == 1 else None
 
 
-def _rank(final: Finalization) -> tuple[int, int]:
+def _rank(body: Finalization) -> tuple[int, int]:
     """Return the order of finalizations: by epoch, then by round."""
-    return final.epoch, final.round
+    return body.epoch, body.round

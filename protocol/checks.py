@@ -15,34 +15,40 @@ M = TypeVar("M", bound=Message)
 
 
 def bounded(what: str, value: int, top: int = MAX_COUNT) -> int:
+    """Return the value, if it is at most `top`."""
     if value > top:
         raise MalformedError(f"{what} is {value}: at most {top} is accepted")
     return value
 
 
 def finite(what: str, value: float) -> float:
+    """Return the value, if it is a finite number."""
     if not math.isfinite(value):
         raise MalformedError(f"{what} is not a finite number")
     return value
 
 
 def rate(what: str, value: float) -> float:
+    """Return the value, if it is a number from 0 to MAX_COUNT."""
     if not 0 <= value <= MAX_COUNT:
         raise MalformedError(f"{what} is not a number from 0 to {MAX_COUNT}")
     return value
 
 
 def text(what: str, value: str, top: int) -> str:
+    """Return the value, if it is printable and has at most `top` bytes in UTF-8."""
     if len(value.encode()) > top or not value.isprintable():
         raise MalformedError(f"{what} is longer than {top} bytes or not printable")
     return value
 
 
 def ascending(keys: Sequence[PeerKey]) -> bool:
+    """Return whether each key is greater than the one before it."""
     return all(a < b for a, b in zip(keys, keys[1:], strict=False))
 
 
 def parsed(message: M, payload: bytes) -> M:
+    """Fill a protobuf message from its bytes and return it."""
     try:
         message.ParseFromString(payload)
     except DecodeError:

@@ -1,4 +1,4 @@
-"""A record for members that hold its headers: it names them, and is reconstructed from them.
+"""A record with its headers replaced by short ids, for members that hold them (as compact blocks in BIP 152).
 
 A record of a thousand contributors has 600 KB of headers, which every member has received already, from their
 authors. In a compact record each header is replaced by the first HEADER_ID_BYTES of the SHA-256 of its envelope: 18 KB.

@@ -30,10 +30,10 @@ _BEGINNING = bytes([0x0A, len(KIND)]) + KIND.encode()
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorAddress:
-    """`sequence`: unix milliseconds, and more than in any before it.
+    """The places at which the coordinator can be reached.
 
-    `fingerprint`: SHA-256 of the TLS certificate (DER) that is shown at the `coordinators`. `addresses`:
-    multiaddresses of its observer in the swarm.
+    `sequence`: unix milliseconds, and more than in any record before it. `fingerprint`: SHA-256 of the TLS certificate
+    (DER) that is shown at the `coordinators`. `addresses`: multiaddresses of its observer in the swarm.
     """
 
     run: RunId
@@ -94,7 +94,7 @@ def next_coordinator_address(owner: Identity, newest: Signed[Any] | None, now: C
 
 
 def newest_address(found: Sequence[Signed[Any]]) -> Signed[Any] | None:
-    """Return the newer of two records."""
+    """Return the newest of several records; None if there are none."""
     return max(found, key=lambda s: s.body.sequence, default=None)
 
 

@@ -57,7 +57,7 @@ def decode_directive(payload: bytes, _: object = None) -> Directive:
         text("reason", m.reason, MAX_REASON), banned, Round(bounded("from_round", m.from_round, MAX_ROUND)),
         _decode_changes(m.changes), rollback,
     )  # fmt: skip
-    # All must do the same by it: a directive with fields that this version does not know is refused, not half followed.
+    # All peers must act on a directive in the same way: one with fields unknown to this version is refused as a whole.
     if encode_directive(body).SerializeToString(deterministic=True) != payload:
         raise MalformedError("a directive with fields that this version does not know: update the software")
     return body

@@ -14,52 +14,57 @@ from protocol.messages import Directive, Rollback, RoundChanges, RoundRecord, Si
 
 @dataclass(frozen=True, slots=True)
 class ActiveDirectives:
-    """After a record, for the round that follows it."""
+    """The directives in force on a branch, after a record and for the round that follows it."""
 
     newest: Signed[Directive] | None = None
-    """The newest that the way to here carries."""
+    """The newest directive that the branch carries."""
 
     changes: RoundChanges = RoundChanges()
-    """Of the round policy, as they hold in the round that follows."""
+    """Changes of the round policy, as they hold in the round that follows."""
 
     banned: frozenset[PeerKey] = frozenset()
 
     @property
     def precedence(self) -> tuple[int, int]:
-        """Of the newest; (0, -1) where there is none."""
+        """Precedence of the newest directive; (0, -1) without one."""
         return (0, -1) if self.newest is None else self.newest.body.precedence
 
     @property
     def rollback(self) -> Rollback | None:
-        """The last rollback on the way to here."""
+        """The last rollback on the branch."""
         return None if self.newest is None else self.newest.body.rollback
 
     @property
     def epoch(self) -> int:
-        """Rollbacks on the way to here."""
+        """Number of rollbacks on the branch."""
         return 0 if self.newest is None else self.newest.body.epoch
 
     def after(self, record: RoundRecord) -> ActiveDirectives:
-        """After one record more."""
+        """Return the directives in force after one more record."""
         newest = record.directive or self.newest
-        if newest is None or newest is self.newest and newest.body.changes == self.changes:
+        # Without a new directive something changes only when the changes of the newest begin to hold (`from_round`).
+        if newest is None or (newest is self.newest and newest.body.changes == self.changes):
             return self
         body = newest.body
         changes = body.changes if body.from_round <= record.round + 1 else self.changes
         return ActiveDirectives(newest, changes, self.banned if newest is self.newest else frozenset(body.banned))
 
     def record_refusal(self, record: RoundRecord) -> str | None:
-        """Why a record cannot follow here, as far as directives go; None when it can."""
+        """Return why directives do not let a record follow here; None when they do."""
         epoch = self.epoch
         if record.directive is not None:
             body = record.directive.body
             if body.precedence <= self.precedence:
                 return "it carries a directive that is not newer than those before it"
-            back = body.rollback
-            if back is not None and back != self.rollback:
-                if back.epoch <= epoch:
+            rollback = body.rollback
+            if rollback is not None and rollback != self.rollback:
+                if rollback.epoch <= epoch:
                     return "it carries another rollback of the same epoch"
-                if (back.record, back.round, back.state) != (record.parent, record.round, record.base_state):
+                if (rollback.record, rollback.round, rollback.state) != (
+                    record.parent,
+                    record.round,
+                    record.base_state,
+                ):
                     return "it carries a rollback to another record than its parent"
             epoch = body.epoch
         for u in record.updates:
@@ -70,6 +75,10 @@ class ActiveDirectives:
         return None
 
 
-def starts_rollback_branch(record: RoundRecord, back: Rollback) -> bool:
+def starts_rollback_branch(record: RoundRecord, rollback: Rollback) -> bool:
     """Return whether a record is the first one of the branch that a rollback begins."""
-    return record.parent == back.record and record.directive is not None and record.directive.body.epoch >= back.epoch
+    return (
+        record.parent == rollback.record
+        and record.directive is not None
+        and record.directive.body.epoch >= rollback.epoch
+    )

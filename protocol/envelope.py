@@ -1,4 +1,4 @@
-"""Signed envelopes: the only way a message that matters enters.
+"""Signed envelopes (DSSE).
 
 A signature covers DSSE's pre-authentication encoding (https://github.com/secure-systems-lab/dsse, PAE) of the
 message's kind and its exact payload bytes. So a signature for one purpose is invalid for another, and nothing is
@@ -37,7 +37,7 @@ class Envelope:
 
     @property
     def digest(self) -> Digest:
-        """Names what was signed and by whom; not how the envelope around it was written."""
+        """Digest of what was signed and by whom, independent of the envelope's encoding."""
         return content_digest(self.kind, self.author, self.payload)
 
 

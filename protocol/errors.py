@@ -30,7 +30,7 @@ class UnknownParent(ChainError):
 
 
 class FinalizedConflict(ChainError):
-    """The certificate contradicts what the owner has signed as final: its source does not know the final yet."""
+    """The certificate contradicts a finalization, or a rollback, that its source does not know yet."""
 
 
 class CodecError(ProtocolError):

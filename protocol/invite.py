@@ -1,4 +1,4 @@
-"""The invite: one line of text with which a stranger enters a run. Published by the owner, pasted by volunteers.
+"""The invite: one line of text with which a newcomer enters a run. Published by the owner, pasted by volunteers.
 
 `cairn1:` and base64url of:
 

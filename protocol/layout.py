@@ -13,8 +13,8 @@ from protocol.errors import MalformedError
 from protocol.ids import Digest, sha256
 from protocol.merkle import CHUNK, MAX_BLOB
 
-CODEC_CHUNK = 4096
-"""Coordinates in a codec chunk. Chunks lie over each flattened tensor; the last of a tensor may be shorter."""
+BLOCK = 4096
+"""Coordinates in a block. Blocks lie over each flattened tensor; the last of a tensor may be shorter."""
 
 MAX_TENSORS = 100_000
 MAX_TENSOR_NAME = 256
@@ -39,16 +39,16 @@ class TensorShape:
         return math.prod(self.shape)
 
     @property
-    def chunks(self) -> int:
-        """Codec chunks that cover it."""
-        return -(-self.numel // CODEC_CHUNK)
+    def blocks(self) -> int:
+        """Blocks that cover it."""
+        return -(-self.numel // BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """Coordinates `start` to `stop` of a layout's tensor `index`: whole codec chunks, or up to the tensor's end.
+    """Coordinates `start` to `stop` of a layout's tensor `index`: whole blocks, or up to the tensor's end.
 
-    The slice of a tensor in one of several processes that hold a state together.
+    Shards of the mean consist of them, and the part of a state that one of several processes holds.
     """
 
     index: int
@@ -60,9 +60,9 @@ class TensorSlice:
         return self.stop - self.start
 
     @property
-    def chunks(self) -> int:
-        """Codec chunks that cover it."""
-        return -(-self.numel // CODEC_CHUNK)
+    def blocks(self) -> int:
+        """Blocks that cover it."""
+        return -(-self.numel // BLOCK)
 
 
 @dataclass(frozen=True)
@@ -92,12 +92,12 @@ class Layout:
         return sum(t.numel for t in self.tensors)
 
     @cached_property
-    def chunks(self) -> int:
-        return sum(t.chunks for t in self.tensors)
+    def blocks(self) -> int:
+        return sum(t.blocks for t in self.tensors)
 
     @cached_property
     def full_slices(self) -> tuple[TensorSlice, ...]:
-        """Every tensor, as slices."""
+        """All tensors, each as one slice."""
         return tuple(TensorSlice(i, 0, t.numel) for i, t in enumerate(self.tensors))
 
     @cached_property

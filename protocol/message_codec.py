@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from google.protobuf.message import Message
@@ -49,7 +50,7 @@ from protocol.wire import swarm_pb2 as wire
 
 T = TypeVar("T", bound=Body)
 
-MAX_REMEMBERED = 32 * 1024 * 1024
+MAX_CACHED_BYTES = 32 * 1024 * 1024
 """About the most memory, in bytes, that a `MessageDecoder` spends on the verified messages of one kind."""
 
 
@@ -197,20 +198,31 @@ def _decode_goodbye(payload: bytes, _: MessageDecoder) -> Goodbye:
 MAX_HEADER_ENVELOPE = 640
 MAX_VOTE_ENVELOPE = 256
 
-KINDS: dict[type, tuple[str, int, Callable[[Any], Message], Callable[[bytes, Any], Any]]] = {
-    Admission: ("admission", 320, _encode_admission, _decode_admission),
-    UpdateHeader: ("update-header", MAX_HEADER_ENVELOPE, _encode_header, _decode_header),
-    RoundRecord: ("round-record", MAX_ENVELOPE, _encode_record, _decode_record),
-    Vote: ("vote", MAX_VOTE_ENVELOPE, _encode_vote, _decode_vote),
-    ShardAttestation: ("shard-attestation", 4096, _encode_attestation, _decode_attestation),
-    Finalization: ("finalization", 1024, _encode_finalization, _decode_finalization),
-    Directive: ("directive", MAX_DIRECTIVE_ENVELOPE, encode_directive, decode_directive),
-    Heartbeat: ("heartbeat", 64 * 1024, _encode_heartbeat, _decode_heartbeat),
-    Goodbye: ("goodbye", 1024, _encode_goodbye, _decode_goodbye),
-}
-"""For each body: its kind on the wire, the largest envelope, how it is encoded and decoded."""
 
-_BY_KIND = {kind: body for body, (kind, *_) in KINDS.items()}
+@dataclass(frozen=True, slots=True)
+class MessageKind:
+    """A type of message on the wire: its name, the bytes of its largest envelope, its encoder and its decoder."""
+
+    name: str
+    limit: int
+    encode: Callable[[Any], Message]
+    decode: Callable[[bytes, Any], Any]
+
+
+KINDS: dict[type, MessageKind] = {
+    Admission: MessageKind("admission", 320, _encode_admission, _decode_admission),
+    UpdateHeader: MessageKind("update-header", MAX_HEADER_ENVELOPE, _encode_header, _decode_header),
+    RoundRecord: MessageKind("round-record", MAX_ENVELOPE, _encode_record, _decode_record),
+    Vote: MessageKind("vote", MAX_VOTE_ENVELOPE, _encode_vote, _decode_vote),
+    ShardAttestation: MessageKind("shard-attestation", 4096, _encode_attestation, _decode_attestation),
+    Finalization: MessageKind("finalization", 1024, _encode_finalization, _decode_finalization),
+    Directive: MessageKind("directive", MAX_DIRECTIVE_ENVELOPE, encode_directive, decode_directive),
+    Heartbeat: MessageKind("heartbeat", 64 * 1024, _encode_heartbeat, _decode_heartbeat),
+    Goodbye: MessageKind("goodbye", 1024, _encode_goodbye, _decode_goodbye),
+}
+"""The kind of each body."""
+
+_BODIES = {kind.name: body for body, kind in KINDS.items()}
 
 
 class Signer(Protocol):
@@ -230,17 +242,17 @@ class KeySigner:
 
     def sign(self, body: T) -> Signed[T]:
         """Return the signed body, rounded as on the wire. Raises MalformedError for a body that others would refuse."""
-        kind, limit, encode, decode = KINDS[type(body)]
-        e = seal(self._identity, kind, encode(body).SerializeToString(deterministic=True))
-        if len(e.encoded) > limit:
-            raise MalformedError(f"a {kind} message of {len(e.encoded)} bytes: at most {limit} are accepted")
+        kind = KINDS[type(body)]
+        e = seal(self._identity, kind.name, kind.encode(body).SerializeToString(deterministic=True))
+        if len(e.encoded) > kind.limit:
+            raise MalformedError(f"a {kind.name} message of {len(e.encoded)} bytes: at most {kind.limit} are accepted")
         if not isinstance(body, RoundRecord):  # its updates are verified already
-            body = decode(e.payload, None)
+            body = kind.decode(e.payload, None)
         return Signed(body, e.author, e.digest, e.encoded)
 
 
-class _Memory:
-    """The verified envelopes of one kind that were used last, by SHA-256; bounded in number and in bytes."""
+class _VerifiedCache:
+    """An LRU cache of verified envelopes of one kind, by SHA-256; bounded in number and in bytes."""
 
     def __init__(self, count: int):
         self._count = count
@@ -255,7 +267,7 @@ class _Memory:
     def put(self, name: bytes, signed: Signed[Any]) -> None:
         self._seen[name] = signed
         self._used += self._cost(signed)
-        while len(self._seen) > self._count or self._used > MAX_REMEMBERED:
+        while len(self._seen) > self._count or self._used > MAX_CACHED_BYTES:
             self._used -= self._cost(self._seen.popitem(last=False)[1])
 
     @staticmethod
@@ -265,38 +277,38 @@ class _Memory:
 
 
 class MessageDecoder:
-    """Verifies, then decodes.
+    """Decodes messages after it has verified them.
 
-    Keeps the last `remember` verified envelopes of each kind, within MAX_REMEMBERED: a flood of one kind, which
+    Keeps the last `remember` verified envelopes of each kind, within MAX_CACHED_BYTES: a flood of one kind, which
     anybody may sign, leaves the others remembered.
     """
 
     def __init__(self, run: RunId, owner: PeerKey, *, remember: int = 16_384):
         self.run = run
         self.owner = owner
-        self._seen = {body: _Memory(remember) for body in KINDS}
+        self._seen = {body: _VerifiedCache(remember) for body in KINDS}
 
     def decode(self, encoded: bytes, body: type[T]) -> Signed[T]:
         """Return the signed body of the given type. Raises MalformedError, SignatureError, AdmissionError.
 
-        A header's author was admitted by the owner, and a heartbeat's too unless it presents no admission; at some
-        time: see `admission_at`. A vote or a record may be anybody's: whether its author is a contributor is the
-        chain's and the round machine's to say.
+        The author of an update header was admitted at some time; `decode_admission_at` checks an admission for a given
+        time. So was that of a heartbeat, unless it carries no admission, as an observer's. Votes and records carry
+        none either: the chain and the round machine check that their authors are contributors.
         """
-        kind, limit, _, decode = KINDS[body]
-        if len(encoded) > limit:
-            raise MalformedError(f"a {kind} message of {len(encoded)} bytes: at most {limit} are accepted")
+        kind = KINDS[body]
+        if len(encoded) > kind.limit:
+            raise MalformedError(f"a {kind.name} message of {len(encoded)} bytes: at most {kind.limit} are accepted")
         name = sha256(encoded)
         if (remembered := self._seen[body].get(name)) is not None:
             return remembered
-        if body is Directive and claimed_kind(encoded) == kind and claimed_author(encoded) != self.owner:
+        if body is Directive and claimed_kind(encoded) == kind.name and claimed_author(encoded) != self.owner:
             raise AdmissionError("a directive that is not signed by the run's owner")  # refused before it costs much
-        envelope = open_envelope(encoded, kind, limit=limit)
-        decoded = decode(envelope.payload, self)
+        envelope = open_envelope(encoded, kind.name, limit=kind.limit)
+        decoded = kind.decode(envelope.payload, self)
         if decoded.run != self.run:
-            raise MalformedError(f"a {kind} message of another run ({decoded.run.short})")
+            raise MalformedError(f"a {kind.name} message of another run ({decoded.run.short})")
         if body in (Admission, Finalization) and envelope.author != self.owner:
-            raise AdmissionError(f"a {kind} message that is not signed by the run's owner")
+            raise AdmissionError(f"a {kind.name} message that is not signed by the run's owner")
         if body is UpdateHeader or (body is Heartbeat and decoded.admission):
             self.decode_admission(decoded.admission, envelope.author)
         signed = Signed(decoded, envelope.author, envelope.digest, envelope.encoded)
@@ -304,14 +316,14 @@ class MessageDecoder:
         return signed
 
     def decode_kind(self, encoded: bytes, kind: str) -> Signed[Any]:
-        """Decode an envelope of a kind, given by its name on the wire."""
-        body = _BY_KIND.get(kind)
+        """Return the signed body of an envelope of a kind, given by its name on the wire. Raises as `decode` does."""
+        body = _BODIES.get(kind)
         if body is None:
             raise MalformedError(f"a message of unknown kind {kind[:32]!r}")
         return self.decode(encoded, body)
 
     def decode_header(self, encoded: bytes) -> Signed[UpdateHeader]:
-        """Return a signed header whose author the run's owner admitted (at some time: see `admission_at`)."""
+        """Return a signed header whose author the run's owner admitted at some time (see `decode_admission_at`)."""
         return self.decode(encoded, UpdateHeader)
 
     def decode_admission(self, encoded: bytes, peer: PeerKey) -> Admission:
@@ -379,5 +391,5 @@ def encode_certificate(certificate: Certificate) -> bytes:
 
 def message_digest(author: PeerKey, body: Body) -> Digest:
     """Return the digest of a body, as signed by its author."""
-    kind, _, encode, _ = KINDS[type(body)]
-    return content_digest(kind, author, encode(body).SerializeToString(deterministic=True))
+    kind = KINDS[type(body)]
+    return content_digest(kind.name, author, kind.encode(body).SerializeToString(deterministic=True))

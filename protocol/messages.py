@@ -21,7 +21,7 @@ MAX_UNREACHABLE = 1024
 MAX_SHARDS = 1024
 MAX_MISSING_AUTHORS = 64
 MAX_CERTIFICATE = MAX_ENVELOPE
-"""No certificate is larger. The limits of headers and votes (`KINDS`) are such that the largest there can be fits."""
+"""No certificate is larger. The limits of headers and votes (`message_codec`) let one of MAX_CONTRIBUTORS fit."""
 PHASES = ("joining", "training", "exchanging", "syncing", "observing", "leaving", "paused")
 RUN_STATUSES = ("running", "paused", "ended")
 MAX_BANNED = 1024
@@ -55,7 +55,7 @@ class UpdateHeader:
     loss: float
     admission: bytes
     epoch: int = 0
-    """Rollbacks on the branch that it is for: a header from before one counts in no round after it."""
+    """Number of rollbacks on the branch that it is for: a header from before one counts in no round after it."""
 
     @property
     def windows(self) -> int:
@@ -78,12 +78,10 @@ class RoundChanges:
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """The run goes on from the `state` after `record`, with which `round` begins.
-
-    `epoch`: how many there were, with this one.
-    """
+    """The run goes on from the `state` after `record`, with which `round` begins."""
 
     epoch: int
+    """Number of the run's rollbacks, this one included."""
     record: Digest
     round: Round
     state: Digest
@@ -91,10 +89,11 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True)
 class Directive:
-    """The owner's order to the run: all differences from its spec (see docs/control.md).
+    """The owner's complete instructions to the run, which replace those of every earlier directive (docs/control.md).
 
-    `run_status` is one of RUN_STATUSES, since `since` (unix seconds), for a `reason` in prose. `banned`: ascending
-    keys. The `changes` hold in no round before `from_round`.
+    They are cumulative: a ban or change that a new directive does not repeat no longer holds. `run_status` is one of
+    RUN_STATUSES, since `since` (unix seconds), for a `reason` in prose. `banned`: ascending keys. The `changes` hold
+    in no round before `from_round`.
     """
 
     run: RunId
@@ -109,18 +108,18 @@ class Directive:
 
     @property
     def epoch(self) -> int:
-        """Rollbacks that it knows of."""
+        """Number of rollbacks up to this directive."""
         return 0 if self.rollback is None else self.rollback.epoch
 
     @property
     def precedence(self) -> tuple[int, int]:
-        """Of two directives the one of the higher precedence counts: none from before a rollback undoes it."""
+        """Order of directives: the greatest is in force. The epoch is first, so no older one undoes a rollback."""
         return self.epoch, self.sequence
 
 
 @dataclass(frozen=True, slots=True)
 class RoundRecord:
-    """The updates that a round accepts: signed headers in canonical order (ascending author key, each author once)."""
+    """A list of updates for a round to accept: headers in canonical order (ascending author key, each author once)."""
 
     run: RunId
     round: Round
@@ -155,10 +154,10 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class ShardAttestation:
-    """A committee member's statement about one shard of a record's mean.
+    """A committee member's statement about one shard of a record's mean: a tagged union.
 
-    It is the digest of the shard's blob, or None and the authors (ascending keys, 1 to MAX_MISSING_AUTHORS) whose
-    updates it could not get or use.
+    Either `blob` is the digest of the shard that it computed, and `missing` is empty. Or `blob` is None, and `missing`
+    lists the authors (ascending keys, 1 to MAX_MISSING_AUTHORS) whose updates it could not fetch or use.
     """
 
     run: RunId
@@ -171,9 +170,9 @@ class ShardAttestation:
 
 @dataclass(frozen=True, slots=True)
 class Finalization:
-    """The owner's signature that nothing up to and including this record is ever reverted.
+    """The owner's signature that nothing up to and including this record is reverted.
 
-    Only a rollback, of a later `epoch`, reverts it.
+    Only a rollback reverts it: it begins a later epoch. `epoch`: number of rollbacks when it was signed.
     """
 
     run: RunId
@@ -184,29 +183,40 @@ class Finalization:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The status of a member, for scheduling and for people. `known_headers` are `short_id`s of the round's headers.
-
-    `state`: after the head, as the author holds it; None for an observer. `unreachable`: `short_id`s of members whose
-    messages do not reach it directly; others relay them.
-    """
+    """The status of a member, for scheduling and display."""
 
     run: RunId
     sequence: int
+    """A number that grows with each heartbeat of the author, across restarts."""
     round: Round
+    """The round that it trains in: the one after `head`."""
     head: Digest
+    """The newest record that its trainer has applied, which may be behind the head of its chain."""
     weight: int
+    """Weight of `head`: windows accepted up to it."""
     windows: int
+    """Windows that it has trained on for the round and not announced yet."""
     phase: str
+    """One of PHASES."""
     tokens_per_second: float
     loss: float
+    """Training loss of its last inner steps."""
     bytes_up: int
+    """Bytes that its node has sent to the swarm since it started."""
     bytes_down: int
+    """Bytes that its node has received from the swarm since it started."""
     known_headers: tuple[int, ...]
+    """`short_id`s of the round's update headers that it has."""
     addresses: tuple[str, ...]
+    """Multiaddresses at which others can dial it."""
     admission: bytes
+    """The envelope of its admission; empty for an observer."""
     device: str
+    """Name of its device, for display."""
     state: Digest | None = None
+    """Digest of the state after `head`, as it holds it; None for an observer."""
     unreachable: tuple[int, ...] = ()
+    """`short_id`s of members whose messages do not reach it directly, so that others relay them."""
     directive_sequence: int = 0
     """Sequence of the newest directive that it knows; 0: none."""
 
@@ -257,7 +267,7 @@ class Certificate:
 
 
 def quorum(contributors: int) -> int:
-    """Return the least number that is more than two thirds of the contributors."""
+    """Return the least number of votes that is more than two thirds of the contributors that a record lists."""
     return contributors * 2 // 3 + 1
 
 

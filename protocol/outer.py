@@ -45,19 +45,18 @@ def apply(
     contributions: Sequence[Contribution],
     codec: Codec,
     outer: OuterSpec,
-    batch_chunks: int | None = None,
+    batch_blocks: int | None = None,
     slices: Sequence[TensorSlice] | None = None,
 ) -> None:
     """state[r] to state[r+1] in place, from the accepted updates in any order.
 
     For each tensor, mean = sum(w_i * clip_i * value_i) / sum(w_i over those who sent the coordinate). The weights are
     those of `mean_weights` and the factors those of `clip_factors`. Then state -= lr * mean, or Nesterov's step
-    (Sutskever et al.
-    2013, in PyTorch's form): m <- mu * m + mean, state -= lr * (mean + mu * m). A coordinate that nobody sent has mean
-    0. With mean = "all", and for codecs in which everyone sends everything, the weights' sum is 1 and nothing is
-    divided. Nothing accepted: nothing changes, momentum neither.
+    (Sutskever et al. 2013, in PyTorch's form): m <- mu * m + mean, state -= lr * (mean + mu * m). A coordinate that
+    nobody sent has mean 0. With mean = "all", and for codecs in which everyone sends everything, the weights' sum is 1
+    and nothing is divided. With no contributions nothing changes, not even the momentum.
 
-    `state` holds fp32 tensors, all on one device; `batch_chunks` bounds the scratch memory and changes no bit. With
+    `state` holds fp32 tensors, all on one device; `batch_blocks` bounds the scratch memory and changes no bit. With
     `slices` (of the codec's layout) the state's tensors, momentum too, are these slices only. They get the same
     bits as in the whole, so several processes can hold a state together. Raises CodecError for blobs of another
     run before anything is changed; a blob that never passed `check` can raise it half way: the state is then lost.
@@ -68,7 +67,7 @@ def apply(
     ordered = canonical_order(contributions)
     if not ordered or not target.values:
         return
-    mean = RobustMean(ordered, codec, outer, target.device, slices, batch_chunks=batch_chunks)
+    mean = RobustMean(ordered, codec, outer, target.device, slices, batch_blocks=batch_blocks)
     for batch in mean.batches:
         target.step(batch, mean.batch_mean(batch))
 
@@ -82,7 +81,7 @@ def canonical_order(contributions: Sequence[Contribution]) -> list[Contribution]
 
 
 class OuterOptimizer:
-    """The state that a step changes in place: all of it, or some slices (see `local_views`). Raises MalformedError."""
+    """Applies the outer step in place to a state, or to slices of it (see `local_views`). Raises MalformedError."""
 
     def __init__(
         self, state: Mapping[str, Tensor], layout: Layout, outer: OuterSpec, slices: Sequence[TensorSlice] | None
@@ -149,7 +148,10 @@ def clip_factors(norms: Sequence[float]) -> list[float]:
 
 
 class RobustMean:
-    """The mean of a round's updates, batch by batch: the numbers that `apply` and a committee step by."""
+    """The mean of a round's updates, batch by batch. `apply` steps by it, and a committee encodes it.
+
+    Robust: a peer's weight is capped, and no update's tensor counts with more than the median norm.
+    """
 
     def __init__(
         self,
@@ -160,9 +162,9 @@ class RobustMean:
         slices: Sequence[TensorSlice] | None = None,
         *,
         clip_slices: bool = False,
-        batch_chunks: int | None = None,
+        batch_blocks: int | None = None,
     ):
-        """Return the mean of updates of this codec over `slices` (None: all).
+        """Prepare the mean of updates of this codec over `slices` (None: all).
 
         There is at least one update, in canonical order, with checked header.
 
@@ -173,7 +175,7 @@ class RobustMean:
         self._codec = codec
         self._weights = mean_weights([c.windows for c in ordered], outer.weight_cap)
         self._factors = self._factors_of(outer, device, slices if clip_slices else None)
-        self.batches: list[Batch] = list(codec.batches(batch_chunks, slices=slices, device=device))
+        self.batches: list[Batch] = list(codec.batches(batch_blocks, slices=slices, device=device))
         # Sums over one batch, allocated once for the largest: fresh memory would cost more than the arithmetic.
         by_senders = outer.mean == "senders" and not codec.sends_all
         self._total = torch.empty(max(batch.numel for batch in self.batches), dtype=torch.float32, device=device)
@@ -193,7 +195,7 @@ class RobustMean:
         """Return the mean over one of `batches`: fp32 [numel], which the caller may use up before the next call."""
         total = self._total[: batch.numel].zero_()
         weight = None if self._weight is None else self._weight[: batch.numel].zero_()
-        # The tensor of each chunk.
+        # The tensor of each block.
         counts = torch.tensor([p.count for p in batch.segments])
         tensors = torch.tensor([p.index for p in batch.segments]).repeat_interleave(counts).to(total.device)
         for update, share, factor in zip(self._ordered, self._weights, self._factors, strict=True):

@@ -50,7 +50,7 @@ def completed_subtrees(leaf_index: int, leaf: bytes, node: SubtreeHash) -> list[
 class MerkleFrontier:
     """A log's right edge: as many hashes as its size has bits set, from which it grows and its root follows.
 
-    >>> log = Appender()
+    >>> log = MerkleFrontier()
     >>> for leaf in leaves: store(log.append(leaf))
     >>> log.root()
     """
@@ -85,11 +85,9 @@ def root_at(size: int, node: SubtreeHash) -> Digest:
 
 
 def inclusion_proof(index: int, size: int, node: SubtreeHash) -> tuple[bytes, ...]:
-    """Return the audit path of leaf number `index` in the tree over the first `size` leaves.
+    """Return the audit path of leaf number `index` in the tree over the first `size` leaves (section 2.1.3.1).
 
-    The leaf comes first (section 2.1.3.1).
-
-    Raises MalformedError when there is no such leaf.
+    These are hashes from the leaf's level upwards, without the leaf. Raises MalformedError when there is no such leaf.
     """
     if not 0 <= index < size <= MAX_COUNT:
         raise MalformedError(f"there is no entry {index} in a log of {size}")

@@ -1,11 +1,10 @@
 """The sharded reduce: a round's mean in shards, each computed by a committee and passed on as one blob.
 
-A shard is consecutive codec chunks in layout order, so its records lie together in every update's blob. A member
-of its committee fetches these slices of all listed updates and averages them as `outer.apply` would. It encodes the
-mean with the codec of sums (`make_shard_codec`) over the shard's own layout, with one tensor for each slice.
-Everything is exact or
-correctly rounded in canonical order: members who reduce the same updates make the same bytes, on any machine. The state
-then takes its step by the decoded shards. `untransmitted` handles the values that the mean leaves out.
+A shard is consecutive blocks in layout order, so its encoded blocks lie together in every update's blob. A member of
+its committee fetches these slices of all listed updates and averages them as `outer.apply` would. It encodes the mean
+with the shard codec (`make_shard_codec`) over the shard's own layout, with one tensor for each slice. Everything is
+exact or correctly rounded in canonical order: members who reduce the same updates make the same bytes, on any machine.
+The state then takes its step by the decoded shards. `untransmitted` handles the values that the mean leaves out.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from protocol.codec import Batch, Codec, make_codec, make_shard_codec
 from protocol.codec.interface import HEADER, Blob
 from protocol.codec.scales import MAX_INPUT
 from protocol.errors import CodecError
-from protocol.layout import CODEC_CHUNK, Layout, TensorShape, TensorSlice
+from protocol.layout import BLOCK, Layout, TensorShape, TensorSlice
 from protocol.merkle import CHUNK
 from protocol.messages import MAX_SHARDS
 from protocol.outer import Contribution, OuterOptimizer, RobustMean, canonical_order
@@ -48,7 +47,7 @@ class Reduction:
 
     def _begin(self, codec: Codec) -> None:
         self.codec = codec
-        """Of updates."""
+        """The codec of updates."""
         self.slices = lru_cache(maxsize=8)(self._slices)
         self.shard_codec = lru_cache(maxsize=2 * MAX_SHARDS)(self._shard_codec)
 
@@ -57,18 +56,18 @@ class Reduction:
     def _slices(self, count: int) -> tuple[tuple[TensorSlice, ...], ...]:
         """Return the tensor slices of each shard, in layout order, at most one of a tensor."""
         layout = self.codec.layout
-        if not 1 <= count <= layout.chunks:
-            raise ValueError(f"{layout.chunks} chunks in {count} shards")
-        ends = [layout.chunks * (p + 1) // count for p in range(count)]
+        if not 1 <= count <= layout.blocks:
+            raise ValueError(f"{layout.blocks} blocks in {count} shards")
+        ends = [layout.blocks * (p + 1) // count for p in range(count)]
         found: list[list[TensorSlice]] = [[] for _ in ends]
         at = p = 0
         for index, tensor in enumerate(layout.tensors):
             first = 0
-            while first < tensor.chunks:
+            while first < tensor.blocks:
                 p += at == ends[p]
-                some = min(tensor.chunks - first, ends[p] - at)
-                stop = min(tensor.numel, (first + some) * CODEC_CHUNK)
-                found[p].append(TensorSlice(index, first * CODEC_CHUNK, stop))
+                some = min(tensor.blocks - first, ends[p] - at)
+                stop = min(tensor.numel, (first + some) * BLOCK)
+                found[p].append(TensorSlice(index, first * BLOCK, stop))
                 first, at = first + some, at + some
         return tuple(map(tuple, found))
 
@@ -87,7 +86,7 @@ class Reduction:
     def update_slice(self, count: int, shard: int) -> tuple[int, int]:
         """Return the range of a shard's bytes in an update's blob: from, to (excluded). Shard 0 has the header."""
         slices = self._slices_of(count, shard)
-        start, (last, size) = self.codec.record_range(slices[0])[0], self.codec.record_range(slices[-1])
+        start, (last, size) = self.codec.encoded_range(slices[0])[0], self.codec.encoded_range(slices[-1])
         return (start if shard else 0), last + size
 
     def chunks(self, count: int, shard: int) -> tuple[int, ...]:
@@ -106,14 +105,14 @@ class Reduction:
     # -- what committees do ----------------------------------------------------------------------------------
 
     def check_slice(self, blob: Blob, count: int, shard: int) -> None:
-        """Raise CodecError unless the shard's records in an update's blob are valid; for shard 0 its header, too.
+        """Raise CodecError unless the shard's blocks in an update's blob are valid; for shard 0 its header, too.
 
         The blob has its full size; what is not in `chunks` is not looked at, and may be anything.
         """
         self.codec.check_size(blob)
         if shard == 0:
             self.codec.check_header(blob)
-        self.codec.check_records(blob, self._slices_of(count, shard))
+        self.codec.check_blocks(blob, self._slices_of(count, shard))
 
     def reduce(
         self,
@@ -140,8 +139,8 @@ class Reduction:
         shard_codec = self.shard_codec(count, shard)
         blob = bytearray(shard_codec.size)
         blob[:HEADER] = shard_codec.header
-        for batch, of_sum in zip(mean.batches, shard_codec.batches(device=device), strict=True):
-            shard_codec.encode_batch(of_sum, [mean.batch_mean(batch).clamp_(-MAX_INPUT, MAX_INPUT)], blob)
+        for batch, of_shard in zip(mean.batches, shard_codec.batches(device=device), strict=True):
+            shard_codec.encode_batch(of_shard, [mean.batch_mean(batch).clamp_(-MAX_INPUT, MAX_INPUT)], blob)
         return bytes(blob)
 
     # -- what everybody does with a reduced shard ------------------------------------------------------------
@@ -152,8 +151,8 @@ class Reduction:
 
     def check_shard_headers(self, shards: Sequence[Blob]) -> None:
         """Raise CodecError unless these are as many blobs as a round can have shards, of the right sizes, in order."""
-        if not 1 <= len(shards) <= self.codec.layout.chunks:
-            raise CodecError(f"{len(shards)} reduced shards of a model of {self.codec.layout.chunks} chunks")
+        if not 1 <= len(shards) <= self.codec.layout.blocks:
+            raise CodecError(f"{len(shards)} reduced shards of a model of {self.codec.layout.blocks} blocks")
         for shard, blob in enumerate(shards):
             self.shard_codec(len(shards), shard).check_header(blob)
 
@@ -162,7 +161,7 @@ class Reduction:
         shards: Sequence[Blob],
         device: torch.device,
         slices: Sequence[TensorSlice] | None = None,
-        batch_chunks: int | None = None,
+        batch_blocks: int | None = None,
     ) -> Iterator[tuple[Batch, Tensor]]:
         """Yield the values of a round's reduced shards, in batches of the model's layout. Their headers were checked.
 
@@ -182,9 +181,9 @@ class Reduction:
                     here.append(TensorSlice(whole.index, start, stop))
                     there.append(TensorSlice(i, start - whole.start, stop - whole.start))
             # The same coordinates in the same order are cut into batches of one form.
-            of_model = self.codec.batches(batch_chunks, slices=here, device=device)
-            of_sum = codec.batches(batch_chunks, slices=there, device=device)
-            for batch, shard_batch in zip(of_model, of_sum, strict=True):
+            of_model = self.codec.batches(batch_blocks, slices=here, device=device)
+            of_shard = codec.batches(batch_blocks, slices=there, device=device)
+            for batch, shard_batch in zip(of_model, of_shard, strict=True):
                 decoded = codec.decode_batch(blob, shard_batch, device)
                 if decoded.positions is None:
                     yield batch, decoded.values
@@ -199,15 +198,15 @@ def apply_reduced(
     shards: Sequence[Blob],
     reduction: Reduction,
     outer: OuterSpec,
-    batch_chunks: int | None = None,
+    batch_blocks: int | None = None,
     slices: Sequence[TensorSlice] | None = None,
 ) -> None:
     """state[r] to state[r+1] in place, from all of a round's reduced shards in order: `apply`, with them as the mean.
 
-    `state`, `batch_chunks` and `slices` as for `apply`, and as exact. Raises CodecError for shards of another run
+    `state`, `batch_blocks` and `slices` as for `apply`, and as exact. Raises CodecError for shards of another run
     before anything is changed; one that never passed `check` can raise it half way: the state is then lost.
     """
     reduction.check_shard_headers(shards)
     target = OuterOptimizer(state, reduction.codec.layout, outer, slices)
-    for batch, mean in reduction.batches(shards, target.device, slices, batch_chunks):
+    for batch, mean in reduction.batches(shards, target.device, slices, batch_blocks):
         target.step(batch, mean)

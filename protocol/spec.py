@@ -25,7 +25,7 @@ MAX_SPEC = 1024 * 1024
 MAX_INT = 2**53 - 1
 """The largest integer that canonical JSON has."""
 MAX_CONFIG_DEPTH = 32
-SHOWN = 20
+MAX_PROBLEMS_SHOWN = 20
 """Problems that an error lists; the rest it counts."""
 
 
@@ -199,7 +199,7 @@ class CodecSpec(Section):
 
     kind: Literal["sign", "sparse", "int8", "none"] = "sign"
     k: Annotated[int, Field(ge=64, le=4096)] = Field(
-        default=64, description="coordinates kept of each chunk of 4096 (sparse)"
+        default=64, description="coordinates kept of each block of 4096 (sparse)"
     )
     beta: Annotated[float, Field(ge=0, le=1)] = Field(default=0.5, description="decay of the error feedback")
 
@@ -220,21 +220,25 @@ class OuterSpec(Section):
 class RoundSpec(Section):
     """When a round ends and how long anything is waited for. Timers are for faults: a healthy round waits for none."""
 
-    target_tokens: Count = Field(description="the swarm's tokens that end a round's training")
+    target_tokens: Count = Field(description="a round's training ends when the swarm has trained on this many tokens")
     max_seconds: Seconds = Field(default=600, description="a round's training ends after this time whatever was done")
-    exchange_seconds: Seconds = Field(default=60, description="from announcing to proposing without those who are late")
-    propose_seconds: Seconds = Field(default=10, description="how long the first in rank is waited for, then the next")
+    exchange_seconds: Seconds = Field(default=60, description="from announcing to proposing without late members")
+    propose_seconds: Seconds = Field(
+        default=10, description="time that each proposer gets before it is the next one's turn"
+    )
     patience_seconds: Seconds = Field(
         default=120, description="how long a record with too little of what was announced is held back (docs/rounds.md)"
     )
     heartbeat_seconds: Seconds = 2.0
-    member_seconds: Seconds = Field(default=20, description="a member not heard of for so long is not waited for")
+    member_seconds: Seconds = Field(
+        default=20, description="a member that has been silent for this long is not waited for"
+    )
     max_update_tokens: Count = Field(description="the most tokens one update may claim")
     max_members: Annotated[int, Field(ge=1, le=MAX_CONTRIBUTORS)] = 256
     exchange: Literal["gather", "reduce", "auto"] = Field(
         default="gather",
         description="gather: everyone fetches every update; reduce: each shard of the mean is made by a committee, and "
-        "everyone fetches the shards; auto: what is fewer bytes",
+        "everyone fetches the shards; auto: reduce where it halves the bytes",
     )
     committee: Annotated[int, Field(ge=1, le=64)] = Field(
         default=3, description="contributors that make each shard of the mean; more than half must agree (reduce)"
@@ -252,7 +256,7 @@ class AdmissionSpec(Section):
 
     mode: Literal["open", "invite", "allow"] = "open"
     seconds: Annotated[int, Field(ge=60, le=30 * 86_400)] = Field(
-        default=86_400, description="an admission lasts so long"
+        default=86_400, description="how long an admission lasts"
     )
     allow: Annotated[list[Hex32], Field(max_length=100_000)] = Field(
         default=[], description='peer keys, for mode "allow"'
@@ -264,7 +268,7 @@ class CreditSpec(Section):
 
     flops_per_parameter_token: Annotated[int, Field(ge=1, le=1000)] = 6
     hold_rounds: Annotated[int, Field(ge=0, le=100_000)] = Field(
-        default=12, description="credit settles when so many more rounds are final; until then it can be voided"
+        default=12, description="credit settles when this many more rounds are finalized; until then it can be voided"
     )
     max_teraflops_per_second: Count = Field(
         default=20_000, description="the most that one peer can plausibly do; an update beyond it is voided"
@@ -277,7 +281,7 @@ class CheckpointSpec(Section):
     every: Annotated[int, Field(ge=1, le=100_000)] = Field(default=10, description="rounds between checkpoints")
     keep: Annotated[int, Field(ge=1, le=1000)] = Field(default=2, description="checkpoints that each member keeps")
     final_depth: Annotated[int, Field(ge=1, le=100_000)] = Field(
-        default=12, description="the owner signs a record as final when so many are built on it"
+        default=12, description="the owner finalizes a record when this many are built on it"
     )
 
 
@@ -289,7 +293,7 @@ class RunSpec(Section):
     owner: Hex32
     seed: Annotated[int, Field(ge=0, le=MAX_INT)] = 0
     total_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] = Field(
-        default=0, description="training ends when the chain has accepted so many tokens; 0: never"
+        default=0, description="training ends when the chain has accepted this many tokens; 0: never"
     )
     model: ModelSpec
     genesis: BlobRef = Field(description="the checkpoint that is state[0]")
@@ -332,12 +336,12 @@ class RunSpec(Section):
 
 
 def explain(error: ValidationError, where: str) -> str:
-    """One line a problem, the first SHOWN: the field, what is wrong, and what was found there.
+    """One line a problem, the first MAX_PROBLEMS_SHOWN: the field, what is wrong, and what was found there.
 
-    Fit for a terminal, whoever wrote the spec.
+    Fit for a terminal, even if the spec's author is hostile.
     """
     lines = []
-    for e in error.errors(include_url=False)[:SHOWN]:
+    for e in error.errors(include_url=False)[:MAX_PROBLEMS_SHOWN]:
         field = ".".join(_shown(part) for part in e["loc"]) or "the spec"
         what = {
             "missing": "is missing",
@@ -346,8 +350,8 @@ def explain(error: ValidationError, where: str) -> str:
         message = what.get(e["type"], e["msg"].removeprefix("Value error, "))
         found = "" if e["type"] in ("missing", "value_error", "json_invalid") else f" (found {str(e['input'])[:60]!r})"
         lines.append(f"{where}: {field}: {message}{found}")
-    if error.error_count() > SHOWN:
-        lines.append(f"{where}: and {error.error_count() - SHOWN} problems more")
+    if error.error_count() > MAX_PROBLEMS_SHOWN:
+        lines.append(f"{where}: and {error.error_count() - MAX_PROBLEMS_SHOWN} problems more")
     return "\n".join(lines)
 
 

@@ -1,7 +1,7 @@
-"""The values of an update that the reduced shards of a round leave out: those at coordinates that the sums do not have.
+"""The values of an update that the reduced shards of a round leave out: those whose coordinates are 0 in the mean.
 
 The author puts these back into its error feedback, so nothing is lost and no committee holds state. A `ResidualMask`
-selects them: a bit for each value that the update lists, in the order of its records. It takes a thirtieth of the
+selects them: a bit for each value that the update lists, in the order of its blocks. It takes a thirtieth of the
 model at most, and says later what was put back, should the round be undone.
 """
 
@@ -19,7 +19,7 @@ from protocol.codec.bits import pack, unpack
 from protocol.codec.interface import Blob
 from protocol.codec.sparse import SparseCodec
 from protocol.errors import CodecError
-from protocol.layout import CODEC_CHUNK
+from protocol.layout import BLOCK
 from protocol.reduce import Reduction
 
 
@@ -27,7 +27,7 @@ class ResidualMask:
     """Some of the values that an update of `codec` lists. Only sparse codecs list some, and drop any."""
 
     def __init__(self, codec: Codec, device: torch.device | str = "cpu"):
-        """Return a mask that selects no value. Raises CodecError for a codec that is not sparse."""
+        """Start with a mask that selects no value. Raises CodecError for a codec that is not sparse."""
         if not isinstance(codec, SparseCodec):
             raise CodecError("under this run's codec every update says all: nothing of one is ever dropped")
         self._codec = codec
@@ -36,7 +36,7 @@ class ResidualMask:
 
     @classmethod
     def from_bytes(cls, codec: Codec, data: bytes, device: torch.device | str = "cpu") -> ResidualMask:
-        """Return the mask from which `packed` made these bytes. Raises CodecError when they are of another size."""
+        """Return the mask from which `to_bytes` made these bytes. Raises CodecError when they are of another size."""
         made = cls(codec, device)
         count = len(made._bits)
         if len(data) != packed_size(count, 1):
@@ -55,11 +55,11 @@ class ResidualMask:
 
     def _listed(self, numel: int) -> int:
         """Return the number of values that an update lists of a tensor's first `numel` coordinates."""
-        whole, rest = divmod(numel, CODEC_CHUNK)
+        whole, rest = divmod(numel, BLOCK)
         return whole * self._codec.kept + (self._codec.positions(rest).k if rest else 0)
 
     def _places(self, batch: Batch) -> list[tuple[slice, slice]]:
-        """Yield for each slice of a batch its rows, and the positions of their bits."""
+        """Return for each segment of a batch its rows, and the positions of their bits."""
         each = self._codec.positions(batch.width).k
         starts = [self._starts[p.index] + self._listed(p.start) for p in batch.segments]
         return [
@@ -68,12 +68,12 @@ class ResidualMask:
         ]
 
     def set_batch(self, batch: Batch, chosen: Tensor) -> None:
-        """Set the bits of a batch: bool [batch.count, values that a chunk lists]."""
+        """Set the bits of a batch: bool [batch.count, values that a block lists]."""
         for rows, at in self._places(batch):
             self._bits[at] = chosen[rows].reshape(-1).to(torch.uint8)
 
     def batch_mask(self, batch: Batch) -> Tensor:
-        """Return the bits of a batch: uint8 of zeros and ones, [count, values that a chunk lists]."""
+        """Return the bits of a batch: uint8 of zeros and ones, [count, values that a block lists]."""
         return torch.cat([self._bits[at].view(rows.stop - rows.start, -1) for rows, at in self._places(batch)])
 
 

@@ -69,7 +69,7 @@ SPARSE: dict[str, Any] = {"h": 17, "k": 256, "beta": 0.5, "inner": "muon"}
 
 STUDIES: dict[str, tuple[Row, ...]] = {
     "base": (Row("signs, H 36, beta 0.5, outer rate 1.4, Muon", "variant", BASE),),
-    # Different encodings of a chunk, of about the same bytes in all.
+    # Different encodings of a block, of about the same bytes in all.
     "bits": (
         _from(BASE, "2 bits, H 72", quantiser="2 levels", h=72),
         _from(BASE, "2 bits by the chunk's maximum, H 72", quantiser="2 max", h=72),

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.convergence import chunks
+from benchmarks.convergence import blocks
 from benchmarks.convergence.fleet import Fleet
 from benchmarks.convergence.method import Method
 from benchmarks.convergence.setting import Setting
-from protocol.layout import CODEC_CHUNK
+from protocol.layout import BLOCK
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Choice:
     `carry`: the share of its error feedback that a peer's own model keeps after a round. The peer then trains on from
     its own progress, sent or not, and not from the common state. `absorb`: the fate of a peer's feedback for a
     coordinate that only others moved. It stays ("none"), is dropped ("drop"), or shrinks by their movement in its own
-    direction ("same"). `embedding_k`: the number of coordinates that are sent of each chunk of the embedding, in 2
+    direction ("same"). `embedding_k`: the number of coordinates that are sent of each block of the embedding, in 2
     bits; 0: as elsewhere.
     """
 
@@ -68,11 +68,11 @@ class Variant(Method):
         self.velocity = torch.zeros_like(self.base)
         self.anchor = self.base.repeat(peers, 1)
         self.e = torch.zeros_like(self.anchor)
-        self.groups = _fragments(chunks.groups(setting.layout, setting.device), self.c.fragments)
+        self.groups = _fragments(blocks.groups(setting.layout, setting.device), self.c.fragments)
         self.embedding = torch.tensor(["embed" in t.name for t in setting.layout.tensors]).to(setting.device)
         self.turn = 0
         self.since = 0
-        self.pending: tuple[int, list[tuple[chunks.Group, Tensor, Tensor]]] | None = None
+        self.pending: tuple[int, list[tuple[blocks.Group, Tensor, Tensor]]] | None = None
         self.generator = torch.Generator().manual_seed(setting.seed)
 
     def step(self, number: int) -> None:
@@ -98,32 +98,32 @@ class Variant(Method):
             here, local = group.at, self.fleet.flat
             self.e[:, here] = self.c.beta * self.e[:, here] + self.anchor[:, here] - local[:, here]
             self.anchor[:, here] = local[:, here]
-            rows = chunks.transformed(self.e[:, group.at], self.c.transform)
+            rows = blocks.transformed(self.e[:, group.at], self.c.transform)
             decoded, mask = self._compressed(rows, group, k, self.c.quantiser)
             if self.c.embedding_k:
                 there = self.embedding[group.tensor]
                 its = self._compressed(rows[:, there], group.only(there), self.c.embedding_k, "2 levels")
                 decoded[:, there], mask[:, there] = its
-                size += int(there.sum()) * (chunks.record_bytes(group.width, self.c.embedding_k, "2 levels")
-                                            - chunks.record_bytes(group.width, k, self.c.quantiser))  # fmt: skip
-            left = chunks.transformed(rows - decoded, self.c.transform, back=True)
+                size += int(there.sum()) * (blocks.block_bytes(group.width, self.c.embedding_k, "2 levels")
+                                            - blocks.block_bytes(group.width, k, self.c.quantiser))  # fmt: skip
+            left = blocks.transformed(rows - decoded, self.c.transform, back=True)
             self.e[:, group.at] = left
             sent.append((group, decoded, mask))
-            size += len(group.at) * chunks.record_bytes(group.width, k, self.c.quantiser)
+            size += len(group.at) * blocks.block_bytes(group.width, k, self.c.quantiser)
         self.pending = (now + self.c.overlap, sent)
         self.gathered(size, waits=not self.c.overlap)
 
-    def _compressed(self, rows: Tensor, group: chunks.Group, k: int, quantiser: str) -> tuple[Tensor, Tensor]:
-        """fp32 [peers, chunks, width] as a decoder sees it, and what was sent of it (bool)."""
+    def _compressed(self, rows: Tensor, group: blocks.Group, k: int, quantiser: str) -> tuple[Tensor, Tensor]:
+        """fp32 [peers, blocks, width] as a decoder sees it, and what was sent of it (bool)."""
         peers, count, width = rows.shape
-        kept = -(-width * k // CODEC_CHUNK)
+        kept = -(-width * k // BLOCK)
         flat = rows.reshape(-1, width)
         score = flat.abs()
         if self.c.score == "moment":
             moments = self.fleet.second_moments()[:, group.at]
             score = score / (moments.reshape(-1, width).sqrt() + 1e-12)
         at = score.topk(kept, dim=1).indices
-        values = chunks.quantised(flat.gather(1, at), quantiser, self.generator)
+        values = blocks.quantised(flat.gather(1, at), quantiser, self.generator)
         decoded = torch.zeros_like(flat).scatter_(1, at, values)
         mask = torch.zeros_like(flat, dtype=torch.bool).scatter_(1, at, True)
         return decoded.view(rows.shape), mask.view(rows.shape)
@@ -139,7 +139,7 @@ class Variant(Method):
             values = decoded * factors[:, group.tensor, None] if self.c.clip else decoded
             senders = (mask & (decoded != 0)).sum(0) * weight
             mean = (values * weight).sum(0) / senders.clamp(min=weight) ** self.c.power
-            mean = chunks.transformed(mean, self.c.transform, back=True)
+            mean = blocks.transformed(mean, self.c.transform, back=True)
             here = group.at
             if self.c.momentum:
                 self.velocity[here] = self.c.momentum * self.velocity[here] + mean
@@ -157,7 +157,7 @@ class Variant(Method):
         if self.c.forget:
             self.fleet.forget_moments()
 
-    def _clip(self, sent: Sequence[tuple[chunks.Group, Tensor, Tensor]]) -> Tensor:
+    def _clip(self, sent: Sequence[tuple[blocks.Group, Tensor, Tensor]]) -> Tensor:
         """Return the factors that bring each peer's update of a tensor to the median norm: fp32 [peers, tensors]."""
         energies = torch.zeros(len(self.fleet.flat), len(self.setting.layout.tensors), device=self.base.device)
         for group, decoded, _ in sent:
@@ -189,11 +189,11 @@ def _absorbed(left: Tensor, moved: Tensor, how: str) -> Tensor:
     return left - sign * torch.minimum(left.abs(), (moved * sign).clamp(min=0))
 
 
-def _fragments(found: Sequence[chunks.Group], parts: int) -> list[list[chunks.Group]]:
-    """Return the groups in `fragments` parts, each with an equal share of every width's chunks."""
+def _fragments(found: Sequence[blocks.Group], parts: int) -> list[list[blocks.Group]]:
+    """Return the groups in `fragments` parts, each with an equal share of every width's blocks."""
     if parts == 1:
         return [list(found)]
-    return [[chunks.Group(g.width, g.at[i::parts], g.tensor[i::parts]) for g in found if len(g.at) > i]
+    return [[blocks.Group(g.width, g.at[i::parts], g.tensor[i::parts]) for g in found if len(g.at) > i]
             for i in range(parts)]  # fmt: skip
 
 

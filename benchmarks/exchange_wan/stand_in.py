@@ -38,7 +38,7 @@ from peer.errors import ChannelError
 from peer.parent_process import exit_with_parent
 from protocol.codec import make_codec
 from protocol.ids import Digest
-from protocol.layout import CODEC_CHUNK
+from protocol.layout import BLOCK
 from protocol.merkle import blob_digest
 from protocol.outer import Contribution, apply
 from protocol.spec import parse_spec
@@ -139,9 +139,9 @@ class StandIn:
         generator = torch.Generator().manual_seed(1000 * round + self._number)
         blob = bytearray(self._codec.header)
         for index, tensor in enumerate(self._layout.tensors):
-            if tensor.numel % CODEC_CHUNK:
-                raise ChannelError(f"{tensor.name} is not a whole number of chunks")
-            blob += self._codec.encode_chunks(index, 0, torch.randn(tensor.numel, generator=generator))
+            if tensor.numel % BLOCK:
+                raise ChannelError(f"{tensor.name} is not a whole number of blocks")
+            blob += self._codec.encode_blocks(index, 0, torch.randn(tensor.numel, generator=generator))
         self._made = blob_digest(memoryview(blob))
         self._file.write_bytes(blob)
         # Report some work: the others learn from heartbeats that this peer trains, and wait for it.

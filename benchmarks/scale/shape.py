@@ -7,7 +7,7 @@ from functools import cached_property
 
 from cairn.commands.options import parse_count
 from protocol.blob_sizes import HEADER, blob_size, mean_size
-from protocol.layout import CODEC_CHUNK, Layout, TensorShape
+from protocol.layout import BLOCK, Layout, TensorShape
 from protocol.merkle import CHUNK
 from protocol.reduce_plan import ReducePlan, shard_count
 from protocol.rounds.policy import RoundPolicy
@@ -97,8 +97,8 @@ class Shape:
 
     def slice_bytes(self, part: int) -> int:
         """Bytes of an update's Merkle chunks that cover a part."""
-        chunks, record = self.numel // CODEC_CHUNK, (self.blob - HEADER) / (self.numel // CODEC_CHUNK)
-        start, stop = (HEADER + record * (chunks * p // self.parts) for p in (part, part + 1))
+        blocks, size = self.numel // BLOCK, (self.blob - HEADER) / (self.numel // BLOCK)
+        start, stop = (HEADER + size * (blocks * p // self.parts) for p in (part, part + 1))
         covering = range(int(start) // CHUNK, -(-int(stop) // CHUNK))
         return sum(min(CHUNK, self.blob - i * CHUNK) for i in covering)
 

@@ -15,7 +15,7 @@ from coordinator.authoring import measurements
 from coordinator.authoring.errors import AuthoringError
 from coordinator.authoring.measurements import MeasuredSetting
 from protocol.codec import make_codec
-from protocol.layout import CODEC_CHUNK, MAX_NUMEL, Layout
+from protocol.layout import BLOCK, MAX_NUMEL, Layout
 from protocol.messages import MAX_CONTRIBUTORS
 from protocol.spec import CodecSpec, CreditSpec, RoundSpec
 
@@ -52,7 +52,7 @@ class PlanInputs:
     """The owner's knowledge of model, peers and links. The properties derive the inputs that are None."""
 
     model: Layout | int
-    """The model's layout, or only its number of parameters; its chunks are then assumed to be full."""
+    """The model's layout, or only its number of parameters; its blocks are then assumed to be full."""
     peers: int = 16
     uplink: float = 100.0
     """Mbit/s that a typical volunteer sends."""
@@ -123,11 +123,11 @@ class PlanInputs:
 
     @cached_property
     def layout(self) -> Layout:
-        """The model's layout, or one tensor of full chunks with at least as many parameters."""
+        """The model's layout, or one tensor of full blocks with at least as many parameters."""
         if isinstance(self.model, Layout):
             return self.model
-        chunks = -(-self.model // CODEC_CHUNK)
-        return Layout.of({"parameters": (min(chunks * CODEC_CHUNK, MAX_NUMEL),)})
+        blocks = -(-self.model // BLOCK)
+        return Layout.of({"parameters": (min(blocks * BLOCK, MAX_NUMEL),)})
 
     def training_seconds(self, inner_steps: int) -> float:
         """Return the seconds of a round's training."""

@@ -13,8 +13,8 @@ last announcement, or the base since the last round. `feedback` is progress that
 Only `advance` and `rebase` use `base`: inner steps go on while the base advances, and are moved onto it afterwards.
 With beta = 1 nothing is ever lost: decoded updates + feedback + (anchor - local) is all progress that was made.
 
-Every operation is elementwise, apart from the codec and `apply`, which work on whole flattened tensors by chunks. So
-`OuterState` does them on whole tensors, and `ShardedOuterState` on the chunks that a rank owns.
+Every operation is elementwise, apart from the codec and `apply`, which work on whole flattened tensors by blocks. So
+`OuterState` does them on whole tensors, and `ShardedOuterState` on the blocks that a rank owns.
 """
 
 from __future__ import annotations

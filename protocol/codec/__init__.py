@@ -13,7 +13,7 @@ from protocol.codec.none import RawCodec
 from protocol.codec.sign import SignCodec
 from protocol.codec.sparse import SparseCodec
 from protocol.codec.sparse8 import Sparse8Codec
-from protocol.layout import CODEC_CHUNK, Layout
+from protocol.layout import BLOCK, Layout
 from protocol.spec import MEAN_KEEP_FACTOR, CodecSpec
 
 __all__ = ["Codec", "Decoded", "Batch", "make_codec", "make_shard_codec"]
@@ -36,5 +36,5 @@ def make_shard_codec(codec: Codec, layout: Layout) -> Codec:
     Encoding with it gives the same bytes on every machine, whatever the device and the number of threads.
     """
     if isinstance(codec, SparseCodec):
-        return Sparse8Codec(layout, min(CODEC_CHUNK, MEAN_KEEP_FACTOR * codec.kept))
+        return Sparse8Codec(layout, min(BLOCK, MEAN_KEEP_FACTOR * codec.kept))
     return RawCodec(layout) if isinstance(codec, RawCodec) else Int8Codec(layout)

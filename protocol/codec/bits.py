@@ -1,6 +1,6 @@
 """Rows of small numbers to bytes and back: eight fields of `width` bits become `width` bytes, least significant first.
 
-Eight fields lie in one 64-bit word, a byte each. Three shift-and-mask steps remove the unused bits (the "compress" of
+Eight fields lie in one 64-bit word, one byte each. Three shift-and-mask steps remove the unused bits (the "compress" of
 Hacker's Delight, section 7-4, for a regular mask). If fields do not cross bytes, a table of all bytes separates them.
 Plain tensor operations on any device.
 """
@@ -39,7 +39,7 @@ def pack(fields: Tensor, width: int) -> Tensor:
 def unpack(packed: Tensor, count: int, width: int) -> Tensor:
     """Invert `pack`, padding included: uint8 [n, packed_size] to uint8 [n, c], count <= c < count + 8.
 
-    Fields from `count` on hold the filling bits; a strict reader checks that they are zero (`has_padding_bits`).
+    Fields from `count` on hold the padding bits; a strict reader checks that they are zero (`has_padding_bits`).
     """
     if width in _WORDS:
         return _table(width, packed.device).take(packed.to(torch.int64)).view(torch.uint8)

@@ -1,11 +1,11 @@
-"""The `int8` codec: a bfloat16 scale a chunk and an int8 a coordinate, -127 to 127. 8.004 bits a parameter."""
+"""The `int8` codec: a bfloat16 scale per block and an int8 per coordinate, -127 to 127. 8.004 bits per parameter."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from protocol.blob_sizes import SCALE, int8_record
+from protocol.blob_sizes import SCALE, int8_block_size
 from protocol.codec.interface import Codec, Decoded, reject_rows
 from protocol.codec.scales import MAX_INPUT, decode_scales, encode_scales, round_up_to_scale
 
@@ -15,34 +15,34 @@ MAX_SCALE = 2.0**23
 
 
 class Int8Codec(Codec):
-    """Value = int8 * scale, exact in fp32: 7 bits times 8. The scale is the smallest that covers the chunk."""
+    """Value = int8 * scale, exact in fp32: 7 bits times 8. The scale is the smallest that covers the block."""
 
     identifier = 2
     kept = 0
     sends_all = True
 
-    def record_size(self, width: int) -> int:
-        return int8_record(width)
+    def encoded_size(self, width: int) -> int:
+        return int8_block_size(width)
 
     def _encode(self, x: Tensor) -> Tensor:
         scale, codes = quantise(x)
         x.sub_(dequantise(scale, codes))
         return torch.cat([encode_scales(scale), codes.view(torch.uint8)], 1)
 
-    def _decode(self, records: Tensor, width: int) -> Decoded:
-        return Decoded(dequantise(*read_codes(records[:, :SCALE], records[:, SCALE:])).view(-1), None)
+    def _decode(self, encoded: Tensor, width: int) -> Decoded:
+        return Decoded(dequantise(*read_codes(encoded[:, :SCALE], encoded[:, SCALE:])).view(-1), None)
 
-    def _check(self, records: Tensor, width: int) -> None:
-        read_codes(records[:, :SCALE], records[:, SCALE:])
+    def _check(self, encoded: Tensor, width: int) -> None:
+        read_codes(encoded[:, :SCALE], encoded[:, SCALE:])
 
-    def _sum_squares(self, records: Tensor, width: int) -> Tensor:
-        return sum_squares(*read_codes(records[:, :SCALE], records[:, SCALE:]))
+    def _sum_squares(self, encoded: Tensor, width: int) -> Tensor:
+        return sum_squares(*read_codes(encoded[:, :SCALE], encoded[:, SCALE:]))
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the smallest scales that cover the rows of fp32 [n, c], fp32 [n, 1], and codes, int8 [n, c], -127 to 127.
 
-    Every operation is exact or correctly rounded: the same bits on every device. Raises RecordError for values that are
+    Every operation is exact or correctly rounded: the same bits on every device. Raises BlockError for values that are
     not finite or above MAX_INPUT.
     """
     largest = x.abs().amax(1, keepdim=True)
@@ -58,7 +58,7 @@ def dequantise(scale: Tensor, codes: Tensor) -> Tensor:
 
 
 def read_codes(scales: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scales, fp32 [n, 1], and codes, int8 [n, c], of uint8 from a stranger. Raises RecordError."""
+    """Return the scales, fp32 [n, 1], and codes, int8 [n, c], of uint8 from untrusted bytes. Raises BlockError."""
     scale = decode_scales(scales, MAX_SCALE)
     wanted = codes.view(torch.int8)
     reject_rows(wanted.amin(1) < -LEVELS, "a value is -128")

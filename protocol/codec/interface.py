@@ -1,10 +1,10 @@
-"""The interface of codecs: fixed-size records of chunks, encoding with error feedback, strict decoding in slices.
+"""The interface of codecs: fixed-size encoded blocks, encoding with error feedback, strict decoding in slices.
 
-A blob is a header of 40 bytes and one record a chunk, tensors in layout order, chunks in the order of their
-coordinates. A record's size depends only on the codec and the chunk's width, so the position of any chunk's record is
-computed. Records can be made on different devices and joined. `docs/codec.md` has the bytes.
+A blob is a header of 40 bytes and the encoded blocks, tensors in layout order, blocks in the order of their
+coordinates. An encoded block's size depends only on the codec and the block's width, so its position is computed.
+Blocks can be encoded on different devices and joined. `docs/codec.md` has the bytes.
 
-Work goes in runs (see `runs`), which bound the memory and change no bit.
+Work is done in batches (see `batches`), which bound the memory and change no bit.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ import torch
 from torch import Tensor
 
 from protocol.blob_sizes import HEADER
-from protocol.codec.batches import BATCH_CHUNKS, BATCH_CHUNKS_DEVICE, Batch, ChunkRange, split_into_batches
+from protocol.codec.batches import BATCH_BLOCKS, BATCH_BLOCKS_DEVICE, Batch, BlockRange, split_into_batches
 from protocol.errors import CodecError
-from protocol.layout import CODEC_CHUNK, Layout, TensorSlice
+from protocol.layout import BLOCK, Layout, TensorSlice
 from protocol.state import flat_view, local_views
 
 MAGIC = b"CRN1"
 FORMAT = 1
 CHECK_BATCH_BYTES = 256 * 1024
-"""Of records that are checked at once: in a thread beside a busy one, each operation may wait for the interpreter."""
+"""Bytes that are checked at once: in a thread beside a busy one, each operation may wait for the interpreter."""
 
 Blob = bytes | bytearray | memoryview
 T = TypeVar("T")
 
 
-class RecordError(Exception):
-    """Row `row` of a run of records is not valid. Never leaves this package: it becomes a CodecError with the place."""
+class BlockError(Exception):
+    """Encoded block `row` of a batch is invalid. Never leaves this package: it becomes a CodecError with the place."""
 
     def __init__(self, row: int, reason: str):
         super().__init__(reason)
@@ -45,9 +45,9 @@ class RecordError(Exception):
 
 
 def reject_rows(bad: Tensor, reason: str) -> None:
-    """Raise RecordError with the first row in which `bad` (bool [n] or [n, c]) holds."""
+    """Raise BlockError with the first row in which `bad` (bool [n] or [n, c]) holds."""
     if bad.any():
-        raise RecordError(int(bad.nonzero()[0, 0]), reason)
+        raise BlockError(int(bad.nonzero()[0, 0]), reason)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Decoded:
     """The values of an update in a batch or a tensor, flattened.
 
     `positions is None`: `values` has one fp32 for each coordinate. Otherwise `values[i]` belongs to the coordinate
-    `positions[i]` (int64, strictly increasing, relative to the start of the run or tensor).
+    `positions[i]` (int64, strictly increasing, relative to the start of the batch or tensor).
     """
 
     values: Tensor
@@ -68,15 +68,15 @@ class Codec(ABC):
     identifier: int
     """The codec's byte in the header."""
     kept: int
-    """Coordinates kept of a full chunk, for the header; 0 when that is no parameter of the codec."""
+    """Coordinates kept of a full block, for the header; 0 for a codec without such a parameter."""
     sends_all: bool
-    """Every update says something of every coordinate, also when it says 0."""
+    """Every update has a value for every coordinate, which may be 0."""
 
     def __init__(self, layout: Layout):
         if sys.byteorder != "little":
             raise CodecError("Cairn's codecs read tensors' memory as little endian: this machine is big endian")
         self.layout = layout
-        sizes = [self._records_size(t.numel) for t in layout.tensors]
+        sizes = [self._blocks_size(t.numel) for t in layout.tensors]
         self._offsets = list(accumulate(sizes, initial=HEADER))
         self.size: int = self._offsets[-1]
         """Exactly how many bytes every blob has."""
@@ -89,27 +89,27 @@ class Codec(ABC):
     # -- what a codec defines -------------------------------------------------------------------------------
 
     @abstractmethod
-    def record_size(self, width: int) -> int:
-        """Bytes of the record of a chunk of `width` coordinates, 1 to 4096."""
+    def encoded_size(self, width: int) -> int:
+        """Bytes of an encoded block of `width` coordinates, 1 to 4096."""
 
     @abstractmethod
     def _encode(self, x: Tensor) -> Tensor:
-        """fp32 [n, width] to uint8 [n, record_size(width)], leaving in x what decoding it does not give.
+        """fp32 [n, width] to uint8 [n, encoded_size(width)], leaving in x what decoding it does not give.
 
-        Raises RecordError for values that are not finite or above MAX_INPUT.
+        Raises BlockError for values that are not finite or above MAX_INPUT.
         """
 
     @abstractmethod
-    def _decode(self, records: Tensor, width: int) -> Decoded:
-        """uint8 [n, record_size(width)] from a stranger. Raises RecordError."""
+    def _decode(self, encoded: Tensor, width: int) -> Decoded:
+        """uint8 [n, encoded_size(width)] from untrusted bytes. Raises BlockError."""
 
-    def _check(self, records: Tensor, width: int) -> None:
-        """Raise RecordError exactly when `_decode` does; it may cost less."""
-        self._decode(records, width)
+    def _check(self, encoded: Tensor, width: int) -> None:
+        """Raise BlockError exactly when `_decode` does; it may cost less."""
+        self._decode(encoded, width)
 
     @abstractmethod
-    def _sum_squares(self, records: Tensor, width: int) -> Tensor:
-        """Return the sum of squares of each record's values: fp64 [n], the same bits everywhere. Raises RecordError."""
+    def _sum_squares(self, encoded: Tensor, width: int) -> Tensor:
+        """Return the sum of squares of each block's values: fp64 [n], the same bits everywhere. Raises BlockError."""
 
     # -- encoding -------------------------------------------------------------------------------------------
 
@@ -127,40 +127,38 @@ class Codec(ABC):
             self.encode_batch(batch, [tensors[p.index][batch.source_slice(p)] for p in batch.segments], blob)
         return blob
 
-    def encode_chunks(self, index: int, first: int, values: Tensor) -> bytearray:
-        """Encode the records of a tensor's chunks from `first` on.
+    def encode_blocks(self, index: int, first: int, values: Tensor) -> bytearray:
+        """Encode a tensor's blocks from `first` on. `values` is their slice of its flattened error feedback.
 
-        `values` is their slice of its flattened error feedback.
-
-        `values` (fp32, contiguous, 1-d) covers whole chunks, or goes to the tensor's end; it is reduced in place by
-        what was encoded. A blob is the header and these records in order, whoever made which. Raises CodecError.
+        `values` (fp32, contiguous, 1-d) covers whole blocks, or extends to the tensor's end; it is reduced in place by
+        what was encoded. A blob is the header and all encoded blocks in order, whoever made which. Raises CodecError.
         """
-        numel, start = self.layout.tensors[index].numel, first * CODEC_CHUNK
+        numel, start = self.layout.tensors[index].numel, first * BLOCK
         stop = start + values.numel()
-        if values.dim() != 1 or first < 0 or stop > numel or (stop != numel and stop % CODEC_CHUNK):
-            raise CodecError(f"{self._where(index)}: coordinates {start} to {stop} of {numel} are not whole chunks")
-        records = bytearray(self._records_size(values.numel()))
-        span = ChunkRange(index, start, stop, 0)
-        for batch in split_into_batches([span], _batch_limit(values.device), self.record_size(CODEC_CHUNK)):
+        if values.dim() != 1 or first < 0 or stop > numel or (stop != numel and stop % BLOCK):
+            raise CodecError(f"{self._where(index)}: coordinates {start} to {stop} of {numel} are not whole blocks")
+        encoded = bytearray(self._blocks_size(values.numel()))
+        span = BlockRange(index, start, stop, 0)
+        for batch in split_into_batches([span], _batch_limit(values.device), self.encoded_size(BLOCK)):
             here = [batch.source_slice(p) for p in batch.segments]
-            self.encode_batch(batch, [values[h.start - start : h.stop - start] for h in here], records)
-        return records
+            self.encode_batch(batch, [values[h.start - start : h.stop - start] for h in here], encoded)
+        return encoded
 
     def encode_batch(self, batch: Batch, tensors: Sequence[Tensor], into: bytearray) -> None:
-        """Encode a batch's coordinates, in place, and put the records where they belong in `into`, a blob.
+        """Encode a batch's coordinates, in place, and put the encoded blocks where they belong in `into`, a blob.
 
         `tensors`: fp32, each of the batch's segments; or one tensor of all of them. Raises CodecError.
         """
         x = tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
         try:
-            records = self._encode(x.view(batch.count, batch.width))
-        except RecordError as e:
+            encoded = self._encode(x.view(batch.count, batch.width))
+        except BlockError as e:
             raise CodecError(f"{self._row(batch, e.row)}: {e.reason}") from None
         if len(tensors) > 1:
             for segment, tensor in zip(batch.segments, tensors, strict=True):
                 tensor.copy_(x[batch.batch_slice(segment)])
-        size = records.shape[1]
-        data = records.contiguous().view(-1).cpu().numpy().data
+        size = encoded.shape[1]
+        data = encoded.contiguous().view(-1).cpu().numpy().data
         for p in batch.segments:
             into[p.offset : p.offset + p.count * size] = data[p.row * size : (p.row + p.count) * size]
 
@@ -169,11 +167,11 @@ class Codec(ABC):
     def check(self, blob: Blob) -> None:
         """Raise CodecError, with the place, unless every byte is as the format wants it. Memory is bounded."""
         self.check_header(blob)
-        self.check_records(blob)
+        self.check_blocks(blob)
 
-    def check_records(self, blob: Blob, slices: Sequence[TensorSlice] | None = None) -> None:
-        """Raise CodecError unless the records of some slices (None: all) are valid. Of a blob of the right size."""
-        for batch in self.batches(max(BATCH_CHUNKS, CHECK_BATCH_BYTES // self.record_size(CODEC_CHUNK)), slices=slices):
+    def check_blocks(self, blob: Blob, slices: Sequence[TensorSlice] | None = None) -> None:
+        """Raise CodecError unless the blocks of some slices (None: all) of a blob of the right size are valid."""
+        for batch in self.batches(max(BATCH_BLOCKS, CHECK_BATCH_BYTES // self.encoded_size(BLOCK)), slices=slices):
             self._read(blob, batch, "cpu", self._check)
 
     def check_header(self, blob: Blob) -> None:
@@ -197,7 +195,7 @@ class Codec(ABC):
         """into <- into + decode(blob): puts an update that missed its round back into the error feedback.
 
         The tensors of `into` are all on one device; with `slices`, they are these (see `local_views`). `mask`: for each
-        batch, zeros and ones for the values that the blob lists [batch.count, values that a chunk lists], on that
+        batch, zeros and ones for the values that the blob lists [batch.count, values that a block lists], on that
         device. Raises CodecError before anything is changed.
         """
         mine = local_views(into, self.layout, slices)
@@ -241,18 +239,18 @@ class Codec(ABC):
         """Return the sum of squares of each tensor's decoded values, for exact norms; of the `slices` only, if given.
 
         Of a blob whose header was checked. `slices`: at most one of a tensor; tensors without have 0. The sum over
-        chunks is correctly rounded (fsum): neither order nor grouping can change it. Raises CodecError.
+        blocks is correctly rounded (fsum): neither order nor grouping can change it. Raises CodecError.
         """
         sums = [0.0] * len(self.layout.tensors)
-        left = {p.index: p.chunks for p in (self.layout.full_slices if slices is None else slices)}
-        chunks: dict[int, list[float]] = {}  # of tensors of which some chunks are still to come
+        left = {p.index: p.blocks for p in (self.layout.full_slices if slices is None else slices)}
+        blocks: dict[int, list[float]] = {}  # of tensors of which some blocks are still to come
         for batch in self.batches(slices=slices, device=device):
             found = self._read(blob, batch, device, self._sum_squares).tolist()
             for p in batch.segments:
-                seen = chunks.setdefault(p.index, [])
+                seen = blocks.setdefault(p.index, [])
                 seen += found[p.row : p.row + p.count]
                 if len(seen) == left[p.index]:
-                    sums[p.index] = fsum(chunks.pop(p.index))
+                    sums[p.index] = fsum(blocks.pop(p.index))
         return sums
 
     # -- where things are -----------------------------------------------------------------------------------
@@ -265,38 +263,38 @@ class Codec(ABC):
         slices: Sequence[TensorSlice] | None = None,
         device: torch.device | str = "cpu",
     ) -> Iterator[Batch]:
-        """Yield the batches, of at most `limit` chunks, that cover the model, one tensor, or some slices."""
+        """Yield the batches, of at most `limit` blocks, that cover the model, one tensor, or some slices."""
         if slices is None:
             slices = self.layout.full_slices if tensor is None else self.layout.full_slices[tensor : tensor + 1]
-        spans = [ChunkRange(p.index, p.start, p.stop, self.record_range(p)[0]) for p in slices]
-        return split_into_batches(spans, limit or _batch_limit(device), self.record_size(CODEC_CHUNK))
+        spans = [BlockRange(p.index, p.start, p.stop, self.encoded_range(p)[0]) for p in slices]
+        return split_into_batches(spans, limit or _batch_limit(device), self.encoded_size(BLOCK))
 
-    def record_range(self, tensor_slice: TensorSlice) -> tuple[int, int]:
-        """Return the offset and the size of a slice's records in every blob."""
-        before = tensor_slice.start // CODEC_CHUNK * self.record_size(CODEC_CHUNK)
-        return self._offsets[tensor_slice.index] + before, self._records_size(tensor_slice.numel)
+    def encoded_range(self, tensor_slice: TensorSlice) -> tuple[int, int]:
+        """Return the offset and the size of a slice's encoded blocks in every blob."""
+        before = tensor_slice.start // BLOCK * self.encoded_size(BLOCK)
+        return self._offsets[tensor_slice.index] + before, self._blocks_size(tensor_slice.numel)
 
-    def _records_size(self, numel: int) -> int:
-        whole, rest = divmod(numel, CODEC_CHUNK)
-        return whole * self.record_size(CODEC_CHUNK) + (self.record_size(rest) if rest else 0)
+    def _blocks_size(self, numel: int) -> int:
+        whole, rest = divmod(numel, BLOCK)
+        return whole * self.encoded_size(BLOCK) + (self.encoded_size(rest) if rest else 0)
 
     def _read(self, blob: Blob, batch: Batch, device: torch.device | str, how: Callable[[Tensor, int], T]) -> T:
-        size, view = self.record_size(batch.width), memoryview(blob)
+        size, view = self.encoded_size(batch.width), memoryview(blob)
         # A copy: the view may be of a read-only file, and must not change between the check and the use.
         data = bytearray().join([view[p.offset : p.offset + p.count * size] for p in batch.segments])
-        records = torch.frombuffer(data, dtype=torch.uint8).view(batch.count, size)
+        encoded = torch.frombuffer(data, dtype=torch.uint8).view(batch.count, size)
         try:
-            return how(records.to(device), batch.width)
-        except RecordError as e:
+            return how(encoded.to(device), batch.width)
+        except BlockError as e:
             raise CodecError(f"{self._row(batch, e.row)}: {e.reason}") from None
 
     def _row(self, batch: Batch, row: int) -> str:
         segment = batch.segment_at(row)
-        return f"{self._where(segment.index)}, chunk {segment.start // CODEC_CHUNK + row - segment.row}"
+        return f"{self._where(segment.index)}, block {segment.start // BLOCK + row - segment.row}"
 
     def _where(self, index: int) -> str:
         return f"tensor {self.layout.tensors[index].name[:120]!r}"
 
 
 def _batch_limit(device: torch.device | str) -> int:
-    return BATCH_CHUNKS if torch.device(device).type == "cpu" else BATCH_CHUNKS_DEVICE
+    return BATCH_BLOCKS if torch.device(device).type == "cpu" else BATCH_BLOCKS_DEVICE

@@ -27,7 +27,7 @@ def encode_scales(scales: Tensor) -> Tensor:
 
 
 def decode_scales(packed: Tensor, most: float = MAX_VALUE) -> Tensor:
-    """uint8 [n, 2c] from a stranger to fp32 [n, c]: 0 or from MIN_SCALE to `most`. Raises RecordError otherwise.
+    """uint8 [n, 2c] from untrusted bytes to fp32 [n, c]: 0 or from MIN_SCALE to `most`. Raises BlockError otherwise.
 
     Negative numbers (negative zero too), infinities and NaNs all lie outside of the bounds.
     """

@@ -1,4 +1,4 @@
-"""The `sign` codec: a bfloat16 scale a chunk and a bit a coordinate. 1.004 bits a parameter.
+"""The `sign` codec: a bfloat16 scale per block and a bit per coordinate. 1.004 bits per parameter.
 
 Signs with error feedback are 1-bit SGD (Seide et al., Interspeech 2014; Karimireddy et al. 2019, arXiv 1901.09847).
 The scale is the mean magnitude, which leaves the least squared error. Everything is sent each round, roughly, where
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from protocol.blob_sizes import SCALE, sign_record
+from protocol.blob_sizes import SCALE, sign_block_size
 from protocol.codec.bits import has_padding_bits, pack, unpack
 from protocol.codec.interface import Codec, Decoded, reject_rows
 from protocol.codec.scales import MAX_INPUT, decode_scales, encode_scales, round_to_scale
@@ -23,8 +23,8 @@ class SignCodec(Codec):
     kept = 0
     sends_all = True
 
-    def record_size(self, width: int) -> int:
-        return sign_record(width)
+    def encoded_size(self, width: int) -> int:
+        return sign_block_size(width)
 
     def _encode(self, x: Tensor) -> Tensor:
         magnitudes = x.abs()
@@ -34,23 +34,23 @@ class SignCodec(Codec):
         x.sub_(_values(scale, minus))
         return torch.cat([encode_scales(scale), pack(minus, 1)], 1)
 
-    def _decode(self, records: Tensor, width: int) -> Decoded:
-        scale, packed = _parts(records, width)
+    def _decode(self, encoded: Tensor, width: int) -> Decoded:
+        scale, packed = _parts(encoded, width)
         return Decoded(_values(scale, unpack(packed, width, 1)[:, :width]).view(-1), None)
 
-    def _check(self, records: Tensor, width: int) -> None:
-        _parts(records, width)
+    def _check(self, encoded: Tensor, width: int) -> None:
+        _parts(encoded, width)
 
-    def _sum_squares(self, records: Tensor, width: int) -> Tensor:
-        scale = decode_scales(records[:, :SCALE]).view(-1).to(torch.float64)
+    def _sum_squares(self, encoded: Tensor, width: int) -> Tensor:
+        scale = decode_scales(encoded[:, :SCALE]).view(-1).to(torch.float64)
         return torch.mul(scale * scale, torch.full_like(scale, width))  # 16 bits times 13: exact
 
 
-def _parts(records: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return the scales, fp32 [n, 1], and the signs, packed: uint8. Raises RecordError."""
-    packed = records[:, SCALE:]
-    reject_rows(has_padding_bits(packed, width, 1), "filling bits of the signs are set")
-    return decode_scales(records[:, :SCALE]), packed
+def _parts(encoded: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return the scales, fp32 [n, 1], and the signs, packed: uint8. Raises BlockError."""
+    packed = encoded[:, SCALE:]
+    reject_rows(has_padding_bits(packed, width, 1), "padding bits of the signs are set")
+    return decode_scales(encoded[:, :SCALE]), packed
 
 
 def _values(scale: Tensor, minus: Tensor) -> Tensor:

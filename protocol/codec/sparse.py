@@ -1,8 +1,8 @@
 """The `sparse` codec: the k largest of each 4096 coordinates, 2 bits each, their positions by Elias-Fano.
 
-Chunked top-k with error feedback and 2-bit values is SparseLoCo (arXiv 2508.15706). A record is two bfloat16 scales
-lo <= hi, the positions (see `positions`), then 2 bits a value: bit 0 picks hi, bit 1 the sign. At k = 64 that is 84
-bytes a chunk: 0.164 bits a parameter.
+Chunked top-k with error feedback and 2-bit values is SparseLoCo (arXiv 2508.15706). An encoded block is two bfloat16
+scales lo <= hi, the positions (see `positions`), then 2 bits per value: bit 0 picks hi, bit 1 the sign. At k = 64 that
+is 84 bytes per block: 0.164 bits per parameter.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from protocol.blob_sizes import SCALE, kept_of, sparse_record
+from protocol.blob_sizes import SCALE, kept_of, sparse_block_size
 from protocol.codec.bits import has_padding_bits, pack, unpack
 from protocol.codec.interface import Codec, Decoded, reject_rows
 from protocol.codec.positions import Positions
@@ -27,12 +27,12 @@ SAMPLE = 512
 
 @lru_cache(maxsize=8192)
 def positions_of(width: int, kept: int) -> Positions:
-    """Return the coding of positions in a chunk of `width` coordinates, when `kept` of a full one are kept."""
+    """Return the coding of positions in a block of `width` coordinates, when `kept` of a full one are kept."""
     return Positions(width, kept_of(width, kept))
 
 
 class SparseCodec(Codec):
-    """Keeps `k` of each full chunk, 1 <= k <= 4096, and the same share, rounded up, of a shorter one."""
+    """Keeps `k` of each full block, 1 <= k <= 4096, and the same share, rounded up, of a shorter one."""
 
     identifier = 1
     sends_all = False
@@ -42,11 +42,11 @@ class SparseCodec(Codec):
         super().__init__(layout)
 
     def positions(self, width: int) -> Positions:
-        """Return the coding of positions in a chunk of `width` coordinates."""
+        """Return the coding of positions in a block of `width` coordinates."""
         return positions_of(width, self.kept)
 
-    def record_size(self, width: int) -> int:
-        return sparse_record(width, self.kept)
+    def encoded_size(self, width: int) -> int:
+        return sparse_block_size(width, self.kept)
 
     def _encode(self, x: Tensor) -> Tensor:
         coding = self.positions(x.shape[1])
@@ -70,26 +70,26 @@ class SparseCodec(Codec):
             parts.insert(1, coding.encode(chosen))
         return torch.cat(parts, 1)
 
-    def _decode(self, records: Tensor, width: int) -> Decoded:
+    def _decode(self, encoded: Tensor, width: int) -> Decoded:
         coding = self.positions(width)
-        lo, hi, packed = _parts(records, coding)
+        lo, hi, packed = _parts(encoded, coding)
         values = _values(lo, hi, unpack(packed, coding.k, 2)[:, : coding.k]).view(-1)
         if coding.dense:
             return Decoded(values, None)
-        positions = coding.decode(records[:, SCALES : SCALES + coding.size])
-        starts = torch.arange(0, records.shape[0] * width, width, device=records.device)
+        positions = coding.decode(encoded[:, SCALES : SCALES + coding.size])
+        starts = torch.arange(0, encoded.shape[0] * width, width, device=encoded.device)
         return Decoded(values, positions.add_(starts.unsqueeze(1)).view(-1))
 
-    def _check(self, records: Tensor, width: int) -> None:
+    def _check(self, encoded: Tensor, width: int) -> None:
         coding = self.positions(width)
-        _parts(records, coding)
+        _parts(encoded, coding)
         if not coding.dense:
-            coding.decode(records[:, SCALES : SCALES + coding.size])
+            coding.decode(encoded[:, SCALES : SCALES + coding.size])
 
-    def _sum_squares(self, records: Tensor, width: int) -> Tensor:
+    def _sum_squares(self, encoded: Tensor, width: int) -> Tensor:
         coding = self.positions(width)
-        lo, hi = (s.view(-1).to(torch.float64) for s in _scales(records))
-        packed = records[:, SCALES + coding.size :]
+        lo, hi = (s.view(-1).to(torch.float64) for s in _scales(encoded))
+        packed = encoded[:, SCALES + coding.size :]
         levels = packed & 0x55
         pairs = (levels & 0x11) + ((levels >> 2) & 0x11)
         highs = ((pairs & 0xF) + (pairs >> 4)).sum(1, dtype=torch.int64)
@@ -97,19 +97,19 @@ class SparseCodec(Codec):
         return torch.mul(hi * hi, highs) + torch.mul(lo * lo, coding.k - highs)
 
 
-def _scales(records: Tensor) -> tuple[Tensor, Tensor]:
-    """lo and hi, fp32 [n, 1] each. Raises RecordError."""
-    scales = decode_scales(records[:, :SCALES])
+def _scales(encoded: Tensor) -> tuple[Tensor, Tensor]:
+    """lo and hi, fp32 [n, 1] each. Raises BlockError."""
+    scales = decode_scales(encoded[:, :SCALES])
     lo, hi = scales[:, :1], scales[:, 1:]
     reject_rows(lo > hi, "the low scale is above the high one")
     return lo, hi
 
 
-def _parts(records: Tensor, coding: Positions) -> tuple[Tensor, Tensor, Tensor]:
-    """lo and hi, fp32 [n, 1] each, and the values, packed: uint8. Raises RecordError."""
-    packed = records[:, SCALES + coding.size :]
-    reject_rows(has_padding_bits(packed, coding.k, 2), "filling bits of the values are set")
-    return *_scales(records), packed
+def _parts(encoded: Tensor, coding: Positions) -> tuple[Tensor, Tensor, Tensor]:
+    """lo and hi, fp32 [n, 1] each, and the values, packed: uint8. Raises BlockError."""
+    packed = encoded[:, SCALES + coding.size :]
+    reject_rows(has_padding_bits(packed, coding.k, 2), "padding bits of the values are set")
+    return *_scales(encoded), packed
 
 
 def _values(lo: Tensor, hi: Tensor, codes: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """The `sparse8` codec, of sums of sparse updates: the k largest of each 4096 coordinates, each an int8.
 
-A record is a bfloat16 scale, the positions (see `positions`), then an int8 a value, -127 to 127. Unlike `sparse` it can
-say 0, which is not sent: a sum may have fewer coordinates than are kept. And what is rounded off a sum is in nobody's
-error feedback, so values are close. Encoding gives the same bytes on every machine.
+An encoded block is a bfloat16 scale, the positions (see `positions`), then an int8 per value, -127 to 127. Unlike
+`sparse` it can encode 0, which means that there is no value: a sum may have fewer coordinates than are kept. And what
+is rounded off a sum is in nobody's error feedback, so values are close. Encoding gives the same bytes on every machine.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from protocol.blob_sizes import SCALE, sparse8_record
+from protocol.blob_sizes import SCALE, sparse8_block_size
 from protocol.codec.int8 import dequantise, quantise, read_codes, sum_squares
 from protocol.codec.interface import Codec, Decoded
 from protocol.codec.positions import Positions
@@ -21,7 +21,7 @@ from protocol.layout import Layout
 
 
 class Sparse8Codec(Codec):
-    """Keeps `k` of each full chunk, 1 <= k <= 4096, and the same share, rounded up, of a shorter one."""
+    """Keeps `k` of each full block, 1 <= k <= 4096, and the same share, rounded up, of a shorter one."""
 
     identifier = 5
     sends_all = False
@@ -31,11 +31,11 @@ class Sparse8Codec(Codec):
         super().__init__(layout)
 
     def positions(self, width: int) -> Positions:
-        """Return the coding of positions in a chunk of `width` coordinates."""
+        """Return the coding of positions in a block of `width` coordinates."""
         return positions_of(width, self.kept)
 
-    def record_size(self, width: int) -> int:
-        return sparse8_record(width, self.kept)
+    def encoded_size(self, width: int) -> int:
+        return sparse8_block_size(width, self.kept)
 
     def _encode(self, x: Tensor) -> Tensor:
         coding = self.positions(x.shape[1])
@@ -50,15 +50,15 @@ class Sparse8Codec(Codec):
         positions = [] if chosen is None else [coding.encode(chosen)]
         return torch.cat([encode_scales(scale), *positions, codes.view(torch.uint8)], 1)
 
-    def _decode(self, records: Tensor, width: int) -> Decoded:
+    def _decode(self, encoded: Tensor, width: int) -> Decoded:
         coding = self.positions(width)
         at = SCALE + coding.size
-        values = dequantise(*read_codes(records[:, :SCALE], records[:, at:])).view(-1)
+        values = dequantise(*read_codes(encoded[:, :SCALE], encoded[:, at:])).view(-1)
         if coding.dense:
             return Decoded(values, None)
-        positions = coding.decode(records[:, SCALE:at])
-        starts = torch.arange(0, records.shape[0] * width, width, device=records.device)
+        positions = coding.decode(encoded[:, SCALE:at])
+        starts = torch.arange(0, encoded.shape[0] * width, width, device=encoded.device)
         return Decoded(values, positions.add_(starts.unsqueeze(1)).view(-1))
 
-    def _sum_squares(self, records: Tensor, width: int) -> Tensor:
-        return sum_squares(*read_codes(records[:, :SCALE], records[:, SCALE + self.positions(width).size :]))
+    def _sum_squares(self, encoded: Tensor, width: int) -> Tensor:
+        return sum_squares(*read_codes(encoded[:, :SCALE], encoded[:, SCALE + self.positions(width).size :]))

@@ -2,7 +2,7 @@
 
 An auditor receives the entries in the coordinator's order, and finds each difference separately. After a difference
 it continues from the chain, so that a single change is a single finding, not a flood. The rules of
-the accounts are those of `books`; what a round earned comes from its certificate, never from the log.
+the accounts are those of `LedgerState`; what a round earned comes from its certificate, never from the log.
 """
 
 from __future__ import annotations
@@ -85,11 +85,11 @@ CreditsLookup = Callable[[Digest], RoundCredits | None]
 
 
 class Auditor:
-    """`take` each entry in order, then `finish`.
+    """An audit of one log: `add` each entry in order, then `finish`.
 
     `find` knows the certificates that were verified; `heads` are those that the log must agree with, newest first.
-    `is_left`: whether a record that `find` knows is not of the chain that the swarm follows; the owner must have rolled
-    back what was credited for it.
+    `is_abandoned`: whether a record that `find` knows is not of the chain that the swarm follows; the owner must have
+    rolled back what was credited for it.
     """
 
     def __init__(
@@ -102,38 +102,39 @@ class Auditor:
     ):
         self._run = spec.run_id
         self._find = find
-        self._is_left = is_abandoned or (lambda record: False)
-        self._books = LedgerState.of(spec)
+        self._is_abandoned = is_abandoned or (lambda record: False)
+        self._ledger = LedgerState.of(spec)
         self._log = MerkleFrontier()
         self._number = 0
-        """Of the entry that should come next."""
+        """Number of the entry that should come next."""
         self._leaves: OrderedDict[int, bytes] = OrderedDict({-1: bytes(genesis_leaf(spec.run_id))})
         self._time = 0
         self._missing: list[int] = []
         """Numbers of entries that are missing so far."""
         self._early: dict[int, int] = {}
-        """Settlements that came before they were due, as when a round is missing: of which entry, by which."""
-        self._wanting: set[int] = set()
-        """Entries that were settled for want of their settlement."""
+        """Settlements that came before they were due, as when a round is missing: settled entry to settling entry."""
+        self._settled_here: set[int] = set()
+        """Entries that the auditor settled itself, because the log has no settlement in its place."""
         self._posted: dict[Digest, int] = {}
-        self._filled: set[Digest] = set()
-        """Rounds that were credited for want of their entry."""
+        self._posted_here: set[Digest] = set()
+        """Rounds that the auditor posted itself, because the log has no entry in its place."""
         self._orphans: dict[int, tuple[RoundEntry, bool]] = {}
         """Rounds that are not of the chain, and whether their certificates are known."""
         self._rolled_back = 0
         """The entry of the newest rollback."""
-        self._wanted: dict[int, list[TrustedTreeHead]] = {}
+        self._unchecked_heads: dict[int, list[TrustedTreeHead]] = {}
+        """Tree heads that the log has not reached, by size."""
         self._heads = list(heads)
         self.report = AuditReport()
         for seen in heads:
-            self._wanted.setdefault(seen.head.size, []).append(seen)
+            self._unchecked_heads.setdefault(seen.head.size, []).append(seen)
         self._check_order(heads)
         self._check_heads()
 
     @property
     def tip(self) -> Digest:
         """The record of the newest round that is credited."""
-        return self._books.tip
+        return self._ledger.tip
 
     def add(self, encoded: bytes, lines: Sequence[bytes] = ()) -> None:
         """Check the next entry as received, with the credit lines of a round."""
@@ -160,15 +161,15 @@ class Auditor:
     ) -> AuditReport:
         """Return the report.
 
-        `final`: the newest round that the owner has signed as final, as the swarm holds it; `record` its record.
+        `finalized`: the newest round that the owner has finalized, as the swarm holds it; `record` its record.
         `epoch` is that of the newest rollback in the swarm; None if no member was asked.
         """
-        report, books = self.report, self._books
-        if epoch is not None and books.epoch > epoch:
+        report, ledger = self.report, self._ledger
+        if epoch is not None and ledger.epoch > epoch:
             n = self._rolled_back
-            words = f"entry {n}: no member that was asked has heard of this rollback (number {books.epoch} of the run)"
+            what = f"entry {n}: no member that was asked has heard of this rollback (number {ledger.epoch} of the run)"
             why = "it is minutes old, or what it takes back was never the swarm's: audit again in a while"
-            report.unproved.append(Finding(n, f"{words}: {why}"))
+            report.unproved.append(Finding(n, f"{what}: {why}"))
         for of, n in self._early.items():
             self._add_finding(n, f"entry {n} settles entry {of}, which is not due")
         for n, (orphan, proved) in self._orphans.items():
@@ -180,28 +181,30 @@ class Auditor:
                 f"entry {n} credits round {orphan.round} with record {orphan.record.short}, which is not in the chain: "
                 f"{why}",
             )
-        if (due := books.due) is not None:
+        if (due := ledger.due) is not None:
             self._add_finding(None, f"the settlement of entry {due} is due, and the log ends without it")
-        if finalized is not None and finalized >= books.rounds:
-            missing = f"round {books.rounds}" if finalized == books.rounds else f"rounds {books.rounds} to {finalized}"
-            self._add_finding(None, f"the log ends before {missing}: final by the owner's word, and not credited")
-        elif finalized is not None and record is not None and books.record_of(finalized) != record:
-            self._add_finding(
-                books.entry_of(finalized),
-                f"entry {books.entry_of(finalized)} credits round {finalized} with record "
-                f"{books.record_of(finalized).short}; the owner has signed record {record.short} as final",
+        if finalized is not None and finalized >= ledger.rounds:
+            missing = (
+                f"round {ledger.rounds}" if finalized == ledger.rounds else f"rounds {ledger.rounds} to {finalized}"
             )
-        for seen in (s for heads in self._wanted.values() for s in heads):
+            self._add_finding(None, f"the log ends before {missing}: finalized by the owner, and not credited")
+        elif finalized is not None and record is not None and ledger.record_of(finalized) != record:
+            self._add_finding(
+                ledger.entry_of(finalized),
+                f"entry {ledger.entry_of(finalized)} credits round {finalized} with record "
+                f"{ledger.record_of(finalized).short}; the owner has signed record {record.short} as final",
+            )
+        for seen in (s for heads in self._unchecked_heads.values() for s in heads):
             self._add_finding(
                 None,
                 f"a tree head over {seen.head.size} entries was {seen.origin}, but the log has {self._log.size}: "
                 "entries were removed",
             )
         report.root = str(self._log.root())
-        report.balances = dict(books.balances)
-        report.issued = -books.totals["issuance"]
-        report.pending, report.settled = books.totals["pending"], books.totals["settled"]
-        report.voided = books.totals["voided"]
+        report.balances = dict(ledger.balances)
+        report.issued = -ledger.totals["issuance"]
+        report.pending, report.settled = ledger.totals["pending"], ledger.totals["settled"]
+        report.voided = ledger.totals["voided"]
         report.findings.sort(key=lambda d: (d.entry is None, d.entry or 0))
         return report
 
@@ -239,7 +242,7 @@ class Auditor:
 
     def _check_heads(self) -> None:
         """Check the heads over the present number of entries."""
-        for seen in self._wanted.pop(self._log.size, ()):
+        for seen in self._unchecked_heads.pop(self._log.size, ()):
             if self._log.root() != seen.head.root:
                 self._add_finding(
                     None,
@@ -261,27 +264,27 @@ class Auditor:
     # -- what entries say ------------------------------------------------------------------------------------
 
     def _check_what(self, entry: LedgerEntry, lines: list[bytes]) -> None:
-        books, what, n = self._books, entry.payload, entry.sequence
+        ledger, what, n = self._ledger, entry.payload, entry.sequence
         # The log's own form was checked above; the ledger state checks its contents.
-        books.size, books.leaf, books.time = n, entry.previous, min(books.time, entry.time)
+        ledger.size, ledger.leaf, ledger.time = n, entry.previous, min(ledger.time, entry.time)
         if lines and not isinstance(what, RoundEntry):
             self._add_finding(n, f"entry {n} is no round, and has lines")
-        if not (isinstance(what, SettleEntry) and what.entry == books.due):
+        if not (isinstance(what, SettleEntry) and what.entry == ledger.due):
             self._settle_what_is_due(entry)
         try:
             match what:
                 case RoundEntry():
                     self._round(entry, what, lines)
-                case SettleEntry() if what.entry in self._wanting:
-                    self._wanting.discard(what.entry)  # it stands in another place, which was said
-                case SettleEntry() if what.entry != books.due and self._missing:
+                case SettleEntry() if what.entry in self._settled_here:
+                    self._settled_here.discard(what.entry)  # it stands in another place, which was said
+                case SettleEntry() if what.entry != ledger.due and self._missing:
                     self._early[what.entry] = n
                 case SettleEntry():
-                    self._compare(entry, books._settle(what.entry, entry.time).entry)
+                    self._compare(entry, ledger._settle(what.entry, entry.time).entry)
                 case VoidEntry():
-                    self._compare(entry, books._void(what.void_order, entry.time).entry)
+                    self._compare(entry, ledger._void(what.void_order, entry.time).entry)
                 case RollbackEntry():
-                    self._compare(entry, books._rollback(what.record, what.round, what.directive, entry.time).entry)
+                    self._compare(entry, ledger._rollback(what.record, what.round, what.directive, entry.time).entry)
                     self._rolled_back = n
                     # The branch is given up: its certificates need not be in the chain that peers keep.
                     for m in [m for m, (orphan, _) in self._orphans.items() if orphan.round > what.round]:
@@ -296,14 +299,14 @@ class Auditor:
             self._add_finding(n, f"entry {n} ({entry.kind}): {e}")
 
     def _settle_what_is_due(self, entry: LedgerEntry) -> None:
-        books, n = self._books, entry.sequence
-        while (due := books.due) is not None:
+        ledger, n = self._ledger, entry.sequence
+        while (due := ledger.due) is not None:
             if self._early.pop(due, None) is None:
-                self._wanting.add(due)
+                self._settled_here.add(due)
                 self._add_finding(n, f"the settlement of entry {due} is missing: it was due before entry {n}")
-            books.size = self._spare(n)
-            books._settle(due, entry.time)
-        books.size = n
+            ledger.size = self._spare(n)
+            ledger._settle(due, entry.time)
+        ledger.size = n
 
     def _spare(self, number: int) -> int:
         """Return the number of a missing entry, for its substitute."""
@@ -323,33 +326,33 @@ class Auditor:
         if (first := self._posted.setdefault(what.record, n)) != n:
             self._add_finding(n, f"entry {n} credits round {what.round} again: entry {first} has done so")
             return
-        account = self._find(what.record)
-        if account is None:
+        credits = self._find(what.record)
+        if credits is None:
             self._orphans[n] = (what, False)
-            account = self._as_told(entry, what, lines)
-            if account is None:
+            credits = self._as_logged(entry, what, lines)
+            if credits is None:
                 return
         else:
-            if self._is_left(what.record):
+            if self._is_abandoned(what.record):
                 self._orphans[n] = (what, True)
-            self._check_round(n, what, account, lines)
-            if what.record in self._filled:
+            self._check_round(n, what, credits, lines)
+            if what.record in self._posted_here:
                 return
-            self._post_what_is_missing(account, entry)
-        self._books.size = n
-        self._books._post(account, entry.time)
+            self._post_what_is_missing(credits, entry)
+        self._ledger.size = n
+        self._ledger._post(credits, entry.time)
 
-    def _check_round(self, n: int, what: RoundEntry, account: RoundCredits, lines: list[bytes]) -> None:
-        """Against the certificate: what the entry says, and each line."""
-        true = [encode_line(line) for line in account.lines]
-        root = lines_root(account.lines)
+    def _check_round(self, n: int, what: RoundEntry, credits: RoundCredits, lines: list[bytes]) -> None:
+        """Check what the entry says, and each line, against the certificate."""
+        true = [encode_line(line) for line in credits.lines]
+        root = lines_root(credits.lines)
         wrong = [
             f"{name} {said}, not {is_}"
             for name, said, is_ in (
-                ("round", what.round, account.round),
-                ("parent", what.parent.short, account.parent.short),
+                ("round", what.round, credits.round),
+                ("parent", what.parent.short, credits.parent.short),
                 ("number of lines", what.count, len(true)),
-                ("micro-credits", what.micro_credits, account.micro_credits),
+                ("micro-credits", what.micro_credits, credits.micro_credits),
             )
             if said != is_
         ]
@@ -358,18 +361,18 @@ class Auditor:
                 n, f"entry {n} says of record {what.record.short}: {'; '.join(wrong)} as its certificate says"
             )
         if lines != true:
-            self._name_lines(n, what, account, lines, true)
+            self._name_lines(n, what, credits, lines, true)
             if tree_hash([leaf_hash(line) for line in lines]) != what.lines_root and what.lines_root == root:
                 self._add_finding(
                     n, f"the lines of entry {n} do not hash to what the entry commits to: lines were changed"
                 )
         if what.lines_root != root:
             self._add_finding(
-                n, f"entry {n} commits to other lines than the certificate of round {account.round} gives"
+                n, f"entry {n} commits to other lines than the certificate of round {credits.round} gives"
             )
 
     def _name_lines(
-        self, n: int, what: RoundEntry, account: RoundCredits, lines: list[bytes], true: list[bytes]
+        self, n: int, what: RoundEntry, credits: RoundCredits, lines: list[bytes], true: list[bytes]
     ) -> None:
         named = 0
         for i in range(max(len(lines), len(true))):
@@ -378,13 +381,13 @@ class Auditor:
                 continue
             named += 1
             if named <= MAX_LINES_NAMED:
-                line = account.lines[i] if is_ is not None else None
+                line = credits.lines[i] if is_ is not None else None
                 self._add_finding(n, f"line {i} of entry {n} (round {what.round}): {_line_words(said, line)}")
         if named > MAX_LINES_NAMED:
             self._add_finding(n, f"{named - MAX_LINES_NAMED} more lines of entry {n} differ")
 
-    def _as_told(self, entry: LedgerEntry, what: RoundEntry, lines: list[bytes]) -> RoundCredits | None:
-        """Return a round without a certificate, as in the log itself."""
+    def _as_logged(self, entry: LedgerEntry, what: RoundEntry, lines: list[bytes]) -> RoundCredits | None:
+        """Return a round without a certificate as the log has it: no rule looks at its base state and loss."""
         if tree_hash([leaf_hash(line) for line in lines]) != what.lines_root:
             self._add_finding(
                 entry.sequence, f"the lines of entry {entry.sequence} do not hash to what the entry commits to"
@@ -396,15 +399,15 @@ class Auditor:
             return None
         return RoundCredits(what.round, what.record, what.parent, what.parent, 0.0, shares)
 
-    def _post_what_is_missing(self, account: RoundCredits, entry: LedgerEntry) -> None:
+    def _post_what_is_missing(self, credits: RoundCredits, entry: LedgerEntry) -> None:
         """Post the rounds of the chain before this one of which the log has no entry."""
-        books = self._books
+        ledger = self._ledger
         missing: list[RoundCredits] = []
-        parent = account.parent
-        while parent != books.tip and len(missing) < MAX_GAP:
+        parent = credits.parent
+        while parent != ledger.tip and len(missing) < MAX_GAP:
             known = self._find(parent)
-            if known is None or known.round < books.rounds:
-                return  # the books say what is wrong
+            if known is None or known.round < ledger.rounds:
+                return  # the ledger state says what is wrong
             missing.append(known)
             parent = known.parent
         n = entry.sequence
@@ -414,18 +417,18 @@ class Auditor:
                 f"round {round_.round} (record {round_.record.short}) is not credited before entry {n}, which credits "
                 "a later one",
             )
-            self._filled.add(round_.record)
-            books.size = self._spare(n)
-            books._post(round_, entry.time)
-            while (due := books.due) is not None:
+            self._posted_here.add(round_.record)
+            ledger.size = self._spare(n)
+            ledger._post(round_, entry.time)
+            while (due := ledger.due) is not None:
                 if self._early.pop(due, None) is None:
-                    self._wanting.add(due)
-                books.size = self._spare(n)
-                books._settle(due, entry.time)
+                    self._settled_here.add(due)
+                ledger.size = self._spare(n)
+                ledger._settle(due, entry.time)
 
-    def _add_finding(self, entry: int | None, words: str) -> None:
+    def _add_finding(self, entry: int | None, message: str) -> None:
         if len(self.report.findings) < MAX_DIFFERENCES:
-            self.report.findings.append(Finding(entry, words))
+            self.report.findings.append(Finding(entry, message))
 
 
 def _said(entry: LedgerEntry) -> str:

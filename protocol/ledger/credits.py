@@ -45,7 +45,7 @@ class CreditRule:
 
 @dataclass(frozen=True, slots=True)
 class RoundCredits:
-    """One round as the ledger and the page know it: derived from its certificate alone.
+    """The credits of one round, derived from its certificate alone.
 
     `base_state` is the digest of state[round], from which the round started; `loss` is the mean of the contributors'
     own training losses, weighted by windows.
@@ -68,14 +68,14 @@ class RoundCredits:
 
 
 def credits_of(certificate: Certificate, rule: CreditRule) -> RoundCredits:
-    """Return the credits of a certificate, by peer. Entries are by ascending peer key, as in the record."""
+    """Return the credits of a certificate, by peer. Lines are by ascending peer key, as in the record."""
     record = certificate.record.body
-    entries = tuple(
+    lines = tuple(
         CreditLine(u.author, u.digest, u.body.windows, u.body.windows * rule.window, rule.micro_credits(u.body.windows))
         for u in record.updates
     )
     loss = sum(u.body.loss * u.body.windows for u in record.updates) / record.windows
-    return RoundCredits(record.round, certificate.digest, record.parent, record.base_state, loss, entries)
+    return RoundCredits(record.round, certificate.digest, record.parent, record.base_state, loss, lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +100,9 @@ class Balance:
 
 
 def sum_credits(rounds: Iterable[RoundCredits]) -> dict[PeerKey, Balance]:
-    """Balances over rounds that are not final yet: they change when the chain does."""
+    """Return the balances over rounds that are not finalized yet: they change when the chain does."""
     balances: dict[PeerKey, Balance] = {}
-    for account in rounds:
-        for entry in account.lines:
-            balances[entry.peer] = balances.get(entry.peer, Balance()).plus(entry)
+    for credits in rounds:
+        for line in credits.lines:
+            balances[line.peer] = balances.get(line.peer, Balance()).plus(line)
     return balances

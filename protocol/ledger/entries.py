@@ -46,7 +46,7 @@ class CreditLine:
 
 @dataclass(frozen=True, slots=True)
 class RoundEntry:
-    """A final round: issuance -> pending of each contributor. `lines_root` is the tree hash over its lines."""
+    """A finalized round: issuance -> pending of each contributor. `lines_root` is the tree hash over its lines."""
 
     round: Round
     record: Digest

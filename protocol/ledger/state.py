@@ -1,4 +1,4 @@
-"""The books: a double-entry state machine that makes the ledger's entries, and checks them for whoever audits.
+"""The ledger state: a double-entry state machine that makes the ledger's entries, and checks them for auditors.
 
     issuance -> pending/PEER -> settled/PEER
                              -> voided/PEER
@@ -46,7 +46,7 @@ from protocol.spec import RunSpec
 class PostedEntry:
     """An entry that was made: its bytes, the lines under it (a round's), and what it does to accounts.
 
-    `number`: how many round entries are before it (a round's; else -1).
+    `round_index`: the number of round entries before it, if it is a round's; else -1.
     """
 
     entry: LedgerEntry
@@ -94,7 +94,7 @@ class LedgerSnapshot:
 
 
 class LedgerState:
-    """The accounts of one run as its log leaves them. Every method raises BooksError and then has changed nothing."""
+    """The accounts of one run as its log leaves them. A method that raises LedgerRuleError has changed nothing."""
 
     def __init__(self, run: RunId, rule: CreditRule, owner: PeerKey):
         self.run = run
@@ -108,7 +108,7 @@ class LedgerState:
         self.posted = 0
         """Round entries in the log."""
         self.epoch = 0
-        """Of the newest rollback: each is done once, in the order in which the owner numbered them."""
+        """Number of the newest rollback: each is done once, in the order in which the owner numbered them."""
         self.balances: dict[PeerKey, AccountBalance] = {}
         """The pending, settled and voided credits of each peer."""
         self.totals: Counter[str] = Counter()
@@ -121,25 +121,27 @@ class LedgerState:
 
     @classmethod
     def of(cls, spec: RunSpec) -> LedgerState:
-        """Empty books of a run."""
+        """Return the empty ledger state of a run."""
         return cls(spec.run_id, CreditRule.of(spec), spec.owner_key)
 
     @classmethod
-    def from_snapshot(cls, run: RunId, rule: CreditRule, owner: PeerKey, state: LedgerSnapshot) -> LedgerState:
-        """Books that go on from a state. The state is trusted: an auditor replays instead."""
-        books = cls(run, rule, owner)
-        books.size, books.leaf, books.time, books.posted = state.size, state.leaf, state.time, state.rounds_posted
-        books.epoch = state.epoch
-        for record, tokens, sequence in state.branch:
-            books._extend_branch(record, tokens, sequence)
-        books._reverted = set(state.reverted)
-        books._pending = {h.sequence: h for h in state.pending}
-        books.balances = dict(state.balances)
-        for s in books.balances.values():
+    def from_snapshot(cls, run: RunId, rule: CreditRule, owner: PeerKey, snapshot: LedgerSnapshot) -> LedgerState:
+        """Return a ledger state that continues from a snapshot, which is trusted: an auditor replays instead."""
+        state = cls(run, rule, owner)
+        state.size, state.leaf, state.time, state.posted = (
+            snapshot.size, snapshot.leaf, snapshot.time, snapshot.rounds_posted,
+        )  # fmt: skip
+        state.epoch = snapshot.epoch
+        for record, tokens, sequence in snapshot.branch:
+            state._extend_branch(record, tokens, sequence)
+        state._reverted = set(snapshot.reverted)
+        state._pending = {p.sequence: p for p in snapshot.pending}
+        state.balances = dict(snapshot.balances)
+        for balance in state.balances.values():
             for kind in (PENDING, SETTLED, VOIDED):
-                books.totals[kind] += s.of(kind).micro_credits
-                books.totals[ISSUANCE] -= s.of(kind).micro_credits
-        return books
+                state.totals[kind] += balance.of(kind).micro_credits
+                state.totals[ISSUANCE] -= balance.of(kind).micro_credits
+        return state
 
     # -- what is known ---------------------------------------------------------------------------------------
 
@@ -165,7 +167,7 @@ class LedgerState:
 
     @property
     def tokens(self) -> int:
-        """Accepted on the branch."""
+        """Tokens accepted on the branch."""
         return self._tokens[-1] if self._tokens else 0
 
     @property
@@ -192,12 +194,12 @@ class LedgerState:
 
     # -- writing ---------------------------------------------------------------------------------------------
 
-    def post_round(self, account: RoundCredits, time: int) -> list[PostedEntry]:
+    def post_round(self, credits: RoundCredits, time: int) -> list[PostedEntry]:
         """Return the round's entry, then the settlements that it makes due, oldest first. `time`: unix milliseconds."""
-        rounds_posted = [self._post(account, self._monotonic(time))]
+        entries = [self._post(credits, self._monotonic(time))]
         while (entry := self.due) is not None:
-            rounds_posted.append(self._settle(entry, self.time))
-        return rounds_posted
+            entries.append(self._settle(entry, self.time))
+        return entries
 
     def void(self, void_order: bytes, time: int) -> PostedEntry:
         """Void the line that a void order of the owner names (see `void_orders`), while it is pending."""
@@ -214,9 +216,9 @@ class LedgerState:
     # -- checking --------------------------------------------------------------------------------------------
 
     def replay(self, encoded: bytes, lines: Sequence[bytes] = ()) -> PostedEntry:
-        """Take in the next entry of a log that somebody else keeps, with the lines of a round.
+        """Apply the next entry of a log that somebody else keeps, with the lines of a round.
 
-        Raises BooksError when it is not the entry that these books would have made, MalformedError when it does not
+        Raises LedgerRuleError when it is not the entry that this state would have made, MalformedError when it does not
         parse. The certificate of a round is not looked at: whoever has the chain compares `lines` with it.
         """
         entry = decode_entry(encoded)
@@ -230,8 +232,9 @@ class LedgerState:
         check = _Expected(encoded, self.size)
         if isinstance(what, RoundEntry):
             shares = tuple(decode_line(line) for line in lines)
-            account = RoundCredits(what.round, what.record, what.parent, what.parent, 0.0, shares)
-            return self._post(account, entry.time, check)
+            # No rule looks at the base state or the loss, which no entry has: the parent and 0 stand in for them.
+            credits = RoundCredits(what.round, what.record, what.parent, what.parent, 0.0, shares)
+            return self._post(credits, entry.time, check)
         if isinstance(what, SettleEntry):
             return self._settle(what.entry, entry.time, check)
         if isinstance(what, VoidEntry):
@@ -240,38 +243,38 @@ class LedgerState:
 
     # -- the rules -------------------------------------------------------------------------------------------
 
-    def _post(self, account: RoundCredits, time: int, expected: _Expected | None = None) -> PostedEntry:
+    def _post(self, credits: RoundCredits, time: int, expected: _Expected | None = None) -> PostedEntry:
         self._check_nothing_due()
-        if account.round != self.rounds or account.parent != self.tip:
+        if credits.round != self.rounds or credits.parent != self.tip:
             where = f"ends with round {self.rounds - 1}, record {self.tip.short}" if self.rounds else "is empty"
             raise LedgerRuleError(
-                f"round {account.round} (record {account.record.short}, parent {account.parent.short}) does not "
+                f"round {credits.round} (record {credits.record.short}, parent {credits.parent.short}) does not "
                 f"follow the ledger, which {where}"
             )
-        if account.record in self._reverted:
-            raise LedgerRuleError(f"record {account.record.short} was rolled back, and its credit was issued then")
-        lines = account.lines
+        if credits.record in self._reverted:
+            raise LedgerRuleError(f"record {credits.record.short} was rolled back, and its credit was issued then")
+        lines = credits.lines
         if not lines:
-            raise LedgerRuleError(f"round {account.round} has no lines: a record has a contributor at least")
+            raise LedgerRuleError(f"round {credits.round} has no lines: a record has a contributor at least")
         for i, line in enumerate(lines):
             if i and line.peer <= lines[i - 1].peer:
-                raise LedgerRuleError(f"the lines of round {account.round} are not by ascending peer: line {i}")
+                raise LedgerRuleError(f"the lines of round {credits.round} are not by ascending peer: line {i}")
             tokens, credit = line.windows * self.rule.window, self.rule.micro_credits(line.windows)
             if (line.tokens, line.micro_credits) != (tokens, credit):
                 raise LedgerRuleError(
-                    f"line {i} of round {account.round} says {line.tokens} tokens and {line.micro_credits} "
+                    f"line {i} of round {credits.round} says {line.tokens} tokens and {line.micro_credits} "
                     f"micro-credits; {line.windows} windows are {tokens} tokens and earn {credit}"
                 )
         what = RoundEntry(
-            account.round, account.record, account.parent, lines_root(lines), len(lines), account.micro_credits
+            credits.round, credits.record, credits.parent, lines_root(lines), len(lines), credits.micro_credits
         )
         entry, encoded = self._make_entry(what, time, expected)
         moved = [(i, LedgerAccount(ISSUANCE), LedgerAccount(PENDING, line.peer)) for i, line in enumerate(lines)]
         transfers = self._transfer(entry, entry.sequence, lines, moved)
         number = self.posted
-        self._pending[entry.sequence] = PendingRound(entry.sequence, number, account.round, account.record, lines)
+        self._pending[entry.sequence] = PendingRound(entry.sequence, number, credits.round, credits.record, lines)
         self.posted += 1
-        self._extend_branch(account.record, account.tokens, entry.sequence)
+        self._extend_branch(credits.record, credits.tokens, entry.sequence)
         return self._append(PostedEntry(entry, encoded, lines, transfers, number))
 
     def _settle(self, sequence: int, time: int, expected: _Expected | None = None) -> PostedEntry:
@@ -326,16 +329,18 @@ class LedgerState:
             raise LedgerRuleError(
                 f"a rollback to round {round_}, record {record.short}: the ledger's branch has no such round"
             )
-        back = self._rollback_in(directive)
-        if (back.record, back.round) != (record, round_ + 1):
+        rollback = self._rollback_in(directive)
+        if (rollback.record, rollback.round) != (record, round_ + 1):
             raise LedgerRuleError(
                 f"a rollback to round {round_}, record {record.short}, by a directive that goes back to round "
-                f"{back.round - 1}, record {back.record.short}"
+                f"{rollback.round - 1}, record {rollback.record.short}"
             )
-        if back.epoch <= self.epoch:
-            raise LedgerRuleError(f"rollback {back.epoch} of the run, after rollback {self.epoch}: each is done once")
+        if rollback.epoch <= self.epoch:
+            raise LedgerRuleError(
+                f"rollback {rollback.epoch} of the run, after rollback {self.epoch}: each is done once"
+            )
         entry, encoded = self._make_entry(RollbackEntry(record, round_, directive), time, expected)
-        self.epoch = back.epoch
+        self.epoch = rollback.epoch
         self._reverted |= {self.record_of(Round(r)) for r in range(round_ + 1, self.rounds)}
         del self._records[32 * (round_ + 1) :]
         del self._tokens[round_ + 1 :]
@@ -345,12 +350,12 @@ class LedgerState:
     def _rollback_in(self, directive: bytes) -> Rollback:
         """Return the rollback that the owner's directive orders."""
         try:
-            back = MessageDecoder(self.run, self.owner, remember=1).decode(directive, Directive).body.rollback
+            rollback = MessageDecoder(self.run, self.owner, remember=1).decode(directive, Directive).body.rollback
         except (MalformedError, SignatureError, AdmissionError) as e:
             raise LedgerRuleError(f"a directive that does not count: {e}") from None
-        if back is None:
+        if rollback is None:
             raise LedgerRuleError("a directive that rolls nothing back")
-        return back
+        return rollback
 
     def _check_nothing_due(self) -> None:
         if (due := self.due) is not None:
@@ -380,15 +385,15 @@ class LedgerState:
         lines: Sequence[CreditLine],
         moved: Iterable[tuple[int, LedgerAccount, LedgerAccount]],
     ) -> tuple[Transfer, ...]:
-        """Transfers of the lines `moved` of the round entry `of`, done to the accounts."""
+        """Return the transfers of the lines `moved` of the round entry `of`, after applying them to the accounts."""
         transfers = []
         for i, source, target in moved:
             line = lines[i]
             transfers.append(Transfer(entry.sequence, of, i, source, target, line.micro_credits))
             self.totals[source.kind] -= line.micro_credits
             self.totals[target.kind] += line.micro_credits
-            standing = self.balances.get(line.peer, _NOTHING)
-            self.balances[line.peer] = standing.moved(line, source.kind, target.kind)
+            balance = self.balances.get(line.peer, _NOTHING)
+            self.balances[line.peer] = balance.moved(line, source.kind, target.kind)
         return tuple(transfers)
 
     def _extend_branch(self, record: Digest, tokens: int, sequence: int) -> None:

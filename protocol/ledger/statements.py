@@ -35,7 +35,7 @@ class TreeHead:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """The owner's statement about one update that was announced in a round that is final.
+    """The owner's statement about one update that was announced in a finalized round.
 
     `windows`, `tokens` and `micro_credits` are what was accepted: 0 when it was not, and then `reason` says why.
     `entry` is the sequence of the round's entry, `line` its place among the round's lines. It settles when the ledger's

@@ -18,7 +18,7 @@ KIND = "void-order"
 
 @dataclass(frozen=True, slots=True)
 class VoidOrder:
-    """On the update `update` (digest of its signed header) of `peer` in the round that `record` ended."""
+    """The order that `update` (digest of a signed header) of `peer` earns nothing in the round of `record`."""
 
     run: RunId
     round: Round

@@ -16,7 +16,7 @@ from protocol.layout import Layout
 from protocol.spec import CodecSpec
 from tests.support.codec_cases import LAYOUT, SPECS, assert_refused_or_sane, every_codec, noise
 
-CHUNKS = Layout.of({"first": (4096,), "second": (2, 4096)})
+BLOCKS = Layout.of({"first": (4096,), "second": (2, 4096)})
 K64, BITMAP, DENSE, SIGN, INT8, NONE = (
     CodecSpec(kind="sparse", k=64),
     CodecSpec(kind="sparse", k=1500),
@@ -94,60 +94,60 @@ def elias_fano(positions: list[int], low: int = 6, m: int = 4096) -> bytes:
     return lows.to_bytes(-(-k * low // 8), "little") + highs.to_bytes(-(-(k + ((m - 1) >> low)) // 8), "little")
 
 
-def sparse_record(lo=1.0, hi=2.0, positions: list[int] | None = None) -> bytes:
+def sparse_block(lo=1.0, hi=2.0, positions: list[int] | None = None) -> bytes:
     return bf16(lo) + bf16(hi) + elias_fano(positions or list(range(64))) + bytes(16)
 
 
-GOOD = sparse_record()
+GOOD = sparse_block()
 SECOND_RECORD = 40 + len(GOOD)
 
 
-def test_the_hand_made_record_is_valid():
-    codec, blob = blob_of(K64, CHUNKS)
+def test_the_hand_made_block_is_valid():
+    codec, blob = blob_of(K64, BLOCKS)
     blob[SECOND_RECORD : SECOND_RECORD + len(GOOD)] = GOOD
     codec.check(blob)
     assert codec.decode_tensor(blob, 1).values[:64].tolist() == [1.0] * 64
 
 
 @pytest.mark.parametrize(
-    ("record", "why"),
+    ("encoded", "why"),
     [
-        (sparse_record(lo=float("nan")), "a scale"),
-        (sparse_record(hi=float("inf")), "a scale"),
-        (sparse_record(lo=-1.0), "a scale"),
-        (sparse_record(lo=-0.0), "a scale"),
-        (sparse_record(hi=2.0**31), "a scale"),
-        (sparse_record(lo=2.0**-61), "a scale"),
-        (sparse_record(lo=1e-40), "a scale"),
-        (sparse_record(lo=3.0), "above the high"),
-        (sparse_record(positions=[0, 2, 1, *range(3, 64)]), "do not increase"),
-        (sparse_record(positions=[0, 0, *range(2, 64)]), "do not increase"),
+        (sparse_block(lo=float("nan")), "a scale"),
+        (sparse_block(hi=float("inf")), "a scale"),
+        (sparse_block(lo=-1.0), "a scale"),
+        (sparse_block(lo=-0.0), "a scale"),
+        (sparse_block(hi=2.0**31), "a scale"),
+        (sparse_block(lo=2.0**-61), "a scale"),
+        (sparse_block(lo=1e-40), "a scale"),
+        (sparse_block(lo=3.0), "above the high"),
+        (sparse_block(positions=[0, 2, 1, *range(3, 64)]), "do not increase"),
+        (sparse_block(positions=[0, 0, *range(2, 64)]), "do not increase"),
         (GOOD[:52] + bytes(16) + GOOD[68:], "exactly 64"),
         (GOOD[:52] + b"\xff" * 8 + b"\x01" + bytes(7) + GOOD[68:], "exactly 64"),
         (GOOD[:52] + b"\xff" * 15 + b"\x7f" + GOOD[68:], "exactly 64"),
-        (GOOD[:67] + b"\x80" + GOOD[68:], "filling bits"),
+        (GOOD[:67] + b"\x80" + GOOD[68:], "padding bits"),
     ],
 )
-def test_each_defect_of_a_sparse_record_is_refused_with_its_place(record, why):
-    codec, blob = blob_of(K64, CHUNKS)
+def test_each_defect_of_a_sparse_block_is_refused_with_its_place(encoded, why):
+    codec, blob = blob_of(K64, BLOCKS)
     at = SECOND_RECORD + len(GOOD)
-    blob[at : at + len(GOOD)] = record
-    with pytest.raises(CodecError, match=f"tensor 'second', chunk 1: .*{why}"):
+    blob[at : at + len(GOOD)] = encoded
+    with pytest.raises(CodecError, match=f"tensor 'second', block 1: .*{why}"):
         codec.check(blob)
 
 
-def test_a_position_beyond_a_short_chunk_is_refused():
+def test_a_position_beyond_a_short_block_is_refused():
     layout = Layout.of({"w": (100,)})  # two of 100, five low bits: the high part can say up to 127
     codec, blob = blob_of(K64, layout)
-    record = bf16(1.0) + bf16(2.0) + elias_fano([3, 100], low=5, m=100) + b"\0"
-    blob[40:] = record
-    with pytest.raises(CodecError, match="beyond the chunk's end"):
+    encoded = bf16(1.0) + bf16(2.0) + elias_fano([3, 100], low=5, m=100) + b"\0"
+    blob[40:] = encoded
+    with pytest.raises(CodecError, match="beyond the block's end"):
         codec.check(blob)
     blob[40:] = bf16(1.0) + bf16(2.0) + elias_fano([3, 99], low=5, m=100) + b"\0"
     codec.check(blob)
 
 
-def test_filling_bits_are_refused_wherever_they_are():
+def test_padding_bits_are_refused_wherever_they_are():
     layout = Layout.of({"w": (100,)})
     codec, good = blob_of(K64, layout)
     for at, bit, why in ((44, 2, "low parts"), (45, 5, None), (46, 4, "values")):
@@ -158,22 +158,22 @@ def test_filling_bits_are_refused_wherever_they_are():
             codec.check(blob)
     codec, blob = blob_of(CodecSpec(kind="sparse", k=2048), Layout.of({"w": (9,)}))  # a bitmap of 9 bits
     blob[45] |= 0x80
-    with pytest.raises(CodecError, match="filling bits of the positions"):
+    with pytest.raises(CodecError, match="padding bits of the positions"):
         codec.check(blob)
 
 
 def test_a_bitmap_with_another_count_is_refused():
-    codec, blob = blob_of(BITMAP, CHUNKS)
+    codec, blob = blob_of(BITMAP, BLOCKS)
     blob[44 : 44 + 512] = bytes(512)
-    with pytest.raises(CodecError, match="tensor 'first', chunk 0: not exactly 1500"):
+    with pytest.raises(CodecError, match="tensor 'first', block 0: not exactly 1500"):
         codec.check(blob)
 
 
-def test_filling_bits_of_signs_are_refused():
+def test_padding_bits_of_signs_are_refused():
     codec, blob = blob_of(SIGN, Layout.of({"w": (9,)}))
     codec.check(blob)
     blob[43] |= 2
-    with pytest.raises(CodecError, match="filling bits of the signs"):
+    with pytest.raises(CodecError, match="padding bits of the signs"):
         codec.check(blob)
 
 
@@ -191,13 +191,13 @@ def test_filling_bits_of_signs_are_refused():
         (NONE, 4, struct.pack("<f", 2.0**31), "not finite"),
     ],
 )
-def test_each_defect_of_a_dense_record_is_refused_with_its_place(spec, at, put, why):
-    codec, blob = blob_of(spec, CHUNKS)
-    at += 40 + 2 * codec.record_size(4096)
+def test_each_defect_of_a_dense_block_is_refused_with_its_place(spec, at, put, why):
+    codec, blob = blob_of(spec, BLOCKS)
+    at += 40 + 2 * codec.encoded_size(4096)
     blob[at : at + len(put)] = put
-    with pytest.raises(CodecError, match=f"tensor 'second', chunk 1: .*{why}"):
+    with pytest.raises(CodecError, match=f"tensor 'second', block 1: .*{why}"):
         codec.check(blob)
-    e = noise(CHUNKS)
+    e = noise(BLOCKS)
     before = {n: t.clone() for n, t in e.items()}
     with pytest.raises(CodecError):
         codec.add_to(blob, e)
@@ -207,7 +207,7 @@ def test_each_defect_of_a_dense_record_is_refused_with_its_place(spec, at, put, 
 def test_checking_takes_memory_for_a_slice_not_for_the_model():
     layout = Layout.of({"w": (256, 1024, 1024)})  # 1 GiB as fp32
     codec = make_codec(K64, layout)
-    blob = codec.header + GOOD * layout.chunks
+    blob = codec.header + GOOD * layout.blocks
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     codec.check(memoryview(blob))
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024

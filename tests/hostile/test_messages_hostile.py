@@ -119,7 +119,7 @@ def test_what_is_remembered_is_bounded_in_number():
 
 
 def test_what_is_remembered_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(message_codec, "MAX_REMEMBERED", 1024 * 1024)
+    monkeypatch.setattr(message_codec, "MAX_CACHED_BYTES", 1024 * 1024)
     o = decoder()
     for i in range(100):
         o.decode(heartbeat(STRANGER, admission=b"", sequence=i, known_headers=(2**63,) * 1000).encoded, Heartbeat)
@@ -130,7 +130,7 @@ def test_what_is_remembered_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_message_too_large_to_remember_opens_all_the_same(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(message_codec, "MAX_REMEMBERED", 1000)
+    monkeypatch.setattr(message_codec, "MAX_CACHED_BYTES", 1000)
     o = decoder()
     assert o.decode_certificate(encode_certificate(CERTIFICATE)) == CERTIFICATE
     assert remembered(o) == 0
@@ -173,7 +173,7 @@ def test_whatever_arrives_is_opened_or_an_error_of_the_protocol(sent: bytes):
 def test_whatever_is_signed_is_opened_or_an_error_of_the_protocol(body: type, payload: bytes):
     signer = OWNER if body in (Admission, Finalization) else PEERS[1]
     try:
-        decoder().decode(seal(signer, KINDS[body][0], payload).encoded, body)
+        decoder().decode(seal(signer, KINDS[body].name, payload).encoded, body)
     except ProtocolError:
         pass
 
@@ -181,7 +181,7 @@ def test_whatever_is_signed_is_opened_or_an_error_of_the_protocol(body: type, pa
 @given(st.data())
 def test_whatever_a_member_signs_is_opened_or_an_error_of_the_protocol(data: st.DataObject):
     good = data.draw(st.sampled_from(ONE_OF_EACH))
-    kind = KINDS[type(good.body)][0]
+    kind = KINDS[type(good.body)].name
     payload = bytearray(wire.Envelope.FromString(good.encoded).payload)
     for _ in range(data.draw(st.integers(1, 3))):
         payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))

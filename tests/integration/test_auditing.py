@@ -473,7 +473,7 @@ async def test_what_is_final_and_not_credited_is_named(tmp_path, monkeypatch):
         )  # type: ignore
         w.chains = {peer(1).key: chain}
         found = await w.found()
-        assert found == ["the log ends before rounds 5 to 6: final by the owner's word, and not credited"]
+        assert found == ["the log ends before rounds 5 to 6: finalized by the owner, and not credited"]
 
 
 # -- over HTTP ---------------------------------------------------------------------------------------------------------

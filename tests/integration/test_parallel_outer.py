@@ -141,9 +141,9 @@ def genesis(path: Path, name: str) -> dict[str, Tensor]:
 
 
 def spoilt(codec) -> bytes:
-    """Return a blob whose last record, which one rank owns, is invalid."""
+    """Return a blob whose last block, which one rank owns, is invalid."""
     blob = bytearray(dense(3))
-    blob[-codec.record_size(1) :] = b"\xff" * codec.record_size(1)
+    blob[-codec.encoded_size(1) :] = b"\xff" * codec.encoded_size(1)
     blob[-40:] = b"\xff" * 40
     return bytes(blob)
 

@@ -1,4 +1,4 @@
-"""A state that ranks hold together: every chunk has one owner, and files, digests, updates and rounds are as of one."""
+"""A state that ranks hold together: every block has one owner, and files, digests, updates and rounds are as of one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from peer.training.parallel.ownership import ChunkOwnership
+from peer.training.parallel.ownership import BlockOwnership
 from peer.training.parallel.sharded_file import ShardedFile
 from protocol.codec import make_codec
 from protocol.ids import PeerKey, sha256
-from protocol.layout import CODEC_CHUNK, MOMENTUM, Layout, TensorSlice
+from protocol.layout import BLOCK, MOMENTUM, Layout, TensorSlice
 from protocol.merkle import blob_digest
 from protocol.outer import Contribution, apply
 from protocol.spec import CodecSpec, OuterSpec
@@ -25,7 +25,7 @@ LAYOUT = Layout.of(
     {"a.weight": (96, 100), "b.bias": (70,), "c.weight": (37, 4096), "d": (5,), "e.weight": (300, 300), "f": (4096,)}
 )
 shapes = st.dictionaries(
-    st.text("abcdefg", min_size=1, max_size=3), st.integers(1, 5 * CODEC_CHUNK).map(lambda n: (n,)), min_size=1
+    st.text("abcdefg", min_size=1, max_size=3), st.integers(1, 5 * BLOCK).map(lambda n: (n,)), min_size=1
 )
 
 
@@ -34,10 +34,10 @@ def noise(layout: Layout, seed: int, scale: float = 1.0) -> dict[str, Tensor]:
     return {t.name: torch.randn(t.shape, generator=made) * scale for t in layout.tensors}
 
 
-def dealt(layout: Layout, ranks: int, stages: int = 1) -> ChunkOwnership:
+def dealt(layout: Layout, ranks: int, stages: int = 1) -> BlockOwnership:
     each = ranks // stages
     of_stage = [list(range(s * each, (s + 1) * each)) for s in range(stages)]
-    return ChunkOwnership.of(layout, [i % stages for i in range(len(layout.tensors))], of_stage)
+    return BlockOwnership.of(layout, [i % stages for i in range(len(layout.tensors))], of_stage)
 
 
 def cut(layout: Layout, tensors: dict[str, Tensor], parts: tuple[TensorSlice, ...]) -> dict[str, Tensor]:
@@ -49,18 +49,18 @@ def cut(layout: Layout, tensors: dict[str, Tensor], parts: tuple[TensorSlice, ..
 
 
 @given(shapes, st.integers(1, 9))
-def test_every_coordinate_has_one_owner_and_ranks_hold_alike_many_chunks(found, ranks):
+def test_every_coordinate_has_one_owner_and_ranks_hold_alike_many_blocks(found, ranks):
     layout = Layout.of(found)
     owned = dealt(layout, ranks)
     for index, tensor in enumerate(layout.tensors):
         at = 0
         for rank, part in owned.owners[index]:
             assert part in owned.parts[rank] and part.index == index and part.start == at < part.stop
-            assert part.start % CODEC_CHUNK == 0
+            assert part.start % BLOCK == 0
             at = part.stop
         assert at == tensor.numel
-    chunks = [sum(-(-p.numel // CODEC_CHUNK) for p in owned.parts[r]) for r in range(ranks)]
-    assert max(chunks) - min(chunks) <= 1 and sum(chunks) == layout.chunks
+    blocks = [sum(-(-p.numel // BLOCK) for p in owned.parts[r]) for r in range(ranks)]
+    assert max(blocks) - min(blocks) <= 1 and sum(blocks) == layout.blocks
     for parts in owned.parts.values():
         assert len({p.index for p in parts}) == len(parts)  # at most one of a tensor
 
@@ -119,8 +119,8 @@ def test_updates_and_rounds_by_parts_are_those_of_the_whole_bit_for_bit(spec, ra
         for rank in range(ranks):
             for part in owned.parts[rank]:
                 flat = learnt[LAYOUT.tensors[part.index].name].view(-1)[part.start : part.stop]
-                at, size = codec.record_range(part)
-                joined[at : at + size] = codec.encode_chunks(part.index, part.start // CODEC_CHUNK, flat)
+                at, size = codec.encoded_range(part)
+                joined[at : at + size] = codec.encode_blocks(part.index, part.start // BLOCK, flat)
         assert joined == blob
         assert all(torch.equal(learnt[name], whole[name]) for name in whole)
         contributions.append(Contribution(PeerKey(sha256(bytes([n]))), n + 1, bytes(blob)))

@@ -275,7 +275,7 @@ def spoilt_for_one(me: int, world: int, folder: Path) -> None:
         many.outer.rebase()
         spoilt = bytearray(many.outer.announce())
         spoilt[-40:] = b"\xff" * 40  # of records that the last rank owns
-        with pytest.raises(CodecError, match="chunk"):
+        with pytest.raises(CodecError, match="block"):
             many.outer.add_back(bytes(spoilt))
         with pytest.raises(OSError, match="nowhere"):
             many.store_state(1, folder / "nowhere" / "state")

@@ -53,7 +53,7 @@ NEVER_CALLED = {"eval", "exec", "torch.load", "torch.save", "np.load", "numpy.lo
 WORLD_CALLS = {"open", "input", "print", "breakpoint", "torch.rand", "torch.randn", "torch.randint", "torch.randperm"}
 
 INTERNAL_ERRORS = {
-    "RecordError": "within the codec, which turns it into a CodecError that names the place",
+    "BlockError": "within the codec, which turns it into a CodecError that names the place",
     "InvariantError": "a bug of the round machine: a traceback is wanted, not one line",
 }
 """Exceptions beside the tree of CairnError, with the reason. Those that begin with `_` are a file's own."""

@@ -57,7 +57,7 @@ awkward = st.one_of(
 
 def read_bits(data: bytes, width: int, count: int) -> list[int]:
     number = int.from_bytes(data, "little")
-    assert number >> (width * count) == 0, "filling bits"
+    assert number >> (width * count) == 0, "padding bits"
     return [(number >> (width * i)) & ((1 << width) - 1) for i in range(count)]
 
 

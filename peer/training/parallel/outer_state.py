@@ -1,6 +1,6 @@
-"""One rank's shard of the outer state: the operations of `OuterOperations` on the chunks that this rank owns.
+"""One rank's shard of the outer state: the operations of `OuterOperations` on the blocks that this rank owns.
 
-Base, anchor and feedback cover the owned slices only. The model is not split by chunks, so for `announce` and `rebase`
+Base, anchor and feedback cover the owned slices only. The model is not split by blocks, so for `announce` and `rebase`
 one parameter after the other is gathered. All ranks together hold, send and apply the same bits as one process that
 holds everything.
 """
@@ -18,17 +18,17 @@ from peer.training.background import write_file
 from peer.training.outer_state import OuterOperations
 from peer.training.parallel.group import RankGroup
 from peer.training.parallel.model import RankModel
-from peer.training.parallel.ownership import ChunkOwnership
+from peer.training.parallel.ownership import BlockOwnership
 from peer.training.parallel.plans import stage_of
 from peer.training.parallel.sharded_file import ShardedFile
 from protocol.codec import Codec
 from protocol.ids import Digest
-from protocol.layout import CODEC_CHUNK, Layout
+from protocol.layout import BLOCK, Layout
 from protocol.spec import OuterSpec
 from protocol.state import state_layout
 
 PIECE = 4096
-"""Chunks that are encoded at once, which bounds the memory."""
+"""Blocks that are encoded at once, which bounds the memory."""
 
 
 class ShardedOuterState(OuterOperations):
@@ -41,7 +41,7 @@ class ShardedOuterState(OuterOperations):
         self.built = built
         self.layout = codec.layout
         stages = [stage_of(t.name, layers, group.dims.pp) for t in self.layout.tensors]
-        self.owned = ChunkOwnership.of(self.layout, stages, group.ranks)
+        self.owned = BlockOwnership.of(self.layout, stages, group.ranks)
         parts = self.owned.parts[group.rank]
         self._of_stage = [i for i, s in enumerate(stages) if s == group.stage]
         self._mine = {self._name(p.index): p for p in parts}
@@ -62,15 +62,15 @@ class ShardedOuterState(OuterOperations):
     def announce(self) -> bytes | None:
         """Return an update's blob of all progress that was not sent, on rank 0. Raise CodecError."""
         self._gather_progress()
-        records = bytearray()
+        encoded = bytearray()
         with self.group.together():
             for name, part in self._mine.items():
-                first = part.start // CODEC_CHUNK
-                for n, values in enumerate(self.feedback[name].split(PIECE * CODEC_CHUNK)):
-                    records += self.codec.encode_chunks(part.index, first + n * PIECE, values)
-        places = {rank: [self.codec.record_range(p) for p in parts] for rank, parts in self.owned.parts.items()}
+                first = part.start // BLOCK
+                for n, values in enumerate(self.feedback[name].split(PIECE * BLOCK)):
+                    encoded += self.codec.encode_blocks(part.index, first + n * PIECE, values)
+        places = {rank: [self.codec.encoded_range(p) for p in parts] for rank, parts in self.owned.parts.items()}
         sizes = [sum(size for _, size in places[rank]) for rank in range(self.group.world)]
-        every = self.group.gather(records, sizes)
+        every = self.group.gather(encoded, sizes)
         if every is None:
             return None
         blob = bytearray(self.codec.header.ljust(self.codec.size, b"\0"))
@@ -106,7 +106,7 @@ class ShardedOuterState(OuterOperations):
                 temporary.unlink(missing_ok=True)
             raise
 
-    # -- between chunks and the model --------------------------------------------------------------------------
+    # -- between blocks and the model --------------------------------------------------------------------------
 
     def owned_of(
         self, tensor_of: Callable[[str], Tensor | None], names: Container[str] | None = None

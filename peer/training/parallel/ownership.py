@@ -1,6 +1,6 @@
-"""The distribution of the state between peers over ranks: each has an equal share of the chunks of its stage's tensors.
+"""The distribution of the state between peers over ranks: each has an equal share of the blocks of its stage's tensors.
 
-Chunks cover whole flattened tensors, whatever the layout of the model. So a peer's updates and states do not tell how
+Blocks cover whole flattened tensors, whatever the layout of the model. So a peer's updates and states do not tell how
 many GPUs it has. Pure.
 """
 
@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from protocol.layout import CODEC_CHUNK, Layout, TensorSlice
+from protocol.layout import BLOCK, Layout, TensorSlice
 
 
 @dataclass(frozen=True)
-class ChunkOwnership:
+class BlockOwnership:
     """The owner of each slice of a layout's tensors.
 
-    The chunks of a stage, in layout order, are split into one consecutive run for each of its ranks; the runs differ by
-    one chunk at most. So a rank's slices are adjacent in updates and in checkpoints, and most tensors belong to one
+    The blocks of a stage, in layout order, are split into one consecutive range per rank; these differ by one block at
+    most. So a rank's slices are adjacent in updates and in checkpoints, and most tensors belong to one
     rank.
     """
 
@@ -28,24 +28,24 @@ class ChunkOwnership:
     """Each tensor's (rank, slice) pairs, which cover it in order."""
 
     @classmethod
-    def of(cls, layout: Layout, stages: Sequence[int], ranks: Sequence[Sequence[int]]) -> ChunkOwnership:
+    def of(cls, layout: Layout, stages: Sequence[int], ranks: Sequence[Sequence[int]]) -> BlockOwnership:
         """Distribute a layout: `stages` has the stage of each tensor, `ranks` the ranks of each stage."""
         parts: dict[int, list[TensorSlice]] = {r: [] for of_stage in ranks for r in of_stage}
         owners: list[list[tuple[int, TensorSlice]]] = [[] for _ in layout.tensors]
         for stage, of_stage in enumerate(ranks):
             mine = [i for i, s in enumerate(stages) if s == stage]
-            total = sum(layout.tensors[i].chunks for i in mine)
+            total = sum(layout.tensors[i].blocks for i in mine)
             ends = [total * (n + 1) // len(of_stage) for n in range(len(of_stage))]
             at, n = 0, 0
             for i in mine:
                 tensor = layout.tensors[i]
                 first = 0
-                while first < tensor.chunks:
+                while first < tensor.blocks:
                     while at >= ends[n]:
                         n += 1
-                    count = min(tensor.chunks - first, ends[n] - at)
-                    stop = min(tensor.numel, (first + count) * CODEC_CHUNK)
-                    part = TensorSlice(i, first * CODEC_CHUNK, stop)
+                    count = min(tensor.blocks - first, ends[n] - at)
+                    stop = min(tensor.numel, (first + count) * BLOCK)
+                    part = TensorSlice(i, first * BLOCK, stop)
                     parts[of_stage[n]].append(part)
                     owners[i].append((of_stage[n], part))
                     first, at = first + count, at + count

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.convergence import chunks, job, links, measure, tables, tuning
+from benchmarks.convergence import blocks, job, links, measure, tables, tuning
 from benchmarks.convergence.corpus import Corpus
 from benchmarks.convergence.fleet import Fleet
 from benchmarks.convergence.goals import judged
@@ -91,7 +91,7 @@ def test_reduced_rounds_lead_nearly_where_gathered_ones_do_for_their_own_bytes(s
 @pytest.mark.parametrize("k", [64, 256, 4096])
 def test_records_are_as_large_as_the_codecs(setting: Setting, width: int, k: int):
     codec = make_codec(CodecSpec(kind="sparse", k=k), setting.layout)
-    assert chunks.record_bytes(width, k, "2 levels") == codec.record_size(width)
+    assert blocks.block_bytes(width, k, "2 levels") == codec.encoded_size(width)
 
 
 def test_diloco_of_one_peer_with_a_plain_outer_step_is_that_peer_alone(setting: Setting):
@@ -140,15 +140,15 @@ def test_fp16_gradients_train_as_exact_ones_do(setting: Setting):
 @pytest.mark.parametrize("kind", ["dct", "hadamard"])
 def test_a_transform_keeps_norms_and_comes_back(kind: str):
     rows = torch.randn(3, 4096)
-    there = chunks.transformed(rows, kind)
+    there = blocks.transformed(rows, kind)
     assert torch.allclose(there.norm(dim=1), rows.norm(dim=1), rtol=1e-4)
-    assert torch.allclose(chunks.transformed(there, kind, back=True), rows, atol=1e-4)
+    assert torch.allclose(blocks.transformed(there, kind, back=True), rows, atol=1e-4)
     assert torch.allclose(dct_matrix(64) @ dct_matrix(64).T, torch.eye(64), atol=1e-5)
 
 
 def test_more_bits_leave_less_error():
     values, generator = torch.randn(8, 64), torch.Generator().manual_seed(0)
-    error = {kind: float((chunks.quantised(values, kind, generator) - values).norm()) for kind in chunks.QUANTISERS}
+    error = {kind: float((blocks.quantised(values, kind, generator) - values).norm()) for kind in blocks.QUANTISERS}
     assert error["1 mean"] > error["2 levels"] > error["3 levels"] > error["4 levels"] > error["fp32"] == 0
     assert error["2 dithered"] > error["2 levels"] < error["2 max"]
 

@@ -26,7 +26,7 @@ from coordinator.authoring.runfile import RunFile, load_run, tomllib
 from coordinator.authoring.template import fill
 from protocol.codec import make_codec
 from protocol.errors import CairnError
-from protocol.layout import CODEC_CHUNK, Layout
+from protocol.layout import BLOCK, Layout
 from protocol.model import build_model, model_layout, plain_config
 from protocol.spec import CodecSpec
 
@@ -192,8 +192,8 @@ def test_planned_bytes_are_the_bytes_of_a_real_update(measured: MeasuredSetting)
     assert PlanInputs(layout, tokens_per_second=1000).update_bytes(measured.codec) == codec.size == len(blob)
 
 
-def test_bytes_of_a_number_of_parameters_are_those_of_full_chunks():
-    layout = Layout.of({"a": (CODEC_CHUNK, 10), "b": (3, CODEC_CHUNK)})
+def test_bytes_of_a_number_of_parameters_are_those_of_full_blocks():
+    layout = Layout.of({"a": (BLOCK, 10), "b": (3, BLOCK)})
     assert PlanInputs(layout.numel).update_bytes(CodecSpec()) == make_codec(CodecSpec(), layout).size
     assert PlanInputs(layout.numel - 1).update_bytes(CodecSpec()) == PlanInputs(layout.numel).update_bytes(CodecSpec())
 

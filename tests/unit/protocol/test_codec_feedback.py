@@ -51,35 +51,35 @@ def test_an_update_that_missed_its_round_goes_back_into_the_feedback(spec):
 
 
 @every_codec
-def test_records_of_chunk_ranges_join_to_the_blob_of_the_whole(spec):
+def test_encoded_ranges_of_blocks_join_to_the_blob_of_the_whole(spec):
     codec, whole, parts = make_codec(spec, LAYOUT), noise(LAYOUT), noise(LAYOUT)
     blob = codec.encode(whole)
     joined = bytearray(codec.header)
     for index, tensor in enumerate(LAYOUT.tensors):
         flat = parts[tensor.name].view(-1)
-        for first in range(0, tensor.chunks, 2):
-            joined += codec.encode_chunks(index, first, flat[first * 4096 : (first + 2) * 4096])
+        for first in range(0, tensor.blocks, 2):
+            joined += codec.encode_blocks(index, first, flat[first * 4096 : (first + 2) * 4096])
     assert joined == blob
     assert all(same_bits(whole[n], parts[n]) for n in whole)
 
 
-def test_a_range_that_cuts_a_chunk_is_refused():
+def test_a_range_that_cuts_a_block_is_refused():
     codec = make_codec(CodecSpec(), LAYOUT)
-    with pytest.raises(CodecError, match="whole chunks"):
-        codec.encode_chunks(0, 0, torch.zeros(4095))
+    with pytest.raises(CodecError, match="whole blocks"):
+        codec.encode_blocks(0, 0, torch.zeros(4095))
 
 
-def test_sparse_sends_the_largest_of_each_chunk():
+def test_sparse_sends_the_largest_of_each_block():
     codec, before = make_codec(CodecSpec(kind="sparse", k=64), LAYOUT), noise(LAYOUT)
     blob = codec.encode({n: t.clone() for n, t in before.items()})
     sent = codec.decode_tensor(blob, 0).positions
     flat = before["a"].abs().view(-1)
     assert sent is not None
     for start in range(0, flat.numel(), 4096):
-        chunk = flat[start : start + 4096]
-        k = math.ceil(chunk.numel() * 64 / 4096)
-        mine = sent[(sent >= start) & (sent < start + chunk.numel())] - start
-        assert torch.equal(mine, chunk.topk(k).indices.sort().values)
+        block = flat[start : start + 4096]
+        k = math.ceil(block.numel() * 64 / 4096)
+        mine = sent[(sent >= start) & (sent < start + block.numel())] - start
+        assert torch.equal(mine, block.topk(k).indices.sort().values)
 
 
 def test_of_equal_coordinates_some_k_are_sent():
@@ -109,7 +109,7 @@ def test_a_feedback_of_zeros_makes_a_valid_update_of_zeros(spec):
 def test_a_value_that_is_not_finite_or_absurd_is_an_error_that_names_its_tensor(spec, bad):
     e = noise(LAYOUT)
     e["a"].view(-1)[5000] = bad
-    with pytest.raises(CodecError, match="'a', chunk 1: a value is not finite"):
+    with pytest.raises(CodecError, match="'a', block 1: a value is not finite"):
         make_codec(spec, LAYOUT).encode(e)
 
 

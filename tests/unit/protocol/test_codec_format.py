@@ -19,9 +19,9 @@ from protocol.spec import CodecSpec
 from tests.support.codec_cases import layouts, read_bf16, read_bits, specs
 
 
-def read_sparse(record: bytes, m: int, k: int) -> dict[int, float]:
-    """Return a record of a chunk of m coordinates of which k are kept, by docs/codec.md."""
-    lo, hi = read_bf16(record[0:2]), read_bf16(record[2:4])
+def read_sparse(encoded: bytes, m: int, k: int) -> dict[int, float]:
+    """Return the values of an encoded block of m coordinates of which k are kept, by docs/codec.md."""
+    lo, hi = read_bf16(encoded[0:2]), read_bf16(encoded[2:4])
     at = 4
     if k == m:
         positions = list(range(m))
@@ -31,14 +31,14 @@ def read_sparse(record: bytes, m: int, k: int) -> dict[int, float]:
         a, b = -(-k * low // 8), -(-unary // 8)
         if -(-m // 8) <= a + b:
             size = -(-m // 8)
-            positions = [i for i, bit in enumerate(read_bits(record[at : at + size], 1, m)) if bit]
+            positions = [i for i, bit in enumerate(read_bits(encoded[at : at + size], 1, m)) if bit]
             at += size
         else:
-            lows = read_bits(record[at : at + a], low, k)
-            ones = [i for i, bit in enumerate(read_bits(record[at + a : at + a + b], 1, unary)) if bit]
+            lows = read_bits(encoded[at : at + a], low, k)
+            ones = [i for i, bit in enumerate(read_bits(encoded[at + a : at + a + b], 1, unary)) if bit]
             positions = [((one - i) << low) | lows[i] for i, one in enumerate(ones)]
             at += a + b
-    codes = read_bits(record[at:], 2, k)
+    codes = read_bits(encoded[at:], 2, k)
     assert len(positions) == k and positions == sorted(set(positions)) and positions[-1] < m
     return {p: (-1 if c & 2 else 1) * (hi if c & 1 else lo) for p, c in zip(positions, codes, strict=True)}
 
@@ -68,7 +68,7 @@ def read_blob(blob: bytes, kind: str, k: int, layout: Layout) -> dict[str, dict[
                 at += 2 + bits
             else:
                 kept = max(1, math.ceil(m * k / 4096))
-                size = record_size(m, kept)
+                size = encoded_size(m, kept)
                 values = read_sparse(blob[at : at + size], m, kept)
                 at += size
             said.update({start + i: v for i, v in values.items()})
@@ -76,7 +76,7 @@ def read_blob(blob: bytes, kind: str, k: int, layout: Layout) -> dict[str, dict[
     return out
 
 
-def record_size(m: int, k: int) -> int:
+def encoded_size(m: int, k: int) -> int:
     if k == m:
         return 4 + -(-2 * k // 8)
     low = int(math.log2(m / k))
@@ -103,12 +103,12 @@ def test_k_64_costs_at_most_0_165_bits_a_parameter():
     layout = Layout.of({"w": (1024, 1024)})
     codec = make_codec(CodecSpec(kind="sparse", k=64), layout)
     assert 8 * codec.size / layout.numel <= 0.165
-    assert codec.record_size(4096) == 84
+    assert codec.encoded_size(4096) == 84
 
 
-def test_a_dense_chunk_spends_no_bits_on_positions():
+def test_a_dense_block_spends_no_bits_on_positions():
     codec = make_codec(CodecSpec(kind="sparse", k=4096), Layout.of({"w": (4096,)}))
-    assert codec.record_size(4096) == 4 + 4096 * 2 // 8
+    assert codec.encoded_size(4096) == 4 + 4096 * 2 // 8
 
 
 @pytest.mark.parametrize("k", [*range(64, 4096, 97), 1023, 1024, 1025, 2048, 4095, 4096])
@@ -136,8 +136,8 @@ def test_the_bytes_of_a_known_record_stay_as_they_are():
     codec = make_codec(CodecSpec(kind="sparse", k=64), Layout.of({"w": (4096,)}))
     e = torch.zeros(4096)
     e[torch.arange(0, 4096, 64)] = torch.tensor([1.0, -1.0, 2.0, -2.0]).repeat(16)
-    record = codec.encode({"w": e})[40:]
-    assert record.hex() == (
+    encoded = codec.encode({"w": e})[40:]
+    assert encoded.hex() == (
         "803f0040"  # lo 1.0, hi 2.0
         + "00" * 48  # low six bits of 64 multiples of 64
         + "55" * 16  # a one, a zero, ...: each high part is one more
@@ -149,6 +149,6 @@ def test_the_bytes_of_a_known_record_stay_as_they_are():
 @pytest.mark.parametrize("kind", ["sign", "int8", "none"])
 def test_the_bytes_of_known_dense_records_stay_as_they_are(kind):
     codec = make_codec(CodecSpec(kind=kind), Layout.of({"w": (3,)}))
-    record = codec.encode({"w": torch.tensor([127.0, -1.5, 0.0])})[40:]
+    encoded = codec.encode({"w": torch.tensor([127.0, -1.5, 0.0])})[40:]
     known = {"sign": "2b42" + "02", "int8": "803f" + "7ffe00", "none": "0000fe42" + "0000c0bf" + "00000000"}
-    assert record.hex() == known[kind]
+    assert encoded.hex() == known[kind]

@@ -31,25 +31,25 @@ from tests.support.codec_cases import (
 kept = st.one_of(st.integers(256, 4096), st.sampled_from([256, 1024, 4096]))
 
 
-def read_chunk(record: bytes, m: int, k: int) -> tuple[dict[int, float], bytes]:
-    """Return the values in a record of m coordinates of which k are kept, and the bytes after it."""
-    scale, at = read_bf16(record[:2]), 2
+def read_block(encoded: bytes, m: int, k: int) -> tuple[dict[int, float], bytes]:
+    """Return the values in an encoded block of m coordinates of which k are kept, and the bytes after it."""
+    scale, at = read_bf16(encoded[:2]), 2
     positions = list(range(m))
     if k < m:
         low = int(math.log2(m / k))
         unary = k + ((m - 1) >> low)
         a, b = -(-k * low // 8), -(-unary // 8)
         if (size := -(-m // 8)) <= a + b:
-            positions = [i for i, bit in enumerate(read_bits(record[at : at + size], 1, m)) if bit]
+            positions = [i for i, bit in enumerate(read_bits(encoded[at : at + size], 1, m)) if bit]
             at += size
         else:
-            lows = read_bits(record[at : at + a], low, k)
-            ones = [i for i, bit in enumerate(read_bits(record[at + a : at + a + b], 1, unary)) if bit]
+            lows = read_bits(encoded[at : at + a], low, k)
+            ones = [i for i, bit in enumerate(read_bits(encoded[at + a : at + a + b], 1, unary)) if bit]
             positions = [((one - i) << low) | lows[i] for i, one in enumerate(ones)]
             at += a + b
-    codes = struct.unpack(f"{k}b", record[at : at + k])
+    codes = struct.unpack(f"{k}b", encoded[at : at + k])
     assert len(positions) == k and positions == sorted(set(positions)) and positions[-1] < m
-    return {p: c * scale for p, c in zip(positions, codes, strict=True)}, record[at + k :]
+    return {p: c * scale for p, c in zip(positions, codes, strict=True)}, encoded[at + k :]
 
 
 @settings(deadline=None, max_examples=40)
@@ -64,8 +64,8 @@ def test_a_blob_says_to_a_plain_reader_what_it_says_to_the_decoder(layout, k, se
         said: dict[int, float] = {}
         for start in range(0, tensor.numel, 4096):
             m = min(4096, tensor.numel - start)
-            chunk, rest = read_chunk(rest, m, max(1, math.ceil(m * k / 4096)))
-            said.update({start + i: v for i, v in chunk.items()})
+            block, rest = read_block(rest, m, max(1, math.ceil(m * k / 4096)))
+            said.update({start + i: v for i, v in block.items()})
         decoded = codec.decode_tensor(blob, index)
         positions = range(tensor.numel) if decoded.positions is None else decoded.positions.tolist()
         assert dict(zip(positions, decoded.values.tolist(), strict=True)) == said
@@ -131,9 +131,9 @@ def test_the_bytes_of_a_known_record_stay_as_they_are():
     codec = Sparse8Codec(Layout.of({"w": (64,)}), 256)
     e = torch.zeros(64)
     e[[3, 17, 33, 60]] = torch.tensor([127.0, -2.0, 1.4, -64.0])
-    record = codec.encode({"w": e})[40:]
+    encoded = codec.encode({"w": e})[40:]
     # Scale 1; four positions: low four bits 3, 1, 1, 12; high parts 0, 1, 2, 3; 127, -2, 1, -64.
-    assert record.hex() == "803f" + "13c1" + "55" + "7ffe01c0"
+    assert encoded.hex() == "803f" + "13c1" + "55" + "7ffe01c0"
 
 
 @settings(deadline=None, max_examples=200)
@@ -156,10 +156,10 @@ def test_mutated_bytes_are_refused_or_decode_to_sane_numbers(k, edits):
 def test_each_defect_is_refused_with_its_place(at, put, why):
     codec = Sparse8Codec(Layout.of({"first": (4096,), "second": (8192,)}), 256)
     blob = codec.encode(noise(codec.layout))
-    size = codec.record_size(4096)
+    size = codec.encoded_size(4096)
     at = 40 + 2 * size + at % size
     blob[at : at + len(put)] = put
-    with pytest.raises(CodecError, match=f"tensor 'second', chunk 1: .*{why}"):
+    with pytest.raises(CodecError, match=f"tensor 'second', block 1: .*{why}"):
         codec.check(blob)
 
 
@@ -174,4 +174,4 @@ def test_sums_keep_four_times_the_coordinates_and_all_of_what_is_dense():
         sums = make_shard_codec(make_codec(spec, LAYOUT), LAYOUT)
         assert (sums.identifier, sums.kept) == want
     codec = Sparse8Codec(Layout.of({"w": (4096,)}), 256)
-    assert codec.record_size(4096) == 2 + 128 + 64 + 256
+    assert codec.encoded_size(4096) == 2 + 128 + 64 + 256

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from protocol import layout as layout_module
 from protocol.errors import MalformedError
 from protocol.layout import (
-    CODEC_CHUNK,
+    BLOCK,
     MAX_DIMENSIONS,
     MAX_HEADER,
     MAX_NUMEL,
@@ -84,11 +84,11 @@ def test_two_layouts_have_two_digests():
     assert len({Layout.of(shapes).digest for shapes in layouts}) == len(layouts)
 
 
-def test_chunks_cover_each_tensor_by_itself():
-    layout = Layout.of({"a": (CODEC_CHUNK,), "b": (CODEC_CHUNK + 1,), "c": (), "d": (2, 3)})
-    assert [t.chunks for t in layout.tensors] == [1, 2, 1, 1]
-    assert layout.chunks == 5
-    assert layout.numel == CODEC_CHUNK + CODEC_CHUNK + 1 + 1 + 6
+def test_blocks_cover_each_tensor_by_itself():
+    layout = Layout.of({"a": (BLOCK,), "b": (BLOCK + 1,), "c": (), "d": (2, 3)})
+    assert [t.blocks for t in layout.tensors] == [1, 2, 1, 1]
+    assert layout.blocks == 5
+    assert layout.numel == BLOCK + BLOCK + 1 + 1 + 6
 
 
 def test_momentum_goes_in_and_comes_out():

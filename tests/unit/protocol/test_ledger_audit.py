@@ -50,7 +50,7 @@ def test_an_empty_ledger_is_clean():
     world = LedgerWorld(0)
     world.sign()
     assert world.audit().clean
-    assert world.found(final=0) == ["the log ends before round 0: final by the owner's word, and not credited"]
+    assert world.found(final=0) == ["the log ends before round 0: finalized by the owner, and not credited"]
 
 
 def test_the_end_of_a_run_settles_all():

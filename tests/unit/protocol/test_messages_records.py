@@ -245,7 +245,7 @@ def _len_field(size: int) -> int:
 def test_the_largest_certificate_fits_one_message():
     updates = MAX_CONTRIBUTORS * _len_field(MAX_HEADER_ENVELOPE)
     record_envelope = updates + 400
-    assert record_envelope <= KINDS[RoundRecord][1] == MAX_ENVELOPE
+    assert record_envelope <= KINDS[RoundRecord].limit == MAX_ENVELOPE
     votes, parts = MAX_CONTRIBUTORS * _len_field(MAX_VOTE_ENVELOPE), MAX_SHARDS * _len_field(32)
     assert _len_field(record_envelope) + votes + parts <= MAX_CERTIFICATE
 

@@ -85,9 +85,9 @@ def test_neither_threads_nor_slicing_change_a_bit(spec):
     want = after(codec, outer, updates)
     threads = torch.get_num_threads()
     try:
-        for n, run in ((1, 1), (1, 7), (2, 100), (3, 10_000)):
+        for n, limit in ((1, 1), (1, 7), (2, 100), (3, 10_000)):
             torch.set_num_threads(n)
-            assert same_states(after(codec, outer, updates, batch_chunks=run), want)
+            assert same_states(after(codec, outer, updates, batch_blocks=limit), want)
     finally:
         torch.set_num_threads(threads)
 
@@ -139,7 +139,7 @@ def test_a_coordinate_is_the_mean_of_those_who_sent_it():
     assert (state["w"][:32] == -0.25).all() and (state["w"][64:96] == 2.25).all()
 
 
-def test_a_zero_that_fills_up_a_chunk_is_not_sent():
+def test_a_zero_that_fills_up_a_block_is_not_sent():
     layout = Layout.of({"w": (4096,)})
     codec = make_codec(CodecSpec(kind="sparse", k=64), layout)
     quiet, loud = torch.zeros(4096), torch.zeros(4096)

@@ -49,7 +49,7 @@ def means(codec: Codec, updates: list[Contribution], outer: OuterSpec) -> dict[s
 @settings(deadline=None, max_examples=60)
 def test_parts_are_all_of_the_model_in_order_and_of_like_size(layout, spec, count):
     reduction = Reduction(spec, layout)
-    count = min(count, layout.chunks)
+    count = min(count, layout.blocks)
     parts = reduction.slices(count)
     joined: list[TensorSlice] = []
     for part in parts:
@@ -61,7 +61,7 @@ def test_parts_are_all_of_the_model_in_order_and_of_like_size(layout, spec, coun
             else:
                 joined.append(p)
     assert tuple(joined) == layout.full_slices
-    sizes = [sum(p.chunks for p in part) for part in parts]
+    sizes = [sum(p.blocks for p in part) for part in parts]
     assert max(sizes) - min(sizes) <= 1
     slices = [reduction.update_slice(count, p) for p in range(count)]
     assert [a for a, _ in slices] == [0, *(b for _, b in slices[:-1])] and slices[-1][1] == reduction.codec.size
@@ -84,7 +84,7 @@ def test_as_many_parts_as_a_round_has_are_never_empty(kind):
 
 def test_a_part_that_is_not_there_is_an_error():
     reduction = Reduction(SPARSE, LAYOUT)
-    for count, part in ((2, 2), (2, -1), (0, 0), (LAYOUT.chunks + 1, 0)):
+    for count, part in ((2, 2), (2, -1), (0, 0), (LAYOUT.blocks + 1, 0)):
         with pytest.raises(ValueError):
             reduction.size(count, part)
 
@@ -162,7 +162,7 @@ def test_processes_that_hold_a_state_together_step_as_one_does(spec, outer):
             for p in parts:
                 if (name := prefix + LAYOUT.tensors[p.index].name) in state:
                     mine[name] = state[name].view(-1)[p.start : p.stop].clone()
-        apply_reduced(mine, sums, reduction, outer, batch_chunks=1, slices=parts)
+        apply_reduced(mine, sums, reduction, outer, batch_blocks=1, slices=parts)
         for prefix in ("", MOMENTUM):
             for p in parts:
                 if (name := prefix + LAYOUT.tensors[p.index].name) in state:

@@ -19,8 +19,8 @@ from protocol.merkle import blob_digest
 from protocol.messages import MAX_CONTRIBUTORS
 from protocol.spec import (
     KIND,
+    MAX_PROBLEMS_SHOWN,
     MAX_SPEC,
-    SHOWN,
     RunSpec,
     explain,
     open_spec,
@@ -195,8 +195,8 @@ def test_errors_are_fit_for_a_terminal_whatever_the_spec_says():
 
 def test_ten_thousand_mistakes_are_counted_not_listed():
     lines = problems(admission={"allow": ["?"] * 10_000})
-    assert len(lines) == SHOWN + 1
-    assert f"{10_000 - SHOWN} problems more" in lines[-1]
+    assert len(lines) == MAX_PROBLEMS_SHOWN + 1
+    assert f"{10_000 - MAX_PROBLEMS_SHOWN} problems more" in lines[-1]
 
 
 def _config(text: bytes) -> bytes:

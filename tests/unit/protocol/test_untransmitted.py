@@ -39,7 +39,7 @@ def test_each_value_of_an_update_is_in_the_sums_or_goes_back(layout, k, peers, c
     updates = [
         Contribution(key(i), 1 + i, reduction.codec.encode(noise(layout, seed + i, 10.0**-i))) for i in range(peers)
     ]
-    sums = reduced(reduction, updates, OuterSpec(), min(count, layout.chunks))
+    sums = reduced(reduction, updates, OuterSpec(), min(count, layout.blocks))
     means = sum_means(reduction, sums)
     for update in updates:
         back = put_back(reduction.codec, update.blob, untransmitted(update.blob, sums, reduction))
@@ -77,12 +77,12 @@ def test_a_selection_is_the_same_once_packed_and_whatever_lies_in_a_run_together
     generator = torch.Generator().manual_seed(1)
     want = empty(layout)
     for index, tensor in enumerate(layout.tensors):
-        for run in codec.batches(1, tensor=index):
-            decoded = codec.decode_batch(blob, run)
-            chosen = torch.rand((run.count, decoded.values.numel() // run.count), generator=generator) < 0.5
-            made.set_batch(run, chosen)
-            at = torch.arange(run.numel) if decoded.positions is None else decoded.positions
-            want[tensor.name].view(-1)[run.segments[0].start + at] = decoded.values * chosen.view(-1)
+        for batch in codec.batches(1, tensor=index):
+            decoded = codec.decode_batch(blob, batch)
+            chosen = torch.rand((batch.count, decoded.values.numel() // batch.count), generator=generator) < 0.5
+            made.set_batch(batch, chosen)
+            at = torch.arange(batch.numel) if decoded.positions is None else decoded.positions
+            want[tensor.name].view(-1)[batch.segments[0].start + at] = decoded.values * chosen.view(-1)
     assert not made.is_empty
     again = ResidualMask.from_bytes(codec, made.to_bytes())
     assert again.to_bytes() == made.to_bytes()

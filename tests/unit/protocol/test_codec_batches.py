@@ -1,4 +1,4 @@
-"""Work is cut into runs that cover every chunk once, and what lies in a run together changes no bit."""
+"""Work is cut into batches that cover every block once, and what lies in a batch together changes no bit."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from protocol.codec import make_codec
 from protocol.codec.interface import HEADER
 from protocol.ids import PeerKey
-from protocol.layout import CODEC_CHUNK, Layout
+from protocol.layout import BLOCK, Layout
 from protocol.outer import Contribution, apply
 from protocol.spec import OuterSpec
 from tests.support.codec_cases import SPECS, noise, same_bits
 
-# Many tensors, several of one width, full chunks and short ones.
+# Many tensors, several of one width, full blocks and short ones.
 layouts = st.lists(
     st.one_of(st.sampled_from([1, 128, 4095, 4096, 4097, 8192 + 128, 5 * 4096]), st.integers(1, 20_000)),
     min_size=1,
@@ -24,27 +24,27 @@ layouts = st.lists(
 
 @settings(deadline=None)
 @given(layouts, st.sampled_from(SPECS), st.integers(1, 9))
-def test_runs_cover_each_chunk_once_where_its_record_lies(layout, spec, limit):
+def test_batches_cover_each_block_once_where_its_encoding_lies(layout, spec, limit):
     codec = make_codec(spec, layout)
     where, at = {}, HEADER
     for index, tensor in enumerate(layout.tensors):
-        for start in range(0, tensor.numel, CODEC_CHUNK):
-            width = min(CODEC_CHUNK, tensor.numel - start)
+        for start in range(0, tensor.numel, BLOCK):
+            width = min(BLOCK, tensor.numel - start)
             where[index, start] = (width, at)
-            at += codec.record_size(width)
+            at += codec.encoded_size(width)
     seen = {}
-    for run in codec.batches(limit):
-        assert 1 <= run.count <= limit and run.numel == run.count * run.width
+    for batch in codec.batches(limit):
+        assert 1 <= batch.count <= limit and batch.numel == batch.count * batch.width
         row = 0
-        for piece in run.segments:
-            assert piece.row == row
-            for i in range(piece.count):
-                key = (piece.index, piece.start + i * CODEC_CHUNK)
+        for segment in batch.segments:
+            assert segment.row == row
+            for i in range(segment.count):
+                key = (segment.index, segment.start + i * BLOCK)
                 assert key not in seen
-                seen[key] = (run.width, piece.offset + i * codec.record_size(run.width))
-                assert run.segment_at(row + i) is piece
-            row += piece.count
-        assert row == run.count
+                seen[key] = (batch.width, segment.offset + i * codec.encoded_size(batch.width))
+                assert batch.segment_at(row + i) is segment
+            row += segment.count
+        assert row == batch.count
     assert seen == where
 
 
@@ -55,7 +55,7 @@ def test_a_blob_of_many_tensors_is_that_of_each_by_itself(layout, spec, seed):
     blob = codec.encode(together)
     joined = bytearray(codec.header)
     for index, tensor in enumerate(layout.tensors):
-        joined += codec.encode_chunks(index, 0, apart[tensor.name].view(-1))
+        joined += codec.encode_blocks(index, 0, apart[tensor.name].view(-1))
     assert blob == joined and len(blob) == codec.size
     assert all(same_bits(together[n], apart[n]) for n in together)
 

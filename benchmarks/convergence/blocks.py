@@ -1,4 +1,4 @@
-"""A flat vector as rows of codec chunks, and what can be done to rows: transforms, selection, quantisers."""
+"""A flat vector as rows of the codecs' blocks, and what can be done to rows: transforms, selection, quantisers."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from torch import Tensor
 from benchmarks.convergence.local_steps import dct_matrix
 from protocol.codec.positions import Positions
 from protocol.codec.sparse import two_levels
-from protocol.layout import CODEC_CHUNK, Layout
+from protocol.layout import BLOCK, Layout
 
 
 @dataclass(frozen=True)
 class Group:
-    """All chunks of one width: `at` (int64 [chunks, width]) says where their coordinates lie in the flat vector."""
+    """All blocks of one width: `at` (int64 [blocks, width]) says where their coordinates lie in the flat vector."""
 
     width: int
     at: Tensor
     tensor: Tensor
-    """The index of each chunk's tensor, int64 [chunks]."""
+    """The index of each block's tensor, int64 [blocks]."""
 
     def only(self, there: Tensor) -> Group:
-        """Return the chunks that a mask, bool [chunks], selects."""
+        """Return the blocks that a mask, bool [blocks], selects."""
         return Group(self.width, self.at[there], self.tensor[there])
 
 
 def groups(layout: Layout, device: torch.device) -> list[Group]:
-    """Return every coordinate of the layout once, in the chunks of the codecs."""
+    """Return every coordinate of the layout once, in the blocks of the codecs."""
     rows: dict[int, list[tuple[int, int]]] = {}
     start = 0
     for index, t in enumerate(layout.tensors):
-        for at in range(0, t.numel, CODEC_CHUNK):
-            rows.setdefault(min(CODEC_CHUNK, t.numel - at), []).append((start + at, index))
+        for at in range(0, t.numel, BLOCK):
+            rows.setdefault(min(BLOCK, t.numel - at), []).append((start + at, index))
         start += t.numel
     return [
         Group(
@@ -46,12 +46,12 @@ def groups(layout: Layout, device: torch.device) -> list[Group]:
     ]
 
 
-# -- transforms: orthonormal, of full chunks; a shorter last chunk stays as it is --------------------------------
+# -- transforms: orthonormal, of full blocks; a shorter last block stays as it is --------------------------------
 
 
 def transformed(rows: Tensor, kind: str, *, back: bool = False) -> Tensor:
     """fp32 [..., width] to the coefficients of each row, or back."""
-    if kind == "none" or rows.shape[-1] != CODEC_CHUNK:
+    if kind == "none" or rows.shape[-1] != BLOCK:
         return rows
     if kind == "hadamard":
         return _hadamard(rows)
@@ -100,10 +100,10 @@ def quantised(values: Tensor, kind: str, generator: torch.Generator) -> Tensor:
 
 
 QUANTISERS = {"fp32": 32, "1 mean": 1, "2 levels": 2, "2 max": 2, "2 dithered": 2, "3 levels": 3, "4 levels": 4}
-"""Bits a value, its sign included. `levels`: learned for each chunk by least squares; `mean`, `max`: one scale."""
+"""Bits per value, its sign included. `levels`: learned for each block by least squares; `mean`, `max`: one scale."""
 
 SCALES = {"fp32": 0, "1 mean": 1, "2 levels": 2, "2 max": 1, "2 dithered": 2, "3 levels": 4, "4 levels": 8}
-"""Scales of 2 bytes in a record."""
+"""Scales of 2 bytes in an encoded block."""
 
 
 def _lloyd(size: Tensor, levels: int, turns: int = 8) -> Tensor:
@@ -122,8 +122,8 @@ def _lloyd(size: Tensor, levels: int, turns: int = 8) -> Tensor:
     return centre.gather(1, nearest)
 
 
-def record_bytes(width: int, k: int, quantiser: str) -> int:
-    """Bytes of a chunk's record with the codec's own coding of positions."""
-    kept = -(-width * k // CODEC_CHUNK)
+def block_bytes(width: int, k: int, quantiser: str) -> int:
+    """Return the bytes of an encoded block with the codec's own coding of positions."""
+    kept = -(-width * k // BLOCK)
     positions = 0 if kept == width else Positions(width, kept).size
     return 2 * SCALES[quantiser] + positions + -(-kept * QUANTISERS[quantiser] // 8)
