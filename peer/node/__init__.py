@@ -9,7 +9,7 @@ collaborators is a dataclass of them: its private state follows. Read the module
    - `events`, `tasks`: the machine's queue, observable events, background tasks
    - `driver`, `round_timings`: events into the round machine, actions out of it, and the time that a round takes
    - `action_handler`: the effect of each action
-   - `request_server`, `inbox`: other peers' packets and requests, verified
+   - `request_server`, `packet_decoder`: other peers' packets and requests, verified
 2. The run
    - `membership`: the right to take part, its renewal, and the first addresses
    - `coordinator_discovery`, `admission_wait`: the coordinator's address, and the wait while it is away
