@@ -46,14 +46,14 @@ async def connect(text: str, via: Sequence[str] = ()) -> AsyncIterator[Coordinat
     """Connect at the invite's addresses, else at the address that members know. Raises CairnError."""
     from peer.coordinator_client import CoordinatorClient
     from peer.log_client import LogClient
-    from peer.node.enrollment import ABSENT
+    from peer.node.enrollment import COORDINATOR_ABSENT
 
     invite = parse_invite(text)
     own: list[str] = []
     async with CoordinatorClient(invite) as client:
         try:
             info = await client.get_run(attempts=1)
-        except ABSENT as e:
+        except COORDINATOR_ABSENT as e:
             own = list((await follow(client, invite, via, e)).addresses)
             info = await client.get_run()
         members = tuple(dict.fromkeys([*via, *info.addresses, *invite.addresses]))

@@ -57,8 +57,8 @@ class ObserverView:
         """The reason why the newest checkpoint is not archived, for people; empty when it is."""
         size = make_codec(spec.codec, spec.model.layout).size
         self._announcements = Announcements(node.chain, RoundPolicy.of(spec), lambda n: n == size)
-        node.observers.subscribe(MessageVerified, lambda event: self._announcements.receive(event.message))
-        node.observers.subscribe(MachineStepped, lambda _: self._changed())
+        node.bus.subscribe(MessageVerified, lambda event: self._announcements.receive(event.message))
+        node.bus.subscribe(MachineStepped, lambda _: self._changed())
 
     @property
     def head(self) -> Digest:
@@ -80,12 +80,12 @@ class ObserverView:
         return lambda: self._callbacks.remove(callback)
 
     def listen(self, callback: Callable[[Signed[Any]], None]) -> None:
-        self._node.observers.subscribe(MessageVerified, lambda event: callback(event.message))
+        self._node.bus.subscribe(MessageVerified, lambda event: callback(event.message))
 
     def heartbeats(self) -> Mapping[PeerKey, ReceivedHeartbeat]:
         now = time.monotonic()
         entries = self._node.network.peers.entries()
-        return {k: ReceivedHeartbeat(e.heartbeat.body, max(0.0, now - e.heard)) for k, e in entries.items()}
+        return {k: ReceivedHeartbeat(e.heartbeat.body, max(0.0, now - e.last_news)) for k, e in entries.items()}
 
     def announced(self, parent: Digest) -> Sequence[AnnouncedUpdate]:
         return self._announcements.announced(parent)
@@ -192,7 +192,7 @@ class ObserverView:
             certificate=proof[0], witnesses=proof[1],
         )  # fmt: skip
         await asyncio.to_thread(self._archive.drop, self._abandoned_states())
-        await self._node.hold(state)
+        await self._node.keep_checkpoint(state)
         for callback in list(self._callbacks):
             callback()
         log.info("archived the state of round %d (%s)", number, state.short)
@@ -206,7 +206,7 @@ class ObserverView:
         if not store.has(archived.state):
             with self._archive.reading(archived):
                 await asyncio.to_thread(put_blob, store, archived.state, archived.folder / MODEL, link=True)
-        await self._node.hold(archived.state)
+        await self._node.keep_checkpoint(archived.state)
 
     def _newest_checkpoint(self) -> tuple[Digest, Digest, int] | None:
         """Return state, record and accepted tokens of the newest checkpoint to archive."""

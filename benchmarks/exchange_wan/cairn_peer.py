@@ -31,7 +31,7 @@ DISK_BYTES = 2**37
 LEAVE_SECONDS = 10.0
 
 
-def keep_diary(node: Node, observers: NodeEvents, diary: Diary) -> None:
+def keep_diary(node: Node, bus: NodeEvents, diary: Diary) -> None:
     """Write down when the node announced, held each of the others' updates, and was at the new state."""
     own: set[Digest] = set()
     announced = -1
@@ -51,7 +51,7 @@ def keep_diary(node: Node, observers: NodeEvents, diary: Diary) -> None:
             case _:
                 pass
 
-    observers.subscribe(EventQueued, note)
+    bus.subscribe(EventQueued, note)
 
 
 async def serve(job: Job, number: int) -> None:
@@ -74,9 +74,9 @@ async def serve(job: Job, number: int) -> None:
                 sys.executable, "-m", "benchmarks.exchange_wan.stand_in", str(job.path / "job.json"), str(number),
             ),
         )  # fmt: skip
-        observers = NodeEvents()
-        node = build_node(membership, options, observers)
-        keep_diary(node, observers, diary)
+        bus = NodeEvents()
+        node = build_node(membership, options, bus)
+        keep_diary(node, bus, diary)
         running = asyncio.create_task(node.run())
         introduced = False
         while not diary.over and not running.done():

@@ -207,7 +207,7 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
                 f"{end.finished or 'stopped'}: round {end.round}, state {end.state[:16] or 'none'}, "
                 f"{end.own_updates} updates made; the same command resumes"
             )
-            return node.again and not stop.is_set()
+            return node.must_restart and not stop.is_set()
 
         while await take_part():
             log.warning("starting again: the run goes on from further back than this peer remembered")

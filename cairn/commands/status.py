@@ -42,11 +42,11 @@ def status(invite: str, as_json: bool, via: tuple[str, ...]) -> None:
 async def fetch_status(invite: Invite, via: Sequence[str]):
     """Return the coordinator's `Status`. Raises CairnError."""
     from peer.coordinator_client import CoordinatorClient
-    from peer.node.enrollment import ABSENT
+    from peer.node.enrollment import COORDINATOR_ABSENT
 
     async with CoordinatorClient(invite) as client:
         try:
             return await client.status()
-        except ABSENT as e:
+        except COORDINATOR_ABSENT as e:
             await follow(client, invite, via, e)
         return await client.status()

@@ -18,7 +18,7 @@ import async_timeout
 from peer.channel.messages import MAX_LINE, FromTrainer, ToTrainer, from_line, to_line
 from peer.errors import ChannelError, TrainerDied
 
-log = logging.getLogger("peer.trainer")
+log = logging.getLogger(__name__)
 
 SEND_SECONDS = 30.0
 """Maximum time to send a message. A trainer receives at any time, so a longer wait means that it is stuck."""

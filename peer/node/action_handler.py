@@ -22,7 +22,7 @@ from protocol.ids import Digest, PeerKey
 from protocol.messages import Certificate, Directive, Finalization, Signed
 from protocol.rounds import actions, events
 
-log = logging.getLogger("peer.node")
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -34,7 +34,7 @@ class ActionHandler:
 
     store: Store
     network: Network
-    inbox: PacketDecoder
+    packets: PacketDecoder
     certificates: ChainStore
     updates: RoundBlobFetcher
     reducer: ShardReducer
@@ -42,7 +42,7 @@ class ActionHandler:
     trainer: TrainerClient | None
     queue: EventQueue
     tasks: Tasks
-    observers: NodeEvents
+    bus: NodeEvents
     _completed: bool = field(default=False, init=False)
 
     def broadcast(self, message: Signed) -> None:
@@ -58,7 +58,7 @@ class ActionHandler:
     def fetch_blob(self, action: actions.FetchBlob) -> None:
         self.updates.fetch(action.blob, action.size, (action.author, *action.holders))
 
-    def drop_blob(self, action: actions.CancelFetch) -> None:
+    def cancel_fetch(self, action: actions.CancelFetch) -> None:
         self.updates.drop(action.blob)
 
     def fetch_shard(self, action: actions.FetchShard) -> None:
@@ -76,7 +76,7 @@ class ActionHandler:
     async def _request_chain(self, to: PeerKey, have: tuple[Digest, ...]) -> None:
         try:
             reply = await self.network.request_chain(to, have)
-            self.queue.post(await self.inbox.chain(to, reply))
+            self.queue.post(await self.packets.decode_chain_reply(to, reply))
         except NETWORK_ERRORS as e:
             log.info("no chain from %s: %s", to.short, str(e) or type(e).__name__)
             self.queue.post(events.ChainUnanswered(to))
@@ -97,18 +97,18 @@ class ActionHandler:
         assert self.trainer is not None
         self.trainer.move(action)
 
-    def directives_changed(self, action: actions.DirectivesChanged) -> None:
+    def on_directives_changed(self, action: actions.DirectivesChanged) -> None:
         self.directives.handle(action)
 
     def notify(self, action: actions.Notice) -> None:
         log.log(LEVELS[action.level], "%s", action.text)
 
-    def run_completed(self, action: actions.RunCompleted) -> None:
+    def on_run_completed(self, action: actions.RunCompleted) -> None:
         """Stop the trainer: the run is over. The node goes on serving those that do not have the last state yet."""
         if self.trainer is None:
             log.info("%s", action.reason)
         elif not self._completed:
             self._completed = True
-            self.observers.post(RunOver(action.reason))
+            self.bus.post(RunOver(action.reason))
             log.warning("%s: staying until the others have its last state", action.reason)
             self.tasks.spawn(self.trainer.stop(), "end of training")

@@ -1,9 +1,8 @@
 """The wait of a newcomer whose coordinator is away: it is in the swarm as an observer until it is admitted.
 
-Only the run's key admits, so members can let nobody contribute. They can give the chain, the data and the coordinator's
-address, and they notice when it is back. An observer node is the simplest thing that collects all of that. It exists
-for coordinators anyway, and to follow the chain takes a round machine, a network and a store. It ends before the member
-node begins, since an observer's machine neither trains nor holds updates.
+Only the run's key admits peers, so members cannot. They serve the chain, the data and the coordinator's address, and
+they notice when it is back. The observer node collects all of this. It ends before the member node begins, since an
+observer's machine neither trains nor holds updates.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from dataclasses import replace
 
 from peer.errors import PeerError
 from peer.node.builder import build_node
-from peer.node.enrollment import ABSENT, Enrollment
+from peer.node.enrollment import COORDINATOR_ABSENT, Enrollment
 from peer.node.node import Node
 from peer.node.options import NodeOptions
 from peer.node.outbox import NETWORK_ERRORS
@@ -26,9 +25,9 @@ from peer.node.tasks import cancel_and_wait
 from peer.node.trainer_files import fetch_assets
 from protocol.errors import CairnError
 
-log = logging.getLogger("peer.admission")
+log = logging.getLogger(__name__)
 
-FIRST_SECONDS, RETRY_SECONDS = 3.0, 15.0
+FIRST_REQUEST_SECONDS, REQUEST_SECONDS = 3.0, 15.0
 """Seconds until the first and between the later requests for an admission."""
 
 REPORT_SECONDS = 30.0
@@ -53,7 +52,7 @@ async def wait_until_admitted(membership: Enrollment, options: NodeOptions) -> N
 
 
 async def _request_again(membership: Enrollment, node: Node, running: asyncio.Future[None]) -> None:
-    reported, pause = -math.inf, min(RETRY_SECONDS, FIRST_SECONDS)
+    reported, pause = -math.inf, min(REQUEST_SECONDS, FIRST_REQUEST_SECONDS)
     while True:
         moved = asyncio.ensure_future(membership.locator.newer_than(membership.locator.newest))
         await asyncio.wait([running, moved], timeout=pause, return_when=asyncio.FIRST_COMPLETED)
@@ -73,9 +72,9 @@ async def _request_again(membership: Enrollment, node: Node, running: asyncio.Fu
             await membership.renew_anywhere(node.ask_for_coordinator)
             log.info("admitted: the coordinator is back")
             return
-        except ABSENT as e:
+        except COORDINATOR_ABSENT as e:
             log.debug("not admitted yet: %s", e)
-        pause = RETRY_SECONDS * random.uniform(0.75, 1.25)  # spreads the requests of all peers that wait
+        pause = REQUEST_SECONDS * random.uniform(0.75, 1.25)  # spreads the requests of all peers that wait
 
 
 async def _fetch_meanwhile(membership: Enrollment, node: Node, running: asyncio.Future[None]) -> None:

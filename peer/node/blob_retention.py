@@ -22,7 +22,7 @@ NEW_UPDATES = 2
 
 @dataclass(eq=False)
 class BlobRetention:
-    """Removal of all blobs that nobody needs.
+    """The choice of the blobs that stay on this node's disk; `prune` removes all others.
 
     `retained` gives the blobs to keep beside the run's assets, whenever it is called.
     """
@@ -36,12 +36,12 @@ class BlobRetention:
         self._states: deque[Digest] = deque(maxlen=self.spec.checkpoint.keep + 1)
         self._new_updates: deque[Digest] = deque(maxlen=NEW_UPDATES)
 
-    def keep_update(self, digest: Digest) -> None:
-        """Keep an update that this node has just made: the machine may not have processed it yet."""
+    def protect_update(self, digest: Digest) -> None:
+        """Protect an update that this node has just made: the machine may not have processed it yet."""
         self._new_updates.append(digest)
 
-    def keep_state(self, digest: Digest) -> None:
-        """Keep a checkpoint of the store as one of the newest, though no record of the chain may name it yet."""
+    def protect_state(self, digest: Digest) -> None:
+        """Protect a checkpoint of the store as one of the newest, though no record of the chain may name it yet."""
         if digest not in self._states:
             self._states.append(digest)
 

@@ -43,18 +43,18 @@ OBSERVED_RECORDS, OBSERVED_BYTES = 200_000, 2**30
 def build_node(
     membership: Enrollment,
     options: NodeOptions,
-    observers: NodeEvents | None = None,
+    bus: NodeEvents | None = None,
     *,
     start_swarm: Callable[..., Any] = Swarm.start,
     supervise: Callable[..., TrainerSupervisor] = TrainerSupervisor,
 ) -> Node:
     """Return a node that is ready to run. Raise StoreError.
 
-    `observers` receives the node's events. `start_swarm` and `supervise` replace the network and the trainer's process.
+    `bus` receives the node's events. `start_swarm` and `supervise` replace the network and the trainer's process.
     """
     spec, store, me = membership.spec, membership.store, membership.identity.key
-    observers = observers or NodeEvents()
-    tasks, queue, timings = Tasks(), EventQueue(observers), RoundTimings()
+    bus = bus or NodeEvents()
+    tasks, queue, timings = Tasks(), EventQueue(bus), RoundTimings()
     codec = make_codec(spec.codec, spec.model.layout)
     reduction = Reduction(spec.codec, spec.model.layout)
 
@@ -75,7 +75,7 @@ def build_node(
     )
     banned = partial(is_banned, chain)
     network = Network(membership, tasks, options.listen, options.announce, banned, start_swarm)
-    inbox = PacketDecoder(membership.decoder, membership.locator)
+    packets = PacketDecoder(membership.decoder, membership.locator)
 
     updates = RoundBlobFetcher(store, network, codec, spec.round.exchange_seconds, queue.post, tasks)
     reducer = ShardReducer(store, network, updates, reduction, codec.size, spec.outer, queue.post, tasks)
@@ -92,13 +92,13 @@ def build_node(
         )  # fmt: skip
     directives = DirectiveHandler(me, spec.data.window, trainer, (updates, network.peers))
     handler = ActionHandler(
-        store, network, inbox, certificates, updates, reducer, directives, trainer, queue, tasks, observers
+        store, network, packets, certificates, updates, reducer, directives, trainer, queue, tasks, bus
     )  # fmt: skip
     status = partial(local_status, membership, network, trainer)
-    driver = RoundDriver(machine, handler, queue, observers, timings, status=status)
-    requests = RequestServer(membership, inbox, network, machine, certificates, relay, queue, observers)
+    driver = RoundDriver(machine, handler, queue, bus, timings, status=status)
+    requests = RequestServer(membership, packets, network, machine, certificates, relay, queue, bus)
     folder = options.folder
-    reporter = StatusReporter(membership, folder, network, machine, directives, timings, trainer, observers)
+    reporter = StatusReporter(membership, folder, network, machine, directives, timings, trainer, bus)
     return Node(
-        membership, network, certificates, retention, trainer, driver, requests, reporter, observers, tasks
+        membership, network, certificates, retention, trainer, driver, requests, reporter, bus, tasks
     )  # fmt: skip

@@ -17,7 +17,7 @@ from protocol.messages import Certificate, Directive, Finalization, Signed
 from protocol.spec import RunSpec
 from protocol.wire import swarm_pb2 as wire
 
-log = logging.getLogger("peer.chain")
+log = logging.getLogger(__name__)
 
 FINALIZATION, DIRECTIVE = "finalization", "directive"
 """Names of the values in the store."""

@@ -29,7 +29,7 @@ from protocol.ids import Digest, PeerKey
 from protocol.messages import MAX_CONTRIBUTORS, RoundRecord, Signed, UpdateHeader
 from protocol.wire import swarm_pb2 as wire
 
-log = logging.getLogger("peer.compact_records")
+log = logging.getLogger(__name__)
 
 COMPACT_FROM = 16 * 1024
 """Bytes of the smallest record that is sent in compact form: for a smaller one, requesting a header costs more than it
@@ -97,13 +97,13 @@ class HeaderTransport(Protocol):
 
 
 class CompactRecords:
-    """Both sides of the exchange, for one node."""
+    """The compact records that one node sends, and the reconstruction of those that it receives."""
 
-    def __init__(self, link: HeaderTransport, tasks: Tasks):
-        self._link = link
+    def __init__(self, transport: HeaderTransport, tasks: Tasks):
+        self._transport = transport
         self._tasks = tasks
         self._headers = HeaderCache()
-        self._made: BoundedDict[Digest, tuple[bytes | None, dict[bytes, bytes]]] = BoundedDict(RECORDS)
+        self._sent: BoundedDict[Digest, tuple[bytes | None, dict[bytes, bytes]]] = BoundedDict(RECORDS)
         self._requesting: set[PeerKey] = set()
 
     # -- sending ---------------------------------------------------------------------------------------------
@@ -112,24 +112,24 @@ class CompactRecords:
         """Return a message as it is sent: itself, or the compact form of a large record."""
         if not isinstance(message.body, RoundRecord) or len(message.encoded) < COMPACT_FROM:
             return message.encoded
-        made = self._made.get(message.digest)
-        if made is None:
-            short = compact(message)
-            headers = {} if short is None else {header_id(u.encoded): u.encoded for u in message.body.updates}
-            made = (short, headers)
-        self._made.renew(message.digest, made)  # a record that is sent again may be asked about again
-        return message.encoded if made[0] is None else made[0]
+        sent = self._sent.get(message.digest)
+        if sent is None:
+            compact_form = compact(message)
+            headers = {} if compact_form is None else {header_id(u.encoded): u.encoded for u in message.body.updates}
+            sent = (compact_form, headers)
+        self._sent.renew(message.digest, sent)  # a record that is sent again may be asked about again
+        return message.encoded if sent[0] is None else sent[0]
 
     def answer(self, request: wire.Packet) -> wire.Packet:
         """Return the requested headers of the records that this node sent. Raise MalformedError."""
         names = check_header_ids([bytes(n) for n in request.messages])
-        headers = ChainMap(*(headers for _, headers in self._made.values()))
+        headers = ChainMap(*(headers for _, headers in self._sent.values()))
         return wire.Packet(messages=[headers[name] for name in dict.fromkeys(names) if name in headers])
 
     @property
-    def answerable(self) -> int:
+    def requestable(self) -> int:
         """The number of records whose headers others may request."""
-        return len(self._made)
+        return len(self._sent)
 
     # -- receiving -------------------------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class CompactRecords:
         if not any(map(is_compact_record, packet.messages)):
             return packet
         messages: list[bytes] = []
-        left = IN_PACKET if self._link.is_member(sender) else 0
+        left = IN_PACKET if self._transport.is_member(sender) else 0
         for encoded in packet.messages:
             if not is_compact_record(encoded):
                 messages.append(encoded)
@@ -162,37 +162,37 @@ class CompactRecords:
     def _record(self, sender: PeerKey, encoded: bytes) -> bytes | None:
         """Return the whole record; None when it is refused, or its headers are requested first."""
         try:
-            short = parse_compact_record(encoded)
+            compact_form = parse_compact_record(encoded)
         except MalformedError as e:
             log.warning("refused a compact record from %s: %s", sender.short, e)
             return None
-        found = self._known(short.header_ids)
-        if len(found) == len(short.header_ids):
-            return self._reconstruct(sender, short, found)
+        found = self._known(compact_form.header_ids)
+        if len(found) == len(compact_form.header_ids):
+            return self._reconstruct(sender, compact_form, found)
         if sender not in self._requesting and len(self._requesting) < REQUESTS:
             self._requesting.add(sender)
-            self._tasks.spawn(self._complete(sender, short), "headers of a record")
+            self._tasks.spawn(self._complete(sender, compact_form), "headers of a record")
         return None
 
-    def _reconstruct(self, sender: PeerKey, short: CompactRecord, headers: Mapping[bytes, bytes]) -> bytes:
-        record = short.reconstruct([headers[n] for n in short.header_ids])
-        self._link.charge(sender, len(record))  # it is no cheaper than a whole one
+    def _reconstruct(self, sender: PeerKey, compact_form: CompactRecord, headers: Mapping[bytes, bytes]) -> bytes:
+        record = compact_form.reconstruct([headers[n] for n in compact_form.header_ids])
+        self._transport.charge(sender, len(record))  # it is no cheaper than a whole one
         return record
 
     def _known(self, names: Iterable[bytes]) -> dict[bytes, bytes]:
         return {n: h for n in names if (h := self._headers.get(n)) is not None}
 
-    async def _complete(self, sender: PeerKey, short: CompactRecord) -> None:
+    async def _complete(self, sender: PeerKey, compact_form: CompactRecord) -> None:
         """Request the missing headers from the sender, and process the record."""
         try:
-            found = self._known(short.header_ids)
-            missing = [n for n in short.header_ids if n not in found]
-            reply = await self._link.request_headers(sender, wire.Packet(messages=missing))
+            found = self._known(compact_form.header_ids)
+            missing = [n for n in compact_form.header_ids if n not in found]
+            reply = await self._transport.request_headers(sender, wire.Packet(messages=missing))
             found |= check_requested_headers(missing, [bytes(h) for h in reply.messages])
-            if len(found) < len(short.header_ids):
+            if len(found) < len(compact_form.header_ids):
                 log.info("%s names headers in a record that it does not give", sender.short)
                 return
-            record = self._reconstruct(sender, short, found)
+            record = self._reconstruct(sender, compact_form, found)
         except MalformedError as e:
             log.warning("refused the headers of a record from %s: %s", sender.short, e)
             return
@@ -201,4 +201,4 @@ class CompactRecords:
             return
         finally:
             self._requesting.discard(sender)
-        await self._link.receive(sender, wire.Packet(messages=[record]))
+        await self._transport.receive(sender, wire.Packet(messages=[record]))

@@ -29,7 +29,7 @@ from protocol.wire import swarm_pb2 as wire
 if TYPE_CHECKING:
     from peer.node.network import Network
 
-log = logging.getLogger("peer.discovery")
+log = logging.getLogger(__name__)
 
 SPEC, COORDINATOR_ADDRESS = "spec", "coordinator-address"
 """Names of the values in the store."""

@@ -41,8 +41,8 @@ class RoundEffects(Protocol):
     def fetch_blob(self, action: actions.FetchBlob) -> None:
         """Fetch an update's blob."""
 
-    def drop_blob(self, action: actions.CancelFetch) -> None:
-        """Stop to fetch a blob."""
+    def cancel_fetch(self, action: actions.CancelFetch) -> None:
+        """Stop fetching a blob."""
 
     def fetch_shard(self, action: actions.FetchShard) -> None:
         """Fetch a reduced shard."""
@@ -71,13 +71,13 @@ class RoundEffects(Protocol):
     def move(self, action: actions.ApplyRecord | actions.SyncState) -> None:
         """Move the trainer to another state."""
 
-    def directives_changed(self, action: actions.DirectivesChanged) -> None:
+    def on_directives_changed(self, action: actions.DirectivesChanged) -> None:
         """Follow the directives in force."""
 
     def notify(self, action: actions.Notice) -> None:
         """Report something to people."""
 
-    def run_completed(self, action: actions.RunCompleted) -> None:
+    def on_run_completed(self, action: actions.RunCompleted) -> None:
         """Stop the trainer: the run is over."""
 
 
@@ -89,7 +89,7 @@ class RoundDriver:
         machine: RoundMachine,
         effects: RoundEffects,
         queue: EventQueue,
-        observers: NodeEvents,
+        bus: NodeEvents,
         timings: RoundTimings,
         *,
         status: Callable[[], LocalStatus],
@@ -98,11 +98,11 @@ class RoundDriver:
         self._machine = machine
         self._effects = effects
         self._queue = queue
-        self._observers = observers
+        self._bus = bus
         self._timings = timings
         self._status = status
         self._clock = clock
-        self._tick_waits = False
+        self._tick_is_queued = False
 
     @property
     def machine(self) -> RoundMachine:
@@ -123,16 +123,16 @@ class RoundDriver:
         """Return the actions that follow from an event."""
         now, timings, chain = self._clock(), self._timings, self._machine.chain
         if isinstance(event, events.BlobHeld | events.ShardReduced):
-            timings.held(now)
+            timings.note_held(now)
         elif isinstance(event, events.StateReached) and event.record in chain and event.record != chain.root:
-            timings.applied(chain.parent(event.record), now)
+            timings.note_applied(chain.parent(event.record), now)
         found = self._machine.step(event, now, self._status())
         for action in found:
             match action:
                 case actions.Broadcast(Signed(body=UpdateHeader() as header)):
-                    timings.announced(header.parent, header.round, now)
+                    timings.note_announced(header.parent, header.round, now)
                 case actions.ApplyRecord(certificate):
-                    timings.certified(certificate.record.body.parent, now)
+                    timings.note_certified(certificate.record.body.parent, now)
                 case _:
                     pass
         return found
@@ -153,10 +153,10 @@ class RoundDriver:
                 case actions.Finished():
                     finished = action
                 case _:
-                    self._begin(action)
+                    self._start_effect(action)
         return finished
 
-    def _begin(self, action: actions.Action) -> None:
+    def _start_effect(self, action: actions.Action) -> None:
         """Start the effect of an action that is answered by an event, or by nothing."""
         effects = self._effects
         match action:
@@ -169,7 +169,7 @@ class RoundDriver:
             case actions.FetchBlob():
                 effects.fetch_blob(action)
             case actions.CancelFetch():
-                effects.drop_blob(action)
+                effects.cancel_fetch(action)
             case actions.FetchShard():
                 effects.fetch_shard(action)
             case actions.ReduceShard():
@@ -181,11 +181,11 @@ class RoundDriver:
             case actions.ApplyRecord() | actions.SyncState():
                 effects.move(action)
             case actions.DirectivesChanged():
-                effects.directives_changed(action)
+                effects.on_directives_changed(action)
             case actions.Notice():
                 effects.notify(action)
             case actions.RunCompleted():
-                effects.run_completed(action)
+                effects.on_run_completed(action)
             case _:
                 raise PeerError(f"the driver does not know the action {type(action).__name__}")
 
@@ -206,8 +206,8 @@ class RoundDriver:
         while True:
             left = self._machine.next_tick - self._clock()
             await asyncio.sleep(min(MAX_TICK_SECONDS, max(MIN_TICK_SECONDS, left)))
-            if self._machine.next_tick <= self._clock() and not self._tick_waits:
-                self._tick_waits = True
+            if self._machine.next_tick <= self._clock() and not self._tick_is_queued:
+                self._tick_is_queued = True
                 self._queue.post(events.Tick())
 
     async def _pump(self) -> actions.Finished:
@@ -218,8 +218,8 @@ class RoundDriver:
                 yield_at = self._clock() + YIELD_SECONDS
             event = await self._queue.get()
             if isinstance(event, events.Tick):
-                self._tick_waits = False
+                self._tick_is_queued = False
             finished = await self.carry_out(self.step(event))
-            self._observers.post(MachineStepped())
+            self._bus.post(MachineStepped())
             if finished is not None:
                 return finished

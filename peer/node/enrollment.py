@@ -22,7 +22,7 @@ from protocol.invite import Invite
 from protocol.message_codec import MessageDecoder
 from protocol.spec import RunSpec, open_spec
 
-log = logging.getLogger("peer.membership")
+log = logging.getLogger(__name__)
 
 ADMISSION, ADDRESSES, OWN_ADDRESSES = "admission", "addresses", "own-addresses"
 """Names of the values in the store."""
@@ -34,7 +34,7 @@ CLOCK_SECONDS = 3.0
 RENEW_SECONDS = 60.0
 """Maximum seconds from a failed renewal to the next attempt."""
 
-ABSENT = (CoordinatorUnreachable, WrongCoordinator)
+COORDINATOR_ABSENT = (CoordinatorUnreachable, WrongCoordinator)
 """Errors after which a peer with a valid admission goes on: nobody can distinguish a coordinator that is down from one
 in whose place another server answers."""
 
@@ -103,7 +103,7 @@ class Enrollment:
             if absent is None:
                 try:
                     await self.renew()
-                except ABSENT as e:
+                except COORDINATOR_ABSENT as e:
                     absent = e
             if absent is not None:
                 self._go_on_without(absent, search.found)
@@ -162,7 +162,7 @@ class Enrollment:
         """
         try:
             await self.renew()
-        except ABSENT:
+        except COORDINATOR_ABSENT:
             known = self.locator.newest
             await ask_members()
             if self.locator.newest is known:
@@ -235,7 +235,7 @@ class _RunSearch:
     async def _ask_coordinator(self, *, attempts: int | None) -> None:
         try:
             reply = await self.client.get_run(attempts=attempts)
-        except ABSENT as e:
+        except COORDINATOR_ABSENT as e:
             self.absent = e
             return
         self.absent = None

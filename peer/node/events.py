@@ -1,4 +1,4 @@
-"""Events of a node: those that wait for the round machine, and those that other parts of the process observe."""
+"""Events of a node: those that wait for the round machine, and those that other parts of the process subscribe to."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class MessageVerified:
 
 @dataclass(frozen=True, slots=True)
 class EventQueued:
-    """An event was queued for the machine."""
+    """An event is about to be queued for the machine; beyond MAX_EVENTS, a network message is dropped instead."""
 
     event: events.Event
 
@@ -49,7 +49,7 @@ AnyEvent = TypeVar("AnyEvent", MessageVerified, EventQueued, MachineStepped, Run
 
 
 class NodeEvents:
-    """The observable events of one node: callbacks subscribe by the type of event."""
+    """The event bus of one node: callbacks subscribe by the type of event."""
 
     def __init__(self) -> None:
         self._subscribers: dict[type[Any], list[Callable[[Any], None]]] = {}
@@ -59,6 +59,7 @@ class NodeEvents:
         self._subscribers.setdefault(kind, []).append(callback)
 
     def post(self, event: NodeEvent) -> None:
+        """Call the subscribers of this type of event, in the order of their subscriptions."""
         for callback in tuple(self._subscribers.get(type(event), ())):
             callback(event)
 
@@ -70,13 +71,13 @@ Post = Callable[[events.Event], None]
 class EventQueue:
     """The events that wait for the round machine, at most MAX_EVENTS."""
 
-    def __init__(self, observers: NodeEvents):
+    def __init__(self, bus: NodeEvents):
         self._queue: asyncio.Queue[events.Event] = asyncio.Queue(maxsize=MAX_EVENTS)
-        self._observers = observers
+        self._bus = bus
 
     def post(self, event: events.Event) -> None:
         """Queue an event. Raise PeerError when the queue is full and the event is no network message."""
-        self._observers.post(EventQueued(event))
+        self._bus.post(EventQueued(event))
         try:
             self._queue.put_nowait(event)
         except asyncio.QueueFull:

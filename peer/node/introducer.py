@@ -66,7 +66,7 @@ class Introducer:
     def __len__(self) -> int:
         return len(self._introducers)
 
-    def welcome(self, heartbeat: Signed[Heartbeat], *, direct: bool) -> None:
+    def on_new_peer(self, heartbeat: Signed[Heartbeat], *, direct: bool) -> None:
         """Introduce a newcomer, if that is for us to do. `direct`: it sent its heartbeat itself."""
         if len(self.peers.peers()) <= CROWD or self._is_chosen(heartbeat.author):
             self._introduce(heartbeat)

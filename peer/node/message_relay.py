@@ -2,7 +2,7 @@
 
 Each heartbeat names the members that its author receives nothing from directly: for example, both are behind NATs, or
 the network between them is cut. Of the members in contact with both, RELAYS forward the messages. They are the first
-ones on a ring of all members, starting at a place that author and receiver give. Every member computes the same relays
+ones on a ring of all members, from a place determined by author and receiver. Every member computes the same relays
 from heartbeats alone, and other members that come and go do not change them. Update slices take the same path
 (`slice_relay`).
 """
@@ -34,7 +34,10 @@ REMEMBERED = 8192
 
 
 class RelaySelector:
-    """The members as their newest heartbeats describe them. Only members count, since anybody can make keys."""
+    """The choice of relays, from the contacts that the members' newest heartbeats name.
+
+    Only members count, since anybody can make keys.
+    """
 
     def __init__(self, heartbeats: Mapping[PeerKey, Signed[Heartbeat]]):
         """`heartbeats`: of all members, our own included; heartbeats without an admission are ignored."""
@@ -77,7 +80,7 @@ class RelaySelector:
             and self._short[to] not in unreachable_by_key
         )
 
-    def is_cut_off(self, to: PeerKey, author: PeerKey) -> bool:
+    def is_cut_off(self, author: PeerKey, to: PeerKey) -> bool:
         """Return whether `to` has said that it receives nothing from this author directly."""
         return author in self._short and self._short[author] in self._unreachable.get(to, frozenset())
 
@@ -88,7 +91,7 @@ class RelaySelector:
 
 @dataclass(eq=False)
 class MessageRelay:
-    """One node's part in relaying. `clock` gives monotonic seconds."""
+    """The forwarding of other members' messages by one node. `clock` gives monotonic seconds."""
 
     me: PeerKey
     peers: PeerTable
@@ -121,7 +124,7 @@ class MessageRelay:
     def relays_from(self, author: PeerKey) -> list[PeerKey]:
         """Return the members that relay from `author` to us; none when it reaches us directly."""
         selector = self.selector
-        return selector.relays(author, self.me) if selector.is_cut_off(self.me, author) else []
+        return selector.relays(author, self.me) if selector.is_cut_off(author, self.me) else []
 
     def forward(self, message: Signed) -> None:
         """Forward a message that its author sent us to the members that we relay to, once and up to a limit."""

@@ -22,7 +22,7 @@ from peer.node.introducer import Introducer
 from peer.node.message_relay import MessageRelay
 from peer.node.outbox import NETWORK_ERRORS, Outbox
 from peer.node.packet_decoder import MAX_MESSAGES
-from peer.node.peer_table import PeerTable
+from peer.node.peer_table import News, PeerTable
 from peer.node.tasks import Tasks
 from peer.store import StoreError
 from peer.swarm import Handlers, Swarm
@@ -33,7 +33,7 @@ from protocol.ids import Digest, PeerKey
 from protocol.messages import Goodbye, Heartbeat, Signed
 from protocol.wire import swarm_pb2 as wire
 
-log = logging.getLogger("peer.network")
+log = logging.getLogger(__name__)
 
 DEFAULT_LISTEN = ("/ip4/0.0.0.0/tcp/0",)
 DISCOVER_SECONDS = 15.0
@@ -51,10 +51,10 @@ CHAIN_SECONDS = 15.0
 MIN_FORGET_SECONDS = 60.0
 MAX_BAD_PROVIDERS = 1024
 
-TO_STRANGERS = 8
+NONMEMBER_SENDS = 8
 """Packets on their way to peers that are no members: anybody can make keys, accept calls, and not answer them."""
 
-STRANGERS_DIALLED = 16
+NONMEMBER_DIALS = 16
 """Number of dials under way above which no newcomer without an admission is dialled. A member is dialled once at a
 time."""
 
@@ -85,7 +85,7 @@ class Network:
         """Bytes sent and received by the swarms before this one."""
         # A peer that comes back finds its own address among those that it gave others.
         self._entry_peers = [k for k in _by_peer(membership.addresses) if k != me]
-        self._to_strangers = asyncio.Semaphore(TO_STRANGERS)
+        self._nonmember_sends = asyncio.Semaphore(NONMEMBER_SENDS)
         self._dialling: set[PeerKey] = set()
         self._bad_providers: BoundedDict[PeerKey, None] = BoundedDict(MAX_BAD_PROVIDERS)
         """Peers that served wrong bytes, newest last."""
@@ -98,7 +98,7 @@ class Network:
             me, self.peers, self._outbox, membership.locator, tasks, round.heartbeat_seconds, clock
         )
 
-    # -- life ------------------------------------------------------------------------------------------------
+    # -- lifecycle ------------------------------------------------------------------------------------------------
 
     async def start(self, handlers: Handlers) -> None:
         """Listen, and enter the swarm by the addresses of the membership. Raise CairnError."""
@@ -221,7 +221,7 @@ class Network:
         return self.peers.is_member(key)
 
     def is_known(self, key: PeerKey) -> bool:
-        """Return whether a peer is no stranger: a member, the coordinator's observer, or one that we entered by."""
+        """Return whether a peer is a member, the coordinator's observer, or one that we entered by."""
         return self.peers.is_member(key) or key in self._entry_peers or key in self._coordinator_observers()
 
     def _coordinator_observers(self) -> frozenset[PeerKey]:
@@ -237,7 +237,7 @@ class Network:
         if done is not None:
             await done
 
-    def observe(self, message: Signed, sender: PeerKey) -> None:
+    def note_message(self, message: Signed, sender: PeerKey) -> None:
         """Learn from a verified message which peers are present; introduce newcomers, and relay to others."""
         direct = sender == message.author
         self._compact.note(message)
@@ -245,24 +245,24 @@ class Network:
             if direct:
                 self.relay.forward(message)
             if isinstance(message.body, Goodbye):
-                self.peers.goodbye(message.author, message.body.sequence)
+                self.peers.note_goodbye(message.author, message.body.sequence)
             return
-        welcome = message.author in self._coordinator_observers()
-        news = self.peers.hear(message, self.clock(), direct=direct, welcome=welcome)
-        if direct and news is not None:
+        reserved = message.author in self._coordinator_observers()
+        news = self.peers.note_heartbeat(message, self.clock(), direct=direct, reserved=reserved)
+        if direct and news is not News.NONE:
             self.relay.forward(message)
         if sender not in (message.author, self._me):
             self._introducer.note_introduction(message.author, sender)
-        if news:
-            self._welcome(message, direct)
+        if news is News.NEW_PEER:
+            self._on_new_peer(message, direct)
 
-    def _welcome(self, message: Signed[Heartbeat], direct: bool) -> None:
+    def _on_new_peer(self, message: Signed[Heartbeat], direct: bool) -> None:
         # The first newcomer means that we are in the swarm; after that, hundreds may come and go.
         level = logging.INFO if len(self.peers.peers()) == 1 else logging.DEBUG
         log.log(level, "in the swarm: received a heartbeat of %s", message.author.short)
-        self._introducer.welcome(message, direct=direct)
+        self._introducer.on_new_peer(message, direct=direct)
         addresses = _by_peer(message.body.addresses).get(message.author)
-        room = self.peers.limit if message.body.admission else STRANGERS_DIALLED
+        room = self.peers.limit if message.body.admission else NONMEMBER_DIALS
         if addresses and message.author not in self._dialling and len(self._dialling) < room:
             self._dialling.add(message.author)
             self.tasks.spawn(self._dial(message.author, addresses), "dial")
@@ -299,7 +299,7 @@ class Network:
         if self.is_known(to):
             await self.swarm.send(to, packet, seconds)
         else:
-            async with self._to_strangers:
+            async with self._nonmember_sends:
                 await self.swarm.send(to, packet, seconds)
 
     # -- requests --------------------------------------------------------------------------------------------
@@ -334,10 +334,10 @@ class Network:
         """
         ordered = sorted(holders, key=lambda h: h in self._bad_providers)
         await self.swarm.fetch_blob(
-            digest, size, ordered, deadline_seconds=deadline_seconds, on_bad=self._served_wrong, chunks=chunks
+            digest, size, ordered, deadline_seconds=deadline_seconds, on_bad=self._note_bad_provider, chunks=chunks
         )
 
-    def _served_wrong(self, provider: PeerKey, reason: str) -> None:
+    def _note_bad_provider(self, provider: PeerKey, reason: str) -> None:
         log.warning("%s served wrong bytes and is not asked for this blob again: %s", provider.short, reason)
         self._bad_providers[provider] = None
 

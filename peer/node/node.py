@@ -27,7 +27,7 @@ from protocol.ids import Digest
 from protocol.rounds import events
 from protocol.rounds.machine import RoundMachine
 
-log = logging.getLogger("peer.node")
+log = logging.getLogger(__name__)
 
 HARD_STOP_SECONDS = 10.0
 """Seconds after `leave` when the node ends even if its machine has not: the machine says goodbye within 6 s."""
@@ -45,9 +45,9 @@ class Node:
     driver: RoundDriver
     requests: RequestServer
     reporter: StatusReporter
-    observers: NodeEvents
+    bus: NodeEvents
     tasks: Tasks
-    again: bool = field(default=False, init=False)
+    must_restart: bool = field(default=False, init=False)
     """True when the node must be built and run again: the run was rolled back further than its memory goes."""
 
     def __post_init__(self) -> None:
@@ -55,16 +55,16 @@ class Node:
         self._started = asyncio.Event()
         self._leaving = False
 
-    # -- life ------------------------------------------------------------------------------------------------
+    # -- lifecycle ------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Start everything, drive the machine until it is finished, stop everything. Raise CairnError."""
         try:
-            await self._unless_over(self._live())
+            await self._run_until_finished(self._start_and_drive())
         finally:
             await self._stop()
 
-    async def _unless_over(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _run_until_finished(self, work: Coroutine[Any, Any, None]) -> None:
         """Run this until the node ends. Raise its errors, and those of any task of the node."""
         task, finished = asyncio.ensure_future(work), asyncio.ensure_future(self._finished.wait())
         failure = self.tasks.failure
@@ -97,10 +97,10 @@ class Node:
         asyncio.get_running_loop().call_later(HARD_STOP_SECONDS, self._finish, "left")
 
     def _finish(self, reason: str) -> None:
-        self.observers.post(RunOver(reason))
+        self.bus.post(RunOver(reason))
         self._finished.set()
 
-    async def _live(self) -> None:
+    async def _start_and_drive(self) -> None:
         m, tasks, network = self.membership, self.tasks, self.network
         await network.start(self.requests.handlers())
         if self.trainer is not None:
@@ -114,7 +114,7 @@ class Node:
         if finished is None:
             self._started.set()
             finished = await self.driver.run()
-        self.again = finished.again
+        self.must_restart = finished.again
         if not self._leaving:
             log.warning("%s", finished.reason)
         self._finish(finished.reason)
@@ -139,9 +139,12 @@ class Node:
         """Ask members for a newer address of the coordinator; the membership's locator keeps it."""
         await ask_members(self.network, self.membership.locator, self.membership.spec.run_id)
 
-    async def hold(self, state: Digest) -> None:
-        """Keep a checkpoint that was fetched into the store: an observer has no trainer. Raise StoreError."""
-        self.retention.keep_state(state)
+    async def keep_checkpoint(self, state: Digest) -> None:
+        """Keep a checkpoint that was fetched into the store, and prune the store. Raise StoreError.
+
+        An observer has no trainer that would do so.
+        """
+        self.retention.protect_state(state)
         await self.retention.prune()
 
     @property

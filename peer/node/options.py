@@ -12,7 +12,9 @@ from peer.channel import Choice
 class NodeOptions:
     """A node's folder, the multiaddresses at which it listens and which it announces, and its trainer's settings.
 
-    An `observer` trains nothing. The other fields are explained in `peer.channel.Start`.
+    An `observer` trains nothing. `parallel` is the layout over several devices. `recompute` saves memory by computing
+    activations again, `compile` compiles the layers, and with `overlap` training goes on while an update is undecided:
+    see `peer.channel.Start`.
     """
 
     folder: Path

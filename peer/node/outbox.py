@@ -15,7 +15,7 @@ from protocol.message_codec import encode_certificate
 from protocol.messages import Certificate, Heartbeat, Signed
 from protocol.wire import swarm_pb2 as wire
 
-log = logging.getLogger("peer.outbox")
+log = logging.getLogger(__name__)
 
 MAX_WAITING = 512
 """Messages that wait for one peer. Beyond it the oldest are dropped; the machine repeats what matters."""

@@ -18,7 +18,7 @@ from protocol.messages import Certificate, Heartbeat, RoundRecord, Signed, Updat
 from protocol.rounds.events import CertificateReceived, ChainReceived, MessageReceived
 from protocol.wire import swarm_pb2 as wire
 
-log = logging.getLogger("peer.inbox")
+log = logging.getLogger(__name__)
 
 MAX_MESSAGES = 2048
 MAX_CERTIFICATES = 256
@@ -52,7 +52,7 @@ class PacketDecoder:
         self.refused: BoundedDict[tuple[PeerKey, str], int] = BoundedDict(MAX_REFUSALS)
         self._heartbeats: BoundedDict[Digest, None] = BoundedDict(MAX_HEARTBEATS)
 
-    def packet(
+    def decode_packet(
         self, sender: PeerKey, packet: wire.Packet, unix_seconds: float
     ) -> Iterator[MessageReceived | CertificateReceived | None]:
         """Yield one item for each message of a packet: its event, or None when there is none.
@@ -71,7 +71,7 @@ class PacketDecoder:
                         self._locator.accept(encoded)
                     yield None
                 else:
-                    yield MessageReceived(self.message(encoded, unix_seconds))
+                    yield MessageReceived(self.decode_message(encoded, unix_seconds))
             except ProtocolError as e:
                 self._refuse(sender, "message", e)
                 yield None
@@ -91,7 +91,7 @@ class PacketDecoder:
         self._heartbeats.renew(digest, None)
         return is_news
 
-    def message(self, encoded: bytes, unix_seconds: float) -> Signed:
+    def decode_message(self, encoded: bytes, unix_seconds: float) -> Signed:
         """Return one verified message. Raise ProtocolError."""
         kind = claimed_kind(encoded)
         if kind not in SWARM_KINDS:
@@ -105,7 +105,7 @@ class PacketDecoder:
                 check(update.body.admission, update.author, unix_seconds)
         return signed
 
-    async def chain(self, source: PeerKey, reply: wire.ChainReply) -> ChainReceived:
+    async def decode_chain_reply(self, source: PeerKey, reply: wire.ChainReply) -> ChainReceived:
         """Return the verified answer to a chain request. Raise ProtocolError when any part of it is invalid."""
         if len(reply.certificates) > MAX_CERTIFICATES:
             raise MalformedError("a chain reply with too many certificates")

@@ -8,6 +8,7 @@ may still hold blobs or be reachable again.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from protocol.bounded import BoundedDict
 from protocol.ids import PeerKey
@@ -17,8 +18,18 @@ from protocol.rounds.policy import RoundPolicy
 MAX_LOST = 256
 """Maximum number of members that fell silent whose addresses are remembered."""
 
-MAX_OBSERVERS = 64
-"""Maximum number of peers without an admission."""
+MAX_NONMEMBERS = 64
+"""Maximum number of peers without an admission: observers, and anybody else."""
+
+
+class News(Enum):
+    """The result of noting a heartbeat."""
+
+    NEW_PEER = auto()
+    UPDATE = auto()
+    """A newer heartbeat of a peer in the table."""
+    NONE = auto()
+    """An old heartbeat, or one that is not accepted."""
 
 
 @dataclass(slots=True)
@@ -26,10 +37,10 @@ class PeerEntry:
     """One peer of the table."""
 
     heartbeat: Signed[Heartbeat]
-    heard: float
+    last_news: float
     """Time of the last news of it, directly or through others, by our monotonic clock in seconds."""
 
-    direct: float
+    last_direct: float
     """Time of the last message received from the peer itself; at first, the time of its first heartbeat."""
 
     @property
@@ -39,12 +50,12 @@ class PeerEntry:
 
 
 class PeerTable:
-    """The peers with news within `forget_seconds`: at most `limit` members and `observers` others."""
+    """A table of the peers with news within `forget_seconds`: at most `limit` members and `nonmembers` others."""
 
-    def __init__(self, me: PeerKey, *, forget_seconds: float, limit: int, observers: int = MAX_OBSERVERS):
+    def __init__(self, me: PeerKey, *, forget_seconds: float, limit: int, nonmembers: int = MAX_NONMEMBERS):
         self._me = me
         self._forget = forget_seconds
-        self._observers = observers
+        self._nonmembers = nonmembers
         self._entries: dict[PeerKey, PeerEntry] = {}
         self._gone: BoundedDict[PeerKey, int] = BoundedDict(limit)
         """The sequence of the goodbye of each member that left."""
@@ -58,33 +69,33 @@ class PeerTable:
     def apply_policy(self, policy: RoundPolicy) -> None:
         self._gone.limit = policy.max_members
 
-    def hear(
-        self, heartbeat: Signed[Heartbeat], now: float, *, direct: bool = True, welcome: bool = False
-    ) -> bool | None:
-        """Note a heartbeat. Return True for a new peer, False for news of a known one, None for an old or refused one.
+    def note_heartbeat(
+        self, heartbeat: Signed[Heartbeat], now: float, *, direct: bool = True, reserved: bool = False
+    ) -> News:
+        """Note a heartbeat, and return the news in it.
 
-        `direct`: the author itself sent it. `welcome`: the author is accepted even when the table is full.
+        `direct`: the author itself sent it. `reserved`: the author is accepted even when the table is full.
         """
         key, body = heartbeat.author, heartbeat.body
         if key == self._me or body.sequence <= self._gone.get(key, -1):
-            return None
+            return News.NONE
         known = self._entries.get(key)
         if known is not None:
             if direct:
-                known.direct = now
+                known.last_direct = now
             if body.sequence <= known.heartbeat.body.sequence:
-                return None
-            known.heartbeat, known.heard = heartbeat, now
-            return False
+                return News.NONE
+            known.heartbeat, known.last_news = heartbeat, now
+            return News.UPDATE
         admitted = bool(body.admission)
         same_kind = sum(e.is_member == admitted for e in self._entries.values())
-        if not welcome and same_kind >= (self.limit if admitted else self._observers):
-            return None
+        if not reserved and same_kind >= (self.limit if admitted else self._nonmembers):
+            return News.NONE
         self._entries[key] = PeerEntry(heartbeat, now, now)
         self._lost.pop(key, None)
-        return True
+        return News.NEW_PEER
 
-    def goodbye(self, key: PeerKey, sequence: int) -> None:
+    def note_goodbye(self, key: PeerKey, sequence: int) -> None:
         """Remove a member that left; its heartbeats from before are no longer news.
 
         Peers without an admission are only removed when they fall silent: anybody can make keys, and would otherwise
@@ -99,7 +110,7 @@ class PeerTable:
 
     def forget_silent(self, now: float) -> list[PeerKey]:
         """Remove the peers without news for `forget_seconds`, and return them."""
-        silent = [k for k, e in self._entries.items() if now - e.heard > self._forget]
+        silent = [k for k, e in self._entries.items() if now - e.last_news > self._forget]
         for key in silent:
             body = self._entries.pop(key).heartbeat.body
             if body.admission and body.addresses:
@@ -115,9 +126,9 @@ class PeerTable:
         return key in self._gone and key not in self._entries and key not in self._lost
 
     def unreachable(self, now: float, seconds: float) -> list[PeerKey]:
-        """Return the members (not observers) that are present and sent us nothing themselves for these seconds."""
+        """Return the members that are present and sent us nothing themselves for these seconds."""
         members = {k: e for k, e in self._entries.items() if e.is_member}
-        return [k for k, e in members.items() if now - e.direct > seconds and now - e.heard <= self._forget]
+        return [k for k, e in members.items() if now - e.last_direct > seconds and now - e.last_news <= self._forget]
 
     def peers(self) -> list[PeerKey]:
         return list(self._entries)
@@ -135,5 +146,5 @@ class PeerTable:
 
     def addresses(self) -> list[str]:
         """Return the multiaddresses of members, not of strangers: those with the latest news first."""
-        newest = sorted((e for e in self._entries.values() if e.is_member), key=lambda e: -e.heard)
+        newest = sorted((e for e in self._entries.values() if e.is_member), key=lambda e: -e.last_news)
         return list(dict.fromkeys(a for e in newest for a in e.heartbeat.body.addresses))

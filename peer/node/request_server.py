@@ -22,20 +22,26 @@ YIELD_EVERY = 32
 """Messages of one packet after which other tasks have a turn: a verification takes 0.2 ms."""
 
 
+KNOWN_ROOM, UNKNOWN_ROOM = MAX_EVENTS // 2, MAX_EVENTS // 16
+"""Queued events above which messages are dropped: those of members, and of other senders. So our own events always
+have room, and members' messages too, however much others send."""
+
+
 @dataclass(frozen=True)
 class RequestServer:
-    """The handlers of the swarm."""
+    """The node's answers to packets and requests from the swarm."""
 
     membership: Enrollment
-    inbox: PacketDecoder
+    packets: PacketDecoder
     network: Network
     machine: RoundMachine
     certificates: ChainStore
     relay: SliceRelay
     queue: EventQueue
-    observers: NodeEvents
+    bus: NodeEvents
 
     def handlers(self) -> Handlers:
+        """Return the callbacks for the swarm."""
         return Handlers(
             on_packet=self._receive,
             on_chain_request=lambda _, request: self.certificates.answer(request),
@@ -47,9 +53,8 @@ class RequestServer:
     async def _receive(self, sender: PeerKey, packet: wire.Packet) -> None:
         """Verify the messages of a packet, and queue those that are news for the machine."""
         network, me = self.network, self.membership.identity.key
-        # Our own events always have room, and so have members' messages, whatever strangers send.
-        room = MAX_EVENTS // (2 if sender == me or network.is_known(sender) else 16)
-        for i, event in enumerate(self.inbox.packet(sender, packet, time.time())):
+        room = KNOWN_ROOM if sender == me or network.is_known(sender) else UNKNOWN_ROOM
+        for i, event in enumerate(self.packets.decode_packet(sender, packet, time.time())):
             if i % YIELD_EVERY == YIELD_EVERY - 1:
                 await asyncio.sleep(0)
             if isinstance(event, MessageReceived):
@@ -57,9 +62,9 @@ class RequestServer:
                 if message.author == me:
                     continue
                 if not network.is_banned(message.author):
-                    self.observers.post(MessageVerified(message))
-                    network.observe(message, sender)
-            if event is not None and len(self.queue) < room and self.inbox.note(event):
+                    self.bus.post(MessageVerified(message))
+                    network.note_message(message, sender)
+            if event is not None and len(self.queue) < room and self.packets.note(event):
                 self.queue.post(event)
 
     def _answer_coordinator(self, request: wire.CoordinatorAddressRequest) -> wire.CoordinatorAddressReply:

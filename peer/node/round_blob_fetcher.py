@@ -22,7 +22,7 @@ from protocol.ids import Digest, PeerKey
 from protocol.rounds.events import BlobHeld, BlobInvalid, BlobUnavailable
 from protocol.rounds.policy import RoundPolicy
 
-log = logging.getLogger("peer.updates")
+log = logging.getLogger(__name__)
 
 
 class BlobFormat(Protocol):
@@ -38,8 +38,9 @@ class BlobFormat(Protocol):
 
 @dataclass(eq=False)
 class RoundBlobFetcher:
-    """One task for each blob. An unexpected error in a task, such as a full disk, ends the node.
+    """The fetches of a round's blobs: one task for each.
 
+    An unexpected error in a task, such as a full disk, ends the node.
     `post` receives BlobHeld, BlobInvalid or BlobUnavailable for each blob that was requested. `deadline_seconds` is the
     time that a blob of the open round may take: the round's `exchange_seconds`.
     """
@@ -58,18 +59,20 @@ class RoundBlobFetcher:
     def apply_policy(self, policy: RoundPolicy) -> None:
         self.deadline_seconds = policy.exchange_seconds
 
-    def fetch(self, blob: Digest, size: int, holders: Iterable[PeerKey], kind: BlobFormat | None = None) -> None:
+    def fetch(self, blob: Digest, size: int, holders: Iterable[PeerKey], blob_format: BlobFormat | None = None) -> None:
         """Start to fetch a blob, from the likeliest holders first. Do nothing when it is being fetched already."""
         if blob not in self._tasks:
-            self._tasks[blob] = self.tasks.spawn(self._fetch(blob, size, list(holders), kind or self.codec), "blob")
+            self._tasks[blob] = self.tasks.spawn(
+                self._fetch(blob, size, list(holders), blob_format or self.codec), "blob"
+            )
 
     def drop(self, blob: Digest) -> None:
-        """Stop to fetch a blob that nobody needs any more."""
+        """Stop fetching a blob that nobody needs any more."""
         if (task := self._tasks.pop(blob, None)) is not None:
             task.cancel()
 
-    async def _fetch(self, blob: Digest, size: int, holders: list[PeerKey], kind: BlobFormat) -> None:
-        answer = await self._get(blob, size, holders, kind)
+    async def _fetch(self, blob: Digest, size: int, holders: list[PeerKey], blob_format: BlobFormat) -> None:
+        answer = await self._get(blob, size, holders, blob_format)
         # Before the answer is posted: it may lead to another request for the same blob.
         if self._tasks.get(blob) is asyncio.current_task():
             del self._tasks[blob]
@@ -77,13 +80,13 @@ class RoundBlobFetcher:
             self.post(answer)
 
     async def _get(
-        self, blob: Digest, size: int, holders: list[PeerKey], kind: BlobFormat
+        self, blob: Digest, size: int, holders: list[PeerKey], blob_format: BlobFormat
     ) -> BlobHeld | BlobInvalid | BlobUnavailable | None:
         """Return the answer for the machine; None when `ensure` has posted it."""
-        if size != kind.size:
-            return BlobInvalid(blob, f"an update of {size} bytes, where the run's codec makes {kind.size}")
+        if size != blob_format.size:
+            return BlobInvalid(blob, f"an update of {size} bytes, where the run's codec makes {blob_format.size}")
         try:
-            await self.ensure(blob, holders, kind)
+            await self.ensure(blob, holders, blob_format)
         except CodecError:
             return None  # posted by `ensure`
         except StoreFull:
@@ -93,44 +96,44 @@ class RoundBlobFetcher:
             return BlobUnavailable(blob)
         return BlobHeld(blob)
 
-    async def ensure(self, blob: Digest, holders: Sequence[PeerKey], kind: BlobFormat | None = None) -> Path:
+    async def ensure(self, blob: Digest, holders: Sequence[PeerKey], blob_format: BlobFormat | None = None) -> Path:
         """Return the file of a blob, held and checked. By default the blob is an update.
 
         Raise CodecError for an invalid one, after BlobInvalid was posted; else the errors of `fetch_blob`.
         """
-        kind = kind or self.codec
-        await self.verify(blob, kind)
+        blob_format = blob_format or self.codec
+        await self.verify(blob, blob_format)
         if not self.store.has(blob):
             order = list(dict.fromkeys([*holders, *self.network.everyone()]))
-            await self.network.fetch_blob(blob, kind.size, order, deadline_seconds=self.deadline_seconds)
+            await self.network.fetch_blob(blob, blob_format.size, order, deadline_seconds=self.deadline_seconds)
         path = self.store.path(blob)
-        if (blob, kind) not in self._checked:
+        if (blob, blob_format) not in self._checked:
             try:
                 # In a thread, because torch and hashing would block the event loop.
-                await asyncio.to_thread(lambda: kind.check(map_file(path)))
+                await asyncio.to_thread(lambda: blob_format.check(map_file(path)))
             except CodecError as e:
                 self.post(BlobInvalid(blob, str(e)))
                 raise
-            self._checked.add((blob, kind))
+            self._checked.add((blob, blob_format))
         return path
 
-    async def verify(self, blob: Digest, kind: BlobFormat | None = None) -> None:
+    async def verify(self, blob: Digest, blob_format: BlobFormat | None = None) -> None:
         """Compare a held blob that was never checked with its digest; the store drops it when the disk damaged it.
 
         Such a blob is from before a restart, perhaps after a power cut. Its author is not at fault for our disk.
         """
-        if (blob, kind or self.codec) not in self._checked and self.store.has(blob):
+        if (blob, blob_format or self.codec) not in self._checked and self.store.has(blob):
             with contextlib.suppress(BlobMissing):
                 await asyncio.to_thread(self.store.verify, blob)
 
-    def trust(self, blob: Digest, kind: BlobFormat | None = None) -> None:
+    def trust(self, blob: Digest, blob_format: BlobFormat | None = None) -> None:
         """Note a blob that this node made: it needs no check."""
-        self._checked.add((blob, kind or self.codec))
+        self._checked.add((blob, blob_format or self.codec))
 
     def forget(self, gone: Collection[Digest]) -> None:
         """Forget blobs that the store has dropped."""
         if lost := set(gone):
-            self._checked = {(blob, kind) for blob, kind in self._checked if blob not in lost}
+            self._checked = {(blob, blob_format) for blob, blob_format in self._checked if blob not in lost}
 
 
 def map_file(path: Path) -> memoryview:

@@ -32,34 +32,41 @@ class RoundTimes:
 
 
 class RoundTimings:
-    """The last `remembered` rounds in which we announced. A round is identified by its parent record."""
+    """The times of the last `remembered` rounds in which we announced an update.
+
+    A round is identified by its parent record.
+    """
 
     def __init__(self, remembered: int = 32):
         self._parent: Digest | None = None
         self._number = 0
-        self._began = self._blobs = self._certified = 0.0
+        self._began = self._blobs = 0.0
+        self._certified: float | None = None
+        """None while there is no certificate of this round."""
         self._rounds: deque[RoundTimes] = deque(maxlen=remembered)
 
-    def announced(self, parent: Digest, number: int, now: float) -> None:
+    def note_announced(self, parent: Digest, number: int, now: float) -> None:
         """Note that our header for round `number`, the one after `parent`, was sent. Repeats do not count."""
         if parent != self._parent:
             self._parent, self._number = parent, number
-            self._began = self._blobs = self._certified = now
+            self._began = self._blobs = now
+            self._certified = None
 
-    def held(self, now: float) -> None:
+    def note_held(self, now: float) -> None:
         """Note that another member's update, or a reduced shard, is held."""
-        if self._certified == self._began:
+        if self._certified is None:
             self._blobs = now
 
-    def certified(self, parent: Digest, now: float) -> None:
+    def note_certified(self, parent: Digest, now: float) -> None:
         """Note that the record after `parent` is to be applied."""
         if parent == self._parent:
             self._certified = now
 
-    def applied(self, parent: Digest, now: float) -> None:
+    def note_applied(self, parent: Digest, now: float) -> None:
         """Note that the record after `parent` was applied."""
         if parent == self._parent:
-            times = (round(t - self._began, 4) for t in (self._blobs, self._certified, now))
+            certified = self._began if self._certified is None else self._certified
+            times = (round(t - self._began, 4) for t in (self._blobs, certified, now))
             self._rounds.append(RoundTimes(self._number, *times))
 
     @property

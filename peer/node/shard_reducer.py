@@ -27,19 +27,20 @@ from protocol.reduce import Reduction, shard_count
 from protocol.rounds.events import BlobInvalid, ShardReduced, ShardUnavailable
 from protocol.spec import OuterSpec
 
-log = logging.getLogger("peer.reducer")
+log = logging.getLogger(__name__)
 
-SHARE = 0.5
+SLICE_TIME_SHARE = 0.5
 """Share of the round's `exchange_seconds` in which the slices must arrive; the rest is left for the next attempt."""
 
 AT_ONCE = 16
 """Maximum number of slices that are fetched at once, for all shards together."""
 
-ATTEMPT_SECONDS = 5.0
+SLICE_ATTEMPT_SECONDS = 5.0
 """Seconds after which a slice that does not arrive gives its turn to another, here and at a relay, and is tried
 again."""
 
-PAUSE_SECONDS = 0.2
+SLICE_RETRY_SECONDS = 0.2
+"""Seconds from one attempt to get a slice to the next."""
 
 KEPT_ROUNDS = 8
 """Rounds for which shards made here are kept, even of records that were not certified. Peers on their way to a branch
@@ -64,8 +65,9 @@ class ReducedShardFormat:
 
 @dataclass(eq=False)
 class ShardReducer:
-    """One task for each shard. An unexpected error in a task, such as a full disk, ends the node.
+    """The reductions in work at this node: one task for each shard.
 
+    An unexpected error in a task, such as a full disk, ends the node.
     `update_size` is in bytes. `post` receives ShardReduced or ShardUnavailable for each shard, and BlobInvalid for an
     update whose slice breaks the codec's rules.
     """
@@ -89,7 +91,7 @@ class ShardReducer:
         self._made: dict[Digest, int] = {}
         """The blobs of shards that were made here lately, and their rounds."""
         self._turns = asyncio.Semaphore(AT_ONCE)
-        self._one_sum = asyncio.Lock()
+        self._reduce_lock = asyncio.Lock()
 
     def reduce(self, record: Signed[RoundRecord], shard: int, committee: Sequence[PeerKey]) -> None:
         """Start to make a shard of a record's mean. Do nothing when it is being made already."""
@@ -100,9 +102,9 @@ class ShardReducer:
 
     def fetch(self, blob: Digest, record: Signed[RoundRecord], shard: int, holders: Iterable[PeerKey]) -> None:
         """Fetch a shard that others made; answered like an update."""
-        kind = self.format_of(len(record.body.updates), shard)
+        blob_format = self.format_of(len(record.body.updates), shard)
         self._note(record).add(blob)
-        self.updates.fetch(blob, kind.size, holders, kind)
+        self.updates.fetch(blob, blob_format.size, holders, blob_format)
 
     def _note(self, record: Signed[RoundRecord]) -> set[Digest]:
         """Return the shards of this record that are in work; forget those of records long before it."""
@@ -140,48 +142,52 @@ class ShardReducer:
     async def _make(
         self, record: Signed[RoundRecord], shard: int, committee: Sequence[PeerKey]
     ) -> ShardReduced | ShardUnavailable:
-        kind = self.format_of(len(record.body.updates), shard)
-        until = asyncio.get_running_loop().time() + SHARE * self.updates.deadline_seconds
+        blob_format = self.format_of(len(record.body.updates), shard)
+        deadline = asyncio.get_running_loop().time() + SLICE_TIME_SHARE * self.updates.deadline_seconds
         requested: set[PeerKey] = set()
         # In a random order, so that slow authors do not delay the same others at every member.
         headers = random.sample(record.body.updates, len(record.body.updates))
-        coming = {asyncio.ensure_future(self._slice(h, kind, committee, until, requested)): h for h in headers}
+        slice_tasks = {
+            asyncio.ensure_future(self._slice(h, blob_format, committee, deadline, requested)): h for h in headers
+        }
         slices: dict[PeerKey, memoryview] = {}
         invalid: list[PeerKey] = []
         try:
-            left = set(coming)
+            left = set(slice_tasks)
             while left and not invalid:
                 done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
-                    author = coming[task].author
+                    author = slice_tasks[task].author
                     try:
                         found = task.result()
                     except CodecError as e:
-                        self.post(BlobInvalid(coming[task].body.blob, str(e)))
+                        self.post(BlobInvalid(slice_tasks[task].body.blob, str(e)))
                         invalid.append(author)
                         continue
                     if found is not None:
                         slices[author] = found
         finally:
-            for task in coming:
+            for task in slice_tasks:
                 task.cancel()
-            await asyncio.gather(*coming, return_exceptions=True)
-        # An author of an invalid update is at fault alone: other slices may still have been on their way. Authors whose
-        # slices were never requested, for want of time, are not named.
+            await asyncio.gather(*slice_tasks, return_exceptions=True)
+        # Only the author of an invalid update is named: other slices may simply not have arrived yet. Authors whose
+        # slices were never requested, because the time ran out, are not named either.
         missing = [h.author for h in record.body.updates if h.author not in slices]
         unavailable = invalid or [author for author in missing if author in requested]
         if missing:
             log.info("shard %d is missing the updates of %s", shard, ", ".join(a.short for a in unavailable))
             return ShardUnavailable(record.digest, shard, tuple(sorted(unavailable)))
         contributions = [Contribution(h.author, h.body.windows, slices[h.author]) for h in record.body.updates]
-        async with self._one_sum:
+        async with self._reduce_lock:
             blob = await asyncio.to_thread(
-                lambda: self.store.put(self.reduction.reduce(contributions, self.outer, kind.count, kind.shard))
+                lambda: self.store.put(
+                    self.reduction.reduce(contributions, self.outer, blob_format.count, blob_format.shard)
+                )
             )
         self._note(record).add(blob)
         number = record.body.round
         self._made = {b: n for b, n in self._made.items() if n > number - KEPT_ROUNDS} | {blob: number}
-        self.updates.trust(blob, kind)
+        self.updates.trust(blob, blob_format)
         return ShardReduced(record.digest, shard, blob)
 
     # -- one slice ---------------------------------------------------------------------------------------------
@@ -189,9 +195,9 @@ class ShardReducer:
     async def _slice(
         self,
         header: Signed[UpdateHeader],
-        kind: ReducedShardFormat,
+        blob_format: ReducedShardFormat,
         committee: Sequence[PeerKey],
-        until: float,
+        deadline: float,
         requested: set[PeerKey],
     ) -> memoryview | None:
         """Return an update's bytes, of which only the shard's chunks are valid; None when they do not arrive in time.
@@ -200,15 +206,17 @@ class ShardReducer:
         Raise CodecError when the slice breaks the codec's rules.
         """
         blob, now = header.body.blob, asyncio.get_running_loop().time
-        chunks = self.reduction.chunks(kind.count, kind.shard)
+        chunks = self.reduction.chunks(blob_format.count, blob_format.shard)
         await self.updates.verify(blob)
         while True:
             try:
                 found = self._find(blob, chunks)
-                if found is None and now() < until:
+                if found is None and now() < deadline:
                     async with self._turns:
-                        seconds = max(0.1, min(ATTEMPT_SECONDS, until - now()))
-                        if seconds >= min(ATTEMPT_SECONDS, 0.5 * SHARE * self.updates.deadline_seconds):
+                        seconds = max(0.1, min(SLICE_ATTEMPT_SECONDS, deadline - now()))
+                        if seconds >= min(
+                            SLICE_ATTEMPT_SECONDS, 0.5 * SLICE_TIME_SHARE * self.updates.deadline_seconds
+                        ):
                             requested.add(header.author)
                         relays = self.network.relay.relays_from(header.author)
                         holders = list(dict.fromkeys([header.author, *committee, *relays]))
@@ -217,15 +225,15 @@ class ShardReducer:
                         )  # fmt: skip
                     found = self._find(blob, chunks)
                 if found is not None:
-                    await asyncio.to_thread(self.reduction.check_slice, found, kind.count, kind.shard)
+                    await asyncio.to_thread(self.reduction.check_slice, found, blob_format.count, blob_format.shard)
                     return found
             except (CodecError, StoreFull):
                 raise  # of a full disk no other attempt helps: the user must act
             except (CairnError, asyncio.TimeoutError) as e:
-                log.debug("shard %d of update %s did not come: %s", kind.shard, blob.short, e)
-            if now() >= until:
+                log.debug("shard %d of update %s did not come: %s", blob_format.shard, blob.short, e)
+            if now() >= deadline:
                 return None
-            await asyncio.sleep(PAUSE_SECONDS)
+            await asyncio.sleep(SLICE_RETRY_SECONDS)
 
     def _find(self, blob: Digest, chunks: Sequence[int]) -> memoryview | None:
         """Return the bytes of an update that is held whole, or of which all these chunks are."""

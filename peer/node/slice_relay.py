@@ -13,7 +13,7 @@ import logging
 from dataclasses import dataclass
 
 from peer.node.network import Network
-from peer.node.shard_reducer import ATTEMPT_SECONDS
+from peer.node.shard_reducer import SLICE_ATTEMPT_SECONDS
 from peer.node.tasks import Tasks
 from peer.store import Store
 from protocol.errors import CairnError
@@ -23,9 +23,11 @@ from protocol.reduce import Reduction, shard_count
 from protocol.rounds.machine import RoundMachine
 from protocol.spec import RoundSpec
 
-log = logging.getLogger("peer.slice_relay")
+log = logging.getLogger(__name__)
 
 AT_ONCE = 4
+"""Maximum number of slices that are fetched for others at once."""
+
 TIMES_OWN_WORK = 4
 """Maximum number of slices relayed in a round, as a multiple of the slices that a member fetches for its own shards:
 requests cost others nothing. With committees of three, and 60% of the members behind NATs, the others relay 0.6 times
@@ -43,7 +45,10 @@ MAX_REQUESTS = 8192
 
 @dataclass(eq=False)
 class SliceRelay:
-    """One task for each slice. `update_size` is in bytes."""
+    """The fetching of update slices for members that cannot reach the author: one task for each slice.
+
+    `update_size` is in bytes.
+    """
 
     me: PeerKey
     store: Store
@@ -73,7 +78,7 @@ class SliceRelay:
         for record, shard, committee in found:
             # Several authors may be listed with one blob: anybody can name it as theirs.
             for author in (u.author for u in record.body.updates if u.body.blob == blob):
-                if not selector.is_cut_off(by, author) or self.me not in selector.relays(author, by):
+                if not selector.is_cut_off(author, by) or self.me not in selector.relays(author, by):
                     continue
                 if not any(selector.connects(k, author, by) for k in committee):
                     self._relay(record, author, blob, shard, by)
@@ -99,7 +104,7 @@ class SliceRelay:
                 if not self.machine.slices_for(blob, by):
                     return  # the record was decided meanwhile
                 await self.network.fetch_blob(
-                    blob, self.update_size, [author], deadline_seconds=ATTEMPT_SECONDS, chunks=chunks
+                    blob, self.update_size, [author], deadline_seconds=SLICE_ATTEMPT_SECONDS, chunks=chunks
                 )  # fmt: skip
             log.debug("a slice of update %s by %s is relayed", blob.short, author.short)
         except (CairnError, asyncio.TimeoutError) as e:

@@ -33,7 +33,7 @@ from protocol.rounds.events import SyncFailed
 from protocol.spec import RunSpec
 from protocol.state import state_layout
 
-log = logging.getLogger("peer.states")
+log = logging.getLogger(__name__)
 
 VERIFY_CHUNKS = 256
 """Chunks that are verified in one piece of work: the end of the node waits for no more than that."""
@@ -78,7 +78,7 @@ class StateLoader:
         self._turns = asyncio.Semaphore(AT_ONCE)
         self._queue: asyncio.Queue[ApplyRecord | SyncState] = asyncio.Queue(maxsize=64)
         self._current: asyncio.Task[None] | None = None
-        self.given: tuple[Digest, ...] = ()
+        self.blobs_in_use: tuple[Digest, ...] = ()
         """Blobs whose files the trainer was last asked to read."""
 
     def apply(self, action: ApplyRecord | SyncState) -> None:
@@ -88,7 +88,7 @@ class StateLoader:
         except asyncio.QueueFull:
             self.post(SyncFailed(_target(action, self.spec.run_id), "too many rounds wait to be applied"))
 
-    def resync(self, action: SyncState) -> None:
+    def sync(self, action: SyncState) -> None:
         """Replace all moves that were asked for before."""
         self.drop()
         self.apply(action)
@@ -100,12 +100,12 @@ class StateLoader:
         if self._current is not None:
             self._current.cancel()
 
-    async def verify_given(self) -> None:
+    async def verify_blobs_in_use(self) -> None:
         """Verify the blobs that the trainer could not use. The store drops damaged ones, and they are fetched again.
 
         Raise StoreError when the disk cannot be read at all.
         """
-        for blob in self.given:
+        for blob in self.blobs_in_use:
             self.updates.forget([blob])
             with contextlib.suppress(BlobMissing):  # the store has reported it
                 first = 0
@@ -116,7 +116,7 @@ class StateLoader:
         """Make one move after the other, until cancelled. `send` gives a message to the trainer."""
         while True:
             action = await self._queue.get()
-            self._current = asyncio.create_task(self._do(action, send))
+            self._current = asyncio.create_task(self._execute(action, send))
             try:
                 # A newer SyncState cancels the present move, not this loop.
                 await asyncio.wait([self._current])
@@ -127,10 +127,10 @@ class StateLoader:
                 raise error
             self._current = None
 
-    async def _do(self, action: ApplyRecord | SyncState, send: Callable[[ToTrainer], Awaitable[None]]) -> None:
+    async def _execute(self, action: ApplyRecord | SyncState, send: Callable[[ToTrainer], Awaitable[None]]) -> None:
         target = _target(action, self.spec.run_id)
         try:
-            await send(await (self._apply(action) if isinstance(action, ApplyRecord) else self._resync(action)))
+            await send(await (self._apply(action) if isinstance(action, ApplyRecord) else self._sync(action)))
         except TrainerDied as e:
             # The supervisor reports the loss, once, for all that was under way.
             log.debug("not at the state after %s: %s", target.short, e)
@@ -144,34 +144,34 @@ class StateLoader:
 
     async def _apply(self, action: ApplyRecord) -> Apply:
         record = action.certificate.record.body
-        update = await self._round(action.certificate)
-        self.given = tuple(applied_blobs(action.certificate))
+        update = await self._round_files(action.certificate)
+        self.blobs_in_use = tuple(applied_blobs(action.certificate))
         return Apply(
             update=update,
-            missed=self._own(action.missed),
+            missed=self._own_update_files(action.missed),
             next_window=action.next_window,
             accepted_windows=action.weight,
             write_checkpoint=self._checkpoint_path(Round(record.round + 1), action.is_checkpoint),
         )
 
-    async def _resync(self, action: SyncState) -> Load:
+    async def _sync(self, action: SyncState) -> Load:
         path = action.path
-        start, checkpoint, replay = await self._gather(action)
-        reduced = await self._reduced_before(start.record, action.regained)
+        start, checkpoint, replay = await self._collect_files(action)
+        reduced = await self._rounds_with_residuals(start.record, action.regained)
         end = Round(path[-1].record.body.round + 1) if path else start.round
         applied = (blob for c in path[start.index :] for blob in applied_blobs(c))
-        self.given = (start.state, *applied, *action.regained)
+        self.blobs_in_use = (start.state, *applied, *action.regained)
         return Load(
             checkpoint=checkpoint,
             base_state=start.state,
             record=start.record,
             round=start.round,
             replay=replay,
-            restore=self._own(action.missed),
+            restore=self._own_update_files(action.missed),
             next_window=action.next_window,
             accepted_windows=action.weight,
             write_checkpoint=self._checkpoint_path(end, action.is_checkpoint),
-            withdraw=self._own(action.regained),
+            withdraw=self._own_update_files(action.regained),
             reduced=reduced,
         )
 
@@ -191,7 +191,7 @@ class StateLoader:
             body = path[i].record.body
             yield _Start(i, body.parent, body.round, body.base_state)
 
-    async def _gather(self, action: SyncState) -> tuple[_Start, Path, tuple[RoundUpdates, ...]]:
+    async def _collect_files(self, action: SyncState) -> tuple[_Start, Path, tuple[RoundUpdates, ...]]:
         """Return the state to start from, its checkpoint, and the rounds after it, all of them in the store."""
         errors: list[str] = []
         unavailable = -1
@@ -204,7 +204,7 @@ class StateLoader:
             try:
                 checkpoint = await self._checkpoint(start.state)
                 for certificate in action.path[start.index :]:
-                    rounds.append(await self._round(certificate))
+                    rounds.append(await self._round_files(certificate))
                 return start, checkpoint, tuple(rounds)
             except (StoreFull, CodecError):
                 raise  # no other start helps: the user must act, or the record lists an invalid update
@@ -224,7 +224,7 @@ class StateLoader:
             await self.network.fetch_blob(state, size, everyone, deadline_seconds=CHECKPOINT_SECONDS)
         return self.store.path(state)
 
-    async def _round(self, certificate: Certificate) -> RoundUpdates:
+    async def _round_files(self, certificate: Certificate) -> RoundUpdates:
         """Return the files that a record's state is made of; those that are not held are fetched.
 
         These are the record's updates, or the reduced shards of a reduced round. Of a reduced round our own update is
@@ -249,19 +249,20 @@ class StateLoader:
         if not certificate.shards:
             updates = tuple(UpdateFile(u.author, u.body.windows, f) for u, f in zip(listed, files, strict=True))
             return RoundUpdates(record.body.round, certificate.digest, updates)
-        own = [(u, f) for u in listed if u.author == self.me for f in self._own([u.body.blob])]
+        own = [(u, f) for u in listed if u.author == self.me for f in self._own_update_files([u.body.blob])]
         updates = tuple(UpdateFile(u.author, u.body.windows, f) for u, f in own)
         return RoundUpdates(record.body.round, certificate.digest, updates, files)
 
-    async def _ensure(self, blob: Digest, holders: Sequence[PeerKey], kind: BlobFormat | None) -> Path:
+    async def _ensure(self, blob: Digest, holders: Sequence[PeerKey], blob_format: BlobFormat | None) -> Path:
         async with self._turns:
-            return await self.updates.ensure(blob, holders, kind)
+            return await self.updates.ensure(blob, holders, blob_format)
 
-    async def _reduced_before(self, record: Digest, regained: Sequence[Digest]) -> tuple[RoundUpdates, ...]:
-        """Return the reduced rounds up to a record whose residual of our update may have to be restored, oldest first.
+    async def _rounds_with_residuals(self, record: Digest, regained: Sequence[Digest]) -> tuple[RoundUpdates, ...]:
+        """Return the reduced rounds up to a record, oldest first, for the residuals that they left out of our updates.
 
-        These are the last round that accepted one of our updates, and those that accepted one of `regained`. A round
-        whose blobs are unavailable is left out: that costs the residual, not the state.
+        The trainer restores those that its error feedback does not have yet. The rounds are the last one
+        that accepted one of our updates, and those that accepted one of `regained`. A round whose blobs are unavailable
+        is left out: that costs the residual, not the state.
         """
         found: list[RoundUpdates] = []
         wanted, last = set(regained), True
@@ -272,7 +273,7 @@ class StateLoader:
             last = False
             if certificate.shards and self.store.has(own):
                 try:
-                    found.append(await self._round(certificate))
+                    found.append(await self._round_files(certificate))
                 except StoreFull:
                     raise
                 except (CairnError, asyncio.TimeoutError) as e:
@@ -290,7 +291,7 @@ class StateLoader:
                 if digest != self.chain.root:
                     yield self.chain.certificate(digest)
 
-    def _own(self, blobs: Sequence[Digest]) -> tuple[Path, ...]:
+    def _own_update_files(self, blobs: Sequence[Digest]) -> tuple[Path, ...]:
         """Return the files of own updates for the error feedback; one that the disk lost is reported as an error."""
         held = [b for b in blobs if self.store.has(b)]
         for lost in set(blobs) - set(held):

@@ -18,7 +18,7 @@ from peer.node.trainer_client import NO_PROGRESS, TrainerClient
 from protocol.rounds.machine import RoundMachine
 from protocol.rounds.policy import LocalStatus
 
-log = logging.getLogger("peer.node")
+log = logging.getLogger(__name__)
 
 SNAPSHOT_SECONDS = 1.0
 
@@ -47,11 +47,11 @@ class StatusReporter:
     directives: DirectiveHandler
     timings: RoundTimings
     trainer: TrainerClient | None
-    observers: NodeEvents
+    bus: NodeEvents
 
     def __post_init__(self) -> None:
         self._finish_reason = ""
-        self.observers.subscribe(RunOver, self._note_end)
+        self.bus.subscribe(RunOver, self._note_end)
         self._write_failed = False
         self.latest = self.snapshot()
         """A snapshot of at most SNAPSHOT_SECONDS ago, for other threads: they must not access the node itself."""

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
-log = logging.getLogger("peer.node")
+log = logging.getLogger(__name__)
 
 
 class Tasks:

@@ -1,8 +1,8 @@
 """The node's side of the trainer: the round machine's requests to it, and its answers as events for the machine.
 
 `TrainerSupervisor` keeps the process alive and `StateLoader` moves it along the chain. An update's fate (accepted,
-missed, regained) is decided by the machine alone (`protocol.rounds.own_updates`); the trainer keeps the counterpart for
-its error feedback, on the other side of the process border.
+missed, regained) is decided by the machine alone (`protocol.rounds.own_updates`). The trainer has a copy for its error
+feedback, and changes it only as the machine says.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from protocol.rounds import events
 from protocol.rounds.actions import ApplyRecord, RequestUpdate, SyncState
 from protocol.spec import RunSpec
 
-log = logging.getLogger("peer.training")
+log = logging.getLogger(__name__)
 
 LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
@@ -42,8 +42,9 @@ NO_PROGRESS = channel.Progress(0, 0.0, 0.0, 0, 0.0, False)
 
 @dataclass(eq=False)
 class TrainerClient:
-    """`begin` once the node is in the swarm, `stop` at the end. `post` receives events for the machine.
+    """The node's access to its trainer: `begin` it once the node is in the swarm, `stop` it at the end.
 
+    `post` receives events for the machine.
     `supervise` makes the supervisor of a process (tests replace it).
     """
 
@@ -152,7 +153,7 @@ class TrainerClient:
             self.loader.drop()
             self.tasks.spawn(self._reset(action), "reset of the trainer")
         else:
-            self.loader.resync(action)
+            self.loader.sync(action)
 
     async def _reset(self, action: SyncState) -> None:
         """Replace the trainer by a new process without its saved state."""
@@ -161,7 +162,7 @@ class TrainerClient:
             await self._supervisor.stop(0.0)
             await asyncio.to_thread(remove_saved_state, self._start.state_folder)
             self._launch(self._start)
-        self.loader.resync(action)
+        self.loader.sync(action)
 
     # -- messages of the trainer -----------------------------------------------------------------------------
 
@@ -204,7 +205,7 @@ class TrainerClient:
 
     async def _move_failed(self, reason: str) -> None:
         try:
-            await self.loader.verify_given()
+            await self.loader.verify_blobs_in_use()
         except StoreError as e:
             log.error("%s", e)
         self.post(events.SyncFailed(self.chain.head, reason))
@@ -218,7 +219,7 @@ class TrainerClient:
         self.post(events.SyncFailed(self.chain.head, reason))
 
     async def _keep_update(self, made: channel.UpdateMade) -> None:
-        self.retention.keep_update(made.digest)
+        self.retention.protect_update(made.digest)
         blob = await asyncio.to_thread(self.store.adopt, made.blob_path, made.digest)
         self.updates.trust(blob)
         self.made += 1
@@ -234,7 +235,7 @@ class TrainerClient:
         if applied.checkpoint_path is not None:
             try:
                 await asyncio.to_thread(self.store.adopt, applied.checkpoint_path, applied.state_digest)
-                self.retention.keep_state(applied.state_digest)
+                self.retention.protect_state(applied.state_digest)
             except StoreError as e:
                 log.error("the checkpoint was not kept: %s", e)
                 applied.checkpoint_path.unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from protocol.chain import Chain
 from protocol.ids import PeerKey
 from protocol.spec import RunSpec
 
-log = logging.getLogger("peer.assets")
+log = logging.getLogger(__name__)
 
 FETCH_SECONDS = 3600.0
 

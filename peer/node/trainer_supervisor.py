@@ -16,7 +16,7 @@ import async_timeout
 from peer import channel
 from peer.errors import ChannelError, TrainerDied
 
-log = logging.getLogger("peer.trainer")
+log = logging.getLogger(__name__)
 
 START_SECONDS = 300.0
 """Seconds to import torch, build the model and move it to a GPU: a cold disk can take minutes."""
@@ -28,7 +28,7 @@ second."""
 EXIT_SECONDS = 2.0
 """Seconds that `stop` waits for the exit of a process that saved or was killed."""
 
-PAUSE_SECONDS = 0.5
+RESTART_SECONDS = 0.5
 """Seconds before a restart, doubled for each death in a row."""
 
 MAX_FAILURES = 5
@@ -40,7 +40,7 @@ ANSWERS = (channel.Ready, channel.Applied, channel.UpdateMade, channel.NothingDo
 
 @dataclass(eq=False)
 class TrainerSupervisor:
-    """One trainer process at a time.
+    """The supervisor of one trainer process at a time.
 
     `on_message` receives all its messages; `on_lost(reason)` is called when it has died. `command` replaces the
     trainer's own command line.
@@ -52,14 +52,15 @@ class TrainerSupervisor:
     command: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        self._up: asyncio.Future[channel.TrainerLink] = asyncio.get_running_loop().create_future()
+        self._ready_link: asyncio.Future[channel.TrainerLink] = asyncio.get_running_loop().create_future()
         """Done when the present process is ready, failed when it is lost. The next process has a new future."""
         self._stopped: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._gone = asyncio.Event()
+        self._exited = asyncio.Event()
         """Set when the process has ended and was waited for."""
-        self._alarm: asyncio.TimerHandle | None = None
-        self._allowed = 0.0
-        self._overdue = ""
+        self._watchdog: asyncio.TimerHandle | None = None
+        self._allowed_seconds = 0.0
+        self._hung_reason = ""
+        """The reason why the watchdog killed the present process; empty while it has not."""
         self._cannot_start = False
         self.link: channel.TrainerLink | None = None
         self.ready: channel.Ready | None = None
@@ -70,7 +71,7 @@ class TrainerSupervisor:
         """Keep a process alive until `stop`. Raise TrainerDied when that is impossible."""
         failures = 0
         while not self.stopping:
-            reason, worked = await self._life()
+            reason, worked = await self._run_process()
             if self.stopping:
                 return
             if self._cannot_start:
@@ -80,11 +81,11 @@ class TrainerSupervisor:
                 raise TrainerDied(f"the trainer died {failures} times in a row, last: {reason}")
             log.error("%s; it is restarted from the store (attempt %d of %d)", reason, failures, MAX_FAILURES)
             self.restarts += 1
-            self._up = asyncio.get_running_loop().create_future()
+            self._ready_link = asyncio.get_running_loop().create_future()
             self.on_lost(reason)
-            await asyncio.sleep(min(30.0, PAUSE_SECONDS * 2**failures))
+            await asyncio.sleep(min(30.0, RESTART_SECONDS * 2**failures))
 
-    async def _life(self) -> tuple[str, bool]:
+    async def _run_process(self) -> tuple[str, bool]:
         """Run one process from start to end. Return why it ended, and whether it had worked.
 
         It worked when it trained or went from one state to the next. To load a state does not count: a process that
@@ -92,20 +93,20 @@ class TrainerSupervisor:
         """
         worked, applied = False, 0
         reason = ""
-        self._overdue = ""
+        self._hung_reason = ""
         link = self.link = await channel.TrainerLink.start(threads=self.start.threads, command=self.command)
-        self._gone.clear()
+        self._exited.clear()
         if self.stopping:
             link.kill()
-        self._expect(f"was not ready within {START_SECONDS:.0f} s", START_SECONDS)
+        self._arm_watchdog(f"was not ready within {START_SECONDS:.0f} s", START_SECONDS)
         try:
             await link.send(self.start)
             async for message in link:
-                self._answered(message)
+                self._note_message(message)
                 match message:
-                    case channel.Ready() if not self._up.done():
+                    case channel.Ready() if not self._ready_link.done():
                         self.ready = message
-                        self._up.set_result(link)
+                        self._ready_link.set_result(link)
                     case channel.Applied():
                         applied += 1
                         worked = worked or applied > 1
@@ -123,21 +124,21 @@ class TrainerSupervisor:
         except (ChannelError, TrainerDied) as e:
             reason = reason or str(e)
         finally:
-            self._cancel_alarm()
-            self._lose(f"the trainer (process {link.pid}) is gone")
+            self._disarm_watchdog()
+            self._fail_pending(f"the trainer (process {link.pid}) is gone")
             if self.stopping and not self._stopped.done():
                 self._stopped.set_result(False)
             end = await link.stop(10.0)
-            self._gone.set()
-        return self._overdue or reason or str(end), worked
+            self._exited.set()
+        return self._hung_reason or reason or str(end), worked
 
     async def send(self, message: channel.ToTrainer) -> None:
         """Send a message once the process is ready. Raise TrainerDied when it is lost first, as `on_lost` reports."""
-        link = await asyncio.shield(self._up)
+        link = await asyncio.shield(self._ready_link)
         if isinstance(message, channel.Apply | channel.Load | channel.MakeUpdate):
             replay = len(message.replay) if isinstance(message, channel.Load) else 1
             seconds = ANSWER_SECONDS + REPLAY_SECONDS * replay
-            self._expect(f"has not answered {type(message).__name__} for {seconds:.0f} s", seconds)
+            self._arm_watchdog(f"has not answered {type(message).__name__} for {seconds:.0f} s", seconds)
         try:
             await link.send(message)
         except TrainerDied:
@@ -147,7 +148,7 @@ class TrainerSupervisor:
     @property
     def is_ready(self) -> bool:
         """True while the present process is ready."""
-        return self._up.done() and self._up.exception() is None
+        return self._ready_link.done() and self._ready_link.exception() is None
 
     async def stop(self, seconds: float) -> bool:
         """Have the process save and exit within these seconds, else kill it. Return whether it saved. Idempotent."""
@@ -166,39 +167,39 @@ class TrainerSupervisor:
         if link is not None:
             with contextlib.suppress(asyncio.TimeoutError):
                 async with async_timeout.timeout(EXIT_SECONDS):
-                    await self._gone.wait()
+                    await self._exited.wait()
         return self._stopped.done() and self._stopped.result()
 
     # -- a process that hangs --------------------------------------------------------------------------------
 
-    def _expect(self, otherwise: str, seconds: float) -> None:
+    def _arm_watchdog(self, otherwise: str, seconds: float) -> None:
         """Kill the process unless it sends something within these seconds."""
-        self._cancel_alarm()
-        self._allowed = seconds
+        self._disarm_watchdog()
+        self._allowed_seconds = seconds
 
         def overdue() -> None:
             if self.link is not None:
-                self._overdue = f"the trainer (process {self.link.pid}) {otherwise}"
+                self._hung_reason = f"the trainer (process {self.link.pid}) {otherwise}"
                 self.link.kill()
 
-        self._alarm = asyncio.get_running_loop().call_later(seconds, overdue)
+        self._watchdog = asyncio.get_running_loop().call_later(seconds, overdue)
 
-    def _answered(self, message: channel.FromTrainer) -> None:
+    def _note_message(self, message: channel.FromTrainer) -> None:
         """Note a message: after an answer nothing is expected, and after any other message the time starts again."""
         answer = isinstance(message, ANSWERS)
-        if self._alarm is not None and not answer:
-            self._expect(f"was silent for {self._allowed:.0f} s", self._allowed)
+        if self._watchdog is not None and not answer:
+            self._arm_watchdog(f"was silent for {self._allowed_seconds:.0f} s", self._allowed_seconds)
         elif answer:
-            self._cancel_alarm()
+            self._disarm_watchdog()
 
-    def _cancel_alarm(self) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
+    def _disarm_watchdog(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+            self._watchdog = None
 
-    def _lose(self, reason: str) -> None:
+    def _fail_pending(self, reason: str) -> None:
         """Fail the requests that wait for this process, and those made before `on_lost` was called."""
-        if self._up.done():
-            self._up = asyncio.get_running_loop().create_future()
-        self._up.set_exception(TrainerDied(reason))
-        self._up.exception()  # marks it as retrieved: nobody may be waiting for it
+        if self._ready_link.done():
+            self._ready_link = asyncio.get_running_loop().create_future()
+        self._ready_link.set_exception(TrainerDied(reason))
+        self._ready_link.exception()  # marks it as retrieved: nobody may be waiting for it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from peer.channel import Progress
 
-FIRST_SECONDS, SECONDS = 60.0, 300.0
+FIRST_LINE_SECONDS, LINE_SECONDS = 60.0, 300.0
 """Seconds until the first line after the trainer began, and between the following ones."""
 
 _LABELS = {
@@ -18,7 +18,7 @@ _LABELS = {
 
 
 class UsageLog:
-    """Chooses when to log. It is given each Progress."""
+    """The schedule and the text of the log lines. It is given each Progress."""
 
     def __init__(self) -> None:
         self._due: float | None = None
@@ -26,10 +26,10 @@ class UsageLog:
     def line(self, progress: Progress, now: float) -> str:
         """Return the line to log now: shares of the last minute above 0.5%, memory and MFU. Mostly empty."""
         if self._due is None:
-            self._due = now + FIRST_SECONDS
+            self._due = now + FIRST_LINE_SECONDS
         if now < self._due or progress.spent is None:
             return ""
-        self._due = now + SECONDS
+        self._due = now + LINE_SECONDS
         shares = [(getattr(progress.spent, name), label) for name, label in _LABELS.items()]
         listed = ", ".join(f"{share:.0%} {label}" for share, label in shares if share >= 0.005)
         parts = [f"of the last minute: {listed}"]

@@ -60,8 +60,8 @@ async def test_an_archived_state_goes_back_into_the_store_when_it_is_what_it_sho
         held.append(state)
 
     with Store(world.folder / "store", 10**9) as store:
-        observers = SimpleNamespace(subscribe=lambda *_: None)
-        node = SimpleNamespace(store=store, hold=hold, chain=None, observers=observers)
+        bus = SimpleNamespace(subscribe=lambda *_: None)
+        node = SimpleNamespace(store=store, keep_checkpoint=hold, chain=None, bus=bus)
         view = ObserverView(cast(Any, node), world.spec, world.archive)
         await view.offer(made)
         assert store.has(made.state) and held == [made.state] and made.size

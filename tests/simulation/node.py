@@ -107,9 +107,9 @@ class Node:
         """Shards that are fetched, by record."""
 
         self.done = False
-        observers = NodeEvents()
+        bus = NodeEvents()
         self.driver = RoundDriver(
-            self.machine, self, EventQueue(observers), observers, RoundTimings(), status=self.status,
+            self.machine, self, EventQueue(bus), bus, RoundTimings(), status=self.status,
             clock=lambda: w.clock.now,
         )  # fmt: skip
         self.booting = True
@@ -200,7 +200,7 @@ class Node:
             self.shards_asked.setdefault(action.record.digest, set()).add(action.blob)
         self.fetch_blob(action)
 
-    def drop_blob(self, action: do.CancelFetch) -> None:
+    def cancel_fetch(self, action: do.CancelFetch) -> None:
         self.fetching.discard(action.blob)
 
     async def store_certificate(self, certificate: Certificate) -> None:
@@ -216,13 +216,13 @@ class Node:
     async def store_epoch(self, epoch: int) -> None:
         """Do nothing: a restarted trainer has learnt nothing."""
 
-    def directives_changed(self, action: do.DirectivesChanged) -> None:
+    def on_directives_changed(self, action: do.DirectivesChanged) -> None:
         self.trainer.order(self.world.clock.now, action.paused, action.policy.max_update_windows)
 
     def notify(self, action: do.Notice) -> None:
         self.world.report(self, action)
 
-    def run_completed(self, action: do.RunCompleted) -> None:
+    def on_run_completed(self, action: do.RunCompleted) -> None:
         """Do nothing: the trainer goes on, so that its account can be checked."""
 
     def hear(self, message) -> None:

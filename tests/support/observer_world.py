@@ -23,7 +23,7 @@ class FakeNode:
 
     def __init__(self, folder: Path, chain: Chain):
         self.chain = chain
-        self.observers = SimpleNamespace(subscribe=lambda *_: None)
+        self.bus = SimpleNamespace(subscribe=lambda *_: None)
         self.held: list[Digest] = []
         self.folder = folder
         self.network = SimpleNamespace(fetch_blob=self._fetch, everyone=lambda: [], peers=self)

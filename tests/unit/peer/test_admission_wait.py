@@ -68,7 +68,7 @@ def newcomer(tmp_path: Path, monkeypatch):
     for name in ("discover", "keep_running"):
         monkeypatch.setattr(Network, name, forever)
     monkeypatch.setattr(admission_wait, "fetch_assets", at_once)
-    monkeypatch.setattr(admission_wait, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(admission_wait, "REQUEST_SECONDS", 0.05)
     with Store(tmp_path / "store", 1 << 30) as store:
         client: Any = Away()
         yield Enrollment(ME, SPEC, MessageDecoder(SPEC.run_id, OWNER.key), store, client, "me", b"")
@@ -91,7 +91,7 @@ async def test_it_asks_again_says_so_and_leaves_the_swarm_when_it_is_admitted(ne
     (node,) = nodes
     assert not waits.done() and node.snapshot().phase == "observing" and not newcomer.seconds_left()
     assert caplog.text.count("waiting for the coordinator") == 1  # not at each attempt
-    monkeypatch.setattr(admission_wait, "RETRY_SECONDS", NEVER)
+    monkeypatch.setattr(admission_wait, "REQUEST_SECONDS", NEVER)
     await asyncio.sleep(0.1)
     word = sign_coordinator_address(OWNER, CoordinatorAddress(SPEC.run_id, 5, (HostPort("c", 1),), Digest(bytes(32))))
     node.membership.locator.accept(word.encoded)  # a member tells: it is asked at once, not after an hour

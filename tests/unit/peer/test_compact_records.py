@@ -273,7 +273,7 @@ async def test_records_that_others_may_ask_about_are_bounded(monkeypatch):
     sender = Side()
     for attempt in range(5):
         sender.records.encode(record(HEADERS, attempt=attempt))
-    assert sender.records.answerable == 2
+    assert sender.records.requestable == 2
 
 
 def test_old_headers_that_are_replayed_push_out_nothing():

@@ -93,12 +93,12 @@ def test_anybody_is_told_of_this_run_and_nobody_of_another(store):
 
 def test_in_a_packet_a_flood_of_words_is_not_looked_at_and_the_rest_of_it_is(store, caplog):
     locator = CoordinatorLocator(store, RUN)
-    inbox = PacketDecoder(decoder(), locator)
+    packets = PacketDecoder(decoder(), locator)
     flood = [word(i).encoded for i in range(1, 50)]
     packet = wire.Packet(messages=[*flood, HEADERS[1].encoded])
-    assert sum(e is not None for e in inbox.packet(PEERS[1].key, packet, 1e9)) == 1
+    assert sum(e is not None for e in packets.decode_packet(PEERS[1].key, packet, 1e9)) == 1
     assert locator.newest == word(MAX_ADDRESS_RECORDS) and not caplog.text
-    list(inbox.packet(PEERS[1].key, wire.Packet(messages=[word(99, owner=identity("liar")).encoded]), 1e9))
+    list(packets.decode_packet(PEERS[1].key, wire.Packet(messages=[word(99, owner=identity("liar")).encoded]), 1e9))
     assert locator.newest == word(MAX_ADDRESS_RECORDS) and "not signed by the run's owner" in caplog.text
 
 

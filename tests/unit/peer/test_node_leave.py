@@ -13,7 +13,7 @@ async def test_who_leaves_while_its_gathered_round_is_undecided_says_goodbye(tmp
     goodbyes: list[Goodbye] = []
     try:
         ada, grace = w.start("ada"), w.start("grace")
-        grace.observers.subscribe(
+        grace.bus.subscribe(
             MessageVerified, lambda e: goodbyes.append(e.message.body) if isinstance(e.message.body, Goodbye) else None
         )
         await w.rounds(["ada", "grace"], 1)

@@ -19,7 +19,7 @@ from peer.node.message_relay import FORWARDED_PER_BEAT
 from peer.node.network import SEARCHED_FOR, Network
 from peer.node.outbox import MAX_WAITING, Outbox
 from peer.node.packet_decoder import MAX_REFUSALS, PacketDecoder
-from peer.node.peer_table import MAX_OBSERVERS
+from peer.node.peer_table import MAX_NONMEMBERS
 from peer.node.round_timings import ExchangeTimes, RoundTimes, RoundTimings
 from peer.node.tasks import Tasks
 from peer.store import StoreError
@@ -145,64 +145,66 @@ async def test_a_packet_has_a_size(monkeypatch):
     assert [len(p.messages) for _, p in w.encoded] == [2, 2, 1]
 
 
-# -- the inbox ------------------------------------------------------------------------------------------------
+# -- packets ----------------------------------------------------------------------------------------------------
 
 
 def test_good_messages_come_through_and_the_bad_ones_between_them_are_refused_by_name(caplog):
-    inbox = PacketDecoder(decoder())
+    packets = PacketDecoder(decoder())
     forged = HEADERS[2].encoded[:-1] + bytes([HEADERS[2].encoded[-1] ^ 1])
     packet = wire.Packet(messages=[HEADERS[1].encoded, forged, b"rubbish", HEADERS[3].encoded])
     packet.certificates.append(encode_certificate(CERTIFICATE))
-    found = list(inbox.packet(A, packet, 1e9))
+    found = list(packets.decode_packet(A, packet, 1e9))
     assert [f.message.author for f in found if isinstance(f, MessageReceived)] == [HEADERS[1].author, HEADERS[3].author]
     assert [f.source for f in found if isinstance(f, CertificateReceived)] == [A]
-    assert len(inbox.refused) == 2 and A.short in caplog.text
+    assert len(packets.refused) == 2 and A.short in caplog.text
 
 
 def test_what_does_not_belong_in_the_swarm_is_refused():
-    inbox = PacketDecoder(decoder())
+    packets = PacketDecoder(decoder())
     with pytest.raises(MalformedError, match="does not belong"):
-        inbox.message(admission(SPEC, PEERS[1]).encoded, 0.0)
+        packets.decode_message(admission(SPEC, PEERS[1]).encoded, 0.0)
     with pytest.raises(MalformedError):
-        inbox.message(raw(PEERS[1], "no such kind", wire.Goodbye()), 0.0)
+        packets.decode_message(raw(PEERS[1], "no such kind", wire.Goodbye()), 0.0)
 
 
 def test_an_admission_that_has_ended_is_refused_and_the_same_refusal_is_not_news_each_second(caplog):
-    inbox = PacketDecoder(decoder())
+    packets = PacketDecoder(decoder())
     late = 2.0**33 + 601
     for i in range(50):
         packet = wire.Packet(messages=[heartbeat(PEERS[1], sequence=i).encoded])
-        assert not any(inbox.packet(A, packet, late + i))
-    assert sum(inbox.refused.values()) == 50 and len(inbox.refused) == 1
+        assert not any(packets.decode_packet(A, packet, late + i))
+    assert sum(packets.refused.values()) == 50 and len(packets.refused) == 1
     assert caplog.text.count("is not valid now") == 2  # the first and the tenth
 
 
 def test_refusals_remembered_are_bounded():
-    inbox = PacketDecoder(decoder())
+    packets = PacketDecoder(decoder())
     for i in range(MAX_REFUSALS + 50):
-        list(inbox.packet(identity(i).key, wire.Packet(messages=[b"rubbish"]), 0.0))
-    assert len(inbox.refused) == MAX_REFUSALS
+        list(packets.decode_packet(identity(i).key, wire.Packet(messages=[b"rubbish"]), 0.0))
+    assert len(packets.refused) == MAX_REFUSALS
 
 
 async def test_a_chain_reply_is_taken_whole_or_not_at_all():
-    inbox = PacketDecoder(decoder())
+    packets = PacketDecoder(decoder())
     good = encode_certificate(CERTIFICATE)
-    heard = await inbox.chain(A, wire.ChainReply(certificates=[good], more=True))
+    heard = await packets.decode_chain_reply(A, wire.ChainReply(certificates=[good], more=True))
     assert [c.record.digest for c in heard.certificates] == [CERTIFICATE.record.digest] and heard.more
     with pytest.raises(MalformedError):
-        await inbox.chain(A, wire.ChainReply(certificates=[good, b"rubbish"]))
+        await packets.decode_chain_reply(A, wire.ChainReply(certificates=[good, b"rubbish"]))
     with pytest.raises(MalformedError, match="too many"):
-        await inbox.chain(A, wire.ChainReply(certificates=[good] * 300))
+        await packets.decode_chain_reply(A, wire.ChainReply(certificates=[good] * 300))
 
 
 def test_what_was_refused_takes_its_turn_too_and_a_heartbeat_that_came_before_is_no_news():
-    inbox = PacketDecoder(decoder())
+    packets = PacketDecoder(decoder())
     beat = heartbeat(PEERS[1])
     found = list(
-        inbox.packet(A, wire.Packet(messages=[b"rubbish", beat.encoded, beat.encoded, HEADERS[1].encoded] * 2), 1e9)
+        packets.decode_packet(
+            A, wire.Packet(messages=[b"rubbish", beat.encoded, beat.encoded, HEADERS[1].encoded] * 2), 1e9
+        )
     )
     assert [f is None for f in found] == [True, False, False, False] * 2
-    assert [inbox.note(f) for f in found if f is not None] == [True, False, True, False, False, True]
+    assert [packets.note(f) for f in found if f is not None] == [True, False, True, False, False, True]
 
 
 # -- introductions --------------------------------------------------------------------------------------------
@@ -303,7 +305,7 @@ async def network(me=PEERS[0]) -> tuple[Network, FakeSwarm]:
 
 def hear(net: Network, message: Signed) -> None:
     """First-hand."""
-    net.observe(message, message.author)
+    net.note_message(message, message.author)
 
 
 async def test_a_newcomer_is_told_of_the_others_and_the_others_of_it_and_it_is_dialled():
@@ -338,9 +340,9 @@ async def test_a_newcomer_is_told_where_the_coordinator_is_as_far_as_that_is_kno
 async def test_there_is_always_room_for_the_coordinators_observer_and_it_is_no_stranger():
     w = await world()
     net = w.network
-    for i in range(MAX_OBSERVERS + 2):
+    for i in range(MAX_NONMEMBERS + 2):
         hear(net, heartbeat(identity(f"stranger {i}"), admission=b""))
-    assert len(net.peers.peers()) == MAX_OBSERVERS
+    assert len(net.peers.peers()) == MAX_NONMEMBERS
     watcher = heartbeat(OBSERVER, admission=b"")
     hear(net, watcher)
     assert OBSERVER.key not in net.peers.peers() and not net.is_known(OBSERVER.key)
@@ -352,7 +354,7 @@ async def test_there_is_always_room_for_the_coordinators_observer_and_it_is_no_s
 
 
 async def test_strangers_who_take_calls_and_do_not_answer_hold_up_no_member(monkeypatch):
-    monkeypatch.setattr(network_module, "TO_STRANGERS", 2)
+    monkeypatch.setattr(network_module, "NONMEMBER_SENDS", 2)
     net, swarm = await network()
     under_way: list[PeerKey] = []
     answers = asyncio.Event()
@@ -393,7 +395,7 @@ async def test_who_comes_and_goes_all_the_time_is_dialled_once_at_a_time_and_int
     await net.flush(LIMIT)
     told = [m for m in swarm.wire.messages(B) if m != heartbeat(PEERS[2]).encoded]
     assert len(told) == 1, "of a newcomer"
-    monkeypatch.setattr(network_module, "STRANGERS_DIALLED", 3)
+    monkeypatch.setattr(network_module, "NONMEMBER_DIALS", 3)
     for word, there in ((b"", 3), (b"a member", 13)):
         for i in range(10):
             other = identity(f"other {i} {word!r}")
@@ -428,7 +430,9 @@ async def test_what_a_member_does_not_hear_is_passed_on_to_it_and_to_nobody_else
     for _ in range(3):
         hear(net, HEADERS[2])  # it has been passed on
     hear(net, HEADERS[3])  # its author reaches that member itself
-    net.observe(heartbeat(PEERS[2], sequence=3), PEERS[3].key)  # not first-hand: who passed it on passes it on to all
+    net.note_message(
+        heartbeat(PEERS[2], sequence=3), PEERS[3].key
+    )  # not first-hand: who passed it on passes it on to all
     await net.flush(LIMIT)
     assert [to for to, _ in swarm.wire.encoded] == [A] * len(swarm.wire.encoded)
     passed_on = swarm.wire.messages(A)
@@ -477,7 +481,7 @@ async def test_in_a_crowd_a_few_introduce_whom_others_tell_of(monkeypatch):
                 hear(net, heartbeat(other))
         await net.flush(LIMIT)
         swarm.wire.encoded.clear()
-        net.observe(newcomer, next(p.key for p in PEERS if p is not me))
+        net.note_message(newcomer, next(p.key for p in PEERS if p is not me))
         await asyncio.sleep(0)
         await net.flush(LIMIT)
         told = {to for to, p in swarm.wire.encoded if newcomer.encoded in p.messages} - {newcomer.author}
@@ -500,7 +504,7 @@ async def test_in_a_crowd_who_enters_by_us_is_introduced_unless_two_others_do_it
     newcomer = heartbeat(PEERS[6])
     hear(net, newcomer)
     for other in PEERS[1 : 1 + others]:
-        net.observe(heartbeat(PEERS[6], sequence=2), other.key)
+        net.note_message(heartbeat(PEERS[6], sequence=2), other.key)
     assert newcomer.encoded not in swarm.wire.messages(A)
     if others < 2:
         await until(lambda: newcomer.encoded in swarm.wire.messages(A), "the newcomer is introduced")
@@ -548,7 +552,7 @@ async def test_who_is_out_of_sight_is_dialled_a_few_at_a_time_and_hears_of_us_an
     lost = [identity(50 + i) for i in range(3 * SEARCHED_FOR)]
     now = time.monotonic()
     for i, peer in enumerate(lost):
-        net.peers.hear(heartbeat(peer, addresses=(way(peer, i),), admission=b"a member"), now - 1000.0)
+        net.peers.note_heartbeat(heartbeat(peer, addresses=(way(peer, i),), admission=b"a member"), now - 1000.0)
     net.peers.forget_silent(now)
     hear(net, there)
     await asyncio.sleep(0)
@@ -576,8 +580,8 @@ async def test_who_is_banned_is_not_looked_for_and_who_left_only_while_we_are_al
     w.membership.addresses = [way(p, 1) for p in (banned, left, lost)]
     silent = time.monotonic() - 1000.0
     for peer in (banned, left, lost):
-        net.peers.hear(heartbeat(peer, addresses=(way(peer, 2),), admission=b"a member"), silent)
-    net.peers.goodbye(left.key, 2**40)
+        net.peers.note_heartbeat(heartbeat(peer, addresses=(way(peer, 2),), admission=b"a member"), silent)
+    net.peers.note_goodbye(left.key, 2**40)
     net.peers.forget_silent(time.monotonic())
     if not alone:
         hear(net, heartbeat(PEERS[1]))
@@ -594,7 +598,7 @@ async def test_nobody_has_us_dial_or_keep_whom_it_likes():
     net, swarm = w.network, w.swarms[0]
     other, victim = identity("other"), identity("victim")
     said = (way(other, 1), *(way(identity(f"victim {i}"), 443) for i in range(5)), way(victim, 443))
-    net.peers.hear(heartbeat(other, addresses=said, admission=b"a member"), time.monotonic() - 1000.0)
+    net.peers.note_heartbeat(heartbeat(other, addresses=said, admission=b"a member"), time.monotonic() - 1000.0)
     hear(net, heartbeat(PEERS[1], addresses=(way(PEERS[1], 2), way(victim, 443))))
     net.save_addresses()
     assert w.membership.learnt == [way(PEERS[1], 2), way(other, 1)]
@@ -650,13 +654,13 @@ def test_times_are_medians_since_our_own_announcement():
     assert e.times == ExchangeTimes()
     for n, (blobs, certified, applied) in enumerate([(1, 2, 3), (2, 4, 6), (3, 6, 9), (9, 9, 9)]):
         parent, start = Digest(bytes([n]) * 32), 100.0 * n
-        e.announced(parent, n, start)
-        e.announced(parent, n, start + 50)  # a repeat
-        e.held(start + blobs)
-        e.certified(Digest(b"x" * 32), start + 1)  # of a round that we were not in
-        e.certified(parent, start + certified)
-        e.held(start + 99)  # late, for the next round
-        e.applied(Digest(b"x" * 32), start + 1)
-        e.applied(parent, start + applied)
+        e.note_announced(parent, n, start)
+        e.note_announced(parent, n, start + 50)  # a repeat
+        e.note_held(start + blobs)
+        e.note_certified(Digest(b"x" * 32), start + 1)  # of a round that we were not in
+        e.note_certified(parent, start + certified)
+        e.note_held(start + 99)  # late, for the next round
+        e.note_applied(Digest(b"x" * 32), start + 1)
+        e.note_applied(parent, start + applied)
     assert e.times == ExchangeTimes(3.0, 6.0, 9.0)
     assert e.rounds == [RoundTimes(1, 2, 4, 6), RoundTimes(2, 3, 6, 9), RoundTimes(3, 9, 9, 9)]

@@ -76,10 +76,10 @@ async def test_only_the_newest_states_that_no_record_names_stay_and_an_update_th
     states, new = [state(100 + i) for i in range(KEEP + 3)], Digest(b"n" * 32)
     held = Blobs(*states, new)
     kept = retention(held)
-    kept.keep_update(new)
+    kept.protect_update(new)
     for s in states:
-        kept.keep_state(s)
-        kept.keep_state(s)
+        kept.protect_state(s)
+        kept.protect_state(s)
     await kept.prune()
     assert held.held == {*states[-(KEEP + 1) :], new}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from peer.node.peer_table import PeerTable
+from peer.node.peer_table import News, PeerTable
 from protocol.identity import Identity
 from protocol.messages import Heartbeat, Signed
 from tests.support.signed import PEERS, heartbeat
@@ -14,7 +14,7 @@ ME = identity("me").key
 
 
 def directory(**how) -> PeerTable:
-    return PeerTable(ME, **({"forget_seconds": 60.0, "limit": 4, "observers": 2} | how))
+    return PeerTable(ME, **({"forget_seconds": 60.0, "limit": 4, "nonmembers": 2} | how))
 
 
 def member(i: int, sequence: int = 1, **how) -> Signed[Heartbeat]:
@@ -27,97 +27,99 @@ def stranger(name: str, sequence: int = 1) -> Signed[Heartbeat]:
 
 def test_a_newcomer_is_news_once_and_later_heartbeats_replace_its_first():
     d = directory()
-    assert d.hear(member(1), 0.0) is True
-    assert d.hear(member(1, 2), 1.0) is False
-    assert d.hear(member(1, 2), 2.0) is None and d.hear(member(1, 1), 2.0) is None
+    assert d.note_heartbeat(member(1), 0.0) is News.NEW_PEER
+    assert d.note_heartbeat(member(1, 2), 1.0) is News.UPDATE
+    assert d.note_heartbeat(member(1, 2), 2.0) is News.NONE
+    assert d.note_heartbeat(member(1, 1), 2.0) is News.NONE
     (entry,) = d.entries().values()
-    assert entry.heartbeat.body.sequence == 2 and entry.heard == 1.0
+    assert entry.heartbeat.body.sequence == 2 and entry.last_news == 1.0
     assert [h.body.sequence for h in d.heartbeats()] == [2]
 
 
 def test_own_heartbeats_that_others_pass_on_are_no_news():
-    assert PeerTable(PEERS[1].key, forget_seconds=1, limit=4).hear(member(1), 0.0) is None
+    assert PeerTable(PEERS[1].key, forget_seconds=1, limit=4).note_heartbeat(member(1), 0.0) is News.NONE
 
 
 def test_strangers_do_not_take_the_places_of_members_nor_the_other_way_round():
     d = directory()
-    assert [d.hear(stranger(str(i)), 0.0) for i in range(4)] == [True, True, None, None]
-    assert [d.hear(member(i), 0.0) for i in range(6)] == [True] * 4 + [None] * 2
+    new, none = News.NEW_PEER, News.NONE
+    assert [d.note_heartbeat(stranger(str(i)), 0.0) for i in range(4)] == [new, new, none, none]
+    assert [d.note_heartbeat(member(i), 0.0) for i in range(6)] == [new] * 4 + [none] * 2
     assert len(d.peers()) == 6
 
 
 def test_a_stranger_cannot_come_and_go_under_ever_new_names():
     d = directory()
     for i in range(2):
-        assert d.hear(stranger(str(i)), 0.0)
-        d.goodbye(stranger(str(i)).author, 5)
-    assert d.hear(stranger("third"), 0.0) is None
+        assert d.note_heartbeat(stranger(str(i)), 0.0) is News.NEW_PEER
+        d.note_goodbye(stranger(str(i)).author, 5)
+    assert d.note_heartbeat(stranger("third"), 0.0) is News.NONE
     assert len(d.forget_silent(61.0)) == 2
-    assert d.hear(stranger("third"), 61.0) is True
+    assert d.note_heartbeat(stranger("third"), 61.0) is News.NEW_PEER
 
 
 def test_who_left_is_gone_until_it_comes_back_itself():
     d = directory()
-    d.hear(member(1, 5), 0.0)
-    d.goodbye(PEERS[1].key, 4)  # older than the heartbeat received since
+    d.note_heartbeat(member(1, 5), 0.0)
+    d.note_goodbye(PEERS[1].key, 4)  # older than the heartbeat received since
     assert d.peers() == [PEERS[1].key]
-    d.goodbye(PEERS[1].key, 6)
+    d.note_goodbye(PEERS[1].key, 6)
     assert d.peers() == []
-    assert d.hear(member(1, 5), 0.0) is None  # passed on by somebody who does not know of the goodbye
-    assert d.hear(member(1, 7), 0.0) is True
+    assert d.note_heartbeat(member(1, 5), 0.0) is News.NONE  # passed on by somebody who does not know of the goodbye
+    assert d.note_heartbeat(member(1, 7), 0.0) is News.NEW_PEER
 
 
 def test_goodbyes_of_the_unknown_are_not_remembered():
     d = directory()
     for i in range(6):
-        d.goodbye(PEERS[i].key, 10)
-    assert d.hear(member(1, 1), 0.0) is True
+        d.note_goodbye(PEERS[i].key, 10)
+    assert d.note_heartbeat(member(1, 1), 0.0) is News.NEW_PEER
 
 
 def test_addresses_are_those_heard_of_last_first_each_once():
     d = directory()
-    d.hear(member(1, addresses=("/ip4/1.1.1.1/tcp/1", "/ip4/2.2.2.2/tcp/1")), 1.0)
-    d.hear(member(2, addresses=("/ip4/3.3.3.3/tcp/1", "/ip4/1.1.1.1/tcp/1")), 2.0)
+    d.note_heartbeat(member(1, addresses=("/ip4/1.1.1.1/tcp/1", "/ip4/2.2.2.2/tcp/1")), 1.0)
+    d.note_heartbeat(member(2, addresses=("/ip4/3.3.3.3/tcp/1", "/ip4/1.1.1.1/tcp/1")), 2.0)
     assert d.addresses() == ["/ip4/3.3.3.3/tcp/1", "/ip4/1.1.1.1/tcp/1", "/ip4/2.2.2.2/tcp/1"]
 
 
 def test_strangers_addresses_are_nothing_to_enter_by():
     d = directory()
-    d.hear(heartbeat(PEERS[1], admission=b"", addresses=("/ip4/1.1.1.1/tcp/1",)), 1.0)
+    d.note_heartbeat(heartbeat(PEERS[1], admission=b"", addresses=("/ip4/1.1.1.1/tcp/1",)), 1.0)
     assert d.addresses() == []
 
 
 @pytest.mark.parametrize("seconds, left", [(59.0, 1), (61.0, 0)])
 def test_the_silent_are_forgotten(seconds, left):
     d = directory()
-    d.hear(member(1), 0.0)
+    d.note_heartbeat(member(1), 0.0)
     assert len(d.forget_silent(seconds)) == 1 - left and len(d.peers()) == left
 
 
 def test_where_the_silent_were_is_remembered_until_they_are_heard_again():
     d = directory()
-    d.hear(member(1, addresses=("/a",)), 0.0)
-    d.hear(member(2, addresses=("/b",)), 0.0)
-    d.hear(member(3, addresses=("/c",)), 0.0)
-    d.hear(stranger("x"), 0.0)
-    d.goodbye(PEERS[3].key, 9)
+    d.note_heartbeat(member(1, addresses=("/a",)), 0.0)
+    d.note_heartbeat(member(2, addresses=("/b",)), 0.0)
+    d.note_heartbeat(member(3, addresses=("/c",)), 0.0)
+    d.note_heartbeat(stranger("x"), 0.0)
+    d.note_goodbye(PEERS[3].key, 9)
     d.forget_silent(61.0)
     assert d.lost() == {PEERS[1].key: ("/a",), PEERS[2].key: ("/b",)}
-    d.hear(member(2, 2, addresses=("/b",)), 62.0)
+    d.note_heartbeat(member(2, 2, addresses=("/b",)), 62.0)
     assert d.lost() == {PEERS[1].key: ("/a",)}
-    d.goodbye(PEERS[1].key, 9)
+    d.note_goodbye(PEERS[1].key, 9)
     assert d.lost() == {}
 
 
 def test_who_said_goodbye_has_left_until_it_is_heard_again():
     d = directory()
-    d.hear(member(1), 0.0)
+    d.note_heartbeat(member(1), 0.0)
     assert not d.has_left(PEERS[1].key)
-    d.goodbye(PEERS[1].key, 9)
+    d.note_goodbye(PEERS[1].key, 9)
     assert d.has_left(PEERS[1].key)
-    d.hear(member(1, 9), 1.0)
+    d.note_heartbeat(member(1, 9), 1.0)
     assert d.has_left(PEERS[1].key)
-    d.hear(member(1, 10, addresses=("/a",)), 2.0)
+    d.note_heartbeat(member(1, 10, addresses=("/a",)), 2.0)
     assert not d.has_left(PEERS[1].key)
     d.forget_silent(100.0)
     assert not d.has_left(PEERS[1].key), "it came back and fell silent"
@@ -127,6 +129,6 @@ def test_of_the_silent_so_many_are_remembered(monkeypatch):
     monkeypatch.setattr("peer.node.peer_table.MAX_LOST", 2)
     d = directory()
     for i in range(1, 5):
-        d.hear(member(i, addresses=("/a",)), float(i))
+        d.note_heartbeat(member(i, addresses=("/a",)), float(i))
         d.forget_silent(100.0 * i)
     assert list(d.lost()) == [PEERS[3].key, PEERS[4].key]

@@ -156,7 +156,7 @@ async def world(rounds: int = 12):
 async def test_the_run_begins_with_the_genesis():
     async with world() as (w, _):
         w.offered.add(w.spec.genesis.name)
-        w.states.resync(SyncState((), (), 0, 0))
+        w.states.sync(SyncState((), (), 0, 0))
         await w.next()
         (load,) = w.asked
         assert isinstance(load, Load) and load.replay == () and load.write_checkpoint is None
@@ -170,12 +170,12 @@ async def test_a_run_that_was_rolled_back_goes_on_from_the_state_that_the_owner_
         record = w.chain.certificates[4].digest
         back = Rollback(1, record, Round(5), state(5))
         w.offered.add(state(5))
-        w.states.resync(SyncState((), (), 7, 70, start=back))
+        w.states.sync(SyncState((), (), 7, 70, start=back))
         await w.next()
         (load,) = w.asked
         assert isinstance(load, Load) and load.replay == () and w.fetched == [state(5)]
         assert (load.record, load.base_state, load.round) == (record, state(5), 5)
-        w.states.resync(SyncState((), (), 7, 70, start=replace(back, state=state(6))))
+        w.states.sync(SyncState((), (), 7, 70, start=replace(back, state=state(6))))
         await w.next()
         assert [f.record for f in w.failed] == [record]
 
@@ -183,7 +183,7 @@ async def test_a_run_that_was_rolled_back_goes_on_from_the_state_that_the_owner_
 async def test_a_checkpoint_on_disk_costs_nothing_and_the_rest_is_replayed():
     async with world() as (w, _):
         w.store.held.add(state(10))
-        w.states.resync(w.resync(12))
+        w.states.sync(w.resync(12))
         await w.next()
         (load,) = w.asked
         assert w.fetched == [] and load.round == 10 and load.base_state == state(10)
@@ -195,14 +195,14 @@ async def test_a_checkpoint_on_disk_costs_nothing_and_the_rest_is_replayed():
 async def test_the_newest_checkpoint_that_members_give_is_taken():
     async with world(12) as (w, _):
         w.offered.add(state(5))  # every 5 rounds one; that of round 10 is nobody's
-        w.states.resync(w.resync(12))
+        w.states.sync(w.resync(12))
         await w.next()
         assert w.fetched == [state(10), state(5)] and w.asked[0].round == 5
 
 
 async def test_without_any_checkpoint_the_machine_hears_why():
     async with world() as (w, _):
-        w.states.resync(w.resync(12))
+        w.states.sync(w.resync(12))
         await w.next()
         assert w.asked == [] and len(w.failed) == 1
         assert w.failed[0].record == w.chain.head and "no member gave a checkpoint" in w.failed[0].reason
@@ -215,11 +215,11 @@ async def test_a_newer_checkpoint_is_fetched_when_rounds_since_that_on_disk_cann
         w.store.held.add(state(0))
         w.offered |= {state(5), state(10)}
         w.missing = {u.body.blob for u in w.chain.certificates[3].record.body.updates}
-        w.states.resync(w.resync(12))
+        w.states.sync(w.resync(12))
         await w.next()
         assert w.fetched == [state(10)] and w.asked[0].round == 10 and not w.failed
         w.missing |= {u.body.blob for u in w.chain.certificates[11].record.body.updates}
-        w.states.resync(w.resync(12))
+        w.states.sync(w.resync(12))
         await w.next()
         assert w.fetched == [state(10)] and "what leads there" in w.failed[0].reason  # that of 5 would not help
 
@@ -229,7 +229,7 @@ async def test_when_a_blob_cannot_be_had_the_others_of_its_round_are_fetched_no_
         w.store.held.add(state(9))
         first, other = (u.body.blob for u in w.chain.certificates[9].record.body.updates)
         w.missing, w.gate = {first}, asyncio.Event()
-        w.states.resync(w.resync(10))
+        w.states.sync(w.resync(10))
         await w.next()
         assert len(w.failed) == 1
         w.gate.set()
@@ -253,10 +253,10 @@ async def test_a_newer_resync_takes_the_place_of_all_that_was_asked_before_and_n
         w.store.held.add(w.spec.genesis.name)
         w.store.held.add(state(0))
         w.gate = asyncio.Event()
-        w.states.resync(w.resync(11))
+        w.states.sync(w.resync(11))
         await asyncio.sleep(0.01)
         w.states.apply(ApplyRecord(w.chain.certificates[11], (), 0, 0))
-        w.states.resync(w.resync(3))
+        w.states.sync(w.resync(3))
         w.gate.set()
         await w.next()
         await asyncio.sleep(0.01)
@@ -267,7 +267,7 @@ async def test_a_lost_trainer_is_reported_by_who_watches_it_and_not_a_second_tim
     async with world() as (w, running):
         w.store.held.add(state(9))
         w.error = TrainerDied("gone")
-        w.states.resync(w.resync(10))
+        w.states.sync(w.resync(10))
         await asyncio.sleep(0.02)
         assert w.failed == [] and not running.done()
 
@@ -276,14 +276,14 @@ async def test_what_was_asked_of_a_lost_trainer_is_dropped():
     async with world() as (w, _):
         w.store.held.add(state(0))
         w.gate = asyncio.Event()
-        w.states.resync(w.resync(3))
+        w.states.sync(w.resync(3))
         w.states.apply(ApplyRecord(w.chain.certificates[3], (), 0, 0))
         await asyncio.sleep(0.01)
         w.states.drop()
         w.gate.set()
         await asyncio.sleep(0.02)
         assert w.asked == [] and w.failed == []
-        w.states.resync(w.resync(2))
+        w.states.sync(w.resync(2))
         await w.next()
         assert len(w.asked) == 1
 
@@ -304,7 +304,7 @@ async def test_an_update_that_does_not_come_is_reported_and_a_full_disk_ends_the
 async def test_an_own_update_that_the_disk_lost_is_not_put_back_and_that_is_said(caplog):
     async with world() as (w, _):
         w.store.held |= {state(0), Digest(b"h" * 32)}
-        w.states.resync(w.resync(1, missed=(Digest(b"h" * 32), Digest(b"l" * 32))))
+        w.states.sync(w.resync(1, missed=(Digest(b"h" * 32), Digest(b"l" * 32))))
         await w.next()
         assert len(w.asked[0].restore) == 1
         assert "own update 6c6c6c6c is gone" in caplog.text
@@ -317,7 +317,7 @@ async def test_what_is_under_way_ends_with_the_node():
     w.store.held.add(state(0))
     w.gate = asyncio.Event()
     running = asyncio.create_task(w.states.run(w.send))
-    w.states.resync(w.resync(1))
+    w.states.sync(w.resync(1))
     await asyncio.sleep(0.01)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -331,12 +331,12 @@ async def test_a_checkpoint_that_was_damaged_on_disk_is_fetched_at_the_next_try(
         w.store.held.add(state(10))
         w.store.damaged.add(state(10))
         w.offered.add(state(10))
-        w.states.resync(w.resync(11))
+        w.states.sync(w.resync(11))
         await w.next()
         assert w.asked[-1].round == 10 and w.fetched == []
-        await w.states.verify_given()  # the trainer has refused it
+        await w.states.verify_blobs_in_use()  # the trainer has refused it
         assert state(10) in w.forgotten and state(10) not in w.store.held
-        w.states.resync(w.resync(11))
+        w.states.sync(w.resync(11))
         await w.next()
         assert w.asked[-1].round == 10 and w.fetched == [state(10)]
 
@@ -406,14 +406,14 @@ async def test_of_a_round_that_was_reduced_the_trainer_gets_the_parts_and_our_ow
         assert [f.name for f in update.parts] == [d.short for d in parts(2)]
         assert [(u.author, u.windows) for u in update.updates] == [(peer(1).key, 2)]
         assert [w.kinds[d] for d in parts(2)] == ["0 of 2", "1 of 2"] and len(w.kinds) == 2
-        assert w.states.given == parts(2)
+        assert w.states.blobs_in_use == parts(2)
 
 
 async def test_a_replay_takes_each_round_as_it_was_made_and_lacks_no_own_update_that_was_lost(caplog):
     async with world(12) as (w, _):
         reduce(w, 11)
         w.store.held.add(state(10))
-        w.states.resync(w.resync(12))
+        w.states.sync(w.resync(12))
         await w.next()
         (load,) = w.asked
         assert [len(r.parts) for r in load.replay] == [0, 2] and [len(r.updates) for r in load.replay] == [2, 0]
@@ -425,13 +425,13 @@ async def test_a_reload_says_of_which_rounds_what_was_dropped_may_still_be_outsi
         reduce(w, 3, 5, 7, 9)
         w.store.held |= {state(10)} | {own(w, n) for n in range(12)}
         regained = (own(w, 2), own(w, 5))
-        w.states.resync(replace(w.resync(12), regained=regained))
+        w.states.sync(replace(w.resync(12), regained=regained))
         await w.next()
         # Up to the checkpoint, which is after round 9: the last that accepted one, and those that are regained.
         assert [r.round for r in w.asked[0].reduced] == [5, 9]
         assert all(len(r.parts) == 2 and len(r.updates) == 1 for r in w.asked[0].reduced)
         # Parts that nobody has any more cost what was dropped, and nothing else.
         w.missing.update(parts(5))
-        w.states.resync(replace(w.resync(12), regained=regained))
+        w.states.sync(replace(w.resync(12), regained=regained))
         await w.next()
         assert [r.round for r in w.asked[1].reduced] == [9] and w.failed == []

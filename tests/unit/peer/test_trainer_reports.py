@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cairn.peer_screen import progress_line
 from peer.channel import Memory, Progress, TimeShares
 from peer.node.snapshot import Snapshot
-from peer.node.usage_log import FIRST_SECONDS, SECONDS, UsageLog
+from peer.node.usage_log import FIRST_LINE_SECONDS, LINE_SECONDS, UsageLog
 from peer.training import memory, packed_sequences
 from peer.training.device import pinned_for
 from peer.training.flops import flops_per_token, mfu, peak_flops
@@ -328,7 +328,7 @@ def test_the_log_says_it_after_a_minute_and_then_every_five():
     said, memory_used = UsageLog(), Memory(12_300_000_000, 80_000_000_000)
     times = [n / 2 for n in range(1300)]
     lines = {t: line for t in times if (line := said.line(progress(mfu=0.43, memory=memory_used), t))}
-    assert list(lines) == [FIRST_SECONDS, FIRST_SECONDS + SECONDS]
+    assert list(lines) == [FIRST_LINE_SECONDS, FIRST_LINE_SECONDS + LINE_SECONDS]
     assert set(lines.values()) == {
         "of the last minute: 96% training, 1% waiting for data, 2% compressing, 1% applying; "
         "12.3 of 80.0 GB of memory; MFU 43%"

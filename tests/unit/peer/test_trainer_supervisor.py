@@ -36,7 +36,7 @@ lives.write_text("x" * (life + 1))
 
 @pytest.fixture(autouse=True)
 def _restart_at_once(monkeypatch):
-    monkeypatch.setattr(module, "PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(module, "RESTART_SECONDS", 0.02)
 
 
 class World:
