@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from coordinator.checkpoints.archive import CONFIG, MODEL, SPEC, TOKENIZER, ArchivedState, read_manifest
+from coordinator.checkpoints.archive import CONFIG, MANIFEST, MODEL, SPEC, TOKENIZER, ArchivedState, read_manifest
 from coordinator.checkpoints.copies import file_reader
 from coordinator.checkpoints.verification import VerificationError, VerifiedCheckpoint
 from coordinator.checkpoints.verification import verify_checkpoint as verify
@@ -76,6 +76,8 @@ def find_checkpoint(path: Path, spec_file: Path | None = None, run: RunId | None
         found = _of_file(path, given or _run_above(path))
     elif (path / "store" / "blobs").is_dir():
         found = _newest_held(_Run(path, given.spec) if given else _run_above(path / "store"), path)
+    elif (path / MANIFEST).is_file():
+        raise ExportError(f"{path / MANIFEST}: cannot be read: {WANTED}")
     elif (path / CONFIG).is_file():
         raise ExportError(
             f"{path}: a model that Hugging Face's libraries load already, no checkpoint of a run: {WANTED}"

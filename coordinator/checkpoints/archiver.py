@@ -258,7 +258,9 @@ class CheckpointArchiver:
         }  # fmt: skip
 
     def _note_copy(self, row: Row) -> None:
-        self._copied.update(row.get("present", ()))
+        if "present" in row:
+            self._copied.update(row["present"])
+            self._listed = True  # even if what follows fails: an address may refuse to delete, and take copies
         if not_wanted := row.get("skipped") or row.get("removed"):  # by the policy: it is not sent again
             self._copied.discard(not_wanted)
             self._not_wanted.add(not_wanted)

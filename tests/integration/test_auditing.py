@@ -623,7 +623,7 @@ def late_header(swarm: FakeSwarm) -> Any:
 
 
 async def receipts_of(c: Any, number: int) -> list[bytes]:
-    return [i.sent for i in (await c.credits.receipts.page(peer(number).key, None, 10)).items]
+    return [i.encoded for i in (await c.credits.receipts.page(peer(number).key, None, 10)).items]
 
 
 def write_key(path: Path, who: Any) -> None:

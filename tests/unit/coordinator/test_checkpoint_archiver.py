@@ -20,6 +20,7 @@ import torch
 from cairn.checkpoints import verify_checkpoint
 from coordinator.checkpoints import archiver as keeping
 from coordinator.checkpoints import evaluation_job
+from coordinator.checkpoints.archive import read_manifest
 from coordinator.checkpoints.archiver import CheckpointArchiver
 from coordinator.checkpoints.copies import CopyStore
 from coordinator.checkpoints.evaluation import measure
@@ -165,6 +166,27 @@ async def test_an_address_that_fails_is_said_once_tried_again_and_holds_up_nothi
         blocked.unlink()
         await until(lambda: not keeper.to_copy() and keeper.problem == "")
     assert len(list((blocked / "there").glob("round-*/cairn.json"))) == 2
+
+
+async def test_an_address_that_refuses_to_delete_takes_copies_nonetheless(world: CheckpointWorld, monkeypatch):
+    world.final(5)
+    copied = []
+
+    async def refuses(module, job, on_row, **limits):
+        on_row({"present": ["0" * 64]})
+        for folder in job["folders"]:
+            archived = read_manifest(Path(folder))
+            assert archived is not None
+            copied.append(archived.round)
+            on_row({"copied": str(archived.state), "bytes": 1})
+        raise JobError("removing from there failed: access denied")
+
+    monkeypatch.setattr(keeping, "run_job", refuses)
+    monkeypatch.setattr(keeping, "RETRY_SECONDS", (0.01,))
+    async with Kept(world, archive={"address": str(world.folder / "copies")}) as keeper:
+        await until(lambda: not keeper.to_copy())
+        assert copied == sorted({*copied, 5})
+        assert "access denied" in keeper.problem
 
 
 async def test_an_upload_that_is_killed_names_nothing_whole_and_the_next_one_ends_it(world: CheckpointWorld):

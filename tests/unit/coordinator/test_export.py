@@ -325,6 +325,9 @@ def test_what_is_no_checkpoint_is_said_to_be_none(world: World, tmp_path: Path):
     assert "not a checkpoint" in refused("export", tmp_path / "empty", tmp_path / "out")
     assert "not a Cairn checkpoint" in refused("export", tmp_path / "photo.jpg", tmp_path / "out", *spec)
     assert "load already" in refused("export", tmp_path / "model", tmp_path / "out")
+    damaged = world.archive(6)
+    (damaged / "cairn.json").write_text("{}")
+    assert "cairn.json: cannot be read" in refused("export", damaged, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
