@@ -114,7 +114,7 @@ class PeerStatus:
 class RoundStatus:
     """One round: the number of contributors, and the members that trained and are not among them.
 
-    `absent` are the first few names, `absent_in_all` is their number.
+    `absent` are the first few names, `absent_total` is their number.
     """
 
     round: int
@@ -128,7 +128,7 @@ class RoundStatus:
 
 @dataclass(frozen=True, slots=True)
 class AlertStatus:
-    """A present problem. `since`: unix seconds; `words`: for people."""
+    """A present problem. `since`: unix seconds; `message` is for people."""
 
     name: str
     since: int
@@ -282,7 +282,7 @@ class CoordinatorClient:
         )  # fmt: skip
 
     async def publish_directive(self, sent: bytes = b"") -> wire.DirectiveReply:
-        """Bring the owner's word; without one, ask what the newest is. Raises CairnError."""
+        """Publish the owner's signed directive; without one, request the newest. Raise CairnError."""
         request = wire.DirectiveRequest(run=bytes(self._invite.run), directive=sent)
         return await self._call(lambda stub, t: stub.PublishDirective(request, timeout=t))
 

@@ -40,7 +40,7 @@ def status(invite: str, as_json: bool, via: tuple[str, ...]) -> None:
 
 
 async def fetch_status(invite: Invite, via: Sequence[str]):
-    """Return the coordinator's `Status`. Raises CairnError."""
+    """Return the coordinator's `SwarmStatus`. Raises CairnError."""
     from peer.coordinator_client import CoordinatorClient
     from peer.node.enrollment import COORDINATOR_ABSENT
 

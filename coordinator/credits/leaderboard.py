@@ -61,7 +61,7 @@ class CreditSummary:
 class RecentAverageCredit:
     """Exponential means of credits a day, by key, like BOINC's recent average credit.
 
-    See https://github.com/BOINC/boinc, lib/util.cpp `update_average`, and
+    See https://github.com/BOINC/boinc, lib/util.cpp (update_average), and
     https://boinc.berkeley.edu/wiki/Computation_credit. With the half-life h, credit that was earned a time t ago weighs
 
         ln 2 / h * 2**(-t / h)

@@ -126,8 +126,8 @@ class RoundDriver:
             timings.note_held(now)
         elif isinstance(event, events.StateReached) and event.record in chain and event.record != chain.root:
             timings.note_applied(chain.parent(event.record), now)
-        found = self._machine.step(event, now, self._status())
-        for action in found:
+        following = self._machine.step(event, now, self._status())
+        for action in following:
             match action:
                 case actions.Broadcast(Signed(body=UpdateHeader() as header)):
                     timings.note_announced(header.parent, header.round, now)
@@ -135,7 +135,7 @@ class RoundDriver:
                     timings.note_certified(certificate.record.body.parent, now)
                 case _:
                     pass
-        return found
+        return following
 
     async def carry_out(self, todo: Iterable[actions.Action]) -> actions.Finished | None:
         """Carry out actions in order. Return Finished when that is among them."""

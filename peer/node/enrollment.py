@@ -77,7 +77,7 @@ class Enrollment:
         identity = load_or_make(home / "identity.key")
         client = CoordinatorClient(invite)
 
-        def made(encoded: bytes) -> Enrollment:
+        def with_spec(encoded: bytes) -> Enrollment:
             spec = open_spec(encoded, invite.run)
             decoder, admission = MessageDecoder(spec.run_id, spec.owner_key), store.read_value(ADMISSION) or b""
             return cls(identity, spec, decoder, store, client, name, admission)
@@ -87,13 +87,13 @@ class Enrollment:
             earlier: Enrollment | None = None
             if (stored := store.read_value(SPEC)) is not None:
                 try:
-                    earlier = made(stored)  # this also gives the client the coordinator's last address
+                    earlier = with_spec(stored)  # this also gives the client the coordinator's last address
                 except ProtocolError as e:
                     log.warning("the stored spec is ignored: %s", e)
             addresses = list(dict.fromkeys([*via, *known_addresses(store), *invite.addresses]))
             search = _RunSearch(client, invite.run, stored if earlier is not None else None, addresses)
             encoded = await search.spec(patient=earlier is not None and earlier.seconds_left() > 0)
-            self = earlier if earlier is not None and encoded == stored else made(encoded)
+            self = earlier if earlier is not None and encoded == stored else with_spec(encoded)
             if encoded != stored:
                 store.write_value(SPEC, encoded)
             if search.found is not None and search.found.coordinator_address is not None:
@@ -226,7 +226,8 @@ class _RunSearch:
                     self.client.moved(self.found.coordinator_address.body)
             await self._ask_coordinator(attempts=None if self.found is None else 1)
         if self.encoded is None:
-            raise type(self.absent or PeerError())(
+            error = WrongCoordinator if isinstance(self.absent, WrongCoordinator) else CoordinatorUnreachable
+            raise error(
                 f"{self.absent}. Nor does any member at the addresses in the invite: ask the run's owner for the "
                 "current invite, or somebody who trains in this run for what `cairn peer invite` prints there"
             )

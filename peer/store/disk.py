@@ -32,7 +32,7 @@ def disk(doing: str) -> Iterator[None]:
 
 
 def write_no_sync(path: Path, data: bytes, *, scratch: Path) -> None:
-    """Write like `write_durably`, without the flushes: for data that is checked when read and can be computed again."""
+    """Write without the flushes of `durable.write_durably`: for data that is checked when read and can be remade."""
     draft = scratch / secrets.token_hex(12)
     draft.write_bytes(data)
     os.rename(draft, path)

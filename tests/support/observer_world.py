@@ -37,7 +37,7 @@ class FakeNode:
     async def _fetch(self, digest: Digest, size, holders, *, deadline_seconds) -> None:
         self.fetched.append(digest)
 
-    async def hold(self, state: Digest) -> None:
+    async def keep_checkpoint(self, state: Digest) -> None:
         self.held.append(state)
 
 

@@ -12,7 +12,7 @@ hivemind's `P2P` is used as it is, except for the following, which it has no opt
 - `_client.control.daemon_connector`: a dial that fails leaks a socket, and has no deadline.
 - `_UNIX_SOCKET_PREFIX`: its sockets lie in a folder that all users share.
 - `add_protobuf_handler`: handlers have no limits and no deadline, also those of hivemind's own DHT.
-- `_child`, `_terminate`: `shutdown` does not wait for the daemon's end.
+- `_child`, `_terminate`: its shutdown does not wait for the daemon's end.
 """
 
 from __future__ import annotations

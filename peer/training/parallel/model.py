@@ -1,6 +1,6 @@
 """One rank's shard of the model: built without memory, split over tp, sharded over fsdp, and only then given memory.
 
-The order is torchtitan's (`parallelize_llama`): tensor parallelism, then FSDP2 (`fully_shard`: Zhao et al. 2023,
+The order is torchtitan's (parallelize_llama): tensor parallelism, then FSDP2 (`fully_shard`: Zhao et al. 2023,
 arXiv 2304.11277), each decoder layer by itself. dp is a second axis of FSDP's mesh, or DDP when it is the only one. No
 rank ever holds more than its own shard and one layer.
 """
@@ -101,7 +101,7 @@ def make_mesh(dims: ParallelDims, device: torch.device) -> DeviceMesh:
 def build_rank_model(
     config: Mapping[str, Any], dims: ParallelDims, mesh: DeviceMesh, device: torch.device
 ) -> RankModel:
-    """Return this rank's shard of the model, all zeros until the first `rebase`. Raise SpecError."""
+    """Return this rank's shard of the model, all zeros until the first `OuterOperations.rebase`. Raise SpecError."""
     with _parameters_without_memory():
         body = build_model(config)
     hidden = hidden_matrices(body)

@@ -18,8 +18,8 @@ _LINK_SECONDS = 10.0
 def resolve(parallel: str, device: str, spec: RunSpec) -> tuple[ParallelDims, str, str]:
     """Return (dims, "cuda" or "cpu", the reason in one line).
 
-    `parallel` is "auto" or dims, `device` as in `choose_device`. Raise TrainingError: no such layout, too few GPUs,
-    too little memory.
+    `parallel` is "auto" or dims, `device` as in `device.choose_device`. Raise TrainingError: no such layout, too few
+    GPUs, too little memory.
     """
     allowed = limits(spec.model.config, spec.model.layout, batch=spec.inner.batch)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
