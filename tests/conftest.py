@@ -1,6 +1,6 @@
 """Settings and fixtures of all tests, and their order with pytest-xdist.
 
-Property tests have no deadline, since the machines that run them are shared. Two workers finish soonest when the long
+Property tests have no deadline, since the machines that run them are shared. Workers finish soonest when the long
 files begin first and the short ones fill the rest. A file stays on one worker, so that its fixtures are made once.
 """
 

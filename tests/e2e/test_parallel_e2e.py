@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.chains import check_same
 from tests.e2e.world import World
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200)]
 
 PEERS = ["ada", "alan"]
 
@@ -51,7 +51,6 @@ LAYOUTS = {"ada": "dp=1", "alan": "dp=2", "edsger": "tp=2", "barbara": "pp=2"}
 """Every kind of layout but fsdp, which is above."""
 
 
-@pytest.mark.long
 async def test_a_swarm_of_many_layouts_trains_together_and_all_hold_the_same_bits():
     with World(tied=False) as world:  # pp does not split tied embeddings
         world.start_coordinator()
