@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from protocol.messages import Goodbye
 from protocol.rounds.actions import Broadcast, Finished, RunCompleted
 from protocol.rounds.context import Context
@@ -104,7 +106,7 @@ class Departure:
             self._reached_total = True
             self._complete(f"the run has reached its {total} windows")
 
-    def follow_directive(self, *, announced: bool, busy: bool) -> None:
+    def follow_directive(self, is_occupied: Callable[[], bool]) -> None:
         """Stop when a directive says so, but not before the open round that we announced in is decided."""
         context, directive = self._context, self._context.directive
         banned = context.is_banned(context.me)
@@ -116,7 +118,7 @@ class Departure:
             return
         self._ordered_at = context.now if self._ordered_at is None else self._ordered_at
         longest = context.policy.exchange_seconds + context.policy.patience_seconds
-        if (announced or busy) and not context.deadlines.due("order", self._ordered_at + longest):
+        if is_occupied() and not context.deadlines.due("order", self._ordered_at + longest):
             return
         reason = (
             "the run has been ended by its owner" if directive.run_status == "ended" else "banned by the run's owner"
@@ -143,14 +145,14 @@ class Departure:
             self._completed = (reason, self._context.now)
             self._check_at, self._sent = self._context.now + QUIET_SECONDS, -QUIET_BYTES
 
-    def stay(self, *, anybody_behind: bool, bytes_up: int) -> None:
+    def stay(self, anybody_behind: Callable[[], bool], bytes_up: int) -> None:
         """Finish once nobody needs the last state any more: nobody is behind, and little was sent lately."""
         if self._completed is None or self.has_left or not self._context.deadlines.due("stay", self._check_at):
             return
         reason, since = self._completed
         busy, self._sent = bytes_up - self._sent > QUIET_BYTES, bytes_up
         self._check_at = self._context.now + QUIET_SECONDS
-        if (anybody_behind or busy) and self._context.now < since + MAX_STAY_SECONDS:
+        if (busy or anybody_behind()) and self._context.now < since + MAX_STAY_SECONDS:
             self._context.deadlines.due("stay", self._check_at)
             return
         self._completed = None

@@ -164,6 +164,8 @@ class RoundMachine:
             case ev.Leave():
                 exchange = self._consensus.exchange
                 self._departure.leave(GatheredExchange.leave_seconds if exchange is None else exchange.leave_seconds)
+        if not isinstance(event, ev.Tick):
+            self._update_phase()  # checks the transition that the event alone made, before what follows makes another
         self._advance()
         return context.actions
 
@@ -399,7 +401,6 @@ class RoundMachine:
     def _advance(self) -> None:
         """Let every part do what is due, until nothing changes any more."""
         context = self._context
-        self._update_phase()  # checks the transition that the event alone made, before what follows makes another
         self._join()
         for _ in range(MAX_TURNS):
             if not self._advance_once():
@@ -413,7 +414,7 @@ class RoundMachine:
                 self._chain_sync.forget(key)
             self._beat()
         self._leave_if_due()
-        self._departure.stay(anybody_behind=self._is_anybody_behind, bytes_up=self._status.bytes_up)
+        self._departure.stay(self._is_anybody_behind, self._status.bytes_up)
         self._publish_directives()
         self._update_phase()
         self.next_tick = float("inf") if self._departure.has_left else context.deadlines.next_tick
@@ -430,15 +431,15 @@ class RoundMachine:
             consensus.stop_exchange()
         else:
             self._add_own_certificate(consensus.advance(hurry=self._departure.is_hurrying))
-        self._departure.follow_directive(announced=self._is_exchanging, busy=sync.is_busy)
+        self._departure.follow_directive(self._is_occupied)
         return changed or head != context.chain.head
 
-    @property
-    def _is_exchanging(self) -> bool:
+    def _is_occupied(self) -> bool:
+        """Return whether the trainer owes us an answer, or the round that we announced in is open."""
         round_ = self._consensus.round
-        return self._consensus.is_working and round_ is not None and round_.announced_at is not None
+        announced = self._consensus.is_working and round_ is not None and round_.announced_at is not None
+        return announced or self._sync.is_busy
 
-    @property
     def _is_anybody_behind(self) -> bool:
         head = self._sync.best_record
         return any(m.beat.head != head for m in self._context.members)
@@ -510,6 +511,8 @@ class RoundMachine:
             context.emit(RequestChain(source, context.chain.locator()))
 
     def _leave_if_due(self) -> None:
+        if not self._departure.is_leaving:
+            return
         consensus, round_ = self._consensus, self._consensus.round
         hurrying = self._departure.is_hurrying
         if self._departure.is_time_to_go(
