@@ -19,9 +19,8 @@ stubs: $(STAMP)
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. protocol/wire/coordinator.proto
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. protocol/wire/swarm.proto protocol/wire/ledger.proto
 
-# Everything but the long suites. WORKERS processes share the files (tests/conftest.py); three keep two cores busy, since
-# a fifth of the time is waiting.
-WORKERS ?= 3
+# Everything but the long suites. WORKERS processes share the files (tests/conftest.py); a fifth of the time is waiting.
+WORKERS ?= 2
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS)
 

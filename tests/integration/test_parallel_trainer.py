@@ -258,7 +258,7 @@ def not_started(me: int, world: int, folder: Path) -> None:
 
 
 def hanging(me: int, world: int, folder: Path) -> None:
-    with ranks(folder, 100.0) as (many, run, said):
+    with ranks(folder, 240.0) as (many, run, said):
         many.load_state(run.genesis)
         many.outer.rebase()
         for group in (dist.group.WORLD, many.group.commands):  # from here on: to start took as long as it took
@@ -270,7 +270,7 @@ def hanging(me: int, world: int, folder: Path) -> None:
 
 
 def spoilt_for_one(me: int, world: int, folder: Path) -> None:
-    with ranks(folder, 60.0) as (many, run, said):
+    with ranks(folder, 240.0) as (many, run, said):
         many.load_state(run.genesis)
         many.outer.rebase()
         spoilt = bytearray(many.outer.announce())
@@ -284,7 +284,7 @@ def spoilt_for_one(me: int, world: int, folder: Path) -> None:
 
 
 def without_memory(me: int, world: int, folder: Path) -> None:
-    with ranks(folder, 60.0) as (many, run, said):
+    with ranks(folder, 240.0) as (many, run, said):
         many.load_state(run.genesis)
         many.outer.rebase()
 
@@ -318,7 +318,7 @@ def without_memory_on_rank_1(me: int, world: int, folder: Path) -> None:
     script.write_text(OUT_OF_MEMORY_ON_RANK_1)
     script.chmod(0o700)
     sys.executable = str(script)
-    with ranks(folder, 60.0) as (many, run, said):
+    with ranks(folder, 240.0) as (many, run, said):
         many.load_state(run.genesis)
         many.outer.rebase()
         windows = torch.zeros((8, 17), dtype=torch.int32)
