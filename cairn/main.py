@@ -69,7 +69,7 @@ def coordinator() -> None:
 
 @main.group(cls=_Commands)
 def run() -> None:
-    """Write and check run files, and give orders to a run that you own."""
+    """Write and check run files, and sign directives for a run that you own."""
 
 
 @main.group(cls=_Commands)
