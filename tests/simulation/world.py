@@ -165,7 +165,7 @@ class World:
                     continue  # it has been down: the owner's coordinator knows its own words
                 height = chain.height(chain.head) - depth
                 record = chain.main_chain_at(height) if height > self._finals else None
-                if record is not None and self._available(node, record):
+                if record is not None and chain.is_backed(record) and self._available(node, record):
                     self._finals = height
                     final = OWNER.sign(Finalization(self.run, height - 1, record, self.owner.body.epoch))
                     node.hear(final)
