@@ -97,11 +97,11 @@ class BranchQuarantine:
 
     # -- release ---------------------------------------------------------------------------------------------
 
-    def reconsider(self, record: Digest, is_supported: Callable[[Digest], bool]) -> None:
-        """Release the branches held back that this record extends, or is, if they have support now."""
+    def reconsider(self, is_supported: Callable[[Digest], bool]) -> None:
+        """Release the branches held back that have support now."""
         for branch, entry in self._entries.items():
             held_back = entry.active and entry.lacks_support and branch in self._context.chain
-            if held_back and self._context.chain.is_ancestor(branch, record) and is_supported(branch):
+            if held_back and is_supported(branch):
                 self._release(branch)
 
     def member_at(self, head: Digest, since: float) -> None:

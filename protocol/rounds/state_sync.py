@@ -391,9 +391,9 @@ class StateSync:
         self._quarantine.hold_back(record)
         self._waiting = None
 
-    def reconsider(self, record: Digest, is_supported: Callable[[Digest], bool]) -> None:
-        """Release the branches held back that this record extends, if they have support now."""
-        self._quarantine.reconsider(record, is_supported)
+    def reconsider(self, is_supported: Callable[[Digest], bool]) -> None:
+        """Release the branches held back that have support now: by votes, by what is built on them, or by silence."""
+        self._quarantine.reconsider(is_supported)
 
     def member_at(self, head: Digest, since: float) -> None:
         """Note the head of a member that we have heard from since a time."""
