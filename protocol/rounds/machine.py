@@ -369,14 +369,14 @@ class RoundMachine:
             self._consensus.abandon()
 
     def _hold_back_if_unsupported(self, certificate: Certificate, head: Digest) -> None:
-        """Quarantine a record on the head that lacks support, until it has some or patience has run out."""
+        """Quarantine a record on the head without support, until it has some or patience has run out."""
         context, sync, record = self._context, self._sync, certificate.digest
         if context.observer or not sync.joined or record not in context.chain:
             return
         sync.reconsider(self._is_supported)
         parent = certificate.record.body.parent
         if parent == head and not context.chain.is_quarantined(record) and not self._is_supported(record):
-            context.notify("info", "unsupported", f"record {record.short} lacks support: it waits for a better one")
+            context.notify("info", "unsupported", f"record {record.short} has no support: it waits for a better one")
             sync.hold_back(record)
 
     def _is_supported(self, record: Digest) -> bool:
