@@ -263,9 +263,12 @@ async def _keep_invite(coordinator: Coordinator, config: CoordinatorConfig) -> N
 
 def _announce(coordinator: Coordinator, spec: RunSpec, config: CoordinatorConfig) -> None:
     """Print the run's addresses for the owner, and write the invite to a file for scripts."""
+    from coordinator.admission import cost_to_attackers
+
     invite = _invite(coordinator, config)
     write_whole(config.folder / "invite", f"{invite}\n", mode=PRIVATE)
     click.echo(f"run      {spec.name} ({spec.run_id.short}), {spec.model.layout.numel:,} parameters")
+    click.echo(f"admits   {cost_to_attackers(spec.admission)}")
     click.echo(f"page     {coordinator.page_url}")
     click.echo(f"folder   {config.folder}  (owner.key in it is the run: keep a copy)")
     click.echo(f"join     cairn peer join {invite}")
