@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cairn.commands.options import FILE, home_option
-from cairn.files import write_whole
+from cairn.files import private_files, write_whole
 from cairn.logs import set_up_logging
 from protocol.errors import CairnError, MalformedError
 from protocol.invite import HostPort, Invite
@@ -102,6 +102,7 @@ def coordinator_folder(home: Path, name: str) -> Path:
     return home / "coordinated" / name.replace(" ", "_")
 
 
+@private_files()
 def serve_run(options: ServeOptions) -> None:
     """Serve a run until SIGINT or SIGTERM. Raises CairnError."""
     from coordinator.alerts.config import load_config
