@@ -128,8 +128,8 @@ class Admitter:
             await self._ledger.run(lambda ledger: ledger.forget_admissions(gone))
 
     def name_of(self, peer: PeerKey) -> str:
-        """Return the peer's name for people: see `AdmissionTable.name_of`."""
-        return self._table.name_of(peer)
+        """Return the peer's name for people: see `ChosenNames.shown`."""
+        return self._table.names.shown(peer)
 
     def knows(self, peer: PeerKey) -> bool:
         """Return whether a peer was admitted (and is not forgotten yet)."""

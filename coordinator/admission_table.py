@@ -7,14 +7,12 @@ until its next renewal; the admission that it holds stays valid.
 
 from __future__ import annotations
 
-import re
-import unicodedata
-from collections import Counter
 from collections.abc import Callable, Iterable
 
 from coordinator.errors import TooManyError
 from coordinator.ledger import AdmissionRow
 from coordinator.limits import NetworkLimit, Rate, is_loopback
+from coordinator.names import ChosenNames
 from protocol.ids import PeerKey
 
 MAX_ADMISSIONS = 100_000
@@ -27,8 +25,6 @@ IDLE_SECONDS = 30 * 86_400.0
 NEW_KEYS = 64
 """New keys that one IPv4 address or IPv6 /64 adds at once, and then in a day; a /56 and a /48 add more."""
 
-_KEY_AT_END = re.compile(r"[0-9a-f]{8}\W*$")
-
 
 class AdmissionTable:
     """The newest admission of each remembered peer.
@@ -40,7 +36,7 @@ class AdmissionTable:
         self._has_worked = has_worked
         self._limit = limit
         self._rows: dict[PeerKey, AdmissionRow] = {}
-        self._names: Counter[str] = Counter()
+        self.names = ChosenNames()
         self._new_keys = NetworkLimit(Rate(NEW_KEYS / 86_400, NEW_KEYS), callers=limit)
 
         # Each peer is in at most one of these; neither has peers that were found to have worked since last seen.
@@ -57,14 +53,6 @@ class AdmissionTable:
 
     def get(self, peer: PeerKey) -> AdmissionRow | None:
         return self._rows.get(peer)
-
-    def name_of(self, peer: PeerKey) -> str:
-        """Return the peer's name, or the start of its key; both if others have the name, or it looks like a key."""
-        row = self._rows.get(peer)
-        if row is None or not row.name:
-            return peer.short
-        alike = _alike(row.name)
-        return f"{row.name} {peer.short}" if self._names[alike] > 1 or _KEY_AT_END.search(alike) else row.name
 
     def load(self, rows: Iterable[AdmissionRow], now: float) -> None:
         """Take over stored admissions: each peer has an hour from now to be seen, or has worked."""
@@ -125,21 +113,10 @@ class AdmissionTable:
         del order[peer]
         if self._has_worked(peer):
             return []
-        self._count_name(self._rows.pop(peer).name, -1)
+        del self._rows[peer]
+        self.names.set(peer, "")
         return [peer]
 
     def _put(self, row: AdmissionRow) -> None:
-        if (old := self._rows.get(row.peer)) is not None:
-            self._count_name(old.name, -1)
         self._rows[row.peer] = row
-        self._count_name(row.name, 1)
-
-    def _count_name(self, name: str, by: int) -> None:
-        self._names[_alike(name)] += by
-        if not self._names[_alike(name)]:
-            del self._names[_alike(name)]
-
-
-def _alike(name: str) -> str:
-    """Return what names that look alike have in common, as far as Unicode's compatibility forms and case do."""
-    return unicodedata.normalize("NFKC", name).casefold()
+        self.names.set(row.peer, row.name)

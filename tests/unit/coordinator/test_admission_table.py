@@ -146,15 +146,15 @@ def test_asking_again_does_not_keep_an_unseen_key():
 def test_a_name_that_others_have_is_shown_with_the_key():
     table = AdmissionTable(lambda peer: False)
     table.add(row(1, "ada"), v4(1), 0.0)
-    assert table.name_of(key(1)) == "ada" and table.name_of(key(9)) == key(9).short
+    assert table.names.shown(key(1)) == "ada" and table.names.shown(key(9)) == key(9).short
     for n, name in ((2, "Ada"), (3, "\uff41da")):
         table.add(row(n, name), v4(n), 0.0)
-        assert table.name_of(key(n)) == f"{name} {key(n).short}"
-        assert table.name_of(key(1)) == f"ada {key(1).short}"
+        assert table.names.shown(key(n)) == f"{name} {key(n).short}"
+        assert table.names.shown(key(1)) == f"ada {key(1).short}"
         table.add(row(n, "grace"), v4(n), 0.0)
-        assert table.name_of(key(1)) == "ada"
+        assert table.names.shown(key(1)) == "ada"
         table.add(row(n, ""), v4(n), 0.0)
     # A name that looks like a shown key is no name of its own.
     for name in (f"ada {key(1).short}", key(1).short, f"ada ({key(1).short.upper()})"):
         table.add(row(4, name), v4(4), 0.0)
-        assert table.name_of(key(4)) == f"{name} {key(4).short}"
+        assert table.names.shown(key(4)) == f"{name} {key(4).short}"
