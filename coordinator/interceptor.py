@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import async_timeout
@@ -21,7 +21,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from coordinator.errors import RefusedError, TooManyError, UnknownRunError
-from coordinator.limits import Rate, RateLimit, caller_of
+from coordinator.limits import NetworkLimit, Rate, caller_of, networks
 from protocol.errors import AdmissionError, CairnError, MalformedError, SignatureError
 
 log = logging.getLogger(__name__)
@@ -60,21 +60,20 @@ _FAULT = "the coordinator has a fault of its own: its operator finds the reason 
 
 
 class ConcurrencyLimit:
-    """Limits the calls in progress, of all callers together and of each one."""
+    """Limits the calls in progress, of all callers together and of each network."""
 
     def __init__(self, in_all: int, of_one: int):
         self._in_all = in_all
         self._of_one = of_one
-        self._held: Counter[Hashable] = Counter()
+        self._held: Counter[str] = Counter()
         self._sum = 0
 
-    def take(self, caller: Hashable) -> Callable[[], None]:
+    def take(self, caller: str) -> Callable[[], None]:
         """Count a call, and return the function that ends it (once). Raises TooManyError."""
-        if self._held[caller] >= self._of_one or self._sum >= self._in_all:
-            if not self._held[caller]:
-                del self._held[caller]
+        counted = networks(caller)
+        if self._sum >= self._in_all or any(self._held[n] >= share * self._of_one for n, share in counted):
             raise TooManyError("too many calls at once: try again in 5 s")
-        self._held[caller] += 1
+        self._held.update(network for network, _ in counted)
         self._sum += 1
         free = [True]
 
@@ -82,9 +81,10 @@ class ConcurrencyLimit:
             if free:
                 free.clear()
                 self._sum -= 1
-                self._held[caller] -= 1
-                if not self._held[caller]:
-                    del self._held[caller]
+                for network, _ in counted:
+                    self._held[network] -= 1
+                    if not self._held[network]:
+                        del self._held[network]
 
         return give_back
 
@@ -97,7 +97,7 @@ class LimitsInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, counted: Callable[[str, str, float], None], max_calls: int):
         self._counted = counted
-        self._rate = RateLimit(CALLS)
+        self._rate = NetworkLimit(CALLS)
         self._calls = ConcurrencyLimit(max_calls, CALLS_OF_ONE)
         self._streams = ConcurrencyLimit(STREAMS, STREAMS_OF_ONE)
         self._handlers: dict[str, grpc.RpcMethodHandler] = {}
