@@ -105,6 +105,15 @@ async def test_blobs_are_fetched_and_requests_that_were_admitted_are_noted(three
     assert c.store.read(blob) == data
 
 
+async def test_a_hundred_keys_that_nobody_can_dial_do_not_hide_the_one_provider(three: list[Member]):
+    a, b, _ = three
+    data = bytes(6 * CHUNK)
+    blob = a.store.put(data)
+    crowd = [Identity(bytes([9, n]) * 16).key for n in range(100)]
+    await b.swarm.fetch_blob(blob, len(data), [*crowd, a.key], deadline_seconds=LIMIT)
+    assert b.store.read(blob) == data
+
+
 async def test_a_swarm_that_stops_ends_its_fetches_and_begins_no_other(three: list[Member]):
     """A task that fetches again after each failure, as those of a reduced round do, sees ordinary errors only."""
     a, b, _ = three
