@@ -1,9 +1,11 @@
-"""Rate limits of one caller: token buckets in a table of bounded size. Pure: the time is an argument."""
+"""Limits of a caller and of all: rates, by token buckets in a bounded table, and places. Pure: time is an argument."""
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from coordinator.errors import TooManyError
@@ -40,6 +42,42 @@ class RateLimit:
         return len(self._buckets)
 
 
+class ConcurrencyLimit:
+    """Limits what is in progress at once, of all callers together and of each one."""
+
+    def __init__(self, in_all: int, of_one: int):
+        self._in_all = in_all
+        self._of_one = of_one
+        self._held: Counter[Hashable] = Counter()
+        self._sum = 0
+
+    def take(self, caller: Hashable | None) -> Callable[[], None]:
+        """Take a place, and return the function that frees it (once). Raises TooManyError.
+
+        None is a caller that stands for many, and is limited by the number of all places alone.
+        """
+        if self._sum >= self._in_all or (caller is not None and self._held[caller] >= self._of_one):
+            if not self._held[caller]:
+                del self._held[caller]
+            raise TooManyError("too many calls at once: try again in 5 s")
+        self._held[caller] += 1
+        self._sum += 1
+        free = [True]
+
+        def give_back() -> None:
+            if free:
+                free.clear()
+                self._sum -= 1
+                self._held[caller] -= 1
+                if not self._held[caller]:
+                    del self._held[caller]
+
+        return give_back
+
+    def __len__(self) -> int:
+        return self._sum
+
+
 def caller_of(grpc_peer: str) -> str:
     """Return the network that a caller is counted by: its IPv4 address, or the /64 of its IPv6 address.
 
@@ -63,3 +101,11 @@ def network_of(host: str) -> str:
             return str(address.ipv4_mapped)
         return str(ipaddress.IPv6Network((address, 64), strict=False))
     return str(address)
+
+
+def stranger_at(host: str) -> str | None:
+    """Return the network of an address; None for this machine: a reverse proxy on it stands for everybody."""
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host).is_loopback:
+            return None
+    return network_of(host)
