@@ -177,6 +177,16 @@ def test_an_admission_that_has_ended_is_refused_and_the_same_refusal_is_not_news
     assert caplog.text.count("is not valid now") == 2  # the first and the tenth
 
 
+def test_a_sender_gets_no_more_lines_by_other_words(caplog):
+    """The kind of a message, or a name in it, is the sender's choice."""
+    packets = PacketDecoder(decoder())
+    for i in range(100):
+        sent = raw(PEERS[1], "".join(chr(ord("a") + int(d)) for d in f"{i:06}"), wire.Goodbye())
+        list(packets.decode_packet(A, wire.Packet(messages=[sent]), 0.0))
+    assert caplog.text.count("does not belong in the swarm") == 3  # the first, the tenth, the hundredth
+    assert list(packets.refused.values()) == [100]
+
+
 def test_refusals_remembered_are_bounded():
     packets = PacketDecoder(decoder())
     for i in range(MAX_REFUSALS + 50):
