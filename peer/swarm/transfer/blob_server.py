@@ -118,7 +118,8 @@ class BlobServer:
         self._streams: Counter[PeerKey] = Counter()
         self._open: set[_Served] = set()
         rate = limits.strangers_bytes_per_second
-        self._strangers = TokenBucket(rate, rate, 0.0)  # full, whatever the clock says
+        self.strangers_budget = TokenBucket(rate, rate, 0.0)
+        """Bytes that may be sent now to peers that are not known as members."""
         self._waiting = 0
         self._lingering = 0
 
@@ -251,14 +252,14 @@ class BlobServer:
             if reason is not None:
                 return refusal(ReplyStatus.REFUSED, reason)
             is_stranger, busy = not self.is_known(peer), refusal(ReplyStatus.BUSY, "too many non-members request blobs")
-            if is_stranger and self._strangers_wait() > self.limits.strangers_wait_seconds:
+            if is_stranger and self.strangers_wait() > self.limits.strangers_wait_seconds:
                 return busy
             self._on_requested(request.digest, peer)
             reply = await asyncio.get_running_loop().run_in_executor(self._executor, self.look_up, request)
             if is_stranger:
-                if (wait := self._strangers_wait()) > self.limits.strangers_wait_seconds:
+                if (wait := self.strangers_wait()) > self.limits.strangers_wait_seconds:
                     return busy  # others had their turn meanwhile
-                self._strangers.charge(len(reply.data))
+                self.strangers_budget.charge(len(reply.data))
                 await asyncio.sleep(wait)
             return reply
         except BlobMissing:
@@ -272,10 +273,10 @@ class BlobServer:
             log.exception("a blob could not be served")
             return refusal(ReplyStatus.BUSY, "internal error")
 
-    def _strangers_wait(self) -> float:
+    def strangers_wait(self) -> float:
         """Return the seconds until more may be sent to peers that are not known as members."""
-        self._strangers.refill(_now())
-        return max(0.0, -self._strangers.tokens / self._strangers.rate)
+        self.strangers_budget.refill(_now())
+        return max(0.0, -self.strangers_budget.tokens / self.strangers_budget.rate)
 
     def look_up(self, request: BlobRequest) -> BlobReply:
         """Return the reply from the store. Called in a thread. Raises BlobMissing, MalformedError, StoreError."""

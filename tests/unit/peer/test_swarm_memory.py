@@ -132,8 +132,8 @@ async def test_while_many_that_are_no_members_fetch_the_next_is_sent_away_at_onc
     data = bytes(20 * CHUNK)
     blob = a.store.put(data)
     a.strangers = {c.key}
-    assert not a.swarm.server._strangers_wait()
-    a.swarm.server._strangers.charge(100 * CHUNK)
+    assert not a.swarm.server.strangers_wait()
+    a.swarm.server.strangers_budget.charge(100 * CHUNK)
     with pytest.raises(BlobFetchError, match="too many non-members"):
         await c.swarm.fetch_blob(blob, len(data), [a.key], deadline_seconds=0.5)
     assert not a.requested
