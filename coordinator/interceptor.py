@@ -20,7 +20,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from coordinator.errors import RefusedError, TooManyError, UnknownRunError
-from coordinator.limits import ConcurrencyLimit, Rate, RateLimit, caller_of
+from coordinator.limits import ConcurrencyLimit, NetworkLimit, Rate, caller_of
 from protocol.errors import AdmissionError, CairnError, MalformedError, SignatureError
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class LimitsInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, counted: Callable[[str, str, float], None], max_calls: int):
         self._counted = counted
-        self._rate = RateLimit(CALLS)
+        self._rate = NetworkLimit(CALLS)
         self._calls = ConcurrencyLimit(max_calls, CALLS_OF_ONE)
         self._streams = ConcurrencyLimit(STREAMS, STREAMS_OF_ONE)
         self._handlers: dict[str, grpc.RpcMethodHandler] = {}

@@ -53,7 +53,7 @@ class Context:
         self.chain = chain
         self.observer = observer
         self.accepts_size = accepts_size
-        self.members = Members(policy, self.me)
+        self.members = Members(policy, self.me, lambda peer: chain.next_window(peer, chain.head) > 0)
         self.blobs = BlobTracker(_blob_bound(policy), policy.heartbeat_seconds / 4)
         self.own = OwnUpdates(self.me)
         self.deadlines = Deadlines(now)
