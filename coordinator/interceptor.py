@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -21,7 +20,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from coordinator.errors import RefusedError, TooManyError, UnknownRunError
-from coordinator.limits import NetworkLimit, Rate, caller_of, networks
+from coordinator.limits import ConcurrencyLimit, NetworkLimit, Rate, caller_of
 from protocol.errors import AdmissionError, CairnError, MalformedError, SignatureError
 
 log = logging.getLogger(__name__)
@@ -57,39 +56,6 @@ _CODES: tuple[tuple[type[CairnError], grpc.StatusCode], ...] = (
     (MalformedError, grpc.StatusCode.INVALID_ARGUMENT),
 )
 _FAULT = "the coordinator has a fault of its own: its operator finds the reason in its log"
-
-
-class ConcurrencyLimit:
-    """Limits the calls in progress, of all callers together and of each network."""
-
-    def __init__(self, in_all: int, of_one: int):
-        self._in_all = in_all
-        self._of_one = of_one
-        self._held: Counter[str] = Counter()
-        self._sum = 0
-
-    def take(self, caller: str) -> Callable[[], None]:
-        """Count a call, and return the function that ends it (once). Raises TooManyError."""
-        counted = networks(caller)
-        if self._sum >= self._in_all or any(self._held[n] >= share * self._of_one for n, share in counted):
-            raise TooManyError("too many calls at once: try again in 5 s")
-        self._held.update(network for network, _ in counted)
-        self._sum += 1
-        free = [True]
-
-        def give_back() -> None:
-            if free:
-                free.clear()
-                self._sum -= 1
-                for network, _ in counted:
-                    self._held[network] -= 1
-                    if not self._held[network]:
-                        del self._held[network]
-
-        return give_back
-
-    def __len__(self) -> int:
-        return self._sum
 
 
 class LimitsInterceptor(grpc.aio.ServerInterceptor):

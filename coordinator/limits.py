@@ -1,9 +1,11 @@
-"""Rate limits of one caller: token buckets in a table of bounded size. Pure: the time is an argument."""
+"""Limits of a caller and of all: rates, by token buckets in a bounded table, and places. Pure: time is an argument."""
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from coordinator.errors import TooManyError
@@ -79,6 +81,42 @@ def _refuse_before(seconds: float) -> None:
         raise TooManyError(f"too many requests: try again in {max(1, round(seconds))} s")
 
 
+class ConcurrencyLimit:
+    """Limits what is in progress at once, of all callers together and of each network."""
+
+    def __init__(self, in_all: int, of_one: int):
+        self._in_all = in_all
+        self._of_one = of_one
+        self._held: Counter[str] = Counter()
+        self._sum = 0
+
+    def take(self, caller: str | None) -> Callable[[], None]:
+        """Take a place, and return the function that frees it (once). Raises TooManyError.
+
+        None is a caller that stands for many, and is limited by the number of all places alone.
+        """
+        counted = [] if caller is None else networks(caller)
+        if self._sum >= self._in_all or any(self._held[n] >= share * self._of_one for n, share in counted):
+            raise TooManyError("too many calls at once: try again in 5 s")
+        self._held.update(network for network, _ in counted)
+        self._sum += 1
+        free = [True]
+
+        def give_back() -> None:
+            if free:
+                free.clear()
+                self._sum -= 1
+                for network, _ in counted:
+                    self._held[network] -= 1
+                    if not self._held[network]:
+                        del self._held[network]
+
+        return give_back
+
+    def __len__(self) -> int:
+        return self._sum
+
+
 def caller_of(grpc_peer: str) -> str:
     """Return the network that a caller is counted by: its IPv4 address, or the /64 of its IPv6 address.
 
@@ -119,3 +157,11 @@ def network_of(host: str) -> str:
             return str(address.ipv4_mapped)
         return str(ipaddress.IPv6Network((address, 64), strict=False))
     return str(address)
+
+
+def stranger_at(host: str) -> str | None:
+    """Return the network of an address; None for this machine: a reverse proxy on it stands for everybody."""
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host).is_loopback:
+            return None
+    return network_of(host)
