@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from protocol.data_address import check_address
 from protocol.envelope import Envelope, open_envelope, seal
 from protocol.errors import MalformedError, SignatureError, SpecError
 from protocol.identity import Identity
@@ -39,14 +40,18 @@ MAX_PROBLEMS_SHOWN = 20
 """Problems that an error lists; the rest it counts."""
 
 
-def _printable(text: str) -> str:
+def _data_address(text: str) -> str:
     if not text.isprintable():
         raise ValueError(f"has characters that cannot be shown: {text[:60]!r}")
+    try:
+        check_address(text)
+    except SpecError as e:
+        raise ValueError(str(e)) from None
     return text
 
 
 Hex32 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-Address = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_printable)]
+Address = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_data_address)]
 Count = Annotated[int, Field(ge=1, le=MAX_INT)]
 Seconds = Annotated[float, Field(gt=0, le=86_400 * 7)]
 # The first error of a list ends its check: each error takes a thousand times the bytes of a wrong item.

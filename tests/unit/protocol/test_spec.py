@@ -245,6 +245,7 @@ HOSTILE = {
         b'"%s":{%s}' % (name, b",".join(b'"%d":0' % i for i in range(10_000)))
         for name in (b"data", b"inner", b"codec", b"outer", b"round", b"admission", b"credit", b"checkpoint")
     ),
+    "an address with a query": GOOD.replace(b'"addresses":[]', b'"addresses":["http://a.example/?x="]'),
     "too large": GOOD.replace(b'"hidden_size":32', b'"hidden_size":"' + b"x" * MAX_SPEC + b'"'),
 }
 
