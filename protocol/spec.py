@@ -35,6 +35,8 @@ KIND = "run-spec"
 MAX_SPEC = 1024 * 1024
 MAX_INT = 2**53 - 1
 """The largest integer that canonical JSON has."""
+MAX_TOKENIZER = 256 * 1024 * 1024
+"""Maximum bytes of a tokenizer.json, which is read whole."""
 MAX_CONFIG_DEPTH = 32
 MAX_PROBLEMS_SHOWN = 20
 """Problems that an error lists; the rest it counts."""
@@ -333,6 +335,8 @@ class RunSpec(Section):
     def _consistent(self):
         if self.round.max_update_tokens < self.inner.batch * self.data.window:
             raise ValueError("round.max_update_tokens must allow one inner step: inner.batch * data.window tokens")
+        if self.tokenizer.size > MAX_TOKENIZER:
+            raise ValueError(f"tokenizer.size is more than {MAX_TOKENIZER >> 20} MiB: choose a smaller vocabulary")
         if self.data.train_windows < 1:
             raise ValueError("data.train holds less than one window of tokens")
         if self.inner.schedule.kind != "constant" and not self.inner.schedule.total_tokens:

@@ -162,7 +162,7 @@ def other_settings(folder: Path, config: Mapping[str, Any]) -> list[str]:
 
     try:
         own = plain_config(json.loads((folder / CONFIG).read_bytes()))
-    except (OSError, ValueError, SpecError, AttributeError):
+    except (OSError, ValueError, SpecError, AttributeError, RecursionError):
         return []
     ignored = ("bos_token_id", "eos_token_id", "pad_token_id")
     return sorted(k for k in own.keys() | config.keys() if own.get(k) != config.get(k) and k not in ignored)

@@ -185,8 +185,12 @@ def test_a_snapshot_comes_back_and_rubbish_is_none(tmp_path):
     told = replace(SNAPSHOT, mfu=0.43, memory_used=2, memory_whole=3, time_shares={"training": 1.0})
     write_snapshot(tmp_path, told)
     assert read_snapshot(tmp_path) == told
-    (tmp_path / FILE).write_text('{"run": 1}')
-    assert read_snapshot(tmp_path) is None
+    text = (tmp_path / FILE).read_text()
+    changes = ('"round": 3.0', '"round": 3, "round": 3', '"round": Infinity', '"round": true')
+    for rubbish in ['{"run": 1}', "[" * 100_000, *(text.replace('"round": 3', new) for new in changes)]:
+        assert rubbish != text
+        (tmp_path / FILE).write_text(rubbish)
+        assert read_snapshot(tmp_path) is None
 
 
 def test_a_snapshot_that_cannot_be_written_leaves_no_draft(tmp_path, monkeypatch):
