@@ -175,7 +175,7 @@ class HttpFolder(RemoteFolder):
             raise SourceError(f"{url[:100]!r} is not an address without a user")
         if parts.scheme == "https":
             kind = http.client.HTTPSConnection if self._private else PublicTlsConnection
-            connection = kind(parts.hostname, parts.port, timeout=self._timeout, context=_tls())
+            connection = kind(parts.hostname, parts.port, timeout=self._timeout, context=tls_context())
         else:
             kind = http.client.HTTPConnection if self._private else PublicConnection
             connection = kind(parts.hostname, parts.port, timeout=self._timeout)
@@ -242,7 +242,7 @@ def _connect_public(host: str, port: int, timeout: float | None) -> socket.socke
 
 
 @cache
-def _tls() -> ssl.SSLContext:
+def tls_context() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 

@@ -3,6 +3,7 @@
 import http.client
 import http.server
 import socket
+import ssl
 import threading
 import time
 from pathlib import Path
@@ -12,11 +13,13 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from coordinator.tls import load_or_make
 from peer.training import sources
 from peer.training.data import Batches, DataError, DataUnavailableError, WindowReader
 from peer.training.sources import MAX_REDIRECTS, SourceError, at_address
 from protocol.errors import MalformedError
 from protocol.ids import Digest
+from protocol.invite import TLS_NAME
 from protocol.merkle import CHUNK, blob_digest, blob_leaves
 from protocol.spec import DataShard, DataSpec
 
@@ -58,7 +61,7 @@ def expected(arrays, index):
 class Server:
     """A web server over a folder: honest ranges, or a fault."""
 
-    def __init__(self, folder: Path, fault: str = ""):
+    def __init__(self, folder: Path, fault: str = "", ip: str = "127.0.0.1"):
         self.requests = 0
         outer = self
 
@@ -111,11 +114,11 @@ class Server:
             def log_message(self, format, *args):
                 pass
 
-        self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http = http.server.ThreadingHTTPServer((ip, 0), Handler)
         self.http.daemon_threads = True
         self.thread = threading.Thread(target=self.http.serve_forever, args=(0.05,), daemon=True)
         self.thread.start()
-        self.address = f"http://127.0.0.1:{self.http.server_port}"
+        self.address = f"http://{ip}:{self.http.server_port}"
 
     def __enter__(self):
         return self
@@ -280,6 +283,28 @@ def test_a_proxy_of_the_environment_is_not_used(shards, monkeypatch):
         with pytest.raises(DataUnavailableError, match="not an address of the public internet"):
             WindowReader(spec(refs, "http://a.example"), report=lambda _: None).read([0])
         assert not proxy.requests
+
+
+@pytest.mark.parametrize("host", [TLS_NAME, "another.example"])
+def test_tls_is_spoken_over_the_checked_connection_with_the_name_of_the_address(shards, monkeypatch, tmp_path, host):
+    folder, refs, arrays = shards
+    load_or_make(tmp_path)
+    pem = str(tmp_path / "tls.pem")
+    monkeypatch.setattr(sources, "tls_context", lambda: ssl.create_default_context(cafile=pem))
+    monkeypatch.setattr(sources, "is_public", lambda _: True)
+    asked = resolves(monkeypatch, "127.0.0.2")  # not the address from which this machine connects to it
+    with Server(folder, ip="127.0.0.2") as server:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(pem)
+        server.http.socket = context.wrap_socket(server.http.socket, server_side=True)
+        reader = WindowReader(spec(refs, f"https://{host}:{server.http.server_port}"), report=lambda _: None)
+        if host == TLS_NAME:
+            assert np.array_equal(reader.read([0])[0].numpy(), expected(arrays, 0))
+        else:
+            with pytest.raises(DataUnavailableError, match="certificate"):
+                reader.read([0])
+            assert not server.requests
+    assert set(asked) == {host}
 
 
 def test_a_server_of_the_owner_cannot_redirect(shards):
