@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-page test-long test-wan lint format simulate stubs benchmarks clean
+.PHONY: demo test test-page test-long test-wan fuzz lint format simulate stubs vectors benchmarks clean
 
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -18,6 +18,10 @@ clean:
 stubs: $(STAMP)
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. protocol/wire/coordinator.proto
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. protocol/wire/swarm.proto protocol/wire/ledger.proto
+
+# Test vectors for other implementations (docs/vectors) are committed; tests make them again and compare.
+vectors: $(STAMP)
+	$(BIN)/python -m tests.vectors
 
 # Everything but the long suites. WORKERS processes share the files (tests/conftest.py); a fifth of the time is waiting.
 WORKERS ?= 2
