@@ -44,6 +44,18 @@ KILLS ?= 1000
 test-chaos: $(STAMP) postgres
 	$(BIN)/python -m tests.chaos --kills $(KILLS)
 
+# Mutated foreign input through every parser; with atheris also coverage-guided. About an hour.
+INPUTS ?= 1000000
+GUIDED ?= 20000
+.PHONY: atheris
+fuzz: $(STAMP) atheris
+	$(BIN)/python -m tests.fuzz --inputs $(INPUTS) --guided $(GUIDED)
+
+# It has no wheels for every Python and system; without it the fuzzer says so and leaves that part out.
+atheris: $(STAMP)
+	@$(BIN)/python -c "import atheris" 2>/dev/null || $(BIN)/python -m pip install --quiet --editable '.[fuzz]' \
+	  || echo "atheris could not be installed: no coverage-guided inputs"
+
 # For the NAT gateways of the emulated internet; without it what needs them says so and is left out.
 .PHONY: nft
 nft:

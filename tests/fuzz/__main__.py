@@ -47,7 +47,10 @@ def main() -> int:
     logging.disable()
     began, each = time.monotonic(), -(-args.inputs // len(parsers))
     with ThreadPoolExecutor(args.processes) as pool:
-        tallies = list(pool.map(lambda p: run(p, args.seed, each), parsers))
+        tallies = []
+        for done in pool.map(lambda p: run(p, args.seed, each), parsers):
+            print(f"{done.parser}: {done.inputs:,} inputs in {done.seconds:.0f} s", file=sys.stderr, flush=True)
+            tallies.append(done)
     columns = ("parser", "inputs", "accepted", "refused", "slowest, CPU s", "peak, MiB", "failures")
     rows = [
         (t.parser, t.inputs, t.accepted, t.refused, t.slowest_seconds, t.peak_mebibytes, len(t.failures))

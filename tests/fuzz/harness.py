@@ -66,7 +66,7 @@ class Parser:
 
 @dataclass
 class Failure:
-    """What one input did. `number` is that of the input; -1 for a sample."""
+    """A fault that an input showed. `number` is that of the input."""
 
     number: int
     what: str

@@ -82,7 +82,7 @@ def mutate_message(rng: random.Random, message: Message) -> Message:
     return message
 
 
-def _value(rng: random.Random, field: FieldDescriptor, now: Any) -> Any:
+def _value(rng: random.Random, field: Any, now: Any) -> Any:
     match field.cpp_type:
         case FieldDescriptor.CPPTYPE_BOOL:
             return rng.random() < 0.5
@@ -116,11 +116,10 @@ def mutate_json(rng: random.Random, data: bytes) -> bytes:
     if rng.random() < 0.3:
         return mutate_bytes(rng, data)
     try:
-        value = json.loads(data)
-    except (ValueError, RecursionError):
+        changed = _changed(rng, json.loads(data))
+        text = json.dumps(changed, sort_keys=True, separators=(",", ":"), ensure_ascii=rng.random() < 0.5)
+    except (ValueError, RecursionError, OverflowError, TypeError):  # after a mutation it need not be JSON any more
         return mutate_bytes(rng, data)
-    changed = _changed(rng, value)
-    text = json.dumps(changed, sort_keys=True, separators=(",", ":"), ensure_ascii=rng.random() < 0.5)
     if rng.random() < 0.1:
         text = text.replace("Infinity", "1e999").replace(":", ':"":', 1)
     return text.encode("utf-8", "surrogatepass")[:MAX_GROWN]

@@ -7,7 +7,7 @@ import io
 import json
 import random
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from google.protobuf.message import DecodeError, Message
@@ -251,7 +251,7 @@ def _dht_values() -> Parser:
     def parse(data: bytes) -> None:
         HeartbeatValidator(RUN).author(data)
 
-    # What `validate` catches.
+    # The errors that `validate` catches.
     return Parser("DHT values", [packed(beat)], mutate, parse, (ProtocolError, DecodeError))
 
 
@@ -309,7 +309,7 @@ def _ledger_entries() -> Parser:
         return data[:1] + mutate_wire(rng, forms[data[:1] == b"l"](), data[1:])
 
     def parse(data: bytes) -> None:
-        """A letter says which of the two follows."""
+        """Decode an entry or a line; a letter before it says which."""
         if data[:1] == b"l":
             assert encode_line(decode_line(data[1:])) == data[1:]
         else:
@@ -334,7 +334,7 @@ def _proofs() -> Parser:
     samples = [struct.pack("<QQ", n, 7) + b"".join(h) for n, h in ((3, inclusion), (4, consistency))]
 
     def parse(data: bytes) -> None:
-        """Odd numbers are those of an entry, even ones of a size."""
+        """Check a proof of inclusion if the first number is odd, else of consistency."""
         if len(data) < 80:
             raise MalformedError("too short for this test's form")
         first, second = struct.unpack("<QQ", data[:16])
@@ -517,12 +517,13 @@ def _answers() -> Parser:
 
         client = LogClient("https://page.example", RUN, OWNER.key, fetch)
         accepted = 0
-        for call in (
-            client.receipts(key), client.heads(), client.entries(0, 10), client.lines(0, 10), client.inclusion(1, 2),
-            client.totals(key),
-        ):  # fmt: skip
+        calls: list[Callable[[], Coroutine[Any, Any, object]]] = [
+            lambda: client.receipts(key), client.heads_sent, lambda: client.entries(0, 10),
+            lambda: client.lines(0, 10), lambda: client.inclusion(1, 2), lambda: client.totals(key),
+        ]  # fmt: skip
+        for call in calls:
             try:
-                call.send(None)
+                call().send(None)
             except StopIteration:
                 accepted += 1
             except CairnError as e:
@@ -530,7 +531,9 @@ def _answers() -> Parser:
         if not accepted:
             raise MalformedError("no call accepts it")
 
-    return Parser("a coordinator's answers", [json.dumps(fields).encode()], mutate_json, parse, (CairnError,))
+    return Parser(
+        "a coordinator's answers", [json.dumps(fields).encode()], mutate_json, parse, (CairnError,), seconds=10
+    )  # six calls
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------------------
