@@ -1,16 +1,23 @@
 """The reader of windows: the right tokens from any source, and no byte that was not checked."""
 
+import http.client
 import http.server
+import socket
 import threading
 import time
 from pathlib import Path
+from urllib.parse import urljoin
 
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
+from peer.training import sources
 from peer.training.data import Batches, DataError, DataUnavailableError, WindowReader
+from peer.training.sources import MAX_REDIRECTS, HttpFolder, SourceError, at_address
 from protocol.errors import MalformedError
+from protocol.ids import Digest
 from protocol.merkle import CHUNK, blob_digest, blob_leaves
 from protocol.spec import DataShard, DataSpec
 
@@ -64,6 +71,16 @@ class Server:
                     return self.send_error(404)
                 a, b = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
                 data = path.read_bytes()[a : b + 1]
+                if fault.startswith("redirect"):
+                    self.send_response(302)
+                    self.send_header("Location", fault.split()[1] + self.path)
+                    return self.end_headers()
+                if fault == "continue":
+                    try:
+                        while True:
+                            self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n" * 100)
+                    except OSError:
+                        return None
                 if fault == "wrong" and path.suffix == ".tokens":
                     data = bytes([data[0] ^ 1]) + data[1:]
                 if fault == "no ranges" and path.suffix == ".tokens":
@@ -119,7 +136,8 @@ def test_every_window_has_the_tokens_of_its_place(shards, kind):
         if kind.startswith("local"):
             reader = WindowReader(spec(refs), local(folder, refs))
         else:
-            reader = WindowReader(spec(refs, server.address if kind == "http" else str(folder)))
+            address = server.address if kind == "http" else str(folder)
+            reader = WindowReader(spec(refs, address), private_data=True)
         assert reader.total == spec(refs).train_windows
         in_chunks = [0, 1, CHUNK // (2 * WINDOW) - 1, CHUNK // (2 * WINDOW), reader.total - 32, reader.total - 1]
         got = reader.read(in_chunks)
@@ -141,32 +159,40 @@ def test_wrong_bytes_on_this_disk_are_never_given_and_another_source_helps(shard
         DataUnavailableError, match=f"this disk gave wrong bytes for shard {refs[0].name.short}, chunk 0"
     ):
         alone.read([0])
-    helped = WindowReader(spec(refs, str(folder)), {refs[0].name: bad}, report=told.append)
+    helped = WindowReader(spec(refs, str(folder)), {refs[0].name: bad}, report=told.append, private_data=True)
     assert np.array_equal(helped.read([0])[0].numpy(), expected(arrays, 0))
     assert len(told) == 2 and all("this disk" in t for t in told)
 
 
 @pytest.mark.parametrize(
     ("fault", "says"),
-    [("wrong", "wrong bytes"), ("no ranges", "range requests"), ("endless", "wrong"), ("drip", "of .* bytes after")],
+    [
+        ("wrong", "wrong bytes"),
+        ("no ranges", "range requests"),
+        ("endless", "wrong"),
+        ("drip", "not complete after 2 s"),
+    ],
 )
 def test_a_bad_server_is_named_bounded_and_left_for_the_next(shards, fault, says):
     folder, refs, arrays = shards
     told: list[str] = []
     with Server(folder, fault) as bad, Server(folder) as good:
-        reader = WindowReader(spec(refs, bad.address, good.address), timeout=2, report=told.append)
+        both = spec(refs, bad.address, good.address)
+        reader = WindowReader(both, timeout=2, report=told.append, private_data=True)
         index = CHUNK // (2 * WINDOW) + 5  # in the second chunk
         assert np.array_equal(reader.read([index])[0].numpy(), expected(arrays, index))
         assert told and bad.address in told[0]
         assert bad.requests < 200  # the endless one was not read on and on
         with pytest.raises(DataUnavailableError, match=says):
-            WindowReader(spec(refs, bad.address), timeout=2, report=told.append).read([index])
+            alone = spec(refs, bad.address)
+            WindowReader(alone, timeout=2, report=told.append, private_data=True).read([index])
 
 
 def test_a_dead_address_is_put_aside_and_not_asked_for_every_chunk(shards):
     folder, refs, _ = shards
     told: list[str] = []
-    reader = WindowReader(spec(refs, "http://127.0.0.1:9", str(folder)), timeout=2, report=told.append)
+    data = spec(refs, "http://127.0.0.1:9", str(folder))
+    reader = WindowReader(data, timeout=2, report=told.append, private_data=True)
     reader.read([0, CHUNK // (2 * WINDOW) + 5, reader.total - 1])
     assert len(told) == 1 and "127.0.0.1:9" in told[0]
 
@@ -180,11 +206,161 @@ def test_nowhere_to_read_from_says_so(shards):
 @pytest.mark.parametrize("address", ["simplecache::file:///x", "jupyter://h/x", "reference://x", "ssh://h/x"])
 def test_a_spec_cannot_make_a_volunteer_load_other_file_systems(shards, address):
     _, refs, _ = shards
+    with pytest.raises(ValidationError, match="begins with one of"):
+        spec(refs, address)
+
+
+# -- addresses that a volunteer need not trust --------------------------------------------------------------------
+
+
+def resolves(monkeypatch: pytest.MonkeyPatch, *answers: str) -> list[str]:
+    """Let names resolve to these addresses, one for each question; return the list of questions."""
+    asked: list[str] = []
+
+    def getaddrinfo(host: str, port: int, **_: object) -> list[object]:
+        asked.append(host)
+        ip = answers[min(len(asked), len(answers)) - 1]
+        return [(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    return asked
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0x7f.1", "2130706433", "0", "[::1]", "[::ffff:7f00:1]"])
+def test_an_address_of_this_machine_gets_no_request_unless_it_is_allowed(shards, host):
+    folder, refs, _ = shards
+    with Server(folder) as server:
+        address = f"http://{host}:{server.http.server_port}"
+        with pytest.raises(DataUnavailableError, match="allow-private-data"):
+            WindowReader(spec(refs, address), report=lambda _: None).read([0])
+        assert not server.requests
+        WindowReader(spec(refs, server.address), private_data=True).read([0])
+        assert server.requests
+
+
+@pytest.mark.parametrize("ip", ["127.0.0.1", "10.0.0.1", "169.254.169.254", "100.64.0.1", "::1", "::ffff:127.0.0.1"])
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_a_name_of_a_private_address_is_never_connected_to(shards, monkeypatch, ip, scheme):
+    _, refs, _ = shards
+    resolves(monkeypatch, ip)
+    monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("connected"))
+    with pytest.raises(DataUnavailableError, match=f"a.example is at {ip}, which is not an address of the public"):
+        WindowReader(spec(refs, f"{scheme}://a.example/x"), report=lambda _: None).read([0])
+
+
+def test_the_checked_address_is_the_one_that_is_connected_to(shards, monkeypatch):
+    # DNS rebinding: the second answer for the name is another one.
+    _, refs, _ = shards
+    asked = resolves(monkeypatch, "93.184.216.34", "127.0.0.1")
+    connected: list[tuple[str, int]] = []
+
+    def connect(_: socket.socket, address: tuple[str, int]) -> None:
+        connected.append(address)
+        raise ConnectionRefusedError("refused")
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    with pytest.raises(DataUnavailableError, match="refused"):
+        WindowReader(spec(refs, "http://a.example/x"), report=lambda _: None).read([0])
+    assert connected == [("93.184.216.34", 80)] and asked == ["a.example"]
+
+
+def test_this_machine_by_its_public_address_is_refused_too(shards, monkeypatch):
+    folder, refs, _ = shards
+    monkeypatch.setattr(sources, "is_public", lambda _: True)
+    with Server(folder) as server:
+        with pytest.raises(DataUnavailableError, match="is this machine itself"):
+            WindowReader(spec(refs, server.address), report=lambda _: None).read([0])
+        assert not server.requests
+
+
+def test_a_proxy_of_the_environment_is_not_used(shards, monkeypatch):
+    folder, refs, _ = shards
+    with Server(folder) as proxy:
+        monkeypatch.setenv("http_proxy", proxy.address)
+        resolves(monkeypatch, "10.0.0.1")
+        with pytest.raises(DataUnavailableError, match="not an address of the public internet"):
+            WindowReader(spec(refs, "http://a.example"), report=lambda _: None).read([0])
+        assert not proxy.requests
+
+
+def test_a_server_of_the_owner_cannot_redirect(shards):
+    folder, refs, _ = shards
+    with Server(folder) as other, Server(folder, f"redirect {other.address}") as server:
+        with pytest.raises(DataUnavailableError, match="redirects to .*, which is not followed"):
+            WindowReader(spec(refs, server.address), private_data=True, report=lambda _: None).read([0])
+        assert server.requests and not other.requests
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("https://127.0.0.1:1/x", "not an address of the public internet"),
+        ("https://user@cdn.example/x", "without a user"),
+        ("http://cdn.example/x", "only https"),
+        ("file:///etc/passwd", "only https"),
+        ("/loop", "which is not followed"),
+    ],
+)
+def test_a_redirect_of_a_cloud_is_checked_like_an_address(monkeypatch, place, says):
+    asked: list[str] = []
+    request = HttpFolder._request
+
+    def redirected(self: HttpFolder, url: str, start: int, size: int) -> bytes | str:
+        if not url.startswith("https://huggingface.co"):
+            return request(self, url, start, size)
+        asked.append(url)
+        return urljoin(url, place)
+
+    monkeypatch.setattr(HttpFolder, "_request", redirected)
+    with pytest.raises(SourceError, match=says):
+        at_address("hf://datasets/org/name/x", 2).chunk(Digest(bytes(32)), 0, 8)
+    assert asked[0] == f"https://huggingface.co/datasets/org/name/resolve/main/x/{'00' * 32}.tokens"
+    assert len(asked) <= 1 + MAX_REDIRECTS
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/x", "gs://bucket/x", "hf://datasets/org/name/x"])
+def test_a_cloud_is_read_without_the_volunteers_accounts(monkeypatch, address):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "GOOGLE_APPLICATION_CREDENTIALS"):
+        monkeypatch.setenv(name, "secret")
+    sent: list[bytes] = []
+
+    class Connection(http.client.HTTPConnection):
+        def __init__(self, host: str, port: int | None = None, **_: object):
+            super().__init__(host, port)
+
+        def connect(self) -> None:
+            self.sock, other = socket.socketpair()
+            other.sendall(b"HTTP/1.1 206 Partial Content\r\nContent-Length: 8\r\n\r\n12345678")
+            ends.append(other)
+
+    ends: list[socket.socket] = []
+    monkeypatch.setattr(sources, "_PublicTlsConnection", Connection)
+    assert at_address(address, 2).chunk(Digest(bytes(32)), 8, 8) == b"12345678"
+    sent.append(ends[0].recv(10_000))
+    lines = sent[0].decode().splitlines()
+    assert {line.split(":")[0] for line in lines[1:] if line} == {"Host", "Accept-Encoding", "Range", "User-Agent"}
+    assert isinstance(at_address(address, 2, private=True), sources.FsspecFolder)
+
+
+@pytest.mark.parametrize("address", ["/srv/x", "file:///srv/x", "az://container/x", "s3://dotted.bucket/x"])
+def test_this_disk_and_what_needs_an_account_is_used_only_if_it_is_allowed(shards, address):
+    _, refs, _ = shards
     told: list[str] = []
-    reader = WindowReader(spec(refs, address), report=told.append)
-    assert told and "begins with one of" in told[0]
-    with pytest.raises(DataUnavailableError):
-        reader.read([0])
+    WindowReader(spec(refs, address), report=told.append)
+    assert len(told) == 1 and "join with --allow-private-data" in told[0]
+    WindowReader(spec(refs, address), report=told.append, private_data=True)
+    assert len(told) == 1
+
+
+def test_endless_headers_end_with_the_deadline_and_their_thread_too(shards):
+    folder, refs, _ = shards
+    with Server(folder, "continue") as server:
+        source = at_address(server.address, 0.5, private=True)
+        with pytest.raises(SourceError, match="not complete after"):
+            source.chunk(refs[0].name, 0, 8)
+        (request,) = source._stuck
+        request.wait(5)
+        assert request.is_done
 
 
 def test_a_window_that_does_not_exist_and_a_token_beyond_the_vocabulary_are_refused(shards):
