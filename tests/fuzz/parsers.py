@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError, Message
 from coordinator.admission import KIND as ADMIT
 from coordinator.admission import open_request
 from coordinator.checkpoints import verification
+from coordinator.checkpoints.archive import config_json
 from coordinator.errors import CoordinatorError
 from coordinator.page.credit_routes import CREDIT_ENDPOINTS
 from coordinator.page.endpoints import ENDPOINTS
@@ -639,7 +640,7 @@ def _folder() -> bytes:
     return _packed(
         {
             "cairn.json": json.dumps(manifest).encode(), "spec.signed": sign_spec(OWNER, run_spec).encoded,
-            "config.json": json.dumps(config).encode(), "tokenizer.json": text, "model.safetensors": state,
+            "config.json": config_json(config), "tokenizer.json": text, "model.safetensors": state,
             "certificate.bin": encode_certificate(certificate), "witnesses.json": b'["AAAA"]',
         }
     )  # fmt: skip
