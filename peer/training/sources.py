@@ -174,10 +174,10 @@ class HttpFolder(RemoteFolder):
         if parts.username is not None or parts.hostname is None:
             raise SourceError(f"{url[:100]!r} is not an address without a user")
         if parts.scheme == "https":
-            kind = http.client.HTTPSConnection if self._private else _PublicTlsConnection
-            connection = kind(parts.hostname, parts.port, timeout=self._timeout, context=_tls())
+            kind = http.client.HTTPSConnection if self._private else PublicTlsConnection
+            connection = kind(parts.hostname, parts.port, timeout=self._timeout, context=tls_context())
         else:
-            kind = http.client.HTTPConnection if self._private else _PublicConnection
+            kind = http.client.HTTPConnection if self._private else PublicConnection
             connection = kind(parts.hostname, parts.port, timeout=self._timeout)
         with contextlib.closing(connection):
             self._connection = connection
@@ -203,14 +203,14 @@ class HttpFolder(RemoteFolder):
                 socket.socket.shutdown(sock, socket.SHUT_RDWR)  # not TLS's own shutdown, which is not thread-safe
 
 
-class _PublicConnection(http.client.HTTPConnection):
+class PublicConnection(http.client.HTTPConnection):
     """A connection over plain TCP to an address of the public internet."""
 
     def connect(self) -> None:
         self.sock = _connect_public(self.host, self.port, self.timeout)
 
 
-class _PublicTlsConnection(http.client.HTTPSConnection, _PublicConnection):
+class PublicTlsConnection(http.client.HTTPSConnection, PublicConnection):
     """A connection over TLS to an address of the public internet: `HTTPSConnection` puts TLS over its base's socket."""
 
 
@@ -242,7 +242,7 @@ def _connect_public(host: str, port: int, timeout: float | None) -> socket.socke
 
 
 @cache
-def _tls() -> ssl.SSLContext:
+def tls_context() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 

@@ -3,21 +3,23 @@
 import http.client
 import http.server
 import socket
+import ssl
 import threading
 import time
 from pathlib import Path
-from urllib.parse import urljoin
 
 import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
 
+from coordinator.tls import load_or_make
 from peer.training import sources
 from peer.training.data import Batches, DataError, DataUnavailableError, WindowReader
-from peer.training.sources import MAX_REDIRECTS, HttpFolder, SourceError, at_address
+from peer.training.sources import MAX_REDIRECTS, SourceError, at_address
 from protocol.errors import MalformedError
 from protocol.ids import Digest
+from protocol.invite import TLS_NAME
 from protocol.merkle import CHUNK, blob_digest, blob_leaves
 from protocol.spec import DataShard, DataSpec
 
@@ -59,7 +61,7 @@ def expected(arrays, index):
 class Server:
     """A web server over a folder: honest ranges, or a fault."""
 
-    def __init__(self, folder: Path, fault: str = ""):
+    def __init__(self, folder: Path, fault: str = "", ip: str = "127.0.0.1"):
         self.requests = 0
         outer = self
 
@@ -112,11 +114,11 @@ class Server:
             def log_message(self, format, *args):
                 pass
 
-        self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http = http.server.ThreadingHTTPServer((ip, 0), Handler)
         self.http.daemon_threads = True
         self.thread = threading.Thread(target=self.http.serve_forever, args=(0.05,), daemon=True)
         self.thread.start()
-        self.address = f"http://127.0.0.1:{self.http.server_port}"
+        self.address = f"http://{ip}:{self.http.server_port}"
 
     def __enter__(self):
         return self
@@ -283,6 +285,28 @@ def test_a_proxy_of_the_environment_is_not_used(shards, monkeypatch):
         assert not proxy.requests
 
 
+@pytest.mark.parametrize("host", [TLS_NAME, "another.example"])
+def test_tls_is_spoken_over_the_checked_connection_with_the_name_of_the_address(shards, monkeypatch, tmp_path, host):
+    folder, refs, arrays = shards
+    load_or_make(tmp_path)
+    pem = str(tmp_path / "tls.pem")
+    monkeypatch.setattr(sources, "tls_context", lambda: ssl.create_default_context(cafile=pem))
+    monkeypatch.setattr(sources, "is_public", lambda _: True)
+    asked = resolves(monkeypatch, "127.0.0.2")  # not the address from which this machine connects to it
+    with Server(folder, ip="127.0.0.2") as server:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(pem)
+        server.http.socket = context.wrap_socket(server.http.socket, server_side=True)
+        reader = WindowReader(spec(refs, f"https://{host}:{server.http.server_port}"), report=lambda _: None)
+        if host == TLS_NAME:
+            assert np.array_equal(reader.read([0])[0].numpy(), expected(arrays, 0))
+        else:
+            with pytest.raises(DataUnavailableError, match="certificate"):
+                reader.read([0])
+            assert not server.requests
+    assert set(asked) == {host}
+
+
 def test_a_server_of_the_owner_cannot_redirect(shards):
     folder, refs, _ = shards
     with Server(folder) as other, Server(folder, f"redirect {other.address}") as server:
@@ -302,43 +326,51 @@ def test_a_server_of_the_owner_cannot_redirect(shards):
     ],
 )
 def test_a_redirect_of_a_cloud_is_checked_like_an_address(monkeypatch, place, says):
-    asked: list[str] = []
-    request = HttpFolder._request
-
-    def redirected(self: HttpFolder, url: str, start: int, size: int) -> bytes | str:
-        if not url.startswith("https://huggingface.co"):
-            return request(self, url, start, size)
-        asked.append(url)
-        return urljoin(url, place)
-
-    monkeypatch.setattr(HttpFolder, "_request", redirected)
+    asked = answers(monkeypatch, "huggingface.co", b"HTTP/1.1 302 Found\r\nLocation: %s\r\n\r\n" % place.encode())
     with pytest.raises(SourceError, match=says):
         at_address("hf://datasets/org/name/x", 2).chunk(Digest(bytes(32)), 0, 8)
-    assert asked[0] == f"https://huggingface.co/datasets/org/name/resolve/main/x/{'00' * 32}.tokens"
+    (line, *_), *_ = [asked_of(end) for end in asked]
+    assert line == f"GET /datasets/org/name/resolve/main/x/{'00' * 32}.tokens HTTP/1.1"
     assert len(asked) <= 1 + MAX_REDIRECTS
 
 
-@pytest.mark.parametrize("address", ["s3://bucket/x", "gs://bucket/x", "hf://datasets/org/name/x"])
-def test_a_cloud_is_read_without_the_volunteers_accounts(monkeypatch, address):
+def answers(monkeypatch: pytest.MonkeyPatch, host: str, answer: bytes) -> list[socket.socket]:
+    """Let a host give this answer to each connection over TLS; return the other ends of the connections."""
+    ends: list[socket.socket] = []
+    connect = sources.PublicTlsConnection.connect
+
+    def answered(self: http.client.HTTPConnection) -> None:
+        if not self.host.endswith(host):
+            return connect(self)  # type: ignore[arg-type]
+        self.sock, other = socket.socketpair()
+        other.sendall(answer)
+        ends.append(other)
+
+    monkeypatch.setattr(sources.PublicTlsConnection, "connect", answered)
+    return ends
+
+
+def asked_of(end: socket.socket) -> list[str]:
+    with end:
+        return end.recv(10_000).decode().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("address", "host"),
+    [
+        ("s3://bucket/x", "bucket.s3.amazonaws.com"),
+        ("gs://bucket/x", "storage.googleapis.com"),
+        ("hf://datasets/org/name/x", "huggingface.co"),
+    ],
+)
+def test_a_cloud_is_read_without_the_volunteers_accounts(monkeypatch, address, host):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "GOOGLE_APPLICATION_CREDENTIALS"):
         monkeypatch.setenv(name, "secret")
-    sent: list[bytes] = []
-
-    class Connection(http.client.HTTPConnection):
-        def __init__(self, host: str, port: int | None = None, **_: object):
-            super().__init__(host, port)
-
-        def connect(self) -> None:
-            self.sock, other = socket.socketpair()
-            other.sendall(b"HTTP/1.1 206 Partial Content\r\nContent-Length: 8\r\n\r\n12345678")
-            ends.append(other)
-
-    ends: list[socket.socket] = []
-    monkeypatch.setattr(sources, "_PublicTlsConnection", Connection)
+    asked = answers(monkeypatch, host, b"HTTP/1.1 206 Partial Content\r\nContent-Length: 8\r\n\r\n12345678")
     assert at_address(address, 2).chunk(Digest(bytes(32)), 8, 8) == b"12345678"
-    sent.append(ends[0].recv(10_000))
-    lines = sent[0].decode().splitlines()
+    lines = asked_of(asked[0])
     assert {line.split(":")[0] for line in lines[1:] if line} == {"Host", "Accept-Encoding", "Range", "User-Agent"}
+    assert f"Host: {host}" in lines and "Range: bytes=8-15" in lines
     assert isinstance(at_address(address, 2, private=True), sources.FsspecFolder)
 
 
@@ -358,9 +390,10 @@ def test_endless_headers_end_with_the_deadline_and_their_thread_too(shards):
         source = at_address(server.address, 0.5, private=True)
         with pytest.raises(SourceError, match="not complete after"):
             source.chunk(refs[0].name, 0, 8)
-        (request,) = source._stuck
-        request.wait(5)
-        assert request.is_done
+        for thread in threading.enumerate():
+            if thread.name == "read":
+                thread.join(5)
+                assert not thread.is_alive()
 
 
 def test_a_window_that_does_not_exist_and_a_token_beyond_the_vocabulary_are_refused(shards):
