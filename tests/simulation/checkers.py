@@ -22,15 +22,6 @@ def check_sizes(world: World) -> None:
                     raise Broken(f"peer {node.index}: {name} holds {size}, more than its bound of {bound}")
 
 
-def way_to(world: World, record: Digest) -> list[Digest]:
-    """Return all records from the genesis to this one, newest first."""
-    found = []
-    while record != genesis_digest(world.run):
-        found.append(record)
-        record = world.records[record].record.body.parent
-    return found
-
-
 def check_counted_once(world: World) -> None:
     """Check that no window is counted twice on any chain, by the headers' claims and by the updates' real contents."""
     parents = {c.record.body.parent for c in world.records.values()}
@@ -39,7 +30,7 @@ def check_counted_once(world: World) -> None:
             continue
         seen: set[int] = set()
         ends: dict[bytes, int] = {}
-        for record in reversed(way_to(world, tip)):
+        for record in reversed(world.way_to(tip)):
             body = world.records[record].record.body
             for u in body.updates:
                 if u.body.first_window < ends.get(u.author, 0):
@@ -89,7 +80,7 @@ def check_account(world: World, node: Node) -> None:
         ("feedback", frozenset(trainer.feedback)),
         ("not announced", frozenset(trainer.fresh)),
     ]
-    for record in way_to(world, at):
+    for record in world.way_to(at):
         for u in world.records[record].record.body.updates:
             if u.author == node.key:
                 places.append((f"record {record.short}", world.contents[u.body.blob]))
@@ -137,7 +128,7 @@ def check_words(world: World) -> None:
         at = node.trainer_record
         if at is None or at == genesis_digest(world.run):
             continue
-        way = [world.records[r] for r in reversed(way_to(world, at))]
+        way = [world.records[r] for r in reversed(world.way_to(at))]
         carried, holding = [], None
         for c in way:
             body, said = c.record.body, [a.body for a in carried]
@@ -170,7 +161,7 @@ def check_words_reached(world: World) -> None:
         if newest is not None and chain.newest_directive is not newest:
             raise Broken(f"peer {node.index} does not know the owner's last word")
         if newest is not None and (back := newest.body.rollback) is not None:
-            way = list(reversed(way_to(world, at)))
+            way = list(reversed(world.way_to(at)))
             if back.record not in way:
                 raise Broken(f"peer {node.index} is on a branch that the owner has rolled back")
             after = way[way.index(back.record) + 1 :]
@@ -180,7 +171,7 @@ def check_words_reached(world: World) -> None:
         for other in world.nodes:
             final = other.final
             if final is not None and final.body.epoch == world.owner.body.epoch and final.body.record in world.records:
-                if final.body.record not in way_to(world, at):
+                if final.body.record not in world.way_to(at):
                     raise Broken(f"peer {node.index} is not on the way of the owner's final")
 
 

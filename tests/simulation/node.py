@@ -223,7 +223,8 @@ class Node:
         self.world.report(self, action)
 
     def on_run_completed(self, action: do.RunCompleted) -> None:
-        """Do nothing: the trainer goes on, so that its account can be checked."""
+        """Note it. The trainer goes on, so that its account can be checked."""
+        self.world.completed = self.world.completed or self.honest and not self.observer
 
     def hear(self, message) -> None:
         if self.alive:
@@ -350,14 +351,14 @@ class Node:
             self.drifts = False
             state = Digest(sha256(b"drifted", state))
             w.wrong_states.add(state)
-        self.trainer_record = record
+        before, self.trainer_record = self.trainer_record, record
         for blob in action.missed:
             self.made.pop(blob, None)
         if isinstance(action, do.SyncState) and action.reset:
             self.made.clear()
             self.trainer.begin_afresh()
         self.trainer.move(action, state, w.contents)
-        w.moved(self, record)
+        w.moved(self, before, record)
         self.step(ev.StateReached(record, state))
         self.step(ev.TrainingProgress(self.trainer.uncovered, 1.0, self.speed * 128))
 
