@@ -2,9 +2,13 @@
 
 A record of round r names its parent, the record of round r - 1, by its certificate's digest, which also covers the
 reduced shards if there are any. The parent of round 0 is `genesis_digest(run)`. The
-weight of a record is the number of windows accepted from the genesis up to it. The head is the heaviest record (ties:
-the smaller digest) among the descendants of the newest finalized record. After a rollback it also descends from the
-record to which the run was rolled back, by records that carry that directive.
+weight of a record is the number of windows accepted from the genesis up to it.
+
+Fork choice. It goes down from the newest finalized record. After a rollback that is the record to which the run was
+rolled back, and then records that carry that directive. Where several records have the same parent, it takes the one
+that has most stake for it: stake at the parent, which both sides know, so neither speed nor claims buy anything. Each
+key counts once, where its newest message is, however many records it signs (LMD-GHOST: Sompolinsky and Zohar 2015,
+Buterin et al. 2020, arXiv 2003.03052). Ties: more keys, then more windows, then the smaller digest.
 
 Finalization and rollback. The head always descends from the record of the newest finalization, or, without one, from
 the record to which the run was rolled back (`required_ancestor`). A finalization whose record has not arrived is
@@ -20,8 +24,8 @@ module checks the rules that depend on the place in the tree.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from protocol.directives import ActiveDirectives, starts_rollback_branch
@@ -30,6 +34,10 @@ from protocol.ids import Digest, PeerKey, Round, RunId, sha256
 from protocol.messages import Certificate, Directive, Finalization, Rollback, RoundRecord, Signed
 from protocol.record_node import RecordNode
 from protocol.reduce_plan import GATHER, ReducePlan
+from protocol.stake import StakeRule, is_majority
+
+MAX_CACHED_STAKES = 16
+"""Records of which the stakes are remembered: the head's, those at forks, and those of the round before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +49,16 @@ class ChainLimits:
     max_records: int = 4096
     max_bytes: int = 256 * 1024 * 1024
     max_side_records: int = 256
-    """Records that are not on the head's path: the lightest branches are dropped first."""
+    """Records that are not on the head's path: those whose voters have the least stake are dropped first."""
 
-    min_main_records: int = 64
-    """Records on the head's path that no limit drops."""
+    min_main_records: int = 160
+    """Records on the head's path that no limit drops: stake needs the hold and STAKE_ROUNDS before a fork."""
 
     reduce_plan: ReducePlan = GATHER
     window_tokens: int = 1
     """Tokens of one: directives speak of tokens."""
+
+    stake: StakeRule = StakeRule()
 
     def round_limits(self, active: ActiveDirectives) -> tuple[int, int]:
         """Return the maximum windows of an update, and the maximum contributors, in the next round."""
@@ -82,6 +92,7 @@ class Chain:
         """The path from the root to the head, by height."""
         self._bytes = 0
         self._quarantined: set[Digest] = set()
+        self._stakes: OrderedDict[Digest, Mapping[PeerKey, int]] = OrderedDict()
         self._invalid: OrderedDict[Digest, None] = OrderedDict()
         self._newest_directive: Signed[Directive] | None = None
         self._finalization: Signed[Finalization] | None = None
@@ -128,6 +139,25 @@ class Chain:
     def next_window(self, author: PeerKey, at: Digest) -> int:
         """Return the end of the author's accepted windows up to a record; later ones must not start before it."""
         return self._node(at).next_window(author)
+
+    def stakes(self, record: Digest) -> Mapping[PeerKey, int]:
+        """Return the stake, in windows, of every key that has some in the round after a record. Raises ChainError."""
+        return self._stakes_at(self._node(record))
+
+    def is_backed(self, record: Digest) -> bool:
+        """Return whether most of all stake at a record's parent is for the record: only then may the owner finalize it.
+
+        While nobody has stake, it is. Raises ChainError for the root.
+        """
+        node = self._node(record)
+        if node.parent is None:
+            raise ChainError(f"record {record.short} is where this tree begins: who was for it is not in memory")
+        stakes = self._stakes_at(node.parent)
+        return is_majority(stakes, set(node.latest_messages()), set(stakes)) is not False
+
+    def signers(self, record: Digest) -> set[PeerKey]:
+        """Return the keys that voted for a record, or contributed to one built on it. Raises ChainError."""
+        return set(self._node(record).latest_messages())
 
     def directives(self, record: Digest) -> ActiveDirectives:
         """Return the directives in force in the round after a record."""
@@ -294,13 +324,15 @@ class Chain:
     def add(self, certificate: Certificate) -> bool:
         """Put a verified certificate in its place. Return whether it was new, and is in the tree now.
 
-        It is not if its record is in the tree already, or if limits drop it at once.
+        It is not if its record is in the tree already, or if limits drop it at once. Votes that a certificate of the
+        same record did not have are added to that one: its voters are those that anybody has seen vote.
 
         Raises UnknownParent, or ChainError when it breaks a rule of the chain: its source, or an author, is at fault.
         """
         record, digest = certificate.record, certificate.digest
         body = record.body
-        if digest in self._nodes:
+        if (known := self._nodes.get(digest)) is not None:
+            self._add_votes(known, certificate)
             return False
         if body.run != self.run:
             raise ChainError(f"record {digest.short} is of another run")
@@ -320,17 +352,23 @@ class Chain:
         if (flaw := self.limits.reduce_plan.record_refusal(certificate, parent.contributors)) is not None:
             raise ChainError(f"record {digest.short}: {flaw}")
         node = RecordNode(digest, parent, certificate)
+        self._drop_lone_twins(node, parent)
         parent.children.append(node)
         self._nodes[node.digest] = node
         self._bytes += node.size
+        for above in parent.branch():
+            if above.latest is not None:
+                node.count_in(above.latest)
         if self._pending_finalization is not None and self._pending_finalization.body.record == node.digest:
             awaited, self._pending_finalization = self._pending_finalization, None
             self.add_finalization(awaited)
         if (rollback := self.rollback) is not None and node.digest == rollback.record:
             self._drop_branches_beside(node)
             self._choose_head()
-        elif self._better(node, self._head) and not self._is_on_quarantined_branch(node):
+        elif parent is self._head:
             self._move_head(node)
+        else:
+            self._choose_head()
         self._enforce_limits()
         return node.digest in self._nodes
 
@@ -411,19 +449,25 @@ class Chain:
         return record in self._quarantined
 
     def best_descendant(self, record: Digest) -> Digest:
-        """Return the heaviest descendant of a record, or itself, without quarantined ones."""
+        """Return the record that fork choice leads to from a record, without quarantined branches."""
         return self._best_after(self._node(record)).digest
 
     def head_if_released(self, record: Digest) -> Digest | None:
         """Return the head without the quarantine of this record; None if it is the same."""
+        if record not in self._quarantined:
+            return None
+        self._quarantined.discard(record)
+        floor = self._floor()
+        best = self._best_after(floor)
+        self._quarantined.add(record)
+        return best.digest if best is not self._head and self._descends(best, self._node(record)) else None
+
+    def forget(self, record: Digest) -> None:
+        """Drop a branch from its first record on. It may come again."""
         node = self._node(record)
-        for above in islice(node.branch(), 1, None):
-            if self._is_on_main_chain(above):
-                break
-            if above.digest in self._quarantined:
-                return None
-        best = self._best_after(node)
-        return best.digest if self._better(best, self._head) else None
+        if node is not self._root:
+            self._drop(node)
+            self._choose_head()
 
     def mark_invalid(self, record: Digest) -> None:
         """Drop a record that lists an update which breaks the codec's rules, with all that is built on it, for good."""
@@ -498,27 +542,76 @@ class Chain:
             if u.body.first_window < self.next_window(u.author, parent.digest):
                 raise ChainError(f"peer {u.author.short} claims windows from {u.body.first_window} on a second time")
 
-    def _better(self, a: RecordNode, b: RecordNode) -> bool:
-        return a.weight > b.weight or (a.weight == b.weight and a.digest < b.digest)
+    def _stakes_at(self, node: RecordNode) -> Mapping[PeerKey, int]:
+        found = self._stakes.pop(node.digest, None)
+        if found is None:
+            found = self.limits.stake.stakes(node)
+        self._stakes[node.digest] = found
+        while len(self._stakes) > MAX_CACHED_STAKES:
+            self._stakes.popitem(last=False)
+        return found
 
-    def _is_on_quarantined_branch(self, node: RecordNode) -> bool:
-        return bool(self._quarantined) and any(n.digest in self._quarantined for n in node.branch())
+    def _add_votes(self, node: RecordNode, certificate: Certificate) -> None:
+        held = node.certificate
+        if held is None:
+            return
+        votes = {v.author: v for v in (*certificate.votes, *held.votes)}
+        if len(votes) == len(held.votes):
+            return
+        node.certificate = replace(held, votes=tuple(votes[key] for key in sorted(votes)))
+        if node.latest is not None:
+            for key in votes:
+                node.latest.setdefault(key, node.height)
+        if node.parent is not None and len(node.parent.children) > 1:
+            self._choose_head()
+
+    def _drop_lone_twins(self, node: RecordNode, parent: RecordNode) -> None:
+        """Drop other records of the same round that the same author certified alone, and that nothing is built on.
+
+        One key can make any number of them. The head stays, and what others have built on.
+        """
+        if len(node.weighed) > 1:
+            return
+        for other in [c for c in parent.children if c.weighed.keys() == node.weighed.keys()]:
+            if not other.children and other is not self._head:
+                self._drop(other)
+
+    def _floor(self) -> RecordNode:
+        """Return the record from which fork choice starts."""
+        required = self.required_ancestor
+        return self._root if required is None else self._nodes.get(required, self._root)
 
     def _choose_head(self) -> None:
-        """Compute the fork choice again: the tree has lost records, or some were quarantined."""
-        floor = self.required_ancestor
-        self._move_head(self._best_after(self._root if floor is None else self._nodes.get(floor, self._root)))
+        """Compute the fork choice again."""
+        self._move_head(self._best_after(self._floor()))
 
     def _best_after(self, start: RecordNode) -> RecordNode:
-        best, todo = start, [start]
-        while todo:
-            node = todo.pop()
-            if node.digest in self._quarantined and node is not start:
-                continue
-            if self._better(node, best):
-                best = node
-            todo.extend(node.children)
-        return best
+        node = start
+        while True:
+            competing = [child for child in node.children if child.digest not in self._quarantined]
+            if not competing:
+                return node
+            node = competing[0] if len(competing) == 1 else self._preferred(node, competing)
+
+    def _preferred(self, fork: RecordNode, competing: list[RecordNode]) -> RecordNode:
+        """Return the record that most stake at the fork is for, of those that compete."""
+        newest: dict[PeerKey, int] = {}
+        for child in competing:
+            for key, height in child.latest_messages().items():
+                newest[key] = max(height, newest.get(key, 0))
+        stakes = self._stakes_at(fork)
+        best: list[RecordNode] = []
+        most = (-1, -1)
+        for child in competing:
+            keys = [key for key, height in child.latest_messages().items() if height == newest[key]]
+            has = (sum(stakes.get(key, 0) for key in keys), len(keys))
+            if has > most:
+                best, most = [], has
+            if has == most:
+                best.append(child)
+        if len(best) == 1:
+            return best[0]
+        return min(best, key=lambda child: (-self._best_after(child).weight, child.digest))
 
     def _move_head(self, node: RecordNode) -> None:
         for height in range(node.height + 1, self._head.height + 1):
@@ -533,11 +626,14 @@ class Chain:
         """Forget a record and all that is built on it. The caller chooses a new head."""
         if node.parent is not None:
             node.parent.children.remove(node)
+            for above in node.parent.branch():
+                above.latest = None
         todo = [node]
         while todo:
             dropped = todo.pop()
             todo.extend(dropped.children)
             del self._nodes[dropped.digest]
+            self._stakes.pop(dropped.digest, None)
             self._quarantined.discard(dropped.digest)
             self._bytes -= dropped.size
             if self._is_on_main_chain(dropped):
@@ -548,10 +644,15 @@ class Chain:
         length = self._head.height - self._root.height
         while len(self) - length > limits.max_side_records:
             tips = (x for x in self._nodes.values() if not x.children and not self._is_on_main_chain(x))
-            self._drop(min(tips, key=lambda x: (x.weight, x.digest)))
+            self._drop(min(tips, key=self._importance))
         while (len(self) > limits.max_records or self._bytes > limits.max_bytes) and length > limits.min_main_records:
             self._advance_root()
             length -= 1
+
+    def _importance(self, tip: RecordNode) -> tuple[int, int, int, Digest]:
+        """Return the order in which tips of side branches are dropped: those without stake never displace others."""
+        stakes, votes = self._stakes_at(self._head), () if tip.certificate is None else tip.certificate.votes
+        return sum(stakes.get(v.author, 0) for v in votes), len(votes), tip.weight, tip.digest
 
     def _advance_root(self) -> None:
         new = self._main_chain[self._root.height + 1]

@@ -17,7 +17,7 @@ class RecordNode:
 
     __slots__ = (
         "digest", "parent", "height", "weight", "certificate", "contributors", "next_windows", "is_snapshot",
-        "children", "size", "directives",
+        "children", "size", "directives", "weighed", "latest",
     )  # fmt: skip
 
     def __init__(self, digest: Digest, parent: RecordNode | None = None, certificate: Certificate | None = None):
@@ -35,6 +35,10 @@ class RecordNode:
         self.directives = ActiveDirectives()
         self.next_windows: dict[PeerKey, int] = {}
         self.is_snapshot = False
+        self.weighed: dict[PeerKey, int] = {}
+        """The windows that its record accepts, by contributor."""
+        self.latest: dict[PeerKey, int] | None = None
+        """For each key that is for this record, its newest height here: see `latest_messages`. None: not counted."""
         if parent is not None and certificate is not None:
             record = certificate.record
             self.height = parent.height + 1
@@ -44,6 +48,7 @@ class RecordNode:
             self.size += 32 * len(certificate.shards)
             self.directives = parent.directives.after(record.body)
             self.next_windows = {u.author: u.body.end_window for u in record.body.updates}
+            self.weighed = {u.author: u.body.windows for u in record.body.updates}
         if self.height % SNAPSHOT_EVERY == 0:
             self.make_snapshot()
 
@@ -53,6 +58,27 @@ class RecordNode:
         while node is not None:
             yield node
             node = node.parent
+
+    def latest_messages(self) -> dict[PeerKey, int]:
+        """Return the keys that are for this record, with the height of the newest record here that each signed for.
+
+        They are those that voted for it, and the contributors of all records built on it: their headers name a record
+        here as the parent, so nobody can list them without their being for it.
+        """
+        if self.latest is None:
+            votes = () if self.certificate is None else self.certificate.votes
+            self.latest = {vote.author: self.height for vote in votes}
+            todo = list(self.children)
+            while todo:
+                node = todo.pop()
+                todo.extend(node.children)
+                node.count_in(self.latest)
+        return self.latest
+
+    def count_in(self, latest: dict[PeerKey, int]) -> None:
+        """Count the contributors of this record as being for an ancestor with these latest messages."""
+        for key in self.weighed:
+            latest[key] = max(self.height, latest.get(key, 0))
 
     def next_window(self, author: PeerKey) -> int:
         """Return the end of the author's accepted windows up to here."""

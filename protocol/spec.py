@@ -261,14 +261,19 @@ class AdmissionSpec(Section):
     allow: Annotated[list[Hex32], Field(max_length=100_000)] = Field(
         default=[], description='peer keys, for mode "allow"'
     )
+    founders: Annotated[list[Hex32], Field(max_length=1024)] = Field(
+        default=[], description="peer keys that begin with stake, so that they decide until others have earned theirs"
+    )
 
 
 class CreditSpec(Section):
     """One credit is 10^15 model FLOPs of accepted training; kept in integers of a millionth of it."""
 
     flops_per_parameter_token: Annotated[int, Field(ge=1, le=1000)] = 6
-    hold_rounds: Annotated[int, Field(ge=0, le=100_000)] = Field(
-        default=12, description="credit settles when this many more rounds are finalized; until then it can be voided"
+    hold_rounds: Annotated[int, Field(ge=0, le=64)] = Field(
+        default=12,
+        description="credit settles when this many more rounds are finalized, and is stake when this many are built on "
+        "it; until then it can be voided",
     )
     max_teraflops_per_second: Count = Field(
         default=20_000, description="the most that one peer can plausibly do; an update beyond it is voided"

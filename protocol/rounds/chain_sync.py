@@ -24,7 +24,6 @@ can make records that lead nowhere, without end."""
 @dataclass(slots=True)
 class _Claim:
     head: Digest
-    weight: int
     since: float
     member: bool
     renewed: float
@@ -53,19 +52,19 @@ class ChainSync:
     def grow(self, bound: int) -> None:
         self._bound = max(self._bound, bound)
 
-    def claim(self, source: PeerKey, head: Digest, weight: int, chain: Chain, now: float, *, member: bool) -> None:
-        """Note the head and weight that a peer claims, as long as the head is not in the tree."""
+    def claim(self, source: PeerKey, head: Digest, chain: Chain, now: float, *, member: bool) -> None:
+        """Note the head that a peer claims, as long as the head is not in the tree."""
         if head in chain:
             self._claims.pop(source, None)
             return
         old = self._claims.get(source)
         if old is not None and old.head == head:
-            old.weight, old.member, old.renewed = weight, member, now
+            old.member, old.renewed = member, now
             return
         if old is None and not (self._has_room(now) if member else self._has_room_for_a_stranger(now)):
             return
         # A source that was ahead and still is has been ahead since then.
-        self._claims[source] = _Claim(head, weight, now if old is None else old.since, member, now)
+        self._claims[source] = _Claim(head, now if old is None else old.since, member, now)
 
     def _has_room(self, now: float) -> bool:
         return len(self._claims) < self._bound or self._drop_a_stranger(now)
@@ -94,25 +93,20 @@ class ChainSync:
             self.asked = None
 
     def wanted(self, chain: Chain) -> list[PeerKey]:
-        """Return the sources that claim a better head that is not in the tree.
+        """Return the sources that claim a head that is not in the tree.
 
-        Any other head counts when the record that the owner finalized, or rolled back to, is on none of our branches.
+        Which head is better depends on the records below it, so claims of weight are no reason to ask or not to.
         """
-        if not self._claims:
-            return []
         for source in [source for source, claim in self._claims.items() if claim.head in chain]:
             del self._claims[source]
-        if chain.is_missing_required_ancestor:
-            return list(self._claims)
-        weight, head = chain.weight(chain.head), chain.head
-        return [
-            source
-            for source, claim in self._claims.items()
-            if claim.weight > weight or (claim.weight == weight and claim.head < head)
-        ]
+        return list(self._claims)
+
+    def is_ahead(self, chain: Chain) -> bool:
+        """Return whether a source that has not failed us claims a head that is not in the tree, or was asked."""
+        return self.asked is not None or any(source not in self._failures for source in self.wanted(chain))
 
     def next_request(self, chain: Chain, deadlines: Deadlines, *, eager: bool) -> PeerKey | None:
-        """Return the peer to ask now, and mark it as asked: members first, then the one asked longest ago.
+        """Return the peer to ask now, and mark it as asked: those with stake first, then members, then by turns.
 
         `eager`: do not wait for records that may arrive without a request.
         """
@@ -123,7 +117,8 @@ class ChainSync:
         due = [s for s in self.wanted(chain) if deadlines.due("chain request", self._earliest(s, eager))]
         if not due:
             return None
-        source = min(due, key=lambda s: (not self._claims[s].member, self._last_asked.get(s, -1.0), s))
+        stakes = chain.stakes(chain.head)
+        source = min(due, key=lambda s: (s not in stakes, not self._claims[s].member, self._last_asked.get(s, -1.0), s))
         self.ask(source, deadlines.now)
         deadlines.due("chain answer", self._asked_at + self._answer_within + ANSWER_MARGIN_SECONDS)
         return source

@@ -28,6 +28,7 @@ from protocol.rounds.phase import InvariantError
 from protocol.rounds.reduced_exchange import ReducedExchange
 from protocol.rounds.round_state import Proposal, RoundState
 from protocol.rounds.state_sync import StateSync
+from protocol.stake import is_majority
 
 MAX_REPEATED_VOTES = 64
 MAX_HOLDERS = 8
@@ -190,8 +191,8 @@ class Consensus:
         if (shards := exchange.shards(proposal)) is None:
             return None
         votes = round_.votes_for(proposal.record, shards_digest(shards))
-        if len(votes) < needed:
-            return None
+        if len(votes) < needed or not self.is_supported(round_.parent, {vote.author for vote in votes}):
+            return None  # the rest of the votes may be on the way
         certificate = Certificate(proposal.record, tuple(votes), shards)
         try:
             check_certificate(certificate)
@@ -296,6 +297,8 @@ class Consensus:
             self._awaited_members.update()
         exchange.refresh(lambda: self._best(round_, exchange))
         certificate = self._propose(round_, exchange) or self._vote(round_, exchange)
+        if certificate is None and round_.last_vote is not None:
+            certificate = self._certified(round_.last_vote.body.record)  # patience may be over, or members gone
         self._repeat(round_, exchange)
         return certificate
 
@@ -401,28 +404,33 @@ class Consensus:
         if proposal.bad or proposal.equivocated or body.base_state != round_.state:
             return False
         is_listed = self._context.me in body.contributors
-        return is_listed and exchange.is_votable(proposal) and self.is_heavy_enough(body)
+        return is_listed and exchange.is_votable(proposal) and self.is_supported(body.parent, set(body.contributors))
 
-    def is_heavy_enough(self, record: RoundRecord) -> bool:
-        """Return whether a record of this round may be voted for and followed now.
+    def is_supported(self, parent: Digest, signers: set[PeerKey]) -> bool:
+        """Return whether a record that these keys are for may be followed now, or voted for if they all voted.
 
-        It has half of the windows that we saw announced, or most of those who announced, or patience has run out. Most
-        of them are enough because two members that missed rounds, and announce the work of all of them, could else hold
-        back each other's rounds for good.
+        Their stake at the parent is more than that of the other members that take part. While nobody of them has
+        stake, they are most of those that announced. Or patience has run out: then nothing better has come.
         """
         context, round_ = self._context, self.round
-        if round_ is None or round_.first_header_at is None:
-            return True
-        if context.deadlines.due("patience", round_.first_header_at + context.policy.patience_seconds):
-            return True
-        windows = {h.author: h.body.windows for h in self._believed(round_)}
-        listed = windows.keys() & set(record.contributors)
-        return 2 * record.windows >= sum(windows.values()) or 2 * len(listed) > len(windows)
+        is_open = round_ is not None and round_.parent == parent
+        if is_open and round_ is not None:
+            since = round_.began if round_.first_header_at is None else round_.first_header_at
+            if context.deadlines.due("patience", since + context.policy.patience_seconds):
+                return True
+        others = {m.key for m in context.members if m.takes_part}
+        decided = is_majority(context.chain.stakes(parent), signers, others)
+        if decided is not None:
+            return decided
+        announced = {h.author for h in self._believed(round_)} if is_open and round_ is not None else set()
+        return 2 * len(signers) > len(announced | signers)
 
-    @property
-    def announced_windows(self) -> int:
-        """Windows that we saw announced."""
-        return 0 if self.round is None else sum(h.body.windows for h in self._believed(self.round))
+    def votes_for(self, record: Digest) -> set[PeerKey]:
+        """Return the keys whose votes for a record of the open round have arrived."""
+        proposal = None if self.round is None else self.round.proposals.get(record)
+        if self.round is None or proposal is None:
+            return set()
+        return {vote.author for vote in self.round.votes_for(proposal.record)}
 
     def _believed(self, round_: RoundState) -> list[Signed[UpdateHeader]]:
         """Return the headers that count: anybody can claim windows, and give nothing."""

@@ -267,7 +267,7 @@ class RoundMachine:
         if (member := context.members.get(source)) is not None:
             self._sync.member_at(beat.head, member.since)
         is_member = source in context.members
-        self._chain_sync.claim(source, beat.head, beat.weight, context.chain, context.now, member=is_member)
+        self._chain_sync.claim(source, beat.head, context.chain, context.now, member=is_member)
         round_ = self._consensus.round
         if round_ is not None and beat.head == round_.parent and self._consensus.is_working:
             pass_on_headers(context, round_, source, beat)
@@ -332,9 +332,11 @@ class RoundMachine:
         """Put certificates into the tree, oldest first; return how many were new."""
         context, added = self._context, 0
         for certificate in certificates:
+            head = context.chain.head
             twice, before = conflicting_shards(context.chain, certificate), context.chain.newest_directive
             try:
                 if not context.chain.add(certificate):
+                    self._hold_back_if_unsupported(certificate, head)  # it may have brought votes
                     continue
             except UnknownParent:
                 # Heartbeats show who has the rest; it is requested in due time.
@@ -355,7 +357,7 @@ class RoundMachine:
             if twice is not None:
                 context.notify("warning", "equivocation", *twice)
             context.emit(StoreCertificate(certificate))
-            self._quarantine_if_underweight(certificate)
+            self._hold_back_if_unsupported(certificate, head)
         self._close_dropped_round()
         return added
 
@@ -365,17 +367,21 @@ class RoundMachine:
         if round_ is not None and round_.parent not in self._context.chain:
             self._consensus.abandon()
 
-    def _quarantine_if_underweight(self, certificate: Certificate) -> None:
-        """Quarantine a record with less than half of what we saw announced, until patience has run out."""
-        context, consensus, sync = self._context, self._consensus, self._sync
-        record, body, round_ = certificate.digest, certificate.record.body, self._consensus.round
-        if round_ is None or round_.first_header_at is None or context.observer or sync.applied != round_.parent:
+    def _hold_back_if_unsupported(self, certificate: Certificate, head: Digest) -> None:
+        """Quarantine a record on the head that lacks support, until it has some or patience has run out."""
+        context, sync, record = self._context, self._sync, certificate.digest
+        if context.observer or not sync.joined or record not in context.chain:
             return
-        if body.parent != round_.parent:
-            sync.reconsider(record, consensus.announced_windows // 2)
-        elif not consensus.is_heavy_enough(body):
-            context.notify("info", "light", f"record {record.short} lists too little of what was announced")
-            sync.quarantine_underweight(record, round_.first_header_at + context.policy.patience_seconds)
+        sync.reconsider(record, self._is_supported)
+        parent = certificate.record.body.parent
+        if parent == head and not context.chain.is_quarantined(record) and not self._is_supported(record):
+            context.notify("info", "unsupported", f"record {record.short} lacks support: it waits for a better one")
+            sync.hold_back(record)
+
+    def _is_supported(self, record: Digest) -> bool:
+        chain = self._context.chain
+        signers = chain.signers(record) | self._consensus.votes_for(chain.certificate(record).record.digest)
+        return self._consensus.is_supported(chain.parent(record), signers)
 
     def _chain_received(self, event: ev.ChainReceived) -> None:
         context = self._context
@@ -449,7 +455,7 @@ class RoundMachine:
         sync, context = self._sync, self._context
         if sync.joined:
             return
-        ahead = self._chain_sync.asked is not None or bool(self._chain_sync.wanted(context.chain))
+        ahead = self._chain_sync.is_ahead(context.chain)
         equal = any(m.beat.head in context.chain for m in context.members)
         if self._bootstrap.is_over(context.deadlines, ahead=ahead, equal=equal):
             sync.join()

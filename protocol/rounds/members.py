@@ -28,6 +28,11 @@ class Member:
 
         self.since = now
 
+    @property
+    def takes_part(self) -> bool:
+        """True unless its last heartbeat says that it only follows, or is still on the way to a state."""
+        return self.beat.phase not in ("joining", "syncing", "observing")
+
     def trains_in(self, parent: Digest) -> bool:
         """Return whether its last heartbeat says that it works on the round after `parent`."""
         return self.beat.head == parent and self.beat.phase in ("training", "exchanging", "leaving")

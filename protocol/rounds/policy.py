@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from protocol.chain import ChainLimits
+from protocol.ids import PeerKey
 from protocol.messages import RoundChanges
 from protocol.reduce_plan import GATHER, ReducePlan
 from protocol.spec import RunSpec
+from protocol.stake import StakeRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,8 @@ class RoundPolicy:
     window: int = 1
     """Tokens of one window: the owner's changes are in tokens."""
 
+    stake: StakeRule = StakeRule()
+
     @classmethod
     def of(cls, spec: RunSpec) -> RoundPolicy:
         """Return the policy of a run spec. Targets in tokens are rounded up to windows."""
@@ -52,6 +56,7 @@ class RoundPolicy:
             checkpoint_keep=spec.checkpoint.keep,
             exchange=ReducePlan.of(spec),
             window=window,
+            stake=stake_rule(spec),
         )
 
     def under(self, changes: RoundChanges) -> RoundPolicy:
@@ -70,7 +75,15 @@ class RoundPolicy:
             max_members=self.max_members,
             reduce_plan=self.exchange,
             window_tokens=self.window,
+            stake=self.stake,
         )
+
+
+def stake_rule(spec: RunSpec) -> StakeRule:
+    """Return the stake rule of a run: founders begin with the windows of one round, in equal parts."""
+    founders = tuple(PeerKey.parse(key) for key in spec.admission.founders)
+    target = -(-spec.round.target_tokens // spec.data.window)
+    return StakeRule(spec.credit.hold_rounds, founders, max(1, target // max(1, len(founders))))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ One thing at a time is requested of the trainer: an update, or a move to another
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from protocol.ids import Digest, Round
 from protocol.messages import Certificate, Rollback
 from protocol.rounds.actions import ApplyRecord, RequestUpdate, SyncState
@@ -384,15 +386,14 @@ class StateSync:
 
     # -- branches that are not followed for a while ----------------------------------------------------------
 
-    def quarantine_underweight(self, record: Digest, until: float) -> None:
-        self._quarantine.add_underweight(record, until)
+    def hold_back(self, record: Digest) -> None:
+        """Quarantine a record that lacks support until patience has run out."""
+        self._quarantine.hold_back(record)
         self._waiting = None
 
-    def reconsider(self, record: Digest, weight: int) -> None:
-        """Release an underweight branch when the records built on it have this weight."""
-        chain, at = self._context.chain, self.applied
-        if at is not None and at in chain and chain.weight(record) - chain.weight(at) >= weight:
-            self._quarantine.reconsider(record)
+    def reconsider(self, record: Digest, is_supported: Callable[[Digest], bool]) -> None:
+        """Release the branches held back that this record extends, if they have support now."""
+        self._quarantine.reconsider(record, is_supported)
 
     def member_at(self, head: Digest, since: float) -> None:
         """Note the head of a member that we have heard from since a time."""

@@ -1,0 +1,57 @@
+"""Stake: the work of a peer that was accepted long enough ago to have been audited. It decides where claims cannot.
+
+Keys cost nothing, and claims cost nothing. Stake costs time: a liar who doubles its claims each round would outweigh
+everybody in ten rounds if fresh claims counted, and audits need that long. A pure function of one branch of the chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from protocol.ids import PeerKey
+from protocol.record_node import RecordNode
+
+STAKE_ROUNDS = 64
+"""Rounds in which accepted windows are stake, after the hold. Then they count no more: only recent work decides."""
+
+
+@dataclass(frozen=True, slots=True)
+class StakeRule:
+    """The run's rule: the hold in rounds (spec: `credit.hold_rounds`), and the founders' stake."""
+
+    hold_rounds: int = 12
+    founders: tuple[PeerKey, ...] = ()
+    founder_windows: int = 0
+    """Stake of each founder at the genesis. It counts as if accepted in a round just before it, without a hold."""
+
+    def stakes(self, node: RecordNode) -> dict[PeerKey, int]:
+        """Return the stake, in windows, of every key that has some in the round after a record.
+
+        Those are the weighed windows of the STAKE_ROUNDS rounds that end `hold_rounds` before it, on its branch. The
+        banned have none.
+        """
+        newest = node.height - self.hold_rounds
+        oldest = newest - STAKE_ROUNDS
+        found: dict[PeerKey, int] = {}
+        if oldest < 0:
+            found.update((key, self.founder_windows) for key in self.founders if self.founder_windows)
+        for above in node.branch():
+            if above.height <= oldest:
+                break
+            if above.height <= newest:
+                for key, windows in above.weighed.items():
+                    found[key] = found.get(key, 0) + windows
+        for key in node.directives.banned:
+            found.pop(key, None)
+        return found
+
+
+def is_majority(stakes: Mapping[PeerKey, int], signers: set[PeerKey], others: set[PeerKey]) -> bool | None:
+    """Return whether the signers have more stake than the others; None while nobody of either has any.
+
+    A key in both counts as a signer.
+    """
+    signed = sum(stakes.get(key, 0) for key in signers)
+    against = sum(stakes.get(key, 0) for key in others - signers)
+    return signed > against if signed or against else None
