@@ -15,13 +15,14 @@ from tests.simulation.world import REDUCE
 EXCHANGES = {"gather": GATHER, "reduce": REDUCE}
 
 
-def run_seed(job: tuple[int, str, bool]) -> Outcome | str:
+def run_seed(job: tuple[int, str, bool, bool]) -> Outcome | str:
     """Return the outcome, or the broken promise and the command that replays it."""
-    seed, exchange, orders = job
+    seed, exchange, orders, attackers = job
     try:
-        return Scenario(seed, exchange=EXCHANGES[exchange], orders=orders).run()
+        return Scenario(seed, exchange=EXCHANGES[exchange], orders=orders, attackers=attackers).run()
     except Broken as e:
         replay = f"python -m tests.simulation --seed {seed} --exchange {exchange} --verbose" + " --orders" * orders
+        replay += " --attackers" * attackers
         return f"seed {seed}, {exchange}: {e}\n    replay: {replay}"
 
 
@@ -34,13 +35,15 @@ def main() -> int:
         "--exchange", choices=("gather", "reduce", "both"), default="both", help="both: seeds take turns"
     )
     parser.add_argument("--orders", action="store_true", help="the owner meddles in every run, not in each third")
+    parser.add_argument("--attackers", action="store_true", help="hostile peers are a coalition in every run, not in a fifth")
     parser.add_argument("--verbose", action="store_true", help="print every move and report (with --seed)")
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
     if args.seed is not None:
         scenario = Scenario(
-            args.seed, verbose=args.verbose, exchange=EXCHANGES.get(args.exchange, GATHER), orders=args.orders
-        )
+            args.seed, verbose=args.verbose, exchange=EXCHANGES.get(args.exchange, GATHER), orders=args.orders,
+            attackers=args.attackers,
+        )  # fmt: skip
         try:
             print(scenario.run())
         except Broken as e:
@@ -53,7 +56,9 @@ def main() -> int:
     with multiprocessing.Pool(args.processes) as pool:
         kinds = tuple(EXCHANGES) if args.exchange == "both" else (args.exchange,)
         seeds = range(args.first, args.first + args.seeds)
-        jobs = [(seed, kinds[seed % len(kinds)], args.orders or seed % 3 == 0) for seed in seeds]
+        jobs = [
+            (seed, kinds[seed % len(kinds)], args.orders or seed % 3 == 0, args.attackers or seed % 5 == 2) for seed in seeds
+        ]
         results = list(pool.imap_unordered(run_seed, jobs, chunksize=4))
     failures = [r for r in results if isinstance(r, str)]
     good = [r for r in results if isinstance(r, Outcome)]

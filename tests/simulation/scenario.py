@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import partial
 
 from protocol.reduce_plan import GATHER, ReducePlan
+from tests.simulation.attackers import ATTACKERS
 from tests.simulation.checkers import (
     Broken,
     check_account,
@@ -43,11 +45,12 @@ class Outcome:
 
 
 class Scenario:
-    """Runs one seed. `node_type` is replaced by the negative controls."""
+    """Runs one seed. `node_type` is replaced by the negative controls. `attackers`: the hostile peers are a coalition."""
 
     def __init__(
         self, seed: int, *, peers: int | None = None, calm: bool = False, verbose: bool = False, node_type=Node,
         fault_seconds: float = 120.0, hostile: bool = True, exchange: ReducePlan = GATHER, orders: bool = False,
+        attackers: bool = False,
     ):  # fmt: skip
         rng = self.rng = random.Random(seed)
         if peers is None:
@@ -62,8 +65,12 @@ class Scenario:
         )
         self.fault_seconds = 0.0 if calm else fault_seconds if peers <= 12 else fault_seconds / 4
         hostiles = 0 if calm or not hostile else rng.randint(0, (peers - 1) // 3)
+        strategies = random.Random(seed * 17 + 3)
+        attack = partial(strategies.choice(ATTACKERS), begins=strategies.uniform(15.0, 80.0))
         for i in range(peers):
-            if i >= peers - hostiles:
+            if i >= peers - hostiles and attackers:
+                self.world.add(attack)
+            elif i >= peers - hostiles:
                 self.world.add(rng.choice(HOSTILE if exchange == GATHER else HOSTILE + HOSTILE_REDUCERS))
             else:
                 speed = rng.choice((0.0, 0.05, 0.3)) if rng.random() < 0.1 else rng.uniform(1.0, 3.0)

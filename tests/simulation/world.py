@@ -13,6 +13,7 @@ from protocol.reduce_plan import ReducePlan
 from protocol.rounds.actions import Notice
 from protocol.rounds.blobs import applied_blobs
 from protocol.rounds.policy import RoundPolicy
+from protocol.stake import StakeRule
 from tests.simulation.network import Clock, Network, Weather
 from tests.simulation.node import Node
 from tests.simulation.owner import KEY, Owner
@@ -24,11 +25,11 @@ REDUCE = ReducePlan("reduce", committee=3, update_size=8 * CHUNK, mean_size=CHUN
 
 
 def policy_for(peers: int, **changes) -> RoundPolicy:
-    """Rounds of about four seconds when every peer does one to three windows a second."""
+    """Rounds of about four seconds when every peer does one to three windows a second; stake after three of them."""
     values = dict(
         target_windows=8 * peers, max_update_windows=60, max_seconds=12.0, exchange_seconds=6.0, propose_seconds=2.0,
         patience_seconds=10.0, heartbeat_seconds=1.0, member_seconds=6.0, max_members=64, checkpoint_every=5,
-        checkpoint_keep=2,
+        checkpoint_keep=2, stake=StakeRule(hold_rounds=3),
     )  # fmt: skip
     return RoundPolicy(**{**values, **changes})
 
@@ -183,7 +184,7 @@ class World:
                     continue  # it has been down: the owner's coordinator knows its own words
                 height = chain.height(chain.head) - depth
                 record = chain.main_chain_at(height) if height > self._finals else None
-                if record is not None and self._available(node, record):
+                if record is not None and chain.is_backed(record) and self._available(node, record):
                     self._finals = height
                     final = OWNER.sign(Finalization(self.run, height - 1, record, self.owner.body.epoch))
                     node.hear(final)
