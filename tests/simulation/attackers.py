@@ -25,9 +25,12 @@ class Attacker(Node):
 
     honest = False
 
-    def __init__(self, *args, begins: float = 30.0, **kwargs):
+    def __init__(self, *args, begins: float = 30.0, late: bool = False, **kwargs):
         super().__init__(*args, **kwargs)
         self.begins = begins
+        self.late = late
+        """It joins no sooner than that: a newcomer without stake."""
+
         self.heads: set[Digest] = set()
         """Heads on which it has acted."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from protocol.chain import genesis_digest
 from protocol.ids import Digest
 from tests.simulation.committee import bad_slice, part_of
@@ -11,6 +13,57 @@ from tests.simulation.world import World
 
 class Broken(AssertionError):
     """A promise was not kept."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """The course of the honest peers from the begin of an attack on."""
+
+    rounds: int
+    """Rounds that the most advanced honest peer went up. A change of the branch may lift it."""
+
+    seconds_a_round: float
+    deepest: int
+    """Most rounds that an honest peer left at once for another branch."""
+
+    share: float
+    """The attackers' part of the windows of those rounds, on the chain of an honest peer."""
+
+    ended: bool
+    """An honest peer believes that the run has reached its total."""
+
+    victims: float
+    """The part of those rounds that list the first peer."""
+
+
+def check_history(damage: Damage) -> None:
+    """Check that no honest peer left more than the round under way for another branch."""
+    if damage.deepest > 1:
+        raise Broken(f"an honest peer left {damage.deepest} rounds for the attackers' branch")
+
+
+def check_not_ended(damage: Damage) -> None:
+    """Check that no honest peer believes that the run has reached its total."""
+    if damage.ended:
+        raise Broken("the attackers' claims ended the run")
+
+
+def check_share(damage: Damage, fair: float) -> None:
+    """Check that attackers got no more of the windows than their part of the keys that train alike, and a tenth."""
+    if damage.share > fair + 0.1:
+        raise Broken(f"attackers that are {fair:.0%} of the peers got {damage.share:.0%} of the windows")
+
+
+def check_pace(damage: Damage, usual: float, factor: float) -> None:
+    """Check that a round took no longer than `factor` times its usual seconds."""
+    if damage.seconds_a_round > factor * usual:
+        raise Broken(f"a round took {damage.seconds_a_round:.1f} s, and {usual:.1f} s without attackers")
+
+
+def check_listed(damage: Damage, least: float) -> None:
+    """Check that this part of the rounds, or more, list the first honest peer."""
+    if damage.victims < least:
+        raise Broken(f"an honest peer is listed in {damage.victims:.0%} of the rounds only")
 
 
 def check_sizes(world: World) -> None:

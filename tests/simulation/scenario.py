@@ -45,7 +45,10 @@ class Outcome:
 
 
 class Scenario:
-    """Runs one seed. `node_type` is replaced by the negative controls. `attackers`: the hostile peers are a coalition."""
+    """Runs one seed. `node_type` is replaced by the negative controls.
+
+    `attackers`: the hostile peers are a coalition.
+    """
 
     def __init__(
         self, seed: int, *, peers: int | None = None, calm: bool = False, verbose: bool = False, node_type=Node,
@@ -205,7 +208,9 @@ class Scenario:
         # A branch may be left for a shorter one: a heavier one, or one whose updates can be had.
         self._watched = (self._watched[0], min(height, self._watched[1]))
         longest = 2 * p.max_seconds + p.exchange_seconds + p.patience_seconds + 2 * p.member_seconds
-        paused = world.owner.body.run_status != "running"
+        newest = world.owner.newest
+        knows = newest is None or any(n.machine.chain.newest_directive is newest for n in group)
+        paused = world.owner.body.run_status != "running" or not knows
         if not any(n.speed >= 1.0 for n in group) or self._watched[0] < self.changed or paused:
             self._watched = (now, height)
         elif height > self._watched[1]:

@@ -1,41 +1,25 @@
-"""One attack on one swarm without other faults, and the damage that it does.
-
-`python -m tests.simulation --sieges N` draws attacks from seeds; the tests name them one by one.
-"""
+"""One attack on one swarm without other faults, and the damage that it does."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from protocol.ids import PeerKey
-from tests.simulation.attackers import Make
-from tests.simulation.checkers import check_one_state, check_sizes
+from tests.simulation.attackers import Attacker, Deserter, FrontRunner, Make, SiblingMaker, SoloCertifier
+from tests.simulation.checkers import (
+    Broken,
+    Damage,
+    check_history,
+    check_not_ended,
+    check_one_state,
+    check_share,
+    check_sizes,
+)
 from tests.simulation.network import Weather
 from tests.simulation.node import Node
 from tests.simulation.world import World, policy_for
-
-
-@dataclass(frozen=True)
-class Damage:
-    """The course of the honest peers from the begin of an attack on."""
-
-    rounds: int
-    """Rounds that the most advanced honest peer went up. A swap of the branch may lift it."""
-
-    seconds_a_round: float
-    deepest: int
-    """Most rounds that an honest peer left at once for another branch."""
-
-    share: float
-    """The attackers' part of the windows of those rounds, on the chain of an honest peer."""
-
-    ended: bool
-    """An honest peer believes that the run has reached its total."""
-
-    victims: float
-    """The part of those rounds that list the first peer."""
 
 
 class Siege:
@@ -60,7 +44,8 @@ class Siege:
         """Return the damage. Raise `Broken` for a promise that holds whatever attackers do."""
         world, clock = self.world, self.world.clock
         for node in world.nodes:
-            clock.at(0.01 * node.index, node.boot)
+            late = isinstance(node, Attacker) and node.late
+            clock.at(self.begins if late else 0.01 * node.index, node.boot)
         clock.run_until(self.begins)
         before, world.deepest = self.height(), 0
         while clock.now < self.end:
@@ -90,3 +75,36 @@ class Siege:
 def windows_of(node: Node, record) -> dict[PeerKey, int]:
     body = node.world.records[record].record.body
     return {u.author: u.body.windows for u in body.updates}
+
+
+def drawn(seed: int) -> tuple[str, Siege, float]:
+    """Return an attack drawn from a seed, its description, and the attackers' part of the keys: less than half."""
+    rng = random.Random(seed)
+    honest = rng.choice((3, 4, 5, 6))
+    count = rng.randint(1, honest - 1)
+    make = rng.choice(
+        (
+            partial(SiblingMaker, count=rng.choice((1, 8, 70, 100, 200)), fresh=rng.random() < 0.5),
+            partial(SiblingMaker, count=rng.choice((1, 8, 100)), spare=True),
+            partial(SoloCertifier, length=rng.choice((1, 3, 15, 100)), back=rng.choice((1, 2, 5, 20, 100))),
+            partial(Deserter, length=rng.choice((15, 100)), back=rng.choice((1, 5, 20))),
+            partial(FrontRunner, late=rng.random() < 0.5),
+        )
+    )
+    finals, begins = rng.choice((None, None, 3, 8)), rng.choice((40.0, 60.0))
+    text = f"{count} of {honest + count}: {make.func.__name__} {make.keywords}, finals {finals}, from {begins} s on"
+    siege = Siege([make] * count, honest=honest, seed=seed, begins=begins, finals=finals, seconds=60.0)
+    return text, siege, count / (honest + count)
+
+
+def storm(seed: int) -> str | None:
+    """Run the attack of a seed. Return the broken promise, if any."""
+    text, siege, part = drawn(seed)
+    try:
+        damage = siege.run()
+        check_history(damage)
+        check_not_ended(damage)
+        check_share(damage, part)
+    except Broken as e:
+        return f"siege {seed}, {text}: {e}"
+    return None
