@@ -135,6 +135,10 @@ class ObserverView:
         chain = self._node.chain
         return max((a.round for a in self._archive.all() if chain.main_chain_at(a.round) == a.record), default=0)
 
+    def is_backed(self, record: Digest) -> bool:
+        chain = self._node.chain
+        return record in chain and record != chain.root and chain.is_backed(record)
+
     def has_blob(self, digest: Digest) -> bool:
         return self._node.store.has(digest)
 

@@ -46,12 +46,14 @@ class Finalizer:
         # Depth alone is not enough: alone with a peer that withholds its updates, an owner would bind the swarm to a
         # branch that nobody can have. The state after a final record must be in hand, for everyone.
         count = len(accounts) - (0 if self._ends_run(accounts) else self._spec.checkpoint.final_depth)
-        count = min(count, sum(a.round < held for a in accounts))
+        count = max(0, min(count, sum(a.round < held for a in accounts)))
+        while count > 0 and not self._view.is_backed(accounts[count - 1].record):
+            count -= 1
         theirs = self._view.final
         for i, account in enumerate(accounts):
             if theirs is not None and account.record == theirs.body.record:
                 count = max(count, i + 1)
-        return max(0, count)
+        return count
 
     def _ends_run(self, accounts: Sequence[RoundCredits]) -> bool:
         """Return whether these rounds end the run: nothing will be built on them."""

@@ -131,6 +131,13 @@ class SwarmView(Protocol):
         """
         ...
 
+    def is_backed(self, record: Digest) -> bool:
+        """Return whether most of the stake at a record's parent is for it (see `Chain.is_backed`).
+
+        Nothing else becomes final: an owner cut off with a few peers must not bind the others to their branch.
+        """
+        ...
+
     def has_blob(self, digest: Digest) -> bool:
         """Return whether a blob (a checkpoint, by its state digest) is in the observer's store."""
         ...

@@ -34,7 +34,7 @@ from protocol.ids import Digest, PeerKey, Round, RunId, sha256
 from protocol.messages import Certificate, Directive, Finalization, Rollback, RoundRecord, Signed
 from protocol.record_node import RecordNode
 from protocol.reduce_plan import GATHER, ReducePlan
-from protocol.stake import StakeRule, is_majority
+from protocol.stake import STAKE_ROUNDS, StakeRule, is_majority
 
 MAX_CACHED_STAKES = 16
 """Records of which the stakes are remembered: the head's, those at forks, and those of the round before."""
@@ -147,13 +147,16 @@ class Chain:
     def is_backed(self, record: Digest) -> bool:
         """Return whether most of all stake at a record's parent is for the record: only then may the owner finalize it.
 
-        While nobody has stake, it is. Raises ChainError for the root.
+        While nobody has stake, most of the contributors of the rounds before it are. Raises ChainError for the root.
         """
         node = self._node(record)
         if node.parent is None:
             raise ChainError(f"record {record.short} is where this tree begins: who was for it is not in memory")
-        stakes = self._stakes_at(node.parent)
-        return is_majority(stakes, set(node.latest_messages()), set(stakes)) is not False
+        stakes, signers = self._stakes_at(node.parent), set(node.latest_messages())
+        if stakes:
+            return bool(is_majority(stakes, signers, set(stakes)))
+        earlier = {key for above in islice(node.parent.branch(), STAKE_ROUNDS) for key in above.weighed}
+        return 2 * len(earlier & signers) > len(earlier) or not earlier
 
     def signers(self, record: Digest) -> set[PeerKey]:
         """Return the keys that voted for a record, or contributed to one built on it. Raises ChainError."""

@@ -95,6 +95,9 @@ class SimulatedSwarm:
     def held_state(self) -> int:
         return len(self.certificates)
 
+    def is_backed(self, record: Digest) -> bool:
+        return True
+
     def has_blob(self, digest: Digest) -> bool:
         return False
 

@@ -142,6 +142,8 @@ class FakeSwarm:
         """States that were offered to peers; asked for another than those in `blobs`, it is refused."""
         self.held: int | None = None
         """The newest round whose state is held; None: the newest of all."""
+        self.unbacked: set[Digest] = set()
+        """Records that most of the stake is not for."""
         self._callbacks: list[Callable[[], None]] = []
         self._listeners: list[Callable[[Signed[Any]], None]] = []
 
@@ -213,6 +215,9 @@ class FakeSwarm:
 
     def held_state(self) -> int:
         return len(self.chain.certificates) if self.held is None else self.held
+
+    def is_backed(self, record: Digest) -> bool:
+        return record not in self.unbacked
 
     def has_blob(self, digest: Digest) -> bool:
         return digest in self.blobs

@@ -243,6 +243,21 @@ async def test_nothing_is_final_whose_state_the_observer_does_not_hold(tmp_path)
         assert swarm.finals[-1].body.round == 2
 
 
+async def test_only_what_most_of_the_stake_is_for_becomes_final(tmp_path):
+    """Else an owner that only hears a lone certifier would sign its branch."""
+    swarm = FakeSwarm(SPEC)
+    async with following(swarm, tmp_path) as (f, until):
+        rounds(swarm, DEPTH + 1)
+        await until(lambda: f.posted and f.posted[0] == 0)
+        swarm.unbacked = {c.digest for c in swarm.chain.certificates[2:]}
+        rounds(swarm, 4)
+        await until(lambda: f.posted and f.posted[0] == 1)
+        assert swarm.finals[-1].body.round == 1
+        swarm.unbacked.remove(swarm.chain.certificates[3].digest)  # those before it become final with it
+        swarm.changed()
+        await until(lambda: f.posted and f.posted[0] == 3)
+
+
 async def test_the_last_rounds_of_a_run_that_is_over_become_final(tmp_path):
     swarm = FakeSwarm(make_spec(total_tokens=5 * 1300 * SPEC.data.window))
     async with following(swarm, tmp_path) as (f, until):

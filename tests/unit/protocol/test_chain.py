@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 
 import pytest
 
@@ -12,6 +13,7 @@ from protocol.ids import Digest, Round, RunId, sha256
 from protocol.merkle import CHUNK
 from protocol.messages import Certificate, Finalization, RoundRecord, UpdateHeader
 from protocol.reduce_plan import ReducePlan
+from protocol.stake import STAKE_ROUNDS, StakeRule
 from tests.simulation.signer import FakeSigner, certificate
 from tests.support.empty_chain import KEYS, OWNER, RUN, STATE, new
 
@@ -26,6 +28,7 @@ def make(
     run=RUN,
     parts=0,
     label=b"",
+    votes=None,
 ) -> Certificate:
     """Return a certificate whose contributors claim these windows."""
     updates = []
@@ -37,7 +40,7 @@ def make(
     author = KEYS[min(claims)] if by is None else by
     record = FakeSigner(author).sign(RoundRecord(run, Round(number), parent, state, 0, tuple(updates)))
     return certificate(
-        record, [KEYS[i] for i in claims], tuple(Digest(sha256(b"part", bytes([i]), label)) for i in range(parts))
+        record, [KEYS[i] for i in (claims if votes is None else votes)], tuple(Digest(sha256(b"part", bytes([i]), label)) for i in range(parts))
     )
 
 
@@ -161,7 +164,7 @@ def test_round_0_starts_from_the_genesis_state_and_an_unknown_parent_says_so():
         chain.add(make(Digest(sha256(b"nobody")), 1, {0: (0, 1)}))
 
 
-def test_the_heavier_branch_wins_and_ties_go_to_the_smaller_digest():
+def test_of_branches_with_equal_support_the_heavier_wins_and_ties_go_to_the_smaller_digest():
     rng = random.Random(4)
     made = [make(genesis_digest(RUN), 0, {i: (0, 5)}) for i in range(4)]
     least = min(c.record.digest for c in made)
@@ -250,6 +253,76 @@ def test_memory_is_bounded_and_what_is_left_still_answers():
     assert later[-1].record.digest == chain.head
 
 
+def naive_stakes(chain: Chain, at: Digest) -> dict:
+    """Stake by its definition, record by record."""
+    rule, found = chain.limits.stake, {}
+    for record in chain.ancestors(at):
+        if record == chain.genesis:
+            break
+        age = chain.height(at) - chain.height(record)
+        if rule.hold_rounds <= age < rule.hold_rounds + STAKE_ROUNDS:
+            for u in chain.certificate(record).record.body.updates:
+                found[u.author] = found.get(u.author, 0) + u.body.windows
+    if chain.height(at) < rule.hold_rounds + STAKE_ROUNDS:
+        for key in rule.founders:
+            found[key] = found.get(key, 0) + rule.founder_windows
+    return found
+
+
+def naive_head(chain: Chain, records: list[Digest]) -> Digest:
+    """The fork choice by its definition: at each fork, count every key once, where its newest message is."""
+    children: dict[Digest, list[Digest]] = {}
+    for record in records:
+        if record != chain.genesis:
+            children.setdefault(chain.parent(record), []).append(record)
+
+    @cache
+    def below(record: Digest) -> list[Digest]:
+        return [x for child in children.get(record, []) for x in (child, *below(child))]
+
+    @cache
+    def head(at: Digest) -> Digest:
+        rivals = children.get(at, [])
+        if not rivals:
+            return at
+        signed = {r: {v.author: chain.height(r) for v in chain.certificate(r).votes} for r in rivals}
+        for rival in rivals:
+            for record in below(rival):
+                for key in chain.certificate(record).record.body.contributors:
+                    signed[rival][key] = max(chain.height(record), signed[rival].get(key, 0))
+        stakes = naive_stakes(chain, at)
+
+        def score(rival: Digest):
+            keys = [k for k, h in signed[rival].items() if all(h >= signed[r].get(k, 0) for r in rivals)]
+            weight = chain.weight(head(rival))
+            return -sum(stakes.get(k, 0) for k in keys), -len(keys), -weight, rival
+
+        return head(min(rivals, key=score))
+
+    return head(chain.genesis)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_head_is_what_the_definition_says_on_random_trees(seed):
+    rng = random.Random(seed)
+    rule = StakeRule(rng.randint(0, 4), tuple(KEYS[:2]) if seed % 2 else (), 3)
+    chain = new(max_side_records=1000, stake=rule)
+    records = [chain.genesis]
+    for _ in range(80):
+        parent = rng.choice(records[-8:])
+        claims = {}
+        for i in rng.sample(range(6), rng.randint(2, 5)):
+            first = chain.next_window(KEYS[i], parent)
+            claims[i] = (first, first + rng.randint(1, 9))
+        made = make(parent, chain.height(parent), claims, votes=rng.sample(sorted(claims), len(claims) - 1))
+        if chain.add(made):
+            records.append(made.digest)
+        if rng.random() < 0.2:
+            record = chain.certificate(rng.choice(records[1:])).record
+            assert not chain.add(certificate(record, rng.sample(record.body.contributors, 1)))  # only a vote is new
+        assert chain.head == naive_head(chain, records)
+
+
 def test_next_windows_agree_with_a_plain_count_on_random_trees():
     rng = random.Random(7)
     chain = new(max_side_records=1000)
@@ -265,8 +338,7 @@ def test_next_windows_agree_with_a_plain_count_on_random_trees():
             ends[c.record.digest] = {**ends[parent], **{i: end for i, (_, end) in claims.items()}}
     for record, known in ends.items():
         assert [chain.next_window(KEYS[i], record) for i in range(6)] == [known.get(i, 0) for i in range(6)]
-    heaviest = max(chain.weight(r) for r in ends)
-    assert chain.head == min(r for r in ends if chain.weight(r) == heaviest)
+    assert chain.head == naive_head(chain, list(ends))
     for _ in range(2000):
         a, b = rng.choice(list(ends)), rng.choice([*ends, chain.head])
         assert chain.is_ancestor(a, b) == (a in chain.ancestors(b))
@@ -309,3 +381,80 @@ def test_a_condemned_record_never_comes_back():
     assert chain.head == made[0].record.digest and len(chain) == 1
     with pytest.raises(ChainError, match="broke the codec"):
         chain.add(made[1])
+
+
+def test_stake_is_accepted_work_past_the_hold_within_the_window_and_founders_begin_with_some():
+    chain = new(stake=StakeRule(2, (KEYS[5],), 7), min_main_records=1000, max_update_windows=100)
+    assert chain.stakes(chain.genesis) == {KEYS[5]: 7}
+    made = line(chain, chain.genesis, 0, 3 + STAKE_ROUNDS, 0, step=3)
+    assert chain.stakes(made[0].digest) == {KEYS[5]: 7}  # within the hold, claims are nothing
+    assert chain.stakes(made[2].digest) == {KEYS[5]: 7, KEYS[0]: 3}
+    assert chain.stakes(made[STAKE_ROUNDS].digest) == {KEYS[5]: 7, KEYS[0]: 3 * (STAKE_ROUNDS - 1)}
+    assert chain.stakes(made[-1].digest) == {KEYS[0]: 3 * STAKE_ROUNDS}
+
+
+def test_a_key_alone_with_the_largest_claims_moves_nobody_however_many_rounds_it_certifies():
+    chain = new(stake=StakeRule(1))
+    parent = chain.genesis
+    for number in range(6):
+        made = make(parent, number, {i: (2 * number, 2 * number + 2) for i in range(4)})
+        chain.add(made)
+        parent = made.digest
+    honest = chain.head
+    fork = chain.ancestor_at(honest, 3)
+    assert fork is not None and chain.stakes(fork)[KEYS[3]] == 4
+    line(chain, fork, 3, 50, 3, step=100)
+    line(chain, honest, 6, 1, 0)
+    assert chain.ancestor_at(chain.head, 6) == honest
+    assert chain.weight(chain.head) < 100  # against 5,000 windows that the liar claims
+
+
+def test_a_key_counts_only_where_its_newest_message_is():
+    """Nobody pulls the others back with a record that they voted for and left."""
+    chain = new()
+    left = make(chain.genesis, 0, {i: (0, 9) for i in range(4)}, label=b"left")
+    chosen = make(chain.genesis, 0, {i: (1, 2) for i in range(4)})
+    chain.add(left)
+    chain.add(chosen)
+    then = make(chosen.digest, 1, {i: (2, 3) for i in range(4)})
+    assert chain.add(then) and chain.head == then.digest
+    line(chain, left.digest, 1, 9, 4, step=100)
+    assert chain.head == then.digest
+
+
+def test_of_the_records_that_one_key_certified_alone_for_a_round_only_the_last_and_the_head_are_kept():
+    chain = new()
+    honest = make(chain.genesis, 0, {i: (0, 9) for i in range(3)})
+    chain.add(honest)
+    for i in range(100):
+        assert chain.add(make(honest.digest, 1, {4: (i, i + 50)}))
+    assert len(chain) <= 3
+
+
+def test_a_full_tree_drops_what_nobody_with_stake_voted_for():
+    chain = new(stake=StakeRule(0), max_side_records=4)
+    parent = chain.genesis
+    for number in range(3):
+        made = make(parent, number, {i: (number, number + 1) for i in range(3)})
+        chain.add(made)
+        parent = made.digest
+    rival = make(chain.genesis, 0, {2: (1, 2), 3: (0, 1)})
+    chain.add(rival)
+    for i in range(30):
+        chain.add(make(chain.genesis, 0, {4: (i, i + 90), 5: (i, i + 90)}))
+    assert rival.digest in chain and len(chain) == 7
+
+
+def test_the_owner_finalizes_only_what_most_of_the_stake_is_for():
+    chain = new(stake=StakeRule(1))
+    parent = chain.genesis
+    for number in range(4):
+        made = make(parent, number, {i: (number, number + 1) for i in range(5)}, votes=range(4))
+        chain.add(made)
+        parent = made.digest
+    assert chain.is_backed(parent) and chain.is_backed(chain.ancestor_at(parent, 1))
+    two = make(parent, 4, {i: (9, 10) for i in range(2)})
+    chain.add(two)
+    assert not chain.is_backed(two.digest)
+    chain.add(make(two.digest, 5, {i: (10, 11) for i in range(1, 4)}))
+    assert chain.is_backed(two.digest)  # those that built on it are for it

@@ -12,7 +12,9 @@ from tests.simulation.signer import FakeSigner, certificate
 from tests.support.rounds_bench import OTHERS, POLICY, RUN, STATE
 from tests.support.second_round import Second
 
-LIAR, *HONEST = OTHERS[3:8]
+RIVALS = tuple(sorted(OTHERS[3:7]))
+"""As many as outvote the three of the first record while nobody has stake."""
+LIAR = OTHERS[7]
 PATIENCE = POLICY.patience_seconds
 
 
@@ -21,7 +23,7 @@ def state(number: int) -> Digest:
 
 
 class Split(Second):
-    """Stands on a first record; others come on rival branches from the genesis, of more weight."""
+    """Stands on a first record; others come on rival branches from the genesis, of more contributors."""
 
     def __init__(self):
         self.requested: set[Digest] = set()
@@ -38,7 +40,7 @@ class Split(Second):
                 self.requested.discard(action.blob)
         return self.actions
 
-    def hears(self, label: bytes, by=(LIAR,), parent: Certificate | None = None, windows: int = 50) -> Certificate:
+    def hears(self, label: bytes, by=RIVALS, parent: Certificate | None = None, windows: int = 50) -> Certificate:
         """Deliver a record by these authors and return its certificate.
 
         It is the first of a branch, or it follows another of their records. Nobody serves its updates.
@@ -83,16 +85,15 @@ def test_what_nobody_gave_is_asked_for_again_and_followed_when_it_is_here():
 
 
 def test_where_a_branch_led_that_the_tree_has_dropped_nobody_looks_any_more():
-    """A tree has room for a limited number of records beside its main branch: the lightest tips are removed."""
+    """A tree has room for a limited number of records beside its main branch: the tips with the fewest voters are removed."""
     b = Split()
     b.chain.limits = replace(b.chain.limits, max_side_records=8)
-    small = b.hears(b"b", parent=b.hears(b"a"), windows=2)
+    small = b.hears(b"b", parent=b.hears(b"a", windows=30), windows=2)
     b.passes(2 * PATIENCE + 2)
     assert blobs(small) < b.requested
-    big = b.hears(b"c", parent=b.hears(b"d"), windows=10)
-    b.passes(4)  # its author has failed us before: it is quarantined soon
-    for i in range(6):
-        big = b.hears(bytes([i]), parent=big, windows=1)
+    for i in range(9):
+        b.hears(bytes([i]), parent=b.hears(b"d%d" % i), windows=10)
+        b.passes(4)  # their author has failed us before: they are quarantined soon
     assert small.digest not in b.chain and not blobs(small) & b.requested
     b.passes(PATIENCE)
     assert not blobs(small) & b.requested
@@ -101,9 +102,9 @@ def test_where_a_branch_led_that_the_tree_has_dropped_nobody_looks_any_more():
 def test_one_who_makes_branch_after_branch_hides_nobody_elses():
     b = Split()
     for i in range(16):
-        b.hears(b"%d" % i, parent=b.hears(b"-%d" % i), windows=40 + i % 10)
+        b.hears(b"%d" % i, by=(LIAR,), parent=b.hears(b"-%d" % i, by=(LIAR,)), windows=40 + i % 10)
         b.passes(4)
-    theirs = b.hears(b"a", by=tuple(sorted(HONEST[:2])), windows=44)  # lighter than any of the liar's
+    theirs = b.hears(b"a", windows=4)
     b.passes(PATIENCE + 10)
     assert b.chain.head == b.first
     asked = [a.blob for a in b.passes(2 * PATIENCE) if isinstance(a, do.FetchBlob)]

@@ -20,6 +20,9 @@ from tests.simulation.world import World, policy_for
 from tests.support.rounds_bench import OTHERS, POLICY, RUN
 from tests.support.second_round import BUSY, NEXT, SLOW, Second
 
+RIVALS = OTHERS[3:7]
+"""As many as outvote the three of the first record while nobody has stake."""
+
 PEERS, SPLIT_SECONDS = 8, 94.0
 
 
@@ -85,9 +88,9 @@ def test_after_a_split_the_heavier_branch_is_followed_at_once_though_it_was_set_
 
 
 def _away(b: Second) -> None:
-    """Deliver a heavier branch beside the first record; nobody serves its updates."""
-    rivals = [b.header(key, 50) for key in OTHERS[3:5]]
-    b.step(ev.CertificateReceived(certificate(b.record(OTHERS[3], rivals), OTHERS[3:5]), OTHERS[3]))
+    """Deliver a branch of more contributors beside the first record; nobody serves its updates."""
+    rivals = [b.header(key, 50) for key in RIVALS]
+    b.step(ev.CertificateReceived(certificate(b.record(RIVALS[0], rivals), RIVALS), RIVALS[0]))
 
 
 def _next(b: Second, by, label: bytes, end: int, parent=None, number: int = 1, base=NEXT, first: int = 10):
@@ -107,10 +110,10 @@ def test_while_the_heavier_branch_cannot_be_had_its_own_is_gone_along():
     b = Second()
     _away(b)
     made = _next(b, BUSY, b"2", 15)
-    assert b.chain.weight(b.chain.head) == 100 and not b.of(do.ApplyRecord)
+    assert b.chain.weight(b.chain.head) == 200 and not b.of(do.ApplyRecord)
     b.step(ev.Tick(), b.now + 2 * POLICY.heartbeat_seconds)
     assert [a.certificate for a in b.of(do.ApplyRecord)] == [made]
-    assert b.chain.weight(b.chain.head) == 100  # nothing was quarantined: its updates may still come
+    assert b.chain.weight(b.chain.head) == 200  # nothing was quarantined: its updates may still come
 
 
 def test_going_along_the_own_branch_does_not_put_off_that_the_other_is_set_aside():
