@@ -68,6 +68,8 @@ class Scenario:
         )
         self.fault_seconds = 0.0 if calm else fault_seconds if peers <= 12 else fault_seconds / 4
         hostiles = 0 if calm or not hostile else rng.randint(0, (peers - 1) // 3)
+        if attackers and peers > 3:
+            hostiles = max(1, hostiles)
         strategies = random.Random(seed * 17 + 3)
         attack = partial(strategies.choice(ATTACKERS), begins=strategies.uniform(15.0, 80.0))
         for i in range(peers):
