@@ -42,6 +42,11 @@ def completed(work: Coroutine[Any, Any, T]) -> T:
     raise AssertionError("an effect of the simulator waits for something")
 
 
+def key_of(index: int) -> PeerKey:
+    """Return the key of the peer with an index."""
+    return PeerKey(sha256(b"peer", bytes([index % 256, index // 256])))
+
+
 class Node:
     """One peer, driven by the product's `RoundDriver`, whose effects (`RoundEffects`) it is.
 
@@ -56,7 +61,7 @@ class Node:
         self.index = index
         self.speed = speed
         self.observer = observer
-        self.key = PeerKey(sha256(b"peer", bytes([index % 256, index // 256])))
+        self.key = key_of(index)
         self.signer = FakeSigner(self.key)
         self.alive = False
         self.incarnation = 0

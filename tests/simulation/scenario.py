@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from protocol.reduce_plan import GATHER, ReducePlan
+from protocol.stake import StakeRule
 from tests.simulation.attackers import ATTACKERS
 from tests.simulation.checkers import (
     Broken,
@@ -22,11 +23,13 @@ from tests.simulation.checkers import (
 )
 from tests.simulation.hostile import HOSTILE, HOSTILE_REDUCERS
 from tests.simulation.network import Weather
-from tests.simulation.node import Node
+from tests.simulation.node import Node, key_of
 from tests.simulation.world import World, policy_for
 
 GROUPS = (3, 3, 3, 3, 4, 4, 4, 5, 5, 6, 7, 8)
 LARGE = (12, 20, 50)
+FOUNDED = 10_000
+"""Stake of each honest founder under attack. Claims are weights, so a liar would soon have most of the earned stake."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +66,14 @@ class Scenario:
             delay=rng.uniform(0.005, 0.15), jitter=rng.choice((0.005, 0.05, 0.3)),
         )  # fmt: skip
         self.calm = Weather(delay=weather.delay, jitter=0.02)
-        self.world = World(
-            seed, peers, self.calm if calm else weather, policy=policy_for(peers, exchange=exchange), verbose=verbose
-        )
+        policy = policy_for(peers, exchange=exchange)
+        self.world = World(seed, peers, self.calm if calm else weather, policy=policy, verbose=verbose)
         self.fault_seconds = 0.0 if calm else fault_seconds if peers <= 12 else fault_seconds / 4
         hostiles = 0 if calm or not hostile else rng.randint(0, (peers - 1) // 3)
         if attackers and peers > 3:
             hostiles = max(1, hostiles)
+            founders = tuple(key_of(i) for i in range(peers - hostiles))
+            self.world.policy = replace(policy, stake=StakeRule(3, founders, FOUNDED))
         strategies = random.Random(seed * 17 + 3)
         attack = partial(strategies.choice(ATTACKERS), begins=strategies.uniform(15.0, 80.0))
         for i in range(peers):

@@ -10,7 +10,6 @@ from functools import cache, partial
 import pytest
 
 from protocol.chain import Chain
-from protocol.ids import PeerKey, sha256
 from protocol.rounds.consensus import Consensus
 from protocol.stake import StakeRule
 from tests.simulation.attackers import (
@@ -33,6 +32,7 @@ from tests.simulation.checkers import (
     check_pace,
     check_share,
 )
+from tests.simulation.node import key_of
 from tests.simulation.siege import Siege
 
 SLOWEST = 1.5
@@ -79,7 +79,7 @@ def test_who_certifies_each_round_alone_at_once_is_not_followed(honest, attacker
 
 
 def test_founders_hold_a_run_that_is_too_young_for_stake():
-    founders = tuple(PeerKey(sha256(b"peer", bytes([i, 0]))) for i in range(3))
+    founders = tuple(key_of(i) for i in range(3))
     rule = StakeRule(12, founders, 13)
     check_all(Siege([FrontRunner] * 2, honest=3, begins=10.0, stake=rule).run(), 3, 2)
     young = Siege([FrontRunner] * 2, honest=3, begins=10.0, stake=StakeRule(12)).run()

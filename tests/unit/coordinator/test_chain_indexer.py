@@ -250,9 +250,9 @@ async def test_only_what_most_of_the_stake_is_for_becomes_final(tmp_path):
         rounds(swarm, DEPTH + 1)
         await until(lambda: f.posted and f.posted[0] == 0)
         swarm.unbacked = {c.digest for c in swarm.chain.certificates[2:]}
-        rounds(swarm, 4)
-        await until(lambda: f.posted and f.posted[0] == 1)
-        assert swarm.finals[-1].body.round == 1
+        rounds(swarm, 3)
+        await until(lambda: len(f.open) == DEPTH + 2)
+        assert f.posted is not None and f.posted[0] == 1 and swarm.finals[-1].body.round == 1
         swarm.unbacked.remove(swarm.chain.certificates[3].digest)  # those before it become final with it
         swarm.changed()
         await until(lambda: f.posted and f.posted[0] == 3)
