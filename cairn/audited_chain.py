@@ -63,7 +63,7 @@ class AuditedChain:
 
     @property
     def rounds(self) -> int:
-        """Rounds on the heaviest branch that was read."""
+        """Rounds on the best branch that was read."""
         return self._chain.height(self._chain.head)
 
     @property
@@ -81,7 +81,7 @@ class AuditedChain:
         return self._accounts.get(record)
 
     def is_followed(self, record: Digest) -> bool:
-        """Return whether a record is on the heaviest branch that was read."""
+        """Return whether a record is on the best branch that was read."""
         return record == self._chain.genesis or self._chain.is_ancestor(record, self._chain.head)
 
     async def begin(self) -> None:

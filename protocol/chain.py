@@ -5,8 +5,8 @@ reduced shards if there are any. The parent of round 0 is `genesis_digest(run)`.
 weight of a record is the number of windows accepted from the genesis up to it.
 
 Fork choice. It goes down from the newest finalized record. After a rollback that is the record to which the run was
-rolled back, and then records that carry that directive. Where several records have the same parent, it takes the one
-that has most stake for it: stake at the parent, which both sides know, so neither speed nor claims buy anything. Each
+rolled back, and then records that carry that directive. Of several records with the same parent, it takes the one that
+has most stake for it. This is stake at the parent, which both sides know: neither speed nor claims buy anything. Each
 key counts once, where its newest message is, however many records it signs (LMD-GHOST: Sompolinsky and Zohar 2015,
 Buterin et al. 2020, arXiv 2003.03052). Ties: more keys, then more windows, then the smaller digest.
 

@@ -62,8 +62,8 @@ class RecordNode:
     def latest_messages(self) -> dict[PeerKey, int]:
         """Return the keys that are for this record, with the height of the newest record here that each signed for.
 
-        They are those that voted for it, and the contributors of all records built on it: their headers name a record
-        here as the parent, so nobody can list them without their being for it.
+        They are those that voted for it, and the contributors of all records built on it. The headers of these name a
+        record here as the parent, so nobody can list them unless they are for it.
         """
         if self.latest is None:
             votes = () if self.certificate is None else self.certificate.votes

@@ -227,7 +227,7 @@ class RoundSpec(Section):
         default=10, description="time that each proposer gets before it is the next one's turn"
     )
     patience_seconds: Seconds = Field(
-        default=120, description="how long a record with too little of what was announced is held back (docs/rounds.md)"
+        default=120, description="how long a certified record without support is held back (docs/rounds.md)"
     )
     heartbeat_seconds: Seconds = 2.0
     member_seconds: Seconds = Field(

@@ -1,4 +1,4 @@
-"""Branches that the fork choice ignores for a while: they lack support, or their blobs are unavailable.
+"""Branches that the fork choice ignores for a while: they have no support, or their blobs are unavailable.
 
 A branch whose blobs were unavailable returns only with them: when its time is over they are requested again. Until they
 are here, the branch draws nobody away from what is available.
@@ -23,7 +23,7 @@ class _Entry:
     since: float
     until: float
     tries: int
-    lacks_support: bool
+    unsupported: bool
     failures: int
     """Moves there that failed though all blobs were held."""
 
@@ -56,9 +56,9 @@ class BranchQuarantine:
         self._tips_for: tuple | None = None
 
     def hold_back(self, record: Digest) -> None:
-        """Quarantine a record that lacks support for `patience_seconds`, or until it has it."""
+        """Quarantine a record without support for `patience_seconds`, or until it has it."""
         until = self._context.now + self._context.policy.patience_seconds
-        self._add(record, until, lacks_support=True, failures=0)
+        self._add(record, until, unsupported=True, failures=0)
 
     def add(self, record: Digest, *, failed: bool = False) -> bool:
         """Quarantine a branch for `patience_seconds`, or until an absent peer is back; then until its blobs are here.
@@ -68,20 +68,20 @@ class BranchQuarantine:
         """
         old = self._entries.get(record)
         failures = failed + (0 if old is None else old.failures)
-        return self._add(record, self._end_of(failures), lacks_support=False, failures=failures)
+        return self._add(record, self._end_of(failures), unsupported=False, failures=failures)
 
     def _end_of(self, failures: int) -> float:
         return self._context.now + self._context.policy.patience_seconds * 2 ** min(max(0, failures - 1), 6)
 
-    def _add(self, record: Digest, until: float, *, lacks_support: bool, failures: int) -> bool:
+    def _add(self, record: Digest, until: float, *, unsupported: bool, failures: int) -> bool:
         context, required = self._context, self._context.chain.required_ancestor
         if required is not None and context.chain.is_ancestor(record, required):
             return False
         old = self._entries.pop(record, None)
         tries = 0 if old is None else old.tries + 1
-        absent = frozenset() if lacks_support else self._absent(record)
+        absent = frozenset() if unsupported else self._absent(record)
         number = len(context.chain.certificate(record).record.body.updates)
-        self._entries[record] = _Entry(context.now, until, tries, lacks_support, failures, absent, number)
+        self._entries[record] = _Entry(context.now, until, tries, unsupported, failures, absent, number)
         context.chain.quarantine(record)
         while len(self._entries) > MAX_QUARANTINED:
             least = min(self._entries, key=lambda r: (self._entries[r].contributors, self._entries[r].since))
@@ -97,11 +97,11 @@ class BranchQuarantine:
 
     # -- release ---------------------------------------------------------------------------------------------
 
-    def reconsider(self, record: Digest, is_supported: Callable[[Digest], bool]) -> None:
-        """Release the branches held back that this record extends, or is, if they have support now."""
+    def reconsider(self, is_supported: Callable[[Digest], bool]) -> None:
+        """Release the branches held back that have support now."""
         for branch, entry in self._entries.items():
-            held_back = entry.active and entry.lacks_support and branch in self._context.chain
-            if held_back and self._context.chain.is_ancestor(branch, record) and is_supported(branch):
+            held_back = entry.active and entry.unsupported and branch in self._context.chain
+            if held_back and is_supported(branch):
                 self._release(branch)
 
     def member_at(self, head: Digest, since: float) -> None:
@@ -111,7 +111,7 @@ class BranchQuarantine:
         """
         chain = self._context.chain
         for branch, entry in self._entries.items():
-            waits = entry.active and not entry.lacks_support and entry.retried_since is None
+            waits = entry.active and not entry.unsupported and entry.retried_since is None
             news = waits and entry.since < since and entry.failures <= MAX_EARLY_FAILURES
             if news and branch in chain and chain.is_ancestor(branch, head):
                 entry.until = self._context.now
@@ -128,7 +128,7 @@ class BranchQuarantine:
                 del self._entries[record]  # finalized, or gone
             elif not entry.active or entry.retried_since is not None:
                 continue
-            elif entry.lacks_support:
+            elif entry.unsupported:
                 if context.deadlines.due("quarantine", entry.until):
                     self._release(record)
             elif context.deadlines.due("quarantine", entry.until) or check and self._is_somebody_back(entry):

@@ -95,7 +95,7 @@ class ChainSync:
     def wanted(self, chain: Chain) -> list[PeerKey]:
         """Return the sources that claim a head that is not in the tree.
 
-        Which head is better depends on the records below it, so claims of weight are no reason to ask or not to.
+        Claims of weight are no reason to ask, or not to: the better head is known only from the records below it.
         """
         for source in [source for source, claim in self._claims.items() if claim.head in chain]:
             del self._claims[source]

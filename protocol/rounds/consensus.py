@@ -44,8 +44,8 @@ class Consensus:
     A certificate is not final: its quorum is of the contributors that the record lists, not of all members. A member
     may vote for a second record of the round, because a record whose voters fell silent would stop it for ever. So two
     records of a round can both be certified without a fault, as two branches. Safety is not in the votes: the chain
-    checks each record by itself, and the fork choice leads all to the heaviest branch. No correct peer leaves a record
-    that the owner has finalized, except by the owner's rollback.
+    checks each record by itself, and the fork choice leads all to the branch with most stake. No correct peer leaves a
+    record that the owner has finalized, except by the owner's rollback.
     """
 
     def __init__(self, context: Context, sync: StateSync):

@@ -239,6 +239,7 @@ class RoundMachine:
             self._receive_heartbeat(message)
         elif isinstance(body, Goodbye) and context.members.goodbye(message):
             self._chain_sync.forget(message.author)
+            self._sync.reconsider(self._is_supported)
         elif isinstance(body, Finalization):
             self._receive_finalization(message)
         elif isinstance(body, Directive):
@@ -368,14 +369,14 @@ class RoundMachine:
             self._consensus.abandon()
 
     def _hold_back_if_unsupported(self, certificate: Certificate, head: Digest) -> None:
-        """Quarantine a record on the head that lacks support, until it has some or patience has run out."""
+        """Quarantine a record on the head without support, until it has some or patience has run out."""
         context, sync, record = self._context, self._sync, certificate.digest
         if context.observer or not sync.joined or record not in context.chain:
             return
-        sync.reconsider(record, self._is_supported)
+        sync.reconsider(self._is_supported)
         parent = certificate.record.body.parent
         if parent == head and not context.chain.is_quarantined(record) and not self._is_supported(record):
-            context.notify("info", "unsupported", f"record {record.short} lacks support: it waits for a better one")
+            context.notify("info", "unsupported", f"record {record.short} has no support: it waits for a better one")
             sync.hold_back(record)
 
     def _is_supported(self, record: Digest) -> bool:
@@ -416,8 +417,11 @@ class RoundMachine:
         self._request_blobs()  # only now: turns in between may need blobs that nobody needs at the end
         self._request_chain()
         if context.deadlines.due("heartbeat", self._beat_at):
-            for key in context.members.expire(context.now):
+            silent = context.members.expire(context.now)
+            for key in silent:
                 self._chain_sync.forget(key)
+            if silent:
+                self._sync.reconsider(self._is_supported)
             self._beat()
         self._leave_if_due()
         self._departure.stay(self._is_anybody_behind, self._status.bytes_up)

@@ -232,7 +232,7 @@ class StateSync:
                 behind = chain.height(head) - chain.height(self.applied)
                 context.notify("info", "behind", f"{behind} rounds behind: loading a checkpoint and replaying the rest")
             else:
-                text = f"leaving record {self.applied.short} for the heavier branch of {head.short}"
+                text = f"leaving record {self.applied.short} for the better branch of {head.short}"
                 context.notify("warning", "fork", text)
             return self._resync(head)
         return self._wait_for_blobs(path, head) or self._step_meanwhile()
@@ -387,13 +387,13 @@ class StateSync:
     # -- branches that are not followed for a while ----------------------------------------------------------
 
     def hold_back(self, record: Digest) -> None:
-        """Quarantine a record that lacks support until patience has run out."""
+        """Quarantine a record without support until patience has run out."""
         self._quarantine.hold_back(record)
         self._waiting = None
 
-    def reconsider(self, record: Digest, is_supported: Callable[[Digest], bool]) -> None:
-        """Release the branches held back that this record extends, if they have support now."""
-        self._quarantine.reconsider(record, is_supported)
+    def reconsider(self, is_supported: Callable[[Digest], bool]) -> None:
+        """Release the branches held back that have support now: by votes, by what is built on them, or by silence."""
+        self._quarantine.reconsider(is_supported)
 
     def member_at(self, head: Digest, since: float) -> None:
         """Note the head of a member that we have heard from since a time."""

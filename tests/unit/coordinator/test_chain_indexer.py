@@ -244,7 +244,7 @@ async def test_nothing_is_final_whose_state_the_observer_does_not_hold(tmp_path)
 
 
 async def test_only_what_most_of_the_stake_is_for_becomes_final(tmp_path):
-    """Else an owner that only hears a lone certifier would sign its branch."""
+    """Else an owner that only receives a lone certifier's records would sign its branch."""
     swarm = FakeSwarm(SPEC)
     async with following(swarm, tmp_path) as (f, until):
         rounds(swarm, DEPTH + 1)

@@ -40,7 +40,9 @@ def make(
     author = KEYS[min(claims)] if by is None else by
     record = FakeSigner(author).sign(RoundRecord(run, Round(number), parent, state, 0, tuple(updates)))
     return certificate(
-        record, [KEYS[i] for i in (claims if votes is None else votes)], tuple(Digest(sha256(b"part", bytes([i]), label)) for i in range(parts))
+        record,
+        [KEYS[i] for i in (claims if votes is None else votes)],
+        tuple(Digest(sha256(b"part", bytes([i]), label)) for i in range(parts)),
     )
 
 
@@ -254,7 +256,7 @@ def test_memory_is_bounded_and_what_is_left_still_answers():
 
 
 def naive_stakes(chain: Chain, at: Digest) -> dict:
-    """Stake by its definition, record by record."""
+    """Return stakes by their definition, record by record."""
     rule, found = chain.limits.stake, {}
     for record in chain.ancestors(at):
         if record == chain.genesis:
@@ -270,7 +272,7 @@ def naive_stakes(chain: Chain, at: Digest) -> dict:
 
 
 def naive_head(chain: Chain, records: list[Digest]) -> Digest:
-    """The fork choice by its definition: at each fork, count every key once, where its newest message is."""
+    """Return the head by its definition: at each fork, every key counts once, where its newest message is."""
     children: dict[Digest, list[Digest]] = {}
     for record in records:
         if record != chain.genesis:

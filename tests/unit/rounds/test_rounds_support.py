@@ -1,0 +1,111 @@
+"""Support: a certified record is followed at once only if most of the stake that takes part is for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from protocol.ids import Digest, Round, sha256
+from protocol.messages import RoundRecord
+from protocol.rounds import actions as do
+from protocol.rounds import events as ev
+from protocol.stake import StakeRule
+from tests.simulation.signer import FakeSigner, certificate
+from tests.support.rounds_bench import ME, OTHERS, POLICY, STATE, Bench
+
+FOUNDERS = OTHERS[:3]
+PATIENCE = POLICY.patience_seconds
+
+
+class Founded(Bench):
+    """A bench whose three other members are the founders, with equal stake; others have none."""
+
+    def __init__(self, members=FOUNDERS):
+        super().__init__(policy=replace(POLICY, stake=StakeRule(12, tuple(FOUNDERS), 10)))
+        for key in members:
+            self.beat(key)
+
+    def certified(self, authors, voters, at=None) -> Digest:
+        headers = [self.header(key) for key in authors]
+        self.hold(*headers)
+        made = certificate(self.record(authors[0], headers), voters)
+        self.step(ev.CertificateReceived(made, authors[0]), at)
+        return made.digest
+
+    def followed(self, seconds: float) -> float | None:
+        """Return the time at which a record was applied, within some seconds from now."""
+        until = self.now + seconds
+        while self.now < until:
+            if self.of(do.ApplyRecord):
+                return self.now
+            for i, key in enumerate(FOUNDERS):
+                self.beat(key, sequence=int(10 * self.now) + 2 + i)
+            self.step(ev.Tick(), self.now + 0.5)
+        return None
+
+
+def test_most_of_the_stake_is_followed_at_once_though_many_more_keys_announced():
+    b = Founded()
+    for key in OTHERS[10:14]:
+        b.hold(b.header(key))
+    b.announce()
+    b.certified(FOUNDERS[:2], FOUNDERS[:2])
+    assert b.followed(1.0) is not None
+
+
+def test_keys_without_stake_are_held_back_for_the_patience_however_many_and_with_the_largest_claims():
+    b = Founded()
+    b.announce()
+    b.certified(OTHERS[10:17], OTHERS[10:17], 1.0)
+    applied = b.followed(2 * PATIENCE)
+    assert applied is not None and applied >= PATIENCE
+
+
+def test_half_of_the_stake_is_not_enough_while_the_other_half_is_heard():
+    b = Founded(FOUNDERS[:2])
+    b.announce()
+    b.certified(FOUNDERS[:1], FOUNDERS[:1], 1.0)
+    for _ in range(10):
+        b.beat(FOUNDERS[1], sequence=b.now.__trunc__() + 2)
+        b.step(ev.Tick(), b.now + 1.0)
+        assert not b.of(do.ApplyRecord)
+
+
+def test_who_is_not_heard_any_more_holds_nothing_back():
+    b = Founded(FOUNDERS[:2])
+    b.announce()
+    b.certified(FOUNDERS[:1], FOUNDERS[:1], 1.0)
+    applied = None
+    while applied is None and b.now < PATIENCE:
+        b.step(ev.Tick(), b.now + 0.5)
+        applied = b.now if b.of(do.ApplyRecord) else None
+    assert applied is not None and applied <= POLICY.member_seconds + 2
+
+
+def test_votes_that_come_later_give_a_record_the_support_that_it_lacked():
+    b = Founded()
+    b.announce()
+    headers = [b.header(key) for key in FOUNDERS]
+    b.hold(*headers)
+    record = b.record(FOUNDERS[0], headers)
+    b.step(ev.CertificateReceived(certificate(record, FOUNDERS[:1]), FOUNDERS[0]))
+    assert not b.of(do.ApplyRecord)
+    b.step(ev.CertificateReceived(certificate(record, FOUNDERS[:2]), FOUNDERS[1]))
+    assert b.of(do.ApplyRecord)
+
+
+@pytest.mark.parametrize("siblings", [1, 8, 32, 100, 200])
+def test_lone_siblings_on_the_head_whose_blobs_nobody_has_delay_nothing(siblings):
+    """One key certifies any number of records alone: the next honest record is followed at once all the same."""
+    b = Founded()
+    b.announce()
+    liar = OTHERS[20]
+    for i in range(siblings):
+        header = b.header(liar, 50, label=b"%d" % i, blob=Digest(sha256(b"nowhere", b"%d" % i)))
+        record = FakeSigner(liar).sign(RoundRecord(header.body.run, Round(0), b.chain.genesis, STATE, i, (header,)))
+        b.step(ev.CertificateReceived(certificate(record, [liar]), liar))
+        assert not b.of(do.ApplyRecord) and not b.of(do.SyncState)
+    assert len(b.chain) <= 2
+    made = b.certified(FOUNDERS, FOUNDERS)
+    assert [a.certificate.digest for a in b.of(do.ApplyRecord)] == [made] and ME in b.machine.open_round.headers
