@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from protocol.chain import genesis_digest
 from protocol.ids import Digest
 from tests.simulation.committee import bad_slice, part_of
@@ -13,6 +15,57 @@ class Broken(AssertionError):
     """A promise was not kept."""
 
 
+@dataclass(frozen=True)
+class Damage:
+    """The course of the honest peers from the begin of an attack on."""
+
+    rounds: int
+    """Rounds that the most advanced honest peer went up. A change of the branch may lift it."""
+
+    seconds_a_round: float
+    deepest: int
+    """Most rounds that an honest peer left at once for another branch."""
+
+    share: float
+    """The attackers' part of the windows of those rounds, on the chain of an honest peer."""
+
+    ended: bool
+    """An honest peer believes that the run has reached its total."""
+
+    victims: float
+    """The part of those rounds that list the first peer."""
+
+
+def check_history(damage: Damage) -> None:
+    """Check that no honest peer left more than the round under way for another branch."""
+    if damage.deepest > 1:
+        raise Broken(f"an honest peer left {damage.deepest} rounds for the attackers' branch")
+
+
+def check_not_ended(damage: Damage) -> None:
+    """Check that no honest peer believes that the run has reached its total."""
+    if damage.ended:
+        raise Broken("the attackers' claims ended the run")
+
+
+def check_share(damage: Damage, fair: float) -> None:
+    """Check that attackers got no more of the windows than their part of the keys that train alike, and a tenth."""
+    if damage.share > fair + 0.1:
+        raise Broken(f"attackers that are {fair:.0%} of the peers got {damage.share:.0%} of the windows")
+
+
+def check_pace(damage: Damage, usual: float, factor: float) -> None:
+    """Check that a round took no longer than `factor` times its usual seconds."""
+    if damage.seconds_a_round > factor * usual:
+        raise Broken(f"a round took {damage.seconds_a_round:.1f} s, and {usual:.1f} s without attackers")
+
+
+def check_listed(damage: Damage, least: float) -> None:
+    """Check that this part of the rounds, or more, list the first honest peer."""
+    if damage.victims < least:
+        raise Broken(f"an honest peer is listed in {damage.victims:.0%} of the rounds only")
+
+
 def check_sizes(world: World) -> None:
     """Check that no container grows without bound: each machine's containers are within the bounds that it states."""
     for node in world.nodes:
@@ -20,15 +73,6 @@ def check_sizes(world: World) -> None:
             for name, (size, bound) in node.machine.sizes().items():
                 if size > bound:
                     raise Broken(f"peer {node.index}: {name} holds {size}, more than its bound of {bound}")
-
-
-def way_to(world: World, record: Digest) -> list[Digest]:
-    """Return all records from the genesis to this one, newest first."""
-    found = []
-    while record != genesis_digest(world.run):
-        found.append(record)
-        record = world.records[record].record.body.parent
-    return found
 
 
 def check_counted_once(world: World) -> None:
@@ -39,7 +83,7 @@ def check_counted_once(world: World) -> None:
             continue
         seen: set[int] = set()
         ends: dict[bytes, int] = {}
-        for record in reversed(way_to(world, tip)):
+        for record in reversed(world.way_to(tip)):
             body = world.records[record].record.body
             for u in body.updates:
                 if u.body.first_window < ends.get(u.author, 0):
@@ -89,7 +133,7 @@ def check_account(world: World, node: Node) -> None:
         ("feedback", frozenset(trainer.feedback)),
         ("not announced", frozenset(trainer.fresh)),
     ]
-    for record in way_to(world, at):
+    for record in world.way_to(at):
         for u in world.records[record].record.body.updates:
             if u.author == node.key:
                 places.append((f"record {record.short}", world.contents[u.body.blob]))
@@ -137,7 +181,7 @@ def check_words(world: World) -> None:
         at = node.trainer_record
         if at is None or at == genesis_digest(world.run):
             continue
-        way = [world.records[r] for r in reversed(way_to(world, at))]
+        way = [world.records[r] for r in reversed(world.way_to(at))]
         carried, holding = [], None
         for c in way:
             body, said = c.record.body, [a.body for a in carried]
@@ -170,7 +214,7 @@ def check_words_reached(world: World) -> None:
         if newest is not None and chain.newest_directive is not newest:
             raise Broken(f"peer {node.index} does not know the owner's last word")
         if newest is not None and (back := newest.body.rollback) is not None:
-            way = list(reversed(way_to(world, at)))
+            way = list(reversed(world.way_to(at)))
             if back.record not in way:
                 raise Broken(f"peer {node.index} is on a branch that the owner has rolled back")
             after = way[way.index(back.record) + 1 :]
@@ -180,7 +224,7 @@ def check_words_reached(world: World) -> None:
         for other in world.nodes:
             final = other.final
             if final is not None and final.body.epoch == world.owner.body.epoch and final.body.record in world.records:
-                if final.body.record not in way_to(world, at):
+                if final.body.record not in world.way_to(at):
                     raise Broken(f"peer {node.index} is not on the way of the owner's final")
 
 

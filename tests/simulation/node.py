@@ -42,6 +42,11 @@ def completed(work: Coroutine[Any, Any, T]) -> T:
     raise AssertionError("an effect of the simulator waits for something")
 
 
+def key_of(index: int) -> PeerKey:
+    """Return the key of the peer with an index."""
+    return PeerKey(sha256(b"peer", bytes([index % 256, index // 256])))
+
+
 class Node:
     """One peer, driven by the product's `RoundDriver`, whose effects (`RoundEffects`) it is.
 
@@ -56,7 +61,7 @@ class Node:
         self.index = index
         self.speed = speed
         self.observer = observer
-        self.key = PeerKey(sha256(b"peer", bytes([index % 256, index // 256])))
+        self.key = key_of(index)
         self.signer = FakeSigner(self.key)
         self.alive = False
         self.incarnation = 0
@@ -223,7 +228,8 @@ class Node:
         self.world.report(self, action)
 
     def on_run_completed(self, action: do.RunCompleted) -> None:
-        """Do nothing: the trainer goes on, so that its account can be checked."""
+        """Note it. The trainer goes on, so that its account can be checked."""
+        self.world.completed = self.world.completed or self.honest and not self.observer
 
     def hear(self, message) -> None:
         if self.alive:
@@ -350,14 +356,14 @@ class Node:
             self.drifts = False
             state = Digest(sha256(b"drifted", state))
             w.wrong_states.add(state)
-        self.trainer_record = record
+        before, self.trainer_record = self.trainer_record, record
         for blob in action.missed:
             self.made.pop(blob, None)
         if isinstance(action, do.SyncState) and action.reset:
             self.made.clear()
             self.trainer.begin_afresh()
         self.trainer.move(action, state, w.contents)
-        w.moved(self, record)
+        w.moved(self, before, record)
         self.step(ev.StateReached(record, state))
         self.step(ev.TrainingProgress(self.trainer.uncovered, 1.0, self.speed * 128))
 

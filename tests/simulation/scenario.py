@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from protocol.reduce_plan import GATHER, ReducePlan
+from protocol.stake import StakeRule
+from tests.simulation.attackers import ATTACKERS
 from tests.simulation.checkers import (
     Broken,
     check_account,
@@ -20,11 +23,13 @@ from tests.simulation.checkers import (
 )
 from tests.simulation.hostile import HOSTILE, HOSTILE_REDUCERS
 from tests.simulation.network import Weather
-from tests.simulation.node import Node
+from tests.simulation.node import Node, key_of
 from tests.simulation.world import World, policy_for
 
 GROUPS = (3, 3, 3, 3, 4, 4, 4, 5, 5, 6, 7, 8)
 LARGE = (12, 20, 50)
+FOUNDED = 10_000
+"""Stake of each honest founder under attack. Claims are weights, so a liar would soon have most of the earned stake."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +48,15 @@ class Outcome:
 
 
 class Scenario:
-    """Runs one seed. `node_type` is replaced by the negative controls."""
+    """Runs one seed. `node_type` is replaced by the negative controls.
+
+    `attackers`: the hostile peers are a coalition.
+    """
 
     def __init__(
         self, seed: int, *, peers: int | None = None, calm: bool = False, verbose: bool = False, node_type=Node,
         fault_seconds: float = 120.0, hostile: bool = True, exchange: ReducePlan = GATHER, orders: bool = False,
+        attackers: bool = False,
     ):  # fmt: skip
         rng = self.rng = random.Random(seed)
         if peers is None:
@@ -57,13 +66,20 @@ class Scenario:
             delay=rng.uniform(0.005, 0.15), jitter=rng.choice((0.005, 0.05, 0.3)),
         )  # fmt: skip
         self.calm = Weather(delay=weather.delay, jitter=0.02)
-        self.world = World(
-            seed, peers, self.calm if calm else weather, policy=policy_for(peers, exchange=exchange), verbose=verbose
-        )
+        policy = policy_for(peers, exchange=exchange)
+        self.world = World(seed, peers, self.calm if calm else weather, policy=policy, verbose=verbose)
         self.fault_seconds = 0.0 if calm else fault_seconds if peers <= 12 else fault_seconds / 4
         hostiles = 0 if calm or not hostile else rng.randint(0, (peers - 1) // 3)
+        if attackers and peers > 3:
+            hostiles = max(1, hostiles)
+            founders = tuple(key_of(i) for i in range(peers - hostiles))
+            self.world.policy = replace(policy, stake=StakeRule(3, founders, FOUNDED))
+        strategies = random.Random(seed * 17 + 3)
+        attack = partial(strategies.choice(ATTACKERS), begins=strategies.uniform(15.0, 80.0))
         for i in range(peers):
-            if i >= peers - hostiles:
+            if i >= peers - hostiles and attackers:
+                self.world.add(attack)
+            elif i >= peers - hostiles:
                 self.world.add(rng.choice(HOSTILE if exchange == GATHER else HOSTILE + HOSTILE_REDUCERS))
             else:
                 speed = rng.choice((0.0, 0.05, 0.3)) if rng.random() < 0.1 else rng.uniform(1.0, 3.0)
@@ -198,7 +214,9 @@ class Scenario:
         # A branch may be left for a shorter one: a heavier one, or one whose updates can be had.
         self._watched = (self._watched[0], min(height, self._watched[1]))
         longest = 2 * p.max_seconds + p.exchange_seconds + p.patience_seconds + 2 * p.member_seconds
-        paused = world.owner.body.run_status != "running"
+        newest = world.owner.newest
+        knows = newest is None or any(n.machine.chain.newest_directive is newest for n in group)
+        paused = world.owner.body.run_status != "running" or not knows
         if not any(n.speed >= 1.0 for n in group) or self._watched[0] < self.changed or paused:
             self._watched = (now, height)
         elif height > self._watched[1]:

@@ -40,6 +40,12 @@ def test_all_promises_hold_under_faults(seed):
     Scenario(seed).run()
 
 
+@pytest.mark.parametrize("seed", [402, 403, 404, 406, 407, 409])
+def test_all_promises_hold_under_attack_and_faults(seed):
+    """The hostile peers are a coalition with one strategy (see `simulation.attackers`)."""
+    Scenario(seed, attackers=True, peers=6).run()
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_all_promises_hold_when_rounds_are_reduced(seed):
     """And each part of a certified mean is what the updates give, unless most of its committee lies."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
+from protocol.chain import genesis_digest
 from protocol.ids import Digest, PeerKey, RunId, sha256
 from protocol.merkle import CHUNK
 from protocol.messages import Certificate, Finalization
@@ -11,6 +13,7 @@ from protocol.reduce_plan import ReducePlan
 from protocol.rounds.actions import Notice
 from protocol.rounds.blobs import applied_blobs
 from protocol.rounds.policy import RoundPolicy
+from protocol.stake import StakeRule
 from tests.simulation.network import Clock, Network, Weather
 from tests.simulation.node import Node
 from tests.simulation.owner import KEY, Owner
@@ -22,11 +25,11 @@ REDUCE = ReducePlan("reduce", committee=3, update_size=8 * CHUNK, mean_size=CHUN
 
 
 def policy_for(peers: int, **changes) -> RoundPolicy:
-    """Rounds of about four seconds when every peer does one to three windows a second."""
+    """Rounds of about four seconds when every peer does one to three windows a second; stake after three of them."""
     values = dict(
         target_windows=8 * peers, max_update_windows=60, max_seconds=12.0, exchange_seconds=6.0, propose_seconds=2.0,
         patience_seconds=10.0, heartbeat_seconds=1.0, member_seconds=6.0, max_members=64, checkpoint_every=5,
-        checkpoint_keep=2,
+        checkpoint_keep=2, stake=StakeRule(hold_rounds=3),
     )  # fmt: skip
     return RoundPolicy(**{**values, **changes})
 
@@ -46,6 +49,7 @@ class World:
         self.clock = Clock()
         self.network = Network(self.clock, random.Random(seed * 7 + 1), weather or Weather())
         self.run = RunId(sha256(b"run", bytes(str(seed), "ascii")))
+        self.genesis = genesis_digest(self.run)
         self.genesis_state = Digest(sha256(b"genesis", self.run))
         self.policy = policy or policy_for(peers)
         self.nodes: list[Node] = []
@@ -66,8 +70,12 @@ class World:
         self.owner = Owner(self)
         self._blobs = 0
         self.rounds_rolled_back = 0
+        self.deepest = 0
+        """Most rounds that an honest peer has left at once for another branch."""
+        self.completed = False
+        """An honest peer believes that the run has reached its total."""
 
-    def add(self, node_type: type[Node] = Node, *, speed: float | None = None, observer: bool = False) -> Node:
+    def add(self, node_type: Callable[..., Node] = Node, *, speed: float | None = None, observer: bool = False) -> Node:
         speed = speed if speed is not None else self.rng.uniform(1.0, 3.0)
         node = node_type(self, len(self.nodes), speed, observer)
         self.nodes.append(node)
@@ -93,9 +101,17 @@ class World:
             (n.machine.chain.height(n.machine.chain.head) for n in self.nodes if n.alive and n.honest), default=0
         )
 
+    def way_to(self, record: Digest) -> list[Digest]:
+        """Return all records from the genesis to this one, newest first."""
+        found = []
+        while record in self.records:
+            found.append(record)
+            record = self.records[record].record.body.parent
+        return found
+
     def describe(self) -> list[str]:
         """Return a line for each node: its position and what it waits for."""
-        names = {n.key: n.index for n in self.nodes}
+        names = {key: n.index for key, n in self.by_key.items()}
         lines = []
         for node in self.nodes:
             if not node.alive:
@@ -132,8 +148,11 @@ class World:
     def certified(self, node: Node, certificate: Certificate) -> None:
         self.records.setdefault(certificate.digest, certificate)
 
-    def moved(self, node: Node, record: Digest) -> None:
+    def moved(self, node: Node, before: Digest | None, record: Digest) -> None:
         self.applied_at[record] = self.clock.now
+        if node.honest and before is not None and before != self.genesis and before not in (way := self.way_to(record)):
+            left = next((n for n, at in enumerate(self.way_to(before)) if at in way), len(self.way_to(before)))
+            self.deepest = max(self.deepest, left)
         chain = node.machine.chain
         if self.verbose and record in chain:
             where = f"{record.short}, round {chain.height(record)}, weight {chain.weight(record)}"

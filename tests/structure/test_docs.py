@@ -36,3 +36,16 @@ def test_the_glossary_is_short_and_names_code_that_exists():
         assert (ROOT / place).exists(), f"{term}: {place}"
         for name in classes:
             assert re.search(rf"^class {name}\b", (ROOT / place).read_text(), re.M), f"{term}: {name} in {place}"
+
+
+def test_every_test_that_the_threats_name_exists():
+    """With its control: a name that nobody has is found."""
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (DOCS / "threats.md").read_text())
+    assert len(named) >= 20
+    assert not [f"{file}::{name}" for file, name in named if not _has_test(file, name)]
+    assert not _has_test("tests/structure/test_docs.py", "test_that_nobody_wrote")
+
+
+def _has_test(file: str, name: str) -> bool:
+    place = ROOT / file
+    return place.exists() and re.search(rf"^(async )?def {name}\(", place.read_text(), re.M) is not None

@@ -1,0 +1,175 @@
+"""Promises against attackers, each with a control that fails without its rule. `make simulate` draws more of them.
+
+The attackers behave for 40 s, so they have their part of the stake when the attack begins, unless they are `late`.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import pytest
+
+from protocol.chain import Chain
+from protocol.rounds.consensus import Consensus
+from protocol.stake import StakeRule
+from tests.simulation.attackers import (
+    Censor,
+    Deserter,
+    FrontRunner,
+    NeverVotes,
+    OverClaimer,
+    SiblingMaker,
+    SoloCertifier,
+    SybilLister,
+    Withholding,
+)
+from tests.simulation.checkers import (
+    Broken,
+    Damage,
+    check_history,
+    check_listed,
+    check_not_ended,
+    check_pace,
+    check_share,
+)
+from tests.simulation.node import key_of
+from tests.simulation.siege import Siege
+
+SLOWEST = 1.5
+"""A round under an attack by less than a third of the stake takes at most this times its usual seconds."""
+
+
+@cache
+def usual(peers: int) -> float:
+    """Return the seconds of a round of a swarm without attackers."""
+    return Siege([], honest=peers).run().seconds_a_round
+
+
+def check_all(damage: Damage, honest: int, attackers: int) -> None:
+    check_history(damage)
+    check_not_ended(damage)
+    check_share(damage, attackers / (honest + attackers))
+    check_pace(damage, usual(honest + attackers), SLOWEST)
+    check_listed(damage, 0.9)
+
+
+# -- history: who is not most of the stake moves nobody --------------------------------------------------------
+
+
+@pytest.mark.parametrize("finals", [None, 3, 8], ids=["coordinator away", "after finals", "before finals"])
+@pytest.mark.parametrize("length, back", [(1, 1), (15, 5), (100, 100)])
+@pytest.mark.parametrize("honest, attackers", [(4, 1), (3, 2)])
+def test_a_private_branch_moves_nobody(honest, attackers, length, back, finals):
+    """However long it is, from wherever, and whatever it claims."""
+    make = partial(SoloCertifier, length=length, back=back)
+    check_all(Siege([make] * attackers, honest=honest, finals=finals).run(), honest, attackers)
+
+
+@pytest.mark.parametrize(
+    "count, fresh, spare", [(1, True, False), (200, False, False), (100, True, False), (40, True, True)]
+)
+def test_records_on_the_head_whose_updates_nobody_has_delay_nobody(count, fresh, spare):
+    """Also new ones in each round, and each by another key."""
+    check_all(Siege([partial(SiblingMaker, count=count, fresh=fresh, spare=spare)]).run(), 4, 1)
+
+
+@pytest.mark.parametrize("honest, attackers, late", [(4, 1, False), (3, 2, False), (4, 4, True)])
+def test_who_certifies_each_round_alone_at_once_is_not_followed(honest, attackers, late):
+    check_all(Siege([partial(FrontRunner, late=late)] * attackers, honest=honest).run(), honest, attackers)
+
+
+def test_founders_hold_a_run_that_is_too_young_for_stake():
+    founders = tuple(key_of(i) for i in range(3))
+    rule = StakeRule(12, founders, 13)
+    check_all(Siege([FrontRunner] * 2, honest=3, begins=10.0, stake=rule).run(), 3, 2)
+    young = Siege([FrontRunner] * 2, honest=3, begins=10.0, stake=StakeRule(12)).run()
+    with pytest.raises(Broken, match="of the windows"):
+        check_share(young, 2 / 5)
+
+
+@pytest.mark.parametrize("finals", [None, 3])
+def test_who_has_left_moves_nobody_with_a_branch_from_before(finals):
+    make = partial(Deserter, length=30, back=6)
+    damage = Siege([make] * 2, finals=finals).run()
+    check_history(damage)
+    check_share(damage, 0.0)
+
+
+def test_private_claims_do_not_end_a_run():
+    make = partial(SoloCertifier, length=40, back=3)
+    damage = Siege([make], total_windows=2000).run()
+    check_history(damage)
+    check_not_ended(damage)
+
+
+# -- pace: less than a third of the stake stops no round ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", [NeverVotes, Withholding, Censor])
+@pytest.mark.parametrize("honest, attackers", [(4, 1), (5, 2)])
+def test_less_than_a_third_does_not_slow_rounds_and_keeps_nobody_out(strategy, honest, attackers):
+    damage = Siege([strategy] * attackers, honest=honest).run()
+    check_history(damage)
+    check_pace(damage, usual(honest + attackers), SLOWEST)
+    check_listed(damage, 0.9)
+
+
+@pytest.mark.parametrize("strategy", [NeverVotes, Withholding, Censor])
+def test_half_of_the_keys_moves_nobody_and_does_not_stop_rounds(strategy):
+    damage = Siege([strategy] * 3, honest=3).run()
+    check_history(damage)
+    check_pace(damage, usual(6), 2.5)
+
+
+@pytest.mark.xfail(reason="listed headers hold turns to propose though nobody has their updates", strict=True)
+def test_a_list_of_keys_that_nobody_knows_slows_no_round():
+    check_pace(Siege([partial(SybilLister, count=40)]).run(), usual(5), SLOWEST)
+
+
+# -- share: claims are believed up to a limit --------------------------------------------------------------------
+
+
+@pytest.mark.xfail(reason="the weight of an update is its claim", strict=True)
+@pytest.mark.parametrize("honest, attackers, late", [(4, 1, False), (5, 2, False), (4, 2, True)])
+def test_the_largest_claims_get_no_more_than_their_share(honest, attackers, late):
+    damage = Siege([partial(OverClaimer, late=late)] * attackers, honest=honest).run()
+    check_share(damage, attackers / (honest + attackers))
+
+
+# -- controls: without the rule the checker says so, and the threshold is where it should be -------------------
+
+
+def heaviest(chain: Chain, fork, competing):
+    return max(competing, key=lambda child: (chain.weight(chain.best_descendant(child.digest)), child.digest))
+
+
+def test_a_branch_of_most_stake_is_followed():
+    with pytest.raises(Broken, match="left 3 rounds"):
+        check_history(Siege([partial(SoloCertifier, length=15, back=3)] * 3, honest=2).run())
+
+
+@pytest.mark.parametrize("strategy", [partial(SoloCertifier, length=15, back=3), partial(Deserter, length=30, back=6)])
+def test_without_the_fork_choice_by_stake_a_private_branch_is_followed(monkeypatch, strategy):
+    monkeypatch.setattr(Chain, "_preferred", heaviest)
+    with pytest.raises(Broken, match="left . rounds"):
+        check_history(Siege([strategy]).run())
+
+
+def test_without_the_fork_choice_by_stake_private_claims_end_a_run(monkeypatch):
+    monkeypatch.setattr(Chain, "_preferred", heaviest)
+    damage = Siege([partial(SoloCertifier, length=40, back=1)], total_windows=2000).run()
+    with pytest.raises(Broken, match="ended the run"):
+        check_not_ended(damage)
+
+
+def test_without_support_a_lone_certifier_takes_all_rounds(monkeypatch):
+    monkeypatch.setattr(Consensus, "is_supported", lambda *_: True)
+    with pytest.raises(Broken, match="100% of the windows"):
+        check_share(Siege([FrontRunner]).run(), 1 / 5)
+
+
+def test_without_support_lone_records_keep_others_out(monkeypatch):
+    monkeypatch.setattr(Consensus, "is_supported", lambda *_: True)
+    damage = Siege([partial(SiblingMaker, count=100)]).run()
+    with pytest.raises(Broken, match="is listed in"):
+        check_listed(damage, 0.9)
