@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from protocol.ids import PeerKey
-from protocol.ledger.credits import Balance
-from protocol.ledger.entries import CreditLine
+from protocol.ledger.credits import AccountBalance as AccountBalance
 
 Kind = Literal["issuance", "pending", "settled", "voided"]
 
@@ -40,21 +39,3 @@ class Transfer:
     micro_credits: int
 
 
-@dataclass(frozen=True, slots=True)
-class AccountBalance:
-    """A peer's three balances."""
-
-    pending: Balance = Balance()
-    settled: Balance = Balance()
-    voided: Balance = Balance()
-
-    def of(self, kind: Kind) -> Balance:
-        """One of the three."""
-        return getattr(self, kind)
-
-    def moved(self, line: CreditLine, source: Kind, target: Kind) -> AccountBalance:
-        """After a transfer of a line."""
-        changed = {target: self.of(target).plus(line)}
-        if source != ISSUANCE:
-            changed[source] = self.of(source).minus(line)
-        return replace(self, **changed)

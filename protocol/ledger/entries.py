@@ -16,6 +16,7 @@ from protocol.checks import bounded, parsed
 from protocol.envelope import MAX_ENVELOPE
 from protocol.errors import MalformedError
 from protocol.ids import MAX_ROUND, Digest, PeerKey, Round, RunId, sha256
+from protocol.ledger.credits import CreditLine as CreditLine
 from protocol.merkle import leaf_hash, tree_hash
 from protocol.messages import MAX_CONTRIBUTORS
 from protocol.wire import ledger_pb2 as wire
@@ -28,20 +29,6 @@ MAX_VOID_ORDER = 1024
 
 MAX_ENTRY = MAX_ENVELOPE + 1024
 """Bytes of an entry: the largest carries a directive."""
-
-
-@dataclass(frozen=True, slots=True)
-class CreditLine:
-    """The credits of one accepted update: a leaf of its round's credit lines.
-
-    `update` is the digest of its signed header.
-    """
-
-    peer: PeerKey
-    update: Digest
-    windows: int
-    tokens: int
-    micro_credits: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -393,7 +393,7 @@ class LedgerState:
             self.totals[source.kind] -= line.micro_credits
             self.totals[target.kind] += line.micro_credits
             balance = self.balances.get(line.peer, _NOTHING)
-            self.balances[line.peer] = balance.moved(line, source.kind, target.kind)
+            self.balances[line.peer] = balance.plus(line) if source.kind == ISSUANCE else balance.moved(line, target.kind)
         return tuple(transfers)
 
     def _extend_branch(self, record: Digest, tokens: int, sequence: int) -> None:

@@ -35,7 +35,7 @@ def _not_the_story(ledger: Ledger) -> list[str]:
             voided = i == 0 and story.void_order(n) is not None
             kind = "voided" if voided else "settled" if settled else "pending"
             s = expected.get(line.peer, AccountBalance())
-            expected[line.peer] = s.moved(line, "issuance", kind)
+            expected[line.peer] = s.plus(line, kind)
     if ledger.balances() != expected:
         found.append("credit is lost or doubled")
     return found
