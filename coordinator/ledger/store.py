@@ -18,7 +18,7 @@ from coordinator.ledger import schema
 from coordinator.ledger.database import Database, SqliteDatabase
 from coordinator.ledger.queries import BALANCES, LedgerQueries
 from coordinator.ledger.rows import AdmissionRow, BindingRow, RefusedUpdate
-from protocol.errors import LedgerRuleError
+from protocol.errors import LedgerRuleError, MalformedError
 from protocol.ids import Digest, PeerKey, Round
 from protocol.ledger.credits import AccountBalance, CreditRule, RoundCredits
 from protocol.ledger.fold import CreditFold, FoldStep
@@ -61,7 +61,11 @@ class Ledger(LedgerQueries):
         try:
             if not reader:
                 schema.prepare(self._db, self.run)
-                if found := self.check(CHECKED_LINES):
+                try:
+                    found = self.check(CHECKED_LINES)
+                except (MalformedError, IndexError, TypeError, ValueError) as e:
+                    found = [f"it cannot be read: {e!r}"]
+                if found:
                     raise LedgerError(f"{self.where} is damaged: {'; '.join(found[:3])}: {schema.REMEDY}")
         except BaseException:
             self._db.close()

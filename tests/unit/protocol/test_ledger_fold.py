@@ -11,6 +11,7 @@ from protocol.errors import LedgerRuleError
 from protocol.ids import Digest, PeerKey, Round
 from protocol.ledger.credits import AccountBalance, Balance, CreditRule, RoundCredits, credits_of
 from protocol.ledger.fold import CreditFold
+from protocol.ledger.verdicts import VerdictWalk
 from protocol.message_codec import KeySigner
 from protocol.messages import Directive, Rollback, Verdict
 from tests.support.coordinator_fakes import ChainMaker, make_spec, peer, state
@@ -151,6 +152,22 @@ def test_what_does_not_follow_is_refused_and_changes_nothing():
             fold.add(wrong)
     assert fold.balances == before and fold.count == 1
     fold.add(rounds[1])
+
+
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_a_walk_down_the_branch_finds_the_verdicts_that_the_fold_counts(after: int):
+    story = Story()
+    first = story.round({0: 40, 1: 30})
+    for _ in range(after - 1):
+        story.round({1: 30})
+    story.round({1: 31}, (first.record, peer(0).key))
+    story.round({1: 31}, (first.record, peer(0).key))  # said again, later
+    walk = VerdictWalk(RULE.hold_rounds)
+    for certificate in reversed(story.maker.certificates):
+        found = walk.is_voided(first.record, Round(0), peer(0).key)
+        walk.pass_record(certificate.record.body)
+    voided = bool(fold_of(story.posted).balances[peer(0).key].voided.rounds)
+    assert found == voided == (after <= 2) and not walk.is_voided(first.record, Round(0), peer(1).key)
 
 
 work = st.dictionaries(st.integers(0, 4), st.integers(1, 900), min_size=1, max_size=4)
