@@ -22,7 +22,7 @@ from coordinator.swarm import TRAINING_PHASES, SwarmView
 from coordinator.tasks import wait_at_most
 from protocol.chain import genesis_digest
 from protocol.errors import CairnError
-from protocol.ids import Digest, PeerKey, Round, RunId
+from protocol.ids import Digest, PeerKey, RunId
 from protocol.ledger.credits import AccountBalance, CreditRule, RoundCredits, credits_of
 from protocol.messages import MAX_VERDICTS, Certificate, Rollback, Verdict
 from protocol.spec import RunSpec

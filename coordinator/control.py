@@ -140,7 +140,9 @@ class RunControl:
                 directive = self.signer.sign(replace(before, sequence=sequence, verdicts=verdicts))
                 await self._follow(directive, publish=True)
             for v in verdicts:
-                log.warning("what peer %s is credited for in record %s is void: %s", v.peer.short, v.record.short, v.reason)
+                log.warning(
+                    "what peer %s is credited for in record %s is void: %s", v.peer.short, v.record.short, v.reason
+                )
         except CairnError as e:
             log.error("verdicts could not be given: %s", e)
 

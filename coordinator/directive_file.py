@@ -35,9 +35,9 @@ class DirectiveFile:
         self._decoder = decoder
 
     def read(self) -> tuple[list[Signed[Directive]], dict[int, Digest | None]]:
-        """Return the directives, oldest first, and the rollbacks that the ledger has followed, each with the
-        newest final record that it left.
+        """Return the directives, oldest first, and the newest final record that each rollback has left.
 
+        The second has the epochs of all rollbacks that the ledger has followed; None if one left no final record.
         A line that a kill has torn is skipped: its directive was not acknowledged.
         """
         directives: list[Signed[Directive]] = []

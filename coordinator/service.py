@@ -192,8 +192,8 @@ class Coordinator:
         self._began = self._now()
         await self._watcher.start()
         for name, work in {
-            "publisher": self._publish_forever, "address publisher": self._publisher.publish_forever, "credits": self.credits.run,
-            "event loop": self._metrics.watch_loop,
+            "publisher": self._publish_forever, "credits": self.credits.run,
+            "address publisher": self._publisher.publish_forever, "event loop": self._metrics.watch_loop,
         }.items():  # fmt: skip
             self._tasks.append(asyncio.create_task(supervise(name, work), name=name))
 

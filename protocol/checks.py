@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from protocol.errors import MalformedError
-from protocol.ids import MAX_COUNT, PeerKey
+from protocol.ids import MAX_COUNT
 
 M = TypeVar("M", bound=Message)
 

@@ -137,7 +137,6 @@ class Leaderboard:
 
     async def load(self) -> None:
         """Read the bindings of peers to accounts. Raises LedgerError."""
-
         self.rounds, rows = await self._ledger.read(lambda ledger: (ledger.size(), ledger.bindings()))
         self._unread = self.rounds
         for row in rows:

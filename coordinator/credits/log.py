@@ -87,7 +87,9 @@ class CreditLog:
             found: list[CreditedRound] = []
             lines, end = 0, first + min(limit, MAX_ROUNDS)
             with ledger.snapshot():
-                while lines < PAGE_LINES and (page := ledger.credited(first + len(found), min(16, end - first - len(found)))):
+                while lines < PAGE_LINES and (
+                    page := ledger.credited(first + len(found), min(16, end - first - len(found)))
+                ):
                     found += page
                     lines += sum(len(r.lines) for r in page)
                 return CreditedRounds(tuple(found), ledger.size(), ledger.settled_count())

@@ -13,7 +13,9 @@ from protocol.ledger.credits import AccountBalance, Balance, CreditLine, CreditR
 from protocol.ledger.fold import CreditFold, PendingRound
 from protocol.messages import Verdict
 
-BALANCES = tuple(f"{kind}_{what}" for kind in ("pending", "settled", "voided") for what in ("micro", "tokens", "rounds"))
+BALANCES = tuple(
+    f"{kind}_{what}" for kind in ("pending", "settled", "voided") for what in ("micro", "tokens", "rounds")
+)
 _END = 2**62
 
 

@@ -105,8 +105,12 @@ CREDIT_ENDPOINTS: tuple[ApiEndpoint, ...] = (
                 "rounds": s.many(
                     s.of(
                         {
-                            "number": s.COUNT, "round": s.COUNT, "record": s.DIGEST, "parent": s.DIGEST,
-                            "time": s.COUNT, "lines": s.many(_LINE),
+                            "number": s.COUNT,
+                            "round": s.COUNT,
+                            "record": s.DIGEST,
+                            "parent": s.DIGEST,
+                            "time": s.COUNT,
+                            "lines": s.many(_LINE),
                         }
                     )
                 ),
@@ -114,8 +118,10 @@ CREDIT_ENDPOINTS: tuple[ApiEndpoint, ...] = (
             description="`size`: all final rounds; `settled`: so many of them, the first ones, are settled",
         ),
         _rounds,
-        (Parameter("first", "the number of the first round", 0), Parameter("limit", "maximum number", MAX_ROUNDS, 1,
-         MAX_ROUNDS)),
+        (
+            Parameter("first", "the number of the first round", 0),
+            Parameter("limit", "maximum number", MAX_ROUNDS, 1, MAX_ROUNDS),
+        ),
         seconds=0,
     ),
     ApiEndpoint(
@@ -127,7 +133,9 @@ CREDIT_ENDPOINTS: tuple[ApiEndpoint, ...] = (
                 "balances": s.many(
                     s.of(
                         {
-                            "peer": s.KEY, "micro_credits_settled": s.MICRO, "micro_credits_pending": s.MICRO,
+                            "peer": s.KEY,
+                            "micro_credits_settled": s.MICRO,
+                            "micro_credits_pending": s.MICRO,
                             "micro_credits_voided": s.MICRO,
                         }
                     )

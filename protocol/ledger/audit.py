@@ -186,8 +186,10 @@ class Auditor:
             b = self._fold.balances.get(peer, AccountBalance())
             true = (b.settled.micro_credits, b.pending.micro_credits, b.voided.micro_credits)
             if (told := totals.get(peer, (0, 0, 0))) != true:
-                self._add_finding(None, f"peer {peer.short} is said to have {told[0]} settled, {told[1]} pending and "
-                                        f"{told[2]} voided micro-credits, not {true[0]}, {true[1]} and {true[2]}")  # fmt: skip
+                words = f"{told[0]} settled, {told[1]} pending and {told[2]} voided micro-credits"
+                self._add_finding(
+                    None, f"peer {peer.short} is said to have {words}, not {true[0]}, {true[1]}, {true[2]}"
+                )
 
     def _add(self, credits: RoundCredits, number: int) -> None:
         epoch, pending = self._fold.epoch, {p.number: p for p in self._fold.pending}
@@ -206,8 +208,8 @@ class Auditor:
     def _compare(self, told: CreditedRound, true: RoundCredits) -> None:
         n = told.number
         if (told.round, told.parent) != (true.round, true.parent):
-            self._add_finding(n, f"number {n} is said to be round {told.round} after record {told.parent.short}; by its "
-                                 f"certificate it is round {true.round} after {true.parent.short}")  # fmt: skip
+            self._add_finding(n, f"number {n} is said to be round {told.round} after record {told.parent.short}; its "
+                                 f"certificate is of round {true.round} after {true.parent.short}")  # fmt: skip
         if told.lines == true.lines:
             return
         wrong = [

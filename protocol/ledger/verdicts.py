@@ -9,7 +9,7 @@ from protocol.messages import RoundRecord
 class VerdictWalk:
     """The verdicts that newer records carry. Call `pass_record` with each record from the newest on, then ask.
 
-    It agrees with `CreditFold`: a verdict counts if a record within `hold_rounds` rounds after the named one carries it.
+    As in `CreditFold`, a verdict counts if a record within `hold_rounds` rounds after the named one carries it.
     """
 
     def __init__(self, hold_rounds: int):

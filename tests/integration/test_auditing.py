@@ -44,7 +44,7 @@ from protocol.rounds.policy import RoundPolicy
 from protocol.wire import swarm_pb2 as wire
 from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer, state
 from tests.support.coordinator_service import running, settled
-from tests.support.specs import OWNER, digest, identity
+from tests.support.specs import OWNER, digest
 from tests.support.waiting import until
 
 SPEC = make_spec(

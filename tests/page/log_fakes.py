@@ -1,4 +1,4 @@
-"""Receipts and certificates made by hand behind the routes by which receipts are checked; one of them can be altered."""
+"""Receipts and certificates made by hand behind the routes of the page; one of them can be altered."""
 
 from __future__ import annotations
 

@@ -317,7 +317,9 @@ async def test_what_nobody_can_have_done_is_voided_with_the_numbers_and_only_at_
         assert "over 100 s" in verdicts[1].reason and not any(b.voided.rounds for b in f.balances.values())
     async with following(swarm, tmp_path, lambda: clock[0]) as (f, until):
         assert f.verdicts == verdicts  # a restart forgets none
-        swarm.chain.carry(KeySigner(OWNER).sign(Directive(spec.run_id, 1, verdicts=tuple(sorted(verdicts, key=_place)))))
+        swarm.chain.carry(
+            KeySigner(OWNER).sign(Directive(spec.run_id, 1, verdicts=tuple(sorted(verdicts, key=_place))))
+        )
         for _ in range(DEPTH + 1):
             swarm.round({0: 600})
         await until(lambda: f.head and f.head[1] == swarm.head)
@@ -330,6 +332,7 @@ async def test_what_nobody_can_have_done_is_voided_with_the_numbers_and_only_at_
 
 def _place(v):
     return v.record, v.peer
+
 
 async def test_after_a_rollback_the_ledger_follows_the_new_branch_and_keeps_what_was_issued(tmp_path):
     swarm = FakeSwarm(HOLDING)

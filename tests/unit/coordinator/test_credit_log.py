@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-import sqlite3
 import time
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +27,6 @@ from protocol.message_codec import KeySigner
 from protocol.messages import Directive, UpdateHeader, Verdict
 from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer, state
 from tests.support.specs import OWNER, digest, identity
-from tests.support.waiting import until
 
 HOLD = 2
 SPEC = make_spec(credit={"hold_rounds": HOLD, "flops_per_parameter_token": 1000})
@@ -63,9 +60,7 @@ class World:
         self.chain = IndexedChain()
         self.receipts_made = Receipts(SPEC, OWNER, self.swarm, self.ledger, self.now)
         self.board = self.leaderboard()
-        self.log = CreditLog(
-            self.ledger, self.swarm, self.chain, self.receipts_made, self.board, asyncio.Event()
-        )
+        self.log = CreditLog(self.ledger, self.swarm, self.chain, self.receipts_made, self.board, asyncio.Event())
         await self.log.start()
         await self.board.load_recent()
         await self.read_balances()
@@ -276,7 +271,8 @@ async def test_rounds_come_page_by_page_with_what_is_settled_and_void(ledger_pla
         rest = await w.log.rounds(len(first.rounds), 1000)
         found = [*first.rounds, *rest.rounds]
         assert len(first.rounds) == 16 and (first.size, first.settled) == (21, 21 - HOLD)
-        assert [(r.number, r.record, r.lines) for r in found] == [(i, a.record, a.lines) for i, a in enumerate(accounts)]
+        told = [(r.number, r.record, r.lines) for r in found]
+        assert told == [(i, a.record, a.lines) for i, a in enumerate(accounts)]
         place = [x.peer for x in accounts[19].lines].index(peer(2).key)
         assert {r.number: r.voided for r in found if r.voided} == {19: {place: 20}}
         assert found[19].status(place, 19) == "voided" and found[19].status(1 - place, 19) == "pending"

@@ -106,7 +106,8 @@ def test_verdicts_that_never_came_into_the_chain_are_forgotten(ledger):
     chain = chain_of(6)
     for account in accounts_of(chain):
         ledger.add_verdicts(account.round, [Verdict(account.record, account.lines[0].peer, "too fast")])
-        ledger.add_verdicts(account.round, [Verdict(Digest(bytes([account.round]) * 32), peer(0).key, "another branch")])
+        lost = Digest(bytes([account.round]) * 32)
+        ledger.add_verdicts(account.round, [Verdict(lost, peer(0).key, "another branch")])
         ledger.post(account)
     named = {v.record for v in ledger.verdicts(99)}
     assert accounts_of(chain)[5].record in named and accounts_of(chain)[1].record not in named

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -91,7 +93,9 @@ def test_a_verdict_voids_what_is_pending_and_never_what_has_settled():
     assert fold.balances[peer(0).key].voided.rounds == 1 and fold.balances[peer(1).key].voided.rounds == 0
     for _ in range(3):
         story.round({1: 30})
-    late = story.round({1: 30}, (first.record, peer(1).key), (first.record, peer(0).key), (bytes(32), peer(7).key))
+    late = story.round(
+        {1: 30}, (first.record, peer(1).key), (first.record, peer(0).key), (Digest(bytes(32)), peer(7).key)
+    )
     fold = fold_of(story.posted)
     assert fold.balances[peer(1).key].voided.rounds == 0 and fold.balances[peer(0).key].voided.rounds == 1
     assert late.verdicts and fold.balances[peer(0).key].settled.rounds == 1
@@ -138,13 +142,9 @@ def test_what_does_not_follow_is_refused_and_changes_nothing():
     story = Story()
     rounds = [story.round({0: 40, 1: 30}) for _ in range(3)]
     a = rounds[1]
-    swapped = RoundCredits(a.round, a.record, a.parent, a.base_state, a.loss, a.lines[::-1])
-    more = RoundCredits(
-        a.round, a.record, a.parent, a.base_state, a.loss,
-        tuple(RULE.line(x.peer, x.update, x.windows).__class__(x.peer, x.update, x.windows + 1, x.tokens,
-              x.micro_credits) for x in a.lines),
-    )  # fmt: skip
-    empty = RoundCredits(a.round, a.record, a.parent, a.base_state, a.loss, ())
+    swapped = replace(a, lines=a.lines[::-1])
+    more = replace(a, lines=tuple(replace(x, windows=x.windows + 1) for x in a.lines))
+    empty = replace(a, lines=())
     fold = fold_of(rounds[:1])
     before = dict(fold.balances)
     for wrong in (rounds[0], rounds[2], swapped, more, empty):
@@ -162,7 +162,7 @@ def test_a_walk_down_the_branch_finds_the_verdicts_that_the_fold_counts(after: i
         story.round({1: 30})
     story.round({1: 31}, (first.record, peer(0).key))
     story.round({1: 31}, (first.record, peer(0).key))  # said again, later
-    walk = VerdictWalk(RULE.hold_rounds)
+    walk, found = VerdictWalk(RULE.hold_rounds), False
     for certificate in reversed(story.maker.certificates):
         found = walk.is_voided(first.record, Round(0), peer(0).key)
         walk.pass_record(certificate.record.body)
