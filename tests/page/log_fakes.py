@@ -51,7 +51,7 @@ class FakeLog:
 
     def routes(self) -> list[Route]:
         async def certificate(request: Request) -> Response:
-            number = request.path_params["number"]
+            number = int(request.path_params["number"])
             answer = json_view.certificate(self.certificates[number], lambda key: key.short)
             answer["bytes"]["record"] = base64.b64encode(self.records[number]).decode()
             return JSONResponse(answer)
@@ -77,7 +77,7 @@ class FakeLog:
             return JSONResponse(who | numbers | more | {"recent": 12345, "tokens": 10**6, "rounds": 20})
 
         return [
-            Route("/api/rounds/{number:int}/certificate", certificate),
+            Route("/api/rounds/{number}/certificate", certificate),
             Route("/api/receipts", receipts),
             Route("/api/accounts/{key}", account),
         ]
