@@ -22,10 +22,9 @@ from coordinator.swarm import TRAINING_PHASES, SwarmView
 from coordinator.tasks import wait_at_most
 from protocol.chain import genesis_digest
 from protocol.errors import CairnError
-from protocol.ids import Digest, PeerKey, Round, RunId
-from protocol.ledger.accounts import AccountBalance as AccountBalance
-from protocol.ledger.credits import CreditRule, RoundCredits, credits_of
-from protocol.messages import Certificate
+from protocol.ids import Digest, PeerKey, RunId
+from protocol.ledger.credits import AccountBalance, CreditRule, RoundCredits, credits_of
+from protocol.messages import MAX_VERDICTS, Certificate, Rollback, Verdict
 from protocol.spec import RunSpec
 
 log = logging.getLogger(__name__)
@@ -66,7 +65,8 @@ class ChainIndexer:
         self._moving = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._unsubscribe: Callable[[], None] | None = None
-        self._halted = ""
+        self.verdicts: tuple[Verdict, ...] = ()
+        """Verdicts that the chain should carry and does not yet, at most MAX_VERDICTS, the oldest ones."""
         self.problem = ""
         """Why the chain cannot be followed, for people; empty when all is well."""
 
@@ -88,28 +88,25 @@ class ChainIndexer:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def halt(self, reason: str) -> None:
-        """Post nothing from now on, since the ledger is damaged; "" ends that."""
-        self._halted = reason
-
     async def switch_epoch(self, epoch: int) -> None:
         """Follow the branch of this number of rollbacks: what is signed from now on names it."""
         async with self._moving:
             self._finalizer.epoch = epoch
         self._wake.set()
 
-    async def rollback(self, record: Digest, round_: Round, directive: bytes) -> bool:
-        """Take the ledger back to a record that it has, by a directive that the owner signed (an envelope).
+    async def rollback(self, rollback: Rollback) -> bool:
+        """Take the credited branch back by a rollback that the owner signed.
 
-        Issued credits remain; the next posted round is the child of `record`. A repeated call for the same rollback,
-        also by a later directive, changes nothing and returns False. So does a call while the ledger ends at the record
-        or before it. Raises LedgerConflictError if the ledger has no such round, or the directive does not say so.
+        Issued credits remain; the next posted round is the child of the rollback's record. A repeated call for the same
+        rollback changes nothing and returns False. So does a call while the branch ends at the record or before it.
+        Raises LedgerConflictError if the branch has no such round.
         """
+        last_kept = rollback.round - 1
 
         def take_back(ledger: Ledger) -> bool:
             last = ledger.last()
-            ahead = last is not None and (last[0] > round_ or (last[0] == round_ and last[1] != record))
-            return ahead and ledger.rollback(record, round_, directive)
+            ahead = last is not None and (last[0] > last_kept or (last[0] == last_kept and last[1] != rollback.record))
+            return ahead and ledger.rollback(rollback)
 
         async with self._moving:  # no round may be posted between the check and the change
             if not await self._ledger.run(take_back):
@@ -117,6 +114,30 @@ class ChainIndexer:
             await self._read_ledger()
         self._wake.set()
         return True
+
+    async def post_abandoned(self, tip: Digest, rollback: Rollback) -> None:
+        """Count the final rounds that a rollback left, up to `tip`, from their certificates, if the database was lost.
+
+        Nothing is done if the index has followed the rollback.
+        """
+        async with self._moving:
+            last, followed = await self._ledger.run(lambda ledger: (ledger.last(), ledger.epoch()))
+            if followed >= rollback.epoch:
+                return
+            path: list[RoundCredits] = []
+            at, base = tip, last[1] if last else genesis_digest(self._run)
+            while at != base and (certificate := self._view.certificate(at)) is not None:
+                path.append(credits_of(certificate, self._rule))
+                at = path[-1].parent
+            if at != base:
+                log.error("rounds that rollback %d left are not credited: no certificates of them here", rollback.epoch)
+                return
+            path.reverse()
+            for i in range(0, len(path), ROUNDS_PER_TRANSACTION):
+                some = path[i : i + ROUNDS_PER_TRANSACTION]
+                await self._ledger.run(lambda ledger, s=some: self._post(ledger, s, None))
+            await self._ledger.run(lambda ledger: ledger.rollback(rollback))
+            await self._read_ledger()
 
     async def _read_ledger(self) -> None:
         last, balances, first_seen, finalization = await self._ledger.run(
@@ -138,7 +159,7 @@ class ChainIndexer:
             self._wake.clear()
             try:
                 async with self._moving:
-                    problem = self._halted or await self._pass()
+                    problem = await self._pass()
             except CairnError as e:
                 problem = str(e)
             except Exception as e:  # logged, shown on the page, and tried again
@@ -169,13 +190,14 @@ class ChainIndexer:
             new = [credits_of(c, self._rule) for c in _linked(page, at)]
             accounts += new
             last_page = len(page) < PAGE
-            await self._note_first_seen([a for a in new if a.record not in known], at_head=last_page)
+            await self._note_first_seen([a for a in new if a.record not in known], accounts, at_head=last_page)
             accounts = await self._post_final(accounts)
             if last_page:
                 break
             at = accounts[-1].record if accounts else new[-1].record
             await asyncio.sleep(0)
         self._chain.set_open(accounts)
+        self.verdicts = await self._ledger.read(lambda ledger: ledger.verdicts(MAX_VERDICTS))
         self.caught_up = not self._is_behind()
         await self._finalizer.publish()
         return ""
@@ -198,17 +220,8 @@ class ChainIndexer:
     def _post(
         self, ledger: Ledger, accounts: Sequence[RoundCredits], finalization: bytes | None
     ) -> tuple[list[RoundCredits], dict[PeerKey, AccountBalance]]:
-        """Post rounds, the finalization of the last, and void orders: in the ledger's thread, in one transaction."""
-        added = []
-        for account in accounts:
-            since = ledger.active_since(e.peer for e in account.lines)
-            if not ledger.post(account, finalization=finalization if account is accounts[-1] else None):
-                continue
-            added.append(account)
-            seen_at = self._chain.first_seen.get(account.record)
-            if seen_at is not None and ledger.holds(account.record):
-                for void_order in self._plausibility.void_orders(account, seen_at, since):
-                    ledger.void(void_order)
+        """Post rounds, and the finalization of the last: in the ledger's thread, in one transaction."""
+        added = [a for a in accounts if ledger.post(a, finalization=finalization if a is accounts[-1] else None)]
         return added, ledger.current_balances()
 
     async def _off_the_chain(self) -> str:
@@ -223,8 +236,13 @@ class ChainIndexer:
             f"{posted[1].short}, with which the ledger ends"
         )
 
-    async def _note_first_seen(self, new: Sequence[RoundCredits], *, at_head: bool) -> None:
-        """Note the time of the newest record, if this coordinator was there when it was made."""
+    async def _note_first_seen(
+        self, new: Sequence[RoundCredits], chain: Sequence[RoundCredits], *, at_head: bool
+    ) -> None:
+        """Note the time of the newest record, if this coordinator was there when it was made, and judge its updates.
+
+        `chain`: the rounds that are not posted, up to this one.
+        """
         if not new or not at_head or self._is_behind(new[-1].round):
             return
         newest = new[-1]
@@ -233,7 +251,20 @@ class ChainIndexer:
         now = self._now()
         self._chain.first_seen[newest.record] = now
         self._on_new_head(newest)
-        await self._ledger.run(lambda ledger: ledger.note_first_seen(newest.record, newest.round, now))
+
+        def note(ledger: Ledger) -> None:
+            since = ledger.active_since(line.peer for line in newest.lines)
+            for account in chain:
+                if account is not newest:
+                    seen_at = self._chain.first_seen.get(account.record)
+                    for line in account.lines:
+                        since.pop(line.peer, None)
+                        if seen_at is not None:
+                            since[line.peer] = seen_at
+            ledger.note_first_seen(newest.record, newest.round, now)
+            ledger.add_verdicts(newest.round, self._plausibility.verdicts(newest, now, since))
+
+        await self._ledger.run(note)
 
     def _is_behind(self, head_round: int | None = None) -> bool:
         """Return whether most of the members are further than this chain; a single liar changes nothing."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from coordinator.chain_indexer import ChainIndexer
 from coordinator.directive_file import DirectiveFile
@@ -20,8 +20,8 @@ from coordinator.errors import RefusedError
 from coordinator.ledger_thread import LedgerThread
 from coordinator.swarm import SwarmView
 from protocol.errors import CairnError
-from protocol.ids import Digest, PeerKey, Round
-from protocol.message_codec import MessageDecoder
+from protocol.ids import Digest, PeerKey, Round, RunId
+from protocol.message_codec import KeySigner, MessageDecoder
 from protocol.messages import Directive, Signed
 
 log = logging.getLogger(__name__)
@@ -37,9 +37,13 @@ class RunControl:
     indexer: ChainIndexer
     ledger: LedgerThread
     file: DirectiveFile
+    signer: KeySigner
+    run: RunId
+    now: Callable[[], float]
     newest: Signed[Directive] | None = field(default=None, init=False)
     _changing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _receiving: asyncio.Task[None] | None = field(default=None, init=False)
+    _issuing: asyncio.Task[None] | None = field(default=None, init=False)
     _unsubscribe: Callable[[], None] | None = field(default=None, init=False)
 
     async def start(self) -> None:
@@ -51,9 +55,10 @@ class RunControl:
     async def stop(self) -> None:
         if self._unsubscribe is not None:
             self._unsubscribe()
-        if self._receiving is not None:
-            self._receiving.cancel()
-            await asyncio.gather(self._receiving, return_exceptions=True)
+        for task in (self._receiving, self._issuing):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
 
     async def _resume(self) -> None:
         stored, done = await asyncio.to_thread(self.file.read)
@@ -68,8 +73,12 @@ class RunControl:
         await self.view.publish_directive(newest)
         for epoch in range(1, newest.body.epoch + 1):
             first = next((d for d in stored if d.body.epoch == epoch), None)
-            if first is not None and epoch not in done:
+            if first is None or (back := first.body.rollback) is None:
+                continue
+            if epoch not in done:
                 await self._roll_back(first)
+            elif (left := done[epoch]) is not None:
+                await self.indexer.post_abandoned(left, back)
         await self.indexer.switch_epoch(newest.body.epoch)
         log.info("the owner's newest directive: %s", describe(newest.body))
 
@@ -114,6 +123,29 @@ class RunControl:
         except CairnError as e:
             log.error("the owner's directive that the swarm knows cannot be followed here: %s", e)
 
+    def bring_verdicts(self) -> None:
+        """Bring verdicts that the chain should carry into a directive of their own, unless the newest has them."""
+        missing = set(self.indexer.verdicts) - set(self.newest.body.verdicts if self.newest is not None else ())
+        if missing and (self._issuing is None or self._issuing.done()):
+            self._issuing = asyncio.create_task(self._issue_verdicts(), name="verdicts")
+
+    async def _issue_verdicts(self) -> None:
+        try:
+            async with self._changing:
+                verdicts = tuple(sorted(self.indexer.verdicts, key=lambda v: (v.record, v.peer)))
+                before = Directive(self.run, 0) if self.newest is None else self.newest.body
+                if self._is_behind(self.view.directive) or set(verdicts) <= set(before.verdicts):
+                    return
+                sequence = max(before.sequence + 1, int(self.now() * 1000))
+                directive = self.signer.sign(replace(before, sequence=sequence, verdicts=verdicts))
+                await self._follow(directive, publish=True)
+            for v in verdicts:
+                log.warning(
+                    "what peer %s is credited for in record %s is void: %s", v.peer.short, v.record.short, v.reason
+                )
+        except CairnError as e:
+            log.error("verdicts could not be given: %s", e)
+
     async def _follow(self, directive: Signed[Directive], *, publish: bool) -> None:
         before = 0 if self.newest is None else self.newest.body.epoch
         await asyncio.to_thread(self.file.append, directive)
@@ -143,10 +175,11 @@ class RunControl:
         back = directive.body.rollback
         if back is None:
             return
-        number = Round(back.round - 1)
-        if not await self._continues_from(back.record, number):
-            await self.indexer.rollback(back.record, number, directive.encoded)
-        await asyncio.to_thread(self.file.mark_done, back.epoch)
+        last = await self.ledger.run(lambda ledger: ledger.last())
+        if not await self._continues_from(back.record, Round(back.round - 1)) and await self.indexer.rollback(back):
+            await asyncio.to_thread(self.file.mark_done, back.epoch, None if last is None else last[1])
+        else:
+            await asyncio.to_thread(self.file.mark_done, back.epoch, None)
 
     async def _continues_from(self, record: Digest, number: Round) -> bool:
         """Return whether the ledger's rounds after this record are those of the chain as it is now.

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from coordinator.history import RoundHistory, RoundPoint
 from protocol.ids import Digest, PeerKey, Round
-from protocol.ledger.accounts import AccountBalance as AccountBalance
-from protocol.ledger.credits import Balance, RoundCredits, sum_credits
+from protocol.ledger.credits import AccountBalance, Balance, RoundCredits, sum_credits
 
 MAX_REMEMBERED = 64
 """Newest posted rounds whose credit lines are kept in memory."""

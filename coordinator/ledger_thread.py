@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import queue
-import sys
 import threading
 import time
-from asyncio.subprocess import PIPE
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -61,7 +59,6 @@ class LedgerThread:
         self._reading = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger-reader")
         self._ledger: Ledger | None = None
         self._reader: Ledger | None = None
-        self._where: tuple[str | Path, RunSpec] | None = None
         self._waiting = 0
 
     async def open(self, where: str | Path, spec: RunSpec, now: Callable[[], float] = time.time) -> None:
@@ -72,7 +69,7 @@ class LedgerThread:
         except BaseException:
             ledger.close()
             raise
-        self._ledger, self._where = ledger, (where, spec)
+        self._ledger = ledger
         self._thread = threading.Thread(target=self._write_on, args=(ledger,), name="ledger", daemon=True)
         self._thread.start()
 
@@ -93,29 +90,6 @@ class LedgerThread:
         if (reader := self._reader) is None:
             raise RuntimeError("the ledger is not open")
         return await self._answered(asyncio.get_running_loop().run_in_executor(self._reading, work, reader))
-
-    async def check(self) -> list[str]:
-        """Return where the whole ledger differs from what it should be (`Ledger.check`).
-
-        Raises LedgerError if it is unreadable.
-
-        It may take minutes, in a separate process.
-        """
-        if self._where is None:
-            raise RuntimeError("the ledger is not open")
-        where, spec = self._where
-        command = [sys.executable, "-m", "coordinator.ledger"]
-        process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
-        try:
-            found, error = await process.communicate(f"{where}\n".encode() + spec.canonical())
-        except BaseException:
-            with suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-            raise
-        if process.returncode:
-            raise LedgerError(error.decode(errors="replace").strip()[-1000:] or f"{command} failed")
-        return found.decode(errors="replace").splitlines()
 
     def _check(self) -> None:
         if self._ledger is None:

@@ -44,8 +44,7 @@ class MetricSources:
     viewers: Callable[[], int]
     folder: Path
     admitted: Callable[[], int]
-    ledger_entries: Callable[[], int]
-    head_seconds: Callable[[], float]
+    rounds_credited: Callable[[], int]
     alerts: Callable[[], tuple[str, ...]]
     archive: Callable[[], Sequence[tuple[str, str, float]]]
 
@@ -172,8 +171,7 @@ class _Swarm:
             ("cairn_page_viewers", "Open live views of the page.", s.viewers()),
             ("cairn_disk_free_bytes", "Free where the run's folder is.", disk.free),
             ("cairn_disk_size_bytes", "Size of the disk where the run's folder is.", disk.total),
-            ("cairn_ledger_entries", "Entries of the ledger's log.", s.ledger_entries()),
-            ("cairn_tree_head_age_seconds", "Since the newest signed tree head.", s.head_seconds()),
+            ("cairn_rounds_credited", "Final rounds in the ledger, on any branch.", s.rounds_credited()),
         ):  # fmt: skip
             if value is not None:
                 yield GaugeMetricFamily(name, what, value=float(value))

@@ -206,7 +206,7 @@ class CoordinatorService(stubs.CoordinatorServicer):
         entries = await self._ledger.read(lambda ledger: ledger.history_of(peer, limit=MAX_ENTRIES))
         newest += [
             wire.AccountEntry(
-                round=e.round, record=e.record, tokens=e.tokens, micro_credits=e.micro_credits,
+                round=e.round, record=e.record, tokens=e.line.tokens, micro_credits=e.line.micro_credits,
                 settled=e.status == "settled",
             )
             for e in entries

@@ -25,14 +25,12 @@ from coordinator.credits.leaderboard import Leaderboard
 from coordinator.credits.log import CreditLog
 from coordinator.credits.plausibility import PlausibilityCheck
 from coordinator.credits.receipts import Receipts
-from coordinator.credits.tree_heads import TreeHeadSigner
 from coordinator.directive_file import DirectiveFile
 from coordinator.directives import DirectiveEffects
-from coordinator.errors import CoordinatorError, LedgerError
+from coordinator.errors import CoordinatorError
 from coordinator.finalizer import Finalizer
 from coordinator.health import Health
 from coordinator.indexed_chain import IndexedChain
-from coordinator.ledger.integrity import REMEDY
 from coordinator.ledger_thread import LedgerThread
 from coordinator.metrics import Metrics, MetricSources
 from coordinator.observation_file import ObservationFile
@@ -52,7 +50,7 @@ from protocol.identity import Identity
 from protocol.ids import Digest, RunId
 from protocol.invite import MAX_SWARM_ADDRESSES, HostPort, Invite, one_per_peer_first
 from protocol.ledger.credits import RoundCredits
-from protocol.message_codec import MessageDecoder
+from protocol.message_codec import KeySigner, MessageDecoder
 from protocol.spec import RunSpec
 
 log = logging.getLogger(__name__)
@@ -60,9 +58,6 @@ log = logging.getLogger(__name__)
 LEDGER_FILE = "ledger.sqlite"
 OBSERVATIONS_FILE = "observations.jsonl"
 STOP_SECONDS = 3.0
-FIRST_CHECK_SECONDS = 60.0
-CHECK_SECONDS = 86_400.0
-"""Seconds from the start to the first check of the whole ledger, and between two checks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +110,18 @@ class Coordinator:
         self._observation_file = ObservationFile(config.folder / OBSERVATIONS_FILE)
         self._finalizer = Finalizer(spec, owner, view, ledger, chain)
         self.indexer = indexer = ChainIndexer(
-            spec, view, ledger, chain, self._finalizer, PlausibilityCheck(spec, owner), directives, now,
+            spec, view, ledger, chain, self._finalizer, PlausibilityCheck(spec), directives, now,
             on_pass=self._wake, on_new_head=self._observe,
         )  # fmt: skip
         decoder = MessageDecoder(spec.run_id, spec.owner_key, remember=16)
         directive_file = DirectiveFile(config.folder, decoder)
-        self.control = RunControl(decoder, view, directives, indexer, ledger, directive_file)
+        self.control = RunControl(
+            decoder, view, directives, indexer, ledger, directive_file, KeySigner(owner), spec.run_id, now
+        )  # fmt: skip
         self.admitter = Admitter(spec, owner, config.codes, ledger, now, chain.has_credits, self.control.refusal)
         leaderboard = Leaderboard(spec.run_id, ledger, chain, self.admitter.name_of, self.admitter.knows, now)
         self.credits = CreditLog(
-            ledger, view, chain, TreeHeadSigner(spec.run_id, owner, ledger, now),
-            Receipts(spec, owner, view, ledger, now), leaderboard, self._credit_news,
+            ledger, view, chain, Receipts(spec, owner, view, ledger, now), leaderboard, self._credit_news
         )  # fmt: skip
 
         self.peers = PeerRegistry(self._member_seconds)
@@ -140,8 +136,8 @@ class Coordinator:
         )  # fmt: skip
         self._metrics = Metrics(MetricSources(
             overview=self.overview, viewers=lambda: len(self.feed), folder=config.folder,
-            admitted=lambda: self.admitter.count, ledger_entries=lambda: leaderboard.size,
-            head_seconds=lambda: self.credits.tree_heads.age, alerts=lambda: self._watcher.names,
+            admitted=lambda: self.admitter.count, rounds_credited=lambda: leaderboard.rounds,
+            alerts=lambda: self._watcher.names,
             archive=archiver.gauges,
         ))  # fmt: skip
         self.api = PageApi(
@@ -196,9 +192,8 @@ class Coordinator:
         self._began = self._now()
         await self._watcher.start()
         for name, work in {
-            "publisher": self._publish_forever, "ledger check": self._check_forever,
-            "address publisher": self._publisher.publish_forever, "credits": self.credits.run,
-            "event loop": self._metrics.watch_loop, "admissions": self._tend_admissions,
+            "publisher": self._publish_forever, "credits": self.credits.run, "admissions": self._tend_admissions,
+            "address publisher": self._publisher.publish_forever, "event loop": self._metrics.watch_loop,
         }.items():  # fmt: skip
             self._tasks.append(asyncio.create_task(supervise(name, work), name=name))
 
@@ -222,13 +217,14 @@ class Coordinator:
     def _wake(self) -> None:
         self._news.set()
         self._credit_news.set()
+        self.control.bring_verdicts()
 
     def _observe(self, account: RoundCredits) -> None:
         self.observations.decide(account, self._view.heartbeats())
 
     @property
     def page_url(self) -> str:
-        """The page's address for people, and for clients of the log of credits."""
+        """The page's address for people, and for clients that read credits."""
         if self._config.page_url:
             return self._config.page_url
         host = self._config.page_host
@@ -277,9 +273,8 @@ class Coordinator:
             caught_up=self.indexer.caught_up, round=o.round,
             round_limit=r.max_seconds + r.exchange_seconds + r.patience_seconds,
             losses=tuple(x.account.loss for x in o.rounds), training=o.training, diverged=o.diverged,
-            disk_free=disk.free, disk_size=disk.total, head_age=self.credits.tree_heads.age,
+            disk_free=disk.free, disk_size=disk.total,
             validation_losses=self._archiver.newest_losses(), archive_problem=o.archive_problem,
-            log_problem=self.credits.tree_heads.problem,
         )  # fmt: skip
 
     async def _save_observations(self) -> None:
@@ -304,16 +299,3 @@ class Coordinator:
         while True:
             await asyncio.sleep(TEND_SECONDS)
             await self.admitter.tend(self._view.heartbeats())
-
-    async def _check_forever(self) -> None:
-        """Check the whole ledger a minute after the start and then daily: a start checks only small ones completely."""
-        await asyncio.sleep(FIRST_CHECK_SECONDS)
-        while True:
-            try:
-                if found := await self.ledger.check():
-                    damage = f"the ledger is damaged: {'; '.join(found[:3])}: {REMEDY}"
-                    self.indexer.halt(damage)
-                    log.error("%s", damage)
-            except LedgerError as e:
-                log.error("the ledger could not be checked: %s", e)
-            await asyncio.sleep(CHECK_SECONDS)

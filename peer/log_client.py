@@ -1,4 +1,4 @@
-"""Reads a coordinator's log of credits over HTTP: entries, proofs, receipts, totals.
+"""Reads what a coordinator says of credits over HTTP: rounds, receipts, totals.
 
 Signatures are verified here; everything else about an answer is for `protocol.ledger` to judge. So the transport need
 not be trusted.
@@ -18,15 +18,16 @@ from urllib.parse import urlencode
 
 from peer.coordinator_client import CoordinatorRefused, CoordinatorUnreachable
 from protocol.errors import CairnError, MalformedError
-from protocol.ids import MAX_COUNT, PeerKey, RunId
-from protocol.ledger.statements import Receipt, SignedStatement, TreeHead, open_receipt, open_tree_head
-from protocol.proofs import MAX_PROOF
+from protocol.ids import MAX_COUNT, Digest, PeerKey, Round, RunId
+from protocol.ledger.audit import CreditedRound, CreditedRounds
+from protocol.ledger.credits import CreditLine
+from protocol.ledger.statements import Receipt, SignedStatement, open_receipt
 from protocol.strict_json import read_json
 
 T = TypeVar("T")
 
 MAX_ANSWER = 16 * 1024 * 1024
-"""Bytes of one answer; a page of the log has about 1.4 MB, plus at most one group of lines."""
+"""Bytes of one answer; a page of rounds has about 1.5 MB, plus at most the lines of 16 rounds."""
 
 MAX_TEXT = 80
 TIMEOUT_SECONDS = 20.0
@@ -51,7 +52,7 @@ class Receipted:
 class CreditTotals:
     """Totals of a peer or an account by the coordinator's word; `cairn audit ledger` recomputes them.
 
-    Amounts are micro-credits, `recent` micro-credits a day. `rounds_total` counts the round entries of the ledger.
+    Amounts are micro-credits, `recent` micro-credits a day. `rounds_total` counts the final rounds.
     """
 
     key: PeerKey
@@ -69,19 +70,11 @@ class CreditTotals:
     rounds_total: int
 
 
-@dataclass(frozen=True, slots=True)
-class LinesOf:
-    """The credit lines of a round entry, as they were written."""
-
-    entry: int
-    lines: tuple[bytes, ...]
-
-
 class LogClient:
-    """One coordinator's log of credits, on its page. Every method raises CairnError."""
+    """What one coordinator says of credits, on its page. Every method raises CairnError."""
 
     def __init__(self, page: str, run: RunId, owner: PeerKey, fetch: Fetch | None = None):
-        """Prepare; `page` is the page's address, as the coordinator gives it, `owner` the key that signs the log."""
+        """Prepare; `page` is the page's address, as the coordinator gives it, `owner` the key that signs receipts."""
         if not page.startswith(("http://", "https://")):
             raise CairnError(f"the coordinator names {page[:100]!r} as its page, which is no web address: update it")
         self._page = page.rstrip("/")
@@ -89,35 +82,17 @@ class LogClient:
         self._owner = owner
         self._fetch = fetch or fetch_url
 
-    async def heads(self, before: int = 0, limit: int = 1) -> list[SignedStatement[TreeHead]]:
-        """Return tree heads signed by the owner, newest first; of sizes less than `before`, unless that is 0."""
-        return [open_tree_head(sent, self._run, self._owner) for sent in await self.heads_sent(before, limit)]
+    async def rounds(self, first: int, limit: int) -> CreditedRounds:
+        """Return final rounds, unverified, from number `first` on."""
+        answer = await self._get("/api/credits/rounds", first=first, limit=limit)
+        rounds = _items(answer, "rounds", _round)[:limit]
+        return CreditedRounds(tuple(rounds), _field(answer, "size", _count), _field(answer, "settled", _count))
 
-    async def heads_sent(self, before: int = 0, limit: int = 1) -> list[bytes]:
-        """Return the same unverified: an auditor names the bad ones."""
-        answer = await self._get("/api/log/head", before=before or None, limit=limit)
-        return _items(answer, "heads", _bytes)[:limit]
-
-    async def entries(self, first: int, limit: int) -> tuple[list[bytes], int]:
-        """Return entries of the log from `first` on, and its size."""
-        answer = await self._get("/api/log/entries", first=first, limit=limit)
-        return _items(answer, "entries", _bytes)[:limit], _field(answer, "size", _count)
-
-    async def lines(self, first: int, limit: int) -> tuple[list[LinesOf], int]:
-        """Return the lines of round entries from `first` on, in order, and the entry to continue from."""
-        answer = await self._get("/api/log/lines", first=first, limit=limit)
-        groups = _items(
-            answer, "groups", lambda g: LinesOf(_field(g, "entry", _count), tuple(_items(g, "lines", _bytes)))
-        )
-        return groups, min(_field(answer, "next", _count), first + limit)
-
-    async def inclusion(self, entry: int, size: int) -> tuple[bytes, ...]:
-        """Return a proof for `proofs.check_inclusion`."""
-        return _hashes(await self._get("/api/log/inclusion", entry=entry, size=size))
-
-    async def consistency(self, first: int, second: int) -> tuple[bytes, ...]:
-        """Return a proof for `proofs.check_consistency`."""
-        return _hashes(await self._get("/api/log/consistency", first=first, second=second))
+    async def balances(self, after: PeerKey | None = None) -> tuple[int, dict[PeerKey, tuple[int, int, int]]]:
+        """Return the number of final rounds, and peers' settled, pending and voided micro-credits after them."""
+        answer = await self._get("/api/credits/balances", after=None if after is None else str(after))
+        found = _items(answer, "balances", lambda b: (_field(b, "peer", PeerKey.parse), _amounts(b)))
+        return _field(answer, "size", _count), dict(found)
 
     async def receipts(self, peer: PeerKey, before: int = 0, limit: int = 50) -> tuple[list[Receipted], int | None]:
         """Return a peer's receipts, newest first, and `before` of the next page."""
@@ -135,7 +110,7 @@ class LogClient:
     async def totals(self, key: PeerKey) -> CreditTotals:
         """Return the totals of a peer or an account; all zero for a key that is unknown."""
         a = await self._get(f"/api/accounts/{key}")
-        settled, pending, voided = (_field(a, f"micro_credits_{s}", _count) for s in ("settled", "pending", "voided"))
+        settled, pending, voided = _amounts(a)
         return CreditTotals(
             key, _field(a, "kind", _text), _field(a, "name", _text), _field(a, "team", _text),
             None if a.get("account") is None else _field(a, "account", PeerKey.parse), settled, pending, voided,
@@ -182,7 +157,7 @@ def _read(url: str) -> bytes:
     except (OSError, ValueError) as e:
         why = _text(str(getattr(e, "reason", e)))
         raise CoordinatorUnreachable(
-            f"the coordinator's page at {page}, which has the log of credits, does not answer ({why}): is it running, "
+            f"the coordinator's page at {page}, which has the credits, does not answer ({why}): is it running, "
             "and open to you? Ask the run's owner"
         ) from None
     if len(data) > MAX_ANSWER:
@@ -218,11 +193,28 @@ def _bytes(value: Any) -> bytes:
     return base64.b64decode(value, validate=True)
 
 
-def _hashes(answer: dict[str, Any]) -> tuple[bytes, ...]:
-    hashes = tuple(_items(answer, "hashes", bytes.fromhex))
-    if len(hashes) > MAX_PROOF:
-        raise MalformedError(f"a proof of {len(hashes)} hashes: at most {MAX_PROOF} are accepted")
-    return hashes
+def _round(value: dict[str, Any]) -> CreditedRound:
+    lines = _list(value["lines"])
+    voided = {i: _count(x["voided_by"]) for i, x in enumerate(lines) if x["voided_by"] is not None}
+    return CreditedRound(
+        _count(value["number"]), Round(_count(value["round"])), _digest(value["record"]), _digest(value["parent"]),
+        _count(value["time"]), tuple(_line(x) for x in lines), voided,
+    )  # fmt: skip
+
+
+def _amounts(value: dict[str, Any]) -> tuple[int, int, int]:
+    """Return settled, pending and voided micro-credits."""
+    settled, pending, voided = (_field(value, f"micro_credits_{s}", _count) for s in ("settled", "pending", "voided"))
+    return settled, pending, voided
+
+
+def _line(value: dict[str, Any]) -> CreditLine:
+    peer, update = PeerKey.parse(value["peer"]), _digest(value["update"])
+    return CreditLine(peer, update, *(_count(value[n]) for n in ("windows", "tokens", "micro_credits")))
+
+
+def _digest(value: Any) -> Digest:
+    return Digest(bytes.fromhex(value))
 
 
 def _text(text: str) -> str:

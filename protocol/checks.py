@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
 from protocol.errors import MalformedError
-from protocol.ids import MAX_COUNT, PeerKey
+from protocol.ids import MAX_COUNT
 
 M = TypeVar("M", bound=Message)
 
@@ -42,7 +42,7 @@ def text(what: str, value: str, top: int) -> str:
     return value
 
 
-def ascending(keys: Sequence[PeerKey]) -> bool:
+def ascending(keys: Sequence[Any]) -> bool:
     """Return whether each key is greater than the one before it."""
     return all(a < b for a, b in zip(keys, keys[1:], strict=False))
 

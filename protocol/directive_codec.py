@@ -7,7 +7,18 @@ from dataclasses import fields
 from protocol.checks import ascending, bounded, parsed, text
 from protocol.errors import MalformedError
 from protocol.ids import MAX_COUNT, MAX_ROUND, Digest, PeerKey, Round, RunId
-from protocol.messages import MAX_BANNED, MAX_CONTRIBUTORS, MAX_REASON, RUN_STATUSES, Directive, Rollback, RoundChanges
+from protocol.messages import (
+    MAX_BANNED,
+    MAX_CONTRIBUTORS,
+    MAX_REASON,
+    MAX_VERDICT_REASON,
+    MAX_VERDICTS,
+    RUN_STATUSES,
+    Directive,
+    Rollback,
+    RoundChanges,
+    Verdict,
+)
 from protocol.wire import swarm_pb2 as wire
 
 MAX_DIRECTIVE_ENVELOPE = 48 * 1024
@@ -30,6 +41,7 @@ def encode_directive(b: Directive) -> wire.Directive:
     m = wire.Directive(
         run=b.run, sequence=b.sequence, run_status=b.run_status, since=b.since, reason=b.reason, banned=b.banned,
         from_round=b.from_round, changes=wire.RoundChanges(**changed) if changed else None,
+        verdicts=[wire.Verdict(record=v.record, peer=v.peer, reason=v.reason) for v in b.verdicts],
     )  # fmt: skip
     if (back := b.rollback) is not None:
         m.rollback.CopyFrom(wire.Rollback(epoch=back.epoch, record=back.record, round=back.round, state=back.state))
@@ -55,8 +67,21 @@ def decode_directive(payload: bytes, _: object = None) -> Directive:
     return Directive(
         RunId(m.run), bounded("sequence", m.sequence), m.run_status, bounded("since", m.since),
         text("reason", m.reason, MAX_REASON), banned, Round(bounded("from_round", m.from_round, MAX_ROUND)),
-        _decode_changes(m.changes), rollback,
+        _decode_changes(m.changes), rollback, _decode_verdicts(m),
     )  # fmt: skip
+
+
+def _decode_verdicts(m: wire.Directive) -> tuple[Verdict, ...]:
+    if len(m.verdicts) > MAX_VERDICTS:
+        raise MalformedError(f"a directive has at most {MAX_VERDICTS} verdicts, not {len(m.verdicts)}")
+    verdicts = tuple(
+        Verdict(Digest(v.record), PeerKey(v.peer), text("reason", v.reason, MAX_VERDICT_REASON)) for v in m.verdicts
+    )
+    if not all(v.reason for v in verdicts):
+        raise MalformedError("a verdict gives its reason")
+    if not ascending([(v.record, v.peer) for v in verdicts]):
+        raise MalformedError("a directive has each verdict once, by ascending record and peer")
+    return verdicts
 
 
 def _decode_changes(m: wire.RoundChanges) -> RoundChanges:

@@ -26,6 +26,8 @@ PHASES = ("joining", "training", "exchanging", "syncing", "observing", "leaving"
 RUN_STATUSES = ("running", "paused", "ended")
 MAX_BANNED = 1024
 MAX_REASON = 200
+MAX_VERDICTS = 64
+MAX_VERDICT_REASON = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +90,22 @@ class Rollback:
 
 
 @dataclass(frozen=True, slots=True)
+class Verdict:
+    """What `peer` is credited for in `record` is void, for a `reason` in prose. It counts while that is pending."""
+
+    record: Digest
+    peer: PeerKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Directive:
     """The owner's complete instructions to the run, which replace those of every earlier directive (docs/control.md).
 
     They are cumulative: a ban or change that a new directive does not repeat no longer holds. `run_status` is one of
     RUN_STATUSES, since `since` (unix seconds), for a `reason` in prose. `banned`: ascending keys. The `changes` hold
-    in no round before `from_round`.
+    in no round before `from_round`. `verdicts`: ascending by record, then peer; unlike the rest, one that a record
+    has carried holds on without being repeated.
     """
 
     run: RunId
@@ -105,6 +117,7 @@ class Directive:
     from_round: Round = Round(0)
     changes: RoundChanges = RoundChanges()
     rollback: Rollback | None = None
+    verdicts: tuple[Verdict, ...] = ()
 
     @property
     def epoch(self) -> int:

@@ -128,7 +128,7 @@ def show(invite: str, peer: str, account_key: str, as_json: bool, home: Path, vi
             receipts: list[Receipted] = []
             for one in totals.peers[:SHOWN] if totals.kind == "account" else (key,):
                 receipts += (await r.log.receipts(one, limit=SHOWN))[0]
-            receipts.sort(key=lambda x: (-x.word.body.entry, x.word.body.peer))
+            receipts.sort(key=lambda x: (-x.word.body.number, x.word.body.peer))
             return totals, receipts[:SHOWN]
 
     totals, receipts = asyncio.run(fetch())

@@ -8,7 +8,7 @@ import click
 
 from cairn.commands.options import FILE, home_option, invite_argument, via_option
 
-HOME = home_option("Where identity, and the newest head that was seen, are kept.")
+HOME = home_option("Where this machine's peer has its identity.")
 
 
 @click.group()
@@ -19,17 +19,15 @@ def audit() -> None:
 @audit.command("ledger")
 @invite_argument
 @click.option("--json", "as_json", is_flag=True, help="For scripts.")
-@HOME
 @via_option
-def ledger(invite, as_json, home, via) -> None:
-    """Recompute every credit of the run from the peers' certificates, and say where the coordinator's log differs.
+def ledger(invite, as_json, via) -> None:
+    """Recompute every credit of the run from the peers' certificates, and say where the coordinator differs.
 
-    The chain is read from members of the swarm. The newest signed head of the log is remembered under --home: the next
-    audit sees whether the log has only grown since.
+    The chain is read from members of the swarm.
     """
     from cairn.ledger_audit import audit_ledger
 
-    if not audit_ledger(invite, home, as_json=as_json, via=via):
+    if not audit_ledger(invite, as_json=as_json, via=via):
         sys.exit(1)
 
 
@@ -40,7 +38,7 @@ def ledger(invite, as_json, home, via) -> None:
 @HOME
 @via_option
 def receipt(invite, files, peer, home, via) -> None:
-    """Check receipts (FILES, or the newest of a peer) against the log: each is proved to be in it."""
+    """Check receipts (FILES, or the newest of a peer) against the certificates of their records."""
     from cairn.ledger_audit import audit_receipts
 
     if not audit_receipts(invite, files, peer, home, via=via):

@@ -15,7 +15,6 @@ from typing import Any
 STARTUP_SECONDS = 120.0
 """Seconds after the start in which peers that are not seen yet are no news: heartbeats arrive one by one."""
 
-UNSIGNED_SECONDS = 300.0
 DROP_SECONDS = 600.0
 DROP_SHARE = 0.3
 DROP_FORGET_SECONDS = 3600.0
@@ -35,7 +34,6 @@ class AlertInput:
 
     `up` is seconds since the coordinator's start, `round_limit` the seconds that a round may last, `losses` those of
     the newest rounds, newest first. `diverged` names the peers that report another state digest than the chain.
-    `head_age` is seconds since the newest tree head; None if no log is signed.
     """
 
     time: float
@@ -51,13 +49,10 @@ class AlertInput:
     diverged: tuple[str, ...]
     disk_free: int
     disk_size: int
-    head_age: float | None
     validation_losses: tuple[float, ...] = ()
     """Validation losses, newest first; NaN for a state with non-finite output."""
 
     archive_problem: str = ""
-    log_problem: str = ""
-    """Why no tree head is signed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,17 +156,6 @@ def disk(memory: Memory, s: AlertInput) -> str | None:
     return f"{s.disk_free / 1e9:.1f} GB of {s.disk_size / 1e9:.0f} GB are free where the run is kept"
 
 
-def log(memory: Memory, s: AlertInput) -> str | None:
-    """Judge whether no tree head was signed for five minutes."""
-    del memory
-    if s.head_age is None or s.up < UNSIGNED_SECONDS:
-        return None
-    if s.head_age <= UNSIGNED_SECONDS:
-        return ""
-    why = f": {s.log_problem}" if s.log_problem else ""
-    return f"the ledger's log was signed {s.head_age / 60:.0f} min ago for the last time{why}"
-
-
 def chain(memory: Memory, s: AlertInput) -> str | None:
     """Judge whether the coordinator cannot follow the chain, or the peers are on more than one."""
     del memory
@@ -208,7 +192,6 @@ RULES = (
     AlertRule("digests", digests, after=10, clear=60),
     AlertRule("peers", peers),
     AlertRule("disk", disk),
-    AlertRule("log", log, after=30),  # a machine that was suspended signs again within seconds
     AlertRule("archive", archive, after=600, clear=60),
     AlertRule("chain", chain, after=60, clear=30),
 )

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import csv
 import io
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from coordinator.errors import CoordinatorError
-from protocol.ledger.entries import LedgerEntry, RoundEntry, SettleEntry, VoidEntry, decode_entry, decode_line
+from protocol.ledger.audit import CreditedRounds
 
 CSV_TYPE = "text/csv; charset=utf-8"
 PARQUET_TYPE = "application/vnd.apache.parquet"
-MAX_ENTRIES = 1000
-"""Entries of the log in one answer."""
+MAX_ROUNDS = 1000
+"""Rounds in one answer."""
 
 ROW_GROUP = 50_000
 """Rows of a Parquet row group: the maximum in memory, besides a page."""
@@ -24,31 +24,19 @@ class ParquetMissingError(CoordinatorError):
     """Parquet was requested, and pyarrow is not installed."""
 
 
-class Lines(Protocol):
-    """The credit lines of a round entry."""
+class RoundSource(Protocol):
+    """A source of credited rounds: a coordinator itself, or a client of one."""
 
-    @property
-    def entry(self) -> int: ...
-
-    @property
-    def lines(self) -> Sequence[bytes]: ...
-
-
-class EntrySource(Protocol):
-    """A source of entries and lines: a coordinator's own log, or a client of one."""
-
-    async def entries(self, first: int, limit: int) -> tuple[list[bytes], int]: ...
-
-    async def lines(self, first: int, limit: int) -> tuple[Sequence[Lines], int]: ...
+    async def rounds(self, first: int, limit: int) -> CreditedRounds: ...
 
 
 class CreditRow(NamedTuple):
-    """One accepted update. `time`: unix milliseconds of the entry; `status`: pending, settled or voided.
+    """One accepted update. `time`: unix milliseconds when its round was counted; `status`: pending, settled or voided.
 
-    Keys and digests are in hex.
+    `number` counts final rounds. Keys and digests are in hex.
     """
 
-    entry: int
+    number: int
     line: int
     time: int
     round: int
@@ -64,81 +52,33 @@ class CreditRow(NamedTuple):
 COLUMNS = tuple(CreditRow.__annotations__)
 
 
-async def credit_rows(source: EntrySource) -> AsyncIterator[list[CreditRow]]:
-    """Yield every credit line of the log as it is now, in order, with its status.
-
-    Memory holds a byte for each entry, the voided lines, and a page. Raises what the source raises, and MalformedError
-    for entries that do not parse.
-    """
-    settled, voided = bytearray(), set[tuple[int, int]]()
+async def credit_rows(source: RoundSource) -> AsyncIterator[list[CreditRow]]:
+    """Yield every credit line as it is now, in order, with its status. Raises what the source raises."""
     first, size = 0, None
     while size is None or first < size:
-        page, now = await source.entries(first, MAX_ENTRIES)
-        size = now if size is None else size
-        if not page:
+        page = await source.rounds(first, MAX_ROUNDS)
+        size = page.size if size is None else size
+        if not page.rounds:
             break
-        for sent in page[: size - first]:
-            what = decode_entry(sent).payload
-            settled.append(0)
-            if isinstance(what, SettleEntry) and what.entry < len(settled):
-                settled[what.entry] = 1
-            elif isinstance(what, VoidEntry):
-                voided.add((what.entry, what.line))
-        first += len(page)
-    first = 0
-    while first < len(settled):
-        found, following = await source.lines(first, MAX_ENTRIES)
-        if following <= first:
-            break
-        entries = await _entries(source, first, following)
         # In a thread: a page can be thousands of lines.
-        rows = await asyncio.to_thread(_rows, found, entries, settled, voided)
+        rows = await asyncio.to_thread(_rows, page)
         if rows:
             yield rows
-        first = following
+        first += len(page.rounds)
 
 
-def _rows(
-    found: Sequence[Lines], entries: Mapping[int, LedgerEntry], settled: bytearray, voided: set[tuple[int, int]]
-) -> list[CreditRow]:
-    rows = []
-    for group in found:
-        entry = entries.get(group.entry)
-        if entry is None or not isinstance(entry.payload, RoundEntry) or group.entry >= len(settled):
-            continue
-        for i, sent in enumerate(group.lines):
-            line = decode_line(sent)
-            status = "voided" if (group.entry, i) in voided else "settled" if settled[group.entry] else "pending"
-            rows.append(
-                CreditRow(
-                    group.entry,
-                    i,
-                    entry.time,
-                    entry.payload.round,
-                    str(entry.payload.record),
-                    str(line.peer),
-                    str(line.update),
-                    line.windows,
-                    line.tokens,
-                    line.micro_credits,
-                    status,
-                )  # fmt: skip
-            )
-    return rows
+def _rows(page: CreditedRounds) -> list[CreditRow]:
+    return [
+        CreditRow(
+            r.number, i, r.time, r.round, str(r.record), str(x.peer), str(x.update), x.windows, x.tokens,
+            x.micro_credits, r.status(i, page.settled),
+        )
+        for r in page.rounds
+        for i, x in enumerate(r.lines)
+    ]  # fmt: skip
 
 
-async def _entries(source: EntrySource, first: int, end: int) -> dict[int, LedgerEntry]:
-    found: dict[int, LedgerEntry] = {}
-    while first < end:
-        page, _ = await source.entries(first, min(MAX_ENTRIES, end - first))
-        if not page:
-            break
-        found.update({first + i: decode_entry(sent) for i, sent in enumerate(page)})
-        first += len(page)
-    return found
-
-
-def exported(source: EntrySource, form: str) -> AsyncIterator[bytes]:
+def exported(source: RoundSource, form: str) -> AsyncIterator[bytes]:
     """Return the file in pieces; `form` is "csv" or "parquet". Raises ParquetMissingError, and as `credit_rows`."""
     return (as_parquet if form == "parquet" else as_csv)(credit_rows(source))
 

@@ -1,4 +1,4 @@
-"""Totals and recent averages of peers, accounts and teams, kept up to date as the log grows."""
+"""Totals and recent averages of peers, accounts and teams, kept up to date as rounds become final."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from typing import Literal
 
 from coordinator.errors import RefusedError, TooManyError
 from coordinator.indexed_chain import IndexedChain
-from coordinator.ledger import BindingRow as BindingRow
-from coordinator.ledger import Ledger
+from coordinator.ledger import BindingRow, Ledger
 from coordinator.ledger_thread import LedgerThread
 from coordinator.names import ChosenNames
 from protocol.errors import ProtocolError
 from protocol.ids import PeerKey, RunId
-from protocol.ledger.accounts import AccountBalance as AccountBalance
-from protocol.ledger.entries import RoundEntry, VoidEntry, decode_entry, decode_line
+from protocol.ledger.credits import AccountBalance
 from protocol.ledger.statements import AccountBinding, open_binding
 
 log = logging.getLogger(__name__)
@@ -69,8 +67,8 @@ class RecentAverageCredit:
 
     The integral of this weight is 1: a constant c credits a day have the average c. BOINC spreads an amount over the
     time since the previous one, which is the same for intervals much shorter than h (it uses this form itself for the
-    shortest ones). Here an amount counts at the time of its ledger entry. So the order of adding does not matter, and
-    anyone with the log computes the same.
+    shortest ones). Here an amount counts at the time when its round became final, so the order of adding does not
+    matter.
     """
 
     def __init__(self):
@@ -121,13 +119,11 @@ class Leaderboard:
         self._chain = chain
         self._is_admitted = is_admitted
         self._now = now
-        self.size = 0
-        """Entries of the log that have been read."""
+        self.rounds = 0
+        """Final rounds that have been read."""
 
-        self._loaded = 0
-        """Entries from this one on are read by `refresh`, with what they void of earlier ones."""
         self._unread = 0
-        """Entries before this one are not in the recent averages yet."""
+        """Rounds before this one are not in the recent averages yet."""
         self._recent = RecentAverageCredit()
         self._bound: dict[PeerKey, AccountBinding] = {}
         self._accounts: dict[PeerKey, _Account] = {}
@@ -139,17 +135,11 @@ class Leaderboard:
         """The balances by which `_ranked` was sorted."""
 
         self._binding = asyncio.Lock()
-        self.rounds = 0
-        """Round entries in the log."""
 
     async def load(self) -> None:
         """Read the bindings of peers to accounts. Raises LedgerError."""
-
-        def read(ledger: Ledger) -> tuple:
-            return ledger.size(), ledger.posted(), ledger.bindings()
-
-        self.size, self.rounds, rows = await self._ledger.read(read)
-        self._unread = self._loaded = self.size
+        self.rounds, rows = await self._ledger.read(lambda ledger: (ledger.size(), ledger.bindings()))
+        self._unread = self.rounds
         for row in rows:
             try:
                 self._accept(open_binding(row.encoded, self._run))
@@ -167,35 +157,24 @@ class Leaderboard:
         first = await self._ledger.read(lambda ledger: ledger.first_since(since))
         while self._unread > first:
             start, end = max(first, self._unread - PAGE), self._unread
-            earned = await self._ledger.read(lambda ledger, a=start, b=end: ledger.earned(a, b, self._loaded))
+            earned = await self._ledger.read(lambda ledger, a=start, b=end: ledger.earned(a, b))
             for peer, at, micro_credits in earned:
                 self._recent.add(peer, micro_credits, at)
             self._unread = start
 
     async def refresh(self) -> None:
-        """Read the new entries of the log. Raises LedgerError."""
-        first = self.size
-
-        def read(ledger: Ledger) -> tuple:
-            entries = [decode_entry(sent) for sent in ledger.entries(first, PAGE)]
-            moved: list[tuple[PeerKey, float, int]] = []
-            for entry in entries:
-                if isinstance(entry.payload, RoundEntry):
-                    lines = [decode_line(sent) for sent in ledger.lines(entry.sequence)]
-                    moved += [(line.peer, entry.time / 1000, line.micro_credits) for line in lines]
-                elif isinstance(entry.payload, VoidEntry):
-                    of = decode_entry(ledger.entries(entry.payload.entry, 1)[0])
-                    line = decode_line(ledger.lines(entry.payload.entry)[entry.payload.line])
-                    moved.append((line.peer, of.time / 1000, -line.micro_credits))
-            return len(entries), moved, ledger.posted()
-
+        """Read the new rounds, and what they void of earlier ones. Raises LedgerError."""
         while True:
-            count, moved, rounds = await self._ledger.read(read)
-            for peer, at, micro_credits in moved:
+            first = self.rounds
+
+            def read(ledger: Ledger, first: int = first) -> tuple[int, list[tuple[PeerKey, float, int]]]:
+                end = min(ledger.size(), first + PAGE)
+                return end, ledger.earned(first, end)
+
+            self.rounds, earned = await self._ledger.read(read)
+            for peer, at, micro_credits in earned:
                 self._recent.add(peer, micro_credits, at)
-            first = self.size = self.size + count
-            self.rounds = rounds
-            if count < PAGE:
+            if self.rounds < first + PAGE:
                 return
 
     async def bind(self, sent: bytes) -> int:

@@ -1,16 +1,15 @@
-"""The coordinator's answers about credits: the log and its proofs, receipts, totals. Bounded, a page at a time."""
+"""The coordinator's answers about credits: rounds, receipts, totals, certificates. Bounded, a page at a time."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 
-from coordinator.credits.export import MAX_ENTRIES, exported
+from coordinator.credits.export import MAX_ROUNDS, exported
 from coordinator.credits.leaderboard import Leaderboard
 from coordinator.credits.receipts import LOOK_BACK, Receipts
-from coordinator.credits.tree_heads import TreeHeadSigner
 from coordinator.errors import TooManyError
 from coordinator.indexed_chain import IndexedChain
 from coordinator.ledger import Ledger
@@ -18,15 +17,19 @@ from coordinator.ledger_thread import LedgerThread
 from coordinator.swarm import SwarmView
 from coordinator.tasks import wait_at_most
 from protocol.errors import CairnError, MalformedError
-from protocol.ids import Digest
+from protocol.ids import Digest, PeerKey
+from protocol.ledger.audit import CreditedRound, CreditedRounds
+from protocol.ledger.credits import AccountBalance
 from protocol.message_codec import encode_certificate
-from protocol.proofs import consistency_proof, inclusion_proof
 
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 5.0
 PAGE_BYTES = 1024 * 1024
-"""Maximum size of an answer, which may exceed it by one entry, group of lines or certificate: it fits in 4 MiB."""
+"""Maximum size of an answer, which may exceed it by one certificate: it fits in 4 MiB."""
+
+PAGE_LINES = 5000
+"""Lines in one answer, which may exceed it by those of 16 rounds: about 1.5 MB as JSON."""
 
 MAX_CERTIFICATES = 256
 """Certificates in one answer."""
@@ -35,17 +38,9 @@ MAX_EXPORTS = 2
 """Exports at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class EntryLines:
-    """The credit lines of a round entry, as they were written."""
-
-    entry: int
-    lines: tuple[bytes, ...]
-
-
 @dataclass(eq=False)
 class CreditLog:
-    """The credit log over the ledger's database. `start`, then `run` for as long as the coordinator lives.
+    """Credits as the ledger's database has them. `start`, then `run` for as long as the coordinator lives.
 
     Every answer raises CairnError.
     """
@@ -53,7 +48,6 @@ class CreditLog:
     ledger: LedgerThread
     view: SwarmView
     chain: IndexedChain
-    tree_heads: TreeHeadSigner
     receipts: Receipts
     leaderboard: Leaderboard
     news: asyncio.Event
@@ -62,13 +56,11 @@ class CreditLog:
     _exports: int = field(default=0, init=False)
 
     async def start(self) -> None:
-        """Read the newest tree head and the bindings. Raises LedgerError."""
-        await self.tree_heads.start()
+        """Read the bindings. Raises LedgerError."""
         await self.leaderboard.load()
 
     async def run(self) -> None:
-        """Sign a head each minute, note the updates that each new round leaves out, and add up what it earned."""
-        signing = asyncio.create_task(self.tree_heads.sign_forever(), name="tree heads")
+        """Note the updates that each new round leaves out, and add up what it earned."""
         reading = asyncio.create_task(self.leaderboard.load_recent(), name="recent credits")
         try:
             while True:
@@ -79,70 +71,40 @@ class CreditLog:
                     await self.leaderboard.refresh()
                 except CairnError as e:  # the ledger's own trouble is on the page already; tried again in 5 s
                     log.error("credits are not brought up to date: %s", e)
-                except Exception:  # tried again; heads are signed meanwhile
+                except Exception:  # tried again
                     log.exception("credits are not brought up to date")
                 if reading.done() and not reading.cancelled() and (error := reading.exception()) is not None:
                     log.error("recent averages are read again: %s", error)
                     reading = asyncio.create_task(self.leaderboard.load_recent(), name="recent credits")
         finally:
-            for task in (signing, reading):
-                task.cancel()
-            await asyncio.gather(signing, reading, return_exceptions=True)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
 
-    async def heads(self, before: int | None, limit: int) -> list[bytes]:
-        """Return signed tree heads, newest first, of sizes less than `before`.
+    async def rounds(self, first: int, limit: int) -> CreditedRounds:
+        """Return final rounds with their lines, from number `first` on."""
 
-        The newest of all is at most a minute old.
-        """
-        if before is not None:
-            return [h.encoded for h in await self.ledger.read(lambda ledger: ledger.heads(limit, before))]
-        newest = await self.tree_heads.newest()
-        older = []
-        if limit > 1:
-            size = newest.body.size
-            older = await self.ledger.read(lambda ledger: ledger.heads(limit - 1, size))
-        return [newest.encoded, *(h.encoded for h in older)]
-
-    async def entries(self, first: int, limit: int) -> tuple[list[bytes], int]:
-        """Return entries from `first` on, and the log's size."""
-
-        def read(ledger: Ledger) -> tuple[list[bytes], int]:
-            found = ledger.entries(first, min(limit, MAX_ENTRIES))
-            return found, ledger.size()
-
-        found, size = await self.ledger.read(read)
-        return _fitting(found), size
-
-    async def lines(self, first: int, limit: int) -> tuple[list[EntryLines], int]:
-        """Return the lines of the round entries among `limit` entries from `first` on, and where to continue."""
-
-        def read(ledger: Ledger) -> tuple[list[EntryLines], int]:
-            found: list[EntryLines] = []
-            at, end, total = first, min(first + min(limit, MAX_ENTRIES), ledger.size()), 0
-            while at < end and total < PAGE_BYTES:
-                if lines := ledger.lines(at):
-                    found.append(EntryLines(at, tuple(lines)))
-                    total += sum(map(len, lines))
-                at += 1
-            return found, at
+        def read(ledger: Ledger) -> CreditedRounds:
+            found: list[CreditedRound] = []
+            lines, end = 0, first + min(limit, MAX_ROUNDS)
+            with ledger.snapshot():
+                while lines < PAGE_LINES and (
+                    page := ledger.credited(first + len(found), min(16, end - first - len(found)))
+                ):
+                    found += page
+                    lines += sum(len(r.lines) for r in page)
+                return CreditedRounds(tuple(found), ledger.size(), ledger.settled_count())
 
         return await self.ledger.read(read)
 
-    async def inclusion(self, entry: int, size: int) -> tuple[bytes, ...]:
-        """Return the proof that an entry is in the log of a size."""
-        return await self._prove(size, lambda ledger: inclusion_proof(entry, size, ledger.node))
+    async def balances(self, after: PeerKey | None, limit: int) -> tuple[int, list[tuple[PeerKey, AccountBalance]]]:
+        """Return the number of final rounds, and the balances after them of peers with greater keys, in order."""
 
-    async def consistency(self, first: int, second: int) -> tuple[bytes, ...]:
-        """Return the proof that the log of one size extends that of another."""
-        return await self._prove(second, lambda ledger: consistency_proof(first, second, ledger.node))
+        def read(ledger: Ledger) -> tuple[int, list[tuple[PeerKey, AccountBalance]]]:
+            with ledger.snapshot():
+                found = sorted((p, b) for p, b in ledger.balances().items() if after is None or p > after)
+                return ledger.size(), found[:limit]
 
-    async def _prove(self, size: int, prove: Callable[[Ledger], tuple[bytes, ...]]) -> tuple[bytes, ...]:
-        def checked(ledger: Ledger) -> tuple[bytes, ...]:
-            if size > (there := ledger.size()):
-                raise MalformedError(f"the log has {there} entries, not {size}")
-            return prove(ledger)
-
-        return await self.ledger.read(checked)
+        return await self.ledger.read(read)
 
     async def certificate(self, record: Digest) -> bytes | None:
         """Return the certificate of one record, also of a branch that was left; None if it is not held."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from protocol.identity import Identity
 from protocol.ids import PeerKey
-from protocol.ledger.credits import RoundCredits
-from protocol.ledger.entries import CreditLine
-from protocol.ledger.void_orders import VoidOrder, seal_void_order
+from protocol.ledger.credits import CreditLine, RoundCredits
+from protocol.messages import Verdict
 from protocol.spec import RoundSpec, RunSpec
 
 CLOCK_SLACK = 60.0
@@ -14,11 +12,9 @@ CLOCK_SLACK = 60.0
 
 
 class PlausibilityCheck:
-    """Judges updates by the run's `credit.max_teraflops_per_second`, and signs void orders."""
+    """Judges updates by the run's `credit.max_teraflops_per_second`."""
 
-    def __init__(self, spec: RunSpec, owner: Identity):
-        self._run = spec.run_id
-        self._owner = owner
+    def __init__(self, spec: RunSpec):
         self._limit = spec.credit.max_teraflops_per_second
         self._flops_per_token = spec.credit.flops_per_parameter_token * spec.model.layout.numel
         # Training continues during an exchange, so an update may hold work from before the record was seen.
@@ -36,13 +32,10 @@ class PlausibilityCheck:
         if flops * 1000 <= self._limit * 10**12 * milliseconds:
             return ""
         rate = flops / (milliseconds * 10**9)
-        return (
-            f"{line.tokens} tokens in {milliseconds / 1000:.0f} s ({self._slack:.0f} s of them slack) are {rate:.3g} "
-            f"teraflops a second; this run believes at most {self._limit} of one peer"
-        )
+        return f"{rate:.3g} teraflops a second over {milliseconds / 1000:.0f} s: at most {self._limit} are believed"
 
-    def void_orders(self, account: RoundCredits, seen_at: float, since: dict[PeerKey, float]) -> list[bytes]:
-        """Return signed void orders on the lines of a round, seen first-hand at `seen_at`, that cannot be true.
+    def verdicts(self, account: RoundCredits, seen_at: float, since: dict[PeerKey, float]) -> list[Verdict]:
+        """Return verdicts on the lines of a round, seen first-hand at `seen_at`, that cannot be true.
 
         `since` is the time (unix seconds) from which each peer can have worked at its update; peers without one are not
         judged.
@@ -53,6 +46,5 @@ class PlausibilityCheck:
             if (start := since.get(line.peer)) is None or start > seen_at:
                 continue
             if reason := self.problem(line, seen_at - start):
-                void_order = VoidOrder(self._run, account.round, account.record, line.peer, line.update, reason)
-                found.append(seal_void_order(self._owner, void_order).encoded)
+                found.append(Verdict(account.record, line.peer, reason))
         return found

@@ -84,42 +84,42 @@ class Receipts:
             self._noted.update(((r.record, r.update), None) for r in some)  # only now: a failed write is tried again
 
     async def page(self, peer: PeerKey, before: int | None, limit: int) -> ReceiptPage:
-        """Return a peer's receipts, newest first, of round entries before `before`. Raises LedgerError."""
+        """Return a peer's receipts, newest first, of rounds with numbers below `before`. Raises LedgerError."""
 
         def read(ledger: Ledger) -> tuple[list[CreditedLine], list[tuple[int, RefusedUpdate]]]:
             return ledger.history_of(peer, before, limit + 1), ledger.refused(peer, before, limit + 1)
 
         earned, refused = await self._ledger.read(read)
-        found: list[tuple[int, CreditedLine | RefusedUpdate]] = [(e.entry, e) for e in earned]
+        found: list[tuple[int, CreditedLine | RefusedUpdate]] = [(e.number, e) for e in earned]
         found += refused
         found.sort(key=lambda pair: (-pair[0], isinstance(pair[1], RefusedUpdate), pair[1].update))
-        # The receipts of one entry are never split between two pages.
+        # The receipts of one round are never split between two pages.
         taken = found[:limit]
         if len(found) > limit and found[limit][0] == taken[-1][0]:
             kept = [f for f in taken if f[0] != taken[-1][0]]
             taken = kept or [f for f in found if f[0] == taken[-1][0]]
         more = len(found) > len(taken)
-        items = tuple(self._item(peer, entry, what) for entry, what in taken)
+        items = tuple(self._item(peer, number, what) for number, what in taken)
         return ReceiptPage(items, taken[-1][0] if more and taken and taken[-1][0] > 0 else None)
 
-    def _item(self, peer: PeerKey, entry: int, what: CreditedLine | RefusedUpdate) -> ReceiptItem:
+    def _item(self, peer: PeerKey, number: int, what: CreditedLine | RefusedUpdate) -> ReceiptItem:
         key = (what.record, what.update)
         made = self._signed.get(key)
         if made is None:
-            receipt = self._receipt(peer, entry, what)
+            receipt = self._receipt(peer, number, what)
             made = (receipt, sign(self._owner, receipt).encoded)
         self._signed.renew(key, made)
         status: ReceiptStatus = what.status if isinstance(what, CreditedLine) else "not accepted"
         return ReceiptItem(*made, status)
 
-    def _receipt(self, peer: PeerKey, entry: int, what: CreditedLine | RefusedUpdate) -> Receipt:
+    def _receipt(self, peer: PeerKey, number: int, what: CreditedLine | RefusedUpdate) -> Receipt:
         if isinstance(what, RefusedUpdate):
             return Receipt(
-                self._run, peer, what.round, what.record, what.update, False, what.reason, 0, 0, 0, entry, 0, 0
+                self._run, peer, what.round, what.record, what.update, False, what.reason, 0, 0, 0, number, 0
             )
         return Receipt(
-            self._run, peer, what.round, what.record, what.update, True, "", what.windows, what.tokens,
-            what.micro_credits, entry, what.line, what.number + self._hold,
+            self._run, peer, what.round, what.record, what.update, True, "", what.line.windows, what.line.tokens,
+            what.line.micro_credits, number, number + self._hold,
         )  # fmt: skip
 
 

@@ -1,11 +1,10 @@
-"""The ledger's database: the state of `protocol.ledger`, append-only, in SQLite or PostgreSQL.
+"""The coordinator's database: an index of the credits that follow from the chain, and its own notes.
 
-`database` hides the difference between the two. `schema` applies the `migrations`, which define the tables. `queries`
-has the statements that read, `writes` those that write, `rows` the types of what is read. `store` is the ledger as the
-coordinator uses it, and `integrity` compares it with itself.
+`database` hides the difference between SQLite and PostgreSQL. `schema` has the tables, `queries` the statements that
+read, `rows` the types of what is read. `store` is the ledger as the coordinator uses it.
 """
 
-from coordinator.ledger.rows import AdmissionRow, BindingRow, CreditedLine, RefusedUpdate, RoundRow, TreeHeadRow
+from coordinator.ledger.rows import AdmissionRow, BindingRow, CreditedLine, RefusedUpdate, RoundRow
 from coordinator.ledger.store import Ledger
 
-__all__ = ["AdmissionRow", "BindingRow", "CreditedLine", "TreeHeadRow", "Ledger", "RefusedUpdate", "RoundRow"]
+__all__ = ["AdmissionRow", "BindingRow", "CreditedLine", "Ledger", "RefusedUpdate", "RoundRow"]

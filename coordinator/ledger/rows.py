@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from protocol.ids import Digest, PeerKey, Round
-
-LineStatus = Literal["pending", "settled", "voided"]
+from protocol.ledger.credits import CreditLine, LineStatus
 
 
 @dataclass(frozen=True, slots=True)
 class RoundRow:
-    """A posted round of the branch, without its lines. `seen_at`: unix seconds; None: not seen at first hand."""
+    """A final round of the branch, without its lines. `seen_at`: unix seconds; None: not seen at first hand."""
 
     round: Round
     record: Digest
@@ -24,19 +22,17 @@ class RoundRow:
 
 @dataclass(frozen=True, slots=True)
 class CreditedLine:
-    """A credit line with its status. `entry` is the sequence of its round entry, `number` counts round entries."""
+    """A credit line with its status. `number` counts final rounds."""
 
-    entry: int
-    line: int
     number: int
     round: Round
     record: Digest
-    peer: PeerKey
-    update: Digest
-    windows: int
-    tokens: int
-    micro_credits: int
+    line: CreditLine
     status: LineStatus
+
+    @property
+    def update(self) -> Digest:
+        return self.line.update
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +46,6 @@ class RefusedUpdate:
     update: Digest
     reason: str
     at: float
-
-
-@dataclass(frozen=True, slots=True)
-class TreeHeadRow:
-    """A signed tree head: `encoded` is the envelope, `time` in unix milliseconds."""
-
-    size: int
-    root: Digest
-    time: int
-    encoded: bytes
 
 
 @dataclass(frozen=True, slots=True)

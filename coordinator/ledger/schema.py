@@ -1,58 +1,145 @@
-"""Brings a database to the newest schema by the numbered migrations that are missing, in one transaction."""
+"""The tables, for both databases. A database of another form is refused with the remedy.
+
+The index (`state` to `balances`) follows from the certificates of final records and can be made again from them. The
+rest are notes of this coordinator, on which no credit depends.
+"""
 
 from __future__ import annotations
-
-import re
-from pathlib import Path
 
 from coordinator.errors import LedgerError
 from coordinator.ledger.database import Database
 from protocol.ids import RunId
 
-FOLDER = Path(__file__).parent / "migrations"
-_NAME = re.compile(r"^(\d{4})_(\w+)(?:\.(sqlite|postgresql))?\.sql$")
-_TABLE = """CREATE TABLE migrations (
-    number BIGINT NOT NULL PRIMARY KEY,
-    name   TEXT   NOT NULL
-)"""
-_REMEDY = "start the version that made it, or move it away (credits are computed again from the chain)"
+FORM = 3
+
+REMEDY = "move it away: credits are computed again from the chain"
+
+TABLES = """
+-- `epoch`: rollbacks so far; `settled`: so many final rounds are settled, in the order of their numbers.
+CREATE TABLE state (
+    run     BLOB   NOT NULL PRIMARY KEY,
+    form    BIGINT NOT NULL,
+    epoch   BIGINT NOT NULL,
+    settled BIGINT NOT NULL
+);
+
+-- Final records, numbered from 0 in the order in which they became final. A rollback clears `on_branch`.
+CREATE TABLE rounds (
+    number     BIGINT  NOT NULL PRIMARY KEY CHECK (number >= 0),
+    round      BIGINT  NOT NULL CHECK (round >= 0),
+    on_branch  BIGINT  NOT NULL,
+    record     BLOB    NOT NULL UNIQUE,
+    parent     BLOB    NOT NULL,
+    base_state BLOB    NOT NULL,
+    loss       REAL    NOT NULL,
+    tokens     BIGINT  NOT NULL CHECK (tokens > 0),
+    time       BIGINT  NOT NULL,   -- unix milliseconds when this row was written
+    seen_at    REAL,               -- unix seconds when the record was first seen; NULL: this coordinator was away
+    final      BLOB                -- the owner's signed finalization, where one was made for this very round
+);
+CREATE UNIQUE INDEX branch ON rounds (round) WHERE on_branch = 1;
+
+CREATE TABLE peers (
+    id   BIGINT NOT NULL PRIMARY KEY CHECK (id > 0),
+    peer BLOB   NOT NULL UNIQUE
+);
+
+-- Accepted updates. `header` is the digest of the signed header; `voided_by` the round whose record voids the credit.
+CREATE TABLE lines (
+    number        BIGINT NOT NULL REFERENCES rounds (number),
+    line          BIGINT NOT NULL CHECK (line >= 0),
+    peer          BIGINT NOT NULL REFERENCES peers (id),
+    header        BLOB   NOT NULL,
+    windows       BIGINT NOT NULL CHECK (windows > 0),
+    micro_credits BIGINT NOT NULL CHECK (micro_credits >= 0),
+    voided_by     BIGINT CHECK (voided_by > number),
+    PRIMARY KEY (number, line)
+);
+CREATE UNIQUE INDEX lines_by_peer ON lines (peer, number);
+CREATE INDEX lines_voided ON lines (voided_by) WHERE voided_by IS NOT NULL;
+
+-- What each peer has. `last_at`: when the newest record with the peer in it was seen; NULL: not at first hand.
+CREATE TABLE balances (
+    peer           BIGINT NOT NULL PRIMARY KEY REFERENCES peers (id),
+    pending_micro  BIGINT NOT NULL CHECK (pending_micro >= 0),
+    pending_tokens BIGINT NOT NULL,
+    pending_rounds BIGINT NOT NULL,
+    settled_micro  BIGINT NOT NULL CHECK (settled_micro >= 0),
+    settled_tokens BIGINT NOT NULL,
+    settled_rounds BIGINT NOT NULL,
+    voided_micro   BIGINT NOT NULL CHECK (voided_micro >= 0),
+    voided_tokens  BIGINT NOT NULL,
+    voided_rounds  BIGINT NOT NULL,
+    last_at        REAL
+);
+
+-- Verdicts that this coordinator has reached; a directive brings them into the chain.
+CREATE TABLE verdicts (
+    record BLOB   NOT NULL,
+    peer   BLOB   NOT NULL,
+    round  BIGINT NOT NULL,
+    reason TEXT   NOT NULL,
+    PRIMARY KEY (record, peer)
+);
+
+-- Announced updates that a round left out.
+CREATE TABLE refusals (
+    id     BIGINT NOT NULL PRIMARY KEY,
+    round  BIGINT NOT NULL,
+    parent BLOB   NOT NULL,
+    record BLOB   NOT NULL,
+    peer   BLOB   NOT NULL,
+    header BLOB   NOT NULL,
+    reason TEXT   NOT NULL,
+    at     REAL   NOT NULL,
+    UNIQUE (peer, record, header)
+);
+
+-- The account to which a peer belongs; the newest statement counts.
+CREATE TABLE bindings (
+    id      BIGINT NOT NULL PRIMARY KEY,
+    peer    BLOB   NOT NULL,
+    account BLOB   NOT NULL,
+    time    BIGINT NOT NULL,
+    encoded BLOB   NOT NULL
+);
+
+-- When a record that is not final yet was first seen: for the chart by time, across restarts.
+CREATE TABLE first_seen (
+    record  BLOB   NOT NULL PRIMARY KEY,
+    round   BIGINT NOT NULL,
+    seen_at REAL   NOT NULL
+);
+
+-- The newest admission of each peer.
+CREATE TABLE admissions (
+    peer       BLOB   NOT NULL PRIMARY KEY,
+    name       TEXT   NOT NULL,
+    first_at   BIGINT NOT NULL,
+    not_before BIGINT NOT NULL,
+    not_after  BIGINT NOT NULL,
+    encoded    BLOB   NOT NULL
+);
+"""
+
+_POSTGRES = {" BLOB ": " BYTEA ", " BLOB,": " BYTEA,", " REAL ": " DOUBLE PRECISION ", " REAL,": " DOUBLE PRECISION,"}
 
 
-def migrations(dialect: str, folder: Path = FOLDER) -> list[tuple[int, str, Path]]:
-    """Return number, name and file of each migration for a database, in order. Raises LedgerError for a gap."""
-    found: dict[int, tuple[int, str, Path]] = {}
-    for path in sorted(folder.glob("*.sql")):
-        match = _NAME.match(path.name)
-        if match is None:
-            raise LedgerError(f"{path} is not named NUMBER_NAME.sql or NUMBER_NAME.DATABASE.sql: a fault of this Cairn")
-        if match[3] in (None, dialect):
-            if int(match[1]) in found:
-                raise LedgerError(f"{path}: two migrations have this number: a fault of this Cairn")
-            found[int(match[1])] = (int(match[1]), match[2], path)
-    if sorted(found) != list(range(1, len(found) + 1)):
-        raise LedgerError(f"{folder} lacks a migration for {dialect}: a fault of this Cairn")
-    return [found[number] for number in sorted(found)]
-
-
-def migrate(db: Database, run: RunId, folder: Path = FOLDER) -> None:
-    """Bring a database to the newest schema. Raises LedgerError if it is of another run or of a newer schema."""
-    known = migrations(db.dialect, folder)
+def prepare(db: Database, run: RunId) -> None:
+    """Make the tables if there are none. Raises LedgerError if they are of another run or of another form."""
     with db.transaction():
         tables = db.tables()
-        if "migrations" not in tables:
-            if tables:
-                raise LedgerError(f"{db.where} has tables that are no ledger of this Cairn: {_REMEDY}")
-            db.query(_TABLE)
-        there = dict(db.query("SELECT number, name FROM migrations"))
-        newer = [n for n in there if n > len(known)]
-        if newer:
-            raise LedgerError(f"{db.where} is a ledger of form {max(newer)}, newer than this Cairn's: {_REMEDY}")
-        for number, name, path in known:
-            if number not in there:
-                db.script(path.read_text())
-                db.query("INSERT INTO migrations (number, name) VALUES (?, ?)", (number, name))
-        if not (rows := db.query("SELECT run FROM log")):
-            db.query("INSERT INTO log (run) VALUES (?)", (bytes(run),))
-        elif bytes(rows[0][0]) != run:
+        if not tables:
+            text = TABLES
+            for name, theirs in _POSTGRES.items() if db.dialect == "postgresql" else ():
+                text = text.replace(name, theirs)
+            db.script(text)
+            db.query("INSERT INTO state (run, form, epoch, settled) VALUES (?, ?, 0, 0)", (bytes(run), FORM))
+            return
+        rows = db.query("SELECT run, form FROM state") if "state" in tables else []
+        if not rows or rows[0][1] != FORM:
+            form = f"of form {rows[0][1]}, not {FORM}" if rows else "no ledger of this Cairn"
+            raise LedgerError(f"{db.where} is {form}: start the version that made it, or {REMEDY}")
+        if bytes(rows[0][0]) != run:
             other = RunId(bytes(rows[0][0])).short
             raise LedgerError(f"{db.where} is the ledger of run {other}, not of {run.short}: start with another folder")

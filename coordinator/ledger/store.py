@@ -1,31 +1,35 @@
-"""The ledger as the coordinator uses it: the state of one run's credits, in a database.
+"""The ledger as the coordinator uses it: the fold over one run's final records, indexed in a database.
 
-Each method is one transaction; within `group` several are, and each still fails by itself. A posted round is compared,
-not added again. So a coordinator that was killed at any moment restarts, reads where the ledger ends, and appends what
-follows on the chain. Synchronous and used by one thread at a time: see `ledger_thread`.
+The index can be thrown away: it is made again from the certificates. Each method is one transaction; within `group`
+several are, and each still fails by itself. A posted round is compared, not added again. So a coordinator that was
+killed at any moment restarts, reads where the index ends, and appends what follows on the chain. Synchronous and used
+by one thread at a time: see `ledger_thread`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from coordinator.errors import LedgerConflictError, LedgerError
-from coordinator.ledger import writes
+from coordinator.ledger import schema
 from coordinator.ledger.database import Database, SqliteDatabase
-from coordinator.ledger.integrity import check_all, check_opened
-from coordinator.ledger.queries import LedgerQueries
-from coordinator.ledger.rows import AdmissionRow, BindingRow, RefusedUpdate, TreeHeadRow
-from coordinator.ledger.schema import migrate
-from protocol.errors import LedgerRuleError
+from coordinator.ledger.queries import BALANCES, LedgerQueries
+from coordinator.ledger.rows import AdmissionRow, BindingRow, RefusedUpdate
+from protocol.errors import LedgerRuleError, MalformedError
 from protocol.ids import Digest, PeerKey, Round
-from protocol.ledger.accounts import AccountBalance
-from protocol.ledger.credits import CreditRule, RoundCredits
-from protocol.ledger.entries import encode_line
-from protocol.ledger.state import LedgerState, PostedEntry
+from protocol.ledger.credits import AccountBalance, CreditRule, RoundCredits
+from protocol.ledger.fold import CreditFold, FoldStep
+from protocol.messages import Rollback, Verdict
 from protocol.spec import RunSpec
+
+CHECKED_LINES = 200_000
+"""Maximum number of lines of a ledger that is checked completely at each start."""
+
+CHECKED_ROUNDS = 32
+"""Newest rounds of a larger one that are checked."""
 
 
 def connect(where: str | Path, spec: RunSpec, *, reader: bool = False) -> Database:
@@ -44,23 +48,25 @@ def connect(where: str | Path, spec: RunSpec, *, reader: bool = False) -> Databa
 class Ledger(LedgerQueries):
     """The database of one run. Every method raises LedgerError.
 
-    `where` is a file or a postgresql:// URL, `now` gives unix seconds for the times of entries. A `reader` cannot
-    write.
+    `where` is a file or a postgresql:// URL, `now` gives unix seconds for the times of rounds. A `reader` cannot write.
     """
 
     def __init__(self, where: str | Path, spec: RunSpec, *, now: Callable[[], float] = time.time, reader: bool = False):
         self.run = spec.run_id
-        self._spec = spec
-        self._rule = CreditRule.of(spec)
         self._now = now
         self._grouped = False
-        self._books: LedgerState | None = None
-        self._numbers: writes.PeerNumbers | None = None
-        super().__init__(connect(where, spec, reader=reader))
+        self._fold: CreditFold | None = None
+        self._ids: dict[PeerKey, int] = {}
+        super().__init__(connect(where, spec, reader=reader), CreditRule.of(spec))
         try:
             if not reader:
-                migrate(self._db, self.run)
-                check_opened(self._db, spec)
+                schema.prepare(self._db, self.run)
+                try:
+                    found = self.check(CHECKED_LINES)
+                except (MalformedError, IndexError, TypeError, ValueError) as e:
+                    found = [f"it cannot be read: {e!r}"]
+                if found:
+                    raise LedgerError(f"{self.where} is damaged: {'; '.join(found[:3])}: {schema.REMEDY}")
         except BaseException:
             self._db.close()
             raise
@@ -81,7 +87,7 @@ class Ledger(LedgerQueries):
                 self._grouped = True
                 yield
         except BaseException:
-            self._forget()
+            self._fold = None
             raise
         finally:
             self._grouped = False
@@ -93,7 +99,7 @@ class Ledger(LedgerQueries):
             with self._db.savepoint():
                 yield
         except BaseException:
-            self._forget()
+            self._fold = None
             raise
 
     @property
@@ -102,130 +108,234 @@ class Ledger(LedgerQueries):
         return self._grouped and not self._db.in_transaction
 
     @contextmanager
-    def _writing(self) -> Iterator[tuple[LedgerState, writes.PeerNumbers]]:
+    def _writing(self) -> Iterator[None]:
         try:
             with self._db.savepoint() if self._grouped else self._db.transaction():
-                yield self._current()
-        except LedgerRuleError as e:
-            raise LedgerConflictError(f"{e}. Credits stand as they are in {self.where}") from e
-        except BaseException:
-            self._forget()
+                yield
+        except BaseException as e:
+            self._fold = None  # it may differ from the database
+            if isinstance(e, LedgerRuleError):
+                raise LedgerConflictError(f"{e}. Credits stand as they are in {self.where}") from e
             raise
 
-    def _current(self) -> tuple[LedgerState, writes.PeerNumbers]:
-        """Return the state, which is read again if another process has written meanwhile."""
-        if self._books is None or self._numbers is None or self._books.size != self.size():
-            self._books = self.read_state(self.run, self._rule, self._spec.owner_key)
-            self._numbers = writes.PeerNumbers(self._db)
-        return self._books, self._numbers
+    def _current(self) -> CreditFold:
+        """Return the fold, which is read again if another process has written meanwhile."""
+        if self._fold is None or self._fold.count != self.size():
+            self._fold = self.read_fold(self.run)
+            self._ids = {PeerKey(bytes(key)): n for n, key in self._db.query("SELECT id, peer FROM peers")}
+        return self._fold
 
-    def _forget(self) -> None:
-        """Drop the state in memory, since it may differ from the database."""
-        self._books = self._numbers = None
+    # -- the index -------------------------------------------------------------------------------------------
 
     def post(self, account: RoundCredits, *, finalization: bytes | None = None) -> bool:
-        """Append a final round and the entries that it makes due; return False if the round is posted already.
+        """Fold in a final round; return False if it is posted already.
 
         `finalization` is the owner's, an envelope. Raises LedgerConflictError if another record of this round is
         posted, or if the round before is another's parent.
         """
-        with self._writing() as (books, numbers):
-            if account.round < books.rounds:
-                self._check_same(account, books)
+        with self._writing():
+            fold = self._current()
+            if account.round < fold.rounds and account.rollback is None:
+                self._check_same(account, fold)
                 return False
-            made = books.post_round(account, int(self._now() * 1000))
+            if account.round < fold.rounds and fold.record_of(account.round) == account.record:
+                self._check_same(account, fold)
+                return False
+            epoch = fold.epoch
+            step = fold.add(account)
+            if fold.epoch != epoch:
+                self._cut_branch(account.round, fold.epoch)
+            self._write(account, step, finalization)
+            self._write_balances(step.peers, fold)
             seen_at = self.first_seen_at(account.record)
-            for posted in made:
-                writes.write(self._db, posted)
-                if posted.lines:
-                    writes.write_round(self._db, numbers, posted, account, seen_at, finalization)
-                writes.write_transfers(self._db, numbers, posted)
-            self._write_balances(books, numbers, made)
-            writes.write_last_seen(self._db, numbers, (e.peer for e in account.lines), seen_at)
-            writes.forget_first_seen(self._db, account.round)
+            rows = [(seen_at, bytes(line.peer)) for line in account.lines]
+            self._db.many("UPDATE balances SET last_at = ? WHERE peer = (SELECT id FROM peers WHERE peer = ?)", rows)
+            self._db.query("DELETE FROM first_seen WHERE round <= ?", (account.round,))
+            self._db.query("DELETE FROM verdicts WHERE round < ?", (account.round - self._rule.hold_rounds,))
         return True
 
-    def _check_same(self, account: RoundCredits, books: LedgerState) -> None:
-        record = books.record_of(account.round)
+    def _check_same(self, account: RoundCredits, fold: CreditFold) -> None:
+        record = fold.record_of(account.round)
         if record != account.record:
             raise LedgerConflictError(
                 f"round {account.round} is settled with record {record.short}, but the chain now says "
                 f"{account.record.short}: a final was reverted. Credits stand as settled; keep {self.where} and find "
                 "out who signed two finals with the run's key before going on"
             )
-        if self.lines(books.entry_of(account.round)) != [encode_line(e) for e in account.lines]:
+        if self.accounts(after=account.round - 1, limit=1)[0].lines != account.lines:
             raise LedgerConflictError(
                 f"the ledger's lines for round {account.round} are not what record {record.short} earns: the "
                 f"model's parameters or the credit rule are not those of this run, or {self.where} was altered"
             )
 
-    def void(self, void_order: bytes) -> int:
-        """Void a pending line by a void order of the owner; return the entry's sequence. Raises LedgerConflictError."""
-        with self._writing() as (books, numbers):
-            posted = books.void(void_order, int(self._now() * 1000))
-            writes.write(self._db, posted)
-            writes.write_transfers(self._db, numbers, posted)
-            self._write_balances(books, numbers, [posted])
-            return posted.entry.sequence
+    def _write(self, account: RoundCredits, step: FoldStep, finalization: bytes | None) -> None:
+        """Write a round, its lines, and what it voids and settles."""
+        self._db.query(
+            "INSERT INTO rounds (number, round, on_branch, record, parent, base_state, loss, tokens, time, seen_at, "
+            "final) VALUES (?, ?, 1, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (step.number, account.round, bytes(account.record), bytes(account.parent), bytes(account.base_state),
+             account.loss, account.tokens, self._time(), self.first_seen_at(account.record), finalization),
+        )  # fmt: skip
+        peers = self._peer_ids(line.peer for line in account.lines)
+        rows = [
+            (step.number, i, peers[line.peer], bytes(line.update), line.windows, line.micro_credits)
+            for i, line in enumerate(account.lines)
+        ]
+        self._db.many("INSERT INTO lines (number, line, peer, header, windows, micro_credits) "
+                      "VALUES (?, ?, ?, ?, ?, ?)", rows)  # fmt: skip
+        for number, i in step.voided:
+            self._db.query("UPDATE lines SET voided_by = ? WHERE number = ? AND line = ?", (step.number, number, i))
+        if step.settled:
+            self._db.query("UPDATE state SET settled = ?", (step.settled[-1] + 1,))
 
-    def rollback(self, record: Digest, round_: Round, directive: bytes) -> bool:
-        """Take the run back to a record of the branch; return False if the log has this rollback already.
+    def _time(self) -> int:
+        """Return the time of the next round: a clock that was set back repeats the time of the round before."""
+        rows = self._db.query("SELECT time FROM rounds ORDER BY number DESC LIMIT 1")
+        return max(int(self._now() * 1000), rows[0][0] if rows else 0)
 
-        Raises LedgerConflictError if the branch has no such round, or the owner's directive does not say so.
+    def _peer_ids(self, peers: Iterable[PeerKey]) -> dict[PeerKey, int]:
+        """Return the number of each peer in the tables; a new one is written."""
+        peers = list(peers)
+        new = [peer for peer in peers if peer not in self._ids]
+        self._ids.update(zip(new, range(len(self._ids) + 1, len(self._ids) + 1 + len(new)), strict=True))
+        self._db.many("INSERT INTO peers (id, peer) VALUES (?, ?)", [(self._ids[p], bytes(p)) for p in new])
+        return {peer: self._ids[peer] for peer in peers}
+
+    def _write_balances(self, peers: Iterable[PeerKey], fold: CreditFold) -> None:
+        rows = []
+        for peer, number in self._peer_ids(sorted(peers)).items():
+            b = fold.balances[peer]
+            parts = (b.pending, b.settled, b.voided)
+            rows.append((number, *(n for part in parts for n in (part.micro_credits, part.tokens, part.rounds))))
+        sets = ", ".join(f"{n} = excluded.{n}" for n in BALANCES)
+        self._db.many(
+            f"INSERT INTO balances (peer, {', '.join(BALANCES)}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
+            f"ON CONFLICT (peer) DO UPDATE SET {sets}",
+            rows,
+        )
+
+    def rollback(self, rollback: Rollback) -> bool:
+        """Take the branch back to the record of a rollback; return False if that was done already.
+
+        Raises LedgerConflictError if the branch has no such round.
         """
-        with self._writing() as (books, numbers):
-            if books.has_rollback(directive):
+        with self._writing():
+            fold = self._current()
+            if not fold.roll_back(rollback):
                 return False
-            posted = books.rollback(record, round_, directive, int(self._now() * 1000))
-            writes.write(self._db, posted)
-            writes.forget_rounds_after(self._db, round_)
+            self._cut_branch(rollback.round, rollback.epoch)
         return True
 
-    def _write_balances(self, books: LedgerState, numbers: writes.PeerNumbers, made: list[PostedEntry]) -> None:
-        peers = {t.target.peer for posted in made for t in posted.transfers if t.target.peer is not None}
-        writes.write_balances(self._db, numbers, books, sorted(peers))
+    def _cut_branch(self, round_: Round, epoch: int) -> None:
+        self._db.query("UPDATE rounds SET on_branch = 0 WHERE on_branch = 1 AND round >= ?", (round_,))
+        self._db.query("UPDATE state SET epoch = ?", (epoch,))
 
-    def check(self) -> list[str]:
-        """Return where the ledger differs from what it should be, as of the moment of the call; empty if it is whole.
-
-        Replays and reads everything.
-        """
-        with nullcontext() if self._grouped else self._db.snapshot():
-            return list(check_all(self._db, self._spec))
+    def epoch(self) -> int:
+        """Return the number of rollbacks that the index has followed."""
+        return self._db.query("SELECT epoch FROM state")[0][0]
 
     def current_balances(self) -> dict[PeerKey, AccountBalance]:
         """Return the balances in memory, within a transaction in progress."""
-        return dict(self._current()[0].balances)
+        return dict(self._current().balances)
 
-    def holds(self, record: Digest) -> bool:
-        """Return whether a record's credit is pending: posted, and within the hold."""
-        return any(h.record == record for h in self._current()[0].pending)
+    def check(self, most_lines: int = 2**62) -> list[str]:
+        """Return where the index contradicts itself; of one with more lines, only its newest rounds are checked."""
+        query = self._db.query
+        size, settled = self.size(), self.settled_count()
+        (count,) = query("SELECT count(*) FROM lines")[0] if size <= most_lines else (size,)
+        if count <= most_lines and isinstance(self._db, SqliteDatabase) and (damage := self._db.damage()):
+            return [damage]
+        first = 0 if count <= most_lines else max(0, size - CHECKED_ROUNDS)
+        found = []
+        (there,) = query("SELECT count(*) FROM rounds WHERE number >= ?", (first,))[0]
+        if there != size - first or not 0 <= settled <= size:
+            found.append("rounds are missing")
+        (breaks,) = query(
+            "SELECT count(*) FROM rounds a LEFT JOIN rounds b ON b.on_branch = 1 AND b.round = a.round - 1 "
+            "WHERE a.on_branch = 1 AND a.number >= ? AND a.round > 0 AND (b.record IS NULL OR b.record <> a.parent)",
+            (first,),
+        )[0]
+        if breaks:
+            found.append("the rounds of the branch do not follow each other")
+        tokens = dict(query("SELECT number, tokens FROM rounds WHERE number >= ?", (first,)))
+        lines: dict[int, int] = {}
+        for n, windows, micro in query("SELECT number, windows, micro_credits FROM lines WHERE number >= ?", (first,)):
+            lines[n] = lines.get(n, 0) + windows * self._rule.window
+            if micro != self._rule.micro_credits(windows):
+                found.append(f"a line of round number {n} has another amount than its windows earn")
+        if lines != tokens:
+            found.append("the lines are not those of the rounds")
+        if first == 0:
+            sums = query(
+                "SELECT peer, CASE WHEN voided_by IS NOT NULL THEN 'voided' WHEN number < ? THEN 'settled' "
+                "ELSE 'pending' END, sum(micro_credits), sum(windows), count(*) FROM lines GROUP BY 1, 2",
+                (settled,),
+            )
+            due = {(peer, status): (int(m), int(w) * self._rule.window, c) for peer, status, m, w, c in sums}
+            has = {}
+            for row in query(f"SELECT peer, {', '.join(BALANCES)} FROM balances"):
+                for i, status in enumerate(("pending", "settled", "voided")):
+                    if any(part := tuple(row[1 + 3 * i : 4 + 3 * i])):
+                        has[row[0], status] = part
+            if has != due:
+                found.append(f"the balances of {len({k[0] for k, _ in has.items() ^ due.items()})} peers are not the "
+                             "sums of their lines")  # fmt: skip
+        return found
 
-    def add_refusal(self, refusal: RefusedUpdate) -> bool:
+    # -- notes of this coordinator ---------------------------------------------------------------------------
+
+    def add_verdicts(self, round_: Round, verdicts: Iterable[Verdict]) -> None:
+        """Note verdicts on the record of a round, to be brought into the chain."""
+        rows = [(bytes(v.record), bytes(v.peer), round_, v.reason) for v in verdicts]
+        with self._writing():
+            self._db.many("INSERT INTO verdicts (record, peer, round, reason) VALUES (?, ?, ?, ?) "
+                          "ON CONFLICT (record, peer) DO NOTHING", rows)  # fmt: skip
+
+    def add_refusal(self, r: RefusedUpdate) -> bool:
         """Store an announced update that its round left out; return False if it is stored already."""
+        key = (bytes(r.peer), bytes(r.record), bytes(r.update))
         with self._writing():
-            return writes.add_refusal(self._db, refusal)
+            if self._db.query("SELECT 1 FROM refusals WHERE peer = ? AND record = ? AND header = ?", key):
+                return False
+            self._db.query(
+                "INSERT INTO refusals (id, round, parent, peer, record, header, reason, at) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (_next(self._db, "refusals"), r.round, bytes(r.parent), *key, r.reason, r.at),
+            )
+        return True
 
-    def add_head(self, head: TreeHeadRow) -> None:
+    def add_binding(self, b: BindingRow) -> None:
         with self._writing():
-            writes.add_head(self._db, head)
-
-    def add_binding(self, binding: BindingRow) -> None:
-        with self._writing():
-            writes.add_binding(self._db, binding)
+            self._db.query(
+                "INSERT INTO bindings (id, peer, account, time, encoded) VALUES (?, ?, ?, ?, ?)",
+                (_next(self._db, "bindings"), bytes(b.peer), bytes(b.account), b.time, b.encoded),
+            )
 
     def note_first_seen(self, record: Digest, round_: Round, seen_at: float) -> None:
         """Note when a record that is not final yet was first seen (unix seconds)."""
         with self._writing():
-            writes.note_first_seen(self._db, record, round_, seen_at)
+            self._db.query(
+                "INSERT INTO first_seen (record, round, seen_at) VALUES (?, ?, ?) ON CONFLICT (record) DO NOTHING",
+                (bytes(record), round_, seen_at),
+            )
 
-    def add_admission(self, admitted: AdmissionRow) -> None:
+    def add_admission(self, a: AdmissionRow) -> None:
         """Store the newest admission of a peer; the time of its first one stays."""
         with self._writing():
-            writes.add_admission(self._db, admitted)
+            self._db.query(
+                "INSERT INTO admissions (peer, name, first_at, not_before, not_after, encoded) "
+                "VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (peer) DO UPDATE SET name = excluded.name, "
+                "not_before = excluded.not_before, not_after = excluded.not_after, encoded = excluded.encoded",
+                (bytes(a.peer), a.name, a.first_at, a.not_before, a.not_after, a.encoded),
+            )
 
     def forget_admissions(self, peers: Sequence[PeerKey]) -> None:
         """Delete the admissions of these peers."""
         if peers:
             with self._writing():
-                writes.forget_admissions(self._db, peers)
+                self._db.many("DELETE FROM admissions WHERE peer = ?", [(bytes(peer),) for peer in peers])
+
+
+def _next(db: Database, table: str) -> int:
+    """Return the next row's number; there is one writer at a time."""
+    return db.query(f"SELECT coalesce(max(id), 0) + 1 FROM {table}")[0][0]

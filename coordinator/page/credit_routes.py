@@ -1,4 +1,4 @@
-"""The API about credits: the log with its proofs, receipts, accounts, and all credits as a file. Read-only."""
+"""The API about credits: rounds, receipts, accounts, and all credits as a file. Read-only."""
 
 from __future__ import annotations
 
@@ -10,44 +10,49 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from coordinator.credits.export import CSV_TYPE, MAX_ENTRIES, PARQUET_TYPE, ParquetMissingError
+from coordinator.credits.export import CSV_TYPE, MAX_ROUNDS, PARQUET_TYPE, ParquetMissingError
 from coordinator.credits.log import CreditLog
 from coordinator.credits.receipts import ReceiptItem
 from coordinator.errors import LedgerError, TooManyError
 from coordinator.page import json_view
 from coordinator.page import schemas as s
-from coordinator.page.endpoints import UNREADABLE, ApiEndpoint, Immutable, Parameter
+from coordinator.page.endpoints import UNREADABLE, ApiEndpoint, Parameter
 from protocol.ids import PeerKey
+from protocol.ledger.audit import CreditedRound
 
 MAX_PAGE = 100
-"""Receipts, or tree heads, in one answer."""
+"""Receipts in one answer."""
 
 
-async def _heads(log: CreditLog, before: int | None, limit: int) -> dict[str, Any]:
-    return {"heads": [_b64(h) for h in await log.heads(before, limit)]}
+async def _rounds(log: CreditLog, first: int, limit: int) -> dict[str, Any]:
+    page = await log.rounds(first, limit)
+    return {"size": page.size, "settled": page.settled, "rounds": [_round(r) for r in page.rounds]}
 
 
-async def _entries(log: CreditLog, first: int, limit: int) -> dict[str, Any]:
-    found, size = await log.entries(first, limit)
-    answer = {"first": first, "size": size, "entries": [_b64(e) for e in found]}
-    return Immutable(answer) if len(found) == limit else answer
+def _round(r: CreditedRound) -> dict[str, Any]:
+    return {
+        "number": r.number,
+        "round": r.round,
+        "record": str(r.record),
+        "parent": str(r.parent),
+        "time": r.time,
+        "lines": [
+            {
+                "peer": str(x.peer), "update": str(x.update), "windows": x.windows, "tokens": x.tokens,
+                "micro_credits": x.micro_credits, "voided_by": r.voided.get(i),
+            }
+            for i, x in enumerate(r.lines)
+        ],
+    }  # fmt: skip
 
 
-async def _lines(log: CreditLog, first: int, limit: int) -> dict[str, Any]:
-    found, following = await log.lines(first, limit)
-    groups = [{"entry": g.entry, "lines": [_b64(line) for line in g.lines]} for g in found]
-    answer = {"groups": groups, "next": following}
-    return Immutable(answer) if following == first + limit else answer
-
-
-async def _inclusion(log: CreditLog, entry: int, size: int) -> dict[str, Any]:
-    hashes = await log.inclusion(entry, size)
-    return Immutable({"entry": entry, "size": size, "hashes": [h.hex() for h in hashes]})
-
-
-async def _consistency(log: CreditLog, first: int, second: int) -> dict[str, Any]:
-    hashes = await log.consistency(first, second)
-    return Immutable({"first": first, "second": second, "hashes": [h.hex() for h in hashes]})
+async def _balances(log: CreditLog, after: PeerKey | None, limit: int) -> dict[str, Any]:
+    size, found = await log.balances(after, limit)
+    rows = [
+        {"peer": str(peer)} | {f"micro_credits_{s}": b.of(s).micro_credits for s in ("settled", "pending", "voided")}
+        for peer, b in found
+    ]
+    return {"size": size, "balances": rows}
 
 
 async def _receipts(log: CreditLog, peer: PeerKey, before: int | None, limit: int) -> dict[str, Any]:
@@ -70,8 +75,7 @@ def _receipt(item: ReceiptItem) -> dict[str, Any]:
         "windows": r.windows,
         "tokens": r.tokens,
         "micro_credits": r.micro_credits,
-        "entry": r.entry,
-        "line": r.line,
+        "number": r.number,
         "pending_until": r.pending_until,
         "status": item.status,
         "bytes": _b64(item.encoded),
@@ -82,51 +86,64 @@ def _b64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-_HASHES = s.many({"type": "string", "pattern": "^[0-9a-f]{64}$"})
-_ENTRIES = (
-    Parameter("first", "the first entry", 0),
-    Parameter("limit", "maximum number", MAX_ENTRIES, 1, MAX_ENTRIES),
-)
+_LINE = s.of(
+    {
+        "peer": s.KEY, "update": s.DIGEST, "windows": s.COUNT, "tokens": s.COUNT, "micro_credits": s.MICRO,
+        "voided_by": s.maybe(s.COUNT),
+    },
+    description="`update`: digest of the signed header; `voided_by`: number of the round whose record voids the credit",
+)  # fmt: skip
 
 CREDIT_ENDPOINTS: tuple[ApiEndpoint, ...] = (
     ApiEndpoint(
-        "/api/log/head",
-        "Signed tree heads (RFC 9162), newest first: envelopes of the owner",
-        s.of({"heads": s.many(s.BASE64)}),
-        _heads,
-        (Parameter("before", "only heads over fewer entries"), Parameter("limit", "maximum number", 1, 1, MAX_PAGE)),
+        "/api/credits/rounds",
+        "Final rounds with their credits, numbered from 0 in the order in which they became final",
+        s.of(
+            {
+                "size": s.COUNT,
+                "settled": s.COUNT,
+                "rounds": s.many(
+                    s.of(
+                        {
+                            "number": s.COUNT,
+                            "round": s.COUNT,
+                            "record": s.DIGEST,
+                            "parent": s.DIGEST,
+                            "time": s.COUNT,
+                            "lines": s.many(_LINE),
+                        }
+                    )
+                ),
+            },
+            description="`size`: all final rounds; `settled`: so many of them, the first ones, are settled",
+        ),
+        _rounds,
+        (
+            Parameter("first", "the number of the first round", 0),
+            Parameter("limit", "maximum number", MAX_ROUNDS, 1, MAX_ROUNDS),
+        ),
         seconds=0,
     ),
     ApiEndpoint(
-        "/api/log/entries",
-        "Entries of the log, as their bytes were written and hashed",
-        s.of({"first": s.COUNT, "size": s.COUNT, "entries": s.many(s.BASE64)}),
-        _entries,
-        _ENTRIES,
-        seconds=0,
-    ),
-    ApiEndpoint(
-        "/api/log/lines",
-        "The credit lines of the round entries in a range: the leaves under their lines_root",
-        s.of({"groups": s.many(s.of({"entry": s.COUNT, "lines": s.many(s.BASE64)})), "next": s.COUNT}),
-        _lines,
-        _ENTRIES,
-        seconds=0,
-    ),
-    ApiEndpoint(
-        "/api/log/inclusion",
-        "The proof that an entry is in the log of a size",
-        s.of({"entry": s.COUNT, "size": s.COUNT, "hashes": _HASHES}),
-        _inclusion,
-        (Parameter("entry", "the entry", required=True), Parameter("size", "the log's size", required=True)),
-        seconds=0,
-    ),
-    ApiEndpoint(
-        "/api/log/consistency",
-        "The proof that the log of one size extends that of another",
-        s.of({"first": s.COUNT, "second": s.COUNT, "hashes": _HASHES}),
-        _consistency,
-        (Parameter("first", "the smaller size", required=True), Parameter("second", "the larger size", required=True)),
+        "/api/credits/balances",
+        "What each peer has after `size` final rounds, by ascending key",
+        s.of(
+            {
+                "size": s.COUNT,
+                "balances": s.many(
+                    s.of(
+                        {
+                            "peer": s.KEY,
+                            "micro_credits_settled": s.MICRO,
+                            "micro_credits_pending": s.MICRO,
+                            "micro_credits_voided": s.MICRO,
+                        }
+                    )
+                ),
+            }
+        ),
+        _balances,
+        (Parameter("after", "only greater keys", key=True), Parameter("limit", "maximum number", 1000, 1, 1000)),
         seconds=0,
     ),
     ApiEndpoint(
@@ -136,7 +153,7 @@ CREDIT_ENDPOINTS: tuple[ApiEndpoint, ...] = (
         _receipts,
         (
             Parameter("peer", "the peer's key", key=True, required=True),
-            Parameter("before", "only entries before this one (`next` of the page before)"),
+            Parameter("before", "only rounds with numbers below this one (`next` of the page before)"),
             Parameter("limit", "maximum number", 50, 1, MAX_PAGE),
         ),
         seconds=0,

@@ -17,7 +17,6 @@ from coordinator.page.answers import AnswerCache, EncodedBody
 from protocol.errors import ProtocolError
 from protocol.ids import PeerKey
 
-IMMUTABLE = "public, max-age=31536000, immutable"
 UNREADABLE = "the ledger cannot be read at this moment: try again\n"
 
 MAX_ROUNDS = 200
@@ -75,10 +74,6 @@ class Parameter:
         return found if self.default is None else found | {"default": self.default}
 
 
-class Immutable(dict[str, Any]):
-    """An answer that never changes: written entries, and proofs between two sizes."""
-
-
 async def _now(value: Any) -> Any:
     return value
 
@@ -87,7 +82,7 @@ async def _now(value: Any) -> Any:
 class ApiEndpoint:
     """One endpoint: `make` answers from a source (`PageApi`, `CreditLog`) and the parameters' values.
 
-    An answer is kept for `seconds`; 0: it is made for each request, and a browser may keep an `Immutable` one.
+    An answer is kept for `seconds`; 0: it is made for each request.
     """
 
     path: str
@@ -113,8 +108,7 @@ class ApiEndpoint:
             try:
                 if answers is None:
                     value = await self.make(source, **asked)
-                    caching = IMMUTABLE if isinstance(value, Immutable) else "no-store"
-                    return Response(json_view.encode(value), 200, {"cache-control": caching}, "application/json")
+                    return Response(json_view.encode(value), 200, {"cache-control": "no-store"}, "application/json")
 
                 async def make() -> EncodedBody | None:
                     value = await self.make(source, **asked)

@@ -215,14 +215,13 @@ RECEIPT = of(
         "windows": COUNT,
         "tokens": COUNT,
         "micro_credits": MICRO,
-        "entry": COUNT,
-        "line": COUNT,
+        "number": COUNT,
         "pending_until": COUNT,
         "status": {"enum": ["pending", "settled", "voided", "not accepted"]},
         "bytes": BASE64,
     },
-    description="`bytes`: the envelope that the owner signed. It settles when the log's newest round entry is the "
-    "`pending_until`-th, counted from 0.",
+    description="`bytes`: the envelope that the owner signed. It settles when the final round with the "
+    "number `pending_until` is there.",
 )
 
 SAMPLE = of(

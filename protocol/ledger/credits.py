@@ -1,4 +1,4 @@
-"""Credits as a pure function of a certificate. Integers only, so that anybody who has the chain gets the same ledger.
+"""Credits as a pure function of a certificate. Integers only, so that anybody who has the chain gets the same.
 
 One credit is 10^15 model FLOPs of accepted training. It is kept in millionths (micro-credits, 10^9 FLOPs), rounded down
 for each update.
@@ -7,21 +7,23 @@ for each update.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from protocol.ids import Digest, PeerKey, Round
-from protocol.ledger.entries import CreditLine
-from protocol.messages import Certificate
+from protocol.messages import Certificate, Rollback, RoundRecord, Verdict
 from protocol.spec import RunSpec
 
 FLOPS_PER_MICRO_CREDIT = 10**9
+
+LineStatus = Literal["pending", "settled", "voided"]
 
 
 @dataclass(frozen=True, slots=True)
 class CreditRule:
     """The run's rule: FLOPs per parameter and token (spec), the model's parameters, and tokens per window (spec).
 
-    Credit settles when `hold_rounds` more rounds are posted, or the run has its `total_tokens` (0: never).
+    Credit settles when `hold_rounds` more rounds are final, or the run has its `total_tokens` (0: never).
     """
 
     flops_per_parameter_token: int
@@ -39,16 +41,31 @@ class CreditRule:
 
     def micro_credits(self, windows: int) -> int:
         """Return the micro-credits of an accepted update over a number of windows."""
-        tokens = windows * self.window
-        return self.flops_per_parameter_token * self.parameters * tokens // FLOPS_PER_MICRO_CREDIT
+        return self.flops_per_parameter_token * self.parameters * windows * self.window // FLOPS_PER_MICRO_CREDIT
+
+    def line(self, peer: PeerKey, update: Digest, windows: int) -> CreditLine:
+        """Return the credits of an accepted update; `update` is the digest of its signed header."""
+        return CreditLine(peer, update, windows, windows * self.window, self.micro_credits(windows))
+
+
+@dataclass(frozen=True, slots=True)
+class CreditLine:
+    """The credits of one accepted update; `update` is the digest of its signed header."""
+
+    peer: PeerKey
+    update: Digest
+    windows: int
+    tokens: int
+    micro_credits: int
 
 
 @dataclass(frozen=True, slots=True)
 class RoundCredits:
-    """The credits of one round, derived from its certificate alone.
+    """What one record does to credits, derived from its certificate alone.
 
     `base_state` is the digest of state[round], from which the round started; `loss` is the mean of the contributors'
-    own training losses, weighted by windows.
+    own training losses, weighted by windows. The `verdicts` and the `rollback` are those of the directive that the
+    record carries.
     """
 
     round: Round
@@ -57,6 +74,8 @@ class RoundCredits:
     base_state: Digest
     loss: float
     lines: tuple[CreditLine, ...]
+    verdicts: tuple[Verdict, ...] = ()
+    rollback: Rollback | None = None
 
     @property
     def tokens(self) -> int:
@@ -67,15 +86,22 @@ class RoundCredits:
         return sum(e.micro_credits for e in self.lines)
 
 
+def credited_windows(record: RoundRecord) -> list[int]:
+    """Return the windows of each update of a record, in its order, that earn credit."""
+    return [u.body.windows for u in record.updates]
+
+
 def credits_of(certificate: Certificate, rule: CreditRule) -> RoundCredits:
     """Return the credits of a certificate, by peer. Lines are by ascending peer key, as in the record."""
     record = certificate.record.body
-    lines = tuple(
-        CreditLine(u.author, u.digest, u.body.windows, u.body.windows * rule.window, rule.micro_credits(u.body.windows))
-        for u in record.updates
-    )
+    windows = credited_windows(record)
+    lines = tuple(rule.line(u.author, u.digest, n) for u, n in zip(record.updates, windows, strict=True))
     loss = sum(u.body.loss * u.body.windows for u in record.updates) / record.windows
-    return RoundCredits(record.round, certificate.digest, record.parent, record.base_state, loss, lines)
+    directive = None if record.directive is None else record.directive.body
+    return RoundCredits(
+        record.round, certificate.digest, record.parent, record.base_state, loss, lines,
+        () if directive is None else directive.verdicts, None if directive is None else directive.rollback,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +123,27 @@ class Balance:
     def combined(self, other: Balance) -> Balance:
         """Both together."""
         return Balance(self.micro_credits + other.micro_credits, self.tokens + other.tokens, self.rounds + other.rounds)
+
+
+@dataclass(frozen=True, slots=True)
+class AccountBalance:
+    """A peer's three balances."""
+
+    pending: Balance = Balance()
+    settled: Balance = Balance()
+    voided: Balance = Balance()
+
+    def of(self, status: LineStatus) -> Balance:
+        """Return one of the three."""
+        return getattr(self, status)
+
+    def plus(self, line: CreditLine, status: LineStatus = "pending") -> AccountBalance:
+        """Return the balances with one more line."""
+        return replace(self, **{status: self.of(status).plus(line)})
+
+    def moved(self, line: CreditLine, status: Literal["settled", "voided"]) -> AccountBalance:
+        """Return the balances after a pending line has settled, or was voided."""
+        return replace(self, pending=self.pending.minus(line)).plus(line, status)
 
 
 def sum_credits(rounds: Iterable[RoundCredits]) -> dict[PeerKey, Balance]:

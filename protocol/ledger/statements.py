@@ -1,7 +1,7 @@
-"""Signed statements about the ledger: tree heads and receipts by the owner, bindings by peers and accounts.
+"""Signed statements about credit: receipts by the owner, bindings by peers and accounts.
 
 Each is opened by a function that verifies before it decodes, and refuses what its maker would not have written byte for
-byte: one statement has one form. Void orders, which are part of entries, are in `void_orders`.
+byte: one statement has one form.
 """
 
 from __future__ import annotations
@@ -24,22 +24,12 @@ MAX_ACCOUNT_NAME = 40
 
 
 @dataclass(frozen=True, slots=True)
-class TreeHead:
-    """The owner's statement that the log has `size` entries with this root at a time (unix milliseconds)."""
-
-    run: RunId
-    size: int
-    root: Digest
-    time: int
-
-
-@dataclass(frozen=True, slots=True)
 class Receipt:
     """The owner's statement about one update that was announced in a finalized round.
 
     `windows`, `tokens` and `micro_credits` are what was accepted: 0 when it was not, and then `reason` says why.
-    `entry` is the sequence of the round's entry, `line` its place among the round's lines. It settles when the ledger's
-    newest round entry is number `pending_until` (from 0).
+    `number` counts the final records before this one, on any branch. Credit settles when the final record with the
+    number `pending_until` is there; that is 0 for what was not accepted.
     """
 
     run: RunId
@@ -52,8 +42,7 @@ class Receipt:
     windows: int
     tokens: int
     micro_credits: int
-    entry: int
-    line: int
+    number: int
     pending_until: int
 
 
@@ -80,7 +69,7 @@ class BindAccount:
     team: str
 
 
-T = TypeVar("T", TreeHead, Receipt, BindPeer, BindAccount)
+T = TypeVar("T", Receipt, BindPeer, BindAccount)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +107,6 @@ def sign(identity: Identity, body: T) -> SignedStatement[T]:
     if len(e.encoded) > limit or decode(e.payload) != body:
         raise MalformedError(f"this {kind} has no form on the wire: a text or a number is too large")
     return SignedStatement(body, e.author, e.digest, e.encoded)
-
-
-def open_tree_head(encoded: bytes, run: RunId, owner: PeerKey) -> SignedStatement[TreeHead]:
-    """Raise MalformedError, SignatureError; AdmissionError when it is not the owner's."""
-    return _open(encoded, TreeHead, run, owner)
 
 
 def open_receipt(encoded: bytes, run: RunId, owner: PeerKey) -> SignedStatement[Receipt]:
@@ -176,19 +160,10 @@ def _open(encoded: bytes, body: type[T], run: RunId, by: PeerKey | None) -> Sign
 # -- the forms on the wire -------------------------------------------------------------------------------------------
 
 
-def _encode_head(b: TreeHead) -> Message:
-    return wire.TreeHead(run=b.run, size=b.size, root=b.root, time=b.time)
-
-
-def _decode_head(payload: bytes) -> TreeHead:
-    m = parsed(wire.TreeHead(), payload)
-    return TreeHead(RunId(m.run), bounded("size", m.size), Digest(m.root), bounded("time", m.time))
-
-
 def _encode_receipt(b: Receipt) -> Message:
     return wire.Receipt(
         run=b.run, peer=b.peer, round=b.round, record=b.record, update=b.update, accepted=b.accepted, reason=b.reason,
-        windows=b.windows, tokens=b.tokens, micro_credits=b.micro_credits, entry=b.entry, line=b.line,
+        windows=b.windows, tokens=b.tokens, micro_credits=b.micro_credits, number=b.number,
         pending_until=b.pending_until,
     )  # fmt: skip
 
@@ -198,12 +173,12 @@ def _decode_receipt(payload: bytes) -> Receipt:
     receipt = Receipt(
         RunId(m.run), PeerKey(m.peer), Round(bounded("round", m.round, MAX_ROUND)), Digest(m.record), Digest(m.update),
         m.accepted, text("reason", m.reason, MAX_REASON), bounded("windows", m.windows), bounded("tokens", m.tokens),
-        bounded("micro_credits", m.micro_credits), bounded("entry", m.entry), bounded("line", m.line),
+        bounded("micro_credits", m.micro_credits), bounded("number", m.number),
         bounded("pending_until", m.pending_until),
     )  # fmt: skip
     if receipt.accepted == bool(receipt.reason):
         raise MalformedError("a receipt says why an update was not accepted, and nothing else")
-    if not receipt.accepted and any((receipt.windows, receipt.tokens, receipt.micro_credits, receipt.line)):
+    if not receipt.accepted and any((receipt.windows, receipt.tokens, receipt.micro_credits, receipt.pending_until)):
         raise MalformedError("a receipt for what was not accepted gives no credit")
     return receipt
 
@@ -230,7 +205,6 @@ def _decode_bind_account(payload: bytes) -> BindAccount:
 
 
 _KINDS: dict[type, tuple[str, int, Callable[[Any], Message], Callable[[bytes], Any]]] = {
-    TreeHead: ("tree-head", 320, _encode_head, _decode_head),
     Receipt: ("receipt", 640, _encode_receipt, _decode_receipt),
     BindPeer: ("bind-peer", 256, _encode_bind_peer, _decode_bind_peer),
     BindAccount: ("bind-account", 640, _encode_bind_account, _decode_bind_account),
@@ -238,5 +212,4 @@ _KINDS: dict[type, tuple[str, int, Callable[[Any], Message], Callable[[bytes], A
 """For each statement: its kind on the wire, the largest envelope in bytes, how it is encoded and decoded."""
 
 MAX_BINDING = _KINDS[BindAccount][1]
-MAX_HEAD = _KINDS[TreeHead][1]
 MAX_RECEIPT = _KINDS[Receipt][1]

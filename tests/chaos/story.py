@@ -8,16 +8,14 @@ from coordinator.ledger import AdmissionRow, RefusedUpdate
 from protocol.chain import genesis_digest
 from protocol.ids import Digest, Round, sha256
 from protocol.ledger.credits import CreditRule, RoundCredits
-from protocol.ledger.entries import CreditLine
-from protocol.ledger.void_orders import VoidOrder, seal_void_order
+from protocol.messages import Verdict
 from tests.support.coordinator_fakes import make_spec, peer
-from tests.support.specs import OWNER
 
 SPEC = make_spec(credit={"hold_rounds": 3})
 RULE = CreditRule.of(SPEC)
 PEERS = 8
 VOIDED_EVERY = 3
-"""The first line of every third round is voided in the transaction that posts it."""
+"""The first line of every third round is voided by a verdict that the next round carries."""
 
 _KEYS = sorted(peer(n).key for n in range(PEERS))
 
@@ -34,18 +32,18 @@ def account(round_: int) -> RoundCredits:
         if (round_ + i) % PEERS < 3 + round_ % 4:
             windows = 1000 + 10 * round_ + i
             update = Digest(sha256(record(round_), key))
-            lines.append(CreditLine(key, update, windows, windows * RULE.window, RULE.micro_credits(windows)))
-    return RoundCredits(Round(round_), record(round_), record(round_ - 1), Digest(bytes(32)), 3.0, tuple(lines))
+            lines.append(RULE.line(key, update, windows))
+    return RoundCredits(
+        Round(round_), record(round_), record(round_ - 1), Digest(bytes(32)), 3.0, tuple(lines), verdicts_on(round_ - 1)
+    )
 
 
-@cache
-def void_order(round_: int) -> bytes | None:
-    """Return the owner's void order that voids the first line of some rounds; None for the others."""
-    if round_ % VOIDED_EVERY:
-        return None
+def verdicts_on(round_: int) -> tuple[Verdict, ...]:
+    """Return the verdict on the first line of some rounds; none on the others."""
+    if round_ < 0 or round_ % VOIDED_EVERY:
+        return ()
     a = account(round_)
-    line = a.lines[0]
-    return seal_void_order(OWNER, VoidOrder(SPEC.run_id, a.round, a.record, line.peer, line.update, "chaos")).encoded
+    return (Verdict(a.record, a.lines[0].peer, "chaos"),)
 
 
 def admitted(number: int) -> AdmissionRow:

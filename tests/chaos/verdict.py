@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from coordinator.errors import LedgerError
 from coordinator.ledger import Ledger
-from protocol.ledger.accounts import AccountBalance
+from protocol.ledger.credits import AccountBalance
 from tests.chaos import story
 
 
@@ -23,19 +24,19 @@ def problems(where: str, acknowledged: Iterable[str] = ()) -> list[str]:
 
 
 def _not_the_story(ledger: Ledger) -> list[str]:
-    """Rounds are a beginning of the story, each with its void order; and everybody has what follows, once."""
+    """Rounds are a beginning of the story, each with its verdicts; and everybody has what follows, once."""
     last = ledger.last()
     count = last[0] + 1 if last else 0
     found, expected = [], {}
-    if ledger.accounts(limit=count + 10) != [story.account(n) for n in range(count)]:
+    if ledger.accounts(limit=count + 10) != [replace(story.account(n), verdicts=()) for n in range(count)]:
         found.append("the rounds are not those that were posted")
     for n in range(count):
         settled = count - 1 - n >= story.SPEC.credit.hold_rounds
         for i, line in enumerate(story.account(n).lines):
-            voided = i == 0 and story.void_order(n) is not None
+            voided = i == 0 and bool(story.verdicts_on(n)) and n < count - 1
             kind = "voided" if voided else "settled" if settled else "pending"
             s = expected.get(line.peer, AccountBalance())
-            expected[line.peer] = s.moved(line, "issuance", kind)
+            expected[line.peer] = s.plus(line, kind)
     if ledger.balances() != expected:
         found.append("credit is lost or doubled")
     return found

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import coordinator.ledger_thread as threads
 from coordinator.errors import LedgerError
-from coordinator.ledger import Ledger, store, writes
+from coordinator.ledger import Ledger, store
 from protocol.ledger.credits import RoundCredits
 from tests.chaos import story
 
@@ -54,11 +54,7 @@ async def _work(where: str, acknowledge: Callable[[str], None], rounds: int) -> 
 
 
 async def _post(thread: threads.LedgerThread, acknowledge: Callable[[str], None], number: int) -> None:
-    def work(ledger: Ledger) -> None:
-        if ledger.post(story.account(number)) and (order := story.void_order(number)) is not None:
-            ledger.void(order)
-
-    await thread.run(work)
+    await thread.run(lambda ledger: ledger.post(story.account(number)))
     acknowledge(f"round {number}")
 
 
@@ -99,21 +95,17 @@ def _one_by_one(ledger: Ledger, jobs) -> None:
 
 
 class _InTwoTransactions(store.Ledger):
-    """Writes the entries of a round first, and what they do to accounts then."""
+    """Writes a round first, and the balances that follow from it then."""
 
     def post(self, account: RoundCredits, *, finalization: bytes | None = None) -> bool:
-        with self._writing() as (books, numbers):
-            if account.round < books.rounds:
+        with self._writing():
+            fold = self._current()
+            if account.round < fold.rounds:
                 return False
-            made = books.post_round(account, int(self._now() * 1000))
-            for posted in made:
-                writes.write(self._db, posted)
-                if posted.lines:
-                    writes.write_round(self._db, numbers, posted, account, None, finalization)
+            step = fold.add(account)
+            self._write(account, step, finalization)
         with self._db.transaction():
-            for posted in made:
-                writes.write_transfers(self._db, numbers, posted)
-            self._write_balances(books, numbers, made)
+            self._write_balances(step.peers, fold)
         return True
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
-from cairn.ledger_audit import head_file
 from tests.e2e.conftest import PEERS
 from tests.e2e.world import World
 from tests.support.waiting import ended
@@ -26,7 +24,7 @@ async def cairn(*arguments: str) -> tuple[int, str]:
     return process.returncode or 0, out.decode() + (err.decode() if process.returncode else "")
 
 
-async def test_a_stranger_audits_the_ledger_and_a_peer_its_receipts(swarm: World, tmp_path: Path):
+async def test_a_stranger_audits_the_ledger_and_a_peer_its_receipts(swarm: World):
     await swarm.healthy(PEERS)
 
     async def some_settled() -> bool:
@@ -34,8 +32,8 @@ async def test_a_stranger_audits_the_ledger_and_a_peer_its_receipts(swarm: World
         return status.final_round is not None and status.final_round >= 4
 
     await swarm.until("five rounds are final", some_settled, every=0.5)
-    invite, home = str(swarm.invite), tmp_path / "stranger"
-    code, out = await cairn("audit", "ledger", invite, "--json", "--home", str(home))
+    invite = str(swarm.invite)
+    code, out = await cairn("audit", "ledger", invite, "--json")
     found = json.loads(out)
     assert code == 0 and found["clean"], out
     # The chain came from those who train, not from the coordinator's own observer.
@@ -43,9 +41,8 @@ async def test_a_stranger_audits_the_ledger_and_a_peer_its_receipts(swarm: World
     assert found["certificates"]["members"] and found["certificates"]["coordinator"] == 0
     assert {str(swarm.key(name)) for name in PEERS} >= set(found["peers"]) and found["warnings"] == []
     assert sum(found["micro_credits"][k] for k in ("settled", "pending")) == found["micro_credits"]["issued"] > 0
-    assert head_file(home, swarm.spec.run_id).exists()
-    code, out = await cairn("audit", "ledger", invite, "--home", str(home))
-    assert code == 0 and "the last one seen was over" in out and "clean" in out, out
+    code, out = await cairn("audit", "ledger", invite)
+    assert code == 0 and "clean" in out, out
     ada = str(swarm.folder / "ada")
     code, out = await cairn("account", "show", invite, "--json", "--home", ada)
     assert code == 0 and json.loads(out)["receipts"], out

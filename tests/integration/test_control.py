@@ -13,7 +13,7 @@ from coordinator.directive_file import FILE, DirectiveFile
 from coordinator.errors import RefusedError
 from peer.coordinator_client import CoordinatorRefused
 from protocol.errors import CairnError
-from protocol.ids import Round
+from protocol.ids import Digest, Round
 from protocol.message_codec import KeySigner, MessageDecoder
 from protocol.messages import Directive, Rollback, RoundChanges
 from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer, state
@@ -135,7 +135,7 @@ async def test_a_rollback_takes_the_ledger_back_once_and_only_to_a_state_that_is
     async with running(tmp_path, swarm=swarm) as (coordinator, _):
         chain = coordinator.chain
         await until(lambda: chain.posted is not None and chain.posted[0] >= 4, "round 4 is posted")
-        to = swarm.chain.certificates[2]
+        to, left = swarm.chain.certificates[2], chain.posted[1]
         back = word(3, rollback=Rollback(1, to.digest, Round(3), state(3)))
         async with client(coordinator) as c:
             with pytest.raises(CairnError):
@@ -150,7 +150,7 @@ async def test_a_rollback_takes_the_ledger_back_once_and_only_to_a_state_that_is
             await c.publish_directive(later.encoded)
         assert chain.posted == (2, to.digest)
     lines = (tmp_path / FILE).read_text().splitlines()
-    assert lines == [line_of(back), "done 1", line_of(later)]
+    assert lines == [line_of(back), f"done 1 {left.hex()}", line_of(later)]
 
 
 @pytest.mark.asyncio
@@ -177,7 +177,7 @@ async def test_a_word_that_the_swarm_has_from_elsewhere_is_heeded_and_no_order_i
             with pytest.raises(CoordinatorRefused, match="banned"):
                 await c.admit(peer(1), "one")
             await c.publish_directive(word(9, banned=(peer(1).key,), rollback=back, run_status="paused").encoded)
-    assert DirectiveFile(tmp_path, MessageDecoder(RUN, OWNER.key, remember=4)).read()[1] == {1}
+    assert DirectiveFile(tmp_path, MessageDecoder(RUN, OWNER.key, remember=4)).read()[1].keys() == {1}
 
 
 @pytest.mark.asyncio
@@ -236,9 +236,10 @@ def test_a_line_torn_by_a_kill_is_left_out_and_the_next_stands_alone(tmp_path):
     with open(tmp_path / FILE, "a") as file:
         file.write(line_of(word(2))[:50])
     stored.append(word(3))
-    stored.mark_done(2)
+    stored.mark_done(2, None)
+    stored.mark_done(3, Digest(bytes(range(32))))
     words, done = stored.read()
-    assert [w.body.sequence for w in words] == [1, 3] and done == {2}
+    assert [w.body.sequence for w in words] == [1, 3] and done == {2: None, 3: Digest(bytes(range(32)))}
 
 
 def test_changes_that_make_no_spec_are_refused_before_they_are_signed():

@@ -1,98 +1,60 @@
-"""A log of credits made by hand behind the routes that receipts are checked by; one byte of it can be altered."""
+"""Receipts and certificates made by hand behind the routes of the page; one of them can be altered."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from protocol.envelope import seal
-from protocol.ids import PeerKey, sha256
-from protocol.merkle import leaf_hash, tree_hash
-from protocol.wire import ledger_pb2 as wire
+from coordinator.page import json_view
+from protocol.ids import PeerKey
+from protocol.message_codec import KeySigner
+from protocol.messages import Certificate
 from tests.page.world import peer
-from tests.support.specs import OWNER
+from tests.support.coordinator_fakes import ChainMaker, make_spec
 
 ROUNDS, PEERS = 21, 5
-
-
-def path_to(leaves: Sequence[bytes], index: int) -> list[bytes]:
-    """Return the inclusion proof of a leaf, as defined in RFC 9162, section 2.1.3.1."""
-    if len(leaves) == 1:
-        return []
-    k = 1 << ((len(leaves) - 1).bit_length() - 1)
-    if index < k:
-        return [*path_to(leaves[:k], index), tree_hash(leaves[k:])]
-    return [*path_to(leaves[k:], index - k), tree_hash(leaves[:k])]
+REFUSED = 4
+"""The round that leaves out an update of each peer."""
 
 
 class FakeLog:
-    """A log of a number of rounds, all with the same peers.
+    """The certificates of a number of rounds, all with the same peers, and the receipts that follow from them.
 
-    `liar` says one thing in a receipt and has another in the log.
+    `liar` says one thing in a receipt and has another in the record.
     """
 
     def __init__(self) -> None:
-        self.lines = {r: [self._line(r, n) for n in range(PEERS)] for r in range(ROUNDS)}
-        self.entries = [self._entry(r) for r in range(ROUNDS)]
+        maker = ChainMaker(make_spec())
+        self.certificates: list[Certificate] = [maker.add({n: 3 for n in range(PEERS)}) for _ in range(ROUNDS)]
+        self.records = [c.record.encoded for c in self.certificates]
         self.liar: int | None = None
 
-    @staticmethod
-    def _line(round_: int, number: int) -> bytes:
-        update = sha256(b"update", bytes([round_, number]))
-        line = wire.CreditLine(peer=peer(number).key, update=update, windows=3, tokens=48, micro_credits=1000 + number)
-        return line.SerializeToString()
-
-    def _entry(self, round_: int) -> bytes:
-        root = tree_hash([leaf_hash(line) for line in self.lines[round_]])
-        what = wire.RoundEntry(round=round_, record=self.record(round_), lines_root=root, count=PEERS)
-        return wire.LedgerEntry(run=bytes(32), sequence=round_, round=what).SerializeToString()
-
-    @staticmethod
-    def record(round_: int) -> bytes:
-        return sha256(b"record", bytes([round_]))
-
     def receipt(self, round_: int, number: int) -> dict[str, Any]:
-        line = wire.CreditLine.FromString(self.lines[round_][number])
-        more = 1 if self.liar == round_ else 0
-        refused = round_ == 4
+        certificate = self.certificates[round_]
+        update = next(u for u in certificate.record.body.updates if u.author == peer(number).key)
+        refused = round_ == REFUSED
+        if refused:  # another header of the same peer
+            update = KeySigner(peer(number)).sign(self.certificates[0].record.body.updates[0].body)
         return {
-            "round": round_, "record": self.record(round_).hex(), "update": line.update.hex(), "accepted": not refused,
-            "reason": "announced after the record was proposed" if refused else "", "windows": 0 if refused else 3,
-            "tokens": 0 if refused else 48, "micro_credits": 0 if refused else line.micro_credits + more,
-            "entry": round_, "line": number, "pending_until": round_ + 12,
+            "round": round_, "record": str(certificate.digest), "update": str(update.digest), "accepted": not refused,
+            "reason": "announced after the record was proposed" if refused else "",
+            "windows": 0 if refused else 4 if self.liar == round_ else 3, "tokens": 0 if refused else 48,
+            "micro_credits": 0 if refused else 1000 + number, "number": round_,
+            "pending_until": 0 if refused else round_ + 12,
             "status": "not accepted" if refused else "pending" if round_ > 8 else "settled",
             "bytes": base64.b64encode(b"receipt").decode(),
         }  # fmt: skip
 
     def routes(self) -> list[Route]:
-        def b64(data: bytes) -> str:
-            return base64.b64encode(data).decode()
-
-        def leaves() -> list[bytes]:
-            return [leaf_hash(e) for e in self.entries]
-
-        async def head(_: Request) -> Response:
-            body = wire.TreeHead(run=bytes(32), size=ROUNDS, root=tree_hash(leaves()), time=1)
-            return JSONResponse({"heads": [b64(seal(OWNER, "tree-head", body.SerializeToString()).encoded)]})
-
-        async def entries(request: Request) -> Response:
-            first = int(request.query_params["first"])
-            return JSONResponse({"first": first, "size": ROUNDS, "entries": [b64(self.entries[first])]})
-
-        async def lines(request: Request) -> Response:
-            first = int(request.query_params["first"])
-            group = {"entry": first, "lines": [b64(line) for line in self.lines[first]]}
-            return JSONResponse({"groups": [group], "next": first + 1})
-
-        async def inclusion(request: Request) -> Response:
-            entry = int(request.query_params["entry"])
-            hashes = [h.hex() for h in path_to(leaves(), entry)]
-            return JSONResponse({"entry": entry, "size": ROUNDS, "hashes": hashes})
+        async def certificate(request: Request) -> Response:
+            number = int(request.path_params["number"])
+            answer = json_view.certificate(self.certificates[number], lambda key: key.short)
+            answer["bytes"]["record"] = base64.b64encode(self.records[number]).decode()
+            return JSONResponse(answer)
 
         async def receipts(request: Request) -> Response:
             key = PeerKey(bytes.fromhex(request.query_params["peer"]))
@@ -115,10 +77,7 @@ class FakeLog:
             return JSONResponse(who | numbers | more | {"recent": 12345, "tokens": 10**6, "rounds": 20})
 
         return [
-            Route("/api/log/head", head),
-            Route("/api/log/entries", entries),
-            Route("/api/log/lines", lines),
-            Route("/api/log/inclusion", inclusion),
+            Route("/api/rounds/{number}/certificate", certificate),
             Route("/api/receipts", receipts),
             Route("/api/accounts/{key}", account),
         ]

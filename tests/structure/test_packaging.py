@@ -53,8 +53,7 @@ def test_the_wheel_has_every_schema_page_and_table(wheel: set[str]):
         for p in (ROOT / package).rglob("*")
         if p.is_file() and "__pycache__" not in p.parts and p.suffix != ".py"
     }
-    tables = "coordinator/ledger/migrations/0001_books.sqlite.sql"
-    assert {"protocol/wire/swarm.proto", "protocol/wire/coordinator.proto", tables} <= want
+    assert {"protocol/wire/swarm.proto", "protocol/wire/coordinator.proto"} <= want
     assert not want - wheel, "name its suffix in pyproject.toml, [tool.setuptools.package-data]"
 
 

@@ -21,6 +21,7 @@ from protocol.messages import (
     ShardAttestation,
     Signed,
     UpdateHeader,
+    Verdict,
     Vote,
     shards_digest,
 )
@@ -77,6 +78,7 @@ DIRECTIVE = Directive(
     RUN, 1_700_000_000_000, "paused", 1_700_000_000, "moving house", tuple(sorted(p.key for p in PEERS[:2])), Round(7),
     RoundChanges(target_tokens=4096, max_seconds=2.5, max_members=9),
     Rollback(2, digest("back"), Round(5), digest("state")),
+    (Verdict(digest("false"), PEERS[0].key, "412 teraflops a second"),),
 )  # fmt: skip
 
 ONE_OF_EACH: list[Signed[Any]] = [

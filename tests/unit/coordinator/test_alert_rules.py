@@ -16,7 +16,7 @@ from coordinator.alerts.tracker import KEEP_SECONDS, MAX_WAITING, REPEAT_SECONDS
 LOSSES = tuple(3.0 + 0.01 * i for i in range(20))  # newest first: it falls
 GOOD = AlertInput(
     time=1e9, up=1e6, health="healthy", message="all is well", problem="", caught_up=True, round=50, round_limit=100.0,
-    losses=LOSSES, training=10, diverged=(), disk_free=10**12, disk_size=2 * 10**12, head_age=30.0,
+    losses=LOSSES, training=10, diverged=(), disk_free=10**12, disk_size=2 * 10**12,
     validation_losses=(3.0, 3.1),
 )  # fmt: skip
 
@@ -54,7 +54,6 @@ BAD = {
     "digests": {"diverged": ("eve",)},
     "peers": {"training": 6},
     "disk": {"disk_free": 15 * 10**9},
-    "log": {"head_age": 301.0},
     "validation": {"validation_losses": (math.nan, 3.0, 3.1)},
     "chain": {"problem": "waiting for the chain after round 3"},
 }
@@ -88,13 +87,6 @@ def test_an_archive_that_fails_for_ten_minutes_is_told_with_the_reason():
     assert world.good_rounds(2, archive_problem="the disk is full") == [("archive", "fired")]
     assert world.journal.active[0].message == "the disk is full"
     assert world.good_rounds(3) == [("archive", "resolved")]
-
-
-def test_a_log_that_is_not_signed_says_why():
-    world = World()
-    assert world.good_rounds(8) == []
-    assert world.good_rounds(2, head_age=400.0, log_problem="no space left") == [("log", "fired")]
-    assert world.journal.active[0].message.endswith("the last time: no space left")
 
 
 def test_a_round_that_does_not_end_is_told_and_is_over_with_the_round():
@@ -174,7 +166,7 @@ def test_a_restart_neither_repeats_nor_loses_nor_ends_an_alert(name):
     since = world.journal.active[0].since
     world.restart()
     # Just after the start no message has arrived, and the chain is not read.
-    nothing = {"up": 5.0, "training": 0, "caught_up": False, "head_age": None, "health": "idle"} | bad
+    nothing = {"up": 5.0, "training": 0, "caught_up": False, "health": "idle"} | bad
     assert world.look(2, **nothing) == []
     assert (world.journal.active[0].name, world.journal.active[0].since) == (name, since)
     assert world.look(5, seconds=7, **bad) == []

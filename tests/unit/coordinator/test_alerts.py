@@ -17,7 +17,6 @@ from coordinator.alerts import watcher
 from coordinator.alerts.config import AlertConfig, AlertConfigError, Webhook, load_config
 from coordinator.alerts.tracker import AlertEvent, back_off
 from coordinator.alerts.webhooks import WebhookError, payload, plain, post
-from coordinator.credits import tree_heads
 from protocol.ids import Digest
 from protocol.message_codec import KeySigner
 from protocol.messages import Directive
@@ -133,8 +132,7 @@ async def test_a_real_spike_a_stall_and_a_full_disk_are_told_by_webhook_and_show
 
 
 @pytest.mark.parametrize("order", ["paused", "ended"])
-async def test_a_run_that_rests_by_its_owners_word_raises_no_alert(tmp_path, quick, monkeypatch, order):
-    monkeypatch.setattr(tree_heads, "POLL_SECONDS", 0.005)
+async def test_a_run_that_rests_by_its_owners_word_raises_no_alert(tmp_path, quick, order):
     clock = [time.time()]
     swarm = FakeSwarm(SPEC)
     async with running(tmp_path, SPEC, swarm, now=lambda: clock[0]) as (c, _):

@@ -14,15 +14,13 @@ from coordinator.errors import LedgerConflictError
 from coordinator.finalizer import Finalizer
 from coordinator.history import RoundPoint, charts, tokens_per_second
 from coordinator.indexed_chain import IndexedChain
-from coordinator.ledger import AdmissionRow, Ledger
+from coordinator.ledger import AdmissionRow
 from coordinator.ledger_thread import LedgerThread
 from protocol.ids import Round
 from protocol.ledger.credits import CreditRule, credits_of, sum_credits
-from protocol.ledger.entries import VoidEntry, decode_entry
-from protocol.ledger.void_orders import open_void_order
 from protocol.message_codec import KeySigner
-from protocol.messages import Finalization
-from tests.support.coordinator_fakes import FakeSwarm, back_to, make_spec, peer
+from protocol.messages import Directive, Finalization, Rollback
+from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer, state
 from tests.support.specs import OWNER
 from tests.support.waiting import ended
 
@@ -39,7 +37,7 @@ class Indexed:
         self.finalizer = Finalizer(swarm.spec, OWNER, swarm, ledger, self.chain)
         directives = DirectiveEffects(swarm.spec.round, self.chain)
         self.indexer = ChainIndexer(
-            swarm.spec, swarm, ledger, self.chain, self.finalizer, PlausibilityCheck(swarm.spec, OWNER), directives,
+            swarm.spec, swarm, ledger, self.chain, self.finalizer, PlausibilityCheck(swarm.spec), directives,
             now, on_pass=on_pass,
         )  # fmt: skip
 
@@ -48,11 +46,13 @@ class Indexed:
 
 
 @asynccontextmanager
-async def following(swarm, tmp_path, now=lambda: 1000.0):
+async def following(swarm, tmp_path, now=lambda: 1000.0, first=None):
     ledger = LedgerThread()
     await ledger.open(tmp_path / "ledger.sqlite", swarm.spec, now)
     passes = asyncio.Semaphore(0)
     indexed = Indexed(swarm, ledger, now, passes.release)
+    if first is not None:
+        await first(indexed)
     await indexed.indexer.start()
     await ended(passes.acquire())
 
@@ -271,7 +271,7 @@ async def test_the_last_rounds_of_a_run_that_is_over_become_final(tmp_path):
         assert not f.open and not f.pending
 
 
-# -- settling, void orders, rollback ----------------------------------------------------------------------------
+# -- settling, verdicts, rollback -------------------------------------------------------------------------------
 
 HOLDING = make_spec(credit={"hold_rounds": 2})
 
@@ -296,9 +296,9 @@ def test_when_the_clock_was_set_back_nobody_is_judged_by_it():
     swarm = FakeSwarm(spec)
     swarm.round({0: 900_000_000 // spec.data.window})
     account, who = credits_of(swarm.chain.certificates[0], CreditRule.of(spec)), peer(0).key
-    judge = PlausibilityCheck(spec, OWNER)
-    assert len(judge.void_orders(account, 10_000.0, {who: 9_990.0})) == 1
-    assert judge.void_orders(account, 10_000.0, {who: 13_000.0}) == []
+    judge = PlausibilityCheck(spec)
+    assert len(judge.verdicts(account, 10_000.0, {who: 9_990.0})) == 1
+    assert judge.verdicts(account, 10_000.0, {who: 13_000.0}) == []
 
 
 async def test_what_nobody_can_have_done_is_voided_with_the_numbers_and_only_at_first_hand(tmp_path):
@@ -325,20 +325,28 @@ async def test_what_nobody_can_have_done_is_voided_with_the_numbers_and_only_at_
         await one({0: 600, 4: 600})
         for _ in range(DEPTH):
             await one({0: 600})
+        records = [c.digest for c in swarm.chain.certificates]
+        verdicts = f.verdicts
+        assert [(v.record, v.peer) for v in verdicts] == [(records[1], peer(3).key), (records[2], peer(4).key)]
+        assert verdicts[0].reason == "1.42 teraflops a second over 110 s: at most 1 are believed"
+        assert "over 100 s" in verdicts[1].reason and not any(b.voided.rounds for b in f.balances.values())
+    async with following(swarm, tmp_path, lambda: clock[0]) as (f, until):
+        assert f.verdicts == verdicts  # a restart forgets none
+        swarm.chain.carry(
+            KeySigner(OWNER).sign(Directive(spec.run_id, 1, verdicts=tuple(sorted(verdicts, key=_place))))
+        )
+        for _ in range(DEPTH + 1):
+            swarm.round({0: 600})
+        await until(lambda: f.head and f.head[1] == swarm.head)
         assert {p: b.voided.rounds for p, b in f.balances.items() if b.voided.rounds} == {
             peer(3).key: 1,
             peer(4).key: 1,
         }
-        assert f.pending[peer(2).key].rounds == 1 and f.pending[peer(4).key].rounds == 2
-    read = Ledger(tmp_path / "ledger.sqlite", spec)
-    voids = [e.payload for e in map(decode_entry, read.entries(0, 100)) if isinstance(e.payload, VoidEntry)]
-    reasons = [open_void_order(v.void_order, spec.run_id, OWNER.key).reason for v in voids]
-    assert (
-        "900000000 tokens in 110 s (80 s of them slack) are 1.42 teraflops a second" in reasons[0]
-        and "at most 1 of one peer" in reasons[0]
-    )
-    assert "900000000 tokens in 100 s" in reasons[1] and read.check() == []
-    read.close()
+        assert f.pending[peer(2).key].rounds == 1 and f.pending[peer(4).key].rounds == 2 and f.verdicts == ()
+
+
+def _place(v):
+    return v.record, v.peer
 
 
 async def test_after_a_rollback_the_ledger_follows_the_new_branch_and_keeps_what_was_issued(tmp_path):
@@ -348,11 +356,11 @@ async def test_after_a_rollback_the_ledger_follows_the_new_branch_and_keeps_what
         await until(lambda: f.posted and f.posted[0] == 3)
         old = [credits_of(c, RULE) for c in swarm.chain.certificates]
         swarm.finals.clear()
-        directive = back_to(HOLDING, old[1].record, 1)
-        assert await f.rollback(old[1].record, Round(1), directive)
-        assert await f.rollback(old[1].record, Round(1), directive) is False
+        back = Rollback(1, old[1].record, Round(2), state(2))
+        assert await f.rollback(back)
+        assert await f.rollback(back) is False
         assert f.posted == (1, old[1].record) and len(f.history) == 2
-        other = swarm.chain.fork(2)
+        first_branch, other = swarm.chain.certificates, swarm.chain.fork(2)
         for r in range(DEPTH + 2):
             other.add({5: 800 + r}, attempt=1)
         swarm.turn_to(other)
@@ -362,6 +370,13 @@ async def test_after_a_rollback_the_ledger_follows_the_new_branch_and_keeps_what
         assert f.settled == sum_credits(old[:4])
         assert f.pending == sum_credits(new[2:])
         with pytest.raises(LedgerConflictError, match="has no such round"):
-            await f.rollback(old[3].record, Round(3), back_to(HOLDING, old[3].record, 3, 2))
+            await f.rollback(Rollback(2, old[2].record, Round(3), state(3)))
     async with following(swarm, tmp_path) as (f, until):
         assert f.posted == (3, new[3].record) and f.settled == sum_credits(old[:4])
+        before = f.balances
+    for file in tmp_path.glob("ledger.sqlite*"):
+        file.unlink()
+    swarm.left = first_branch
+    async with following(swarm, tmp_path, first=lambda f: f.post_abandoned(old[3].record, back)) as (f, until):
+        await until(lambda: f.posted and f.posted[0] == 3)
+        assert f.balances == before

@@ -1,41 +1,32 @@
-"""The coordinator's log of credits: receipts that stay the same, heads that never contradict, valid proofs."""
+"""The coordinator's answers about credits: receipts that stay the same, rounds by their numbers, totals."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-import sqlite3
 import time
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from coordinator.credits import tree_heads
 from coordinator.credits.leaderboard import Leaderboard, RecentAverageCredit
 from coordinator.credits.log import CreditLog
 from coordinator.credits.receipts import Receipts, why_not
-from coordinator.credits.tree_heads import TreeHeadSigner
 from coordinator.errors import LedgerConflictError, LedgerError, RefusedError, TooManyError
 from coordinator.history import RoundHistory
 from coordinator.indexed_chain import IndexedChain
-from coordinator.ledger import Ledger, TreeHeadRow
+from coordinator.ledger import Ledger
 from coordinator.ledger_thread import LedgerThread
 from coordinator.swarm import AnnouncedUpdate
 from protocol.errors import AdmissionError, MalformedError
 from protocol.ids import Digest, PeerKey
 from protocol.ledger.credits import CreditRule, credits_of
-from protocol.ledger.entries import RoundEntry, decode_entry, decode_line
-from protocol.ledger.statements import bind, open_receipt, open_tree_head
-from protocol.ledger.void_orders import VoidOrder, seal_void_order
-from protocol.merkle import leaf_hash
+from protocol.ledger.statements import bind, open_receipt
 from protocol.message_codec import KeySigner
-from protocol.messages import UpdateHeader
-from protocol.proofs import check_consistency, check_inclusion
+from protocol.messages import Directive, UpdateHeader, Verdict
 from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer, state
 from tests.support.specs import OWNER, digest, identity
-from tests.support.waiting import until
 
 HOLD = 2
 SPEC = make_spec(credit={"hold_rounds": HOLD, "flops_per_parameter_token": 1000})
@@ -67,12 +58,9 @@ class World:
         self.ledger = LedgerThread()
         await self.ledger.open(self.place, SPEC, self.now)
         self.chain = IndexedChain()
-        self.heads = TreeHeadSigner(SPEC.run_id, OWNER, self.ledger, self.now)
         self.receipts_made = Receipts(SPEC, OWNER, self.swarm, self.ledger, self.now)
         self.board = self.leaderboard()
-        self.log = CreditLog(
-            self.ledger, self.swarm, self.chain, self.heads, self.receipts_made, self.board, asyncio.Event()
-        )
+        self.log = CreditLog(self.ledger, self.swarm, self.chain, self.receipts_made, self.board, asyncio.Event())
         await self.log.start()
         await self.board.load_recent()
         await self.read_balances()
@@ -97,13 +85,20 @@ class World:
         await self.ledger.close()
         await self.open()
 
-    async def post(self, work: dict[int, int]):
+    async def post(self, work: dict[int, int], *, void: tuple[Digest, PeerKey] | None = None):
+        if void is not None:
+            self.carry(void)
         account = credits_of(self.swarm.chain.add(work), RULE)
         self.clock[0] += 60
         await self.receipts_made.note([account])
         await self.ledger.run(lambda ledger: ledger.post(account))
         await self.refresh()
         return account
+
+    def carry(self, void: tuple[Digest, PeerKey]) -> None:
+        """Let the next record carry a verdict."""
+        body = Directive(SPEC.run_id, len(self.swarm.chain.certificates) + 1, verdicts=(Verdict(*void, "no"),))
+        self.swarm.chain.carry(KeySigner(OWNER).sign(body))
 
     def announce(self, number: int, *, late: bool = False, flaw: str = "", base: Digest | None = None) -> Digest:
         """Announce an update for the next round; return the digest of the header."""
@@ -152,13 +147,11 @@ async def test_a_receipt_says_what_was_accepted_and_when_it_settles(ledger_place
         assert r == item.receipt and item.status == "pending"
         assert (r.accepted, r.reason, r.windows, r.tokens) == (True, "", 40, 640)
         assert (r.micro_credits, r.update, r.record) == (line.micro_credits, line.update, account.record)
-        assert (r.entry, r.pending_until) == (0, HOLD)
-        stored = decode_line((await w.log.lines(0, 1))[0][0].lines[r.line])
-        assert (stored.peer, stored.update, stored.micro_credits) == (r.peer, r.update, r.micro_credits)
+        assert (r.number, r.pending_until) == (0, HOLD)
         for expected in ("pending", "settled"):
             await w.post({2: 30})
             assert (await w.receipts(1)).items[0].status == expected
-        assert w.board.rounds - 1 == r.pending_until  # the newest round entry has just that number
+        assert w.board.rounds - 1 == r.pending_until  # the newest final round has just that number
 
 
 async def test_asking_again_gives_the_same_bytes_also_after_a_restart(ledger_place):
@@ -188,7 +181,7 @@ async def test_what_a_round_left_out_gets_a_receipt_with_the_reason(ledger_place
         for number, (update, reason) in told.items():
             item = next(i for i in (await w.receipts(number)).items if i.status == "not accepted")
             r = open_receipt(item.encoded, SPEC.run_id, OWNER.key).body
-            assert (r.accepted, r.update, r.record, r.entry) == (False, update, account.record, 0)
+            assert (r.accepted, r.update, r.record, r.number) == (False, update, account.record, 0)
             assert reason in r.reason and (r.tokens, r.micro_credits) == (0, 0)
         assert len((await w.receipts(1)).items) == 2
         assert (await w.receipts(2)).items[0].status == "pending" and (await w.receipts(7)).items == ()
@@ -250,9 +243,7 @@ async def test_a_voided_line_is_said_and_its_receipt_stays(ledger_place):
         account = await w.post({1: 40, 2: 30})
         (before,) = (await w.receipts(1)).items
         line = next(x for x in account.lines if x.peer == peer(1).key)
-        void_order = VoidOrder(SPEC.run_id, account.round, account.record, line.peer, line.update, "a copy")
-        await w.ledger.run(lambda ledger: ledger.void(seal_void_order(OWNER, void_order).encoded))
-        await w.refresh()
+        await w.post({2: 30}, void=(account.record, line.peer))
         (after,) = (await w.receipts(1)).items
         assert (after.status, after.encoded) == ("voided", before.encoded)
         view = w.board.of(peer(1).key)
@@ -268,173 +259,28 @@ def test_a_long_reason_is_cut_to_what_a_receipt_holds():
     assert len(reason.encode()) <= 200 and reason.endswith("...")
 
 
-# -- tree heads ----------------------------------------------------------------------------------------------------
+# -- rounds and certificates ---------------------------------------------------------------------------------------
 
 
-async def heads_of(w: World, limit: int = 100) -> list[Any]:
-    return [open_tree_head(sent, SPEC.run_id, OWNER.key).body for sent in await w.log.heads(None, limit)]
-
-
-async def test_a_head_is_at_most_a_minute_old_and_covers_the_log(ledger_place):
+async def test_rounds_come_page_by_page_with_what_is_settled_and_void(ledger_place, monkeypatch):
+    monkeypatch.setattr("coordinator.credits.log.PAGE_LINES", 1)
     async with made(ledger_place) as w:
-        (empty,) = await heads_of(w)
-        assert empty.size == 0
-        await w.post({1: 40})
-        w.clock[0] -= 30
-        assert (await heads_of(w))[0] == empty  # half a minute old: good enough
-        w.clock[0] += 31
-        newest = (await heads_of(w))[0]
-        assert newest.size == 1 and newest.time == int(w.clock[0] * 1000)
-        assert newest.root == await w.ledger.read(lambda ledger: ledger.root())
-        w.clock[0] += 100
-        again = (await heads_of(w))[0]
-        assert (again.size, again.root) == (1, newest.root) and again.time > newest.time
-        # One that says nothing new is not written down each minute.
-        assert len(await w.ledger.read(lambda ledger: ledger.heads(100))) == 2
-        await w.restart()
-        assert (await heads_of(w))[0].size == 1
-
-
-async def test_a_head_that_cannot_be_stored_is_a_problem_until_it_is(ledger_place, monkeypatch):
-    async with made(ledger_place) as w:
-        await w.log.heads(None, 1)
-        await w.post({1: 40})
-        w.clock[0] += 300
-
-        def full(ledger: Ledger, head: TreeHeadRow) -> None:
-            raise LedgerConflictError("no space left")
-
-        with monkeypatch.context() as m:
-            m.setattr(Ledger, "add_head", full)
-            monkeypatch.setattr(tree_heads, "POLL_SECONDS", 0.01)
-            signing = asyncio.create_task(w.heads.sign_forever())
-            await until(lambda: "no space left" in w.heads.problem)
-        await until(lambda: not w.heads.problem, "the head is signed")
-        signing.cancel()
-        assert w.heads.problem == ""
-
-
-async def test_the_newest_head_is_as_old_as_it_was_signed_not_as_it_was_written_down(ledger_place):
-    """A run that rests writes a head an hour; the alert `log` must stay quiet."""
-    async with made(ledger_place) as w:
-        w.clock[0] += 400
-        assert w.heads.age == 400  # none was ever signed: that is news too
-        for _ in range(20):
-            await w.log.heads(None, 1)
-            assert w.heads.age < 0.01
-            w.clock[0] += 61
-        (written,) = await w.ledger.read(lambda ledger: ledger.heads(1))
-        assert w.clock[0] - written.time / 1000 > 1000 and 60 < w.heads.age < 62
-
-
-async def test_a_shorter_or_other_log_is_never_signed(tmp_path):
-    async with made(str(tmp_path / "ledger.sqlite")) as w:
-        for _ in range(4):
-            await w.post({1: 40})
-        w.clock[0] += 61
-        head = (await heads_of(w))[0]
-        await w.ledger.close()
-        tamper(tmp_path, "UPDATE entries SET leaf = x'" + "00" * 32 + "' WHERE sequence = 1", "UPDATE entries")
-        tamper(tmp_path, "UPDATE nodes SET hash = x'" + "00" * 32 + "' WHERE level = 1 AND place = 0")
-        tamper(tmp_path, "UPDATE nodes SET hash = x'" + "00" * 32 + "' WHERE level = 2 AND place = 0")
-        log = await reopened(w)
-        with pytest.raises(LedgerConflictError, match="another root"):
-            await log.newest()
-        await w.ledger.close()
-        tamper(tmp_path, "UPDATE heads SET size = 99, encoded = encoded")
-        bigger = head.__class__(SPEC.run_id, 99, digest("root"), head.time)
-        from protocol.ledger.statements import sign
-
-        tamper(tmp_path, f"UPDATE heads SET encoded = x'{sign(OWNER, bigger).encoded.hex()}'")
-        log = await reopened(w)
-        with pytest.raises(LedgerConflictError, match="a tree head over 99 was signed"):
-            await log.newest()
-        await w.ledger.close()
-        tamper(tmp_path, f"UPDATE heads SET encoded = x'{sign(identity('forger'), bigger).encoded.hex()}'")
-        log = await reopened(w)
-        with pytest.raises(LedgerConflictError, match="none of this run's owner"):
-            await log.newest()
-        w.clock[0] += 400
-        assert log.age == 400  # so there is an alert
-        w.ledger = LedgerThread()
-
-
-async def test_a_hash_that_is_missing_is_said_and_nothing_is_signed(tmp_path):
-    async with made(str(tmp_path / "ledger.sqlite")) as w:
-        for _ in range(4):
-            await w.post({1: 40})
-        await heads_of(w)
-        await w.ledger.close()
-        tamper(tmp_path, "DELETE FROM nodes WHERE level = 2")
-        log = await reopened(w)
-        with pytest.raises(LedgerConflictError, match="a hash of the log is missing"):
-            await log.newest()
-        w.ledger = LedgerThread()
-
-
-async def test_a_log_that_does_not_grow_is_signed_all_the_same(ledger_place):
-    async with made(ledger_place) as w:
-        assert w.heads.age == 0  # since the start
-        await w.post({1: 40})
-        for _ in range(10):
-            w.clock[0] += 61
-            await heads_of(w)
-            assert w.heads.age == 0
-        w.clock[0] += 30
-        assert w.heads.age == 30
-
-
-async def reopened(w: World) -> TreeHeadSigner:
-    w.clock[0] += 100
-
-    class Opened(LedgerThread):
-        """Without the ledger's own check at its start: tree heads look for themselves."""
-
-    w.ledger = Opened()
-    ledger = Ledger.__new__(Ledger)
-    reader = Ledger(w.place, SPEC, reader=True)
-    ledger.__dict__.update(reader.__dict__)
-    w.ledger._ledger = w.ledger._reader = reader
-    log = TreeHeadSigner(SPEC.run_id, OWNER, w.ledger, lambda: w.clock[0])
-    await log.start()
-    return log
-
-
-def tamper(folder: Path, statement: str, *_: str) -> None:
-    """Behind the triggers."""
-    with sqlite3.connect(folder / "ledger.sqlite") as db:
-        for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
-            db.execute(f"DROP TRIGGER {name}")
-        db.execute(statement)
-    db.close()
-
-
-# -- the log and its proofs ------------------------------------------------------------------------------------------
-
-
-async def test_entries_lines_and_proofs_are_those_of_the_signed_head(ledger_place):
-    async with made(ledger_place) as w:
-        for r in range(6):
-            await w.post({1: 40 + r, 2: 30})
-        w.clock[0] += 61
-        head = (await heads_of(w))[0]
-        entries, size = await w.log.entries(0, 1000)
-        assert size == len(entries) == head.size
-        assert (await w.log.entries(3, 2))[0] == entries[3:5] and (await w.log.entries(size, 5))[0] == []
-        for n, sent in enumerate(entries):
-            check_inclusion(leaf_hash(sent), n, size, await w.log.inclusion(n, size), head.root)
-        found, following = await w.log.lines(0, 1000)
-        assert following == size
-        rounds = [n for n, sent in enumerate(entries) if isinstance(decode_entry(sent).payload, RoundEntry)]
-        assert [g.entry for g in found] == rounds
-        await w.post({1: 40})
-        w.clock[0] += 61
-        newer = (await heads_of(w))[0]
-        path = await w.log.consistency(head.size, newer.size)
-        check_consistency(head.size, head.root, newer.size, newer.root, path)
-        for bad in (w.log.inclusion(0, 99), w.log.inclusion(9, 9), w.log.consistency(5, 3), w.log.consistency(0, 99)):
-            with pytest.raises(MalformedError):
-                await bad
+        accounts = [await w.post({1: 40, 2: 30}) for _ in range(20)]
+        accounts.append(await w.post({1: 50}, void=(accounts[-1].record, peer(2).key)))
+        first = await w.log.rounds(0, 1000)
+        rest = await w.log.rounds(len(first.rounds), 1000)
+        found = [*first.rounds, *rest.rounds]
+        assert len(first.rounds) == 16 and (first.size, first.settled) == (21, 21 - HOLD)
+        told = [(r.number, r.record, r.lines) for r in found]
+        assert told == [(i, a.record, a.lines) for i, a in enumerate(accounts)]
+        place = [x.peer for x in accounts[19].lines].index(peer(2).key)
+        assert {r.number: r.voided for r in found if r.voided} == {19: {place: 20}}
+        assert found[19].status(place, 19) == "voided" and found[19].status(1 - place, 19) == "pending"
+        assert (await w.log.rounds(21, 5)).rounds == ()
+        size, balances = await w.log.balances(None, 1)
+        assert size == 21 and len(balances) == 1
+        size, more = await w.log.balances(balances[0][0], 9)
+        assert dict(balances + more) == await w.ledger.read(lambda ledger: ledger.balances())
 
 
 async def test_certificates_are_given_from_where_one_asks(ledger_place):
@@ -549,8 +395,9 @@ async def test_what_is_voided_while_recent_credits_are_read_is_taken_out_once(le
         await w.ledger.open(w.place, SPEC, lambda: w.clock[0])
         board = w.leaderboard()
         await board.load()
-        void_order = VoidOrder(SPEC.run_id, account.round, account.record, peer(1).key, account.lines[0].update, "no")
-        await w.ledger.run(lambda ledger: ledger.void(seal_void_order(OWNER, void_order).encoded))
+        w.carry((account.record, peer(1).key))
+        last = credits_of(w.swarm.chain.add({2: 30}), RULE)
+        await w.ledger.run(lambda ledger: ledger.post(last))
         await board.load_recent()
         await board.refresh()
         one = RULE.micro_credits(40) * math.log(2) / 7

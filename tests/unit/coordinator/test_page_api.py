@@ -199,14 +199,14 @@ def test_a_certificate_can_be_checked_by_whoever_gets_it(world, get):
 async def test_what_is_told_of_credits_is_what_the_document_says(world):
     log = FakeLog()
     app = make_app(world.coordinator.api, log.routes())
-    key, asked = str(peer(1).key), {"/api/log/entries": "?first=3", "/api/log/lines": "?first=3&limit=1"}
-    asked |= {"/api/log/inclusion": "?entry=3&size=21", "/api/receipts": f"?peer={key}&limit=30"}
+    key, asked = str(peer(1).key), {"/api/credits/rounds": "?first=3", "/api/credits/balances": "?limit=3"}
+    asked |= {"/api/receipts": f"?peer={key}&limit=30"}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as get:
         document = (await get.get("/api/openapi.json")).json()["paths"]
         assert document.keys() >= {e.path for e in (*CREDIT_ENDPOINTS, *ENDPOINTS)}
         for route in log.routes():
             schema = document[route.path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
-            path = route.path.replace("{key}", key) + asked.get(route.path, "")
+            path = route.path.replace("{key}", key).replace("{number}", "3") + asked.get(route.path, "")
             jsonschema.validate((await get.get(path)).json(), schema)
         human = await get.get("/api")
         assert all(e.path in human.text for e in CREDIT_ENDPOINTS)

@@ -21,13 +21,9 @@ from coordinator.ledger import Ledger
 from coordinator.ledger.store import connect
 from protocol.chain import genesis_digest
 from protocol.ids import Digest, Round, sha256
-from protocol.ledger.accounts import AccountBalance
-from protocol.ledger.credits import Balance, CreditRule, RoundCredits
-from protocol.ledger.entries import CreditLine, decode_entry, genesis_leaf
-from protocol.ledger.void_orders import VoidOrder, seal_void_order
-from protocol.merkle import leaf_hash, tree_hash
-from tests.support.coordinator_fakes import back_to, make_spec, peer
-from tests.support.specs import OWNER, identity
+from protocol.ledger.credits import AccountBalance, Balance, CreditRule, RoundCredits
+from protocol.messages import Rollback, Verdict
+from tests.support.coordinator_fakes import make_spec, peer, state
 
 work = st.dictionaries(st.integers(0, 4), st.integers(1, 9000), min_size=1, max_size=4)
 
@@ -41,7 +37,7 @@ class Posted:
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """Rounds, void orders and rollbacks in any order, with restarts, crashes and clocks that jump."""
+    """Rounds, verdicts and rollbacks in any order, with restarts, crashes and clocks that jump."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +46,6 @@ class LedgerMachine(RuleBasedStateMachine):
         self.made = 0
         self.posted: list[Posted] = []
         self.branch: list[RoundCredits] = []
-        self.others = 0
         self.gone: list[RoundCredits] = []
 
     @initialize(hold=st.integers(0, 4), seed=st.integers(0, 2**40))
@@ -76,7 +71,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.made += 1
         record = Digest(sha256(b"record", self.made.to_bytes(8, "big")))
         lines = tuple(
-            CreditLine(key, Digest(sha256(record, key)), w, w * self.rule_.window, self.rule_.micro_credits(w))
+            self.rule_.line(key, Digest(sha256(record, key)), w)
             for key, w in sorted((peer(n).key, w) for n, w in windows.items())
         )
         return RoundCredits(Round(round_), record, parent, Digest(bytes(32)), 3.5, lines)
@@ -87,13 +82,6 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def next(self, windows: dict[int, int]) -> RoundCredits:
         return self.account(len(self.branch), self.tip, windows)
-
-    def void_order(self, account: RoundCredits, i: int, by=OWNER) -> bytes:
-        line = account.lines[i]
-        void_order = VoidOrder(
-            self.spec.run_id, account.round, account.record, line.peer, line.update, "checked by hand"
-        )
-        return seal_void_order(by, void_order).encoded
 
     def is_settled(self, number: int) -> bool:
         return len(self.posted) - 1 - number >= self.rule_.hold_rounds
@@ -143,33 +131,39 @@ class LedgerMachine(RuleBasedStateMachine):
             self.ledger.post(data.draw(st.sampled_from(self.gone)))
 
     @precondition(lambda self: self.posted)
-    @rule(data=st.data())
-    def void(self, data) -> None:
+    @rule(data=st.data(), windows=work)
+    def void(self, data, windows: dict[int, int]) -> None:
+        """Post a round that carries verdicts on another one: on a line, on nobody, on a record that is unknown."""
         number = data.draw(st.integers(max(0, len(self.posted) - 6), len(self.posted) - 1))
         posted = self.posted[number]
         i = data.draw(st.integers(0, len(posted.account.lines) - 1))
-        with pytest.raises(LedgerConflictError):
-            self.ledger.void(self.void_order(posted.account, i, by=identity("stranger")))
-        void_order = self.void_order(posted.account, i)
-        if self.is_settled(number) or i in posted.voided:
-            with pytest.raises(LedgerConflictError):
-                self.ledger.void(void_order)
-        else:
-            self.ledger.void(void_order)
+        record, who = posted.account.record, posted.account.lines[i].peer
+        verdicts = (Verdict(record, who, "x"), Verdict(record, peer(99).key, "x"), Verdict(Digest(bytes(32)), who, "x"))
+        account = replace(self.next(windows), verdicts=verdicts)
+        assert self.ledger.post(account)
+        if not self.is_settled(number):
             posted.voided.add(i)
-            self.others += 1
+        self.branch.append(replace(account, verdicts=()))
+        self.posted.append(Posted(account))
 
     @precondition(lambda self: self.branch)
-    @rule(data=st.data())
-    def rollback(self, data) -> None:
+    @rule(data=st.data(), by_record=st.booleans(), windows=work)
+    def rollback(self, data, by_record: bool, windows: dict[int, int]) -> None:
+        """By the directive when it comes, or by the record that carries it."""
         to = data.draw(st.sampled_from(self.branch))
         self.made += 1
-        directive = back_to(self.spec, to.record, to.round, self.made)
-        assert self.ledger.rollback(to.record, to.round, directive)
-        assert self.ledger.rollback(to.record, to.round, directive) is False
+        rollback = Rollback(self.made, to.record, Round(to.round + 1), state(0))
+        ahead = to is not self.branch[-1]
         self.gone += self.branch[to.round + 1 :]
         del self.branch[to.round + 1 :]
-        self.others += 1
+        if by_record and ahead:
+            account = replace(self.next(windows), rollback=rollback)
+            assert self.ledger.post(account)
+            self.branch.append(replace(account, rollback=None))
+            self.posted.append(Posted(account))
+        else:
+            assert self.ledger.rollback(rollback)
+        assert self.ledger.rollback(rollback) is False
 
     @rule()
     def restart(self) -> None:
@@ -218,24 +212,9 @@ class LedgerMachine(RuleBasedStateMachine):
         assert Balance() not in [s.settled for s in expected.values() if s.settled.rounds]
 
     @invariant()
-    def all_accounts_together_are_zero(self) -> None:
-        db = connect(self.where, self.spec, reader=True)
-        sums = dict(db.query("SELECT account, micro_credits FROM account_sums"))
-        db.close()
-        issued = sum(e.micro_credits for p in self.posted for e in p.account.lines)
-        assert sum(sums.values()) == 0 and -sums.get("issuance", 0) == issued
-
-    @invariant()
-    def the_log_is_whole(self) -> None:
-        sent = self.ledger.entries(0, 10_000)
-        settled = sum(self.is_settled(n) for n in range(len(self.posted)))
-        assert len(sent) == self.ledger.size() == len(self.posted) + settled + self.others
-        before, time, leaves = bytes(genesis_leaf(self.spec.run_id)), 0, []
-        for i, entry in enumerate(map(decode_entry, sent)):
-            assert (entry.sequence, entry.previous) == (i, before) and entry.time >= time
-            before, time = leaf_hash(sent[i]), entry.time
-            leaves.append(before)
-        assert self.ledger.root() == tree_hash(leaves)
+    def the_index_is_whole(self) -> None:
+        assert self.ledger.size() == len(self.posted)
+        assert self.ledger.settled_count() == sum(self.is_settled(n) for n in range(len(self.posted)))
         assert self.ledger.check() == []
 
 

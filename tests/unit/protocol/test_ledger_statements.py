@@ -17,12 +17,10 @@ from protocol.ledger.statements import (
     BindAccount,
     BindPeer,
     Receipt,
-    TreeHead,
     bind,
     open_bind_peer,
     open_binding,
     open_receipt,
-    open_tree_head,
     sign,
 )
 from protocol.wire import ledger_pb2 as wire
@@ -33,17 +31,15 @@ from tests.support.specs import OWNER, digest, identity
 
 PEER, ACCOUNT, STRANGER = identity("a peer"), identity("an account"), identity("stranger")
 
-HEAD = TreeHead(RUN, 12, digest("root"), 1_700_000_000_000)
 RECEIPT = Receipt(
-    RUN, PEER.key, Round(3), digest("record"), digest("update"), True, "", 10, 160, 12_345, 7, 2, 15
+    RUN, PEER.key, Round(3), digest("record"), digest("update"), True, "", 10, 160, 12_345, 7, 15
 )  # fmt: skip
 REFUSED = dataclasses.replace(
-    RECEIPT, accepted=False, reason="it came too late", windows=0, tokens=0, micro_credits=0, line=0, pending_until=0
+    RECEIPT, accepted=False, reason="it came too late", windows=0, tokens=0, micro_credits=0, pending_until=0
 )
 BINDING = bind(PEER, ACCOUNT, RUN, 1_700_000_000, "ada", "engines")
 
 SENT: dict[str, tuple[bytes, Any]] = {
-    "head": (sign(OWNER, HEAD).encoded, lambda sent: open_tree_head(sent, RUN, OWNER.key)),
     "receipt": (sign(OWNER, RECEIPT).encoded, lambda sent: open_receipt(sent, RUN, OWNER.key)),
     "refused": (sign(OWNER, REFUSED).encoded, lambda sent: open_receipt(sent, RUN, OWNER.key)),
     "peer": (sign(PEER, BindPeer(RUN, ACCOUNT.key, 5)).encoded, lambda sent: open_bind_peer(sent, RUN)),
@@ -53,7 +49,7 @@ OPENERS = list({id(decoder): decoder for _, decoder in SENT.values()}.values())
 
 
 def test_what_was_signed_opens_as_it_was():
-    for body, decoder in ((HEAD, "head"), (RECEIPT, "receipt"), (REFUSED, "receipt")):
+    for body, decoder in ((RECEIPT, "receipt"), (REFUSED, "receipt")):
         word = sign(OWNER, body)
         assert SENT[decoder][1](word.encoded) == word
         assert (word.body, word.author) == (body, OWNER.key)
@@ -71,8 +67,8 @@ def test_a_binding_is_the_word_of_both():
         open_binding(sign(ACCOUNT, BindAccount(RUN, seal(PEER, "vote", b"").encoded, 5, "ada", "")).encoded, RUN)
 
 
-def test_only_the_owner_signs_heads_and_receipts():
-    for body, name in ((HEAD, "head"), (RECEIPT, "receipt")):
+def test_only_the_owner_signs_receipts():
+    for body, name in ((RECEIPT, "receipt"), (REFUSED, "refused")):
         with pytest.raises(AdmissionError, match="owner"):
             SENT[name][1](sign(STRANGER, body).encoded)
         relabelled = swarm_pb2.Envelope.FromString(sign(STRANGER, body).encoded)
@@ -82,7 +78,7 @@ def test_only_the_owner_signs_heads_and_receipts():
 
 
 def test_another_runs_words_are_none():
-    for body, name in ((HEAD, "head"), (RECEIPT, "receipt")):
+    for body, name in ((RECEIPT, "receipt"), (REFUSED, "refused")):
         with pytest.raises(MalformedError, match="another run"):
             SENT[name][1](sign(OWNER, dataclasses.replace(body, run=OTHER_RUN)).encoded)
     with pytest.raises(MalformedError, match="another run"):
@@ -100,7 +96,8 @@ def test_another_runs_words_are_none():
         dataclasses.replace(REFUSED, micro_credits=1),
         dataclasses.replace(REFUSED, reason="x" * 201),
         dataclasses.replace(RECEIPT, tokens=MAX_COUNT + 1),
-        dataclasses.replace(HEAD, size=MAX_COUNT + 1),
+        dataclasses.replace(RECEIPT, number=MAX_COUNT + 1),
+        dataclasses.replace(REFUSED, pending_until=1),
         dataclasses.replace(REFUSED, reason="two\nlines"),
         BindAccount(RUN, b"", 1, "x" * 41, ""),
         BindAccount(RUN, b"", 1, "ada", "team\x1b[31m"),
@@ -119,11 +116,11 @@ def test_what_makes_no_sense_is_neither_signed_nor_opened(body: Any):
 
 
 def test_a_statement_is_written_in_one_way_only():
-    payload = wire.TreeHead(run=RUN, size=1, root=digest("root"), time=5).SerializeToString(deterministic=True)
-    assert open_tree_head(seal(OWNER, "tree-head", payload).encoded, RUN, OWNER.key).body.size == 1
-    for other in (payload + b"\x7a\x01x", payload + payload, payload + b"\x10\x01"):
+    payload = wire.BindPeer(run=RUN, account=ACCOUNT.key, time=5).SerializeToString(deterministic=True)
+    assert open_bind_peer(seal(PEER, "bind-peer", payload).encoded, RUN).body.time == 5
+    for other in (payload + b"\x7a\x01x", payload + payload, payload + b"\x18\x05"):
         with pytest.raises(MalformedError, match="canonical"):
-            open_tree_head(seal(OWNER, "tree-head", other).encoded, RUN, OWNER.key)
+            open_bind_peer(seal(PEER, "bind-peer", other).encoded, RUN)
 
 
 def test_nothing_is_verified_that_is_too_long_or_of_the_wrong_author(monkeypatch: pytest.MonkeyPatch):
@@ -132,9 +129,9 @@ def test_nothing_is_verified_that_is_too_long_or_of_the_wrong_author(monkeypatch
 
     monkeypatch.setattr(statements, "open_envelope", never)
     with pytest.raises(MalformedError, match="at most"):
-        open_tree_head(seal(OWNER, "tree-head", b"x" * 5000).encoded, RUN, OWNER.key)
+        open_receipt(seal(OWNER, "receipt", b"x" * 5000).encoded, RUN, OWNER.key)
     with pytest.raises(AdmissionError):
-        open_tree_head(sign(STRANGER, HEAD).encoded, RUN, OWNER.key)
+        open_receipt(sign(STRANGER, RECEIPT).encoded, RUN, OWNER.key)
 
 
 # -- fuzz -----------------------------------------------------------------------------------------------------

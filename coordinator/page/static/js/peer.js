@@ -28,7 +28,7 @@ class Receipts {
       table("Receipts", [["Round"], "Status", "Why not", ["Tokens"], ["Credits"], "Proof"], this.rows.map((r) => this.row(r)), "none yet: a receipt is made when a round is final"),
       this.next === null ? "" : el("div", { class: "pages" }, el("button", { class: "secondary outline", onclick: () => this.load(true) }, "Older")),
       el("h3", {}, "Check it yourself"),
-      el("p", {}, "On your own machine, which trusts nobody: ", el("code", {}, "cairn audit ledger INVITE"), ". It fetches the chain and the log, computes every credit again and says where they differ, to the entry."),
+      el("p", {}, "On your own machine, which trusts nobody: ", el("code", {}, "cairn audit ledger INVITE"), ". It fetches the chain from members, computes every credit again and says where the coordinator differs, to the line."),
       possible() ? "" : el("p", { class: "note" }, "This browser checks proofs on pages by https or from this machine only."),
     );
   }
@@ -46,7 +46,7 @@ class Receipts {
       }
     } }, "check");
     const file = el("a", { href: `data:application/octet-stream;base64,${r.bytes}`, download: `receipt-${r.round}-${shortKey(this.key)}.bin` }, "save");
-    const status = r.status === "pending" ? `pending until round entry ${r.pending_until}` : r.status;
+    const status = r.status === "pending" ? `pending until final round number ${r.pending_until}` : r.status;
     return el("tr", {}, el("td", { class: "n" }, roundLink(r.round)), el("td", { class: r.status === "pending" ? "pending" : null }, status), el("td", { class: "why" }, r.reason || "–"),
       number(short(r.tokens)), number(credits(r.micro_credits)), el("td", { class: "why" }, check, " ", file, said));
   }

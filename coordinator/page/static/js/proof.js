@@ -1,24 +1,21 @@
-// Checks in the browser that a receipt's round is in the coordinator's log (RFC 9162), with what the coordinator gave.
-// It shows that the log and its newest signed head agree; who signed it, and every credit, `cairn audit ledger` checks.
+// Checks in the browser that a receipt says what the record of its round says, from the record's bytes and their digest.
+// The votes under the record, and that the swarm's chain has it, `cairn audit ledger` checks.
 
 import { ask } from "./api.js";
 
 const bytesOf = (base64) => Uint8Array.from(atob(base64), (c) => c.charCodeAt(0));
 const hexOf = (bytes) => [...bytes].map((b) => b.toString(16).padStart(2, "0")).join("");
 const fromHex = (hex) => Uint8Array.from(hex.match(/../g) ?? [], (pair) => parseInt(pair, 16));
-const same = (a, b) => a.length === b.length && a.every((v, i) => v === b[i]);
+const ascii = (text) => new TextEncoder().encode(text);
 
-async function sha256(prefix, ...parts) {
-  const whole = new Uint8Array(1 + parts.reduce((n, p) => n + p.length, 0));
-  whole[0] = prefix;
-  let at = 1;
+async function sha256(...parts) {
+  const whole = new Uint8Array(parts.reduce((n, p) => n + p.length, 0));
+  let at = 0;
   for (const p of parts) { whole.set(p, at); at += p.length; }
   return new Uint8Array(await crypto.subtle.digest("SHA-256", whole));
 }
-const leaf = (data) => sha256(0, data);
-const join = (left, right) => sha256(1, left, right);
 
-// A protobuf message's fields: numbers as numbers, the rest as bytes.
+// A protobuf message's fields, each a list: numbers as numbers, bytes as bytes, doubles and floats as bytes.
 export function fields(data) {
   const found = new Map();
   let at = 0;
@@ -33,63 +30,45 @@ export function fields(data) {
     throw new Error("a number that never ends");
   };
   while (at < data.length) {
-    const tag = Number(varint());
-    if ((tag & 7) === 0) found.set(tag >> 3, Number(varint()));
-    else if ((tag & 7) === 2) {
-      const size = Number(varint());
-      if (at + size > data.length) throw new Error("a message that is cut short");
-      found.set(tag >> 3, data.subarray(at, (at += size)));
-    } else throw new Error("a field of a kind that the log does not have");
+    const tag = Number(varint()), kind = tag & 7;
+    let value;
+    if (kind === 0) value = Number(varint());
+    else {
+      const size = kind === 2 ? Number(varint()) : kind === 5 ? 4 : kind === 1 ? 8 : NaN;
+      if (!(at + size <= data.length)) throw new Error("a message that is cut short");
+      value = data.subarray(at, (at += size));
+    }
+    found.set(tag >> 3, [...(found.get(tag >> 3) ?? []), value]);
   }
   return found;
 }
 
-export async function rootOf(leaves) {
-  let level = leaves;
-  while (level.length > 1) {
-    const next = [];
-    for (let i = 0; i + 1 < level.length; i += 2) next.push(await join(level[i], level[i + 1]));
-    if (level.length % 2) next.push(level.at(-1));
-    level = next;
-  }
-  return level[0];
-}
-
-// RFC 9162, section 2.1.3.2: the root to which a path leads from leaf number `index` of `size`.
-export async function rootBy(path, start, index, size) {
-  let fn = index, sn = size - 1, r = start;
-  for (const p of path) {
-    if (sn === 0) throw new Error("the proof is too long");
-    if (fn % 2 || fn === sn) {
-      r = await join(p, r);
-      while (fn % 2 === 0 && fn) { fn = Math.floor(fn / 2); sn = Math.floor(sn / 2); }
-    } else r = await join(r, p);
-    fn = Math.floor(fn / 2);
-    sn = Math.floor(sn / 2);
-  }
-  if (sn) throw new Error("the proof is too short");
-  return r;
+// The payload of an envelope, its author, and the digest of both by which records and headers are named.
+export async function opened(envelope, kind) {
+  const parts = fields(envelope), payload = parts.get(2)?.[0] ?? new Uint8Array(), key = parts.get(3)?.[0] ?? new Uint8Array();
+  const name = `cairn/v1/${kind}`;
+  const digest = await sha256(ascii("cairn/v1/digest"), key, ascii(`DSSEv1 ${name.length} ${name} ${payload.length} `), payload);
+  return { body: fields(payload), author: hexOf(key), digest };
 }
 
 export const possible = () => Boolean(globalThis.crypto?.subtle);
 
 // Resolves with a sentence when all holds; throws an error with a sentence when something does not.
 export async function checkReceipt(receipt, peer) {
-  const { heads } = await ask("/api/log/head");
-  const head = fields(fields(bytesOf(heads[0])).get(2));
-  const size = head.get(2) ?? 0, root = head.get(3);
-  if (receipt.entry >= size) throw new Error("the newest signed head does not cover this round yet: try again in a minute");
-  const { entries } = await ask("/api/log/entries", { first: receipt.entry, limit: 1 });
-  const entry = bytesOf(entries[0]), round = fields(fields(entry).get(5));
-  if ((round.get(1) ?? 0) !== receipt.round || hexOf(round.get(2)) !== receipt.record) throw new Error("the log's entry is of another round");
-  const { hashes } = await ask("/api/log/inclusion", { entry: receipt.entry, size });
-  const reached = await rootBy(hashes.map(fromHex), await leaf(entry), receipt.entry, size);
-  if (!same(reached, root)) throw new Error("the proof does not lead to the signed head's root");
-  if (!receipt.accepted) return `the entry is number ${receipt.entry} of ${size} under the signed root ${hexOf(root).slice(0, 16)}…; the update is not in it`;
-  const { groups } = await ask("/api/log/lines", { first: receipt.entry, limit: 1 });
-  const lines = (groups[0]?.lines ?? []).map(bytesOf);
-  if (!same(await rootOf(await Promise.all(lines.map(leaf))), round.get(4))) throw new Error("the round's lines are not those that the entry names");
-  const line = fields(lines[receipt.line]);
-  if (hexOf(line.get(1)) !== peer || hexOf(line.get(2)) !== receipt.update || (line.get(5) ?? 0) !== receipt.micro_credits) throw new Error("the line in the log is not what the receipt says");
-  return `line ${receipt.line} of entry ${receipt.entry}, in a log of ${size} under the signed root ${hexOf(root).slice(0, 16)}…`;
+  const { bytes, shards } = await ask(`/api/rounds/${receipt.round}/certificate`);
+  const record = await opened(bytesOf(bytes.record), "round-record");
+  let digest = record.digest;
+  if (shards.length) digest = await sha256(ascii("cairn/v1/applied"), digest, await sha256(ascii("cairn/v1/shards"), ...shards.map(fromHex)));
+  if (hexOf(digest) !== receipt.record) throw new Error("the record of this round is not the one that the receipt names");
+  const headers = await Promise.all((record.body.get(6) ?? []).map((e) => opened(e, "update-header")));
+  const mine = headers.find((h) => hexOf(h.digest) === receipt.update && h.author === peer);
+  const said = `record ${receipt.record.slice(0, 16)}… of ${headers.length} updates`;
+  if (!receipt.accepted) {
+    if (mine) throw new Error("the record lists the update");
+    return `the update is not in ${said}`;
+  }
+  if (!mine) throw new Error("the record does not list the update");
+  const windows = (mine.body.get(6)?.[0] ?? 0) - (mine.body.get(5)?.[0] ?? 0);
+  if (windows !== receipt.windows) throw new Error(`the record says ${windows} windows`);
+  return `the update is in ${said}, with ${windows} windows`;
 }
