@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.coordinator.swarm import OWNER, SimulatedSwarm, make_spec
-from coordinator import interceptor, rpc
+from coordinator import admission_table, interceptor, rpc
 from coordinator.checkpoints.archive import Archive
 from coordinator.checkpoints.archiver import CheckpointArchiver
 from coordinator.checkpoints.evaluations import EvaluationLog
@@ -68,6 +68,7 @@ def main() -> int:
     options = parser.parse_args()
     if not options.by_address:
         rpc.caller_of = interceptor.caller_of = lambda peer: peer
+        admission_table.NEW_KEYS = options.peers
     asyncio.run(serve(options.folder, options.peers, min(options.contributors, options.peers), options.round_seconds))
     return 0
 
