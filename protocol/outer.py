@@ -34,7 +34,7 @@ MIN_WEIGHT = 2.0**-100
 
 @dataclass(frozen=True)
 class Contribution:
-    """An accepted update: whose, of how many windows, and its blob, which has passed `Codec.check`."""
+    """An accepted update: its author, its weighed windows, and its blob, which has passed `Codec.check`."""
 
     author: PeerKey
     windows: int
@@ -61,8 +61,8 @@ def apply(
     `state` holds fp32 tensors, all on one device; `batch_blocks` bounds the scratch memory and changes no bit. With
     `slices` (of the codec's layout) the state's tensors, momentum too, are these slices only, and the reference norms
     are whole. They get the same bits as in the whole, so several processes can hold a state together. Raises
-    CodecError for blobs of another run, and MalformedError for a state that is none of this run, before anything is
-    changed; a blob that never passed `check` can raise CodecError half way: the state is then lost.
+    CodecError for blobs of another run, and MalformedError for such a state, before anything is changed. A blob that
+    never passed `check` can raise CodecError half way: the state is then lost.
     """
     for c in contributions:
         codec.check_header(c.blob)

@@ -48,7 +48,7 @@ class RoundCredits:
     """The credits of one round, derived from its certificate alone.
 
     `base_state` is the digest of state[round], from which the round started; `loss` is the mean of the contributors'
-    own training losses, weighted by windows.
+    own training losses. Windows are as weighed.
     """
 
     round: Round
@@ -71,11 +71,10 @@ def credits_of(certificate: Certificate, rule: CreditRule) -> RoundCredits:
     """Return the credits of a certificate, by peer. Lines are by ascending peer key, as in the record."""
     record = certificate.record.body
     lines = tuple(
-        CreditLine(u.author, u.digest, u.body.windows, u.body.windows * rule.window, rule.micro_credits(u.body.windows))
-        for u in record.updates
+        CreditLine(u.author, u.digest, windows, windows * rule.window, rule.micro_credits(windows))
+        for u, windows in zip(record.updates, record.weighed, strict=True)
     )
-    loss = sum(u.body.loss * u.body.windows for u in record.updates) / record.windows
-    return RoundCredits(record.round, certificate.digest, record.parent, record.base_state, loss, lines)
+    return RoundCredits(record.round, certificate.digest, record.parent, record.base_state, record.loss, lines)
 
 
 @dataclass(frozen=True, slots=True)

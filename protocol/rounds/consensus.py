@@ -348,7 +348,10 @@ class Consensus:
             return None
         updates = tuple(sorted(listed, key=lambda h: h.author))
         directive = context.chain.directive_to_include(round_.parent)
-        body = RoundRecord(context.run, round_.number, round_.parent, self._state(), attempt, updates, directive)
+        weights = context.chain.weights(round_.parent, updates)
+        body = RoundRecord(
+            context.run, round_.number, round_.parent, self._state(), attempt, updates, directive, weights
+        )
         record = context.signer.sign(body)
         round_.propose(record)
         context.emit(Broadcast(record))
@@ -417,7 +420,7 @@ class Consensus:
             return True
         windows = {h.author: h.body.windows for h in self._believed(round_)}
         listed = windows.keys() & set(record.contributors)
-        return 2 * record.windows >= sum(windows.values()) or 2 * len(listed) > len(windows)
+        return 2 * record.claimed_windows >= sum(windows.values()) or 2 * len(listed) > len(windows)
 
     @property
     def announced_windows(self) -> int:
