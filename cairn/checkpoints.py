@@ -274,5 +274,5 @@ class _Run:
         """Return the origin of a state after the record `before`, with the mean loss in it, weighted by windows."""
         loss = None
         if before is not None and before.windows:
-            loss = sum(u.body.loss * u.body.windows for u in before.updates) / before.windows
+            loss = before.loss
         return Origin(self.spec.name, self.spec.run_id, state, round_, tokens, loss)

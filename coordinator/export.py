@@ -64,7 +64,7 @@ def export(
     _check_out(out, force)
     layout, made, whole = _model(config)
     held = read_layout(checkpoint)
-    if held.without_momentum() != layout:
+    if held.of_model() != layout:
         raise ExportError(
             f"{checkpoint}: a checkpoint of another model than that of run {origin.name!r}: name the run that it is "
             "of, by its folder or with --spec"
@@ -144,7 +144,7 @@ def _model(config: Mapping[str, Any]) -> tuple[Layout, str, dict[str, Any]]:
 
 def _write_weights(checkpoint: Path, held: Layout, target: Path, metadata: Mapping[str, str]) -> Digest:
     """Copy the model's tensors into a safetensors file; return the digest of the checkpoint that was read."""
-    wanted = {t.name for t in held.without_momentum().tensors}
+    wanted = {t.name for t in held.of_model().tensors}
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     ranges: list[tuple[int, int]] = []  # byte ranges of the checkpoint's file, ascending
     at, to = len(held.checkpoint_header()), 0

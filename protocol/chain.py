@@ -2,7 +2,7 @@
 
 A record of round r names its parent, the record of round r - 1, by its certificate's digest, which also covers the
 reduced shards if there are any. The parent of round 0 is `genesis_digest(run)`. The
-weight of a record is the number of windows accepted from the genesis up to it.
+weight of a record is the number of windows accepted, as weighed (protocol/weighing.py), from the genesis up to it.
 
 Fork choice. It goes down from the newest finalized record. After a rollback that is the record to which the run was
 rolled back, and then records that carry that directive. Of several records with the same parent, it takes the one that
@@ -24,17 +24,18 @@ module checks the rules that depend on the place in the tree.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
 from protocol.directives import ActiveDirectives, starts_rollback_branch
 from protocol.errors import ChainError, FinalizedConflict, UnknownParent
 from protocol.ids import Digest, PeerKey, Round, RunId, sha256
-from protocol.messages import Certificate, Directive, Finalization, Rollback, RoundRecord, Signed
+from protocol.messages import Certificate, Directive, Finalization, Rollback, RoundRecord, Signed, UpdateHeader
 from protocol.record_node import RecordNode
 from protocol.reduce_plan import GATHER, ReducePlan
 from protocol.stake import STAKE_ROUNDS, StakeRule, is_majority
+from protocol.weighing import weigh
 
 MAX_CACHED_STAKES = 16
 """Records of which the stakes are remembered: the head's, those at forks, and those of the round before."""
@@ -122,7 +123,7 @@ class Chain:
         return Round(self._node(record).height)
 
     def weight(self, record: Digest) -> int:
-        """Return the windows accepted from the genesis up to a record. Raises ChainError."""
+        """Return the windows accepted, as weighed, from the genesis up to a record. Raises ChainError."""
         return self._node(record).weight
 
     def certificate(self, record: Digest) -> Certificate:
@@ -138,7 +139,14 @@ class Chain:
 
     def next_window(self, author: PeerKey, at: Digest) -> int:
         """Return the end of the author's accepted windows up to a record; later ones must not start before it."""
-        return self._node(at).next_window(author)
+        return self._node(at).history(author).end_window
+
+    def weights(self, parent: Digest, updates: Sequence[Signed[UpdateHeader]]) -> tuple[int, ...]:
+        """Return the `weights` of a record that lists these updates after `parent`. Raises ChainError."""
+        node = self._node(parent)
+        most, _ = self.limits.round_limits(node.directives)
+        weighed = weigh([(u.body.windows, node.history(u.author)) for u in updates], node.height, most)
+        return () if all(w == u.body.windows for w, u in zip(weighed, updates, strict=True)) else weighed
 
     def stakes(self, record: Digest) -> Mapping[PeerKey, int]:
         """Return the stake, in windows, of every key that has some in the round after a record. Raises ChainError."""
@@ -306,7 +314,7 @@ class Chain:
         return newest if rollback == active.rollback or (rollback is not None and rollback.record == parent) else None
 
     def record_refusal(self, record: RoundRecord) -> str | None:
-        """Return why directives do not let a record follow its parent; None when they do."""
+        """Return why a record may not follow its parent: by directives, limits or weights. None when it may."""
         parent, rollback = self._node(record.parent), self.rollback
         if rollback is not None and parent.digest == rollback.record and not starts_rollback_branch(record, rollback):
             return "the run's owner has rolled the run back to before it"
@@ -316,6 +324,8 @@ class Chain:
         for u in record.updates:
             if u.body.windows > windows:
                 return f"peer {u.author.short} claims {u.body.windows} windows in one update: too many"
+        if record.weights != self.weights(record.parent, record.updates):
+            return "it weighs an update otherwise than the rule of the run does"
         return parent.directives.record_refusal(record)
 
     def is_reduced_after(self, parent: Digest) -> bool:
@@ -354,7 +364,7 @@ class Chain:
         self._check_updates(certificate, parent)
         if (flaw := self.limits.reduce_plan.record_refusal(certificate, parent.contributors)) is not None:
             raise ChainError(f"record {digest.short}: {flaw}")
-        node = RecordNode(digest, parent, certificate)
+        node = RecordNode(digest, parent, certificate, self.limits.round_limits(parent.directives)[0])
         self._drop_lone_twins(node, parent)
         parent.children.append(node)
         self._nodes[node.digest] = node

@@ -22,8 +22,8 @@ from protocol.wire import swarm_pb2 as wire
 
 KIND = "compact-record"
 HEADER_ID_BYTES = 16
-MAX_COMPACT_RECORD = MAX_CONTRIBUTORS * (HEADER_ID_BYTES + 2) + 1024
-"""No compact record is larger, in bytes."""
+MAX_COMPACT_RECORD = MAX_CONTRIBUTORS * (HEADER_ID_BYTES + 2 + 8) + 1024
+"""No compact record is larger, in bytes: an id, its length, and a weight for each update."""
 
 _MARK = wire.Envelope(kind=KIND).SerializeToString(deterministic=True)
 

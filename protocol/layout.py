@@ -27,6 +27,13 @@ RESERVED = "outer_"
 """Prefix of the tensors that a state holds beside the model's. No tensor of a model begins with it."""
 MOMENTUM = f"{RESERVED}momentum/"
 """Prefix of the outer optimizer's momentum tensors in a state."""
+REFERENCE_NORMS = "outer_reference_norms"
+"""A state's tensor of reference norms: fp32 [tensors of the model's layout], in its order (`outer.clip_factors`)."""
+
+
+def is_outer_tensor(name: str) -> bool:
+    """Return whether a state's tensor belongs to the outer step. No model may have a tensor of such a name."""
+    return name.startswith(MOMENTUM) or name == REFERENCE_NORMS
 
 
 @dataclass(frozen=True)
@@ -112,9 +119,14 @@ class Layout:
         shapes = {t.name: t.shape for t in self.tensors}
         return Layout.of(shapes | {MOMENTUM + n: s for n, s in shapes.items()})
 
-    def without_momentum(self) -> Layout:
-        """Return the layout without the outer optimizer's momentum."""
-        return Layout(tuple(t for t in self.tensors if not t.name.startswith(MOMENTUM)))
+    def with_reference_norms(self) -> Layout:
+        """Return the layout of a state that keeps a reference norm for each of the model's tensors."""
+        shapes = {t.name: t.shape for t in self.tensors}
+        return Layout.of(shapes | {REFERENCE_NORMS: (len(self.of_model().tensors),)})
+
+    def of_model(self) -> Layout:
+        """Return the layout of the model alone, without the tensors of the outer step."""
+        return Layout(tuple(t for t in self.tensors if not is_outer_tensor(t.name)))
 
     # -- checkpoints: canonical safetensors ----------------------------------------------------------------
 

@@ -73,6 +73,7 @@ def _encode_record(b: RoundRecord) -> Message:
     return wire.RoundRecord(
         run=b.run, round=b.round, parent=b.parent, base_state=b.base_state, attempt=b.attempt,
         updates=[u.encoded for u in b.updates], directive=b.directive.encoded if b.directive is not None else b"",
+        weights=b.weights,
     )  # fmt: skip
 
 
@@ -141,7 +142,11 @@ def _decode_record(payload: bytes, decoder: MessageDecoder) -> RoundRecord:
         if (u.body.run, u.body.round, u.body.parent, u.body.base_state) != (run, number, parent, base):
             raise MalformedError("a record lists an update of another run, round, parent or base")
     directive = decoder.decode(m.directive, Directive) if m.directive else None
-    return RoundRecord(run, number, parent, base, bounded("attempt", m.attempt, 2**20), updates, directive)
+    weights = tuple(bounded("weight", w) for w in m.weights)
+    if weights and (len(weights) != len(updates) or 0 in weights or weights == tuple(u.body.windows for u in updates)):
+        raise MalformedError("a record weighs each update with 1 window or more, or all as they claim by no weights")
+    attempt = bounded("attempt", m.attempt, 2**20)
+    return RoundRecord(run, number, parent, base, attempt, updates, directive, weights)
 
 
 def _decode_vote(payload: bytes, _: MessageDecoder) -> Vote:

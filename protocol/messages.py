@@ -141,15 +141,33 @@ class RoundRecord:
     attempt: int
     updates: tuple[Signed[UpdateHeader], ...]
     directive: Signed[Directive] | None = None
+    weights: tuple[int, ...] = ()
+    """Weighed windows of each update, in order (protocol/weighing.py). Empty when each weighs what it claims."""
 
     @property
     def contributors(self) -> tuple[PeerKey, ...]:
         return tuple(u.author for u in self.updates)
 
     @property
+    def weighed(self) -> tuple[int, ...]:
+        """Weighed windows of each update, in order: its share of the mean, its author's credit and stake."""
+        return self.weights or tuple(u.body.windows for u in self.updates)
+
+    @property
     def windows(self) -> int:
-        """Accepted windows; times the data's window length they are the accepted tokens."""
+        """Accepted windows, as weighed; times the data's window length they are the accepted tokens."""
+        return sum(self.weighed)
+
+    @property
+    def claimed_windows(self) -> int:
+        """Windows that the headers claim."""
         return sum(u.body.windows for u in self.updates)
+
+    @property
+    def loss(self) -> float:
+        """Mean of the contributors' own training losses, weighted by weighed windows."""
+        losses = zip(self.updates, self.weighed, strict=True)
+        return sum(u.body.loss * windows for u, windows in losses) / self.windows
 
 
 @dataclass(frozen=True, slots=True)

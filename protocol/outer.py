@@ -23,17 +23,18 @@ from protocol.codec.batches import Batch
 from protocol.codec.interface import Blob, Codec
 from protocol.errors import CodecError
 from protocol.ids import PeerKey
-from protocol.layout import MOMENTUM, Layout, TensorSlice
+from protocol.layout import MOMENTUM, REFERENCE_NORMS, Layout, TensorShape, TensorSlice
 from protocol.spec import OuterSpec
-from protocol.state import local_views
+from protocol.state import flat_view, local_views
 
+MAX_FP32 = (2 - 2**-23) * 2.0**127
 MIN_WEIGHT = 2.0**-100
 """Below every weight that a round can give (a window in 2**53, among 10,000 updates), above nothing."""
 
 
 @dataclass(frozen=True)
 class Contribution:
-    """An accepted update: whose, of how many windows, and its blob, which has passed `Codec.check`."""
+    """An accepted update: its author, its weighed windows, and its blob, which has passed `Codec.check`."""
 
     author: PeerKey
     windows: int
@@ -54,22 +55,34 @@ def apply(
     those of `mean_weights` and the factors those of `clip_factors`. Then state -= lr * mean, or Nesterov's step
     (Sutskever et al. 2013, in PyTorch's form): m <- mu * m + mean, state -= lr * (mean + mu * m). A coordinate that
     nobody sent has mean 0. With mean = "all", and for codecs in which everyone sends everything, the weights' sum is 1
-    and nothing is divided. With no contributions nothing changes, not even the momentum.
+    and nothing is divided. The reference norms become the round's limits (`clip_limit`). With no contributions nothing
+    changes, not even the momentum.
 
     `state` holds fp32 tensors, all on one device; `batch_blocks` bounds the scratch memory and changes no bit. With
-    `slices` (of the codec's layout) the state's tensors, momentum too, are these slices only. They get the same
-    bits as in the whole, so several processes can hold a state together. Raises CodecError for blobs of another
-    run before anything is changed; a blob that never passed `check` can raise it half way: the state is then lost.
+    `slices` (of the codec's layout) the state's tensors, momentum too, are these slices only, and the reference norms
+    are whole. They get the same bits as in the whole, so several processes can hold a state together. Raises
+    CodecError for blobs of another run, and MalformedError for such a state, before anything is changed. A blob that
+    never passed `check` can raise CodecError half way: the state is then lost.
     """
     for c in contributions:
         codec.check_header(c.blob)
     target = OuterOptimizer(state, codec.layout, outer, slices)
+    reference = reference_norms(state, codec.layout) if outer.clip == "median" else None
     ordered = canonical_order(contributions)
-    if not ordered or not target.values:
+    if not ordered:
         return
-    mean = RobustMean(ordered, codec, outer, target.device, slices, batch_blocks=batch_blocks)
-    for batch in mean.batches:
-        target.step(batch, mean.batch_mean(batch))
+    clipping = None if reference is None else Clipping.of(ordered, codec, reference.device, reference)
+    if target.values:
+        mean = RobustMean(ordered, codec, outer, target.device, slices, clipping, batch_blocks=batch_blocks)
+        for batch in mean.batches:
+            target.step(batch, mean.batch_mean(batch))
+    if reference is not None and clipping is not None:
+        reference.copy_(torch.tensor(clipping.limits, dtype=torch.float64).to(torch.float32))
+
+
+def reference_norms(state: Mapping[str, Tensor], layout: Layout) -> Tensor:
+    """Return the state's reference norms, fp32 [tensors of the layout], not a copy. Raises MalformedError."""
+    return flat_view(state, TensorShape(REFERENCE_NORMS, (len(layout.tensors),)))
 
 
 def canonical_order(contributions: Sequence[Contribution]) -> list[Contribution]:
@@ -135,22 +148,62 @@ def mean_weights(windows: Sequence[int], cap: float) -> list[float]:
     return [float(w / total) for w in kept]
 
 
-def clip_factors(norms: Sequence[float]) -> list[float]:
-    """Return the factors that bring each norm down to the median norm: min(1, median / norm), and 1 for a norm of 0.
+def clip_limit(norms: Sequence[float], reference: float = 0.0) -> float:
+    """Return the norm that no update may exceed in a round: the lower median, within a factor 2 of `reference`.
 
-    The median of an even number is the mean of the middle two. When more than half of the norms are 0, so is the
-    median, and the others' factors are 0: most updates say that this tensor should stay.
+    The lower median of an even number is the smaller of the middle two, so a half of the updates cannot raise it. The
+    reference is the limit of the round before, so even a sole update, or a majority, moves it by at most a factor 2.
+    With a reference of 0 (or NaN, or below), which every run begins with, the median alone counts.
     """
-    ordered = sorted(norms)
-    middle = len(ordered) // 2
-    median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-    return [min(1.0, median / norm) if norm else 1.0 for norm in norms]
+    median = sorted(norms)[(len(norms) - 1) // 2]
+    limit = min(max(median, reference / 2), 2 * reference) if reference > 0 else median
+    return min(limit, MAX_FP32)
+
+
+def clip_factors(norms: Sequence[float], limit: float) -> list[float]:
+    """Return the factors that bring each norm down to the limit: min(1, limit / norm), and 1 for a norm of 0.
+
+    In a run's first round the limit is 0 when most of the norms are, and so are the others' factors: most updates say
+    that this tensor should stay.
+    """
+    return [min(1.0, limit / norm) if norm else 1.0 for norm in norms]
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """The clip of a round's updates. Exact double arithmetic, so the same on every machine.
+
+    `factors`: of each update, in canonical order, one for each of the layout's tensors. `limits`: of each tensor.
+    """
+
+    factors: Sequence[Sequence[float]]
+    limits: Sequence[float]
+
+    @classmethod
+    def of(
+        cls,
+        ordered: Sequence[Contribution],
+        codec: Codec,
+        device: torch.device,
+        reference: Tensor | None,
+        slices: Sequence[TensorSlice] | None = None,
+    ) -> Clipping:
+        """Return the clip of the tensors' norms to the lower median, within a factor 2 of the `reference` if given.
+
+        `reference`: fp32 [tensors]. With `slices`, norms are of these, and nothing else is read. Raises CodecError.
+        """
+        energies = [codec.sum_squares(c.blob, device, slices) for c in ordered]
+        norms = [[math.sqrt(e) for e in each] for each in zip(*energies, strict=True)]
+        references = [0.0] * len(norms) if reference is None else reference.tolist()
+        limits = [clip_limit(n, r) for n, r in zip(norms, references, strict=True)]
+        by_tensor = [clip_factors(n, limit) for n, limit in zip(norms, limits, strict=True)]
+        return cls(list(zip(*by_tensor, strict=True)), limits)
 
 
 class RobustMean:
     """The mean of a round's updates, batch by batch. `apply` steps by it, and a committee encodes it.
 
-    Robust: a peer's weight is capped, and no update's tensor counts with more than the median norm.
+    Robust: a peer's weight is capped, and no update's tensor counts with more than the round's limit.
     """
 
     def __init__(
@@ -159,37 +212,27 @@ class RobustMean:
         codec: Codec,
         outer: OuterSpec,
         device: torch.device,
-        slices: Sequence[TensorSlice] | None = None,
+        slices: Sequence[TensorSlice] | None,
+        clipping: Clipping | None,
         *,
-        clip_slices: bool = False,
         batch_blocks: int | None = None,
     ):
-        """Prepare the mean of updates of this codec over `slices` (None: all).
+        """Prepare the mean of updates of this codec over `slices` (None: all; not empty). `clipping` None: of none.
 
-        There is at least one update, in canonical order, with checked header.
-
-        `clip_slices`: norms are those of the slices, and nothing else is read; else of whole tensors. Raises
-        CodecError.
+        There is at least one update, in canonical order, with checked header. Raises CodecError.
         """
         self._ordered = ordered
         self._codec = codec
         self._weights = mean_weights([c.windows for c in ordered], outer.weight_cap)
-        self._factors = self._factors_of(outer, device, slices if clip_slices else None)
+        clips = [[1.0] * len(codec.layout.tensors)] * len(ordered) if clipping is None else clipping.factors
+        products = [[w * c for c in clip] for w, clip in zip(self._weights, clips, strict=True)]
+        self._factors = [torch.tensor(p, dtype=torch.float64).to(torch.float32).to(device) for p in products]
+        """The factor of each update's values, weight times clip factor: for each update fp32 [tensors]."""
         self.batches: list[Batch] = list(codec.batches(batch_blocks, slices=slices, device=device))
         # Sums over one batch, allocated once for the largest: fresh memory would cost more than the arithmetic.
         by_senders = outer.mean == "senders" and not codec.sends_all
         self._total = torch.empty(max(batch.numel for batch in self.batches), dtype=torch.float32, device=device)
         self._weight = torch.empty_like(self._total) if by_senders else None
-
-    def _factors_of(self, outer: OuterSpec, device: torch.device, slices: Sequence[TensorSlice] | None) -> list[Tensor]:
-        """Return the factor of each update's values, weight times clip factor: for each update fp32 [tensors]."""
-        clips: Sequence[Sequence[float]] = [[1.0] * len(self._codec.layout.tensors)] * len(self._ordered)
-        if outer.clip == "median" and len(self._ordered) > 1:
-            energies = [self._codec.sum_squares(c.blob, device, slices) for c in self._ordered]
-            by_tensor = [clip_factors([math.sqrt(e) for e in each]) for each in zip(*energies, strict=True)]
-            clips = list(zip(*by_tensor, strict=True))
-        products = [[w * c for c in clip] for w, clip in zip(self._weights, clips, strict=True)]
-        return [torch.tensor(p, dtype=torch.float64).to(torch.float32).to(device) for p in products]
 
     def batch_mean(self, batch: Batch) -> Tensor:
         """Return the mean over one of `batches`: fp32 [numel], which the caller may use up before the next call."""

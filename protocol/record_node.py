@@ -7,20 +7,30 @@ from collections.abc import Iterator
 from protocol.directives import ActiveDirectives
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Certificate
+from protocol.weighing import AuthorHistory
 
 SNAPSHOT_EVERY = 32
-"""Number of rounds after which a record keeps a full map of next windows; those between keep only their changes."""
+"""Number of rounds after which a record keeps the histories of all authors; those between keep only their changes."""
+
+NEWCOMER = AuthorHistory()
 
 
 class RecordNode:
     """A record and the records built on it. The root of the tree has no parent and no certificate."""
 
     __slots__ = (
-        "digest", "parent", "height", "weight", "certificate", "contributors", "next_windows", "is_snapshot",
+        "digest", "parent", "height", "weight", "certificate", "contributors", "histories", "is_snapshot",
         "children", "size", "directives", "weighed", "latest",
     )  # fmt: skip
 
-    def __init__(self, digest: Digest, parent: RecordNode | None = None, certificate: Certificate | None = None):
+    def __init__(
+        self,
+        digest: Digest,
+        parent: RecordNode | None = None,
+        certificate: Certificate | None = None,
+        max_backlog: int = 0,
+    ):
+        """Make the root, if there is no parent. `max_backlog`: most windows of an author that wait to be weighed."""
         self.digest = digest
         self.parent = parent
         self.certificate = certificate
@@ -28,15 +38,16 @@ class RecordNode:
         self.height = 0
         """The round that follows: 0 for the genesis, r + 1 for a record of round r."""
         self.weight = 0
-        """Windows accepted from the genesis up to it."""
+        """Windows accepted, as weighed, from the genesis up to it."""
         self.contributors = 0
         self.size = 0
         """Bytes of the certificate."""
         self.directives = ActiveDirectives()
-        self.next_windows: dict[PeerKey, int] = {}
-        self.is_snapshot = False
         self.weighed: dict[PeerKey, int] = {}
-        """The windows that its record accepts, by contributor."""
+        """The windows that its record accepts, as weighed, by contributor."""
+        self.histories: dict[PeerKey, AuthorHistory] = {}
+        """Of its contributors; of a snapshot, of all authors up to here."""
+        self.is_snapshot = False
         self.latest: dict[PeerKey, int] | None = None
         """For each key that is for this record, its newest height here: see `latest_messages`. None: not counted."""
         if parent is not None and certificate is not None:
@@ -47,8 +58,13 @@ class RecordNode:
             self.size = len(record.encoded) + sum(len(v.encoded) for v in certificate.votes)
             self.size += 32 * len(certificate.shards)
             self.directives = parent.directives.after(record.body)
-            self.next_windows = {u.author: u.body.end_window for u in record.body.updates}
-            self.weighed = {u.author: u.body.windows for u in record.body.updates}
+            self.weighed = dict(zip(record.body.contributors, record.body.weighed, strict=True))
+            self.histories = {
+                u.author: parent.history(u.author).after(
+                    record.body.round, u.body.end_window, u.body.windows, self.weighed[u.author], max_backlog
+                )
+                for u in record.body.updates
+            }
         if self.height % SNAPSHOT_EVERY == 0:
             self.make_snapshot()
 
@@ -80,23 +96,23 @@ class RecordNode:
         for key in self.weighed:
             latest[key] = max(self.height, latest.get(key, 0))
 
-    def next_window(self, author: PeerKey) -> int:
-        """Return the end of the author's accepted windows up to here."""
+    def history(self, author: PeerKey) -> AuthorHistory:
+        """Return the history of an author up to here."""
         for node in self.branch():
-            if (end := node.next_windows.get(author)) is not None:
-                return end
+            if (found := node.histories.get(author)) is not None:
+                return found
             if node.is_snapshot:
                 break
-        return 0
+        return NEWCOMER
 
     def make_snapshot(self) -> None:
-        """Keep the next windows of all authors up to here."""
-        maps: list[dict[PeerKey, int]] = []
+        """Keep the histories of all authors up to here."""
+        maps: list[dict[PeerKey, AuthorHistory]] = []
         for node in self.branch():
-            maps.append(node.next_windows)
+            maps.append(node.histories)
             if node.is_snapshot:
                 break
-        self.next_windows = {author: end for ends in reversed(maps) for author, end in ends.items()}
+        self.histories = {author: history for each in reversed(maps) for author, history in each.items()}
         self.is_snapshot = True
 
     def become_root(self) -> None:

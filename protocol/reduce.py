@@ -22,7 +22,7 @@ from protocol.errors import CodecError
 from protocol.layout import BLOCK, Layout, TensorShape, TensorSlice
 from protocol.merkle import CHUNK
 from protocol.messages import MAX_SHARDS
-from protocol.outer import Contribution, OuterOptimizer, RobustMean, canonical_order
+from protocol.outer import Clipping, Contribution, OuterOptimizer, RobustMean, canonical_order
 from protocol.reduce_plan import shard_count
 from protocol.spec import CodecSpec, OuterSpec
 
@@ -124,9 +124,9 @@ class Reduction:
     ) -> bytes:
         """Return the reduced shard's blob: the robust mean of the updates over the shard, by the codec of sums.
 
-        As in `apply`, but norms are of the shard's slices of tensors, and values are kept within what codecs
-        accept (MAX_INPUT). Of the blobs no more is read than by `check_slice`. Raises CodecError for updates that
-        do not pass that, for none, and for two by one author.
+        As in `apply`, but norms are of the shard's slices of tensors, the limit is their lower median without a
+        reference, and values are kept within what codecs accept (MAX_INPUT). Of the blobs no more is read than by
+        `check_slice`. Raises CodecError for updates that do not pass that, for none, and for two by one author.
         """
         ordered, device = canonical_order(contributions), torch.device(device)
         if not ordered:
@@ -135,7 +135,9 @@ class Reduction:
             self.codec.check_size(c.blob)
             if shard == 0:
                 self.codec.check_header(c.blob)
-        mean = RobustMean(ordered, self.codec, outer, device, self._slices_of(count, shard), clip_slices=True)
+        slices = self._slices_of(count, shard)
+        clipping = Clipping.of(ordered, self.codec, device, None, slices) if outer.clip == "median" else None
+        mean = RobustMean(ordered, self.codec, outer, device, slices, clipping)
         shard_codec = self.shard_codec(count, shard)
         blob = bytearray(shard_codec.size)
         blob[:HEADER] = shard_codec.header
@@ -203,6 +205,7 @@ def apply_reduced(
 ) -> None:
     """state[r] to state[r+1] in place, from all of a round's reduced shards in order: `apply`, with them as the mean.
 
+    The reference norms stay as they are: nobody has read the norms of whole updates.
     `state`, `batch_blocks` and `slices` as for `apply`, and as exact. Raises CodecError for shards of another run
     before anything is changed; one that never passed `check` can raise it half way: the state is then lost.
     """

@@ -234,7 +234,7 @@ class OuterSpec(Section):
     mean: Literal["senders", "all"] = "senders"
     clip: Literal["median", "none"] = "median"
     weight_cap: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=1.0, description="the largest share of a round's weight that one update can have"
+        default=1 / 3, description="the largest share of a round's mean that one update can have"
     )
     optimizer: Literal["plain", "nesterov"] = "plain"
     lr: Annotated[float, Field(gt=0, le=10)] = 1.0

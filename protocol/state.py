@@ -28,8 +28,9 @@ HASH_BATCH = 256
 
 
 def state_layout(model: Layout, outer: OuterSpec) -> Layout:
-    """Return the layout of a run's states: the model's tensors, and the outer optimizer's if it keeps any."""
-    return model.with_momentum() if outer.optimizer == "nesterov" else model
+    """Return the layout of a run's states: the model's tensors, and those that the outer step keeps (its memory)."""
+    layout = model.with_momentum() if outer.optimizer == "nesterov" else model
+    return layout.with_reference_norms() if outer.clip == "median" else layout
 
 
 def flat_view(tensors: Mapping[str, Tensor], shape: TensorShape) -> Tensor:

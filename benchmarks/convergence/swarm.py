@@ -21,7 +21,7 @@ from benchmarks.convergence.replica import Replica, split
 from benchmarks.convergence.setting import Setting
 from peer.training.outer_state import OuterState
 from protocol.codec import make_codec
-from protocol.layout import MOMENTUM
+from protocol.layout import is_outer_tensor
 from protocol.outer import Contribution, apply
 from protocol.reduce import Reduction, apply_reduced
 from protocol.spec import CodecSpec, OuterSpec
@@ -102,7 +102,7 @@ class Cairn(Method):
         first = self.fleet.row(0) if self.fleet else Replica(setting, lr).flat
         self.base: dict[str, Tensor] = {n: t.clone() for n, t in split(setting.layout, first).items()}
         for t in state_layout(setting.layout, self.outer).tensors:
-            if t.name.startswith(MOMENTUM):
+            if is_outer_tensor(t.name):
                 self.base[t.name] = torch.zeros(t.shape, device=setting.device)
         self.peers = [Peer(self, p) for p in range(setting.profile.peers - self.conditions.late)]
         self.strangers = setting.profile.peers

@@ -42,7 +42,7 @@ from protocol.layout import BLOCK
 from protocol.merkle import blob_digest
 from protocol.outer import Contribution, apply
 from protocol.spec import parse_spec
-from protocol.state import state_digest, tensors_from_checkpoint
+from protocol.state import state_digest, state_layout, tensors_from_checkpoint
 
 
 class StandIn:
@@ -51,15 +51,15 @@ class StandIn:
     def __init__(self, end: TrainerEnd, diary: Diary, start: Start, number: int):
         self._end, self._diary, self._number = end, diary, number
         self._spec = parse_spec(start.spec_path.read_bytes())
-        self._layout = self._spec.model.layout
-        self._codec = make_codec(self._spec.codec, self._layout)
+        self._layout = state_layout(self._spec.model.layout, self._spec.outer)
+        self._codec = make_codec(self._spec.codec, self._spec.model.layout)
         self._file = start.state_folder.with_name("update.blob")
         self._state: dict[str, torch.Tensor] = {}
         self._round = -1
         self._window = 0
         self._made: Digest | None = None
         self._told = False
-        end.send(Ready("nothing", self._layout.numel, 1, self._codec.size))
+        end.send(Ready("nothing", self._spec.model.layout.numel, 1, self._codec.size))
 
     def serve(self) -> None:
         while True:

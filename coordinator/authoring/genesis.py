@@ -13,7 +13,7 @@ from coordinator import durable
 from coordinator.authoring.errors import AuthoringError
 from coordinator.authoring.shards import PARTIAL
 from coordinator.authoring.weights import read
-from protocol.layout import MOMENTUM, Layout
+from protocol.layout import Layout, is_outer_tensor
 from protocol.merkle import leaf_hash, tree_hash
 from protocol.model import build_model, parameters_of
 from protocol.spec import BlobRef, OuterSpec
@@ -23,7 +23,7 @@ from protocol.state import checkpoint_chunks, state_layout
 def write_genesis(
     config: Mapping[str, Any], seed: int, outer: OuterSpec, path: Path, weights: Path | None = None
 ) -> BlobRef:
-    """Build the model on the CPU and write its checkpoint, with zero momentum if the outer optimizer has momentum.
+    """Build the model on the CPU and write its checkpoint, in which the outer step's tensors are zeros.
 
     `weights`, a model's folder, gives the initial weights (`weights.read`). Without it they are drawn: the same config
     and seed give the same bytes on the same version of torch. The checkpoint travels as a blob, so no other machine
@@ -35,7 +35,7 @@ def write_genesis(
         tensors = {name: p.contiguous() for name, p in parameters_of(build_model(config, seed=seed)).items()}
     layout = state_layout(Layout.of({name: tuple(t.shape) for name, t in tensors.items()}), outer)
     for t in layout.tensors:
-        if t.name.startswith(MOMENTUM):
+        if is_outer_tensor(t.name):
             tensors[t.name] = torch.zeros(t.shape)
     partial = path.with_name(f"{PARTIAL}{path.name}")
     leaves = []

@@ -19,7 +19,7 @@ from torch import Tensor
 from coordinator.authoring.errors import AuthoringError
 from coordinator.logging_filters import quiet_transformers
 from protocol.errors import SpecError
-from protocol.layout import RESERVED, Layout
+from protocol.layout import Layout, is_outer_tensor
 
 MODEL, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -89,9 +89,8 @@ def check(found: PretrainedWeights, layout: Layout) -> None:
     wanted = {t.name: t.shape for t in layout.tensors}
     strange = sorted(found.tensors.keys() - wanted.keys())
     missing = sorted(wanted.keys() - found.tensors.keys())
-    momentum = [n for n in strange if n.startswith(RESERVED)]
-    if momentum:
-        raise WeightsError(f"{found.folder}: a run's state with momentum: make a model of it with `cairn export` first")
+    if any(map(is_outer_tensor, strange)):
+        raise WeightsError(f"{found.folder}: a run's state, not a model: make a model of it with `cairn export` first")
     for name, shape in wanted.items():
         kind, has = found.tensors.get(name, ("F32", shape))
         if kind not in FLOATS:

@@ -13,7 +13,7 @@ import torch
 
 from coordinator.errors import CoordinatorError
 from coordinator.logging_filters import quiet_transformers
-from protocol.layout import MOMENTUM
+from protocol.layout import is_outer_tensor
 from protocol.spec import DataSpec, windows_in
 
 LOGITS_BYTES = 256 * 1024 * 1024
@@ -37,8 +37,8 @@ def load_archived(folder: Path, device: str = "cpu") -> torch.nn.Module:
     except (OSError, ValueError, RuntimeError) as e:
         raise CoordinatorError(f"{folder} does not load: {' '.join(str(e).split())[:300]}") from None
     model, said = loaded
-    # A state has the outer momentum beside the model.
-    strange = sorted(k for k in said["unexpected_keys"] if not k.startswith(MOMENTUM))
+    # A state has the outer step's tensors beside the model.
+    strange = sorted(k for k in said["unexpected_keys"] if not is_outer_tensor(k))
     if missing := sorted(said["missing_keys"]) + strange:
         raise CoordinatorError(f"{folder}: its tensors are not its config's: {', '.join(missing)[:300]}")
     model.to(torch.device(device))

@@ -39,6 +39,7 @@ from protocol.merkle import blob_digest, leaf_hash, tree_hash
 from protocol.message_codec import MessageDecoder
 from protocol.messages import MAX_CERTIFICATE, Certificate, Finalization, Heartbeat, quorum
 from protocol.spec import KIND, MAX_SPEC, RunSpec, open_spec
+from protocol.state import state_layout
 from protocol.strict_json import read_json
 
 MAX_CONFIG = 16 * 1024 * 1024
@@ -93,7 +94,7 @@ def verify_checkpoint(
             f"{MANIFEST} is not that of an archived state: name a folder like checkpoints/round-000030"
         )
     spec = _spec(_read(read, SPEC, MAX_SPEC + 1024), archived, run, owner)
-    layout = spec.model.layout.with_momentum() if spec.outer.optimizer == "nesterov" else spec.model.layout
+    layout = state_layout(spec.model.layout, spec.outer)
     report(f"run      {spec.name} ({spec.run_id}), owner's key {spec.owner}")
     _check_small(read, spec)
     state = _digest(read, layout.checkpoint_size)

@@ -177,7 +177,8 @@ class ShardReducer:
         if missing:
             log.info("shard %d is missing the updates of %s", shard, ", ".join(a.short for a in unavailable))
             return ShardUnavailable(record.digest, shard, tuple(sorted(unavailable)))
-        contributions = [Contribution(h.author, h.body.windows, slices[h.author]) for h in record.body.updates]
+        weighed = zip(record.body.contributors, record.body.weighed, strict=True)
+        contributions = [Contribution(author, windows, slices[author]) for author, windows in weighed]
         async with self._reduce_lock:
             blob = await asyncio.to_thread(
                 lambda: self.store.put(

@@ -247,10 +247,15 @@ class StateLoader:
             for task in tasks:
                 task.cancel()  # when one is unavailable, the others would delay the next attempt
         if not certificate.shards:
-            updates = tuple(UpdateFile(u.author, u.body.windows, f) for u, f in zip(listed, files, strict=True))
+            weighed = zip(listed, record.body.weighed, files, strict=True)
+            updates = tuple(UpdateFile(u.author, windows, f) for u, windows, f in weighed)
             return RoundUpdates(record.body.round, certificate.digest, updates)
-        own = [(u, f) for u in listed if u.author == self.me for f in self._own_update_files([u.body.blob])]
-        updates = tuple(UpdateFile(u.author, u.body.windows, f) for u, f in own)
+        updates = tuple(
+            UpdateFile(u.author, windows, f)
+            for u, windows in zip(listed, record.body.weighed, strict=True)
+            if u.author == self.me
+            for f in self._own_update_files([u.body.blob])
+        )
         return RoundUpdates(record.body.round, certificate.digest, updates, files)
 
     async def _ensure(self, blob: Digest, holders: Sequence[PeerKey], blob_format: BlobFormat | None) -> Path:

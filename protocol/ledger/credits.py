@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from protocol.ids import Digest, PeerKey, Round
-from protocol.messages import Certificate, Rollback, RoundRecord, Verdict
+from protocol.messages import Certificate, Rollback, Verdict
 from protocol.spec import RunSpec
 
 FLOPS_PER_MICRO_CREDIT = 10**9
@@ -64,8 +64,8 @@ class RoundCredits:
     """What one record does to credits, derived from its certificate alone.
 
     `base_state` is the digest of state[round], from which the round started; `loss` is the mean of the contributors'
-    own training losses, weighted by windows. The `verdicts` and the `rollback` are those of the directive that the
-    record carries.
+    own training losses, weighted by windows. Windows are as weighed. The `verdicts` and the `rollback` are those of the
+    directive that the record carries.
     """
 
     round: Round
@@ -86,20 +86,13 @@ class RoundCredits:
         return sum(e.micro_credits for e in self.lines)
 
 
-def credited_windows(record: RoundRecord) -> list[int]:
-    """Return the windows of each update of a record, in its order, that earn credit."""
-    return [u.body.windows for u in record.updates]
-
-
 def credits_of(certificate: Certificate, rule: CreditRule) -> RoundCredits:
     """Return the credits of a certificate, by peer. Lines are by ascending peer key, as in the record."""
     record = certificate.record.body
-    windows = credited_windows(record)
-    lines = tuple(rule.line(u.author, u.digest, n) for u, n in zip(record.updates, windows, strict=True))
-    loss = sum(u.body.loss * u.body.windows for u in record.updates) / record.windows
+    lines = tuple(rule.line(u.author, u.digest, n) for u, n in zip(record.updates, record.weighed, strict=True))
     directive = None if record.directive is None else record.directive.body
     return RoundCredits(
-        record.round, certificate.digest, record.parent, record.base_state, loss, lines,
+        record.round, certificate.digest, record.parent, record.base_state, record.loss, lines,
         () if directive is None else directive.verdicts, None if directive is None else directive.rollback,
     )  # fmt: skip
 

@@ -351,7 +351,10 @@ class Consensus:
             return None
         updates = tuple(sorted(listed, key=lambda h: h.author))
         directive = context.chain.directive_to_include(round_.parent)
-        body = RoundRecord(context.run, round_.number, round_.parent, self._state(), attempt, updates, directive)
+        weights = context.chain.weights(round_.parent, updates)
+        body = RoundRecord(
+            context.run, round_.number, round_.parent, self._state(), attempt, updates, directive, weights
+        )
         record = context.signer.sign(body)
         round_.propose(record)
         context.emit(Broadcast(record))

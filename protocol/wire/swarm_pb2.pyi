@@ -60,7 +60,7 @@ class UpdateHeader(_message.Message):
     def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., parent: _Optional[bytes] = ..., base_state: _Optional[bytes] = ..., first_window: _Optional[int] = ..., end_window: _Optional[int] = ..., inner_steps: _Optional[int] = ..., blob: _Optional[bytes] = ..., blob_size: _Optional[int] = ..., loss: _Optional[float] = ..., admission: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class RoundRecord(_message.Message):
-    __slots__ = ("run", "round", "parent", "base_state", "attempt", "updates", "directive")
+    __slots__ = ("run", "round", "parent", "base_state", "attempt", "updates", "directive", "weights")
     RUN_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +68,7 @@ class RoundRecord(_message.Message):
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     UPDATES_FIELD_NUMBER: _ClassVar[int]
     DIRECTIVE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     run: bytes
     round: int
     parent: bytes
@@ -75,7 +76,8 @@ class RoundRecord(_message.Message):
     attempt: int
     updates: _containers.RepeatedScalarFieldContainer[bytes]
     directive: bytes
-    def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., parent: _Optional[bytes] = ..., base_state: _Optional[bytes] = ..., attempt: _Optional[int] = ..., updates: _Optional[_Iterable[bytes]] = ..., directive: _Optional[bytes] = ...) -> None: ...
+    weights: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., parent: _Optional[bytes] = ..., base_state: _Optional[bytes] = ..., attempt: _Optional[int] = ..., updates: _Optional[_Iterable[bytes]] = ..., directive: _Optional[bytes] = ..., weights: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Vote(_message.Message):
     __slots__ = ("run", "round", "record", "shards_digest")

@@ -11,6 +11,28 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from google.protobuf.message import DecodeError, Message
+from protocol.ledger.entries import (
+    CreditLine,
+    LedgerEntry,
+    RollbackEntry,
+    RoundEntry,
+    SettleEntry,
+    VoidEntry,
+    decode_entry,
+    decode_line,
+    encode_entry,
+    encode_line,
+    genesis_leaf,
+    lines_root,
+)
+from protocol.proofs import (
+    EMPTY,
+    MerkleFrontier,
+    check_consistency,
+    check_inclusion,
+    consistency_proof,
+    inclusion_proof,
+)
 
 from coordinator.admission import KIND as ADMIT
 from coordinator.admission import open_request
@@ -35,31 +57,9 @@ from protocol.ids import PeerKey, Round, RunId, b64url, from_b64url, sha256
 from protocol.invite import PREFIX, HostPort, Invite
 from protocol.layout import Layout, checkpoint_header_size
 from protocol.ledger import statements, void_orders
-from protocol.ledger.entries import (
-    CreditLine,
-    LedgerEntry,
-    RollbackEntry,
-    RoundEntry,
-    SettleEntry,
-    VoidEntry,
-    decode_entry,
-    decode_line,
-    encode_entry,
-    encode_line,
-    genesis_leaf,
-    lines_root,
-)
 from protocol.merkle import CHUNK, blob_digest, leaf_hash
 from protocol.message_codec import KINDS, KeySigner, MessageDecoder, encode_certificate
 from protocol.messages import Certificate, Finalization, RoundRecord, UpdateHeader, Vote
-from protocol.proofs import (
-    EMPTY,
-    MerkleFrontier,
-    check_consistency,
-    check_inclusion,
-    consistency_proof,
-    inclusion_proof,
-)
 from protocol.reduce import Reduction
 from protocol.spec import CodecSpec, open_spec, parse_spec, sign_spec
 from protocol.wire import coordinator_pb2, ledger_pb2

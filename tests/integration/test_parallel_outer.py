@@ -20,7 +20,7 @@ from protocol.codec import make_codec
 from protocol.codec.none import RawCodec
 from protocol.errors import CodecError
 from protocol.ids import PeerKey, sha256
-from protocol.layout import Layout
+from protocol.layout import REFERENCE_NORMS, Layout
 from protocol.merkle import blob_digest
 from protocol.model import build_model, model_layout, parameters_of, plain_config
 from protocol.outer import Contribution
@@ -268,8 +268,10 @@ def large_rank(me: int, world: int, folder: Path) -> None:
 def test_no_rank_ever_has_the_whole_model_in_memory(tmp_path):
     model = build_model(plain_config(LARGE))
     of = model_layout(model)
-    write_durably(tmp_path / "genesis", checkpoint_chunks(of, parameters_of(model)))
-    assert tensors_from_checkpoint(of, (tmp_path / "genesis").read_bytes()).keys() == parameters_of(model).keys()
+    states = state_layout(of, OuterSpec())
+    tensors = parameters_of(model) | {REFERENCE_NORMS: torch.zeros(len(of.tensors))}
+    write_durably(tmp_path / "genesis", checkpoint_chunks(states, tensors))
+    assert tensors_from_checkpoint(states, (tmp_path / "genesis").read_bytes()).keys() == tensors.keys()
     run_ranks(4, f"{__name__}:large_rank", tmp_path)
     whole = 4 * of.numel
     assert whole > 80 * MIB

@@ -15,7 +15,7 @@ from peer.training.parallel.ownership import BlockOwnership
 from peer.training.parallel.sharded_file import ShardedFile
 from protocol.codec import make_codec
 from protocol.ids import PeerKey, sha256
-from protocol.layout import BLOCK, MOMENTUM, Layout, TensorSlice
+from protocol.layout import BLOCK, MOMENTUM, REFERENCE_NORMS, Layout, TensorSlice
 from protocol.merkle import blob_digest
 from protocol.outer import Contribution, apply
 from protocol.spec import CodecSpec, OuterSpec
@@ -38,6 +38,11 @@ def dealt(layout: Layout, ranks: int, stages: int = 1) -> BlockOwnership:
     each = ranks // stages
     of_stage = [list(range(s * each, (s + 1) * each)) for s in range(stages)]
     return BlockOwnership.of(layout, [i % stages for i in range(len(layout.tensors))], of_stage)
+
+
+def names_of(layout: Layout) -> dict[str, str]:
+    """Return the parameter of each of a state's tensors that belongs to one."""
+    return {t.name: t.name.removeprefix(MOMENTUM) for t in layout.tensors if t.name != REFERENCE_NORMS}
 
 
 def cut(layout: Layout, tensors: dict[str, Tensor], parts: tuple[TensorSlice, ...]) -> dict[str, Tensor]:
@@ -70,7 +75,7 @@ def test_every_coordinate_has_one_owner_and_ranks_hold_alike_many_blocks(found, 
 def test_a_file_by_many_ranks_has_the_bytes_and_the_digest_of_one(tmp_path: Path, ranks, stages, optimizer):
     layout = state_layout(LAYOUT, OuterSpec(optimizer=optimizer))
     state = noise(layout, 1)
-    owned = dealt(LAYOUT, ranks, stages).within(layout, {t.name: t.name.removeprefix(MOMENTUM) for t in layout.tensors})
+    owned = dealt(LAYOUT, ranks, stages).within(layout, names_of(layout))
     file = ShardedFile(layout, owned)
     path = tmp_path / "state"
     path.touch()
@@ -83,6 +88,7 @@ def test_a_file_by_many_ranks_has_the_bytes_and_the_digest_of_one(tmp_path: Path
     os.close(descriptor)
     assert path.read_bytes() == b"".join(checkpoint_chunks(layout, state))
     assert file.digest(reports) == state_digest(layout, state) == blob_digest(path.read_bytes())
+    assert torch.equal(file.read_tensor(path, REFERENCE_NORMS, torch.device("cpu")), state[REFERENCE_NORMS])
     for rank in range(ranks):
         back = file.read(path, rank, torch.device("cpu"))
         expected = cut(layout, state, owned[rank])
@@ -108,8 +114,9 @@ def test_updates_and_rounds_by_parts_are_those_of_the_whole_bit_for_bit(spec, ra
     codec = make_codec(spec, LAYOUT)
     layout = state_layout(LAYOUT, outer)
     owned = dealt(LAYOUT, ranks, stages)
-    names = {t.name: t.name.removeprefix(MOMENTUM) for t in layout.tensors}
+    names = names_of(layout)
     state = noise(layout, 1)
+    state[REFERENCE_NORMS].abs_()
     by_parts = {n: t.clone() for n, t in state.items()}
     contributions = []
     for n in range(3):
@@ -127,8 +134,10 @@ def test_updates_and_rounds_by_parts_are_those_of_the_whole_bit_for_bit(spec, ra
     apply(state, contributions, codec, outer)
     for rank in range(ranks):
         share = cut(layout, by_parts, owned.within(layout, names)[rank])
+        share[REFERENCE_NORMS] = by_parts[REFERENCE_NORMS].clone()
         apply(share, contributions, codec, outer, slices=owned.parts[rank])
         expected = cut(layout, state, owned.within(layout, names)[rank])
+        expected[REFERENCE_NORMS] = state[REFERENCE_NORMS]
         assert all(torch.equal(share[n], expected[n]) for n in expected)
     into = noise(LAYOUT, 5)
     expected = {n: t.clone() for n, t in into.items()}

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from protocol.codec import Codec
 from protocol.ids import PeerKey
+from protocol.layout import REFERENCE_NORMS
 from protocol.outer import Contribution
 from protocol.reduce import Reduction, apply_reduced
 from protocol.spec import OuterSpec
@@ -33,7 +34,10 @@ def contributions(codec: Codec, n: int, sizes=None) -> list[Contribution]:
 
 
 def state_of(codec: Codec, outer: OuterSpec) -> dict[str, torch.Tensor]:
-    return noise(state_layout(codec.layout, outer), 7)
+    state = noise(state_layout(codec.layout, outer), 7)
+    if outer.clip == "median":  # a norm is not negative, and 0 is none
+        state[REFERENCE_NORMS] = state[REFERENCE_NORMS].abs() * 100
+    return state
 
 
 def same_states(a, b) -> bool:
@@ -45,6 +49,7 @@ def reduced(reduction: Reduction, updates: list[Contribution], outer: OuterSpec,
 
 
 def sum_means(reduction: Reduction, sums: list[bytes]) -> dict[str, Tensor]:
+    outer = OuterSpec(clip="none")
     state = {t.name: torch.zeros(t.shape) for t in reduction.codec.layout.tensors}
-    apply_reduced(state, sums, reduction, OuterSpec())
+    apply_reduced(state, sums, reduction, outer)
     return {name: -value.view(-1) for name, value in state.items()}

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from protocol.ledger.entries import CreditLine, encode_line, genesis_leaf, lines_root
 from torch import Tensor
 
 from protocol.assignment import windows_of
@@ -22,7 +23,6 @@ from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.layout import BLOCK, MOMENTUM, Layout
 from protocol.ledger.credits import CreditRule
-from protocol.ledger.entries import CreditLine, encode_line, genesis_leaf, lines_root
 from protocol.merkle import CHUNK, blob_digest, leaf_hash, tree_hash
 from protocol.message_codec import KINDS, KeySigner, encode_certificate
 from protocol.messages import (

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 from cryptography.exceptions import InvalidSignature
+from protocol.ledger.entries import MAX_VOID_ORDER
 
 from protocol.codec import make_codec
 from protocol.coordinator_address import KIND, MAX_COORDINATOR_ADDRESS_ENVELOPE
 from protocol.errors import CodecError, ProtocolError
 from protocol.ids import PeerKey, RunId
 from protocol.layout import Layout
-from protocol.ledger.entries import MAX_VOID_ORDER
 from protocol.ledger.statements import MAX_BINDING, MAX_HEAD, MAX_RECEIPT
 from protocol.message_codec import KINDS, MessageDecoder
 from protocol.messages import MAX_CERTIFICATE

@@ -1,8 +1,8 @@
 """One rank's shard of the outer state: the operations of `OuterOperations` on the blocks that this rank owns.
 
-Base, anchor and feedback cover the owned slices only. The model is not split by blocks, so for `announce` and `rebase`
-one parameter after the other is gathered. All ranks together hold, send and apply the same bits as one process that
-holds everything.
+Base, anchor and feedback cover the owned slices only; of the base every rank also holds the reference norms. The model
+is not split by blocks, so for `announce` and `rebase` one parameter after the other is gathered. All ranks together
+hold, send and apply the same bits as one process that holds everything.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from peer.training.parallel.plans import stage_of
 from peer.training.parallel.sharded_file import ShardedFile
 from protocol.codec import Codec
 from protocol.ids import Digest
-from protocol.layout import BLOCK, Layout
+from protocol.layout import BLOCK, REFERENCE_NORMS, Layout
 from protocol.spec import OuterSpec
 from protocol.state import state_layout
 
@@ -52,7 +52,11 @@ class ShardedOuterState(OuterOperations):
 
     def file_of(self, layout: Layout) -> ShardedFile:
         own = {t.name for t in self.layout.tensors}
-        names = {t.name: t.name if t.name in own else t.name.partition("/")[2] for t in layout.tensors}
+        names = {
+            t.name: t.name if t.name in own else t.name.partition("/")[2]
+            for t in layout.tensors
+            if t.name != REFERENCE_NORMS
+        }
         return ShardedFile(layout, self.owned.within(layout, names))
 
     def _name(self, index: int) -> str:
@@ -86,6 +90,8 @@ class ShardedOuterState(OuterOperations):
         self.base = None
         with self.group.together():
             found = self.state_file.read(path, self.group.rank, self.built.device)
+            if self.spec.clip == "median":  # every rank clips by it, and computes the same next one
+                found[REFERENCE_NORMS] = self.state_file.read_tensor(path, REFERENCE_NORMS, self.built.device)
         self.base = found
 
     def store(self, path: Path | None) -> Digest | None:

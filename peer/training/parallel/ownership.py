@@ -54,11 +54,15 @@ class BlockOwnership:
     def within(self, other: Layout, names: Mapping[str, str]) -> Mapping[int, tuple[TensorSlice, ...]]:
         """Return the same distribution of another layout; `names` maps its tensors' names to this one's.
 
-        Momentum, feedback and the like are held this way: by the rank that holds their parameter.
+        Momentum, feedback and the like are held this way: by the rank that holds their parameter. A tensor that is not
+        in `names` belongs to no parameter: rank 0 writes it.
         """
         index = {t.name: i for i, t in enumerate(self.layout.tensors)}
         found: dict[int, list[TensorSlice]] = {r: [] for r in self.parts}
         for i, tensor in enumerate(other.tensors):
+            if tensor.name not in names:
+                found[0].append(TensorSlice(i, 0, tensor.numel))
+                continue
             for rank, part in self.owners[index[names[tensor.name]]]:
                 found[rank].append(TensorSlice(i, part.start, part.stop))
         return {r: tuple(p) for r, p in found.items()}

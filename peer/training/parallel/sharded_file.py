@@ -127,9 +127,17 @@ class ShardedFile:
 
     def read(self, path: Path, rank: int, device: torch.device) -> dict[str, Tensor]:
         """Return a rank's slices of a file that was checked, by name: 1-d fp32, fresh. Raise OSError."""
+        return self._read(path, self.parts[rank], device)
+
+    def read_tensor(self, path: Path, name: str, device: torch.device) -> Tensor:
+        """Return one whole tensor of a file that was checked: 1-d fp32, fresh. Raise OSError."""
+        index = next(i for i, t in enumerate(self.layout.tensors) if t.name == name)
+        return self._read(path, [TensorSlice(index, 0, self.layout.tensors[index].numel)], device)[name]
+
+    def _read(self, path: Path, parts: Sequence[TensorSlice], device: torch.device) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         with open(path, "rb") as file:
-            for part in self.parts[rank]:
+            for part in parts:
                 tensor = torch.empty(part.numel, dtype=torch.float32)
                 file.seek(self._starts[part.index] + 4 * part.start)
                 if file.readinto(tensor.numpy().data.cast("B")) != 4 * part.numel:

@@ -19,7 +19,7 @@ from coordinator.checkpoints.retention import RetentionPolicy
 from coordinator.errors import CoordinatorError
 from protocol.chain import genesis_digest
 from protocol.ids import Digest
-from protocol.layout import MOMENTUM
+from protocol.layout import MOMENTUM, REFERENCE_NORMS
 from protocol.model import build_model, parameters_of
 from protocol.spec import DataSpec
 from tests.support.checkpoint_world import Uniform, shards
@@ -184,6 +184,7 @@ def test_a_folder_that_is_no_archived_checkpoint_does_not_load(tmp_path):
 def archived_model(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> torch.nn.Module:
     model = build_model(SPEC.model.config, seed=1)
     tensors = {**parameters_of(model), **{MOMENTUM + n: torch.ones_like(p) for n, p in parameters_of(model).items()}}
+    tensors[REFERENCE_NORMS] = torch.ones(len(parameters_of(model)))
     change(tensors)
     save_file({n: t.detach().contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(SPEC.model.config))

@@ -34,7 +34,7 @@ from peer.store import Store
 from protocol.errors import CairnError
 from protocol.ids import Digest, RunId
 from protocol.invite import HostPort, Invite
-from protocol.layout import MOMENTUM, Layout
+from protocol.layout import Layout, is_outer_tensor
 from protocol.message_codec import encode_certificate
 from protocol.model import build_model, load_state, model_layout, parameters_of, plain_config
 from protocol.spec import RunSpec
@@ -118,7 +118,7 @@ class World:
 
     def logits(self, seed: int) -> torch.Tensor:
         model = build_model(self.spec.model.config).eval()
-        load_state(model, {n: t for n, t in self.state(seed).items() if not n.startswith(MOMENTUM)})
+        load_state(model, {n: t for n, t in self.state(seed).items() if not is_outer_tensor(n)})
         return model(input_ids=torch.arange(12)[None]).logits
 
     def volunteer(self, monkeypatch: pytest.MonkeyPatch, *, rounds: int = 7, held: tuple[int, ...] = (2, 4)) -> Path:

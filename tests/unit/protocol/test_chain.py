@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -29,8 +30,9 @@ def make(
     parts=0,
     label=b"",
     votes=None,
+    chain: Chain | None = None,
 ) -> Certificate:
-    """Return a certificate whose contributors claim these windows."""
+    """Return a certificate whose contributors claim these windows, weighed as `chain` does if it is given."""
     updates = []
     for i, (first, end) in sorted(claims.items()):
         blob = Digest(sha256(b"blob", KEYS[i], parent, bytes([first % 251, end % 251])))
@@ -38,7 +40,9 @@ def make(
             FakeSigner(KEYS[i]).sign(UpdateHeader(run, Round(number), parent, state, first, end, 1, blob, 9, 1.0, b""))
         )
     author = KEYS[min(claims)] if by is None else by
-    record = FakeSigner(author).sign(RoundRecord(run, Round(number), parent, state, 0, tuple(updates)))
+    weights = () if chain is None else chain.weights(parent, updates)
+    body = RoundRecord(run, Round(number), parent, state, 0, tuple(updates), weights=weights)
+    record = FakeSigner(author).sign(body)
     return certificate(
         record,
         [KEYS[i] for i in (claims if votes is None else votes)],
@@ -128,11 +132,12 @@ def test_an_empty_chain_is_its_genesis():
 
 def test_weights_and_next_windows_follow_the_records():
     chain = new()
-    a = make(chain.genesis, 0, {0: (0, 10), 1: (5, 8)})
+    a = make(chain.genesis, 0, {0: (0, 10), 1: (5, 8)}, chain=chain)
     assert chain.add(a) and not chain.add(a)
-    b = make(a.record.digest, 1, {1: (8, 20), 2: (0, 1)})
+    b = make(a.record.digest, 1, {1: (8, 20), 2: (0, 1)}, chain=chain)
     chain.add(b)
-    assert chain.head == b.record.digest and chain.weight(chain.head) == 26
+    assert a.record.body.weights == (3, 3) and b.record.body.weights == (6, 1)
+    assert chain.head == b.record.digest and chain.weight(chain.head) == 13
     assert [chain.next_window(KEYS[i], chain.head) for i in range(4)] == [10, 20, 1, 0]
     assert chain.next_window(KEYS[1], a.record.digest) == 8
     assert chain.path(chain.genesis, chain.head) == (a, b)
@@ -141,7 +146,7 @@ def test_weights_and_next_windows_follow_the_records():
 @pytest.mark.parametrize(
     "claims, changes, words",
     [
-        ({0: (9, 30)}, {}, "a second time"),
+        ({0: (9, 20)}, {}, "a second time"),
         ({0: (10, 111)}, {}, "too many"),
         ({i: (10, 11) for i in range(6)}, {}, "max_members"),
         ({0: (10, 11)}, {"by": KEYS[3]}, "no update in it"),
@@ -325,6 +330,36 @@ def test_the_head_is_what_the_definition_says_on_random_trees(seed):
         assert chain.head == naive_head(chain, records)
 
 
+def test_a_record_that_weighs_otherwise_than_the_rule_is_refused():
+    chain = new()
+    first = make(chain.genesis, 0, {0: (0, 10), 1: (0, 10)})
+    chain.add(first)
+    fair = make(first.record.digest, 1, {0: (10, 20), 1: (10, 100)}, chain=chain)
+    assert fair.record.body.weights == (10, 20)
+    liar = FakeSigner(KEYS[1])
+    for weights in ((), (10, 90), (10, 19), (20, 20), (1, 20)):
+        record = liar.sign(replace(fair.record.body, weights=weights))
+        with pytest.raises(ChainError, match="weighs an update otherwise"):
+            chain.add(certificate(record, [KEYS[0], KEYS[1]]))
+    assert chain.add(fair) and chain.weight(chain.head) == 40
+
+
+def test_what_waits_to_be_weighed_outlives_snapshots_and_the_old_root():
+    chain = new(max_records=2, min_main_records=2)
+    parent, ends, weights = chain.genesis, [0, 0], []
+    for number in range(80):
+        claims = {0: (ends[0], ends[0] + 1)} if number % 2 else {i: (ends[i], ends[i] + 1) for i in (0, 1)}
+        if number in (0, 2):
+            claims[1] = (ends[1], ends[1] + 50)
+        ends = [claims.get(i, (0, end))[1] for i, end in enumerate(ends)]
+        made = make(parent, number, claims, chain=chain)
+        assert chain.add(made)
+        parent = made.record.digest
+        weights.append(dict(zip(made.record.body.contributors, made.record.body.weighed, strict=True)).get(KEYS[1]))
+    assert weights[::2][:6] == [1, 2, 4, 8, 16, 32]
+    assert sum(w or 0 for w in weights) == ends[1]
+
+
 def test_next_windows_agree_with_a_plain_count_on_random_trees():
     rng = random.Random(7)
     chain = new(max_side_records=1000)
@@ -335,7 +370,7 @@ def test_next_windows_agree_with_a_plain_count_on_random_trees():
         for i in rng.sample(range(6), rng.randint(2, 5)):
             first = ends[parent].get(i, 0) + rng.randint(0, 2)
             claims[i] = (first, first + rng.randint(1, 9))
-        c = make(parent, chain.height(parent), claims)
+        c = make(parent, chain.height(parent), claims, chain=chain)
         if chain.add(c):
             ends[c.record.digest] = {**ends[parent], **{i: end for i, (_, end) in claims.items()}}
     for record, known in ends.items():

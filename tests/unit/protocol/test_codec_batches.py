@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from protocol.codec import make_codec
 from protocol.codec.interface import HEADER
 from protocol.ids import PeerKey
-from protocol.layout import BLOCK, Layout
+from protocol.layout import BLOCK, REFERENCE_NORMS, Layout
 from protocol.outer import Contribution, apply
 from protocol.spec import OuterSpec
 from tests.support.codec_cases import SPECS, noise, same_bits
@@ -69,14 +69,14 @@ def test_a_step_of_many_tensors_is_that_of_each_by_itself(layout, spec, limit):
     def updates(blobs) -> list[Contribution]:
         return [Contribution(PeerKey(bytes([i]) * 32), 1 + i, blob) for i, blob in enumerate(blobs)]
 
-    together = noise(layout, 9)
+    together = noise(layout, 9) | {REFERENCE_NORMS: torch.zeros(len(layout.tensors))}
     apply(together, updates(blobs), codec, outer, limit)
     at = HEADER
     for tensor in layout.tensors:
         alone = Layout((tensor,))
         one = make_codec(spec, alone)
         size = one.size - HEADER
-        state = {tensor.name: noise(layout, 9)[tensor.name]}
+        state = {tensor.name: noise(layout, 9)[tensor.name], REFERENCE_NORMS: torch.zeros(1)}
         apply(state, updates([one.header + blob[at : at + size] for blob in blobs]), one, outer)
         assert same_bits(state[tensor.name], together[tensor.name])
         at += size

@@ -23,9 +23,11 @@ from protocol.layout import (
     MAX_TENSOR_NAME,
     MAX_TENSORS,
     MOMENTUM,
+    REFERENCE_NORMS,
     Layout,
     TensorShape,
     checkpoint_header_size,
+    is_outer_tensor,
 )
 from protocol.merkle import CHUNK, MAX_BLOB
 from tests.support.specs import tiny_spec
@@ -91,14 +93,15 @@ def test_blocks_cover_each_tensor_by_itself():
     assert layout.numel == BLOCK + BLOCK + 1 + 1 + 6
 
 
-def test_momentum_goes_in_and_comes_out():
+def test_the_outer_steps_tensors_go_in_and_come_out():
     layout = tiny_spec().model.layout
-    state = layout.with_momentum()
-    assert state.numel == 2 * layout.numel
-    assert state.without_momentum() == layout
+    state = layout.with_momentum().with_reference_norms()
+    assert state.numel == 2 * layout.numel + len(layout.tensors)
+    assert state.of_model() == layout
     assert {t.name for t in state.tensors} - {t.name for t in layout.tensors} == {
-        MOMENTUM + t.name for t in layout.tensors
-    }
+        REFERENCE_NORMS, *(MOMENTUM + t.name for t in layout.tensors)
+    }  # fmt: skip
+    assert not any(is_outer_tensor(t.name) for t in layout.tensors)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from protocol.codec import Codec, make_codec
 from protocol.errors import CodecError, MalformedError
-from protocol.layout import MOMENTUM, Layout
-from protocol.outer import Contribution, apply, clip_factors, mean_weights, round_to_fp32
+from protocol.layout import MOMENTUM, REFERENCE_NORMS, Layout
+from protocol.outer import Contribution, apply, clip_factors, clip_limit, mean_weights, round_to_fp32
 from protocol.spec import CodecSpec, OuterSpec
 from protocol.state import state_digest, state_layout
 from tests.support.codec_cases import SPECS, dense, every_codec, noise, same_bits
@@ -38,10 +38,13 @@ def plain_apply(state, updates, codec: Codec, outer: OuterSpec) -> None:
     for index, tensor in enumerate(codec.layout.tensors):
         values = [dense(codec, c.blob, index).numpy() for c in updates]
         factors = [1.0] * len(updates)
-        if outer.clip == "median" and len(updates) > 1:
+        if outer.clip == "median":
             norms = [math.sqrt(math.fsum(float(x) * float(x) for x in v)) for v in values]
-            median = float(np.median(norms))
-            factors = [min(1.0, median / n) if n else 1.0 for n in norms]
+            limit, reference = sorted(norms)[(len(norms) - 1) // 2], float(state[REFERENCE_NORMS][index])
+            if reference > 0:
+                limit = min(2 * reference, max(reference / 2, limit))
+            factors = [min(1.0, limit / n) if n else 1.0 for n in norms]
+            state[REFERENCE_NORMS][index] = limit
         total, weight = np.zeros(tensor.numel, f), np.zeros(tensor.numel, f)
         for v, w, c in zip(values, weights, factors, strict=True):
             total = total + v * f(w * c)
@@ -112,10 +115,10 @@ def test_the_bits_stay_what_they_were_released_as():
                 assert e.ne(0).sum() == 32
             updates.append(Contribution(key(i), 1 + i, codec.encode({"w": e})))
         outer = OuterSpec(optimizer="nesterov", lr=0.7)
-        state = {"w": ramp * 0.3, MOMENTUM + "w": ramp * 0.7}
+        state = {"w": ramp * 0.3, MOMENTUM + "w": ramp * 0.7, REFERENCE_NORMS: torch.tensor([1.0])}
         apply(state, updates, codec, outer)
         got[spec.kind] = state_digest(state_layout(layout, outer), state).short
-    assert got == {"sparse": "1507b908", "sign": "b10456a0", "int8": "07b7b33c", "none": "64678da6"}
+    assert got == {"sparse": "380d4b0e", "sign": "b7ae532b", "int8": "ffdb66f2", "none": "24f1aace"}
 
 
 def test_a_coordinate_is_the_mean_of_those_who_sent_it():
@@ -129,13 +132,13 @@ def test_a_coordinate_is_the_mean_of_those_who_sent_it():
 
     updates = [sends(0, 1.0, 1, 1), sends(32, -3.0, 3, 2)]
     state = {"w": torch.zeros(4096)}
-    apply(state, updates, codec, OuterSpec(clip="none"))
+    apply(state, updates, codec, OuterSpec(clip="none", weight_cap=1))
     assert (state["w"][:32] == -1).all()
     assert (state["w"][32:64] == -(0.25 - 2.25)).all()
     assert (state["w"][64:96] == 3).all()
     assert not state["w"][96:].any()
     state = {"w": torch.zeros(4096)}
-    apply(state, updates, codec, OuterSpec(clip="none", mean="all"))
+    apply(state, updates, codec, OuterSpec(clip="none", mean="all", weight_cap=1))
     assert (state["w"][:32] == -0.25).all() and (state["w"][64:96] == 2.25).all()
 
 
@@ -157,6 +160,7 @@ def test_nesterov_is_that_of_pytorch():
     outer = OuterSpec(optimizer="nesterov", lr=0.7, momentum=0.9)
     start = noise(LAYOUT, 7)
     state = {n: t.clone() for n, t in start.items()} | {MOMENTUM + n: torch.zeros_like(t) for n, t in start.items()}
+    state[REFERENCE_NORMS] = torch.zeros(3)
     parameters = {n: torch.nn.Parameter(t.clone()) for n, t in start.items()}
     sgd = torch.optim.SGD(parameters.values(), lr=0.7, momentum=0.9, nesterov=True)
     for step in range(5):
@@ -186,12 +190,69 @@ def test_a_huge_update_moves_the_state_no_further_than_the_median_one():
         assert (hit[name] - start[name]).norm() <= 1.5 * (clean[name] - start[name]).norm()
 
 
-def test_clipping_brings_norms_down_to_the_median():
-    assert clip_factors([1, 2, 4]) == [1, 1, 0.5]
-    assert clip_factors([4, 1]) == [0.625, 1]
-    assert clip_factors([0, 0, 5]) == [1, 1, 0]
-    assert clip_factors([0, 0, 0]) == [1, 1, 1]
-    assert clip_factors([0, 5]) == [1, 0.5]
+def test_the_first_rounds_limit_is_the_lower_median():
+    assert clip_limit([4, 1, 2]) == 2
+    assert clip_limit([4, 1]) == 1
+    assert clip_limit([3, 1, 1e9, 1e9]) == 3
+    assert clip_limit([0, 0, 5]) == 0
+    assert clip_limit([5]) == 5
+    assert clip_limit([1e300]) == float(torch.finfo(torch.float32).max)
+
+
+def test_a_limit_is_within_a_factor_two_of_the_one_before():
+    assert clip_limit([5], 4) == 5
+    assert clip_limit([1e30], 4) == 8
+    assert clip_limit([1e30, 1e30, 1], 4) == 8
+    assert clip_limit([0, 0, 5], 4) == 2
+    for nothing in (0.0, -1.0, math.nan):
+        assert clip_limit([5], nothing) == 5
+
+
+def test_clipping_brings_norms_down_to_the_limit():
+    assert clip_factors([1, 2, 4], 2) == [1, 1, 0.5]
+    assert clip_factors([0, 5], 0) == [1, 0]
+
+
+def test_half_of_the_updates_cannot_raise_the_norm_of_a_round():
+    codec, outer = make_codec(CodecSpec(kind="none"), LAYOUT), OuterSpec()
+    start = state_of(codec, outer) | {REFERENCE_NORMS: torch.zeros(3)}
+    for honest, liars in (([1.0, 1.0], 2), ([1.0], 1)):
+        state = {n: t.clone() for n, t in start.items()}
+        updates = contributions(codec, len(honest) + liars, honest + [1e6] * liars)
+        apply(state, updates, codec, outer)
+        norms = [[math.sqrt(e) for e in codec.sum_squares(u.blob)] for u in updates[: len(honest)]]
+        for tensor, largest in zip(LAYOUT.tensors, map(max, zip(*norms, strict=True)), strict=True):
+            assert (state[tensor.name] - start[tensor.name]).norm() <= 1.0001 * largest
+
+
+def test_a_sole_update_at_most_doubles_what_a_round_may_change():
+    codec, outer = make_codec(CodecSpec(kind="none"), LAYOUT), OuterSpec()
+    state = state_of(codec, outer) | {REFERENCE_NORMS: torch.tensor([2.0, 3.0, 5.0])}
+    for limits in ([4.0, 6.0, 10.0], [8.0, 12.0, 20.0]):
+        before = {n: t.clone() for n, t in state.items()}
+        apply(state, contributions(codec, 1, [1e6]), codec, outer)
+        assert state[REFERENCE_NORMS].tolist() == limits
+        for tensor, limit in zip(LAYOUT.tensors, limits, strict=True):
+            moved = (state[tensor.name] - before[tensor.name]).norm().item()
+            assert moved == pytest.approx(limit, rel=1e-4)
+
+
+def test_the_first_rounds_norms_are_the_first_references():
+    codec, outer = make_codec(CodecSpec(kind="none"), LAYOUT), OuterSpec()
+    state = state_of(codec, outer) | {REFERENCE_NORMS: torch.zeros(3)}
+    updates = contributions(codec, 3)
+    apply(state, updates, codec, outer)
+    energies = zip(*(codec.sum_squares(u.blob) for u in updates), strict=True)
+    median = [math.sqrt(sorted(each)[1]) for each in energies]
+    assert state[REFERENCE_NORMS].tolist() == pytest.approx(median, rel=1e-7)
+
+
+def test_the_references_change_with_the_state_only_and_without_them_there_is_no_round():
+    codec, outer = make_codec(CodecSpec(), LAYOUT), OuterSpec()
+    state = state_of(codec, outer)
+    del state[REFERENCE_NORMS]
+    with pytest.raises(MalformedError, match=REFERENCE_NORMS):
+        apply(state, contributions(codec, 2), codec, outer)
 
 
 def test_a_tensor_that_most_updates_leave_alone_stays():
@@ -201,7 +262,9 @@ def test_a_tensor_that_most_updates_leave_alone_stays():
     updates = contributions(codec, 3)
     for i in (0, 1):
         updates[i] = Contribution(key(i), 1, codec.encode(quiet))
-    assert same_states(after(codec, outer, updates), state_of(codec, outer))
+    state = state_of(codec, outer) | {REFERENCE_NORMS: torch.zeros(3)}
+    apply(state, updates, codec, outer)
+    assert same_states(state, state_of(codec, outer) | {REFERENCE_NORMS: torch.zeros(3)})
 
 
 @every_codec
@@ -265,7 +328,7 @@ def test_a_hostile_scale_never_makes_the_state_infinite():
     codec, outer = make_codec(CodecSpec(kind="none"), layout), OuterSpec(optimizer="nesterov", lr=10, momentum=0.99)
     blob = codec.header + (torch.full((4096,), 2.0**30)).numpy().tobytes()
     codec.check(blob)
-    state = {"w": torch.zeros(4096), MOMENTUM + "w": torch.zeros(4096)}
+    state = {"w": torch.zeros(4096), MOMENTUM + "w": torch.zeros(4096), REFERENCE_NORMS: torch.zeros(1)}
     for _ in range(20):
         apply(state, [Contribution(key(i), 1, blob) for i in range(3)], codec, outer)
     assert all(t.isfinite().all() for t in state.values())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 
 from protocol.errors import MalformedError
-from protocol.layout import MOMENTUM, Layout
+from protocol.layout import MOMENTUM, REFERENCE_NORMS, Layout
 from protocol.merkle import CHUNK, blob_digest
 from protocol.spec import OuterSpec
 from protocol.state import checkpoint_chunks, state_digest, state_layout, state_leaves, tensors_from_checkpoint
@@ -111,10 +111,13 @@ def test_tensors_that_do_not_fit_the_layout_are_refused():
         state_digest(LAYOUT, {})
 
 
-def test_only_nesterov_keeps_momentum_in_the_state():
-    assert state_layout(LAYOUT, OuterSpec()) == LAYOUT
-    with_momentum = state_layout(LAYOUT, OuterSpec(optimizer="nesterov"))
-    assert with_momentum.without_momentum() == LAYOUT
+def test_the_outer_step_keeps_what_it_needs_in_the_state():
+    assert state_layout(LAYOUT, OuterSpec(clip="none")) == LAYOUT
+    with_norms = state_layout(LAYOUT, OuterSpec())
+    assert with_norms.of_model() == LAYOUT and with_norms.numel == LAYOUT.numel + len(LAYOUT.tensors)
+    assert {t.name for t in with_norms.tensors} == {REFERENCE_NORMS, *(t.name for t in LAYOUT.tensors)}
+    with_momentum = state_layout(LAYOUT, OuterSpec(optimizer="nesterov", clip="none"))
+    assert with_momentum.of_model() == LAYOUT
     assert {t.name for t in with_momentum.tensors} == {p + t.name for t in LAYOUT.tensors for p in ("", MOMENTUM)}
 
 

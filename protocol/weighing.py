@@ -1,0 +1,56 @@
+"""The weight of an update: its author's record bounds it, whatever the header claims. Pure.
+
+A claim costs nothing, so it must not buy weight. An update weighs at most twice what its author's update before it
+weighed on the same branch. A newcomer weighs no more than a low quartile of those whom the branch knows. The rest of a
+claim is not lost: it is the author's backlog, and counts in its next updates as far as their limit allows.
+
+Chain weight, stake, credits and shares of the mean are all of weighed windows. Records state them, so a certificate can
+be applied and credited by itself, and every chain checks them against this rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+KNOWN_ROUNDS = 64
+"""Rounds after an author's newest accepted update in which it is no newcomer. Its windows are stake for as long."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuthorHistory:
+    """The accepted updates of an author on a branch. The default is that of a newcomer."""
+
+    end_window: int = 0
+    """End of its accepted windows: later ones must not start before it."""
+    height: int = 0
+    """The round that follows its newest accepted update."""
+    weighed: int = 0
+    """Weighed windows of that update."""
+    backlog: int = 0
+    """Claimed windows that have not been weighed yet."""
+
+    def limit(self, round_: int) -> int | None:
+        """Return the most windows that its update may weigh in a round; None for a newcomer."""
+        return 2 * self.weighed if self.weighed and round_ - self.height < KNOWN_ROUNDS else None
+
+    def after(self, round_: int, end_window: int, claimed: int, weighed: int, max_backlog: int) -> AuthorHistory:
+        """Return the history with an update of a round that claims windows up to `end_window`."""
+        backlog = min(max_backlog, self.backlog + claimed - weighed)
+        return AuthorHistory(end_window, round_ + 1, weighed, backlog)
+
+
+def weigh(claims: Sequence[tuple[int, AuthorHistory]], round_: int, most: int) -> tuple[int, ...]:
+    """Return the weighed windows of each update of a round, from its claimed windows (1 or more) and its author.
+
+    A newcomer's limit is the lower quartile of the weighed windows of those who are none. If all are newcomers, it is
+    the lower quartile of the claims. No update weighs more than `most`, the largest claim that the run allows.
+    """
+    limits = [history.limit(round_) for _, history in claims]
+    wanted = [min(most, claimed + history.backlog) for claimed, history in claims]
+    known = [min(want, limit) for want, limit in zip(wanted, limits, strict=True) if limit is not None]
+    ordered = sorted(known or [claimed for claimed, _ in claims])
+    of_newcomers = ordered[(len(ordered) - 1) // 4]
+    return tuple(
+        min(want, of_newcomers if limit is None else limit) for want, limit in zip(wanted, limits, strict=True)
+    )

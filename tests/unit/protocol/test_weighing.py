@@ -1,0 +1,130 @@
+"""An update weighs what its author's record allows, whatever it claims, and no claim is counted twice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.weighing import KNOWN_ROUNDS, AuthorHistory, weigh
+
+MOST = 1000
+
+rounds = st.lists(st.dictionaries(st.integers(0, 7), st.integers(1, MOST), min_size=1), min_size=1, max_size=30)
+"""The claims of each round's authors."""
+
+
+class Branch:
+    """The histories that a branch of records leads to."""
+
+    def __init__(self, max_backlog: int = MOST):
+        self.histories: dict[int, AuthorHistory] = {}
+        self.round = 0
+        self._max_backlog = max_backlog
+
+    def add(self, claims: Mapping[int, int]) -> dict[int, int]:
+        """Accept a round; return the weighed windows of each author."""
+        before = {author: self.histories.get(author, AuthorHistory()) for author in claims}
+        weighed = dict(zip(claims, weigh([(claims[a], before[a]) for a in claims], self.round, MOST), strict=True))
+        for author, claimed in claims.items():
+            old = before[author]
+            end = old.end_window + claimed
+            self.histories[author] = old.after(self.round, end, claimed, weighed[author], self._max_backlog)
+        self.round += 1
+        return weighed
+
+
+@given(rounds)
+def test_no_claim_counts_twice_and_none_is_lost_below_the_bound(rounds):
+    branch = Branch(max_backlog=10**9)
+    claimed, weighed = dict.fromkeys(range(8), 0), dict.fromkeys(range(8), 0)
+    for claims in rounds:
+        for author, windows in branch.add(claims).items():
+            assert windows >= 1
+            weighed[author] += windows
+            claimed[author] += claims[author]
+            assert weighed[author] + branch.histories[author].backlog == claimed[author] and windows <= MOST
+
+
+@given(rounds)
+def test_a_backlog_is_bounded(rounds):
+    branch = Branch(max_backlog=50)
+    claimed, weighed = dict.fromkeys(range(8), 0), dict.fromkeys(range(8), 0)
+    for claims in rounds:
+        for author, windows in branch.add(claims).items():
+            weighed[author] += windows
+            claimed[author] += claims[author]
+            assert 0 <= branch.histories[author].backlog <= 50
+            assert weighed[author] + branch.histories[author].backlog <= claimed[author]
+
+
+@given(rounds)
+def test_nobody_weighs_more_than_twice_what_it_did_and_no_newcomer_more_than_a_low_quartile(rounds):
+    branch = Branch()
+    for claims in rounds:
+        before = dict(branch.histories)
+        weighed = branch.add(claims)
+        known = sorted(w for author, w in weighed.items() if author in before)
+        base = known or sorted(claims.values())
+        for author, windows in weighed.items():
+            if author in before:
+                assert windows <= 2 * before[author].weighed
+            else:
+                assert windows <= base[(len(base) - 1) // 4]
+
+
+@given(rounds, st.integers(0, 7), st.integers(1, MOST))
+def test_a_larger_claim_never_weighs_less_and_takes_nothing_from_those_who_are_known(rounds, author, more):
+    *past, last = rounds
+    one, two = Branch(), Branch()
+    for claims in past:
+        one.add(claims)
+        two.add(claims)
+    before = set(one.histories)
+    a, b = one.add(last | {author: more}), two.add(last | {author: more + 1})
+    assert b[author] >= a[author]
+    for other in a.keys() - {author}:
+        assert b[other] >= a[other]
+        assert other not in before or b[other] == a[other]
+
+
+def test_equal_peers_weigh_what_they_claim_from_the_first_round_on():
+    branch = Branch()
+    for _ in range(5):
+        assert branch.add({0: 10, 1: 10, 2: 10}) == {0: 10, 1: 10, 2: 10}
+
+
+def test_a_liar_doubles_at_most_each_round():
+    branch = Branch()
+    branch.add({0: 8, 1: 8, 2: 8})
+    got = [branch.add({0: 8, 1: 8, 2: 8, 3: MOST})[3] for _ in range(8)]
+    assert got == [8, 16, 32, 64, 128, 256, 512, MOST]
+
+
+def test_a_newcomer_has_its_full_weight_after_log2_rounds_and_gets_the_rest_of_its_work_then():
+    branch = Branch()
+    branch.add({0: 8, 1: 8})
+    got = [branch.add({0: 8, 1: 8, 2: 80})[2] for _ in range(12)]
+    assert got[:5] == [8, 16, 32, 64, 128]
+    assert sum(got) + branch.histories[2].backlog == 12 * 80
+    assert branch.histories[2].backlog == 0
+
+
+def test_newcomers_weigh_little_however_many_they_are():
+    branch = Branch()
+    branch.add({0: 10, 1: 20, 2: 30, 3: 40, 4: 50})
+    assert [branch.histories[i].weighed for i in range(5)] == [10, 20, 20, 20, 20]
+    weighed = branch.add({0: 10, 1: 20, 2: 30, 3: 40, 4: 50} | dict.fromkeys(range(5, 200), MOST))
+    assert all(weighed[sybil] == 20 for sybil in range(5, 200))
+
+
+def test_who_was_away_for_long_is_a_newcomer_again():
+    branch = Branch()
+    branch.add({0: 8, 1: 512})
+    branch.histories[1] = AuthorHistory(512, 1, 512, 0)
+    for _ in range(KNOWN_ROUNDS - 1):
+        branch.add({0: 8})
+    assert branch.round - branch.histories[1].height == KNOWN_ROUNDS - 1
+    assert weigh([(8, branch.histories[0]), (512, branch.histories[1])], branch.round, MOST) == (8, 512)
+    assert weigh([(8, branch.histories[0]), (512, branch.histories[1])], branch.round + 1, MOST) == (8, 8)
