@@ -93,7 +93,9 @@ class Bench:
 
     def record(self, by, headers, attempt=0):
         updates = tuple(sorted(headers, key=lambda h: h.author))
-        return FakeSigner(by).sign(RoundRecord(RUN, Round(0), self.chain.genesis, STATE, attempt, updates))
+        weights = self.chain.weights(self.chain.genesis, updates)
+        body = RoundRecord(RUN, Round(0), self.chain.genesis, STATE, attempt, updates, weights=weights)
+        return FakeSigner(by).sign(body)
 
     @property
     def mine(self):

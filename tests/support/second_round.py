@@ -53,7 +53,8 @@ class Second(Bench):
     def next_record(self, by, headers):
         """Receive the certificate of a second record, and all its blobs; return its digest."""
         updates = tuple(sorted(headers, key=lambda h: h.author))
-        record = FakeSigner(by).sign(RoundRecord(RUN, Round(1), self.first, NEXT, 0, updates))
+        weights = self.chain.weights(self.first, updates)
+        record = FakeSigner(by).sign(RoundRecord(RUN, Round(1), self.first, NEXT, 0, updates, weights=weights))
         self.step(ev.CertificateReceived(certificate(record, [h.author for h in updates]), by))
         for h in updates:
             self.step(ev.BlobHeld(h.body.blob))

@@ -55,7 +55,9 @@ class Split(Second):
                 self.header(key, label=label, round=Round(number), parent=at, base_state=base, first_window=first,
                             end_window=first + windows)
             )  # fmt: skip
-        record = RoundRecord(RUN, Round(number), at, base, 0, tuple(sorted(headers, key=lambda h: h.author)))
+        updates = tuple(sorted(headers, key=lambda h: h.author))
+        weights = self.chain.weights(at, updates)
+        record = RoundRecord(RUN, Round(number), at, base, 0, updates, weights=weights)
         made = certificate(FakeSigner(by[0]).sign(record), by)
         self.step(ev.CertificateReceived(made, by[0]))
         return made

@@ -98,7 +98,8 @@ def _next(b: Second, by, label: bytes, end: int, parent=None, number: int = 1, b
     parent = parent or b.first
     theirs = b.header(by, label=label, round=Round(number), parent=parent, base_state=base, first_window=first,
                       end_window=end)  # fmt: skip
-    record = FakeSigner(by).sign(RoundRecord(RUN, Round(number), parent, base, 0, (theirs,)))
+    weights = b.chain.weights(parent, (theirs,))
+    record = FakeSigner(by).sign(RoundRecord(RUN, Round(number), parent, base, 0, (theirs,), weights=weights))
     b.hold(theirs)
     b.step(ev.BlobHeld(theirs.body.blob))
     made = certificate(record, [by])
