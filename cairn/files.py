@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from coordinator import durable
 from protocol.errors import CairnError
+
+
+@contextmanager
+def private_files() -> Iterator[None]:
+    """Give all files that are made within, also by child processes, mode 0600, and folders 0700."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def write_whole(path: Path, data: str | bytes, *, mode: int = 0o666) -> None:

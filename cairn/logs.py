@@ -1,18 +1,85 @@
-"""Logging to a rotating file and to the terminal."""
+"""Logging to a rotating file and to the terminal, with a bound on the lines that anybody can cause."""
 
 from __future__ import annotations
 
 import logging
 import logging.handlers
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+from protocol.bounded import BoundedDict
 from protocol.errors import CairnError
+from protocol.token_bucket import TokenBucket
 
 QUIET = ("hivemind", "transformers", "urllib3", "asyncio", "grpc", "uvicorn.access", "uvicorn.error", "httpx", "fsspec")
+OWN = ("cairn", "coordinator", "peer", "protocol")
+"""The packages whose statements are written to be read. Libraries log what strangers do, such as invalid HTTP."""
+
+BURST, LIBRARY_BURST = 1000, 20
+"""Lines that one statement may log at once, of our own code and of a library."""
+
+LINES_PER_SECOND = 0.1
+"""Lines that one statement may log in the long run."""
+
+MAX_STATEMENTS = 4096
+"""Statements that are remembered: more than the program has."""
+
+MAX_CHARACTERS = 2000
+"""Length of a message. Some quote what a stranger sent."""
+
+
+@dataclass(slots=True)
+class _Statement:
+    lines: TokenBucket
+    left_out: int = 0
+
+
+class LineLimit(logging.Filter):
+    """Limits the lines of each logging statement, and their length.
+
+    A statement is a place in the code, with the `kind` of a report of the round machine. A stranger chooses neither.
+    The next line that passes says how many were left out. One filter serves several handlers: a record counts once.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        super().__init__()
+        self._clock = clock
+        self._statements: BoundedDict[tuple[str, str, int, str], _Statement] = BoundedDict(MAX_STATEMENTS)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether this line is logged."""
+        passes = getattr(record, "passes_limit", None)
+        if passes is None:
+            passes = record.passes_limit = self._passes(record)
+        return passes
+
+    def _passes(self, record: logging.LogRecord) -> bool:
+        key = (record.name, record.pathname, record.lineno, getattr(record, "kind", ""))
+        now = self._clock()
+        statement = self._statements.get(key)
+        if statement is None:
+            burst = BURST if record.name.partition(".")[0] in OWN else LIBRARY_BURST
+            statement = _Statement(TokenBucket(LINES_PER_SECOND, burst, now))
+        self._statements.renew(key, statement)
+        statement.lines.refill(now)
+        if statement.lines.tokens < 1:
+            statement.left_out += 1
+            return False
+        statement.lines.charge(1)
+        message = record.getMessage()
+        if len(message) > MAX_CHARACTERS:
+            message = message[:MAX_CHARACTERS] + "..."
+        if statement.left_out:
+            message += f" ({statement.left_out:,} such lines before it were left out)"
+            statement.left_out = 0
+        record.msg, record.args = message, ()
+        return True
 
 
 def set_up_logging(file: Path, *, terminal: logging.Handler | None = None) -> None:
-    """Log to `file` (10 MB, three kept) and to the terminal.
+    """Log to `file` (10 MB, three kept) and to the terminal, within the limits of `LineLimit`.
 
     Cairn's own loggers log from INFO, libraries from WARNING. Raises CairnError if the folder cannot be written.
     """
@@ -29,6 +96,9 @@ def set_up_logging(file: Path, *, terminal: logging.Handler | None = None) -> No
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     shown = terminal or logging.StreamHandler()
     shown.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    limit = LineLimit()
+    for handler in (to_file, shown):
+        handler.addFilter(limit)
     logging.getLogger().handlers.clear()
     logging.basicConfig(level=logging.INFO, handlers=[to_file, shown])
     for name in QUIET:

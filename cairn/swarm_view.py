@@ -188,7 +188,7 @@ class ObserverView:
         proof = self._proof_of_last_state(record, state)
         if not self._node.store.has(state):
             await asyncio.to_thread(self._archive.free_space, size)
-        await network.fetch_blob(state, size, network.everyone(), deadline_seconds=FETCH_SECONDS)
+        await network.fetch_blob(state, size, network.providers(state=state), deadline_seconds=FETCH_SECONDS)
         store = self._node.store
         tokenizer = store.path(self._spec.tokenizer.name)
         await asyncio.to_thread(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
-from coordinator.errors import RefusedError, TooManyError, UnknownRunError
-from coordinator.ledger import AdmissionRow
+from coordinator.admission_table import NEW_KEYS, AdmissionTable
+from coordinator.errors import RefusedError, UnknownRunError
+from coordinator.ledger import AdmissionRow, Ledger
 from coordinator.ledger_thread import LedgerThread
+from coordinator.limits import WIDER
 from protocol.envelope import open_envelope
 from protocol.errors import MalformedError
 from protocol.identity import Identity
@@ -24,9 +26,8 @@ from protocol.wire import coordinator_pb2 as wire
 KIND = "admission-request"
 MAX_REQUEST = 1024
 CLOCK_TOLERANCE = 600
-MAX_ADMISSIONS = 100_000
-FORGET_AFTER = 30 * 86_400
-"""Seconds after its end for which the admission of a peer that earned nothing is kept."""
+TEND_SECONDS = 60.0
+"""Seconds between two calls of `Admitter.tend`."""
 
 _FRESH = 0.9
 """Share of an admission's time: a peer that asks again while more is left gets the same one, which costs no write."""
@@ -41,6 +42,18 @@ class AdmissionRequest:
     time: int
     code: str
     name: str
+
+
+def cost_to_attackers(policy: AdmissionSpec) -> str:
+    """Return, for the run's owner, how many keys an attacker can get admitted, and at what cost."""
+    share = f"{NEW_KEYS} a day from each IPv4 address or IPv6 /64 ({NEW_KEYS * WIDER[48]} from a /48)"
+    return {
+        "open": f"open: anybody gets in at no cost, with many keys: {share}",
+        "invite": f"by invite: anybody who is given the code, or whom it is passed on to, gets in with many keys: "
+        f"{share}; serve with another --code to shut out those who are not in yet",
+        "allow": f"by list: only the {len(policy.allow)} keys in admission.allow get in; an attacker needs the key "
+        "file of one of them, and no key can be added later",
+    }[policy.mode]
 
 
 def open_request(sent: bytes) -> AdmissionRequest:
@@ -87,9 +100,9 @@ class Admitter:
 
     def __init__(
         self, spec: RunSpec, owner: Identity, codes: Sequence[str], ledger: LedgerThread, now: Callable[[], float],
-        refusal: Callable[[PeerKey], str | None] = lambda peer: None,
+        has_worked: Callable[[PeerKey], bool], refusal: Callable[[PeerKey], str | None] = lambda peer: None,
     ):  # fmt: skip
-        """Prepare; `refusal` returns why the owner excludes a peer, None if nothing is against it."""
+        """Prepare; `has_worked` returns whether a peer has credits, `refusal` why the owner excludes it (None: no)."""
         for code in codes:
             check_code(code)
         if spec.admission.mode == "invite" and not any(codes):
@@ -102,28 +115,34 @@ class Admitter:
         self._ledger = ledger
         self._now = now
         self._refusal = refusal
-        self._admitted: dict[PeerKey, AdmissionRow] = {}
+        self._table = AdmissionTable(has_worked)
 
     async def load(self) -> None:
         """Read the stored admissions. Raises LedgerError."""
-        await self._ledger.run(lambda ledger: ledger.forget_admissions(int(self._now()) - FORGET_AFTER))
-        self._admitted = {a.peer: a for a in await self._ledger.run(lambda ledger: ledger.admissions())}
+        self._table.load(await self._ledger.run(lambda ledger: ledger.admissions()), self._now())
+
+    async def tend(self, seen: Iterable[PeerKey]) -> None:
+        """Note the peers that are in the swarm, and forget those that were not for too long. Raises LedgerError."""
+        self._table.note_seen(seen, self._now())
+        if gone := self._table.forget(self._now()):
+            await self._ledger.run(lambda ledger: ledger.forget_admissions(gone))
 
     def name_of(self, peer: PeerKey) -> str:
-        """Return the peer's name, or the start of its key."""
-        known = self._admitted.get(peer)
-        return known.name if known and known.name else peer.short
+        """Return the peer's name for people: see `ChosenNames.shown`."""
+        return self._table.names.shown(peer)
 
     def knows(self, peer: PeerKey) -> bool:
         """Return whether a peer was admitted (and is not forgotten yet)."""
-        return peer in self._admitted
+        return peer in self._table
 
     @property
     def count(self) -> int:
-        return len(self._admitted)
+        return len(self._table)
 
-    async def admit(self, sent: bytes) -> Signed[Admission]:
+    async def admit(self, sent: bytes, caller: str) -> Signed[Admission]:
         """Return the admission for a signed request (an envelope); it is stored first.
+
+        `caller` is the network that it came from (`limits.caller_of`).
 
         Raises MalformedError, SignatureError, UnknownRunError, RefusedError, TooManyError, LedgerError.
         """
@@ -134,17 +153,20 @@ class Admitter:
         if (why := self._refusal(request.peer)) is not None:
             raise RefusedError(why)
         check_policy(request, self._policy, self._codes)
-        known = self._admitted.get(request.peer)
+        known = self._table.get(request.peer)
         if known and known.name == request.name and known.not_after - now >= _FRESH * self._policy.seconds:
             return self._decoder.decode(known.encoded, Admission)
-        if known is None and len(self._admitted) >= MAX_ADMISSIONS:
-            raise TooManyError("this run has admitted as many peers as it takes: try again tomorrow")
         start = int(now)
         body = Admission(self._run, request.peer, start, start + self._policy.seconds, request.name)
         signed = self._signer.sign(body)
         first_at = known.first_at if known else start
         admitted = AdmissionRow(request.peer, request.name, first_at, start, body.not_after, signed.encoded)
-        # Before the write, so that two concurrent requests do not pass the limit together.
-        self._admitted[request.peer] = admitted
-        await self._ledger.run(lambda ledger: ledger.add_admission(admitted))
+        # Before the write, so that two concurrent requests do not pass the limits together.
+        displaced = self._table.add(admitted, caller, now)
+
+        def store(ledger: Ledger) -> None:
+            ledger.forget_admissions(displaced)
+            ledger.add_admission(admitted)
+
+        await self._ledger.run(store)
         return signed

@@ -55,6 +55,10 @@ class IndexedChain:
         """The round that is being trained."""
         return self.head[0] + 1 if self.head else 0
 
+    def has_credits(self, peer: PeerKey) -> bool:
+        """Return whether a peer has credits that were not voided."""
+        return peer in self.settled or peer in self.pending
+
     def is_final(self, round_: int) -> bool:
         """Return whether a round of this chain is posted."""
         return self.posted is not None and round_ <= self.posted[0]

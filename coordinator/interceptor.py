@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import async_timeout
@@ -21,7 +20,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from coordinator.errors import RefusedError, TooManyError, UnknownRunError
-from coordinator.limits import Rate, RateLimit, caller_of
+from coordinator.limits import ConcurrencyLimit, NetworkLimit, Rate, caller_of
 from protocol.errors import AdmissionError, CairnError, MalformedError, SignatureError
 
 log = logging.getLogger(__name__)
@@ -59,45 +58,12 @@ _CODES: tuple[tuple[type[CairnError], grpc.StatusCode], ...] = (
 _FAULT = "the coordinator has a fault of its own: its operator finds the reason in its log"
 
 
-class ConcurrencyLimit:
-    """Limits the calls in progress, of all callers together and of each one."""
-
-    def __init__(self, in_all: int, of_one: int):
-        self._in_all = in_all
-        self._of_one = of_one
-        self._held: Counter[Hashable] = Counter()
-        self._sum = 0
-
-    def take(self, caller: Hashable) -> Callable[[], None]:
-        """Count a call, and return the function that ends it (once). Raises TooManyError."""
-        if self._held[caller] >= self._of_one or self._sum >= self._in_all:
-            if not self._held[caller]:
-                del self._held[caller]
-            raise TooManyError("too many calls at once: try again in 5 s")
-        self._held[caller] += 1
-        self._sum += 1
-        free = [True]
-
-        def give_back() -> None:
-            if free:
-                free.clear()
-                self._sum -= 1
-                self._held[caller] -= 1
-                if not self._held[caller]:
-                    del self._held[caller]
-
-        return give_back
-
-    def __len__(self) -> int:
-        return self._sum
-
-
 class LimitsInterceptor(grpc.aio.ServerInterceptor):
     """Wraps each method of a server. `counted(method, code, seconds)` is called after each call."""
 
     def __init__(self, counted: Callable[[str, str, float], None], max_calls: int):
         self._counted = counted
-        self._rate = RateLimit(CALLS)
+        self._rate = NetworkLimit(CALLS)
         self._calls = ConcurrencyLimit(max_calls, CALLS_OF_ONE)
         self._streams = ConcurrencyLimit(STREAMS, STREAMS_OF_ONE)
         self._handlers: dict[str, grpc.RpcMethodHandler] = {}

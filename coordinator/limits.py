@@ -1,14 +1,19 @@
-"""Rate limits of one caller: token buckets in a table of bounded size. Pure: the time is an argument."""
+"""Limits of a caller and of all: rates, by token buckets in a bounded table, and places. Pure: time is an argument."""
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from coordinator.errors import TooManyError
 from protocol.bounded import BoundedDict
 from protocol.token_bucket import TokenBucket
+
+WIDER = {56: 2, 48: 4}
+"""IPv6 networks beside the /64 (an ISP gives a customer one of these), and how often they have a /64's limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +33,88 @@ class RateLimit:
 
     def take(self, caller: Hashable, now: float) -> None:
         """Count one request. Raises TooManyError, with the time to wait, if the bucket is empty."""
+        _refuse_before(self.wait(caller, now))
+        self.count(caller, now)
+
+    def wait(self, caller: Hashable, now: float) -> float:
+        """Return the seconds until the caller may send a request; 0.0: at once."""
+        if (bucket := self._buckets.get(caller)) is None:
+            return 0.0
+        bucket.refill(now)
+        return max(0.0, (1 - bucket.tokens) / self._rate.per_second)
+
+    def count(self, caller: Hashable, now: float) -> None:
+        """Count one request that is allowed."""
         bucket = self._buckets.get(caller) or TokenBucket(self._rate.per_second, self._rate.burst, now)
         self._buckets.renew(caller, bucket)
-        bucket.refill(now)
-        if bucket.tokens < 1:
-            wait = (1 - bucket.tokens) / self._rate.per_second
-            raise TooManyError(f"too many requests: try again in {max(1, round(wait))} s")
         bucket.charge(1)
 
     def __len__(self) -> int:
         return len(self._buckets)
+
+
+class NetworkLimit:
+    """A rate of each network that a caller is in: one owner of addresses is one, however many it uses."""
+
+    def __init__(self, rate: Rate, *, callers: int = 10_000):
+        # One table for each size, so that many small networks do not push out a large one.
+        sizes = (1, *WIDER.values())
+        self._limits = {n: RateLimit(Rate(n * rate.per_second, n * rate.burst), callers=callers) for n in sizes}
+
+    def take(self, caller: str, now: float) -> None:
+        """Count one request. Raises TooManyError, with the time to wait, if one of the networks has none left."""
+        _refuse_before(self.wait(caller, now))
+        self.count(caller, now)
+
+    def wait(self, caller: str, now: float) -> float:
+        """Return the seconds until the caller may send a request; 0.0: at once."""
+        return max(self._limits[share].wait(network, now) for network, share in networks(caller))
+
+    def count(self, caller: str, now: float) -> None:
+        """Count one request that is allowed."""
+        for network, share in networks(caller):
+            self._limits[share].count(network, now)
+
+
+def _refuse_before(seconds: float) -> None:
+    if seconds:
+        raise TooManyError(f"too many requests: try again in {max(1, round(seconds))} s")
+
+
+class ConcurrencyLimit:
+    """Limits what is in progress at once, of all callers together and of each network."""
+
+    def __init__(self, in_all: int, of_one: int):
+        self._in_all = in_all
+        self._of_one = of_one
+        self._held: Counter[str] = Counter()
+        self._sum = 0
+
+    def take(self, caller: str | None) -> Callable[[], None]:
+        """Take a place, and return the function that frees it (once). Raises TooManyError.
+
+        None is a caller that stands for many, and is limited by the number of all places alone.
+        """
+        counted = [] if caller is None else networks(caller)
+        if self._sum >= self._in_all or any(self._held[n] >= share * self._of_one for n, share in counted):
+            raise TooManyError("too many calls at once: try again in 5 s")
+        self._held.update(network for network, _ in counted)
+        self._sum += 1
+        free = [True]
+
+        def give_back() -> None:
+            if free:
+                free.clear()
+                self._sum -= 1
+                for network, _ in counted:
+                    self._held[network] -= 1
+                    if not self._held[network]:
+                        del self._held[network]
+
+        return give_back
+
+    def __len__(self) -> int:
+        return self._sum
 
 
 def caller_of(grpc_peer: str) -> str:
@@ -52,6 +129,23 @@ def caller_of(grpc_peer: str) -> str:
     return network_of(host)
 
 
+def networks(caller: str) -> list[tuple[str, int]]:
+    """Return the networks that a caller (`caller_of`) counts in, each with the number of times it has the limit."""
+    found = [(caller, 1)]
+    if caller.endswith("::/64"):
+        own = ipaddress.IPv6Network(caller)
+        found += [(str(own.supernet(new_prefix=length)), share) for length, share in WIDER.items()]
+    return found
+
+
+def is_loopback(caller: str) -> bool:
+    """Return whether a caller (`caller_of`) is this machine."""
+    try:
+        return ipaddress.ip_network(caller).is_loopback
+    except ValueError:
+        return False
+
+
 def network_of(host: str) -> str:
     """Return the network of an address; see `caller_of`."""
     try:
@@ -63,3 +157,11 @@ def network_of(host: str) -> str:
             return str(address.ipv4_mapped)
         return str(ipaddress.IPv6Network((address, 64), strict=False))
     return str(address)
+
+
+def stranger_at(host: str) -> str | None:
+    """Return the network of an address; None for this machine: a reverse proxy on it stands for everybody."""
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host).is_loopback:
+            return None
+    return network_of(host)

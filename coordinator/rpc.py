@@ -20,7 +20,7 @@ from coordinator.history import charts
 from coordinator.indexed_chain import IndexedChain
 from coordinator.interceptor import LimitsInterceptor
 from coordinator.ledger_thread import LedgerThread
-from coordinator.limits import Rate, RateLimit, caller_of
+from coordinator.limits import NetworkLimit, Rate, RateLimit, caller_of
 from coordinator.overview import Overview, PeerOverview
 from coordinator.swarm import SwarmView
 from coordinator.tls import TlsCertificate
@@ -98,7 +98,7 @@ class CoordinatorService(stubs.CoordinatorServicer):
         self._status: tuple[Overview, wire.StatusReply] | None = None
         self._thinned: tuple[tuple[Round, Digest] | None, list[float]] | None = None
         self._reads = RateLimit(READS)
-        self._admissions = RateLimit(ADMISSIONS)
+        self._admissions = NetworkLimit(ADMISSIONS)
         self._directives = RateLimit(DIRECTIVES)
         self._admissions_of_one = RateLimit(ADMISSIONS_OF_ONE)
         self._bindings = RateLimit(BINDINGS)
@@ -127,7 +127,7 @@ class CoordinatorService(stubs.CoordinatorServicer):
         # otherwise anybody could use up another peer's share. One peer behind a shared address cannot use up all of it.
         caller = (address, claimed_author(request.request, limit=MAX_REQUEST))
         self._admissions_of_one.take(caller, time.monotonic())
-        admission = await self._admitter.admit(request.request)
+        admission = await self._admitter.admit(request.request, address)
         return wire.AdmitReply(admission=admission.encoded, time=int(self._now()), addresses=self._addresses())
 
     def _addresses(self) -> list[str]:

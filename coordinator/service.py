@@ -14,7 +14,7 @@ import grpc.aio
 
 from coordinator import tls
 from coordinator.address_publisher import AddressPublisher
-from coordinator.admission import Admitter
+from coordinator.admission import TEND_SECONDS, Admitter
 from coordinator.alerts.config import AlertConfig
 from coordinator.alerts.rules import AlertInput
 from coordinator.alerts.watcher import AlertWatcher
@@ -121,7 +121,7 @@ class Coordinator:
         decoder = MessageDecoder(spec.run_id, spec.owner_key, remember=16)
         directive_file = DirectiveFile(config.folder, decoder)
         self.control = RunControl(decoder, view, directives, indexer, ledger, directive_file)
-        self.admitter = Admitter(spec, owner, config.codes, ledger, now, self.control.refusal)
+        self.admitter = Admitter(spec, owner, config.codes, ledger, now, chain.has_credits, self.control.refusal)
         leaderboard = Leaderboard(spec.run_id, ledger, chain, self.admitter.name_of, self.admitter.knows, now)
         self.credits = CreditLog(
             ledger, view, chain, TreeHeadSigner(spec.run_id, owner, ledger, now),
@@ -198,7 +198,7 @@ class Coordinator:
         for name, work in {
             "publisher": self._publish_forever, "ledger check": self._check_forever,
             "address publisher": self._publisher.publish_forever, "credits": self.credits.run,
-            "event loop": self._metrics.watch_loop,
+            "event loop": self._metrics.watch_loop, "admissions": self._tend_admissions,
         }.items():  # fmt: skip
             self._tasks.append(asyncio.create_task(supervise(name, work), name=name))
 
@@ -299,6 +299,11 @@ class Coordinator:
             self._news.clear()
             # A burst of news gives one event; a large swarm gives fewer, so that peers are answered in between.
             await asyncio.sleep(max(0.3 if len(self.feed) <= 20 else 3, 20 * took))
+
+    async def _tend_admissions(self) -> None:
+        while True:
+            await asyncio.sleep(TEND_SECONDS)
+            await self.admitter.tend(self._view.heartbeats())
 
     async def _check_forever(self) -> None:
         """Check the whole ledger a minute after the start and then daily: a start checks only small ones completely."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from protocol.ed25519_points import WEAK_POINTS
 from protocol.errors import IdentityError, SignatureError
 from protocol.ids import PeerKey
 
@@ -39,7 +40,9 @@ class Identity:
 
 
 def verify(key: PeerKey, message: bytes, signature: bytes) -> None:
-    """Raise SignatureError unless `signature` is the key's over the message."""
+    """Raise SignatureError unless `signature` is the key's over the message, by the rule of `ed25519_points`."""
+    if key in WEAK_POINTS or signature[:32] in WEAK_POINTS:
+        raise SignatureError(f"{key.short} is a weak key, or the signature's R a weak point: make another identity")
     try:
         Ed25519PublicKey.from_public_bytes(bytes(key)).verify(signature, message)
     except (InvalidSignature, ValueError):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cairn.commands.options import FILE, home_option, via_option
+from cairn.commands.options import FILE, home_option, invite_argument, via_option
 from cairn.connection import connect, parse_invite
 from cairn.number_format import count, credits
 from peer.keyfile import load_or_make
@@ -50,7 +50,7 @@ def new(home: Path) -> None:
 
 
 @account.command()
-@click.argument("invite")
+@invite_argument
 @click.option("--name", required=True, help="What the account is called on the run's page (at most 40 bytes).")
 @click.option("--team", default="", help="Its team, if any (at most 40 bytes).")
 @click.option("--consent", "consents", multiple=True, help="The line that `cairn account consent` printed for a peer.")
@@ -92,7 +92,7 @@ def bind(
 
 
 @account.command()
-@click.argument("invite")
+@invite_argument
 @click.argument("account_key", metavar="ACCOUNT")
 @HOME
 def consent(invite: str, account_key: str, home: Path) -> None:
@@ -105,7 +105,7 @@ def consent(invite: str, account_key: str, home: Path) -> None:
 
 
 @account.command()
-@click.argument("invite")
+@invite_argument
 @click.option("--peer", default="", metavar="KEY", help="Of this peer.")
 @click.option("--account", "account_key", default="", metavar="KEY", help="Of this account.")
 @click.option("--json", "as_json", is_flag=True, help="For scripts.")
@@ -186,7 +186,7 @@ def _status(r: Receipted, rounds: int) -> str:
 
 
 @account.command()
-@click.argument("invite")
+@invite_argument
 @click.argument("out", type=FILE)
 @click.option("--force", is_flag=True, help="Write over what is there.")
 @via_option

@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from cairn.commands.options import FILE, home_option, via_option
+from cairn.commands.options import FILE, home_option, invite_argument, via_option
 
 HOME = home_option("Where identity, and the newest head that was seen, are kept.")
 
@@ -17,7 +17,7 @@ def audit() -> None:
 
 
 @audit.command("ledger")
-@click.argument("invite")
+@invite_argument
 @click.option("--json", "as_json", is_flag=True, help="For scripts.")
 @HOME
 @via_option
@@ -34,7 +34,7 @@ def ledger(invite, as_json, home, via) -> None:
 
 
 @audit.command("receipt")
-@click.argument("invite")
+@invite_argument
 @click.argument("files", nargs=-1, type=FILE)
 @click.option("--peer", default="", metavar="KEY", help="The newest receipts of this peer.  [default: this machine's]")
 @HOME

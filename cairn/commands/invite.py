@@ -7,13 +7,13 @@ from pathlib import Path
 
 import click
 
-from cairn.commands.options import home_option
+from cairn.commands.options import home_option, invite_argument
 from cairn.connection import parse_invite
 from protocol.errors import CairnError
 
 
 @click.command()
-@click.argument("invite")
+@invite_argument
 @home_option("Where identity, runs and logs are kept.")
 def invite(invite: str, home: Path) -> None:
     """Print INVITE with the coordinator's present address and the addresses of members that this peer knows.

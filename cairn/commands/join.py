@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cairn.commands.options import home_option, parse_count, via_option
+from cairn.commands.options import home_option, invite_argument, parse_count, via_option
 from cairn.connection import parse_invite
+from cairn.files import private_files
 from cairn.logs import set_up_logging
 from protocol.errors import CairnError
 from protocol.ids import RunId
@@ -72,7 +73,7 @@ def _device(_context: click.Context, _parameter: click.Parameter, text: str) -> 
 
 
 @click.command()
-@click.argument("invite")
+@invite_argument
 @home_option("Where identity, runs and logs are kept.")
 @click.option("--name", default="", help="Your name on the run's page (at most 40 bytes).")
 @_auto("--device", help="auto, cpu, cuda or cuda:N.", callback=_device)
@@ -126,6 +127,7 @@ class JoinOptions:
     via: tuple[str, ...]
 
 
+@private_files()
 def join_run(options: JoinOptions) -> None:
     """Take part in a run until it is over, or Ctrl-C. Raises CairnError."""
     if len(options.name.encode()) > MAX_NAME_BYTES or not options.name.isprintable():

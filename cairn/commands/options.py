@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import click
 
 from protocol.errors import CairnError
+from protocol.invite import MAX_INVITE
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -28,6 +30,19 @@ def home_option(keeps: str):
         help=keeps,
         callback=lambda _c, _p, value: value.expanduser(),
     )
+
+
+def _invite(_context: click.Context, _parameter: click.Parameter, text: str) -> str:
+    if text != "-":
+        return text
+    line = sys.stdin.buffer.readline(2 * MAX_INVITE).decode(errors="replace").strip()
+    if not line:
+        raise CairnError("INVITE is -, and stdin has no line: write for example `cairn peer join - < invite`")
+    return line
+
+
+invite_argument = click.argument("invite", callback=_invite)
+"""INVITE, or - for a line of stdin: other users of the machine see the arguments of a process."""
 
 
 def _members(_context: click.Context, _parameter: click.Parameter, addresses: tuple[str, ...]) -> tuple[str, ...]:

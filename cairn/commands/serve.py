@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cairn.commands.options import FILE, home_option
-from cairn.files import write_whole
+from cairn.files import private_files, write_whole
 from cairn.logs import set_up_logging
 from protocol.errors import CairnError, MalformedError
 from protocol.invite import HostPort, Invite
@@ -102,6 +102,7 @@ def coordinator_folder(home: Path, name: str) -> Path:
     return home / "coordinated" / name.replace(" ", "_")
 
 
+@private_files()
 def serve_run(options: ServeOptions) -> None:
     """Serve a run until SIGINT or SIGTERM. Raises CairnError."""
     from coordinator.alerts.config import load_config
@@ -263,9 +264,12 @@ async def _keep_invite(coordinator: Coordinator, config: CoordinatorConfig) -> N
 
 def _announce(coordinator: Coordinator, spec: RunSpec, config: CoordinatorConfig) -> None:
     """Print the run's addresses for the owner, and write the invite to a file for scripts."""
+    from coordinator.admission import cost_to_attackers
+
     invite = _invite(coordinator, config)
     write_whole(config.folder / "invite", f"{invite}\n", mode=PRIVATE)
     click.echo(f"run      {spec.name} ({spec.run_id.short}), {spec.model.layout.numel:,} parameters")
+    click.echo(f"admits   {cost_to_attackers(spec.admission)}")
     click.echo(f"page     {coordinator.page_url}")
     click.echo(f"folder   {config.folder}  (owner.key in it is the run: keep a copy)")
     click.echo(f"join     cairn peer join {invite}")

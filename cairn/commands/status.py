@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import click
 
-from cairn.commands.options import via_option
+from cairn.commands.options import invite_argument, via_option
 from cairn.connection import follow, parse_invite
 from protocol.invite import Invite
 
@@ -19,7 +19,7 @@ FILE_WIDTH = 160
 
 
 @click.command()
-@click.argument("invite")
+@invite_argument
 @click.option("--json", "as_json", is_flag=True, help="For scripts.")
 @via_option
 def status(invite: str, as_json: bool, via: tuple[str, ...]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cairn.commands.options import via_option
+from cairn.commands.options import invite_argument, via_option
 from cairn.connection import follow, parse_invite
 from protocol.errors import CairnError
 from protocol.invite import Invite
@@ -28,7 +28,7 @@ MOVED_AGAIN_SECONDS = 60.0
 
 
 @click.command()
-@click.argument("invite")
+@invite_argument
 @click.option("--plain", is_flag=True, help="Lines instead of a live view (the default without a terminal).")
 @via_option
 def watch(invite: str, plain: bool, via: tuple[str, ...]) -> None:

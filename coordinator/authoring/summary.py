@@ -6,6 +6,7 @@ import math
 from itertools import islice
 from pathlib import Path
 
+from coordinator.admission import cost_to_attackers
 from coordinator.authoring import tokens
 from coordinator.authoring.documents import DocumentFile, find_sources, read_documents
 from coordinator.authoring.errors import DataInputError
@@ -52,7 +53,7 @@ def validate(path: Path) -> list[str]:
         lines.append(f"length: {run_file.run.total_tokens:,} tokens, about {rounds:,} rounds")
     else:
         lines.append("length: without end (run.total_tokens is 0)")
-    return lines
+    return [*lines, f"admission {cost_to_attackers(run_file.admission)}"]
 
 
 def _data(run_file: RunFile) -> tuple[int, list[str]]:

@@ -14,6 +14,7 @@ from coordinator.indexed_chain import IndexedChain
 from coordinator.ledger import BindingRow as BindingRow
 from coordinator.ledger import Ledger
 from coordinator.ledger_thread import LedgerThread
+from coordinator.names import ChosenNames
 from protocol.errors import ProtocolError
 from protocol.ids import PeerKey, RunId
 from protocol.ledger.accounts import AccountBalance as AccountBalance
@@ -92,7 +93,6 @@ class RecentAverageCredit:
 
 @dataclass(slots=True)
 class _Account:
-    name: str
     team: str
     time: int
     peers: set[PeerKey]
@@ -131,6 +131,7 @@ class Leaderboard:
         self._recent = RecentAverageCredit()
         self._bound: dict[PeerKey, AccountBinding] = {}
         self._accounts: dict[PeerKey, _Account] = {}
+        self._names = ChosenNames()
         self._binding_counts: dict[PeerKey, int] = {}
         self._teams: dict[str, list[PeerKey]] | None = None
         self._ranked: dict[Grouping, tuple[list[str], dict[str, int]]] = {}
@@ -239,10 +240,11 @@ class Leaderboard:
         if old is not None and old.account != b.account:
             self._accounts[old.account].peers.discard(b.peer)
         self._bound[b.peer] = b
-        account = self._accounts.setdefault(b.account, _Account(b.name, b.team, b.account_time, set()))
+        account = self._accounts.setdefault(b.account, _Account(b.team, b.account_time, set()))
         account.peers.add(b.peer)
         if b.account_time >= account.time:
-            account.name, account.team, account.time = b.name, b.team, b.account_time
+            account.team, account.time = b.team, b.account_time
+            self._names.set(b.account, b.name)
         self._ranked, self._teams = {}, None
 
     def of(self, key: PeerKey) -> CreditSummary:
@@ -290,7 +292,7 @@ class Leaderboard:
 
     def _account_view(self, key: PeerKey) -> CreditSummary:
         a = self._accounts[key]
-        return self._sum(str(key), "account", a.name or key.short, a.team, sorted(a.peers))
+        return self._sum(str(key), "account", self._names.shown(key), a.team, sorted(a.peers))
 
     def _team_view(self, team: str) -> CreditSummary:
         return self._sum(team, "team", team, team, self._in_teams()[team])

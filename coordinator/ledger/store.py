@@ -8,7 +8,7 @@ follows on the chain. Synchronous and used by one thread at a time: see `ledger_
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -224,7 +224,8 @@ class Ledger(LedgerQueries):
         with self._writing():
             writes.add_admission(self._db, admitted)
 
-    def forget_admissions(self, before: int) -> int:
-        """Delete admissions that ended before a time, of peers without credits; return their number."""
-        with self._writing():
-            return writes.forget_admissions(self._db, before)
+    def forget_admissions(self, peers: Sequence[PeerKey]) -> None:
+        """Delete the admissions of these peers."""
+        if peers:
+            with self._writing():
+                writes.forget_admissions(self._db, peers)

@@ -155,11 +155,8 @@ def add_admission(db: Database, a: AdmissionRow) -> None:
     )
 
 
-def forget_admissions(db: Database, before: int) -> int:
-    where = "not_after < ? AND peer NOT IN (SELECT peer FROM peers)"
-    count = db.query(f"SELECT count(*) FROM admissions WHERE {where}", (before,))[0][0]
-    db.query(f"DELETE FROM admissions WHERE {where}", (before,))
-    return count
+def forget_admissions(db: Database, peers: Iterable[PeerKey]) -> None:
+    db.many("DELETE FROM admissions WHERE peer = ?", [(bytes(peer),) for peer in peers])
 
 
 def note_first_seen(db: Database, record: Digest, round_: Round, seen_at: float) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
 import mimetypes
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,7 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.errors import TooManyError
-from coordinator.limits import Rate, RateLimit, network_of
+from coordinator.limits import Rate, RateLimit, stranger_at
 from coordinator.page import json_view, openapi
 from coordinator.page.answers import AnswerCache, EncodedBody
 from coordinator.page.api import PageApi
@@ -89,7 +87,7 @@ def make_app(source: PageApi, more: Sequence[Route] = ()) -> ASGIApp:
             return
         if scope["path"] == "/events" and scope["method"] == "GET":
             try:
-                viewer = source.feed.join()
+                viewer = source.feed.join(_stranger(scope))
             except TooManyError as e:
                 await PlainTextResponse(f"{e}\n", 503, {"retry-after": "60"})(scope, receive, send)
                 return
@@ -102,11 +100,7 @@ def make_app(source: PageApi, more: Sequence[Route] = ()) -> ASGIApp:
 
 def _stranger(scope: Scope) -> str | None:
     """Return the network of the client; None for this machine itself."""
-    host = (scope.get("client") or ("", 0))[0]
-    with contextlib.suppress(ValueError):
-        if ipaddress.ip_address(host).is_loopback:
-            return None
-    return network_of(host)
+    return stranger_at((scope.get("client") or ("", 0))[0])
 
 
 def _load() -> dict[str, EncodedBody]:

@@ -15,14 +15,24 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
+from coordinator.errors import TooManyError
+from coordinator.limits import ConcurrencyLimit, stranger_at
 from coordinator.page.feed import disconnected
 
 MAX_DOWNLOADS = 8
+DOWNLOADS_OF_ONE = 2
+"""Downloads of one address."""
+
 BYTES_PER_SECOND = 25_000_000
 """Rate of all downloads together."""
 
 PIECE = 256 * 1024
 SEND_SECONDS = 30.0
+LEAST_BYTES_PER_SECOND = 100_000
+"""A client that reads more slowly than this, after its first SEND_SECONDS of waiting, is cut.
+
+The time that the limit on all downloads takes does not count."""
+
 _RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 
 
@@ -33,7 +43,7 @@ class Downloads:
         self._find = find
         self._rate = rate
         self._free_at = 0.0
-        self.count = 0
+        self.places = ConcurrencyLimit(MAX_DOWNLOADS, DOWNLOADS_OF_ONE)
 
     async def answer(self, request: Request) -> Response:
         """Answer the route `{folder}/{file}` of an archived checkpoint."""
@@ -51,8 +61,6 @@ class Downloads:
         )  # fmt: skip
         if request.headers.get("if-none-match") == found.headers["etag"]:
             return Response(status_code=304, headers={"etag": found.headers["etag"], "cache-control": "no-cache"})
-        if request.method == "GET" and self.count >= MAX_DOWNLOADS:
-            return PlainTextResponse("too many downloads at this moment: try again\n", 503, {"retry-after": "60"})
         found.downloads = self
         return found
 
@@ -70,25 +78,42 @@ class _Download(FileResponse):
     downloads: Downloads
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        ranges = [(k, v) for k, v in scope["headers"] if k != b"range" or _is_range(v.decode("latin-1"))]
+        scope = {**scope, "headers": ranges}
+        if scope["method"] == "HEAD":
+            await super().__call__(scope, receive, send)
+            return
+        try:
+            free = self.downloads.places.take(stranger_at((scope.get("client") or ("", 0))[0]))
+        except TooManyError:
+            text = "too many downloads at this moment, from your address or in all: try again\n"
+            await PlainTextResponse(text, 503, {"retry-after": "60"})(scope, receive, send)
+            return
         gone = asyncio.ensure_future(disconnected(receive))
+        clock = asyncio.get_running_loop().time
+        patience = SEND_SECONDS
+        """Seconds that the client may take now; each byte adds to it."""
 
         async def paced(message: Message) -> None:
+            nonlocal patience
             if gone.done():
                 raise OSError("the client is gone")
-            if body := message.get("body"):
+            body = message.get("body", b"")
+            if body:
                 await self.downloads.turn(len(body))
-            async with async_timeout.timeout(SEND_SECONDS):
+            patience = min(SEND_SECONDS, patience + len(body) / LEAST_BYTES_PER_SECOND)
+            began = clock()
+            async with async_timeout.timeout(patience):
                 await send(message)
+            patience -= clock() - began
 
-        ranges = [(k, v) for k, v in scope["headers"] if k != b"range" or _is_range(v.decode("latin-1"))]
-        self.downloads.count += 1
         try:
-            await super().__call__({**scope, "headers": ranges}, receive, paced)
+            await super().__call__(scope, receive, paced)
         except (OSError, asyncio.TimeoutError):
-            return  # the file is deleted, or the client is gone
+            return  # the file is deleted, or the client is gone or too slow
         finally:
             gone.cancel()
-            self.downloads.count -= 1
+            free()
 
 
 def _is_range(text: str) -> bool:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import async_timeout
 
 from coordinator.errors import TooManyError
+from coordinator.limits import ConcurrencyLimit
 
 MAX_VIEWERS = 200
+VIEWERS_OF_ONE = 16
+"""Live views of one address."""
+
 SEND_SECONDS = 20.0
 LONGEST = 3600.0
 """Lifetime of a view in seconds; a browser opens it again by itself."""
@@ -20,7 +25,7 @@ class Feed:
     """Sends what is published to every viewer."""
 
     def __init__(self, limit: int = MAX_VIEWERS):
-        self._limit = limit
+        self._places = ConcurrencyLimit(limit, VIEWERS_OF_ONE)
         self._viewers: set[Viewer] = set()
         self._latest: bytes | None = None
         self._closed = False
@@ -34,11 +39,15 @@ class Feed:
         for viewer in self._viewers:
             viewer.offer(self._latest)
 
-    def join(self) -> Viewer:
-        """Return a new viewer, which gets the latest event at once. Raises TooManyError."""
-        if self._closed or len(self._viewers) >= self._limit:
-            raise TooManyError("too many people watch live at this moment: reload in a minute, or read /api/status")
-        viewer = Viewer(self)
+    def join(self, caller: str | None) -> Viewer:
+        """Return a new viewer for a caller, which gets the latest event at once. Raises TooManyError."""
+        too_many = "too many people watch live at this moment: reload in a minute, or read /api/status"
+        if self._closed:
+            raise TooManyError(too_many)
+        try:
+            viewer = Viewer(self, self._places.take(caller))
+        except TooManyError:
+            raise TooManyError(too_many) from None
         self._viewers.add(viewer)
         if self._latest is not None:
             viewer.offer(self._latest)
@@ -46,6 +55,7 @@ class Feed:
 
     def leave(self, viewer: Viewer) -> None:
         self._viewers.discard(viewer)
+        viewer.free_place()
 
     def close(self) -> None:
         self._closed = True
@@ -56,8 +66,9 @@ class Feed:
 class Viewer:
     """One open view: an ASGI response that lasts."""
 
-    def __init__(self, feed: Feed):
+    def __init__(self, feed: Feed, free_place: Callable[[], None]):
         self._feed = feed
+        self.free_place = free_place
         self._next: bytes | None = None
         self._news = asyncio.Event()
 

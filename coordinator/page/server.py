@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import socket
 
 import async_timeout
@@ -13,7 +12,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from coordinator.errors import PortTakenError
-from coordinator.limits import network_of
+from coordinator.limits import network_of, stranger_at
 
 MAX_CONNECTIONS = 512
 MAX_PER_ADDRESS = 64
@@ -35,13 +34,9 @@ class GuardedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def _too_many(self) -> bool:
-        mine = self.client[0] if self.client else None
-        if mine is None:
+        network = stranger_at(self.client[0]) if self.client else None
+        if network is None:
             return False
-        with contextlib.suppress(ValueError):
-            if ipaddress.ip_address(mine).is_loopback:  # a reverse proxy: everybody's address
-                return False
-        network = network_of(mine)
         # Every protocol of this server is of this class, and there are at most MAX_CONNECTIONS of them.
         others = [c.client for c in self.connections if isinstance(c, H11Protocol) and c.client]
         return sum(network_of(c[0]) == network for c in others) > MAX_PER_ADDRESS

@@ -101,7 +101,7 @@ class ActionHandler:
         self.directives.handle(action)
 
     def notify(self, action: actions.Notice) -> None:
-        log.log(LEVELS[action.level], "%s", action.text)
+        log.log(LEVELS[action.level], "%s", action.text, extra={"kind": action.kind})
 
     def on_run_completed(self, action: actions.RunCompleted) -> None:
         """Stop the trainer: the run is over. The node goes on serving those that do not have the last state yet."""

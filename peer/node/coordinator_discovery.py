@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -121,7 +120,6 @@ async def pass_on(network: Network, locator: CoordinatorLocator) -> None:
 
 async def ask_members(network: Network, locator: CoordinatorLocator, run: bytes) -> None:
     """Ask a few members for a newer record, which the locator keeps. Wrong and missing answers are only logged."""
-    everyone = network.everyone()
 
     async def ask(peer: PeerKey) -> None:
         try:
@@ -131,7 +129,7 @@ async def ask_members(network: Network, locator: CoordinatorLocator, run: bytes)
         except NETWORK_ERRORS as e:
             log.info("%s does not give the coordinator's address: %s", peer.short, str(e) or type(e).__name__)
 
-    await asyncio.gather(*map(ask, random.sample(everyone, min(MEMBERS_ASKED, len(everyone)))))
+    await asyncio.gather(*map(ask, network.providers()[:MEMBERS_ASKED]))
 
 
 # -- before the swarm ----------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -23,6 +23,7 @@ from peer.node.message_relay import MessageRelay
 from peer.node.outbox import NETWORK_ERRORS, Outbox
 from peer.node.packet_decoder import MAX_MESSAGES
 from peer.node.peer_table import News, PeerTable
+from peer.node.provider_order import provider_order
 from peer.node.tasks import Tasks
 from peer.store import StoreError
 from peer.swarm import Handlers, Swarm
@@ -64,7 +65,7 @@ class Network:
     """The network of one node: `start` it, run `discover` and `keep_running`, then `stop`.
 
     `listen` and `announce` are multiaddresses. `is_banned` says whether the run's owner has banned a peer. `clock`
-    gives monotonic seconds.
+    gives monotonic seconds. All chance comes from `chance`.
     """
 
     membership: Enrollment
@@ -74,6 +75,7 @@ class Network:
     is_banned: Callable[[PeerKey], bool] = lambda key: False
     start_swarm: Callable[..., Any] = Swarm.start
     clock: Callable[[], float] = time.monotonic
+    chance: random.Random = field(default_factory=random.Random)
 
     def __post_init__(self) -> None:
         membership, tasks, clock = self.membership, self.tasks, self.clock
@@ -166,7 +168,7 @@ class Network:
         entries = _by_peer(self.membership.addresses)
         away = [k for k in {**lost, **entries} if k not in known and not self.is_banned(k)]
         sought = [k for k in away if not table.has_left(k)]
-        chosen = random.sample(sought, min(SEARCHED_FOR, len(sought)))
+        chosen = self.chance.sample(sought, min(SEARCHED_FOR, len(sought)))
         if len(known) == 1:  # a peer that left may be back without our knowledge
             chosen = list(dict.fromkeys([*(k for k in away if k in entries), *chosen]))
         addresses = {k: [*entries.get(k, ()), *_by_peer(lost.get(k, ())).get(k, ())] for k in chosen}
@@ -212,9 +214,12 @@ class Network:
         """Bytes received since the node started."""
         return self._earlier_bytes[1] + (self._swarm.bytes_down if self._swarm is not None else 0)
 
-    def everyone(self) -> list[PeerKey]:
-        """Return all peers that may hold blobs: the peers of the table, and those that the run was entered by."""
-        return list(dict.fromkeys([*self.peers.peers(), *self._entry_peers]))
+    def providers(self, holders: Sequence[PeerKey] = (), *, state: Digest | None = None) -> list[PeerKey]:
+        """Return all peers that may have a blob, the likeliest first; see `provider_order`."""
+        entry_peers = [*self._entry_peers, *sorted(self._coordinator_observers() - {self._me})]
+        return provider_order(
+            holders, self.peers.entries(), entry_peers, self._outbox.failures, self.chance, state=state
+        )
 
     def is_member(self, key: PeerKey) -> bool:
         """Return whether a peer is known and was admitted."""

@@ -1,10 +1,9 @@
-"""Decoding of packets from the network into events of verified messages. Refusals are counted and logged by name."""
+"""Decoding of packets from the network into events of verified messages. Refusals are counted by sender and fault."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Iterator
 
 from peer.node.coordinator_discovery import CoordinatorLocator
@@ -29,7 +28,6 @@ MAX_REFUSALS = 1000
 MAX_HEARTBEATS = 8192
 """Heartbeats whose digests are remembered."""
 
-_NUMBERS = re.compile(r"[0-9a-f]{8,}|[0-9]+")
 SWARM_KINDS = (
     "heartbeat",
     "goodbye",
@@ -50,6 +48,7 @@ class PacketDecoder:
         self._decoder = decoder
         self._locator = locator
         self.refused: BoundedDict[tuple[PeerKey, str], int] = BoundedDict(MAX_REFUSALS)
+        """Refused messages by sender and kind of fault."""
         self._heartbeats: BoundedDict[Digest, None] = BoundedDict(MAX_HEARTBEATS)
 
     def decode_packet(
@@ -118,9 +117,20 @@ class PacketDecoder:
         return ChainReceived(tuple(certificates), final, source, reply.more, directive)
 
     def _refuse(self, sender: PeerKey, what: str, error: ProtocolError) -> None:
-        # Numbers are masked, since they differ each time: the same fault counts as one, however often it is repeated.
-        key = (sender, _NUMBERS.sub("#", str(error))[:120])
+        key = (sender, _fault(error))
         count = self.refused[key] = self.refused.get(key, 0) + 1
-        # The first of a kind is news; a flood of the same is logged once for each power of ten.
+        # The first of a fault is news; a flood of the same is logged once for each power of ten.
         if count in (1, 10, 100, 1000) or count % 10_000 == 0:
             log.warning("refused a %s from %s: %s%s", what, sender.short, error, f" ({count} times)" * (count > 1))
+
+
+def _fault(error: ProtocolError) -> str:
+    """Return the kind of fault: the check that failed, by its place in the code.
+
+    The text would not do, since the sender chooses some of it.
+    """
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    where = "" if traceback is None else f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
+    return f"{type(error).__name__} {where}"

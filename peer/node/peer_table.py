@@ -43,6 +43,9 @@ class PeerEntry:
     last_direct: float
     """Time of the last message received from the peer itself; at first, the time of its first heartbeat."""
 
+    is_first_hand: bool = False
+    """True once the peer itself has sent us a heartbeat: there was a connection with it."""
+
     @property
     def is_member(self) -> bool:
         """True for a peer that was admitted."""
@@ -82,7 +85,7 @@ class PeerTable:
         known = self._entries.get(key)
         if known is not None:
             if direct:
-                known.last_direct = now
+                known.last_direct, known.is_first_hand = now, True
             if body.sequence <= known.heartbeat.body.sequence:
                 return News.NONE
             known.heartbeat, known.last_news = heartbeat, now
@@ -91,7 +94,7 @@ class PeerTable:
         same_kind = sum(e.is_member == admitted for e in self._entries.values())
         if not reserved and same_kind >= (self.limit if admitted else self._nonmembers):
             return News.NONE
-        self._entries[key] = PeerEntry(heartbeat, now, now)
+        self._entries[key] = PeerEntry(heartbeat, now, now, direct)
         self._lost.pop(key, None)
         return News.NEW_PEER
 

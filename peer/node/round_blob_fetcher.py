@@ -104,8 +104,8 @@ class RoundBlobFetcher:
         blob_format = blob_format or self.codec
         await self.verify(blob, blob_format)
         if not self.store.has(blob):
-            order = list(dict.fromkeys([*holders, *self.network.everyone()]))
-            await self.network.fetch_blob(blob, blob_format.size, order, deadline_seconds=self.deadline_seconds)
+            providers = self.network.providers(holders)
+            await self.network.fetch_blob(blob, blob_format.size, providers, deadline_seconds=self.deadline_seconds)
         path = self.store.path(blob)
         if (blob, blob_format) not in self._checked:
             try:

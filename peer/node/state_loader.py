@@ -220,8 +220,8 @@ class StateLoader:
             genesis = self.spec.genesis
             size = genesis.size if state == genesis.name else self._checkpoint_size
             log.info("fetching the checkpoint %s (%s)", state.short, decimal(size))
-            everyone = self.network.everyone()
-            await self.network.fetch_blob(state, size, everyone, deadline_seconds=CHECKPOINT_SECONDS)
+            providers = self.network.providers(state=state)
+            await self.network.fetch_blob(state, size, providers, deadline_seconds=CHECKPOINT_SECONDS)
         return self.store.path(state)
 
     async def _round_files(self, certificate: Certificate) -> RoundUpdates:

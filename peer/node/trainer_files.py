@@ -40,7 +40,7 @@ async def fetch_assets(spec: RunSpec, store: Store, network: Network) -> None:
     for what, blob in wanted:
         if not store.has(blob.name):
             log.info("fetching the run's %s %s (%s)", what, blob.name.short, decimal(blob.size))
-            await network.fetch_blob(blob.name, blob.size, network.everyone(), deadline_seconds=FETCH_SECONDS)
+            await network.fetch_blob(blob.name, blob.size, network.providers(), deadline_seconds=FETCH_SECONDS)
 
 
 def start_message(spec: RunSpec, store: Store, key: PeerKey, options: NodeOptions) -> Start:

@@ -24,6 +24,10 @@ MAX_SYNC_PATH = 64
 the rest during the move."""
 
 
+MAX_REPORTED = 1024
+"""Maximum number of reports about peers in one round."""
+
+
 class Context:
     """The things that the parts of one machine share. `deadlines` and `actions` belong to the step under way."""
 
@@ -49,13 +53,16 @@ class Context:
         self.chain = chain
         self.observer = observer
         self.accepts_size = accepts_size
-        self.members = Members(policy, self.me)
+        self.members = Members(policy, self.me, lambda peer: chain.next_window(peer, chain.head) > 0)
         self.blobs = BlobTracker(_blob_bound(policy), policy.heartbeat_seconds / 4)
         self.own = OwnUpdates(self.me)
         self.deadlines = Deadlines(now)
         self.actions: list[Action] = []
         self._neutral = Directive(run, 0)
         self._banned: frozenset[PeerKey] = frozenset()
+        self._reported: set[tuple[PeerKey, str]] = set()
+        """The reports about peers, by peer and kind, while the head of the chain has the height `_reported_at`."""
+        self._reported_at = -1
         self._banned_by: Signed[Directive] | None = None
 
     @property
@@ -96,6 +103,14 @@ class Context:
         self.actions.append(action)
 
     def notify(self, level: str, kind: str, text: str, about: PeerKey | None = None) -> None:
+        """Report something to a person: of one kind and peer, the first in a round. Faults can be repeated."""
+        if about is not None:
+            height = self.chain.height(self.chain.head)
+            if height != self._reported_at:
+                self._reported_at, self._reported = height, set()
+            if (about, kind) in self._reported or len(self._reported) >= MAX_REPORTED:
+                return
+            self._reported.add((about, kind))
         self.actions.append(Notice(level, kind, text, about))
 
 

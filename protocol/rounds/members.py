@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Goodbye, Heartbeat, Signed
@@ -69,12 +69,15 @@ class Penalties:
 class Members:
     """The members that one machine knows, at most `max_members`, and their penalties.
 
-    Newcomers never evict contributors of the last round, nor each other.
+    When the table is full, contributors of the last round displace other members, and peers with accepted work displace
+    those without, the newest first. A peer without accepted work displaces nobody: anybody can make keys.
     """
 
-    def __init__(self, policy: RoundPolicy, me: PeerKey):
+    def __init__(self, policy: RoundPolicy, me: PeerKey, has_accepted_work: Callable[[PeerKey], bool]):
+        """Start without members; `has_accepted_work` returns whether the chain to the head has windows of a peer."""
         self._policy = policy
         self._me = me
+        self._has_accepted_work = has_accepted_work
         self._members: dict[PeerKey, Member] = {}
         self._established: frozenset[PeerKey] = frozenset()
         """Contributors of the last round."""
@@ -183,18 +186,21 @@ class Members:
 
     def has_room_for(self, key: PeerKey) -> bool:
         """Return whether messages of a peer deserve room: it is no key that anybody can make."""
-        return key == self._me or key in self._members or key in self._established
+        return key == self._me or key in self._members or self._rank(key) > 0
+
+    def _rank(self, key: PeerKey) -> int:
+        """Return the peer's claim to a place: 2 if it contributed to the last round, 1 to an earlier one, 0 to none."""
+        return 2 if key in self._established else int(self._has_accepted_work(key))
 
     def _make_room(self, key: PeerKey, now: float) -> bool:
         if self.expire(now):
             return True
-        if key not in self._established:
+        if (own := self._rank(key)) == 0:
             return False
-        newcomers = [m for m in self if m.key not in self._established]
-        if not newcomers:
-            return False
-        self._forget(max(newcomers, key=lambda m: m.since).key)
-        return True
+        rank, _, last = min((self._rank(m.key), -m.since, m.key) for m in self)
+        if rank < own:
+            self._forget(last)
+        return rank < own
 
     def _forget(self, key: PeerKey) -> None:
         del self._members[key]

@@ -118,8 +118,8 @@ class RoundState:
         if header.author in self.headers:
             return False
         if len(self.headers) >= self.policy.max_members:
-            spare = [a for a in self.headers if not has_room(a)]
-            if not has_room(header.author) or not spare:
+            spare = [a for a in self.headers if not has_room(a)] if has_room(header.author) else []
+            if not spare:
                 return False
             del self.headers[spare[-1]]
             self.received_at.pop(spare[-1], None)

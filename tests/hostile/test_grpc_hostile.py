@@ -30,7 +30,8 @@ from benchmarks.coordinator.__main__ import Server, result, start_load
 from benchmarks.coordinator.swarm import identity, make_spec
 from coordinator.errors import TooManyError
 from coordinator.health import NAME
-from coordinator.interceptor import CALLS_OF_ONE, STREAMS_OF_ONE, ConcurrencyLimit
+from coordinator.interceptor import CALLS_OF_ONE, STREAMS_OF_ONE
+from coordinator.limits import ConcurrencyLimit
 from peer.coordinator_client import server_certificate
 from protocol.envelope import seal
 from protocol.invite import TLS_NAME, HostPort
@@ -395,4 +396,8 @@ def test_places_are_bounded_freed_once_and_forgotten():
         places.take("c")
     first()
     first()
-    assert len(places) == 2 and set(places._held) == {"a", "b"} and CALLS_OF_ONE >= 64
+    assert len(places) == 2 and set(places._held) == {"a", "b"}
+    places.take(None)
+    with pytest.raises(TooManyError):
+        places.take(None)
+    assert len(places) == 3 and CALLS_OF_ONE >= 64

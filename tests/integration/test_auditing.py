@@ -541,7 +541,7 @@ async def test_all_credits_come_as_csv_and_parquet(tmp_path, monkeypatch):
 async def test_the_commands_bind_show_export_and_check_receipts(tmp_path, monkeypatch):
     async with running(tmp_path, spec=SPEC, swarm=FakeSwarm(SPEC)) as (c, swarm):
         for n in (1, 2):
-            await c.admitter.admit(admit_request(n))
+            await c.admitter.admit(admit_request(n), "127.0.0.1")
         swarm.headers.append(AnnouncedUpdate(late_header(swarm), True, ""))
         for _ in range(7):
             swarm.round({1: 40, 2: 30})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -127,6 +128,28 @@ def test_a_large_swarm_asks_for_its_credits_less_often():
     from cairn.commands.join import CREDIT_CALLS, CREDIT_SECONDS, credit_seconds
 
     assert credit_seconds(4) == CREDIT_SECONDS and 10_000 / credit_seconds(10_000) <= CREDIT_CALLS
+
+
+def test_an_invite_is_read_from_stdin_where_others_cannot_see_it(tmp_path: Path):
+    for command in (("peer", "join"), ("peer", "invite"), ("status",), ("watch",), ("account", "show")):
+        said = refused(*command, "-", env={"CAIRN_HOME": str(tmp_path)}, input="cairn1:abc\n")
+        assert "invite" in said and "'-'" not in said
+    assert "127.0.0.1:9" in refused("peer", "join", "-", "--home", tmp_path, input=f"{invite()}\n")
+    assert "stdin" in refused("status", "-", input="")
+
+
+def test_what_the_services_write_is_for_their_user_alone(run_file: Path, tmp_path: Path, taken_port: int):
+    home, old = tmp_path / "home", os.umask(0o022)
+    rest = ["--page", "127.0.0.1:0", "--swarm", "/ip4/127.0.0.1/tcp/0", "--home", home]
+    try:
+        refused("coordinator", "serve", run_file, "--grpc", f"127.0.0.1:{taken_port}", *rest)
+        refused("peer", "join", invite(), "--home", home)
+        assert os.umask(0o022) == 0o022
+    finally:
+        os.umask(old)
+    modes = {str(path.relative_to(home)): path.lstat().st_mode for path in [home, *home.rglob("*")]}
+    assert any("ledger.sqlite" in name for name in modes) and any("peer.log" in name for name in modes)
+    assert {name: oct(mode) for name, mode in modes.items() if mode & 0o077 and not stat.S_ISLNK(mode)} == {}
 
 
 def test_a_coordinator_that_does_not_answer_is_named(tmp_path: Path):

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 
 import grpc
 import grpc.aio
 import pytest
 
 from cairn.commands import status
-from coordinator import address_publisher, admission, interceptor, rpc
+from coordinator import address_publisher, admission, admission_table, interceptor, rpc, service
+from coordinator.admission_table import AdmissionTable
 from coordinator.errors import CoordinatorError, PortTakenError, RefusedError, TooManyError
-from coordinator.limits import Rate, RateLimit, caller_of
+from coordinator.limits import NetworkLimit, Rate, RateLimit, caller_of
 from coordinator.overview import amount, duration
 from coordinator.page.app import STATIC
 from coordinator.service import Coordinator, CoordinatorConfig
@@ -358,6 +362,25 @@ def test_callers_are_counted_by_network():
     assert caller_of("unix:/tmp/x") == "unix:/tmp/x"
 
 
+def test_an_owner_of_many_addresses_is_one_caller():
+    # A /48 has the limit of four addresses, a /56 of two; a /64 and an IPv4 address are one.
+    limit, calls = NetworkLimit(Rate(1, 10)), interceptor.ConcurrencyLimit(1000, 10)
+
+    def accepted(hosts: Iterable[str], take: Callable[[str], object]) -> int:
+        count = 0
+        for host in hosts:
+            with contextlib.suppress(TooManyError):
+                take(caller_of(f"ipv6:[{host}]:1" if ":" in host else f"ipv4:{host}:1"))
+                count += 1
+        return count
+
+    for take in (lambda caller: limit.take(caller, 0.0), calls.take):
+        assert accepted((f"2001:db8:1:{i:x}::1" for i in range(0, 0x10000, 64)), take) == 40
+        assert accepted((f"2001:db8:2:{i:x}::1" for i in range(0x100)), take) == 20
+        assert accepted((f"2001:db8:3::{i:x}" for i in range(100)), take) == 10
+        assert accepted(["203.0.113.7"] * 100, take) == 10
+
+
 async def test_a_call_that_takes_too_long_is_ended_by_the_server(tmp_path, monkeypatch):
     monkeypatch.setattr(interceptor, "DEADLINE", 0.2)
     async with running(tmp_path) as (c, _), raw_stub(c) as stub:
@@ -370,13 +393,28 @@ async def test_a_call_that_takes_too_long_is_ended_by_the_server(tmp_path, monke
         assert code is grpc.StatusCode.DEADLINE_EXCEEDED and "busy" in said
 
 
-async def test_a_flood_of_new_keys_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(admission, "MAX_ADMISSIONS", 2)
-    async with running(tmp_path) as (c, _), client(c) as ask:
-        for n in (1, 2, 1):
+async def test_a_flood_of_new_keys_is_bounded_and_locks_nobody_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(admission, "AdmissionTable", partial(AdmissionTable, limit=2))
+    async with running(tmp_path) as (c, swarm), client(c) as ask:
+        swarm.round({1: 10})
+        await until(lambda: c.chain.has_credits(peer(1).key), "the round is indexed")
+        for n in (1, 2, 3, 4):
+            await ask.admit(peer(n), f"p{n}")
+        assert c.admitter.count == 2 and c.admitter.knows(peer(1).key) and c.admitter.knows(peer(4).key)
+        stored = await c.ledger.run(lambda ledger: {a.peer for a in ledger.admissions()})
+        assert stored == {peer(1).key, peer(4).key}
+
+
+async def test_keys_that_the_swarm_never_saw_are_forgotten_without_a_restart(tmp_path, monkeypatch):
+    monkeypatch.setattr(service, "TEND_SECONDS", 0.05)
+    monkeypatch.setattr(admission_table, "UNSEEN_SECONDS", 0.5)
+    async with running(tmp_path) as (c, swarm), client(c) as ask:
+        for n in (1, 2):
             await ask.admit(peer(n))
-        with pytest.raises(CoordinatorUnreachable, match="as many peers as it takes"):
-            await ask.admit(peer(3))
+        swarm.beat(1)
+        await until(lambda: not c.admitter.knows(peer(2).key), "the key that was never seen is forgotten")
+        assert c.admitter.knows(peer(1).key)
+        assert await c.ledger.run(lambda ledger: [a.peer for a in ledger.admissions()]) == [peer(1).key]
 
 
 # -- starting and stopping ---------------------------------------------------------------------------------------

@@ -61,8 +61,8 @@ class Source:
 
     fetch_blob: Any
 
-    def everyone(self) -> list[PeerKey]:
-        return []
+    def providers(self, holders=(), *, state=None) -> list[PeerKey]:
+        return list(holders)
 
     @property
     def relay(self) -> Source:

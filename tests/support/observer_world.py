@@ -26,7 +26,7 @@ class FakeNode:
         self.bus = SimpleNamespace(subscribe=lambda *_: None)
         self.held: list[Digest] = []
         self.folder = folder
-        self.network = SimpleNamespace(fetch_blob=self._fetch, everyone=lambda: [], peers=self)
+        self.network = SimpleNamespace(fetch_blob=self._fetch, providers=lambda state: [], peers=self)
         self.store = SimpleNamespace(path=lambda d: folder / "blob", has=lambda d: True)
         (folder / "blob").write_bytes(b"blob")
         self.fetched: list[Digest] = []

@@ -29,6 +29,7 @@ from peer.swarm.transfer.frames import (
 from peer.swarm.transport import ByteCount
 from protocol.errors import MalformedError
 from protocol.ids import Digest, PeerKey
+from protocol.token_bucket import TokenBucket
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,10 @@ class ServeLimits:
     """Streams of all peers together that are not known as members: anybody can make keys.
 
     Beyond it, one of theirs that is idle is closed for a new one, as beyond `streams`."""
+    strangers_bytes_per_second: float = 256 * 1024
+    """Bytes sent to all those peers together, so that they leave the uplink to the members: 2 Mbit/s."""
+    strangers_wait_seconds: float = 5
+    """A request of theirs that would wait for longer is refused as busy. It is less than a requester waits."""
     streams: int = 256
     """Beyond it, the stream that was idle the longest is closed for a new one, if it was so for `rest_seconds`.
 
@@ -112,6 +117,9 @@ class BlobServer:
         self._traffic = traffic
         self._streams: Counter[PeerKey] = Counter()
         self._open: set[_Served] = set()
+        rate = limits.strangers_bytes_per_second
+        self.strangers_budget = TokenBucket(rate, rate, 0.0)
+        """Bytes that may be sent now to peers that are not known as members."""
         self._waiting = 0
         self._lingering = 0
 
@@ -243,8 +251,17 @@ class BlobServer:
                 reason = await reason
             if reason is not None:
                 return refusal(ReplyStatus.REFUSED, reason)
+            is_stranger, busy = not self.is_known(peer), refusal(ReplyStatus.BUSY, "too many non-members request blobs")
+            if is_stranger and self.strangers_wait() > self.limits.strangers_wait_seconds:
+                return busy
             self._on_requested(request.digest, peer)
-            return await asyncio.get_running_loop().run_in_executor(self._executor, self.look_up, request)
+            reply = await asyncio.get_running_loop().run_in_executor(self._executor, self.look_up, request)
+            if is_stranger:
+                if (wait := self.strangers_wait()) > self.limits.strangers_wait_seconds:
+                    return busy  # others had their turn meanwhile
+                self.strangers_budget.charge(len(reply.data))
+                await asyncio.sleep(wait)
+            return reply
         except BlobMissing:
             return refusal(ReplyStatus.MISSING, "not held here")
         except MalformedError as e:
@@ -255,6 +272,11 @@ class BlobServer:
         except Exception:
             log.exception("a blob could not be served")
             return refusal(ReplyStatus.BUSY, "internal error")
+
+    def strangers_wait(self) -> float:
+        """Return the seconds until more may be sent to peers that are not known as members."""
+        self.strangers_budget.refill(_now())
+        return max(0.0, -self.strangers_budget.tokens / self.strangers_budget.rate)
 
     def look_up(self, request: BlobRequest) -> BlobReply:
         """Return the reply from the store. Called in a thread. Raises BlobMissing, MalformedError, StoreError."""

@@ -78,6 +78,8 @@ class ChunkStage:
         opened: bool,
     ):
         self.end: StageEnd | None = None
+        self.stored_at = -inf
+        """When a chunk was stored last."""
         self._requests = requests
         self._picker = picker
         self._count = count
@@ -243,6 +245,7 @@ class ChunkStage:
         match check:
             case ChunkCheck.STORED:
                 provider.proved = True
+                self.stored_at = self._requests.now
                 self._picker.received(index, self._requests.now, provider.peer)
                 self._release(provider, number)
                 if self._picker.left:

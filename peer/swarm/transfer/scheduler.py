@@ -7,6 +7,9 @@ them out, answers them, and calls `step` with None at `wake_at`. A fetch has the
     leaves    the leaf hashes, likewise; meanwhile the first provider gives a few chunks (early)
     chunks    up to ACTIVE providers at once give chunks (`ChunkStage`); `ChunkPicker` chooses which
 
+At most PROVIDERS are considered at a time. When all of them have failed, or none has given a chunk for STALL_SECONDS,
+others are, with what is here already. So no number of useless providers hides one that has the blob.
+
 Leaf hashes are checked against the digest, and chunks against the leaf hashes. A provider that gives wrong bytes is
 dropped. One that is silent, busy, or not yet willing is asked again, or others are asked in its place.
 """
@@ -14,13 +17,14 @@ dropped. One that is silent, busy, or not yet willing is asked again, or others 
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
 from peer.swarm.transfer.actions import Action, Answer, EndFetch, OpenBlob, ReserveEarly
 from peer.swarm.transfer.chunk_picker import ChunkPicker
-from peer.swarm.transfer.chunk_stage import ChunkStage, StageEnd, StreamView
+from peer.swarm.transfer.chunk_stage import ACTIVE, ChunkStage, StageEnd, StreamView
 from peer.swarm.transfer.frames import BlobOp, leaf_pages, parse_size
 from peer.swarm.transfer.requests import Provider, Query, Requests
 from peer.swarm.transfer.streams import Priority
@@ -32,7 +36,10 @@ BULK = 4 * 1024 * 1024
 """Blobs over this size have a stream of their own, so that smaller ones need not queue behind them."""
 
 PROVIDERS = 32
-"""Providers considered for one blob."""
+"""Providers considered at a time for one blob."""
+
+STALL_SECONDS = 30.0
+"""Seconds without a new chunk until other providers have their turn: time for four chunks at 280 kbit/s."""
 
 RELAYED = 4
 """Of blobs with more chunks than this, fetchers give each other what they have before they ask a scarce seeder again.
@@ -87,7 +94,12 @@ class Scheduler:
         self._streams = streams
         self._has = has
         self._chance = chance
-        self._requests = Requests(_spread(list(dict.fromkeys(peers))[:PROVIDERS], chance), chance, self._query_failed)
+        self._later = deque(Provider(p) for p in _spread(list(dict.fromkeys(peers)), chance))
+        """Providers that are considered when those of `_requests` have failed."""
+        self._failed: list[Provider] = []
+        self._stalled_at = inf
+        self._requests = Requests([], chance, self._query_failed)
+        self._requests.providers = self._next_providers()
         self._deadline_seconds = self._deadline = inf
         self._over = False
         self._source: Provider | None = None
@@ -114,20 +126,17 @@ class Scheduler:
         """When to call `step` with None, unless there is an answer before."""
         race = inf if self._race is None else self._race.next_at
         chunks = inf if self._chunks is None else self._chunks.wake_at
-        return min(self._deadline, self._requests.retry_at, race, chunks)
+        return min(self._deadline, self._requests.retry_at, race, chunks, self._stalled_at)
 
     def reasons(self) -> dict[PeerKey, str]:
         """Return the last failure or state of each provider, for a person."""
-        return {p.peer: p.reason for p in self._requests.providers}
+        return {p.peer: p.reason for p in [*self._requests.providers, *self._failed, *self._later]}
 
     def start(self, now: float, deadline_seconds: float) -> list[Action]:
         """Begin at `now`, in seconds of any clock; return the first actions."""
         self._requests.now = now
         self._deadline_seconds, self._deadline = deadline_seconds, now + deadline_seconds
-        if self._stated_size is None:
-            self._start_race(BlobOp.SIZE)
-        else:
-            self._get(self._stated_size)
+        self._begin()
         return self._requests.take_actions()
 
     def step(self, answer: Answer | None, now: float) -> list[Action]:
@@ -144,6 +153,10 @@ class Scheduler:
 
     def _wake(self) -> None:
         """Do what is due."""
+        if self._chunks is not None:
+            self._stalled_at = max(self._stalled_at, self._chunks.stored_at + STALL_SECONDS)
+        if self._stalled_at <= self._requests.now:
+            self._replace_stalled()
         self._requests.repeat_due()
         if self._race is not None and self._race.next_at <= self._requests.now:
             self._ask_next()
@@ -168,14 +181,32 @@ class Scheduler:
         self._requests.act(EndFetch(failure))
 
     def _exhausted(self) -> None:
-        """Fail, or ask the others for the size if a provider stated it: no provider is left for a blob of this size."""
+        """Go on with other providers, or fail: none of these is left for a blob of this size.
+
+        If one of them stated the size, the others are asked for it.
+        """
         providers, source = self._requests.providers, self._source
         if source is not None:
             source.bad = True  # no proof against it, so no report
-        if source is None or all(p.bad for p in providers):
-            self._end("no provider is left" if providers else "nobody is known to hold it")
-        else:
+        if source is not None and not all(p.bad for p in providers):
             self._start_over()
+        elif self._later:
+            self._failed += providers
+            self._requests.providers = self._next_providers()
+            self._start_over()
+        else:
+            self._end("no provider is left" if providers else "nobody is known to hold it")
+
+    def _next_providers(self, most: int = PROVIDERS) -> list[Provider]:
+        return [self._later.popleft() for _ in range(min(most, len(self._later)))]
+
+    def _replace_stalled(self) -> None:
+        """Begin again with those that had no turn yet; the likeliest provider stays, and the rest come last."""
+        likeliest, *others = self._requests.providers
+        self._later.extend(p for p in others if not p.bad)
+        self._failed += [p for p in others if p.bad]
+        self._requests.providers = [likeliest, *self._next_providers(PROVIDERS - 1)]
+        self._start_over()
 
     def _wrong_size(self) -> None:
         """Fail, or ask the others for the size if a provider stated it: the blob has another one."""
@@ -187,10 +218,19 @@ class Scheduler:
             self._start_over()
 
     def _start_over(self) -> None:
-        """Cancel everything and ask the remaining providers for the size."""
+        """Cancel everything, and begin again with the providers that remain. The chunks that are here stay."""
         self._requests.cancel_all()
-        self._source = self._chunks = None
-        self._start_race(BlobOp.SIZE)
+        self._source = self._chunks = self._race = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """Ask for the size, unless the caller stated it; then for the rest."""
+        count = len(self._requests.providers) + len(self._later)
+        self._stalled_at = self._requests.now + STALL_SECONDS if count > ACTIVE else inf
+        if self._stated_size is None:
+            self._start_race(BlobOp.SIZE)
+        else:
+            self._get(self._stated_size)
 
     def _query_failed(self, query: Query) -> None:
         """Go on without the provider: it gives no answer to this, or its answer was used up."""
@@ -319,7 +359,13 @@ class Scheduler:
 
 
 def _spread(peers: list[PeerKey], chance: random.Random) -> list[PeerKey]:
-    """Return the likeliest first, the others by chance: those who fetch at once shall not all ask the same few."""
-    others = peers[1:]
-    chance.shuffle(others)
-    return peers[:1] + others
+    """Return the likeliest first, and of the others, as many at a time as are active, in an order by chance.
+
+    Those who fetch at once shall not all ask the same few.
+    """
+    spread = peers[:1]
+    for i in range(1, len(peers), ACTIVE):
+        neighbours = peers[i : i + ACTIVE]
+        chance.shuffle(neighbours)
+        spread += neighbours
+    return spread

@@ -286,6 +286,14 @@ def test_the_summary_states_what_the_spec_will_say(write, tmp_path):
     assert "about 100 rounds" in text
 
 
+@pytest.mark.parametrize("mode, cost", [("open", "no cost"), ("invite", "the code"), ("allow", "only the 2 keys")])
+def test_an_owner_reads_what_an_admission_mode_costs_an_attacker(write, mode, cost):
+    keys = ", ".join(f'"{n:064x}"' for n in (1, 2))
+    path = write((r"\[round\]", f'[admission]\nmode = "{mode}"\nallow = [{keys if mode == "allow" else ""}]\n[round]'))
+    assert cost in validate(path)[-1] and validate(path)[-1].startswith("admission")
+
+
 def test_the_example_that_is_shipped_is_valid():
     lines = validate(Path(__file__).resolve().parents[3] / "examples" / "sotu.toml")
+    assert lines[-1].startswith("admission open: anybody gets in at no cost, with many keys: 64 a day")
     assert "sotu" in lines[0]

@@ -521,6 +521,9 @@ async def test_several_peers_are_one_account_and_accounts_are_a_team(ledger_plac
         assert (w.board.of(ada.key)).peers == (peer(1).key,)
         assert (w.board.of(bob.key)).name == "Bob"
         assert [v.pending for v in w.board.leaderboard("team", 10, "")] == [RULE.micro_credits(40)]
+        # Two accounts may have one name: then both are shown with their keys.
+        await w.board.bind(bind(peer(2), bob, SPEC.run_id, now + 2, "Ada", "").encoded)
+        assert w.board.of(bob.key).name == f"Ada {bob.key.short}" and w.board.of(ada.key).name == f"ada {ada.key.short}"
 
 
 async def test_a_binding_whose_write_failed_is_written_when_it_comes_again(ledger_place, monkeypatch):

@@ -13,21 +13,25 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
+from starlette.requests import Request
 
 from coordinator.alerts.tracker import Alert
 from coordinator.checkpoints.archive import MANIFEST
+from coordinator.errors import TooManyError
+from coordinator.limits import ConcurrencyLimit
 from coordinator.page import downloads, json_view, openapi, schemas
 from coordinator.page.answers import MAX_KEPT, AnswerCache, EncodedBody
 from coordinator.page.app import make_app
 from coordinator.page.credit_routes import CREDIT_ENDPOINTS
 from coordinator.page.endpoints import ENDPOINTS, SORTS
+from coordinator.page.feed import VIEWERS_OF_ONE, Feed
 from coordinator.peer_registry import PHASES
 from coordinator.service import Coordinator
 from protocol.ids import Digest
 from tests.page.log_fakes import FakeLog
 from tests.page.world import World
 from tests.support.coordinator_fakes import FakeSwarm, overview, peer
-from tests.support.waiting import LIMIT
+from tests.support.waiting import LIMIT, until
 
 ROUNDS = 9
 
@@ -311,7 +315,7 @@ def test_a_checkpoint_is_downloaded_whole_or_by_range(get):
     assert get.head(place).headers["content-length"] == str(len(weights)) and not get.head(place).content
 
 
-async def test_downloads_are_few_and_no_faster_than_agreed(tmp_path, monkeypatch):
+async def test_downloads_are_few_and_no_faster_than_agreed(tmp_path):
     from starlette.applications import Starlette
     from starlette.routing import Route
 
@@ -319,7 +323,7 @@ async def test_downloads_are_few_and_no_faster_than_agreed(tmp_path, monkeypatch
     path.write_bytes(bytes(downloads.PIECE * 4))
     found = downloads.Downloads(lambda folder, name: path, rate=downloads.PIECE * 10)
     app = Starlette(routes=[Route("/{folder}/{file}", found.answer)])
-    monkeypatch.setattr(downloads, "MAX_DOWNLOADS", 2)
+    found.places = ConcurrencyLimit(2, 2)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as get:
         began = asyncio.get_running_loop().time()
         two = [asyncio.create_task(get.get("/a/b")) for _ in range(2)]
@@ -328,6 +332,76 @@ async def test_downloads_are_few_and_no_faster_than_agreed(tmp_path, monkeypatch
         assert [len(r.content) for r in await asyncio.gather(*two)] == [path.stat().st_size] * 2
         assert asyncio.get_running_loop().time() - began > 0.65, "eight pieces, ten a second"
         assert (await get.get("/a/b")).status_code == 200
+
+
+class Reader:
+    """A client of the download route that reads at a given pace."""
+
+    def __init__(self, host: str):
+        self.scope: dict[str, Any] = {"type": "http", "method": "GET", "headers": [], "client": (host, 1)}
+        self.path_params = {"folder": "a", "file": "b"}
+        self.status = self.bytes = 0
+        self.seconds_a_piece = 0.0
+
+    async def read(self, found: downloads.Downloads) -> Reader:
+        request = Request(self.scope | {"path_params": self.path_params})
+        await (await found.answer(request))(self.scope, self._never, self._send)
+        return self
+
+    async def _never(self) -> Any:
+        await asyncio.Event().wait()
+
+    async def _send(self, message: Any) -> None:
+        self.status = message.get("status", self.status)
+        if message.get("body"):
+            await asyncio.sleep(self.seconds_a_piece)
+            self.bytes += len(message["body"])
+
+
+@pytest.fixture
+def large(tmp_path) -> downloads.Downloads:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(downloads.PIECE * 100))
+    return downloads.Downloads(lambda folder, name: path, rate=1e12)
+
+
+async def test_one_address_has_two_downloads_at_most_and_others_have_theirs(large):
+    """Eight readers of one address, or of one IPv6 network, leave six places to others."""
+    for prefix in ("192.0.2.7", "2001:db8:0:1::"):
+        readers = [Reader(prefix + (str(i) if ":" in prefix else "")) for i in range(8)]
+        for reader in readers:
+            reader.seconds_a_piece = 0.02
+        reading = [asyncio.create_task(r.read(large)) for r in readers]
+        await until(lambda: all(r.status for r in readers))  # noqa: B023
+        assert sorted(r.status for r in readers) == [200] * 2 + [503] * 6
+        other = await Reader("192.0.2.99").read(large)
+        assert other.status == 200 and other.bytes == 100 * downloads.PIECE
+        await asyncio.gather(*reading)
+    assert not len(large.places)
+
+
+async def test_who_reads_a_checkpoint_too_slowly_is_cut_and_its_place_is_free(large, monkeypatch):
+    monkeypatch.setattr(downloads, "SEND_SECONDS", 0.2)
+    monkeypatch.setattr(downloads, "LEAST_BYTES_PER_SECOND", downloads.PIECE / 0.02)
+    slow, fast = Reader("192.0.2.7"), Reader("192.0.2.8")
+    slow.seconds_a_piece, fast.seconds_a_piece = 0.04, 0.0
+    await asyncio.gather(slow.read(large), fast.read(large))
+    assert fast.bytes == 100 * downloads.PIECE and 2 <= slow.bytes / downloads.PIECE <= 15
+    assert not len(large.places)
+
+
+async def test_live_views_of_one_address_leave_room_for_others():
+    feed = Feed(limit=40)
+    views = [feed.join("192.0.2.7") for _ in range(VIEWERS_OF_ONE)]
+    with pytest.raises(TooManyError, match="read /api/status"):
+        feed.join("192.0.2.7")
+    feed.join("192.0.2.8")
+    feed.leave(views[0])
+    feed.join("192.0.2.7")
+    for _ in range(40 - len(feed)):
+        feed.join(None)  # a reverse proxy on this machine stands for everybody
+    with pytest.raises(TooManyError):
+        feed.join(None)
 
 
 # -- samples and checkpoints that are made elsewhere --------------------------------------------------------------

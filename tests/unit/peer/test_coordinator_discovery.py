@@ -112,7 +112,7 @@ class FakeNetwork:
     def send_to_all(self, message: Signed[Any]) -> None:
         self.said.append(message.encoded)
 
-    def everyone(self) -> list[PeerKey]:
+    def providers(self) -> list[PeerKey]:
         return list(self._answers)
 
     async def request_coordinator_address(

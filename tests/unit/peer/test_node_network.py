@@ -23,7 +23,7 @@ from peer.node.peer_table import MAX_NONMEMBERS
 from peer.node.round_timings import ExchangeTimes, RoundTimes, RoundTimings
 from peer.node.tasks import Tasks
 from peer.store import StoreError
-from peer.swarm import Handlers
+from peer.swarm import Handlers, PeerUnreachable
 from protocol.errors import MalformedError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, short_id
@@ -175,6 +175,16 @@ def test_an_admission_that_has_ended_is_refused_and_the_same_refusal_is_not_news
         assert not any(packets.decode_packet(A, packet, late + i))
     assert sum(packets.refused.values()) == 50 and len(packets.refused) == 1
     assert caplog.text.count("is not valid now") == 2  # the first and the tenth
+
+
+def test_a_sender_gets_no_more_lines_by_other_words(caplog):
+    """The kind of a message, or a name in it, is the sender's choice."""
+    packets = PacketDecoder(decoder())
+    for i in range(100):
+        sent = raw(PEERS[1], "".join(chr(ord("a") + int(d)) for d in f"{i:06}"), wire.Goodbye())
+        list(packets.decode_packet(A, wire.Packet(messages=[sent]), 0.0))
+    assert caplog.text.count("does not belong in the swarm") == 3  # the first, the tenth, the hundredth
+    assert list(packets.refused.values()) == [100]
 
 
 def test_refusals_remembered_are_bounded():
@@ -632,6 +642,71 @@ async def test_who_served_wrong_bytes_of_one_blob_is_asked_last_for_the_next(cap
         await net.fetch_blob(Digest(bytes(32)), 1, [A, B, C], deadline_seconds=1)
     assert asked == [[A, B, C], [B, C, A]]
     assert f"{A.short} served wrong bytes" in caplog.text
+
+
+CROWD = [identity(f"phantom {i}") for i in range(100)]
+
+
+def passed_on(net: Network, peers: list[Identity], by: PeerKey, **changes: Any) -> None:
+    """Tell of admitted peers that only another one has had a message of."""
+    for peer in peers:
+        net.note_message(heartbeat(peer, admission=b"admitted", addresses=(), **changes), by)
+
+
+async def test_a_hundred_keys_without_an_address_do_not_come_before_the_peers_that_are_there():
+    """All are admitted, were announced before the members, and say that they hold the state."""
+    w = World(PEERS[0], (), SPEC)
+    w.membership.addresses = [way(OBSERVER, 7412)]
+    w.network = Network(cast(Any, w.membership), Tasks(), start_swarm=w._start)
+    await w.start()
+    net, state = w.network, Digest(b"s" * 32)
+    passed_on(net, CROWD, PEERS[5].key, state=state)
+    for peer in PEERS[1:4]:
+        hear(net, heartbeat(peer))
+    assert {*net.providers(state=state)[:4]} == {A, B, C, OBSERVER.key}
+    assert {*net.providers(state=state)[4:]} == {p.key for p in CROWD}
+    record_lists = [A, *(p.key for p in CROWD)]  # as does a record that lists them
+    assert net.providers(record_lists)[0] == A and {*net.providers(record_lists)[:3]} == {A, B, C}
+    await net.stop(0.1)
+
+
+async def test_no_group_at_first_hand_however_large_keeps_another_from_the_first_places():
+    """An attacker with many connections can say that all its keys hold a state."""
+    w = World(PEERS[0], (), SPEC)
+    w.membership.addresses = [way(OBSERVER, 7412)]
+    w.network = Network(cast(Any, w.membership), Tasks(), start_swarm=w._start)
+    await w.start()
+    net, state = w.network, Digest(b"s" * 32)
+    for peer in CROWD:
+        hear(net, heartbeat(peer, admission=b"admitted", state=state))
+    hear(net, heartbeat(PEERS[1]))
+    assert {A, OBSERVER.key} < {*net.providers(state=state)[:6]}
+    await net.stop(0.1)
+
+
+async def test_who_holds_a_state_by_its_own_heartbeat_is_asked_before_others():
+    net, _ = await network()
+    passed_on(net, CROWD[:20], A)
+    passed_on(net, [PEERS[2]], A, state=Digest(b"s" * 32))
+    assert net.providers(state=Digest(b"s" * 32))[0] == B
+    assert len({tuple(net.providers()) for _ in range(20)}) > 1
+    await net.stop(0.1)
+
+
+async def test_who_could_not_be_reached_is_asked_last_until_it_can_be():
+    net, swarm = await network()
+    for peer in PEERS[1:4]:
+        hear(net, heartbeat(peer))
+    await net.flush(LIMIT)
+    swarm.wire.error = PeerUnreachable("routing: not found")
+    net.send(A, [VOTES[0]])
+    await net.flush(LIMIT)
+    assert {net.providers([A])[-1] for _ in range(10)} == {A}
+    swarm.wire.error = None
+    net.send(A, [VOTES[0]])
+    await net.flush(LIMIT)
+    assert net.providers([A])[0] == A
+    await net.stop(0.1)
 
 
 async def test_a_daemon_that_died_is_replaced_and_its_traffic_still_counts(monkeypatch):

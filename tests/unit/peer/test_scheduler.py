@@ -22,9 +22,9 @@ from peer.swarm.transfer.actions import (
     RequestSlot,
     ReserveEarly,
 )
-from peer.swarm.transfer.chunk_stage import EARLY, UNPROVED
+from peer.swarm.transfer.chunk_stage import ACTIVE, EARLY, UNPROVED
 from peer.swarm.transfer.frames import BlobOp, BlobReply, Lost, ReplyStatus, encode_size, refusal
-from peer.swarm.transfer.scheduler import HEDGE_SECONDS, Scheduler
+from peer.swarm.transfer.scheduler import HEDGE_SECONDS, PROVIDERS, STALL_SECONDS, Scheduler
 from peer.swarm.transfer.streams import Priority
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey
@@ -272,6 +272,58 @@ def test_before_a_provider_has_given_a_chunk_few_are_requested():
     t.chunk()
     t.slots()
     assert len([r for r in t.all_of(RequestChunk) if r.peer == A]) > UNPROVED
+
+
+CROWD = [Identity(bytes([9, n]) * 16).key for n in range(2 * PROVIDERS)]
+
+
+@pytest.mark.parametrize("size", [len(DATA), None])
+def test_when_all_of_the_first_providers_fail_the_next_are_asked(size: int | None):
+    """Keys that nobody can dial, however many are named first, do not hide a provider that can be."""
+    t = Talk([*CROWD, A], size=size, deadline=600.0)
+    answers = {BlobOp.SIZE: encode_size(len(DATA)), BlobOp.LEAVES: b"".join(LEAVES), BlobOp.HAVE: b"\xff"}
+    while not t.all_of(EndFetch):
+        while t.actions and not t.all_of(EndFetch):
+            match action := t.actions.pop(0):
+                case QueryProvider(peer=peer, op=op):
+                    t.tell(action, given(answers[op]) if peer == A else Lost("routing: not found"))
+                case RequestSlot(peer=peer):
+                    t.tell(action, None if peer == A else Lost("routing: not found"))
+                case RequestChunk():
+                    t.tell(action, ChunkCheck.STORED)
+                case OpenBlob(leaves=leaves):
+                    t.tell(action, range(len(LEAVES)) if leaves == LEAVES else None)
+        if not t.all_of(EndFetch):
+            t.wait()
+    assert t.all_of(EndFetch) == [EndFetch()] and t.now < 120
+
+
+@pytest.mark.parametrize("count", [ACTIVE, PROVIDERS])
+def test_providers_that_only_put_us_off_make_room_for_others(count: int):
+    t = Talk([B, *CROWD[: count - 1], A], deadline=600.0)
+    t.open()
+    while A not in {r.peer for r in t.all_of(RequestChunk)}:
+        assert not t.all_of(EndFetch) and t.now < count / ACTIVE * STALL_SECONDS + 1
+        while t.all_of(RequestChunk):
+            t.chunk(REFUSED)
+        t.wait()
+        for opening in t.all_of(OpenBlob):  # after the turn: what is here is kept
+            t.actions.remove(opening)
+            t.tell(opening, range(len(LEAVES)))
+        t.slots()
+    assert t.all_of(CancelAll) and t.now >= STALL_SECONDS
+
+
+def test_while_chunks_arrive_no_provider_is_replaced():
+    data = bytes(20 * CHUNK)
+    t = Talk([B, *CROWD], blob_digest(data), len(data), deadline=600.0)
+    t.tell(t.take(OpenBlob), range(20))
+    for _ in range(10):
+        t.slots()
+        t.chunk()
+        t.now += STALL_SECONDS / 2
+        t.wait()
+    assert not t.all_of(CancelAll)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -25,7 +25,7 @@ class Swarm:
 
     def __init__(self, world: World, selector: RelaySelector):
         self.fetch_blob = world.source.fetch_blob
-        self.everyone = world.source.everyone
+        self.providers = world.source.providers
         self.relay = SimpleNamespace(selector=selector)
 
 

@@ -94,8 +94,8 @@ class World:
             cast(RoundBlobFetcher, self), cast(Any, self), post=self._failed,
         )  # fmt: skip
 
-    def everyone(self) -> list[PeerKey]:
-        return []
+    def providers(self, holders=(), *, state=None) -> list[PeerKey]:
+        return list(holders)
 
     def format_of(self, contributors: int, shard: int):
         return f"{shard} of {contributors}"
@@ -362,8 +362,8 @@ async def test_an_update_that_the_own_disk_damaged_is_fetched_again_and_its_auth
     with Store(tmp_path / "store", 10**8) as store:  # after a start, as the disk has it
 
         class Source:
-            def everyone(self) -> list[PeerKey]:
-                return []
+            def providers(self, holders=(), *, state=None) -> list[PeerKey]:
+                return list(holders)
 
             async def fetch_blob(self, blob, size, holders, *, deadline_seconds) -> None:
                 fetched.append(blob)

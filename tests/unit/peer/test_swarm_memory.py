@@ -22,12 +22,13 @@ from peer.swarm import (
     SwarmLimits,
 )
 from peer.swarm.rate_limiter import CallLimits, RateLimiter
+from peer.swarm.transfer.blob_server import ServeLimits
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, RunId
 from protocol.merkle import CHUNK
 from protocol.wire import swarm_pb2 as wire
 from tests.support.memory_transport import MemoryNetwork
-from tests.support.waiting import LIMIT
+from tests.support.waiting import LIMIT, until
 
 RUN = RunId(b"r" * 32)
 
@@ -41,6 +42,7 @@ class Member:
         self.packets: list[tuple[PeerKey, wire.Packet]] = []
         self.serve_refusal: Callable[[Digest, PeerKey], str | None] = lambda blob, by: None
         self.requested: list[tuple[Digest, PeerKey]] = []
+        self.strangers: set[PeerKey] = set()
         self.swarm: Swarm
         self.transport = network.host(self.key, limiter=RateLimiter(CallLimits(calls_per_second=20)))
 
@@ -50,10 +52,11 @@ class Member:
             on_chain_request=lambda sender, request: wire.ChainReply(certificates=list(request.locator)),
             serve_refusal=lambda blob, by: self.serve_refusal(blob, by),
             on_blob_requested=lambda blob, by: self.requested.append((blob, by)),
+            is_known=lambda key: key not in self.strangers,
         )
         self.swarm = await Swarm.over(
             self.transport, RateLimiter(), self.key, RUN, store=self.store, handlers=handlers, initial=initial,
-            limits=SwarmLimits(),
+            limits=SwarmLimits(serve=ServeLimits(strangers_bytes_per_second=4 * CHUNK, strangers_wait_seconds=0.5)),
         )  # fmt: skip
 
 
@@ -103,6 +106,46 @@ async def test_blobs_are_fetched_and_requests_that_were_admitted_are_noted(three
     assert b.store.read(blob) == data and set(a.requested) == {(blob, b.key)}
     await c.swarm.fetch_blob(blob, None, [a.key, b.key], deadline_seconds=LIMIT)
     assert c.store.read(blob) == data
+
+
+async def test_whoever_is_no_member_shares_a_small_part_of_the_uplink_and_members_have_the_rest(three: list[Member]):
+    a, b, c = three
+    data = bytes(range(256)) * (20 * CHUNK // 256)
+    blob = a.store.put(data)
+    a.strangers = {c.key}
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    slow = asyncio.create_task(c.swarm.fetch_blob(blob, len(data), [a.key], deadline_seconds=LIMIT))
+    await until(lambda: c.store.in_progress(blob))
+    await b.swarm.fetch_blob(blob, len(data), [a.key], deadline_seconds=LIMIT)
+    assert not slow.done() and loop.time() - began < 3.0
+    await asyncio.sleep(max(0.0, began + 1.5 - loop.time()))
+    assert not slow.done(), "five seconds for twenty chunks, four a second"
+    a.strangers = set()  # it is admitted
+    admitted = loop.time()
+    await slow
+    assert c.store.read(blob) == data and loop.time() - admitted < 1.5
+
+
+async def test_while_many_that_are_no_members_fetch_the_next_is_sent_away_at_once(three: list[Member]):
+    a, _, c = three
+    data = bytes(20 * CHUNK)
+    blob = a.store.put(data)
+    a.strangers = {c.key}
+    assert not a.swarm.server.strangers_wait()
+    a.swarm.server.strangers_budget.charge(100 * CHUNK)
+    with pytest.raises(BlobFetchError, match="too many non-members"):
+        await c.swarm.fetch_blob(blob, len(data), [a.key], deadline_seconds=0.5)
+    assert not a.requested
+
+
+async def test_a_hundred_keys_that_nobody_can_dial_do_not_hide_the_one_provider(three: list[Member]):
+    a, b, _ = three
+    data = bytes(6 * CHUNK)
+    blob = a.store.put(data)
+    crowd = [Identity(bytes([9, n]) * 16).key for n in range(100)]
+    await b.swarm.fetch_blob(blob, len(data), [*crowd, a.key], deadline_seconds=LIMIT)
+    assert b.store.read(blob) == data
 
 
 async def test_a_swarm_that_stops_ends_its_fetches_and_begins_no_other(three: list[Member]):

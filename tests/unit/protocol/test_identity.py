@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import pytest
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protocol.ed25519_points import WEAK_POINTS
 from protocol.errors import IdentityError, SignatureError
 from protocol.identity import Identity, parse_key_file, to_key_file, verify
 from protocol.ids import PeerKey
+from tests.support import edwards25519 as curve
 from tests.support.specs import identity
 
 # RFC 8032 section 7.1, tests 1 to 3: seed, public key, message, signature.
@@ -71,6 +77,54 @@ def test_nobody_can_make_a_second_signature_out_of_a_first():
     scalar = int.from_bytes(signature[32:], "little") + order
     with pytest.raises(SignatureError):
         verify(signer.key, b"message", signature[:32] + scalar.to_bytes(32, "little"))
+
+
+def test_the_weak_points_are_those_of_small_order_and_those_with_a_second_encoding():
+    small = curve.small_order_points()
+    assert len(small) == 8 and all(curve.multiply(8, point) == curve.IDENTITY for point in small)
+    canonical = {curve.encode(point) for point in small}
+    # All encodings whose y is not reduced; and x = 0 with the sign bit: "minus zero".
+    other = {(y | sign << 255).to_bytes(32, "little") for y in range(curve.P, 2**255) for sign in (0, 1)}
+    other |= {(y | 1 << 255).to_bytes(32, "little") for y in (1, curve.P - 1)}
+    assert canonical | other == WEAK_POINTS and len(WEAK_POINTS) == 48
+    assert all((point := curve.decode(e)) is None or curve.encode(point) != e for e in other)
+
+
+def openssl_accepts(key: bytes, message: bytes, signature: bytes) -> bool:
+    try:
+        Ed25519PublicKey.from_public_bytes(key).verify(signature, message)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def test_nobody_signs_with_a_weak_key():
+    # With a key of small order n, S and R = S*B are a signature of one message in n, whatever S is.
+    forged = curve.encode(curve.multiply(5, curve.BASE)) + (5).to_bytes(32, "little")
+    messages = [b"message %d" % i for i in range(64)]
+    for key in WEAK_POINTS:
+        for message in messages:
+            with pytest.raises(SignatureError, match="weak key"):
+                verify(PeerKey(key), message, forged)
+    # The negative control: OpenSSL alone accepts such forgeries.
+    accepted = {key for key in WEAK_POINTS if any(openssl_accepts(key, message, forged) for message in messages)}
+    assert {curve.encode(point) for point in curve.small_order_points()} <= accepted
+
+
+def test_a_weak_r_is_refused_also_where_the_equation_holds():
+    # The holder of a key has S = k*a for R = the identity: a second signature, which other libraries refuse.
+    signer, message = identity("signer"), b"message"
+    digest = hashlib.sha512(signer.seed).digest()
+    secret = int.from_bytes(digest[:32], "little") & ((1 << 254) - 8) | 1 << 254
+    accepted = set()
+    for encoding in WEAK_POINTS:
+        challenge = int.from_bytes(hashlib.sha512(encoding + signer.key + message).digest(), "little")
+        signature = encoding + (challenge * secret % curve.ORDER).to_bytes(32, "little")
+        with pytest.raises(SignatureError, match="weak point"):
+            verify(signer.key, message, signature)
+        if openssl_accepts(signer.key, message, signature):
+            accepted.add(encoding)
+    assert accepted == {curve.encode(curve.IDENTITY)}  # the negative control
 
 
 @given(st.binary(max_size=80).filter(lambda s: len(s) != 64))

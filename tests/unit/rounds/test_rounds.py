@@ -186,6 +186,24 @@ def test_a_header_that_breaks_the_bounds_is_refused_with_a_reason(changes):
     assert b.machine.summary(0).headers == ()
 
 
+def test_an_author_whose_messages_are_refused_is_reported_once_a_round_and_others_are_too():
+    b = Bench()
+    reports: list[do.Notice] = []
+    for i in range(20):
+        for author in OTHERS[:2]:
+            b.step(ev.MessageReceived(b.header(author, end_window=1000 + i)))
+            reports += b.of(do.Notice)
+    assert [(r.kind, r.about) for r in reports] == [("refused", OTHERS[0]), ("refused", OTHERS[1])]
+    headers = [b.header(k) for k in OTHERS[2:5]]
+    b.step(ev.CertificateReceived(certificate(b.record(OTHERS[2], headers), OTHERS[2:5]), OTHERS[2]))
+    for h in headers:
+        b.step(ev.BlobHeld(h.body.blob))
+    b.step(ev.StateReached(b.chain.head, Digest(sha256(b"next"))))
+    lie = b.header(OTHERS[0], end_window=2000, round=Round(1), parent=b.chain.head, base_state=Digest(sha256(b"next")))
+    b.step(ev.MessageReceived(lie))
+    assert [(r.kind, r.about) for r in b.of(do.Notice)] == [("refused", OTHERS[0])]
+
+
 def test_a_flood_of_new_keys_does_not_evict_contributors_of_the_last_round():
     b = Bench()
     headers = [b.header(k) for k in OTHERS[:3]]

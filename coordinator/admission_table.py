@@ -1,0 +1,122 @@
+"""The admissions that the coordinator remembers, within bounds that nobody can use up. Pure: the time is an argument.
+
+Keys cost nothing, so a table of keys fills. Here a key that is never seen in the swarm is forgotten after an hour.
+An address adds few keys a day. A full table displaces its oldest idle key. A forgotten key has no name on the run page
+until its next renewal; the admission that it holds stays valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from coordinator.errors import TooManyError
+from coordinator.ledger import AdmissionRow
+from coordinator.limits import NetworkLimit, Rate, is_loopback
+from coordinator.names import ChosenNames
+from protocol.ids import PeerKey
+
+MAX_ADMISSIONS = 100_000
+UNSEEN_SECONDS = 3600.0
+"""A key that was admitted this long ago and never seen in the swarm is forgotten."""
+
+IDLE_SECONDS = 30 * 86_400.0
+"""A key without accepted work that was seen this long ago is forgotten."""
+
+NEW_KEYS = 64
+"""New keys that one IPv4 address or IPv6 /64 adds at once, and then in a day; a /56 and a /48 add more."""
+
+
+class AdmissionTable:
+    """The newest admission of each remembered peer.
+
+    `has_worked` returns whether the chain has work of a peer that was not voided: such a peer is never displaced.
+    """
+
+    def __init__(self, has_worked: Callable[[PeerKey], bool], *, limit: int = MAX_ADMISSIONS):
+        self._has_worked = has_worked
+        self._limit = limit
+        self._rows: dict[PeerKey, AdmissionRow] = {}
+        self.names = ChosenNames()
+        self._new_keys = NetworkLimit(Rate(NEW_KEYS / 86_400, NEW_KEYS), callers=limit)
+
+        # Each peer is in at most one of these; neither has peers that were found to have worked since last seen.
+        self._unseen: dict[PeerKey, float] = {}
+        """Peers never seen in the swarm, and when they were admitted; the oldest first."""
+        self._seen: dict[PeerKey, float] = {}
+        """When peers were last seen in the swarm; the oldest first."""
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, peer: object) -> bool:
+        return peer in self._rows
+
+    def get(self, peer: PeerKey) -> AdmissionRow | None:
+        return self._rows.get(peer)
+
+    def load(self, rows: Iterable[AdmissionRow], now: float) -> None:
+        """Take over stored admissions: each peer has an hour from now to be seen, or has worked."""
+        for row in sorted(rows, key=lambda row: row.not_before):
+            self._put(row)
+            self._unseen[row.peer] = now
+
+    def add(self, row: AdmissionRow, caller: str, now: float) -> list[PeerKey]:
+        """Add or renew an admission; return the peers that were displaced for it.
+
+        Raises TooManyError if `caller` (`limits.caller_of`) has added its share of new keys, or if all places are taken
+        by peers that have worked.
+        """
+        if row.peer in self._rows:
+            self._put(row)
+            return []
+        local = is_loopback(caller)  # the owner's own peers, or everybody behind a proxy
+        if not local and (wait := self._new_keys.wait(caller, now)):
+            raise TooManyError(
+                f"this run admits {NEW_KEYS} new keys a day from one address, and your network has used its share: try "
+                f"again in {max(1, round(wait / 60))} min, or start a peer that was admitted before (--home)"
+            )
+        displaced = self._displace() if len(self._rows) >= self._limit else []
+        if not local:
+            self._new_keys.count(caller, now)
+        self._put(row)
+        self._unseen[row.peer] = now
+        return displaced
+
+    def note_seen(self, peers: Iterable[PeerKey], now: float) -> None:
+        """Note that these peers are in the swarm."""
+        for peer in peers:
+            if peer in self._rows:
+                self._unseen.pop(peer, None)
+                self._seen.pop(peer, None)
+                self._seen[peer] = now
+
+    def forget(self, now: float) -> list[PeerKey]:
+        """Forget the peers that were not seen for too long and have not worked; return them."""
+        gone = []
+        for order, seconds in ((self._unseen, UNSEEN_SECONDS), (self._seen, IDLE_SECONDS)):
+            while order and now - order[peer := next(iter(order))] > seconds:
+                gone += self._remove_idle(order, peer)
+        return gone
+
+    def _displace(self) -> list[PeerKey]:
+        """Forget the oldest peer that was never seen, else the one seen longest ago, that has not worked."""
+        for order in (self._unseen, self._seen):
+            while order:
+                if gone := self._remove_idle(order, next(iter(order))):
+                    return gone
+        raise TooManyError(
+            f"this run remembers at most {self._limit} peers, and all have credits: start one of these again (--home)"
+        )
+
+    def _remove_idle(self, order: dict[PeerKey, float], peer: PeerKey) -> list[PeerKey]:
+        """Remove a peer from an order; forget it and return it unless it has worked."""
+        del order[peer]
+        if self._has_worked(peer):
+            return []
+        del self._rows[peer]
+        self.names.set(peer, "")
+        return [peer]
+
+    def _put(self, row: AdmissionRow) -> None:
+        self._rows[row.peer] = row
+        self.names.set(row.peer, row.name)
