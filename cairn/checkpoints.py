@@ -19,23 +19,28 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.checkpoints.archive import CONFIG, MANIFEST, MODEL, SPEC, TOKENIZER, ArchivedState, read_manifest
-from coordinator.checkpoints.copies import file_reader
+from coordinator.checkpoints.copies import file_names, file_reader
 from coordinator.checkpoints.verification import VerificationError, VerifiedCheckpoint
 from coordinator.checkpoints.verification import verify_checkpoint as verify
 from coordinator.export import ExportError, checkpoint_digest, read_layout
 from coordinator.model_card import Origin
-from peer.node.snapshot import read_snapshot
+from coordinator.regular_file import read_regular
+from peer.node.snapshot import FILE as STATUS
+from peer.node.snapshot import MAX_SNAPSHOT, parse_snapshot
 from protocol.envelope import open_envelope
 from protocol.errors import CairnError, MalformedError
 from protocol.ids import Digest, PeerKey, RunId, sha256
 from protocol.invite import Invite
 from protocol.merkle import blob_digest
 from protocol.message_codec import MessageDecoder
-from protocol.messages import RoundRecord
+from protocol.messages import MAX_CERTIFICATE, RoundRecord
 from protocol.spec import KIND, MAX_SPEC, RunSpec, open_spec, parse_spec
 
 SPECS = ("spec.json", "run/spec.signed", "spec.signed", "store/values/spec", "values/spec")
 """Paths of a run's spec, relative to a folder of the run."""
+
+ARCHIVED = re.compile(r"round-\d+(-[0-9a-f]+)?", re.ASCII)
+"""The name of an archived state's folder, or of its copy's."""
 
 ABOVE = 8
 """Number of folders above a file that are searched for its run."""
@@ -65,10 +70,20 @@ def find_checkpoint(path: Path, spec_file: Path | None = None, run: RunId | None
     `spec_file` is the run's spec if it is not beside the checkpoint. `run` is the required run. Raises ExportError, and
     CairnError for a spec.
     """
+    try:
+        return _find_checkpoint(path, spec_file, run)
+    except OSError as e:
+        raise ExportError(f"{path}: cannot be read: {e.strerror or e}: {WANTED}") from None
+
+
+def _find_checkpoint(path: Path, spec_file: Path | None, run: RunId | None) -> FoundCheckpoint:
     if not path.exists():
         raise ExportError(f"{path}: no such file or folder: {WANTED}")
     path = path.resolve()
-    given = None if spec_file is None else _Run(spec_file.resolve().parent, read_spec(spec_file))
+    given = None
+    if spec_file is not None:
+        spec = read_spec(spec_file)
+        given = _Run(spec_file.resolve().parent, spec)
     archived = read_manifest(path.parent) if path.name == MODEL else _newest_archived(path)
     if archived is not None:
         found = _of_archived(archived, given)
@@ -107,7 +122,7 @@ def verify_checkpoint(place: str, trusted: str, report: Callable[[str], None] = 
     except MalformedError as e:
         raise VerificationError(f"{e}: give the run's invite, or its owner's key (64 hexadecimal digits)") from None
     try:
-        return verify(file_reader(place), run=run, owner=owner, report=report)
+        return verify(file_reader(place), run=run, owner=owner, names=file_names(place), report=report)
     except VerificationError as e:
         raise VerificationError(f"{place}: {e}") from None
 
@@ -115,16 +130,12 @@ def verify_checkpoint(place: str, trusted: str, report: Callable[[str], None] = 
 def read_spec(path: Path) -> RunSpec:
     """Return the spec in a file: canonical JSON, or signed. Raises ExportError."""
     try:
-        if path.stat().st_size > MAX_SPEC + 1024:
-            raise ExportError(f"{path}: larger than a run spec: name a spec.json or spec.signed")
-        data = path.read_bytes()
+        data = read_regular(path, MAX_SPEC + 1024)
         if data.startswith(b"{"):
             return parse_spec(data)
         return open_spec(data, RunId(blob_digest(open_envelope(data, KIND, limit=MAX_SPEC + 1024).payload)))
     except OSError as e:
         raise ExportError(f"{path}: cannot be read: {e.strerror or e}: name a run's spec.json or spec.signed") from None
-    except ExportError:
-        raise
     except CairnError as e:
         why = " ".join(str(e).split())[:200]
         raise ExportError(f"{path}: not a run's spec: {why}: name its spec.json or spec.signed") from None
@@ -133,7 +144,8 @@ def read_spec(path: Path) -> RunSpec:
 def _newest_archived(folder: Path) -> ArchivedState | None:
     """Return an archived state, or the newest one of an owner's folder; None if it is neither."""
     for place in ([folder], folder.glob("checkpoints/round-*"), folder.glob("round-*")):
-        found = [a for p in place if (a := read_manifest(p)) is not None]
+        named = (p for p in place if p == folder or ARCHIVED.fullmatch(p.name))
+        found = [a for p in named if (a := read_manifest(p)) is not None]
         if found:
             return max(found, key=lambda a: a.round)
     return None
@@ -151,7 +163,7 @@ def _of_archived(archived: ArchivedState, given: _Run | None) -> FoundCheckpoint
         run = _Run(folder, read_spec(folder / SPEC))
     before = run.record(archived.round - 1, archived.record)
     origin = run.origin(archived.state, archived.round, archived.tokens, before)
-    return FoundCheckpoint(folder / MODEL, run.spec.model.config, folder / TOKENIZER, origin)
+    return FoundCheckpoint(folder / MODEL, run.spec.model.config, run.tokenizer(folder / MODEL), origin)
 
 
 def _run_above(path: Path) -> _Run:
@@ -212,7 +224,7 @@ class _Run:
         places = [self.folder, self.folder / "data", self.folder / "run" / "data", checkpoint.parent]
         for path in [*([held] if held else []), *(p / TOKENIZER for p in places)]:
             with contextlib.suppress(OSError):
-                if path.stat().st_size == wanted.size and blob_digest(path.read_bytes()) == wanted.name:
+                if blob_digest(read_regular(path, wanted.size)) == wanted.name:
                     return path
         raise ExportError(
             f"{checkpoint}: the run's tokenizer ({wanted.name.short}) is not there: put its tokenizer.json beside the "
@@ -222,7 +234,7 @@ class _Run:
     def record(self, round_: int, digest: Digest) -> RoundRecord | None:
         """Return a record of the chain on disk; None if it is missing or damaged."""
         try:
-            data = (self.store / "chain" / f"{round_:013d}-{digest.hex()}").read_bytes()
+            data = read_regular(self.store / "chain" / f"{round_:013d}-{digest.hex()}", 32 + MAX_CERTIFICATE)
             if sha256(data[32:]) != data[:32]:
                 return None
             return self._decoder.decode_certificate(data[32:]).record.body
@@ -231,7 +243,9 @@ class _Run:
 
     def origins(self) -> Iterator[Origin]:
         """Yield the states that status file, chain and spec name, newest first."""
-        status, head = read_snapshot(self.store.parent), None
+        status, head = None, None
+        with contextlib.suppress(OSError):
+            status = parse_snapshot(read_regular(self.store.parent / STATUS, MAX_SNAPSHOT))
         if status is not None:
             with contextlib.suppress(MalformedError):
                 head = Digest.parse(status.head)

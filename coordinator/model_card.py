@@ -97,7 +97,7 @@ def tokenizer_settings(text: str, path: Path, config: Mapping[str, Any]) -> dict
     for kind in ("bos", "eos", "pad"):
         number = config.get(f"{kind}_token_id")
         number = number[0] if isinstance(number, list) and number else number
-        token = tokenizer.id_to_token(number) if isinstance(number, int) and number >= 0 else None
+        token = tokenizer.id_to_token(number) if isinstance(number, int) and 0 <= number < 2**32 else None
         if token is not None:
             settings[f"{kind}_token"] = token
     lengths = [config[f] for f in ("max_position_embeddings", "n_positions") if isinstance(config.get(f), int)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import json
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable
@@ -22,6 +21,7 @@ from protocol.errors import CairnError, MalformedError
 from protocol.ids import MAX_COUNT, PeerKey, RunId
 from protocol.ledger.statements import Receipt, SignedStatement, TreeHead, open_receipt, open_tree_head
 from protocol.proofs import MAX_PROOF
+from protocol.strict_json import read_json
 
 T = TypeVar("T")
 
@@ -147,8 +147,8 @@ class LogClient:
         given = urlencode({k: v for k, v in query.items() if v is not None})
         data = await self._fetch(f"{self._page}{path}{'?' if given else ''}{given}")
         try:
-            answer = json.loads(data)
-        except (ValueError, RecursionError):
+            answer = read_json(data, path, MAX_ANSWER)
+        except MalformedError:
             answer = None
         if not isinstance(answer, dict):
             raise MalformedError(f"{self._page}{path} does not answer with a JSON object: is it a coordinator's page?")

@@ -23,7 +23,9 @@ MAX_DIMENSIONS = 8
 MAX_HEADER = 64 * 1024 * 1024
 MAX_NUMEL = (MAX_BLOB - MAX_HEADER - 8) // 4
 """Parameters of a layout: a checkpoint holds no more."""
-MOMENTUM = "outer_momentum/"
+RESERVED = "outer_"
+"""Prefix of the tensors that a state holds beside the model's. No tensor of a model begins with it."""
+MOMENTUM = f"{RESERVED}momentum/"
 """Prefix of the outer optimizer's momentum tensors in a state."""
 
 

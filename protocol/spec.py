@@ -10,35 +10,54 @@ import math
 from typing import Annotated, Any, Literal
 
 import rfc8785
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
+from protocol.data_address import check_address
 from protocol.envelope import Envelope, open_envelope, seal
 from protocol.errors import MalformedError, SignatureError, SpecError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, RunId
-from protocol.layout import Layout, TensorShape
+from protocol.layout import MAX_DIMENSIONS, MAX_TENSORS, RESERVED, Layout, TensorShape
 from protocol.merkle import MAX_BLOB, blob_digest
 from protocol.messages import MAX_CONTRIBUTORS
+from protocol.strict_json import read_json
 
 KIND = "run-spec"
 MAX_SPEC = 1024 * 1024
 MAX_INT = 2**53 - 1
 """The largest integer that canonical JSON has."""
+MAX_TOKENIZER = 256 * 1024 * 1024
+"""Maximum bytes of a tokenizer.json, which is read whole."""
 MAX_CONFIG_DEPTH = 32
 MAX_PROBLEMS_SHOWN = 20
 """Problems that an error lists; the rest it counts."""
 
 
-def _printable(text: str) -> str:
+def _data_address(text: str) -> str:
     if not text.isprintable():
         raise ValueError(f"has characters that cannot be shown: {text[:60]!r}")
+    try:
+        check_address(text)
+    except SpecError as e:
+        raise ValueError(str(e)) from None
     return text
 
 
 Hex32 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-Address = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_printable)]
+Address = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_data_address)]
 Count = Annotated[int, Field(ge=1, le=MAX_INT)]
 Seconds = Annotated[float, Field(gt=0, le=86_400 * 7)]
+# The first error of a list ends its check: each error takes a thousand times the bytes of a wrong item.
+Shape = Annotated[list[Annotated[int, Field(ge=1, le=2**40)]], FailFast(), Field(max_length=MAX_DIMENSIONS)]
 
 
 class Section(BaseModel):
@@ -62,7 +81,7 @@ class ModelSpec(Section):
     """Any causal language model of `transformers`, by its config."""
 
     config: dict[str, Any] = Field(description="the model's transformers config, with its model_type")
-    tensors: Annotated[list[tuple[str, list[Annotated[int, Field(ge=1, le=2**40)]]]], Field(min_length=1)] = Field(
+    tensors: Annotated[list[tuple[str, Shape]], FailFast(), Field(min_length=1, max_length=MAX_TENSORS)] = Field(
         description="name and shape of each parameter, by ascending name: the layout of updates, so that a node "
         "knows it without building the model"
     )
@@ -81,6 +100,11 @@ class ModelSpec(Section):
             _ = self.layout
         except MalformedError as e:
             raise ValueError(f"tensors: {e}") from None
+        if taken := next((name for name, _ in self.tensors if name.startswith(RESERVED)), None):
+            raise ValueError(
+                f"tensors: {taken} begins with {RESERVED}, as what a state holds beside the model does: choose a "
+                "model_type without such a parameter"
+            )
         return self
 
     @property
@@ -130,12 +154,12 @@ class DataSpec(Section):
 
     window: Annotated[int, Field(ge=8, le=2**20)]
     dtype: Literal["uint16", "uint32"] = "uint16"
-    train: Annotated[list[DataShard], Field(min_length=1, max_length=65_536)]
-    validation: Annotated[list[DataShard], Field(max_length=1024)] = []
-    addresses: Annotated[list[Address], Field(max_length=64)] = Field(
+    train: Annotated[list[DataShard], FailFast(), Field(min_length=1, max_length=65_536)]
+    validation: Annotated[list[DataShard], FailFast(), Field(max_length=1024)] = []
+    addresses: Annotated[list[Address], FailFast(), Field(max_length=64)] = Field(
         default=[],
-        description="fsspec addresses of folders that hold the shards as DIGEST.tokens; "
-        "when none has a shard, it is fetched from the swarm as a blob",
+        description="addresses of folders that hold the shards as DIGEST.tokens; without one that may be used, they "
+        "are fetched from the swarm as blobs",
     )
 
     @model_validator(mode="after")
@@ -258,7 +282,7 @@ class AdmissionSpec(Section):
     seconds: Annotated[int, Field(ge=60, le=30 * 86_400)] = Field(
         default=86_400, description="how long an admission lasts"
     )
-    allow: Annotated[list[Hex32], Field(max_length=100_000)] = Field(
+    allow: Annotated[list[Hex32], FailFast(), Field(max_length=100_000)] = Field(
         default=[], description='peer keys, for mode "allow"'
     )
     founders: Annotated[list[Hex32], Field(max_length=1024)] = Field(
@@ -316,6 +340,8 @@ class RunSpec(Section):
     def _consistent(self):
         if self.round.max_update_tokens < self.inner.batch * self.data.window:
             raise ValueError("round.max_update_tokens must allow one inner step: inner.batch * data.window tokens")
+        if self.tokenizer.size > MAX_TOKENIZER:
+            raise ValueError(f"tokenizer.size is more than {MAX_TOKENIZER >> 20} MiB: choose a smaller vocabulary")
         if self.data.train_windows < 1:
             raise ValueError("data.train holds less than one window of tokens")
         if self.inner.schedule.kind != "constant" and not self.inner.schedule.total_tokens:
@@ -368,10 +394,10 @@ def _shown(part: str | int) -> str:
 
 def parse_spec(data: bytes) -> RunSpec:
     """Return the spec in its canonical bytes. Raises SpecError for anything else."""
-    if len(data) > MAX_SPEC:
-        raise SpecError(f"a run spec of {len(data)} bytes: at most {MAX_SPEC} are accepted")
     try:
-        spec = RunSpec.model_validate_json(data)
+        spec = RunSpec.model_validate(read_json(data, "the run spec", MAX_SPEC))
+    except MalformedError as e:
+        raise SpecError(str(e)) from None
     except ValidationError as e:
         raise SpecError(explain(e, "run spec")) from None
     if spec.canonical() != data:

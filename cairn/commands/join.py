@@ -97,6 +97,11 @@ def _device(_context: click.Context, _parameter: click.Parameter, text: str) -> 
 @click.option(
     "--disk", default="50G", show_default=True, metavar="SIZE", help="The most disk space to use.", callback=_disk
 )
+@click.option(
+    "--allow-private-data",
+    is_flag=True,
+    help="Let the run's owner name data on this disk, in private networks and behind your cloud accounts.",
+)
 @click.option("--plain", is_flag=True, help="Log lines instead of a live view (the default without a terminal).")
 @via_option
 def join(**options: Any) -> None:
@@ -123,6 +128,7 @@ class JoinOptions:
     listen: tuple[str, ...]
     announce: tuple[str, ...]
     disk: int
+    allow_private_data: bool
     plain: bool
     via: tuple[str, ...]
 
@@ -163,6 +169,7 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
         compile=options.compile,
         overlap=options.overlap == "on",
         threads=options.threads or os.cpu_count() or 1,
+        private_data=options.allow_private_data,
     )
     with Store(folder / "store", options.disk) as store:
 

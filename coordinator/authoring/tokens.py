@@ -11,11 +11,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from coordinator.authoring.documents import TextSegment
 from coordinator.authoring.errors import DataInputError
+from protocol.spec import MAX_TOKENIZER
 
 END_OF_TEXT = "<|endoftext|>"
 KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>", "[EOS]", "<|eot_id|>")
 MIN_VOCABULARY = 257  # every byte, and the end of text
-MAX_TOKENIZER = 256 * 1024 * 1024
 SAMPLE = 256 * 1024 * 1024
 """Maximum number of characters on which a tokenizer is trained."""
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from coordinator.authoring.errors import AuthoringError
 from coordinator.logging_filters import quiet_transformers
 from protocol.errors import SpecError
-from protocol.layout import Layout
+from protocol.layout import RESERVED, Layout
 
 MODEL, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -89,7 +89,7 @@ def check(found: PretrainedWeights, layout: Layout) -> None:
     wanted = {t.name: t.shape for t in layout.tensors}
     strange = sorted(found.tensors.keys() - wanted.keys())
     missing = sorted(wanted.keys() - found.tensors.keys())
-    momentum = [n for n in strange if n.startswith("outer_momentum/")]
+    momentum = [n for n in strange if n.startswith(RESERVED)]
     if momentum:
         raise WeightsError(f"{found.folder}: a run's state with momentum: make a model of it with `cairn export` first")
     for name, shape in wanted.items():
@@ -162,7 +162,7 @@ def other_settings(folder: Path, config: Mapping[str, Any]) -> list[str]:
 
     try:
         own = plain_config(json.loads((folder / CONFIG).read_bytes()))
-    except (OSError, ValueError, SpecError, AttributeError):
+    except (OSError, ValueError, SpecError, AttributeError, RecursionError):
         return []
     ignored = ("bos_token_id", "eos_token_id", "pad_token_id")
     return sorted(k for k in own.keys() | config.keys() if own.get(k) != config.get(k) and k not in ignored)

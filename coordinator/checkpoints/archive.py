@@ -30,13 +30,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import rfc8785
 
 from coordinator import durable
 from coordinator.checkpoints.retention import RetentionCandidate, RetentionPolicy, evictable, to_delete
 from coordinator.errors import CoordinatorError
+from coordinator.regular_file import read_regular
 from protocol.errors import MalformedError
-from protocol.ids import Digest, RunId
+from protocol.ids import MAX_COUNT, MAX_ROUND, Digest, RunId
 from protocol.spec import RunSpec
+from protocol.strict_json import integer_field, read_json
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +134,7 @@ class Archive:
                 draft.mkdir(parents=True)
                 self._link_or_copy(checkpoint, draft / MODEL)
                 _copy(tokenizer, draft / TOKENIZER)
-                durable.write(draft / CONFIG, _json(self._spec.model.config))
+                durable.write(draft / CONFIG, config_json(self._spec.model.config))
                 if self._spec_envelope:
                     durable.write(draft / SPEC, self._spec_envelope)
                 if certificate:
@@ -294,8 +299,7 @@ class Archive:
 def read_manifest(folder: Path) -> ArchivedState | None:
     """Return what the manifest of an archived folder says; None if it is no such folder."""
     try:
-        with (folder / MANIFEST).open("rb") as file:
-            return parse_manifest(folder, file.read(MAX_MANIFEST))
+        return parse_manifest(folder, read_regular(folder / MANIFEST, MAX_MANIFEST))
     except OSError:
         return None
 
@@ -309,16 +313,22 @@ def _read_once(folder: Path, mark: tuple[int, int, int]) -> ArchivedState | None
 def parse_manifest(folder: Path, data: bytes) -> ArchivedState | None:
     """Return what a cairn.json says; None if it is none."""
     try:
-        manifest = json.loads(data)
+        manifest = read_json(data, MANIFEST, MAX_MANIFEST)
         run, state, record = (
             RunId.parse(manifest["run"]),
             Digest.parse(manifest["state"]),
             Digest.parse(manifest["record"]),
         )
+        round_, tokens = integer_field(manifest, "round", MAX_ROUND), integer_field(manifest, "tokens", MAX_COUNT)
         final = base64.b64decode(manifest.get("final", ""), validate=True)
-        return ArchivedState(folder, run, int(manifest["round"]), state, record, int(manifest["tokens"]), final)
+        return ArchivedState(folder, run, round_, state, record, tokens, final)
     except (ValueError, KeyError, TypeError, AttributeError, MalformedError, binascii.Error):
         return None
+
+
+def config_json(config: Mapping[str, Any]) -> bytes:
+    """Return the one form in which a model's config is archived, whatever the types of equal numbers in it."""
+    return _json(json.loads(rfc8785.dumps(dict(config))))
 
 
 def _json(value: object) -> bytes:

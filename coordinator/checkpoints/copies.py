@@ -25,8 +25,10 @@ from coordinator.checkpoints.job import Row, serve_job
 from coordinator.checkpoints.retention import RetentionCandidate, RetentionPolicy, to_delete
 from coordinator.checkpoints.verification import ReadFile
 from coordinator.errors import CoordinatorError
+from protocol.errors import MalformedError
 from protocol.ids import Digest, RunId
-from protocol.merkle import CHUNK, leaves_of, read_chunks, tree_hash
+from protocol.merkle import CHUNK, MAX_BLOB, leaves_of, read_chunks, tree_hash
+from protocol.strict_json import integer_field, read_json
 
 PART = 8 * 1024 * 1024
 PARTS = 9000
@@ -145,8 +147,9 @@ class CopyStore:
         if archived is None or archived.run != self._run:
             return None
         try:
-            size = sum(int(f["bytes"]) for f in json.loads(data)["files"] if f["name"] in FILES)
-        except (KeyError, TypeError, ValueError):
+            listed = [f for f in read_json(data, MANIFEST, MAX_MANIFEST)["files"] if f["name"] in FILES]
+            size = sum(integer_field(f, "bytes", MAX_BLOB) for f in listed)
+        except (KeyError, TypeError, AttributeError, MalformedError):
             return None
         return StoredCopy(path, archived, size + len(data))
 
@@ -210,13 +213,19 @@ def _to_delete(there: list[StoredCopy], policy: RetentionPolicy, losses: dict[st
 
 def file_reader(address: str) -> ReadFile:
     """Return a function that reads a folder's file once, from the beginning, chunk by chunk. Raises CopyError."""
+    from fsspec.implementations.local import LocalFileSystem
+
     fs, root = file_system(address.rstrip("/"))
+    local = isinstance(fs, LocalFileSystem)
     # A web server need not serve ranges: a file that is read once comes as one stream.
-    size = 0 if address.startswith(("http://", "https://")) else PART
+    size = 0 if _is_web(address) else PART
 
     def read(name: str) -> Iterator[bytes]:
         try:
-            with fs.open(f"{root}/{name}", "rb", block_size=size) as file:
+            path = f"{root}/{name}"
+            if local and fs.info(path)["type"] != "file":
+                raise OSError("it is not a regular file")  # to open a pipe may take for ever
+            with fs.open(path, "rb", block_size=size) as file:
                 while chunk := file.read(CHUNK):
                     while 0 < len(chunk) < CHUNK and (more := file.read(CHUNK - len(chunk))):
                         chunk += more  # one read of a remote file may give fewer
@@ -231,13 +240,28 @@ def file_reader(address: str) -> ReadFile:
     return read
 
 
+def file_names(address: str) -> list[str] | None:
+    """Return the names in a folder; None if it cannot list them, as a web server. Raises CopyError."""
+    fs, root = file_system(address.rstrip("/"))
+    if _is_web(address):
+        return None
+    try:
+        return [str(path).rstrip("/").rsplit("/", 1)[-1] for path in fs.ls(root, detail=False)]
+    except Exception:  # noqa: BLE001 - any file system, any error
+        return None
+
+
+def _is_web(address: str) -> bool:
+    return address.startswith(("http://", "https://"))
+
+
 def file_system(address: str) -> tuple[Any, str]:
     """Return the file system of an address, and the path on it. Raises CopyError."""
     import fsspec.core
 
     try:
         options: dict[str, Any] = {"skip_instance_cache": True}
-        if address.startswith(("http://", "https://")):
+        if _is_web(address):
             import aiohttp
 
             options["client_kwargs"] = {"timeout": aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=60)}

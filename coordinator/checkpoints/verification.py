@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,19 +27,22 @@ from coordinator.checkpoints.archive import (
     TOKENIZER,
     WITNESSES,
     ArchivedState,
+    config_json,
     parse_manifest,
 )
 from coordinator.errors import CoordinatorError
 from protocol.chain import genesis_digest
 from protocol.envelope import open_envelope
-from protocol.errors import CairnError, ProtocolError
+from protocol.errors import CairnError, MalformedError, ProtocolError
 from protocol.ids import Digest, PeerKey, RunId
 from protocol.merkle import blob_digest, leaf_hash, tree_hash
 from protocol.message_codec import MessageDecoder
 from protocol.messages import MAX_CERTIFICATE, Certificate, Finalization, Heartbeat, quorum
 from protocol.spec import KIND, MAX_SPEC, RunSpec, open_spec
+from protocol.strict_json import read_json
 
-MAX_CONFIG = 1024 * 1024
+MAX_CONFIG = 16 * 1024 * 1024
+MAX_OTHERS_SHOWN = 10
 MAX_WITNESSES = 64 * 1024 * 1024
 
 ReadFile = Callable[[str], Iterator[bytes]]
@@ -53,7 +55,7 @@ class VerificationError(CoordinatorError):
 
 @dataclass(frozen=True, slots=True)
 class VerifiedCheckpoint:
-    """A state that the run's owner finalized, and the run's spec."""
+    """A state that the run's owner finalized, and the run's spec. Nothing vouches for `archived.tokens`."""
 
     spec: RunSpec
     archived: ArchivedState
@@ -72,54 +74,80 @@ def ends_with_state(certificate: Certificate, archived: ArchivedState) -> bool:
 
 def verify_checkpoint(
     read_file: ReadFile, *, run: RunId | None = None, owner: PeerKey | None = None,
-    report: Callable[[str], None] = lambda _: None,
+    names: Sequence[str] | None = (), report: Callable[[str], None] = lambda _: None,
 ) -> VerifiedCheckpoint:  # fmt: skip
     """Check an archived state against the run id, or the owner's key, that the caller trusts.
 
-    `report` is called with one line for each finding. Raises VerificationError, which says what does not hold.
+    `names` are those of all files in the folder; None if it cannot be listed. `report` is called with one line for
+    each finding. Raises VerificationError, which says what does not hold.
     """
-    archived = parse_manifest(Path(), _read(read_file, MANIFEST, MAX_MANIFEST))
+    checked: set[str] = set()
+
+    def read(name: str) -> Iterator[bytes]:
+        checked.add(name)
+        return read_file(name)
+
+    archived = parse_manifest(Path(), _read(read, MANIFEST, MAX_MANIFEST))
     if archived is None:
         raise VerificationError(
             f"{MANIFEST} is not that of an archived state: name a folder like checkpoints/round-000030"
         )
-    spec = _spec(_read(read_file, SPEC, MAX_SPEC + 1024), archived, run, owner)
+    spec = _spec(_read(read, SPEC, MAX_SPEC + 1024), archived, run, owner)
     layout = spec.model.layout.with_momentum() if spec.outer.optimizer == "nesterov" else spec.model.layout
     report(f"run      {spec.name} ({spec.run_id}), owner's key {spec.owner}")
-    _check_small(read_file, spec)
-    state = _digest(read_file, layout.checkpoint_size)
+    _check_small(read, spec)
+    state = _digest(read, layout.checkpoint_size)
     if state != archived.state:
         raise VerificationError(
             f"{MODEL} is not the state that {MANIFEST} names: its digest is {state.short}, not {archived.state.short}: "
             "it was damaged or exchanged: take another copy"
         )
-    report(f"state    {state}, round {archived.round}, {archived.tokens:,} tokens; config and tokenizer are the run's")
+    report(f"state    {state}, round {archived.round}; config and tokenizer are the run's")
     if archived.round == 0:
         if (state, archived.record) != (spec.genesis.name, genesis_digest(spec.run_id)):
             raise VerificationError(f"state {state.short} is not the one that the run's spec begins with")
         report("final    the spec, signed by the owner, names this state as the run's first")
-        return VerifiedCheckpoint(spec, archived)
-    return _signed(read_file, spec, archived, report)
+    else:
+        _check_signatures(read, spec, archived, report)
+    _report_others(checked, names, report)
+    return VerifiedCheckpoint(spec, archived)
+
+
+def _report_others(checked: set[str], names: Sequence[str] | None, report: Callable[[str], None]) -> None:
+    """Name the files that a library may load from the folder, and that nothing vouches for."""
+    if names is None:
+        report(f"others   not checked: whatever is there beside {', '.join(sorted(checked))}")
+        return
+    others = sorted(set(names) - checked)
+    if others:
+        shown = [n if n.isprintable() and len(n) <= 60 else ascii(n[:60]) for n in others[:MAX_OTHERS_SHOWN]]
+        more = f" and {len(others) - len(shown)} more" if len(others) > len(shown) else ""
+        report(f"others   not checked, and no part of the state: {', '.join(shown)}{more}")
 
 
 def _spec(sent: bytes, archived: ArchivedState, run: RunId | None, owner: PeerKey | None) -> RunSpec:
+    """Return the spec. Only one that the trusted run id or key vouches for is parsed."""
     try:
-        found = RunId(blob_digest(open_envelope(sent, KIND, limit=MAX_SPEC + 1024).payload))
-        spec = open_spec(sent, found)
+        envelope = open_envelope(sent, KIND, limit=MAX_SPEC + 1024)
+        found = RunId(blob_digest(envelope.payload))
+        if run is not None and found != run:
+            raise VerificationError(f"a checkpoint of another run: {found.short}, not {run.short} as the invite says")
+        if owner is not None and envelope.author != owner:
+            raise VerificationError(
+                f"a checkpoint of a run of another owner: {str(envelope.author)[:16]}, not {str(owner)[:16]}"
+            )
+        if archived.run != found:
+            raise VerificationError(f"{MANIFEST} names run {archived.run.short}, and {SPEC} is of run {found.short}")
+        return open_spec(sent, found)
+    except VerificationError:
+        raise
     except CairnError as e:
         raise VerificationError(f"{SPEC} is not a signed run spec: {e}") from None
-    if run is not None and found != run:
-        raise VerificationError(f"a checkpoint of another run: {found.short}, not {run.short} as the invite says")
-    if owner is not None and spec.owner_key != owner:
-        raise VerificationError(f"a checkpoint of a run of another owner: {spec.owner[:16]}, not {str(owner)[:16]}")
-    if archived.run != found:
-        raise VerificationError(f"{MANIFEST} names run {archived.run.short}, and {SPEC} is of run {found.short}")
-    return spec
 
 
-def _signed(
+def _check_signatures(
     read_file: ReadFile, spec: RunSpec, archived: ArchivedState, report: Callable[[str], None]
-) -> VerifiedCheckpoint:
+) -> None:
     if not archived.final:
         raise VerificationError(
             f"round {archived.round} was not final when this copy was made: nothing is signed. Take a later copy, or "
@@ -150,7 +178,6 @@ def _signed(
             f"the record in {CERTIFICATE} does not name state {archived.state.short}: it is another's"
         )
     report("final    the owner's key signs this record as final")
-    return VerifiedCheckpoint(spec, archived)
 
 
 def _count(sent: Sequence[bytes], certificate: Certificate, archived: ArchivedState, decoder: MessageDecoder) -> int:
@@ -170,17 +197,15 @@ def _count(sent: Sequence[bytes], certificate: Certificate, archived: ArchivedSt
 
 def _witnesses(data: bytes) -> list[bytes]:
     try:
-        return [base64.b64decode(w, validate=True) for w in json.loads(data)]
-    except (ValueError, TypeError, binascii.Error):
+        return [base64.b64decode(w, validate=True) for w in read_json(data, WITNESSES, MAX_WITNESSES)]
+    except (ValueError, TypeError, binascii.Error, MalformedError):
         raise VerificationError(f"{WITNESSES} cannot be read: take another copy") from None
 
 
 def _check_small(read_file: ReadFile, spec: RunSpec) -> None:
-    try:
-        config = json.loads(_read(read_file, CONFIG, MAX_CONFIG))
-    except ValueError:
-        config = None
-    if config != spec.model.config:
+    # Byte for byte: readers of JSON differ in what they make of a key that occurs twice, or of 192.0 and 192.
+    wanted = config_json(spec.model.config)
+    if _read(read_file, CONFIG, MAX_CONFIG) != wanted:
         raise VerificationError(f"{CONFIG} is not the run's: take it from the spec, or another copy")
     text = _read(read_file, TOKENIZER, spec.tokenizer.size)
     if blob_digest(text) != spec.tokenizer.name:

@@ -116,7 +116,8 @@ class Start(_Message):
     state. `shards`: training shards by digest (hex), each a local file, or "" if it is to be read from the spec's
     addresses. `parallel`: the layout over several devices, "auto" or as `ParallelDims.parse` reads it. `recompute`:
     activations are computed again in the backward pass; "auto": when they do not fit into memory. `compile`: the layers
-    are compiled; "auto": on a GPU. `overlap`: training continues while an update is undecided.
+    are compiled; "auto": on a GPU. `overlap`: training continues while an update is undecided. `private_data`:
+    the spec's addresses may lead to this disk, to private networks and, with this user's accounts, into a cloud.
     """
 
     spec_path: Path
@@ -130,6 +131,7 @@ class Start(_Message):
     recompute: Choice = "auto"
     compile: Choice = "auto"
     overlap: bool = True
+    private_data: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ async def wait_until_admitted(membership: Enrollment, options: NodeOptions) -> N
     """
     node = build_node(membership, replace(options, observer=True))
     running = asyncio.ensure_future(node.run())
-    fetching = asyncio.ensure_future(_fetch_meanwhile(membership, node, running))
+    fetching = asyncio.ensure_future(_fetch_meanwhile(membership, node, running, options.private_data))
     try:
         await _request_again(membership, node, running)
     finally:
@@ -77,10 +77,12 @@ async def _request_again(membership: Enrollment, node: Node, running: asyncio.Fu
         pause = REQUEST_SECONDS * random.uniform(0.75, 1.25)  # spreads the requests of all peers that wait
 
 
-async def _fetch_meanwhile(membership: Enrollment, node: Node, running: asyncio.Future[None]) -> None:
+async def _fetch_meanwhile(
+    membership: Enrollment, node: Node, running: asyncio.Future[None], private_data: bool
+) -> None:
     """Fetch what training needs as far as members have it now; the rest is fetched when training begins."""
     try:
         await node.started(running)
-        await fetch_assets(membership.spec, membership.store, node.network)
+        await fetch_assets(membership.spec, membership.store, node.network, private_data=private_data)
     except NETWORK_ERRORS as e:
         log.info("not everything was fetched while waiting: %s", str(e) or type(e).__name__)

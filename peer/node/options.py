@@ -13,8 +13,8 @@ class NodeOptions:
     """A node's folder, the multiaddresses at which it listens and which it announces, and its trainer's settings.
 
     An `observer` trains nothing. `parallel` is the layout over several devices. `recompute` saves memory by computing
-    activations again, `compile` compiles the layers, and with `overlap` training goes on while an update is undecided:
-    see `peer.channel.Start`.
+    activations again, `compile` compiles the layers, and with `overlap` training goes on while an update is undecided.
+    `private_data` allows private addresses of data. See `peer.channel.Start`.
     """
 
     folder: Path
@@ -27,5 +27,6 @@ class NodeOptions:
     threads: int = 1
     observer: bool = False
     overlap: bool = True
+    private_data: bool = False
     trainer_command: tuple[str, ...] = ()
     """Replaces the trainer's own command line, to measure the node by itself."""

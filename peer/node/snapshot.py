@@ -7,7 +7,13 @@ import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from protocol.errors import MalformedError
+from protocol.strict_json import read_json
+
 FILE = "status.json"
+MAX_SNAPSHOT = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +29,8 @@ class Snapshot:
     are not covered by an update yet. `next_window` is the absolute number of the window to train next; 0 without a
     trainer. `orders` are the owner's directives that concern this peer, for people; empty when there are none.
     """
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
     run: str
     name: str
@@ -72,6 +80,15 @@ def write_snapshot(folder: Path, snapshot: Snapshot) -> None:
 def read_snapshot(folder: Path) -> Snapshot | None:
     """Return the last snapshot in a folder; None when there is none that can be read."""
     try:
-        return Snapshot(**json.loads((folder / FILE).read_text()))
-    except (OSError, ValueError, TypeError):
+        return parse_snapshot((folder / FILE).read_bytes())
+    except OSError:
+        return None
+
+
+def parse_snapshot(data: bytes) -> Snapshot | None:
+    """Return the snapshot in a status file's bytes; None for anything else."""
+    try:
+        read_json(data, FILE, MAX_SNAPSHOT)
+        return TypeAdapter(Snapshot).validate_json(data)
+    except (MalformedError, ValidationError):
         return None

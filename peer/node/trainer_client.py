@@ -76,7 +76,7 @@ class TrainerClient:
     async def begin(self, network: Network) -> None:
         """Fetch what the trainer needs, and start it. Raise CairnError."""
         folder = self.options.folder
-        await fetch_assets(self.spec, self.store, network)
+        await fetch_assets(self.spec, self.store, network, private_data=self.options.private_data)
         self._start = start_message(self.spec, self.store, self.me, self.options)
         remove_outdated_state(self.store, self.chain, folder / "trainer")
         self._launch(self._start)

@@ -17,6 +17,7 @@ from peer.node.options import NodeOptions
 from peer.store import Store
 from peer.store.disk import disk
 from protocol.chain import Chain
+from protocol.data_address import public_url
 from protocol.ids import PeerKey
 from protocol.spec import RunSpec
 
@@ -32,10 +33,10 @@ _SAVED_STATE = (
 )  # fmt: skip
 
 
-async def fetch_assets(spec: RunSpec, store: Store, network: Network) -> None:
-    """Fetch the tokenizer, and the training shards for which the spec names no address. Raise CairnError."""
+async def fetch_assets(spec: RunSpec, store: Store, network: Network, *, private_data: bool) -> None:
+    """Fetch the tokenizer, and the training shards if the spec names no address that may be used. Raise CairnError."""
     wanted = [("tokenizer", spec.tokenizer)]
-    if not spec.data.addresses:
+    if not any(private_data or public_url(address) for address in spec.data.addresses):
         wanted += [("data shard", s) for s in spec.data.train]
     for what, blob in wanted:
         if not store.has(blob.name):
@@ -59,6 +60,7 @@ def start_message(spec: RunSpec, store: Store, key: PeerKey, options: NodeOption
         recompute=options.recompute,
         compile=options.compile,
         overlap=options.overlap,
+        private_data=options.private_data,
         shards={s.digest: str(store.path(s.name)) if store.has(s.name) else "" for s in spec.data.train},
     )
 

@@ -65,6 +65,7 @@ class WindowReader:
         timeout: seconds for one request to an address.
         vocabulary: when given, a token that is not below it is a DataError that names the shard.
         report: called with a sentence about each source that failed; by default the log "cairn.data".
+        private_data: the spec's addresses may be private (`sources.at_address`).
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class WindowReader:
         timeout: float = 30.0,
         vocabulary: int | None = None,
         report: Callable[[str], None] | None = None,
+        private_data: bool = False,
     ):
         self.window = data.window
         self._shards = data.train if part == "train" else data.validation
@@ -93,7 +95,7 @@ class WindowReader:
         self._sources: list[ShardSource] = [LocalFiles(local)] if local else []
         for address in data.addresses:  # tried in order, after this disk
             try:
-                self._sources.append(at_address(address, timeout))
+                self._sources.append(at_address(address, timeout, private=private_data))
             except SpecError as e:
                 self._report(f"an address of the data is not used: {e}")
 

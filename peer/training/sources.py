@@ -6,23 +6,32 @@ the bytes.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
-import time
-import urllib.error
-import urllib.request
+import socket
+import ssl
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import cache, partial
 from pathlib import Path
+from urllib.parse import urljoin, urlsplit
 
 from peer.errors import PeerError
 from peer.training.background import BackgroundTask
-from protocol.data_address import check_address
+from protocol.data_address import check_address, is_public, public_url
+from protocol.errors import SpecError
 from protocol.ids import Digest
 from protocol.merkle import CHUNK, blob_leaves, chunk_count
 
 MAX_STUCK = 8
-"""Calls to an address that never returned, after which it is not used any more."""
+"""Calls to an address that have not returned, while which it is not used."""
+
+MAX_REDIRECTS = 4
+REDIRECTS = (301, 302, 303, 307, 308)
+
+MAX_ADDRESSES = 8
+"""Addresses of one name that are tried."""
 
 
 class SourceError(PeerError):
@@ -70,11 +79,15 @@ class LocalFiles:
 
 
 class RemoteFolder(ABC):
-    """A folder at an address of the spec, with DIGEST.tokens and DIGEST.leaves. It answers as `LocalFiles` does."""
+    """A folder at an address of the spec, with DIGEST.tokens and DIGEST.leaves. It answers as `LocalFiles` does.
+
+    Each request has a thread: neither the resolver of names nor most file systems have deadlines.
+    """
 
     def __init__(self, address: str, timeout: float):
         self.name = address.rstrip("/")
         self._timeout = timeout
+        self._stuck: list[BackgroundTask[bytes]] = []
 
     def leaves(self, shard: Digest, size: int) -> bytes:
         return self._range(f"{shard}.leaves", 0, 32 * chunk_count(size))
@@ -82,68 +95,170 @@ class RemoteFolder(ABC):
     def chunk(self, shard: Digest, offset: int, size: int) -> bytes:
         return self._range(f"{shard}.tokens", offset, size)
 
-    @abstractmethod
     def _range(self, file: str, start: int, size: int) -> bytes:
         """Return at most `size` bytes, whatever the other side sends, within the deadline. Raise SourceError."""
+        self._stuck = [request for request in self._stuck if not request.is_done]
+        if len(self._stuck) >= MAX_STUCK:
+            raise SourceError(f"{self.name}: {MAX_STUCK} calls never came back")
+        if not size:
+            return b""
+        reading = BackgroundTask(partial(self._read, file, start, size), "read")
+        reading.wait(self._timeout)
+        if not reading.is_done:
+            self._abort()
+            self._stuck.append(reading)
+            raise SourceError(f"{self.name}/{file}: not complete after {self._timeout:.0f} s")
+        return reading.result()
+
+    @abstractmethod
+    def _read(self, file: str, start: int, size: int) -> bytes:
+        """Return at most `size` bytes. Raise SourceError."""
+
+    @abstractmethod
+    def _abort(self) -> None:
+        """End the request that is under way, if that is possible."""
 
 
 ShardSource = LocalFiles | RemoteFolder
 
 
-def at_address(address: str, timeout: float) -> RemoteFolder:
-    """Return the source at an address of the spec. Raise SpecError."""
-    protocol = check_address(address)
-    return HttpFolder(address, timeout) if protocol in ("http", "https") else FsspecFolder(address, timeout)
+def at_address(address: str, timeout: float, *, private: bool = False) -> RemoteFolder:
+    """Return the source at an address of the spec. Raise SpecError.
+
+    `private`: the address may lead to this disk and to private networks, and with this user's accounts into a cloud.
+    """
+    url = public_url(address)
+    if private and check_address(address) not in ("http", "https"):
+        return FsspecFolder(address, timeout)
+    if url is None:
+        raise SpecError(
+            f"{address[:100]} is on this disk, or needs an account; if the run's owner may name such places to you, "
+            "join with --allow-private-data"
+        )
+    return HttpFolder(address, url, timeout, private=private)
 
 
 class HttpFolder(RemoteFolder):
-    """A folder on an ordinary web server that answers range requests (RFC 9110 section 14)."""
+    """A folder on an ordinary web server that answers range requests (RFC 9110 section 14), read at `url`.
 
-    def _range(self, file: str, start: int, size: int) -> bytes:
-        if not size:
-            return b""
-        url = f"{self.name}/{file}"
-        until = time.monotonic() + self._timeout
-        request = urllib.request.Request(url, headers={"Range": f"bytes={start}-{start + size - 1}"})
+    Unless it is `private`, nothing is sent to an address that is not of the public internet. Redirects are followed
+    only from a cloud's own servers, for an address like hf://: they lead to another region or a content delivery
+    network. The servers of other addresses are chosen by the run's owner. Proxies are not used: they would connect to
+    addresses that are not checked here.
+    """
+
+    def __init__(self, address: str, url: str, timeout: float, *, private: bool = False):
+        super().__init__(address, timeout)
+        self._url = url.rstrip("/")
+        self._redirects = 0 if url == address else MAX_REDIRECTS
+        self._private = private
+        self._connection: http.client.HTTPConnection | None = None
+
+    def _read(self, file: str, start: int, size: int) -> bytes:
+        url = f"{self._url}/{file}"
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout) as response:
-                if response.status != 206 and start:
-                    raise SourceError(f"{url}: the server does not answer range requests (status {response.status})")
-                data = bytearray()
-                while len(data) < size and (piece := response.read1(size - len(data))):
-                    data += piece
-                    if time.monotonic() > until:
-                        raise SourceError(f"{url}: {len(data)} of {size} bytes after {self._timeout:.0f} s")
-                return bytes(data)
-        except urllib.error.HTTPError as e:
-            raise SourceError(f"{url}: status {e.code}") from None
+            for _ in range(1 + self._redirects):
+                answer = self._request(url, start, size)
+                if isinstance(answer, bytes):
+                    return answer
+                url = answer
         except (OSError, http.client.HTTPException, ValueError) as e:
-            raise SourceError(f"{url}: {getattr(e, 'reason', None) or e or type(e).__name__}") from None
+            raise SourceError(f"{self.name}/{file}: {e or type(e).__name__}") from None
+        raise SourceError(f"{self.name}/{file}: the server redirects to {url[:100]!r}, which is not followed")
+
+    def _request(self, url: str, start: int, size: int) -> bytes | str:
+        """Return at most `size` bytes of a file, or the URL to which the server redirects. Raise SourceError."""
+        parts = urlsplit(url)
+        if parts.scheme != "https" and self._redirects:
+            raise SourceError(f"the server redirects to {url[:100]!r}: only https:// is followed")
+        if parts.username is not None or parts.hostname is None:
+            raise SourceError(f"{url[:100]!r} is not an address without a user")
+        if parts.scheme == "https":
+            kind = http.client.HTTPSConnection if self._private else PublicTlsConnection
+            connection = kind(parts.hostname, parts.port, timeout=self._timeout, context=tls_context())
+        else:
+            kind = http.client.HTTPConnection if self._private else PublicConnection
+            connection = kind(parts.hostname, parts.port, timeout=self._timeout)
+        with contextlib.closing(connection):
+            self._connection = connection
+            target = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
+            wanted = {"Range": f"bytes={start}-{start + size - 1}", "User-Agent": "cairn"}
+            connection.request("GET", target, headers=wanted)
+            response = connection.getresponse()
+            if response.status in REDIRECTS:
+                return urljoin(url, response.headers.get("Location", ""))
+            if response.status not in (200, 206):
+                raise SourceError(f"{url[:200]}: status {response.status}")
+            if response.status == 200 and start:
+                raise SourceError(f"{url[:200]}: the server does not answer range requests")
+            data = bytearray()
+            while len(data) < size and (piece := response.read1(size - len(data))):
+                data += piece
+            return bytes(data)
+
+    def _abort(self) -> None:
+        sock = None if self._connection is None else self._connection.sock
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)  # not TLS's own shutdown, which is not thread-safe
+
+
+class PublicConnection(http.client.HTTPConnection):
+    """A connection over plain TCP to an address of the public internet."""
+
+    def connect(self) -> None:
+        self.sock = _connect_public(self.host, self.port, self.timeout)
+
+
+class PublicTlsConnection(http.client.HTTPSConnection, PublicConnection):
+    """A connection over TLS to an address of the public internet: `HTTPSConnection` puts TLS over its base's socket."""
+
+
+def _connect_public(host: str, port: int, timeout: float | None) -> socket.socket:
+    """Return a connection to one of a name's public addresses. Raise OSError.
+
+    The checked address is the one that is connected to: a name that resolves otherwise the next time gains nothing.
+    """
+    error = OSError(f"{host} has no address")
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[:MAX_ADDRESSES]:
+        ip = str(address[0])
+        if not is_public(ip):
+            error = OSError(
+                f"{host} is at {ip}, which is not an address of the public internet; if the run's owner may name such "
+                "places to you, join with --allow-private-data"
+            )
+            continue
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.settimeout(timeout)
+            sock.connect(address)
+            if sock.getsockname()[0] == ip:
+                raise OSError(f"{host} is this machine itself, at {ip}")
+            return sock
+        except OSError as e:
+            sock.close()
+            error = e
+    raise error
+
+
+@cache
+def tls_context() -> ssl.SSLContext:
+    return ssl.create_default_context()
 
 
 class FsspecFolder(RemoteFolder):
-    """A folder on any file system of fsspec. Each call has a thread, since few file systems have deadlines."""
+    """A folder on any file system of fsspec, with the accounts and settings of the user who runs this process."""
 
-    _stuck = 0
+    def _read(self, file: str, start: int, size: int) -> bytes:
+        import fsspec.core
 
-    def _range(self, file: str, start: int, size: int) -> bytes:
-        if self._stuck >= MAX_STUCK:
-            raise SourceError(f"{self.name}: {MAX_STUCK} calls never came back")
-
-        def call() -> bytes:
-            import fsspec.core
-
+        try:
             fs, folder = fsspec.core.url_to_fs(self.name)
             return bytes(fs.cat_file(f"{folder}/{file}", start=start, end=start + size))
-
-        reading = BackgroundTask(call, "read")
-        reading.wait(self._timeout)
-        if not reading.is_done:
-            self._stuck += 1
-            raise SourceError(f"{self.name}/{file}: no answer in {self._timeout:.0f} s")
-        try:
-            return reading.result()
         except FileNotFoundError:
             raise SourceError(f"{self.name}/{file}: is not there") from None
         except Exception as e:  # noqa: BLE001 - any file system, any error
             raise SourceError(f"{self.name}/{file}: {str(e) or type(e).__name__}") from None
+
+    def _abort(self) -> None:
+        """Leave the call to itself: no file system of fsspec can end one."""

@@ -134,6 +134,7 @@ def _batches(spec: RunSpec, start: Start, backend: TrainingBackend, report: Repo
         {Digest.parse(d): Path(p) for d, p in start.shards.items() if p},
         vocabulary=vocabulary if isinstance(vocabulary, int) else None,
         report=lambda text: report("warning", "data", text),
+        private_data=start.private_data,
     )
     me: PeerKey = start.identity_key
     assigned = partial(windows_of, spec.seed, me, total=reader.total)

@@ -386,6 +386,9 @@ def test_the_command_line_s_layout_and_what_is_done_to_layers_reach_the_trainer(
     assert asked[0].recompute == asked[0].compile == "auto"
     done = CliRunner().invoke(main, ["peer", "join", "cairn1x", "--recompute", "on", "--compile", "off"])
     assert done.exit_code == 0 and (asked[1].recompute, asked[1].compile) == ("on", "off")
+    assert not asked[1].allow_private_data
+    done = CliRunner().invoke(main, ["peer", "join", "cairn1x", "--allow-private-data"])
+    assert done.exit_code == 0 and asked[2].allow_private_data
     done = CliRunner().invoke(main, ["peer", "join", "cairn1x", "--compile", "always"])
     assert done.exit_code == 2 and "'auto', 'on', 'off'" in done.output
     done = CliRunner().invoke(main, ["peer", "join", "cairn1x", "--parallel", "fsdp=4,ep=2"])

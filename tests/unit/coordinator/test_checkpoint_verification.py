@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import http.server
 import json
+import os
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -14,16 +17,19 @@ from pathlib import Path
 
 import pytest
 
-from cairn.checkpoints import verify_checkpoint
+from cairn.checkpoints import find_checkpoint, verify_checkpoint
 from coordinator.checkpoints.archive import ArchivedState
 from coordinator.checkpoints.copies import CopyStore
 from coordinator.errors import CoordinatorError
+from coordinator.export import export
+from protocol.envelope import seal
 from protocol.errors import CairnError
 from protocol.ids import Digest, Round
 from protocol.invite import HostPort, Invite
+from protocol.merkle import blob_digest
 from protocol.message_codec import KeySigner, encode_certificate
 from protocol.messages import Admission, Finalization, Heartbeat
-from protocol.spec import sign_spec
+from protocol.spec import KIND, sign_spec
 from tests.support.checkpoint_world import CheckpointWorld
 from tests.support.command_line import cairn
 from tests.support.coordinator_fakes import peer
@@ -132,6 +138,139 @@ def test_another_run_another_owner_and_what_is_no_trust_at_all(world: Checkpoint
         verify_checkpoint(str(made.folder), identity("liar").key.hex())
     with pytest.raises(CairnError, match="owner's key"):
         verify_checkpoint(str(made.folder), "trust me")
+
+
+# -- folders that a stranger made to break the reader -------------------------------------------------------------
+
+FILES = ("cairn.json", "config.json", "tokenizer.json", "spec.signed", "certificate.bin", "model.safetensors")
+FOR_EVER = 20
+
+
+def _replace(folder: Path, name: str) -> Path:
+    (folder / name).unlink()
+    return folder / name
+
+
+def _pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _huge(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(2**40)
+
+
+STRANGE: dict[str, Callable[[Path], object]] = {
+    "deep": lambda path: path.write_bytes(b"[" * 200_000),
+    "deep and closed": lambda path: path.write_bytes(b'{"run":' * 50_000 + b"1" + b"}" * 50_000),
+    "no Unicode": lambda path: path.write_bytes(b'{"run": "\xff"}'),
+    "half a surrogate pair": lambda path: path.write_bytes(b'{"run": "\\ud800"}'),
+    "empty": lambda path: path.write_bytes(b""),
+    "null": lambda path: path.write_bytes(b"null"),
+    "a list": lambda path: path.write_bytes(b"[[], {}]"),
+    "a folder": lambda path: path.mkdir(),
+    "a pipe": _pipe,
+    "a link to itself": lambda path: path.symlink_to(path.name),
+    "a link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "a link to nothing": lambda path: path.symlink_to("gone"),
+    "a terabyte": _huge,
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("kind", STRANGE)
+@pytest.mark.timeout(FOR_EVER)
+def test_anything_under_any_name_is_an_error_in_one_line(strange_world: CheckpointWorld, name: str, kind: str):
+    folder = strange_world.folder / "copy"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(strange_world.archive.all()[-1].folder, folder)
+    STRANGE[kind](_replace(folder, name))
+    for trusted in (invite(strange_world), strange_world.spec.owner):
+        with pytest.raises(CairnError) as caught:
+            verify_checkpoint(str(folder), trusted)
+        assert str(caught.value).isprintable()
+    with contextlib.suppress(CairnError):  # an export looks at neither certificate.bin nor config.json
+        found = find_checkpoint(folder)
+        export(found.checkpoint, found.config, found.tokenizer, found.origin, folder / "out")
+
+
+@pytest.fixture(scope="module")
+def strange_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CheckpointWorld]:
+    with pytest.MonkeyPatch.context() as patch:
+        world = CheckpointWorld(tmp_path_factory.mktemp("strange"), patch)
+        world.final(5)
+        yield world
+
+
+@pytest.mark.parametrize("field", ["round", "tokens"])
+@pytest.mark.parametrize(
+    "value", ["Infinity", "NaN", "1e999", "20.9", "5.0", "true", '" 2_0 "', "-1", "9" * 5000, "null"]
+)
+def test_an_integer_of_the_manifest_is_an_integer(world: CheckpointWorld, field: str, value: str):
+    made = world.final(5)
+    path = made.folder / "cairn.json"
+    text, count = re.subn(rf'"{field}": \d+', f'"{field}": {value}', path.read_text())
+    assert count == 1
+    path.write_text(text)
+    with pytest.raises(CairnError, match="cairn.json is not that of an archived state"):
+        verify_checkpoint(str(made.folder), invite(world))
+
+
+def test_a_key_that_occurs_twice_is_refused(world: CheckpointWorld):
+    made = world.final(5)
+    path = made.folder / "cairn.json"
+    path.write_text(path.read_text().replace('"round": 5', '"round": 4,\n "round": 5'))
+    with pytest.raises(CairnError, match="cairn.json is not that of an archived state"):
+        verify_checkpoint(str(made.folder), invite(world))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"hidden_size": 32', '"hidden_size": 77,\n "hidden_size": 32'),
+        ('"hidden_size": 32', '"hidden_size": 32.0'),
+        ('"tie_word_embeddings": true', '"tie_word_embeddings": 1'),
+        ('"hidden_size": 32', '"hidden_size":  32'),
+        ('"hidden_size"', '"\\u0068idden_size"'),
+    ],
+)
+def test_a_config_that_another_reader_reads_otherwise_is_not_the_runs(world: CheckpointWorld, old: str, new: str):
+    made = world.final(5)
+    path = made.folder / "config.json"
+    assert path.read_text().count(old) == 1
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(CairnError, match="config.json is not the run's"):
+        verify_checkpoint(str(made.folder), invite(world))
+
+
+def test_only_what_is_proved_is_said(world: CheckpointWorld):
+    made = world.final(5)
+    _sheet(made.folder, tokens=999_999_999_999)
+    for name in ("tokenizer_config.json", "adapter_config.json", "witnesses.json", "\x1b[2J\u202e"):
+        (made.folder / name).write_text("{}")
+    said: list[str] = []
+    verify_checkpoint(str(made.folder), invite(world), said.append)
+    assert not any("999" in line or "tokens" in line for line in said)
+    others = said[-1]
+    assert others.startswith("others   not checked")
+    assert all(name in others for name in ("tokenizer_config.json", "adapter_config.json", "witnesses.json"))
+    assert others.isprintable() and "certificate.bin" not in others
+    for i in range(50):
+        (made.folder / f"more-{i}").touch()
+    verify_checkpoint(str(made.folder), invite(world), said.append)
+    assert "and 44 more" in said[-1] and len(said[-1]) < 500
+
+
+def test_a_spec_is_parsed_only_when_the_trusted_key_or_run_vouches_for_it(world: CheckpointWorld, monkeypatch):
+    made = world.final(5)
+    hostile = seal(identity("liar"), KIND, b'{"model":{"tensors":[' + b"[]," * 340_000 + b"[]]}}")
+    (made.folder / "spec.signed").write_bytes(hostile.encoded)
+    _sheet(made.folder, run=str(blob_digest(hostile.payload)))
+    monkeypatch.setattr("protocol.spec.parse_spec", lambda _: pytest.fail("parsed"))
+    with pytest.raises(CairnError, match="another run"):
+        verify_checkpoint(str(made.folder), invite(world))
+    with pytest.raises(CairnError, match="another owner"):
+        verify_checkpoint(str(made.folder), world.spec.owner)
 
 
 # -- the last state: no record names it --------------------------------------------------------------------------
@@ -287,3 +426,16 @@ def test_an_address_that_cannot_be_is_refused_with_the_remedy():
         CopyStore("nosuch://x", run)
     with pytest.raises(CoordinatorError, match="install the package for s3://|s3://"):
         CopyStore("s3://bucket/x", run)
+
+
+@pytest.mark.parametrize("bytes_", ["1e999", "1.5", "true", "-1", '"7"', "null"])
+def test_a_copy_whose_manifest_has_no_integers_is_no_copy(world: CheckpointWorld, bytes_: str):
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    MemoryFileSystem.store.clear()
+    place = CopyStore("memory://bucket", world.spec.run_id)
+    made = place.copy(world.final(5))
+    fs, path = MemoryFileSystem(), f"{made.path}/cairn.json"
+    text = re.sub(r'"bytes": \d+', f'"bytes": {bytes_}', fs.cat_file(path).decode(), count=1)
+    fs.pipe_file(path, text.encode())
+    assert place.list() == []

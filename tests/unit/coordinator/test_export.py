@@ -307,6 +307,23 @@ def test_a_file_elsewhere_needs_the_spec_and_the_tokenizer_beside_it(world: Worl
     assert (tmp_path / "second" / "model.safetensors").exists()
 
 
+def test_a_file_under_the_tokenizer_s_name_is_not_passed_on_unless_it_is_the_run_s(world: World, tmp_path: Path):
+    folder, secret = world.archive(4), tmp_path / "secret"
+    secret.write_bytes(b"-" * world.tokenizer.stat().st_size)
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").symlink_to(secret)
+    shutil.copytree(folder, tmp_path / "away", symlinks=True)
+    assert "the run's tokenizer" in refused("export", tmp_path / "away", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_token_s_number_that_no_tokenizer_can_have_is_left_out(world: World, tmp_path: Path):
+    from coordinator.model_card import tokenizer_settings
+
+    said = tokenizer_settings(world.tokenizer.read_text(), world.tokenizer, {"eos_token_id": 2**40, "bos_token_id": 0})
+    assert "eos_token" not in said and said["bos_token"] == "<|endoftext|>"
+
+
 # -- out: what is refused, and leaves nothing ----------------------------------------------------------------
 
 

@@ -1,6 +1,9 @@
 """The reader of windows: the right tokens from any source, and no byte that was not checked."""
 
+import http.client
 import http.server
+import socket
+import ssl
 import threading
 import time
 from pathlib import Path
@@ -8,9 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
+from coordinator.tls import load_or_make
+from peer.training import sources
 from peer.training.data import Batches, DataError, DataUnavailableError, WindowReader
+from peer.training.sources import MAX_REDIRECTS, SourceError, at_address
 from protocol.errors import MalformedError
+from protocol.ids import Digest
+from protocol.invite import TLS_NAME
 from protocol.merkle import CHUNK, blob_digest, blob_leaves
 from protocol.spec import DataShard, DataSpec
 
@@ -52,7 +61,7 @@ def expected(arrays, index):
 class Server:
     """A web server over a folder: honest ranges, or a fault."""
 
-    def __init__(self, folder: Path, fault: str = ""):
+    def __init__(self, folder: Path, fault: str = "", ip: str = "127.0.0.1"):
         self.requests = 0
         outer = self
 
@@ -64,6 +73,16 @@ class Server:
                     return self.send_error(404)
                 a, b = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
                 data = path.read_bytes()[a : b + 1]
+                if fault.startswith("redirect"):
+                    self.send_response(302)
+                    self.send_header("Location", fault.split()[1] + self.path)
+                    return self.end_headers()
+                if fault == "continue":
+                    try:
+                        while True:
+                            self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n" * 100)
+                    except OSError:
+                        return None
                 if fault == "wrong" and path.suffix == ".tokens":
                     data = bytes([data[0] ^ 1]) + data[1:]
                 if fault == "no ranges" and path.suffix == ".tokens":
@@ -95,11 +114,11 @@ class Server:
             def log_message(self, format, *args):
                 pass
 
-        self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http = http.server.ThreadingHTTPServer((ip, 0), Handler)
         self.http.daemon_threads = True
         self.thread = threading.Thread(target=self.http.serve_forever, args=(0.05,), daemon=True)
         self.thread.start()
-        self.address = f"http://127.0.0.1:{self.http.server_port}"
+        self.address = f"http://{ip}:{self.http.server_port}"
 
     def __enter__(self):
         return self
@@ -119,7 +138,8 @@ def test_every_window_has_the_tokens_of_its_place(shards, kind):
         if kind.startswith("local"):
             reader = WindowReader(spec(refs), local(folder, refs))
         else:
-            reader = WindowReader(spec(refs, server.address if kind == "http" else str(folder)))
+            address = server.address if kind == "http" else str(folder)
+            reader = WindowReader(spec(refs, address), private_data=True)
         assert reader.total == spec(refs).train_windows
         in_chunks = [0, 1, CHUNK // (2 * WINDOW) - 1, CHUNK // (2 * WINDOW), reader.total - 32, reader.total - 1]
         got = reader.read(in_chunks)
@@ -141,32 +161,40 @@ def test_wrong_bytes_on_this_disk_are_never_given_and_another_source_helps(shard
         DataUnavailableError, match=f"this disk gave wrong bytes for shard {refs[0].name.short}, chunk 0"
     ):
         alone.read([0])
-    helped = WindowReader(spec(refs, str(folder)), {refs[0].name: bad}, report=told.append)
+    helped = WindowReader(spec(refs, str(folder)), {refs[0].name: bad}, report=told.append, private_data=True)
     assert np.array_equal(helped.read([0])[0].numpy(), expected(arrays, 0))
     assert len(told) == 2 and all("this disk" in t for t in told)
 
 
 @pytest.mark.parametrize(
     ("fault", "says"),
-    [("wrong", "wrong bytes"), ("no ranges", "range requests"), ("endless", "wrong"), ("drip", "of .* bytes after")],
+    [
+        ("wrong", "wrong bytes"),
+        ("no ranges", "range requests"),
+        ("endless", "wrong"),
+        ("drip", "not complete after 2 s"),
+    ],
 )
 def test_a_bad_server_is_named_bounded_and_left_for_the_next(shards, fault, says):
     folder, refs, arrays = shards
     told: list[str] = []
     with Server(folder, fault) as bad, Server(folder) as good:
-        reader = WindowReader(spec(refs, bad.address, good.address), timeout=2, report=told.append)
+        both = spec(refs, bad.address, good.address)
+        reader = WindowReader(both, timeout=2, report=told.append, private_data=True)
         index = CHUNK // (2 * WINDOW) + 5  # in the second chunk
         assert np.array_equal(reader.read([index])[0].numpy(), expected(arrays, index))
         assert told and bad.address in told[0]
         assert bad.requests < 200  # the endless one was not read on and on
         with pytest.raises(DataUnavailableError, match=says):
-            WindowReader(spec(refs, bad.address), timeout=2, report=told.append).read([index])
+            alone = spec(refs, bad.address)
+            WindowReader(alone, timeout=2, report=told.append, private_data=True).read([index])
 
 
 def test_a_dead_address_is_put_aside_and_not_asked_for_every_chunk(shards):
     folder, refs, _ = shards
     told: list[str] = []
-    reader = WindowReader(spec(refs, "http://127.0.0.1:9", str(folder)), timeout=2, report=told.append)
+    data = spec(refs, "http://127.0.0.1:9", str(folder))
+    reader = WindowReader(data, timeout=2, report=told.append, private_data=True)
     reader.read([0, CHUNK // (2 * WINDOW) + 5, reader.total - 1])
     assert len(told) == 1 and "127.0.0.1:9" in told[0]
 
@@ -180,11 +208,192 @@ def test_nowhere_to_read_from_says_so(shards):
 @pytest.mark.parametrize("address", ["simplecache::file:///x", "jupyter://h/x", "reference://x", "ssh://h/x"])
 def test_a_spec_cannot_make_a_volunteer_load_other_file_systems(shards, address):
     _, refs, _ = shards
+    with pytest.raises(ValidationError, match="begins with one of"):
+        spec(refs, address)
+
+
+# -- addresses that a volunteer need not trust --------------------------------------------------------------------
+
+
+def resolves(monkeypatch: pytest.MonkeyPatch, *answers: str) -> list[str]:
+    """Let names resolve to these addresses, one for each question; return the list of questions."""
+    asked: list[str] = []
+
+    def getaddrinfo(host: str, port: int, **_: object) -> list[object]:
+        asked.append(host)
+        ip = answers[min(len(asked), len(answers)) - 1]
+        return [(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    return asked
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0x7f.1", "2130706433", "0", "[::1]", "[::ffff:7f00:1]"])
+def test_an_address_of_this_machine_gets_no_request_unless_it_is_allowed(shards, host):
+    folder, refs, _ = shards
+    with Server(folder) as server:
+        address = f"http://{host}:{server.http.server_port}"
+        with pytest.raises(DataUnavailableError, match="allow-private-data"):
+            WindowReader(spec(refs, address), report=lambda _: None).read([0])
+        assert not server.requests
+        WindowReader(spec(refs, server.address), private_data=True).read([0])
+        assert server.requests
+
+
+@pytest.mark.parametrize("ip", ["127.0.0.1", "10.0.0.1", "169.254.169.254", "100.64.0.1", "::1", "::ffff:127.0.0.1"])
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_a_name_of_a_private_address_is_never_connected_to(shards, monkeypatch, ip, scheme):
+    _, refs, _ = shards
+    resolves(monkeypatch, ip)
+    monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("connected"))
+    with pytest.raises(DataUnavailableError, match=f"a.example is at {ip}, which is not an address of the public"):
+        WindowReader(spec(refs, f"{scheme}://a.example/x"), report=lambda _: None).read([0])
+
+
+def test_the_checked_address_is_the_one_that_is_connected_to(shards, monkeypatch):
+    # DNS rebinding: the second answer for the name is another one.
+    _, refs, _ = shards
+    asked = resolves(monkeypatch, "93.184.216.34", "127.0.0.1")
+    connected: list[tuple[str, int]] = []
+
+    def connect(_: socket.socket, address: tuple[str, int]) -> None:
+        connected.append(address)
+        raise ConnectionRefusedError("refused")
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    with pytest.raises(DataUnavailableError, match="refused"):
+        WindowReader(spec(refs, "http://a.example/x"), report=lambda _: None).read([0])
+    assert connected == [("93.184.216.34", 80)] and asked == ["a.example"]
+
+
+def test_this_machine_by_its_public_address_is_refused_too(shards, monkeypatch):
+    folder, refs, _ = shards
+    monkeypatch.setattr(sources, "is_public", lambda _: True)
+    with Server(folder) as server:
+        with pytest.raises(DataUnavailableError, match="is this machine itself"):
+            WindowReader(spec(refs, server.address), report=lambda _: None).read([0])
+        assert not server.requests
+
+
+def test_a_proxy_of_the_environment_is_not_used(shards, monkeypatch):
+    folder, refs, _ = shards
+    with Server(folder) as proxy:
+        monkeypatch.setenv("http_proxy", proxy.address)
+        resolves(monkeypatch, "10.0.0.1")
+        with pytest.raises(DataUnavailableError, match="not an address of the public internet"):
+            WindowReader(spec(refs, "http://a.example"), report=lambda _: None).read([0])
+        assert not proxy.requests
+
+
+@pytest.mark.parametrize("host", [TLS_NAME, "another.example"])
+def test_tls_is_spoken_over_the_checked_connection_with_the_name_of_the_address(shards, monkeypatch, tmp_path, host):
+    folder, refs, arrays = shards
+    load_or_make(tmp_path)
+    pem = str(tmp_path / "tls.pem")
+    monkeypatch.setattr(sources, "tls_context", lambda: ssl.create_default_context(cafile=pem))
+    monkeypatch.setattr(sources, "is_public", lambda _: True)
+    asked = resolves(monkeypatch, "127.0.0.2")  # not the address from which this machine connects to it
+    with Server(folder, ip="127.0.0.2") as server:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(pem)
+        server.http.socket = context.wrap_socket(server.http.socket, server_side=True)
+        reader = WindowReader(spec(refs, f"https://{host}:{server.http.server_port}"), report=lambda _: None)
+        if host == TLS_NAME:
+            assert np.array_equal(reader.read([0])[0].numpy(), expected(arrays, 0))
+        else:
+            with pytest.raises(DataUnavailableError, match="certificate"):
+                reader.read([0])
+            assert not server.requests
+    assert set(asked) == {host}
+
+
+def test_a_server_of_the_owner_cannot_redirect(shards):
+    folder, refs, _ = shards
+    with Server(folder) as other, Server(folder, f"redirect {other.address}") as server:
+        with pytest.raises(DataUnavailableError, match="redirects to .*, which is not followed"):
+            WindowReader(spec(refs, server.address), private_data=True, report=lambda _: None).read([0])
+        assert server.requests and not other.requests
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("https://127.0.0.1:1/x", "not an address of the public internet"),
+        ("https://user@cdn.example/x", "without a user"),
+        ("http://cdn.example/x", "only https"),
+        ("file:///etc/passwd", "only https"),
+        ("/loop", "which is not followed"),
+    ],
+)
+def test_a_redirect_of_a_cloud_is_checked_like_an_address(monkeypatch, place, says):
+    asked = answers(monkeypatch, "huggingface.co", b"HTTP/1.1 302 Found\r\nLocation: %s\r\n\r\n" % place.encode())
+    with pytest.raises(SourceError, match=says):
+        at_address("hf://datasets/org/name/x", 2).chunk(Digest(bytes(32)), 0, 8)
+    (line, *_), *_ = [asked_of(end) for end in asked]
+    assert line == f"GET /datasets/org/name/resolve/main/x/{'00' * 32}.tokens HTTP/1.1"
+    assert len(asked) <= 1 + MAX_REDIRECTS
+
+
+def answers(monkeypatch: pytest.MonkeyPatch, host: str, answer: bytes) -> list[socket.socket]:
+    """Let a host give this answer to each connection over TLS; return the other ends of the connections."""
+    ends: list[socket.socket] = []
+    connect = sources.PublicTlsConnection.connect
+
+    def answered(self: http.client.HTTPConnection) -> None:
+        if not self.host.endswith(host):
+            return connect(self)  # type: ignore[arg-type]
+        self.sock, other = socket.socketpair()
+        other.sendall(answer)
+        ends.append(other)
+
+    monkeypatch.setattr(sources.PublicTlsConnection, "connect", answered)
+    return ends
+
+
+def asked_of(end: socket.socket) -> list[str]:
+    with end:
+        return end.recv(10_000).decode().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("address", "host"),
+    [
+        ("s3://bucket/x", "bucket.s3.amazonaws.com"),
+        ("gs://bucket/x", "storage.googleapis.com"),
+        ("hf://datasets/org/name/x", "huggingface.co"),
+    ],
+)
+def test_a_cloud_is_read_without_the_volunteers_accounts(monkeypatch, address, host):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "GOOGLE_APPLICATION_CREDENTIALS"):
+        monkeypatch.setenv(name, "secret")
+    asked = answers(monkeypatch, host, b"HTTP/1.1 206 Partial Content\r\nContent-Length: 8\r\n\r\n12345678")
+    assert at_address(address, 2).chunk(Digest(bytes(32)), 8, 8) == b"12345678"
+    lines = asked_of(asked[0])
+    assert {line.split(":")[0] for line in lines[1:] if line} == {"Host", "Accept-Encoding", "Range", "User-Agent"}
+    assert f"Host: {host}" in lines and "Range: bytes=8-15" in lines
+    assert isinstance(at_address(address, 2, private=True), sources.FsspecFolder)
+
+
+@pytest.mark.parametrize("address", ["/srv/x", "file:///srv/x", "az://container/x", "s3://dotted.bucket/x"])
+def test_this_disk_and_what_needs_an_account_is_used_only_if_it_is_allowed(shards, address):
+    _, refs, _ = shards
     told: list[str] = []
-    reader = WindowReader(spec(refs, address), report=told.append)
-    assert told and "begins with one of" in told[0]
-    with pytest.raises(DataUnavailableError):
-        reader.read([0])
+    WindowReader(spec(refs, address), report=told.append)
+    assert len(told) == 1 and "join with --allow-private-data" in told[0]
+    WindowReader(spec(refs, address), report=told.append, private_data=True)
+    assert len(told) == 1
+
+
+def test_endless_headers_end_with_the_deadline_and_their_thread_too(shards):
+    folder, refs, _ = shards
+    with Server(folder, "continue") as server:
+        source = at_address(server.address, 0.5, private=True)
+        with pytest.raises(SourceError, match="not complete after"):
+            source.chunk(refs[0].name, 0, 8)
+        for thread in threading.enumerate():
+            if thread.name == "read":
+                thread.join(5)
+                assert not thread.is_alive()
 
 
 def test_a_window_that_does_not_exist_and_a_token_beyond_the_vocabulary_are_refused(shards):

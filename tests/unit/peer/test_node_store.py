@@ -14,7 +14,7 @@ from peer.node.blob_retention import BlobRetention
 from peer.node.chain_store import ChainStore
 from peer.node.options import NodeOptions
 from peer.node.snapshot import FILE, Snapshot, read_snapshot, write_snapshot
-from peer.node.trainer_files import start_message
+from peer.node.trainer_files import fetch_assets, start_message
 from peer.store import Store, StoreError
 from protocol.chain import ChainLimits, genesis_digest
 from protocol.errors import MalformedError
@@ -185,8 +185,12 @@ def test_a_snapshot_comes_back_and_rubbish_is_none(tmp_path):
     told = replace(SNAPSHOT, mfu=0.43, memory_used=2, memory_whole=3, time_shares={"training": 1.0})
     write_snapshot(tmp_path, told)
     assert read_snapshot(tmp_path) == told
-    (tmp_path / FILE).write_text('{"run": 1}')
-    assert read_snapshot(tmp_path) is None
+    text = (tmp_path / FILE).read_text()
+    changes = ('"round": 3.0', '"round": 3, "round": 3', '"round": Infinity', '"round": true')
+    for rubbish in ['{"run": 1}', "[" * 100_000, *(text.replace('"round": 3', new) for new in changes)]:
+        assert rubbish != text
+        (tmp_path / FILE).write_text(rubbish)
+        assert read_snapshot(tmp_path) is None
 
 
 def test_a_snapshot_that_cannot_be_written_leaves_no_draft(tmp_path, monkeypatch):
@@ -202,3 +206,30 @@ def test_a_snapshot_that_cannot_be_written_leaves_no_draft(tmp_path, monkeypatch
 def test_a_spec_that_cannot_be_written_for_the_trainer_is_a_clear_error(store, tmp_path):
     with pytest.raises(StoreError, match="spec.json"):
         start_message(SPEC, store, Identity(bytes(32)).key, NodeOptions(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("addresses", "private", "fetched"),
+    [
+        ((), False, True),
+        (("https://a.example/x",), False, False),
+        (("s3://bucket/x",), False, False),
+        (("file:///srv/x", "az://container/x"), False, True),
+        (("file:///srv/x",), True, False),
+        (("file:///srv/x", "https://a.example/x"), False, False),
+    ],
+)
+async def test_shards_come_from_the_swarm_if_no_address_may_be_used(store, tmp_path, addresses, private, fetched):
+    data = SPEC.data.model_copy(update={"addresses": list(addresses)})
+    spec = SPEC.model_copy(update={"data": data})
+    asked: list[Digest] = []
+
+    async def fetch_blob(digest: Digest, *_: object, **__: object) -> None:
+        asked.append(digest)
+
+    network = cast(Any, SimpleNamespace(fetch_blob=fetch_blob, everyone=list))
+    await fetch_assets(spec, store, network, private_data=private)
+    assert asked[0] == spec.tokenizer.name
+    assert asked[1:] == ([s.name for s in spec.data.train] if fetched else [])
+    start = start_message(spec, store, Identity(bytes(32)).key, NodeOptions(tmp_path, private_data=private))
+    assert start.private_data == private
