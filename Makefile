@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-page test-long test-wan lint format simulate stubs benchmarks clean
+.PHONY: demo test test-page test-long test-wan fuzz lint format simulate stubs vectors benchmarks clean
 
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -18,6 +18,10 @@ clean:
 stubs: $(STAMP)
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. protocol/wire/coordinator.proto
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. protocol/wire/swarm.proto protocol/wire/ledger.proto
+
+# Test vectors for other implementations (docs/vectors) are committed; tests make them again and compare.
+vectors: $(STAMP)
+	$(BIN)/python -m tests.vectors
 
 # Everything but the long suites. WORKERS processes share the files (tests/conftest.py); a fifth of the time is waiting.
 WORKERS ?= 2
@@ -39,6 +43,18 @@ KILLS ?= 1000
 .PHONY: test-chaos
 test-chaos: $(STAMP) postgres
 	$(BIN)/python -m tests.chaos --kills $(KILLS)
+
+# Mutated foreign input through every parser; with atheris also coverage-guided. About an hour.
+INPUTS ?= 1000000
+GUIDED ?= 20000
+.PHONY: atheris
+fuzz: $(STAMP) atheris
+	$(BIN)/python -m tests.fuzz --inputs $(INPUTS) --guided $(GUIDED)
+
+# It has no wheels for every Python and system; without it the fuzzer says so and leaves that part out.
+atheris: $(STAMP)
+	@$(BIN)/python -c "import atheris" 2>/dev/null || $(BIN)/python -m pip install --quiet --editable '.[fuzz]' \
+	  || echo "atheris could not be installed: no coverage-guided inputs"
 
 # For the NAT gateways of the emulated internet; without it what needs them says so and is left out.
 .PHONY: nft

@@ -47,6 +47,19 @@ def ascending(keys: Sequence[PeerKey]) -> bool:
     return all(a < b for a, b in zip(keys, keys[1:], strict=False))
 
 
+def check_canonical(what: str, encoded: Message, payload: bytes) -> None:
+    """Raise MalformedError unless the payload is the deterministic serialisation of what was decoded from it.
+
+    Parsers of protobuf differ in what they overlook: unknown fields, a field that stands twice, another order. One
+    message has one form, so all peers accept the same bytes.
+    """
+    if encoded.SerializeToString(deterministic=True) != payload:
+        raise MalformedError(
+            f"a {what} message is not in canonical form, or has fields that this version does not know: update the "
+            "software"
+        )
+
+
 def parsed(message: M, payload: bytes) -> M:
     """Fill a protobuf message from its bytes and return it."""
     try:

@@ -66,10 +66,7 @@ def is_compact_record(encoded: bytes) -> bool:
 
 
 def compact(record: Signed[RoundRecord]) -> bytes | None:
-    """Return the compact record of a verified record; None if the record cannot be reconstructed from it to the byte.
-
-    This happens if another version of the software wrote its payload.
-    """
+    """Return the compact record of a verified record; None if it is too large, or does not restore it to the byte."""
     whole = wire.Envelope.FromString(record.encoded)
     body = wire.RoundRecord.FromString(whole.payload)
     headers = list(body.updates)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from protocol.checks import bounded, parsed
+from protocol.checks import bounded, check_canonical, parsed
 from protocol.envelope import open_envelope, seal
 from protocol.errors import AdmissionError, MalformedError
 from protocol.identity import Identity
@@ -53,11 +53,7 @@ def sign_coordinator_address(owner: Identity, body: CoordinatorAddress) -> Signe
 
     Raises MalformedError for one that they would refuse.
     """
-    message = wire.CoordinatorAddress(
-        run=body.run, sequence=body.sequence, coordinators=[str(e) for e in body.coordinators],
-        fingerprint=body.fingerprint, addresses=body.addresses,
-    )  # fmt: skip
-    encoded = seal(owner, KIND, message.SerializeToString(deterministic=True)).encoded
+    encoded = seal(owner, KIND, _encode(body).SerializeToString(deterministic=True)).encoded
     return open_coordinator_address(encoded, body.run, owner.key)
 
 
@@ -112,6 +108,13 @@ def _check_claims(encoded: bytes, run: RunId, owner: PeerKey) -> CoordinatorAddr
     return _decode(m.payload, run)
 
 
+def _encode(body: CoordinatorAddress) -> wire.CoordinatorAddress:
+    return wire.CoordinatorAddress(
+        run=body.run, sequence=body.sequence, coordinators=[str(e) for e in body.coordinators],
+        fingerprint=body.fingerprint, addresses=body.addresses,
+    )  # fmt: skip
+
+
 def _decode(payload: bytes, run: RunId) -> CoordinatorAddress:
     m = parsed(wire.CoordinatorAddress(), payload)
     if bytes(m.run) != run:
@@ -127,7 +130,9 @@ def _decode(payload: bytes, run: RunId) -> CoordinatorAddress:
             address.startswith("/") and address.isascii() and address.isprintable() and len(address) <= MAX_ADDRESS
         ):
             raise MalformedError(f"{address[:80]!r} is not a multiaddress")
-    return CoordinatorAddress(
+    body = CoordinatorAddress(
         run, bounded("sequence", m.sequence), tuple(HostPort.parse(text) for text in m.coordinators),
         Digest(m.fingerprint), tuple(m.addresses),
     )  # fmt: skip
+    check_canonical(KIND, _encode(body), payload)
+    return body

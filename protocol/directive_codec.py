@@ -52,15 +52,11 @@ def decode_directive(payload: bytes, _: object = None) -> Directive:
         rollback = Rollback(epoch, Digest(back.record), number, Digest(back.state))
         if not epoch:
             raise MalformedError("the first rollback has epoch 1")
-    body = Directive(
+    return Directive(
         RunId(m.run), bounded("sequence", m.sequence), m.run_status, bounded("since", m.since),
         text("reason", m.reason, MAX_REASON), banned, Round(bounded("from_round", m.from_round, MAX_ROUND)),
         _decode_changes(m.changes), rollback,
     )  # fmt: skip
-    # All peers must act on a directive in the same way: one with fields unknown to this version is refused as a whole.
-    if encode_directive(body).SerializeToString(deterministic=True) != payload:
-        raise MalformedError("a directive with fields that this version does not know: update the software")
-    return body
 
 
 def _decode_changes(m: wire.RoundChanges) -> RoundChanges:

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from google.protobuf.message import Message
 
-from protocol.checks import ascending, bounded, finite, parsed, rate, text
+from protocol.checks import ascending, bounded, check_canonical, finite, parsed, rate, text
 from protocol.directive_codec import MAX_DIRECTIVE_ENVELOPE, MAX_EPOCH, decode_directive, encode_directive
 from protocol.envelope import MAX_ENVELOPE, claimed_author, claimed_kind, content_digest, open_envelope, seal
 from protocol.errors import AdmissionError, MalformedError
@@ -222,6 +222,9 @@ KINDS: dict[type, MessageKind] = {
 }
 """The kind of each body."""
 
+EXTENSIBLE = (Heartbeat, Goodbye)
+"""Status, on which no agreement depends: fields that a newer version adds are passed over. All else has one form."""
+
 _BODIES = {kind.name: body for body, kind in KINDS.items()}
 
 
@@ -305,6 +308,8 @@ class MessageDecoder:
             raise AdmissionError("a directive that is not signed by the run's owner")  # refused before it costs much
         envelope = open_envelope(encoded, kind.name, limit=kind.limit)
         decoded = kind.decode(envelope.payload, self)
+        if body not in EXTENSIBLE:
+            check_canonical(kind.name, kind.encode(decoded), envelope.payload)
         if decoded.run != self.run:
             raise MalformedError(f"a {kind.name} message of another run ({decoded.run.short})")
         if body in (Admission, Finalization) and envelope.author != self.owner:

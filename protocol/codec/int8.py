@@ -53,7 +53,7 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(scale: Tensor, codes: Tensor) -> Tensor:
-    """Return the values of the codes, fp32 [n, c], without -0."""
+    """Return the values of the codes, fp32 [n, c]; -0 for a code below 0 with a scale of 0, which no encoder writes."""
     return codes.to(torch.float32) * scale
 
 

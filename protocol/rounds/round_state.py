@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey, Round, sha256
@@ -16,6 +16,11 @@ MAX_RECORD_BYTES = 128 * 1024 * 1024
 VOTES_PER_AUTHOR = 4
 MAX_ATTEMPT = 2**20
 MAX_JUMP = 1024
+
+
+def proposer_order(parent: Digest, authors: Iterable[PeerKey]) -> tuple[PeerKey, ...]:
+    """Return the order in which authors propose after a record: ascending by SHA-256 of the parent and the key."""
+    return tuple(sorted(authors, key=lambda author: sha256(parent, author)))
 
 
 class Proposal:
@@ -149,7 +154,7 @@ class RoundState:
     def proposer_order(self) -> tuple[PeerKey, ...]:
         """Candidates' authors in the order in which they propose: by SHA-256 of the parent and the key."""
         if self._order is None:
-            self._order = tuple(sorted((h.author for h in self.candidates()), key=lambda a: sha256(self.parent, a)))
+            self._order = proposer_order(self.parent, (h.author for h in self.candidates()))
         return self._order
 
     def contradicting_state(self) -> Digest | None:

@@ -10,7 +10,7 @@ from protocol import message_codec
 from protocol.envelope import seal
 from protocol.errors import MalformedError, ProtocolError
 from protocol.ids import PeerKey, Round
-from protocol.message_codec import KINDS, KeySigner, MessageDecoder, encode_certificate
+from protocol.message_codec import EXTENSIBLE, KINDS, KeySigner, MessageDecoder, encode_certificate
 from protocol.messages import (
     MAX_KNOWN_HEADERS,
     Admission,
@@ -18,6 +18,7 @@ from protocol.messages import (
     Goodbye,
     Heartbeat,
     RoundRecord,
+    Signed,
     UpdateHeader,
     Vote,
 )
@@ -90,6 +91,34 @@ def test_strangers_cannot_have_a_thousand_votes_verified(verified: list[PeerKey]
     with pytest.raises(MalformedError, match="no contributor"):
         o.decode_certificate(sent)
     assert verified == []
+
+
+# -- one form -------------------------------------------------------------------------------------------------
+
+
+def odd_forms(payload: bytes) -> dict[str, bytes]:
+    """Return payloads that a protobuf parser reads as the same message, or with more or less in it."""
+    last_wins = payload[:34]  # the field `run` a second time
+    return {
+        "an unknown field": payload + b"\xf8\x7f\x01",
+        "a field of another type": payload + b"\x0d\x00\x00\x00\x00",
+        "a field twice": payload + last_wins,
+        "a number of too many bytes": payload.replace(b"\x10\x03", b"\x10\x83\x80\x00", 1),
+    }
+
+
+@pytest.mark.parametrize(
+    "good", [s for s in ONE_OF_EACH if type(s.body) not in EXTENSIBLE], ids=lambda s: type(s.body).__name__
+)
+def test_a_payload_has_one_form(good: Signed):
+    kind = KINDS[type(good.body)].name
+    payload = wire.Envelope.FromString(good.encoded).payload
+    signer = next(i for i in (OWNER, *PEERS) if i.key == good.author)
+    for what, odd in odd_forms(payload).items():
+        if odd != payload:
+            with pytest.raises(MalformedError, match="not in canonical form"):
+                decoder().decode(seal(signer, kind, odd).encoded, type(good.body))
+                pytest.fail(what)
 
 
 # -- what is remembered ---------------------------------------------------------------------------------------

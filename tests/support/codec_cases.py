@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import struct
-
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -53,16 +51,6 @@ awkward = st.one_of(
     st.floats(-(2.0**29), 2.0**29, width=32),
     st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0**29, -(2.0**29), 1e-45, -1e-40, 2.0**-60, 2.0**-61]),
 )
-
-
-def read_bits(data: bytes, width: int, count: int) -> list[int]:
-    number = int.from_bytes(data, "little")
-    assert number >> (width * count) == 0, "padding bits"
-    return [(number >> (width * i)) & ((1 << width) - 1) for i in range(count)]
-
-
-def read_bf16(data: bytes) -> float:
-    return struct.unpack("<f", b"\0\0" + data)[0]
 
 
 layouts = st.dictionaries(

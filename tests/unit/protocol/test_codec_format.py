@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 
 import pytest
 import torch
@@ -16,71 +15,9 @@ from protocol.codec.bits import pack, unpack
 from protocol.codec.positions import Positions
 from protocol.layout import Layout
 from protocol.spec import CodecSpec
-from tests.support.codec_cases import layouts, read_bf16, read_bits, specs
-
-
-def read_sparse(encoded: bytes, m: int, k: int) -> dict[int, float]:
-    """Return the values of an encoded block of m coordinates of which k are kept, by docs/codec.md."""
-    lo, hi = read_bf16(encoded[0:2]), read_bf16(encoded[2:4])
-    at = 4
-    if k == m:
-        positions = list(range(m))
-    else:
-        low = int(math.log2(m / k))
-        unary = k + ((m - 1) >> low)
-        a, b = -(-k * low // 8), -(-unary // 8)
-        if -(-m // 8) <= a + b:
-            size = -(-m // 8)
-            positions = [i for i, bit in enumerate(read_bits(encoded[at : at + size], 1, m)) if bit]
-            at += size
-        else:
-            lows = read_bits(encoded[at : at + a], low, k)
-            ones = [i for i, bit in enumerate(read_bits(encoded[at + a : at + a + b], 1, unary)) if bit]
-            positions = [((one - i) << low) | lows[i] for i, one in enumerate(ones)]
-            at += a + b
-    codes = read_bits(encoded[at:], 2, k)
-    assert len(positions) == k and positions == sorted(set(positions)) and positions[-1] < m
-    return {p: (-1 if c & 2 else 1) * (hi if c & 1 else lo) for p, c in zip(positions, codes, strict=True)}
-
-
-def read_blob(blob: bytes, kind: str, k: int, layout: Layout) -> dict[str, dict[int, float]]:
-    assert blob[:4] == b"CRN1"
-    assert blob[4:8] == bytes([{"sparse": 1, "int8": 2, "none": 3, "sign": 4}[kind], 1]) + struct.pack(
-        "<H", k if kind == "sparse" else 0
-    )
-    assert blob[8:40] == layout.digest
-    at, out = 40, {}
-    for tensor in layout.tensors:
-        said = out[tensor.name] = {}
-        for start in range(0, tensor.numel, 4096):
-            m = min(4096, tensor.numel - start)
-            if kind == "none":
-                values = dict(enumerate(struct.unpack(f"<{m}f", blob[at : at + 4 * m])))
-                at += 4 * m
-            elif kind == "int8":
-                scale = read_bf16(blob[at : at + 2])
-                values = {i: q * scale for i, q in enumerate(struct.unpack(f"{m}b", blob[at + 2 : at + 2 + m]))}
-                at += 2 + m
-            elif kind == "sign":
-                scale, bits = read_bf16(blob[at : at + 2]), -(-m // 8)
-                minus = read_bits(blob[at + 2 : at + 2 + bits], 1, m)
-                values = {i: -scale if bit else scale for i, bit in enumerate(minus)}
-                at += 2 + bits
-            else:
-                kept = max(1, math.ceil(m * k / 4096))
-                size = encoded_size(m, kept)
-                values = read_sparse(blob[at : at + size], m, kept)
-                at += size
-            said.update({start + i: v for i, v in values.items()})
-    assert at == len(blob)
-    return out
-
-
-def encoded_size(m: int, k: int) -> int:
-    if k == m:
-        return 4 + -(-2 * k // 8)
-    low = int(math.log2(m / k))
-    return 4 + min(-(-m // 8), -(-k * low // 8) + -(-(k + ((m - 1) >> low)) // 8)) + -(-2 * k // 8)
+from tests.support.codec_cases import layouts, specs
+from tests.vectors import plain_codec
+from tests.vectors.plain_codec import read_bits
 
 
 @settings(deadline=None, max_examples=60)
@@ -92,11 +29,12 @@ def test_a_blob_says_to_a_plain_reader_what_it_says_to_the_decoder(layout, spec,
     blob = codec.encode(feedback)
     codec.check(blob)
     assert len(blob) == codec.size
-    said = read_blob(bytes(blob), spec.kind, spec.k, layout)
-    for index, tensor in enumerate(layout.tensors):
+    read = plain_codec.read_blob(bytes(blob), spec.kind, spec.k, [(t.name, t.shape) for t in layout.tensors])
+    for index, (tensor, said) in enumerate(zip(layout.tensors, read, strict=True)):
         decoded = codec.decode_tensor(blob, index)
-        positions = range(tensor.numel) if decoded.positions is None else decoded.positions.tolist()
-        assert dict(zip(positions, decoded.values.tolist(), strict=True)) == said[tensor.name]
+        positions = list(range(tensor.numel)) if decoded.positions is None else decoded.positions.tolist()
+        assert positions == said.positions
+        assert decoded.values.tolist() == said.values[positions].tolist()
 
 
 def test_k_64_costs_at_most_0_165_bits_a_parameter():

@@ -82,6 +82,8 @@ def test_what_is_signed_is_what_is_read():
         raw(addresses=["/ip4/1.2.3.4\n"]),
         raw(coordinators=["c.example:1"], addresses=["/" + "a" * 199] * 8) + bytes(MAX_COORDINATOR_ADDRESS_ENVELOPE),
         raw(kind="finalization"),
+        raw(coordinators=["c.example:07410"]),
+        seal(OWNER, KIND, wire.Envelope.FromString(word().encoded).payload + b"\xf8\x07\x01").encoded,
     ],
 )
 def test_what_is_not_well_formed_or_of_another_run_is_refused(sent: bytes):

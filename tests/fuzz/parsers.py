@@ -1,0 +1,658 @@
+"""Every parser of foreign input, with valid samples and what mutates them: signed again, checksums mended."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import random
+import struct
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+from google.protobuf.message import DecodeError, Message
+
+from coordinator.admission import KIND as ADMIT
+from coordinator.admission import open_request
+from coordinator.checkpoints import verification
+from coordinator.checkpoints.archive import config_json
+from coordinator.errors import CoordinatorError
+from coordinator.page.credit_routes import CREDIT_ENDPOINTS
+from coordinator.page.endpoints import ENDPOINTS
+from peer.log_client import LogClient
+from peer.node.packet_decoder import PacketDecoder
+from peer.swarm.addresses import dial_addresses
+from peer.swarm.libp2p.dht import HeartbeatValidator
+from peer.swarm.transfer import frames
+from protocol import coordinator_address, spec
+from protocol.chain import Chain, ChainLimits
+from protocol.codec import make_codec
+from protocol.compact_record import compact, header_id, parse_compact_record
+from protocol.coordinator_address import CoordinatorAddress, open_coordinator_address, sign_coordinator_address
+from protocol.envelope import seal
+from protocol.errors import CairnError, CodecError, MalformedError, ProtocolError, SpecError, UnknownParent
+from protocol.ids import PeerKey, Round, RunId, b64url, from_b64url, sha256
+from protocol.invite import PREFIX, HostPort, Invite
+from protocol.layout import Layout, checkpoint_header_size
+from protocol.ledger import statements, void_orders
+from protocol.ledger.entries import (
+    CreditLine,
+    LedgerEntry,
+    RollbackEntry,
+    RoundEntry,
+    SettleEntry,
+    VoidEntry,
+    decode_entry,
+    decode_line,
+    encode_entry,
+    encode_line,
+    genesis_leaf,
+    lines_root,
+)
+from protocol.merkle import CHUNK, blob_digest, leaf_hash
+from protocol.message_codec import KINDS, KeySigner, MessageDecoder, encode_certificate
+from protocol.messages import Certificate, Finalization, RoundRecord, UpdateHeader, Vote
+from protocol.proofs import (
+    EMPTY,
+    MerkleFrontier,
+    check_consistency,
+    check_inclusion,
+    consistency_proof,
+    inclusion_proof,
+)
+from protocol.reduce import Reduction
+from protocol.spec import CodecSpec, open_spec, parse_spec, sign_spec
+from protocol.wire import coordinator_pb2, ledger_pb2
+from protocol.wire import swarm_pb2 as wire
+from tests.fuzz.harness import Parser
+from tests.fuzz.mutation import mutate_bytes, mutate_json, mutate_wire
+from tests.support.signed import (
+    CERTIFICATE,
+    HEADERS,
+    ONE_OF_EACH,
+    PEERS,
+    RECORD,
+    REDUCED_CERTIFICATE,
+    RUN,
+    SPEC,
+    STRANGER,
+)
+from tests.support.specs import OWNER, admission, digest, tiny_spec
+from tests.vectors import made
+
+MAX_SPEC_MEBIBYTES = 128
+"""A spec of 1 MiB, with all its objects and the problems that are found in it."""
+
+NOW = 1_700_000_000.0
+SIGNERS = {i.key: i for i in (OWNER, STRANGER, *PEERS)}
+PAYLOADS: dict[str, type[Message]] = {
+    "admission": wire.Admission, "update-header": wire.UpdateHeader, "round-record": wire.RoundRecord,
+    "vote": wire.Vote, "shard-attestation": wire.ShardAttestation, "finalization": wire.Finalization,
+    "directive": wire.Directive, "heartbeat": wire.Heartbeat, "goodbye": wire.Goodbye,
+    coordinator_address.KIND: wire.CoordinatorAddress, "tree-head": ledger_pb2.TreeHead,
+    "receipt": ledger_pb2.Receipt, "bind-peer": ledger_pb2.BindPeer, "bind-account": ledger_pb2.BindAccount,
+    void_orders.KIND: ledger_pb2.VoidOrder, ADMIT: coordinator_pb2.AdmissionRequest,
+}  # fmt: skip
+
+
+# -- signed messages --------------------------------------------------------------------------------------------
+
+
+def resigned(rng: random.Random, data: bytes) -> bytes:
+    """Mutate an envelope: mostly its payload, which its author signs again, and the envelopes in it likewise."""
+    try:
+        e = wire.Envelope.FromString(data)
+    except DecodeError:
+        return mutate_bytes(rng, data)
+    signer = SIGNERS.get(PeerKey(e.key) if len(e.key) == 32 else OWNER.key)
+    if signer is None or e.kind not in PAYLOADS or rng.random() < 0.2:
+        return mutate_wire(rng, wire.Envelope(), data)
+    if rng.random() < 0.05:
+        signer = rng.choice(list(SIGNERS.values()))
+    payload = _inner(rng, e.kind, e.payload) if rng.random() < 0.3 else None
+    if payload is None:
+        payload = mutate_wire(rng, PAYLOADS[e.kind](), e.payload)
+    return seal(signer, e.kind, payload).encoded
+
+
+INNER = {"update-header": "admission", "heartbeat": "admission", "bind-account": "peer_statement"}
+
+
+def _inner(rng: random.Random, kind: str, payload: bytes) -> bytes | None:
+    """Return the payload with a mutated envelope in it; None if there is none."""
+    try:
+        message: Any = PAYLOADS[kind].FromString(payload)
+    except DecodeError:
+        return None
+    if kind == "round-record" and message.updates:
+        at = rng.randrange(len(message.updates))
+        message.updates[at] = resigned(rng, message.updates[at])
+    elif kind in INNER:
+        setattr(message, INNER[kind], resigned(rng, getattr(message, INNER[kind])))
+    else:
+        return None
+    return message.SerializeToString(deterministic=True)
+
+
+def _message(data: bytes) -> None:
+    signed = PacketDecoder(MessageDecoder(RUN, OWNER.key)).decode_message(data, NOW)
+    kind = KINDS[type(signed.body)]
+    assert signed.encoded == data and len(data) <= kind.limit
+    again = kind.encode(signed.body).SerializeToString(deterministic=True)
+    assert signed.body == kind.decode(again, MessageDecoder(RUN, OWNER.key))
+
+
+def _messages() -> Parser:
+    samples = [s.encoded for s in ONE_OF_EACH if type(s.body).__name__ != "Admission"]
+    return Parser("messages", samples, resigned, _message, (ProtocolError,))
+
+
+def _packets() -> Parser:
+    encoded = [s.encoded for s in ONE_OF_EACH]
+    packet = wire.Packet(messages=encoded, certificates=[encode_certificate(CERTIFICATE)])
+
+    def mutate(rng: random.Random, data: bytes) -> bytes:
+        p = wire.Packet()
+        try:
+            p.ParseFromString(data)
+        except DecodeError:
+            return mutate_bytes(rng, data)
+        if not p.messages or rng.random() < 0.2:
+            return mutate_wire(rng, wire.Packet(), data)
+        at = rng.randrange(len(p.messages))
+        p.messages[at] = resigned(rng, p.messages[at])
+        return p.SerializeToString()
+
+    def parse(data: bytes) -> None:
+        packet = wire.Packet.FromString(data)
+        decoder = PacketDecoder(MessageDecoder(RUN, OWNER.key))
+        if not any(decoder.decode_packet(STRANGER.key, packet, NOW)):
+            raise MalformedError("nothing of it was accepted")
+
+    return Parser("packets", [packet.SerializeToString()], mutate, parse, (ProtocolError, DecodeError), seconds=4)
+
+
+def _certificates() -> Parser:
+    both = [encode_certificate(c) for c in (CERTIFICATE, REDUCED_CERTIFICATE, made.FIRST)]
+
+    def mutate(rng: random.Random, data: bytes) -> bytes:
+        c = wire.Certificate()
+        try:
+            c.ParseFromString(data)
+        except DecodeError:
+            return mutate_bytes(rng, data)
+        choice = rng.random()
+        if choice < 0.3 and c.record:
+            c.record = resigned(rng, c.record)
+        elif choice < 0.6 and c.votes:
+            at = rng.randrange(len(c.votes))
+            c.votes[at] = resigned(rng, c.votes[at])
+        else:
+            return mutate_wire(rng, wire.Certificate(), data)
+        return c.SerializeToString(deterministic=True)
+
+    def parse(data: bytes) -> None:
+        certificate = MessageDecoder(RUN, OWNER.key).decode_certificate(data)
+        again = encode_certificate(certificate)
+        assert MessageDecoder(RUN, OWNER.key).decode_certificate(again) == certificate
+        chain = Chain(RUN, made.digest("state 0"), ChainLimits(max_update_windows=64, max_members=256))
+        try:
+            assert chain.add(certificate) and chain.head == certificate.digest
+        except UnknownParent:
+            pass  # of a later round
+
+    return Parser("certificates", both, mutate, parse, (ProtocolError,))
+
+
+def _compact_records() -> Parser:
+    sample = compact(RECORD)
+    assert sample is not None
+    held = {header_id(h.encoded): h.encoded for h in HEADERS}
+
+    def mutate(rng: random.Random, data: bytes) -> bytes:
+        try:
+            e = wire.Envelope.FromString(data)
+        except DecodeError:
+            return mutate_bytes(rng, data)
+        if rng.random() < 0.3:
+            return mutate_wire(rng, wire.Envelope(), data)
+        e.payload = mutate_wire(rng, wire.RoundRecord(), e.payload)
+        return e.SerializeToString(deterministic=True)
+
+    def parse(data: bytes) -> None:
+        record = parse_compact_record(data)
+        headers = [held.get(i, b"") for i in record.header_ids]
+        PacketDecoder(MessageDecoder(RUN, OWNER.key)).decode_message(record.reconstruct(headers), NOW)
+
+    return Parser("compact records", [sample], mutate, parse, (ProtocolError,))
+
+
+def _coordinator_addresses() -> Parser:
+    body = CoordinatorAddress(
+        RUN, 1000, (HostPort("c.example", 7410), HostPort("::1", 7410)), digest("c"), ("/ip4/1.2.3.4/tcp/7412",)
+    )
+    sample = sign_coordinator_address(OWNER, body).encoded
+
+    def parse(data: bytes) -> None:
+        signed = open_coordinator_address(data, RUN, OWNER.key)
+        assert all(str(c).isprintable() for c in signed.body.coordinators)
+
+    return Parser("coordinator addresses", [sample], resigned, parse, (ProtocolError,))
+
+
+def _dht_values() -> Parser:
+    beat = next(s.encoded for s in ONE_OF_EACH if type(s.body).__name__ == "Heartbeat")
+
+    def packed(data: bytes) -> bytes:
+        return b"\xc5" + (len(data) % 2**16).to_bytes(2, "big") + data
+
+    def mutate(rng: random.Random, data: bytes) -> bytes:
+        return packed(resigned(rng, data[3:])) if rng.random() < 0.8 else mutate_bytes(rng, data)
+
+    def parse(data: bytes) -> None:
+        HeartbeatValidator(RUN).author(data)
+
+    # The errors that `validate` catches.
+    return Parser("DHT values", [packed(beat)], mutate, parse, (ProtocolError, DecodeError))
+
+
+def _admission_requests() -> Parser:
+    body = coordinator_pb2.AdmissionRequest(run=RUN, time=int(NOW), name="ada", code="code")
+    sample = seal(PEERS[1], ADMIT, body.SerializeToString()).encoded
+    return Parser("admission requests", [sample], resigned, open_request, (ProtocolError, CoordinatorError))
+
+
+def _statements() -> Parser:
+    reason = void_orders.VoidOrder(RUN, RECORD.body.round, RECORD.digest, PEERS[1].key, digest("update"), "a copy")
+    samples = [
+        statements.sign(OWNER, statements.TreeHead(RUN, 7, digest("root"), 1_700_000_000_000)).encoded,
+        statements.sign(OWNER, _receipt()).encoded,
+        statements.bind(PEERS[1], STRANGER, RUN, 1_700_000_000, "ada", "engines").encoded,
+        void_orders.seal_void_order(OWNER, reason).encoded,
+    ]
+    openers: dict[str, Callable[[bytes], object]] = {
+        "tree-head": lambda d: statements.open_tree_head(d, RUN, OWNER.key),
+        "receipt": lambda d: statements.open_receipt(d, RUN, OWNER.key),
+        "bind-account": lambda d: statements.open_binding(d, RUN),
+        void_orders.KIND: lambda d: void_orders.open_void_order(d, RUN, OWNER.key),
+    }
+
+    def parse(data: bytes) -> None:
+        for kind, opener in openers.items():
+            if kind.encode() in data[:40]:
+                opener(data)
+                return
+        statements.open_receipt(data, RUN, OWNER.key)
+
+    return Parser("ledger statements", samples, resigned, parse, (ProtocolError,))
+
+
+def _receipt() -> statements.Receipt:
+    return statements.Receipt(
+        RUN, PEERS[1].key, RECORD.body.round, RECORD.digest, digest("update"), True, "", 10, 160, 1, 5, 1, 9
+    )
+
+
+# -- the ledger -------------------------------------------------------------------------------------------------
+
+
+def _ledger_entries() -> Parser:
+    line = CreditLine(PEERS[1].key, digest("update"), 10, 160, 27)
+    directive = next(s.encoded for s in ONE_OF_EACH if type(s.body).__name__ == "Directive")
+    payloads = [
+        RoundEntry(RECORD.body.round, digest("r"), digest("p"), lines_root([line]), 1, 27), SettleEntry(5, 1, 27),
+        VoidEntry(5, 0, 27, b"order"), RollbackEntry(digest("r"), RECORD.body.round, directive),
+    ]  # fmt: skip
+    forms = (ledger_pb2.LedgerEntry, ledger_pb2.CreditLine)
+    entries = [encode_entry(LedgerEntry(RUN, i, genesis_leaf(RUN), 1000 + i, p)) for i, p in enumerate(payloads)]
+
+    def mutate(rng: random.Random, data: bytes) -> bytes:
+        return data[:1] + mutate_wire(rng, forms[data[:1] == b"l"](), data[1:])
+
+    def parse(data: bytes) -> None:
+        """Decode an entry or a line; a letter before it says which."""
+        if data[:1] == b"l":
+            assert encode_line(decode_line(data[1:])) == data[1:]
+        else:
+            assert encode_entry(decode_entry(data[1:])) == data[1:]
+
+    samples = [b"l" + encode_line(line), *(b"e" + e for e in entries)]
+    return Parser("ledger entries and lines", samples, mutate, parse, (ProtocolError,))
+
+
+def _proofs() -> Parser:
+    nodes: dict[tuple[int, int], bytes] = {}
+    log, roots = MerkleFrontier(), [EMPTY]
+    for i in range(7):
+        nodes |= {(done.level, done.index): done.hash for done in log.append(leaf_hash(bytes([i])))}
+        roots.append(log.root())
+
+    def node(level: int, index: int) -> bytes:
+        return nodes[level, index]
+
+    inclusion = [nodes[0, 3], roots[7], *inclusion_proof(3, 7, node)]
+    consistency = [roots[4], roots[7], *consistency_proof(4, 7, node)]
+    samples = [struct.pack("<QQ", n, 7) + b"".join(h) for n, h in ((3, inclusion), (4, consistency))]
+
+    def parse(data: bytes) -> None:
+        """Check a proof of inclusion if the first number is odd, else of consistency."""
+        if len(data) < 80:
+            raise MalformedError("too short for this test's form")
+        first, second = struct.unpack("<QQ", data[:16])
+        one, other, *path = (data[i : i + 32] for i in range(16, min(len(data), 10_000), 32))
+        if first % 2:
+            check_inclusion(one, first, second, path, other)
+        else:
+            check_consistency(first, one, second, other, path)
+
+    return Parser("log proofs", samples, mutate_bytes, parse, (ProtocolError,))
+
+
+# -- updates -----------------------------------------------------------------------------------------------------
+
+LAYOUT = Layout.of({"a": (3, 50), "b": (77,), "c": (), "d": (4160,)})
+CODECS = [make_codec(c, LAYOUT) for c in (CodecSpec(kind="sparse", k=64), CodecSpec(kind="sparse", k=1500))]
+CODECS += [make_codec(CodecSpec(kind="sparse", k=4096), LAYOUT), make_codec(CodecSpec(kind="sign"), LAYOUT)]
+CODECS += [make_codec(CodecSpec(kind="int8"), LAYOUT), make_codec(CodecSpec(kind="none"), LAYOUT)]
+REDUCTIONS = [Reduction.of(codec) for codec in CODECS]
+
+
+def mutate_blob(rng: random.Random, data: bytes) -> bytes:
+    """Edit bytes in place: mostly the size stays, and the header."""
+    if rng.random() < 0.05:
+        return mutate_bytes(rng, data)
+    out = bytearray(data)
+    for _ in range(rng.choice((1, 1, 8))):
+        at = rng.randrange(40 if rng.random() < 0.95 else 0, max(41, len(out)))
+        put = rng.choice((b"\0", b"\xff", b"\x80", b"\x7f", b"\x80\x7f", b"\xc0\x7f", b"\x80\xff", rng.randbytes(4)))
+        out[at : at + len(put)] = put[: max(0, len(out) - at)]
+    return bytes(out)
+
+
+def _blobs() -> Parser:
+    blobs = [made.made_blob(c, f"fuzz {c.identifier} {c.kept}") for c in CODECS]
+    by_header = {b[4:8]: c for b, c in zip(blobs, CODECS, strict=True)}
+
+    def parse(data: bytes) -> None:
+        codec = by_header.get(data[4:8], CODECS[0])
+        codec.check(data)
+        for index, tensor in enumerate(LAYOUT.tensors):
+            decoded = codec.decode_tensor(data, index)
+            assert decoded.values.isfinite().all() and decoded.values.abs().max() <= 2.0**30
+            p = decoded.positions
+            assert p is None or ((p[1:] > p[:-1]).all() and 0 <= p[0] and p[-1] < tensor.numel)
+        assert all(0 <= e < float("inf") for e in codec.sum_squares(data))
+
+    return Parser("updates", blobs, mutate_blob, parse, (CodecError,))
+
+
+def _shards() -> Parser:
+    sizes = [(r.shard_codec(2, 1), r) for r in REDUCTIONS]
+    shards = [bytes(c.header) + bytes(c.size - 40) for c, _ in sizes if c.identifier != 5]
+    shards += [made.made_blob(c, "shard") for c, _ in sizes if c.identifier == 2]
+
+    def parse(data: bytes) -> None:
+        for codec, reduction in sizes:
+            if codec.header[:8] == data[:8]:
+                return reduction.check_shard(data, 2, 1)
+        raise CodecError("of no codec")
+
+    return Parser("reduced shards", shards, mutate_blob, parse, (CodecError,))
+
+
+# -- specs, invites, addresses --------------------------------------------------------------------------------------
+
+
+def _specs() -> Parser:
+    samples = [SPEC.canonical(), tiny_spec(codec={"kind": "sign"}, outer={"optimizer": "nesterov"}).canonical()]
+
+    def parse(data: bytes) -> None:
+        assert parse_spec(data).canonical() == data
+        signed = seal(OWNER, spec.KIND, data).encoded
+        open_spec(signed, RunId(blob_digest(data)))
+
+    return Parser(
+        "run specs", samples, mutate_json, parse, (SpecError, ProtocolError), mebibytes=MAX_SPEC_MEBIBYTES, seconds=5
+    )
+
+
+def _invites() -> Parser:
+    address = f"/ip4/1.2.3.4/tcp/7412/p2p/{'12D3KooWQYhTNQdmr3ArTeUHRYzFg94BKyTkoWBDWez9kSCVe2Xo'}"
+    invite = Invite(RUN, digest("c"), (HostPort("c.example", 7410), HostPort("::1", 1)), "code", (address,))
+    other = Invite(RUN, digest("c"), (HostPort("192.0.2.1", 65535),), "", ("/dns/x.example/tcp/1",))
+
+    def mutate(rng: random.Random, data: bytes) -> bytes:
+        try:
+            body = from_b64url(data.decode().removeprefix(PREFIX))[:-4]
+        except (MalformedError, UnicodeDecodeError):
+            return mutate_bytes(rng, data)
+        if rng.random() < 0.2:
+            return mutate_bytes(rng, data)
+        body = mutate_bytes(rng, body)
+        return (PREFIX + b64url(body + sha256(body)[:4])).encode()
+
+    def parse(data: bytes) -> None:
+        found = Invite.parse(data.decode("utf-8", "surrogateescape"))
+        assert Invite.parse(str(found)) == found
+
+    return Parser("invites", [str(invite).encode(), str(other).encode()], mutate, parse, (ProtocolError,))
+
+
+def _addresses() -> Parser:
+    peer = "12D3KooWQYhTNQdmr3ArTeUHRYzFg94BKyTkoWBDWez9kSCVe2Xo"
+    samples = [
+        f"/ip4/192.0.2.1/tcp/4001/p2p/{peer}",
+        f"/ip6/::1/udp/4001/quic-v1/p2p/{peer}",
+        f"/dns/a.b/tcp/1/p2p/{peer}",
+    ]
+    samples += ["c.example:7410", "[2001:db8::1]:7410"]
+
+    def parse(data: bytes) -> None:
+        text = data.decode("utf-8", "replace")
+        if text.startswith("/"):
+            dial_addresses(text)
+        else:
+            assert HostPort.parse(str(HostPort.parse(text))) == HostPort.parse(text)
+
+    return Parser("addresses", [s.encode() for s in samples], mutate_bytes, parse, (ProtocolError,))
+
+
+# -- blobs on streams, queries, answers --------------------------------------------------------------------------------
+
+
+def _frames() -> Parser:
+    request = frames.BlobRequest(frames.BlobOp.CHUNK, digest("blob"), 7).encode()
+
+    head = frames.BlobReply(frames.ReplyStatus.OK, bytes(100)).head()
+
+    def parse(data: bytes) -> None:
+        assert frames.BlobReply(frames.ReplyStatus.BUSY, data).reason.isprintable()
+        if len(data) == frames.REQUEST_BYTES:
+            assert frames.parse_request(data).encode() == data
+        elif len(data) == frames.REPLY_HEAD_BYTES:
+            assert frames.parse_reply_head(data, CHUNK)[1] <= CHUNK
+        else:
+            assert frames.encode_size(frames.parse_size(data)) == data
+
+    def mutate(rng: random.Random, data: bytes) -> bytes:
+        """Fields have a fixed size: streams are read by it."""
+        changed = mutate_bytes(rng, data)
+        return changed[: len(data)].ljust(len(data), b"\0") if rng.random() < 0.9 else changed
+
+    return Parser("stream frames", [request, head, frames.encode_size(10**6)], mutate, parse, (ProtocolError,))
+
+
+def _queries() -> Parser:
+    parameters = [p for e in (*ENDPOINTS, *CREDIT_ENDPOINTS) for p in e.parameters]
+    samples = [b"0", b"25", b"-1", b"up", PEERS[0].key.hex().encode(), "é".encode()]
+
+    def parse(data: bytes) -> None:
+        text, refusals = data.decode("utf-8", "replace"), 0
+        for parameter in parameters:
+            try:
+                value = parameter.read(text)
+                assert not isinstance(value, int) or parameter.low <= value <= parameter.top
+            except ValueError as e:
+                refusals += 1
+                assert len(str(e)) < 1000
+        if refusals == len(parameters):
+            raise ValueError("no parameter takes it")
+
+    return Parser("query parameters", samples, mutate_bytes, parse, (ValueError,))
+
+
+def _answers() -> Parser:
+    receipt = base64.b64encode(statements.sign(OWNER, _receipt()).encoded).decode()
+    key = PEERS[1].key
+    head = base64.b64encode(statements.sign(OWNER, statements.TreeHead(RUN, 7, digest("root"), 1000)).encoded).decode()
+    fields = {
+        "receipts": [{"bytes": receipt, "status": "pending"}], "next": 5, "heads": [head], "entries": ["AAAA"],
+        "size": 7, "hashes": [digest(1).hex()], "groups": [{"entry": 1, "lines": ["AAAA"]}], "kind": "peer",
+        "name": "ada", "team": "", "account": key.hex(), "recent": 1, "tokens": 2, "rounds": 3, "peers": [key.hex()],
+        "rounds_total": 4, "micro_credits_settled": 1, "micro_credits_pending": 2, "micro_credits_voided": 3,
+    }  # fmt: skip
+
+    def parse(data: bytes) -> None:
+        async def fetch(url: str) -> bytes:
+            return data
+
+        client = LogClient("https://page.example", RUN, OWNER.key, fetch)
+        accepted = 0
+        calls: list[Callable[[], Coroutine[Any, Any, object]]] = [
+            lambda: client.receipts(key), client.heads_sent, lambda: client.entries(0, 10),
+            lambda: client.lines(0, 10), lambda: client.inclusion(1, 2), lambda: client.totals(key),
+        ]  # fmt: skip
+        for call in calls:
+            try:
+                call().send(None)
+            except StopIteration:
+                accepted += 1
+            except CairnError as e:
+                assert str(e).isprintable()
+        if not accepted:
+            raise MalformedError("no call accepts it")
+
+    return Parser(
+        "a coordinator's answers", [json.dumps(fields).encode()], mutate_json, parse, (CairnError,), seconds=10
+    )  # six calls
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def _checkpoint_headers() -> Parser:
+    headers = [Layout.of(s).checkpoint_header() for s in made.LAYOUTS.values()]
+
+    def mutate(rng: random.Random, data: bytes) -> bytes:
+        text = data[8:].rstrip(b" ") or b"{}"
+        if rng.random() < 0.1:
+            return mutate_bytes(rng, data)
+        text = mutate_json(rng, text) if rng.random() < 0.5 else mutate_bytes(rng, text)
+        size = -(-(8 + len(text)) // CHUNK) * CHUNK
+        return (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
+
+    def parse(data: bytes) -> None:
+        size = checkpoint_header_size(data)
+        assert size <= 2**27
+        layout = Layout.from_checkpoint(data)
+        assert layout.checkpoint_header() == data[:size]
+
+    return Parser("checkpoint headers", headers, mutate, parse, (ProtocolError,))
+
+
+NAMES = (
+    "cairn.json",
+    "spec.signed",
+    "config.json",
+    "tokenizer.json",
+    "certificate.bin",
+    "witnesses.json",
+    "model.safetensors",
+)
+
+
+def _folders() -> Parser:
+    """Folders of an archived state, as one JSON object of base64 files."""
+    base = _folder()
+
+    def mutate(rng: random.Random, data: bytes) -> bytes:
+        try:
+            files = {k: base64.b64decode(v) for k, v in json.loads(data).items()}
+        except (ValueError, AttributeError):
+            files = {k: base64.b64decode(v) for k, v in json.loads(base).items()}
+        name = rng.choice([n for n in sorted(files) if n != "model.safetensors"])
+        if name == "spec.signed" and rng.random() < 0.7:
+            payload = wire.Envelope.FromString(base64.b64decode(json.loads(base)[name])).payload
+            files[name] = seal(OWNER, spec.KIND, mutate_json(rng, payload)).encoded
+        elif name.endswith(".json"):
+            files[name] = mutate_json(rng, files[name])
+        else:
+            files[name] = mutate_bytes(rng, files[name])
+        return _packed(files)
+
+    def parse(data: bytes) -> None:
+        try:
+            files = {k: base64.b64decode(v) for k, v in json.loads(data).items()}
+        except (ValueError, AttributeError, TypeError):
+            raise MalformedError("not this test's form") from None
+
+        def read_file(name: str) -> Iterator[bytes]:
+            if name not in files:
+                raise CoordinatorError(f"there is no {name}")
+            file = io.BytesIO(files[name])
+            while chunk := file.read(CHUNK):
+                yield chunk
+
+        lines: list[str] = []
+        verification.verify_checkpoint(read_file, owner=OWNER.key, report=lines.append)
+        assert all(line.isprintable() for line in lines)
+
+    return Parser("checkpoint folders", [base], mutate, parse, (CairnError,), mebibytes=MAX_SPEC_MEBIBYTES, seconds=5)
+
+
+def _packed(files: dict[str, bytes]) -> bytes:
+    return json.dumps({k: base64.b64encode(v).decode() for k, v in files.items()}).encode()
+
+
+def _folder() -> bytes:
+    """Return a folder that verifies: the state that the record of round 1 of a tiny run names."""
+    config, text = {"model_type": "llama", "hidden_size": 8}, b"{}"
+    state = Layout.of({"w": (2,)}).checkpoint_header() + bytes(8)
+    named = blob_digest(state)
+    run_spec = tiny_spec(
+        model={"config": config, "tensors": [["w", [2]]]}, tokenizer={"digest": blob_digest(text).hex(), "size": 2}
+    )
+    run, parent, peers = run_spec.run_id, digest("the record before"), PEERS[:3]
+    headers = tuple(
+        KeySigner(p).sign(
+            UpdateHeader(run, Round(1), parent, named, 0, 9, 1, digest("b"), 1, 3.5, admission(run_spec, p).encoded)
+        )
+        for p in peers
+    )
+    record = KeySigner(peers[0]).sign(RoundRecord(run, Round(1), parent, named, 0, headers))
+    votes = tuple(KeySigner(p).sign(Vote(run, Round(1), record.digest)) for p in peers)
+    certificate = Certificate(record, votes)
+    final = KeySigner(OWNER).sign(Finalization(run, Round(1), certificate.digest)).encoded
+    manifest = {
+        "run": run.hex(), "state": named.hex(), "record": parent.hex(), "round": 1, "tokens": 144, "name": "tiny",
+        "final": base64.b64encode(final).decode(),
+    }  # fmt: skip
+    return _packed(
+        {
+            "cairn.json": json.dumps(manifest).encode(), "spec.signed": sign_spec(OWNER, run_spec).encoded,
+            "config.json": config_json(config), "tokenizer.json": text, "model.safetensors": state,
+            "certificate.bin": encode_certificate(certificate), "witnesses.json": b'["AAAA"]',
+        }
+    )  # fmt: skip
+
+
+MAKERS: tuple[Callable[[], Parser], ...] = (
+    _messages, _packets, _certificates, _compact_records, _coordinator_addresses, _dht_values, _admission_requests,
+    _statements, _ledger_entries, _proofs, _blobs, _shards, _specs, _invites, _addresses, _frames, _queries, _answers,
+    _checkpoint_headers, _folders,
+)  # fmt: skip
+
+
+def all_parsers() -> dict[str, Parser]:
+    """Return every parser by its name."""
+    return {p.name: p for p in (make() for make in MAKERS)}

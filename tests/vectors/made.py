@@ -1,0 +1,530 @@
+"""The test vectors, from the product's own code: plain data, without a clock or chance."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from protocol.assignment import windows_of
+from protocol.chain import genesis_digest
+from protocol.codec import Codec, make_codec
+from protocol.codec.bits import pack
+from protocol.codec.positions import Positions
+from protocol.codec.sparse import SparseCodec
+from protocol.envelope import pae, seal
+from protocol.identity import Identity
+from protocol.ids import Digest, PeerKey, Round, sha256
+from protocol.layout import BLOCK, MOMENTUM, Layout
+from protocol.ledger.credits import CreditRule
+from protocol.ledger.entries import CreditLine, encode_line, genesis_leaf, lines_root
+from protocol.merkle import CHUNK, blob_digest, leaf_hash, tree_hash
+from protocol.message_codec import KINDS, KeySigner, encode_certificate
+from protocol.messages import (
+    Admission,
+    Certificate,
+    Directive,
+    Finalization,
+    Goodbye,
+    Heartbeat,
+    Rollback,
+    RoundChanges,
+    RoundRecord,
+    ShardAttestation,
+    Signed,
+    UpdateHeader,
+    Vote,
+    quorum,
+    shards_digest,
+)
+from protocol.outer import Contribution, apply
+from protocol.reduce import Reduction, apply_reduced
+from protocol.reduce_plan import ReducePlan, committees, shard_count
+from protocol.rounds.round_state import proposer_order
+from protocol.spec import CodecSpec, OuterSpec, RunSpec, sign_spec
+from protocol.state import state_digest
+from protocol.wire import swarm_pb2 as wire
+from tests.support.specs import tiny_spec
+
+# -- where values come from ----------------------------------------------------------------------------------
+
+
+def identity(name: str) -> Identity:
+    """Return the identity whose seed is the SHA-256 of its name."""
+    return Identity(sha256(name.encode()))
+
+
+def digest(name: str) -> Digest:
+    return Digest(sha256(name.encode()))
+
+
+def stream(name: str, count: int) -> bytes:
+    """Return bytes that only depend on a name."""
+    return hashlib.shake_256(name.encode()).digest(count)
+
+
+def numbers(name: str, count: int, scale: float) -> Tensor:
+    """fp32 [count] from -1 to 1, with all bits of their mantissas, times the scale, a power of two."""
+    raw = torch.frombuffer(bytearray(stream(name, 4 * count)), dtype=torch.int32)
+    return raw.to(torch.float32) * (scale / 2**31)
+
+
+def base64_of(data: bytes | bytearray | Tensor) -> str:
+    raw = data.contiguous().numpy().tobytes() if isinstance(data, Tensor) else bytes(data)
+    return base64.b64encode(raw).decode()
+
+
+def plain(value: Any) -> Any:
+    """Return a message's fields as JSON has them: bytes in hexadecimal, without those that are absent."""
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, Signed):
+        return value.encoded.hex()
+    if isinstance(value, tuple):
+        return [plain(v) for v in value]
+    if dataclasses.is_dataclass(value):
+        fields = {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {k: v for k, v in fields.items() if v is not None and v != {}}
+    return value
+
+
+# -- hashes ---------------------------------------------------------------------------------------------------
+
+
+def merkle() -> dict[str, Any]:
+    leaves = [leaf_hash(bytes([i])) for i in range(20)]
+    sizes = (0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 5 * CHUNK + 7)
+    return {
+        "tree_hash": [
+            {"leaves": n, "root": tree_hash(leaves[:n]).hex()} for n in (0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 20)
+        ],
+        "blob_digest": [
+            {"bytes": n, "digest": blob_digest((bytes(range(251)) * (n // 251 + 1))[:n]).hex()} for n in sizes
+        ],
+    }
+
+
+LAYOUTS: dict[str, dict[str, tuple[int, ...]]] = {
+    "one tensor": {"w": (3,)},
+    "a scalar, and order by bytes": {"b": (), "B": (2, 2), "a/b": (1, 2, 3), "a.b": (2,)},
+    "names beyond ASCII": {"é": (2,), "z": (1,), '"quoted\\"': (1,), "日本": (1, 1)},
+    "momentum among the others": {"lm_head": (2, 2), "transformer.w": (3,)},
+}
+
+
+def layouts() -> dict[str, Any]:
+    cases = []
+    for name, shapes in LAYOUTS.items():
+        layout = Layout.of(shapes)
+        for whole in (layout, layout.with_momentum()):
+            state = {t.name: numbers(f"{name} {t.name}", t.numel, 2.0).view(t.shape) for t in whole.tensors}
+            header = whole.checkpoint_header()
+            cases.append(
+                {
+                    "name": name,
+                    "tensors": [[t.name, list(t.shape)] for t in whole.tensors],
+                    "layout_digest": whole.digest.hex(),
+                    "values": {t.name: base64_of(state[t.name]) for t in whole.tensors},
+                    "header": header[8:].decode().rstrip(" "),
+                    "header_bytes": len(header),
+                    "file_bytes": whole.checkpoint_size,
+                    "state_digest": state_digest(whole, state).hex(),
+                }
+            )
+    return {"cases": cases}
+
+
+# -- messages -------------------------------------------------------------------------------------------------
+
+SPEC = tiny_spec()
+RUN = SPEC.run_id
+PEERS = sorted((identity(f"peer {i}") for i in range(4)), key=lambda i: i.key)
+OWNER = Identity(sha256(b"test identity owner"))
+"""The owner that `tiny_spec` names."""
+
+SEEDS = {i.key: i.seed for i in (OWNER, *PEERS)}
+
+
+def admission(peer: Identity) -> Signed[Admission]:
+    return KeySigner(OWNER).sign(Admission(RUN, peer.key, 1_700_000_000, 1_700_086_400, "ada"))
+
+
+def header(peer: Identity, parent: Digest, round: int, **changes: Any) -> Signed[UpdateHeader]:
+    body = UpdateHeader(
+        run=RUN, round=Round(round), parent=parent, base_state=digest(f"state {round}"), first_window=64 * round,
+        end_window=64 * round + 10, inner_steps=5, blob=digest(f"blob {peer.key.hex()} {round}"), blob_size=1000,
+        loss=3.5, admission=admission(peer).encoded,
+    )  # fmt: skip
+    return KeySigner(peer).sign(dataclasses.replace(body, **changes))
+
+
+def certified(round: int, parent: Digest, shards: Sequence[Digest] = ()) -> Certificate:
+    headers = tuple(header(p, parent, round) for p in PEERS[:3])
+    record = KeySigner(PEERS[1]).sign(RoundRecord(RUN, Round(round), parent, digest(f"state {round}"), 2, headers))
+    vote = Vote(RUN, Round(round), record.digest, shards_digest(shards))
+    return Certificate(record, tuple(KeySigner(p).sign(vote) for p in PEERS[:3]), tuple(shards))
+
+
+FIRST = certified(0, genesis_digest(RUN))
+SECOND = certified(1, FIRST.digest, [digest("shard 0"), digest("shard 1")])
+DIRECTIVE = Directive(
+    RUN, 1_700_000_000_000, "paused", 1_700_000_000, "moving house", tuple(p.key for p in PEERS[:2]), Round(7),
+    RoundChanges(target_tokens=4096, max_seconds=2.5), Rollback(2, digest("back"), Round(5), digest("state")),
+)  # fmt: skip
+
+
+def _signed() -> list[Signed[Any]]:
+    peer, owner = KeySigner(PEERS[1]), KeySigner(OWNER)
+    beat = Heartbeat(
+        run=RUN, sequence=1_700_000_000_000, round=Round(3), head=digest("head"), weight=100, windows=7,
+        phase="training", tokens_per_second=2000.0, loss=3.25, bytes_up=10, bytes_down=20,
+        known_headers=(1, 2**64 - 1), addresses=("/ip4/127.0.0.1/tcp/1",), admission=admission(PEERS[1]).encoded,
+        device="cpu", state=digest("state"), unreachable=(3,), directive_sequence=9,
+    )  # fmt: skip
+    return [
+        admission(PEERS[1]),
+        header(PEERS[1], digest("parent"), 3),
+        header(PEERS[1], digest("parent"), 3, loss=-0.0, epoch=2),
+        FIRST.record,
+        FIRST.votes[0],
+        SECOND.votes[1],
+        peer.sign(ShardAttestation(RUN, Round(1), SECOND.record.digest, 1, digest("shard 1"))),
+        peer.sign(ShardAttestation(RUN, Round(1), SECOND.record.digest, 0, None, (PEERS[0].key, PEERS[3].key))),
+        owner.sign(Finalization(RUN, Round(1), SECOND.digest, 1)),
+        owner.sign(DIRECTIVE),
+        peer.sign(beat),
+        peer.sign(Goodbye(RUN, 5)),
+    ]
+
+
+def messages() -> dict[str, Any]:
+    cases = []
+    for signed in _signed():
+        kind = KINDS[type(signed.body)].name
+        content = wire.Envelope.FromString(signed.encoded).payload
+        cases.append(
+            {
+                "kind": kind,
+                "seed": SEEDS[signed.author].hex(),
+                "key": signed.author.hex(),
+                "fields": plain(signed.body),
+                "payload": content.hex(),
+                "envelope": signed.encoded.hex(),
+                "digest": signed.digest.hex(),
+            }
+        )
+    return {
+        "run": RUN.hex(),
+        "owner": OWNER.key.hex(),
+        "pae": {"kind": "vote", "payload": "00ff", "bytes": pae("vote", b"\x00\xff").decode("latin-1")},
+        "largest_envelope": {kind.name: kind.limit for kind in KINDS.values()},
+        "messages": cases,
+        "refused": _refused(),
+    }
+
+
+def _refused() -> list[dict[str, str]]:
+    """Return envelopes that verify, or nearly, and must not be accepted."""
+    good = header(PEERS[1], digest("parent"), 3)
+    whole = wire.Envelope.FromString(good.encoded)
+
+    def setting(**fields: Any) -> bytes:
+        m = wire.UpdateHeader.FromString(whole.payload)
+        for field, value in fields.items():
+            setattr(m, field, value)
+        return seal(PEERS[1], "update-header", m.SerializeToString(deterministic=True)).encoded
+
+    signature = bytearray(whole.signature)
+    signature[0] ^= 1
+    order = 2**252 + 27742317777372353535851937790883648493
+    scalar = (int.from_bytes(whole.signature[32:], "little") + order).to_bytes(32, "little")
+    forged = wire.Envelope(kind="update-header", payload=whole.payload, key=whole.key)
+    forged.signature = bytes(signature)
+    malleable = wire.Envelope(kind="update-header", payload=whole.payload, key=whole.key)
+    malleable.signature = whole.signature[:32] + scalar
+    cases = {
+        "a bit of the signature is another": forged.SerializeToString(deterministic=True),
+        "the scalar of the signature is not below the group's order": malleable.SerializeToString(deterministic=True),
+        "a byte follows the envelope's fields": good.encoded + b"\x2a\x00",
+        "signed for another kind": seal(PEERS[1], "vote", whole.payload).encoded,
+        "the payload has an unknown field": seal(PEERS[1], "update-header", whole.payload + b"\xf8\x07\x01").encoded,
+        "the payload has a field twice": seal(PEERS[1], "update-header", whole.payload + whole.payload[:34]).encoded,
+        "the payload has a varint that is too long": seal(
+            PEERS[1], "update-header", whole.payload.replace(b"\x10\x03", b"\x10\x83\x00", 1)
+        ).encoded,
+        "no window": setting(end_window=192),
+        "no inner step": setting(inner_steps=0),
+        "a window beyond 2^53": setting(end_window=2**53 + 1),
+        "a round beyond 2^40": setting(round=2**40 + 1),
+        "a loss that is not a number": setting(loss=float("nan")),
+        "a digest of 31 bytes": setting(blob=bytes(31)),
+        "the admission of another peer": setting(admission=admission(PEERS[0]).encoded),
+        "another run": setting(run=digest("another run")),
+    }
+    return [{"why": why, "kind": "update-header", "envelope": data.hex()} for why, data in cases.items()]
+
+
+def chain() -> dict[str, Any]:
+    good = wire.Certificate.FromString(encode_certificate(FIRST))
+    descending = wire.Certificate(record=good.record, votes=list(reversed(good.votes)))
+    few = wire.Certificate(record=good.record, votes=list(good.votes[:2]))
+    without = wire.Certificate(record=SECOND.record.encoded, votes=[v.encoded for v in SECOND.votes])
+    return {
+        "run": RUN.hex(),
+        "owner": OWNER.key.hex(),
+        "genesis": genesis_digest(RUN).hex(),
+        "certificates": [
+            {
+                "round": c.record.body.round,
+                "parent": c.record.body.parent.hex(),
+                "record_digest": c.record.digest.hex(),
+                "shards": [s.hex() for s in c.shards],
+                "shards_digest": (shards_digest(c.shards) or b"").hex(),
+                "certificate_digest": c.digest.hex(),
+                "bytes": encode_certificate(c).hex(),
+            }
+            for c in (FIRST, SECOND)
+        ],
+        "refused": [
+            {"why": "votes are not in ascending order", "bytes": descending.SerializeToString().hex()},
+            {"why": "two votes of three contributors", "bytes": few.SerializeToString().hex()},
+            {"why": "votes name shards that the certificate does not have", "bytes": without.SerializeToString().hex()},
+        ],
+    }
+
+
+# -- rounds ---------------------------------------------------------------------------------------------------
+
+
+def rounds() -> dict[str, Any]:
+    keys = [identity(f"contributor {i}").key for i in range(7)]
+    parents = [digest("parent"), digest("another parent")]
+    plan = ReducePlan("auto", committee=3, update_size=1_000_000, mean_size=5_400_000)
+    sizes = (1, CHUNK, CHUNK + 1, 10 * CHUNK, 5000 * CHUNK)
+    return {
+        "keys": [k.hex() for k in keys],
+        "quorum": {str(n): quorum(n) for n in (1, 2, 3, 4, 5, 6, 7, 9, 10, 100, 4096)},
+        "proposers": [{"parent": p.hex(), "order": [k.hex() for k in proposer_order(p, keys)]} for p in parents],
+        "committees": [
+            {
+                "parent": parents[0].hex(), "attempt": attempt, "contributors": n, "shards": shards, "committee": size,
+                "members": [
+                    [keys.index(k) for k in members]
+                    for members in committees(parents[0], attempt, keys[:n], shards, size)
+                ],
+            }
+            for attempt, n, shards, size in ((0, 7, 7, 3), (1, 7, 7, 3), (256, 7, 3, 3), (0, 2, 2, 3), (0, 1, 1, 3))
+        ],
+        "shard_count": [
+            {"contributors": n, "update_bytes": size, "shards": shard_count(n, size)}
+            for n in (1, 5, 2000) for size in sizes
+        ],
+        "auto": {
+            "committee": plan.committee, "update_bytes": plan.update_size, "mean_bytes": plan.mean_size,
+            "reduced": {str(n): plan.is_reduced(n) for n in (0, 1, 2, 17, 18, 100)},
+        },
+    }  # fmt: skip
+
+
+def windows() -> dict[str, Any]:
+    keys = [identity("peer 0").key, PeerKey(bytes(32))]
+    totals = (1, 2, 3, 4, 5, 16, 17, 1000, 2**20 + 1, 2**40 + 12345)
+    return {
+        "cases": [
+            {
+                "seed": seed, "key": key.hex(), "windows": total, "first": first,
+                "assigned": windows_of(seed, key, first, 12, total).tolist(),
+            }
+            for seed, key in zip((1, 2**53), keys, strict=True) for total in totals for first in (0, total - 1)
+        ]
+    }  # fmt: skip
+
+
+# -- updates --------------------------------------------------------------------------------------------------
+
+SCALES = [b"\x00\x00", b"\x80\x3f", b"\x9a\x3e", b"\x01\x3d", b"\x80\x21", b"\x00\x40"]
+"""bfloat16, little endian: 0, 1, 0.30078125, 0.031494140625, 2^-60, 2."""
+
+
+def made_blob(codec: Codec, name: str, exponent: int = 0) -> bytes:
+    """Return a valid blob whose fields are drawn from a name. `exponent` is added to those of its scales."""
+    blob = bytearray(codec.header)
+    for tensor in codec.layout.tensors:
+        for start in range(0, tensor.numel, BLOCK):
+            blob += _made_block(codec, min(BLOCK, tensor.numel - start), f"{name} {tensor.name} {start}", exponent)
+    codec.check(blob)
+    return bytes(blob)
+
+
+def _made_block(codec: Codec, m: int, name: str, exponent: int) -> bytes:
+    drawn = stream(name, 8 * m + 8)
+
+    def scale(at: int) -> bytes:
+        raw = int.from_bytes(SCALES[drawn[at] % len(SCALES)], "little")
+        return (raw + (exponent << 7) if raw else 0).to_bytes(2, "little")
+
+    if codec.identifier == 3:
+        return numbers(name, m, 2.0**exponent).numpy().tobytes()
+    if codec.identifier == 2:
+        return scale(0) + bytes(b if b != 128 else 0 for b in drawn[8 : 8 + m])
+    if codec.identifier == 4:
+        signs = torch.tensor([[b & 1 for b in drawn[8 : 8 + m]]], dtype=torch.uint8)
+        return scale(0) + pack(signs, 1).numpy().tobytes()
+    assert isinstance(codec, SparseCodec)
+    coding: Positions = codec.positions(m)
+    order = sorted(range(m), key=lambda i: drawn[8 + 2 * i : 16 + 2 * i] + i.to_bytes(2, "big"))
+    positions = torch.tensor([sorted(order[: coding.k])])
+    levels = sorted((scale(0), scale(1)), key=lambda b: int.from_bytes(b, "little"))
+    codes = torch.tensor([[b & 3 for b in drawn[8 : 8 + coding.k]]], dtype=torch.uint8)
+    where = b"" if coding.dense else coding.encode(positions).numpy().tobytes()
+    return b"".join(levels) + where + pack(codes, 2).numpy().tobytes()
+
+
+CODECS = [CodecSpec(kind="sign"), CodecSpec(kind="int8"), CodecSpec(kind="none")]
+CODECS += [CodecSpec(kind="sparse", k=k) for k in (64, 1500, 4096)]
+SMALL = {"matrix": (5, 13), "scalar": (), "é": (70,)}
+
+
+def codec() -> dict[str, Any]:
+    cases = []
+    for spec in CODECS:
+        for shapes in (SMALL, {"w": (4097,)}):
+            layout = Layout.of(shapes)
+            made = make_codec(spec, layout)
+            if made.size > 3000:
+                continue
+            blob = made_blob(made, f"codec {spec.kind} {spec.k}")
+            decoded = [made.decode_tensor(blob, i) for i in range(len(layout.tensors))]
+            cases.append(
+                {
+                    "kind": spec.kind,
+                    "k": spec.k,
+                    "tensors": [[t.name, list(t.shape)] for t in layout.tensors],
+                    "blob": blob.hex(),
+                    "values": [base64_of(d.values) for d in decoded],
+                    "positions": [None if d.positions is None else d.positions.tolist() for d in decoded],
+                    "sum_squares": made.sum_squares(blob),
+                    "refused": _refused_blobs(made, bytearray(blob)),
+                }
+            )
+    return {"cases": cases}
+
+
+def _refused_blobs(codec: Codec, good: bytearray) -> list[dict[str, Any]]:
+    """Return each defect as the offset and the bytes to put there."""
+    scale = 40
+    edits = {"a magic of another format": (0, b"CRN2"), "another layout": (8, bytes([good[8] ^ 1]))}
+    if codec.identifier != 3:
+        edits |= {
+            "a negative scale": (scale, b"\x80\xbf"), "a scale of -0": (scale, b"\x00\x80"),
+            "an infinite scale": (scale, b"\x80\x7f"), "a scale below 2^-60": (scale, b"\x7f\x21"),
+        }  # fmt: skip
+    if codec.identifier == 2:
+        edits |= {"a value of -128": (42, b"\x80"), "a scale above 2^23": (scale, b"\x01\x4b")}
+    if codec.identifier == 1:
+        edits["the low scale is above the high one"] = (scale, b"\x80\x40\x80\x3f")
+    if codec.identifier == 3:
+        edits |= {"a value that is not a number": (40, b"\0\0\xc0\x7f"), "a value above 2^30": (40, b"\x01\0\x80\x4e")}
+    return [{"why": why, "offset": at, "bytes": data.hex()} for why, (at, data) in edits.items()]
+
+
+# -- the outer step -------------------------------------------------------------------------------------------
+
+DEFAULTS = {"mean": "senders", "clip": "median", "weight_cap": 1.0, "optimizer": "plain", "lr": 1.0, "momentum": 0.9}
+STEPS: list[tuple[str, CodecSpec, dict[str, Any], list[int]]] = [
+    ("sign, nesterov", CODECS[0], {"optimizer": "nesterov", "momentum": 0.5}, [30, 10, 20]),
+    ("sign, plain, a sole update", CODECS[0], {"lr": 1.8}, [7]),
+    ("int8, a cap", CODECS[1], {"weight_cap": 0.4, "optimizer": "nesterov", "lr": 0.7}, [1000, 1, 2, 3]),
+    ("int8, a cap that no shares keep", CODECS[1], {"weight_cap": 0.2}, [5, 1, 1]),
+    ("none, two updates", CODECS[2], {"lr": 0.3}, [2**53 - 1, 1]),
+    ("none, unclipped", CODECS[2], {"clip": "none", "lr": 0.7}, [3, 4, 5]),
+    ("sparse, the senders' mean", CODECS[3], {}, [30, 10, 20, 7]),
+    ("sparse, everybody's mean", CODECS[3], {"mean": "all"}, [30, 10, 20, 7]),
+    ("sparse, all sent", CODECS[5], {"optimizer": "nesterov", "lr": 1.1}, [30, 10, 20]),
+]
+
+
+def _state(layout: Layout, outer: OuterSpec) -> dict[str, Tensor]:
+    whole = layout.with_momentum() if outer.optimizer == "nesterov" else layout
+    return {
+        t.name: numbers(f"state {t.name}", t.numel, 0.25 if t.name.startswith(MOMENTUM) else 4.0).view(t.shape)
+        for t in whole.tensors
+    }
+
+
+def _shown(state: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: base64_of(tensor) for name, tensor in sorted(state.items(), key=lambda item: item[0].encode())}
+
+
+def outer_steps() -> dict[str, Any]:
+    layout, cases = Layout.of(SMALL), []
+    for name, spec, changes, claimed in STEPS:
+        made, outer = make_codec(spec, layout), OuterSpec.model_validate(DEFAULTS | changes)
+        authors = [identity(f"author {i}").key for i in range(len(claimed))]
+        blobs = [made_blob(made, f"{name} {i}", exponent=3 * i) for i in range(len(claimed))]
+        updates = [Contribution(*u) for u in zip(authors, claimed, blobs, strict=True)]
+        state = _state(layout, outer)
+        case: dict[str, Any] = {
+            "name": name, "kind": spec.kind, "k": spec.k, "outer": outer.model_dump(mode="json"),
+            "tensors": [[t.name, list(t.shape)] for t in layout.tensors], "before": _shown(state),
+            "updates": [{"author": u.author.hex(), "windows": u.windows, "blob": u.blob.hex()} for u in updates],
+        }  # fmt: skip
+        apply(state, updates, made, outer)
+        case["after"] = _shown(state)
+        reduced, reduction = _state(layout, outer), Reduction.of(made)
+        shards = [reduction.reduce(updates, outer, 2, shard) for shard in range(2)]
+        apply_reduced(reduced, shards, reduction, outer)
+        case["two_shards"] = {"blobs": [s.hex() for s in shards], "after": _shown(reduced)}
+        cases.append(case)
+    return {"cases": cases}
+
+
+# -- credits --------------------------------------------------------------------------------------------------
+
+
+def credit() -> dict[str, Any]:
+    rules = [CreditRule(6, 28_832, 16), CreditRule(6, 1_000_000_000, 2048), CreditRule(1, 999_999_999, 1)]
+    lines = [
+        CreditLine(p.key, digest(f"update {i}"), 10 + i, 16 * (10 + i), rules[0].micro_credits(10 + i))
+        for i, p in enumerate(PEERS[:3])
+    ]
+    return {
+        "micro_credits": [
+            {
+                "flops_per_parameter_token": r.flops_per_parameter_token, "parameters": r.parameters,
+                "window": r.window, "windows": n, "micro_credits": r.micro_credits(n),
+            }
+            for r in rules for n in (1, 2, 3, 361, 362, 10**6)
+        ],
+        "lines": [{"fields": plain(line), "bytes": encode_line(line).hex()} for line in lines],
+        "lines_root": lines_root(lines).hex(),
+        "first_previous": {"run": RUN.hex(), "digest": genesis_leaf(RUN).hex()},
+    }  # fmt: skip
+
+
+def spec() -> dict[str, Any]:
+    return {
+        "canonical": SPEC.canonical().decode(),
+        "run_id": RUN.hex(),
+        "envelope": sign_spec(OWNER, SPEC).encoded.hex(),
+    }
+
+
+VECTORS: dict[str, Callable[[], dict[str, Any]]] = {
+    "merkle.json": merkle,
+    "layouts.json": layouts,
+    "messages.json": messages,
+    "chain.json": chain,
+    "rounds.json": rounds,
+    "windows.json": windows,
+    "codec.json": codec,
+    "outer_step.json": outer_steps,
+    "credits.json": credit,
+    "spec.json": spec,
+    "spec.schema.json": RunSpec.model_json_schema,
+}

@@ -1,0 +1,233 @@
+"""A second reader of the protocol, from the docs alone: hashes, messages, assignment, credits. It imports no Cairn.
+
+`plain_codec` has updates and the outer step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+CHUNK = 256 * 1024
+
+
+def sha256(*parts: bytes) -> bytes:
+    return hashlib.sha256(b"".join(parts)).digest()
+
+
+# -- trees (docs/wire.md, Digests) ---------------------------------------------------------------------------
+
+
+def tree_hash(leaves: Sequence[bytes]) -> bytes:
+    """RFC 9162 as its text says it: by recursion, split at the largest power of two below n."""
+    if not leaves:
+        return sha256()
+    if len(leaves) == 1:
+        return leaves[0]
+    k = 1
+    while 2 * k < len(leaves):
+        k *= 2
+    return sha256(b"\1", tree_hash(leaves[:k]), tree_hash(leaves[k:]))
+
+
+def blob_digest(data: bytes) -> bytes:
+    return tree_hash([sha256(b"\0", data[i : i + CHUNK]) for i in range(0, len(data), CHUNK)])
+
+
+# -- layouts and states (docs/codec.md, The blob; docs/checkpoints.md, The file) ------------------------------
+
+
+def layout_digest(tensors: Sequence[tuple[str, Sequence[int]]]) -> bytes:
+    assert [n.encode() for n, _ in tensors] == sorted(n.encode() for n, _ in tensors)
+    text = ", ".join(f"[{_ascii(name)}, [{', '.join(map(str, shape))}]]" for name, shape in tensors)
+    return sha256(b"cairn/v1/layout", f"[{text}]".encode("ascii"))
+
+
+def checkpoint(tensors: dict[str, tuple[Sequence[int], bytes]]) -> bytes:
+    """Return the file of a state: shape and little-endian fp32 of each tensor, by name, momentum included."""
+    entries, data = [], b""
+    for name in sorted(tensors, key=str.encode):
+        shape, values = tensors[name]
+        where = f"[{len(data)},{len(data) + len(values)}]"
+        shown = ",".join(map(str, shape))
+        entries.append(f'{_ascii(name)}:{{"dtype":"F32","shape":[{shown}],"data_offsets":{where}}}')
+        data += values
+    header = ("{" + ",".join(entries) + "}").encode("ascii")
+    whole = (8 + len(header) + CHUNK - 1) // CHUNK * CHUNK
+    return struct.pack("<Q", whole - 8) + header + b" " * (whole - 8 - len(header)) + data
+
+
+def _ascii(name: str) -> str:
+    return json.dumps(name, ensure_ascii=True)
+
+
+# -- messages (docs/wire.md, Envelopes and Payloads; the .proto file) -----------------------------------------
+
+FIELDS: dict[str, list[tuple[int, str, str]]] = {
+    "admission": [
+        (1, "run", "bytes"), (2, "peer", "bytes"), (3, "not_before", "int"), (4, "not_after", "int"),
+        (5, "name", "text"),
+    ],
+    "update-header": [
+        (1, "run", "bytes"), (2, "round", "int"), (3, "parent", "bytes"), (4, "base_state", "bytes"),
+        (5, "first_window", "int"), (6, "end_window", "int"), (7, "inner_steps", "int"), (8, "blob", "bytes"),
+        (9, "blob_size", "int"), (10, "loss", "float"), (11, "admission", "bytes"), (12, "epoch", "int"),
+    ],
+    "round-record": [
+        (1, "run", "bytes"), (2, "round", "int"), (3, "parent", "bytes"), (4, "base_state", "bytes"),
+        (5, "attempt", "int"), (6, "updates", "list"), (7, "directive", "bytes"),
+    ],
+    "vote": [(1, "run", "bytes"), (2, "round", "int"), (3, "record", "bytes"), (4, "shards_digest", "bytes")],
+    "shard-attestation": [
+        (1, "run", "bytes"), (2, "round", "int"), (3, "record", "bytes"), (4, "shard", "int"), (5, "blob", "bytes"),
+        (6, "missing", "list"),
+    ],
+    "finalization": [(1, "run", "bytes"), (2, "round", "int"), (3, "record", "bytes"), (4, "epoch", "int")],
+    "heartbeat": [
+        (1, "run", "bytes"), (2, "sequence", "int"), (3, "round", "int"), (4, "head", "bytes"), (5, "weight", "int"),
+        (6, "windows", "int"), (7, "phase", "text"), (8, "tokens_per_second", "float"), (9, "loss", "float"),
+        (10, "bytes_up", "int"), (11, "bytes_down", "int"), (12, "known_headers", "packed"), (13, "addresses", "texts"),
+        (14, "admission", "bytes"), (15, "device", "text"), (16, "state", "bytes"), (17, "unreachable", "packed"),
+        (18, "directive_sequence", "int"),
+    ],
+    "goodbye": [(1, "run", "bytes"), (2, "sequence", "int")],
+    "directive": [
+        (1, "run", "bytes"), (2, "sequence", "int"), (3, "run_status", "text"), (4, "since", "int"),
+        (5, "reason", "text"), (6, "banned", "list"), (7, "from_round", "int"), (8, "changes", "changes"),
+        (9, "rollback", "rollback"),
+    ],
+    "changes": [(1, "target_tokens", "present"), (2, "max_seconds", "double")],
+    "rollback": [(1, "epoch", "int"), (2, "record", "bytes"), (3, "round", "int"), (4, "state", "bytes")],
+    "certificate": [(1, "record", "bytes"), (2, "votes", "list"), (3, "shards", "list")],
+    "credit-line": [
+        (1, "peer", "bytes"), (2, "update", "bytes"), (3, "windows", "int"), (4, "tokens", "int"),
+        (5, "micro_credits", "int"),
+    ],
+}  # fmt: skip
+"""Number, name and form of each kind's fields, by protocol/wire/swarm.proto."""
+
+
+def payload(kind: str, fields: dict[str, Any]) -> bytes:
+    """Return the canonical payload of a message whose bytes are hexadecimal, as the vectors have them."""
+    assert set(fields) <= {name for _, name, _ in FIELDS[kind]}, (kind, set(fields))
+    return b"".join(_field(number, form, fields[name]) for number, name, form in FIELDS[kind] if name in fields)
+
+
+def _field(number: int, form: str, value: Any) -> bytes:
+    match form:
+        case "int":
+            return _varint(8 * number) + _varint(value) if value else b""
+        case "present":
+            return _varint(8 * number) + _varint(value)
+        case "bytes":
+            return _sized(number, bytes.fromhex(value)) if value else b""
+        case "text":
+            return _sized(number, value.encode()) if value else b""
+        case "float":
+            data = struct.pack("<f", value)
+            return _varint(8 * number + 5) + data if any(data) else b""
+        case "double":
+            return _varint(8 * number + 1) + struct.pack("<d", value)
+        case "packed":
+            return _sized(number, struct.pack(f"<{len(value)}Q", *value)) if value else b""
+        case "list":
+            return b"".join(_sized(number, bytes.fromhex(v)) for v in value)
+        case "texts":
+            return b"".join(_sized(number, v.encode()) for v in value)
+    return _sized(number, payload(form, value))
+
+
+def _sized(number: int, data: bytes) -> bytes:
+    return _varint(8 * number + 2) + _varint(len(data)) + data
+
+
+def _varint(value: int) -> bytes:
+    out = b""
+    while value > 127:
+        out, value = out + bytes([value & 127 | 128]), value >> 7
+    return out + bytes([value])
+
+
+def pae(kind: str, content: bytes) -> bytes:
+    type_ = b"cairn/v1/" + kind.encode()
+    return b"DSSEv1 %d %s %d %s" % (len(type_), type_, len(content), content)
+
+
+def envelope(kind: str, content: bytes, seed: bytes) -> bytes:
+    private = Ed25519PrivateKey.from_private_bytes(seed)
+    signature, key = private.sign(pae(kind, content)), private.public_key().public_bytes_raw()
+    return _sized(1, kind.encode()) + _sized(2, content) + _sized(3, key) + _sized(4, signature)
+
+
+def verify(key: bytes, kind: str, content: bytes, signature: bytes) -> None:
+    """Raise InvalidSignature unless the signature is the key's."""
+    Ed25519PublicKey.from_public_bytes(key).verify(signature, pae(kind, content))
+
+
+def message_digest(kind: str, key: bytes, content: bytes) -> bytes:
+    return sha256(b"cairn/v1/digest", key, pae(kind, content))
+
+
+def certificate_digest(record: bytes, shards: Sequence[bytes]) -> bytes:
+    return sha256(b"cairn/v1/applied", record, sha256(b"cairn/v1/shards", *shards)) if shards else record
+
+
+# -- rounds (docs/wire.md, Order and chance) --------------------------------------------------------------------
+
+
+def proposers(parent: bytes, keys: Sequence[bytes]) -> list[bytes]:
+    return sorted(keys, key=lambda key: sha256(parent, key))
+
+
+def committees(parent: bytes, attempt: int, keys: Sequence[bytes], shards: int, size: int) -> list[list[bytes]]:
+    table = sorted(keys, key=lambda key: sha256(b"cairn/v1/committee", parent, struct.pack(">I", attempt), key))
+    size = min(size, len(table))
+    return [sorted(table[s % len(table)] for s in range(i * size, (i + 1) * size)) for i in range(shards)]
+
+
+def shard_count(contributors: int, update_size: int) -> int:
+    return min(contributors, (update_size + CHUNK - 1) // CHUNK, 1024)
+
+
+# -- windows (docs/data.md) -------------------------------------------------------------------------------------
+
+WORD = 2**64 - 1
+
+
+def window(seed: int, key: bytes, counter: int, n: int) -> int:
+    pass_, i = divmod(counter, n)
+    material = struct.pack("<Q", seed) + key + struct.pack("<Q", pass_)
+    keys = struct.unpack("<8Q", b"".join(sha256(b"cairn/v1/assignment", bytes([b]), material) for b in (0, 1)))
+    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    x = _feistel(i, keys, half)
+    while x >= n:
+        x = _feistel(x, keys, half)
+    return x
+
+
+def _feistel(x: int, keys: Sequence[int], half: int) -> int:
+    mask = 2**half - 1
+    left, right = x >> half, x & mask
+    for key in keys:
+        left, right = right, left ^ (_mix((right + key) & WORD) & mask)
+    return left << half | right
+
+
+def _mix(z: int) -> int:
+    z ^= z >> 30
+    z = z * 0xBF58476D1CE4E5B9 & WORD
+    z ^= z >> 27
+    z = z * 0x94D049BB133111EB & WORD
+    return z ^ z >> 31
+
+
+# -- credits (docs/credits.md) ----------------------------------------------------------------------------------
+
+
+def micro_credits(flops: int, parameters: int, window_tokens: int, windows: int) -> int:
+    return flops * parameters * windows * window_tokens // 10**9

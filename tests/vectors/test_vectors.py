@@ -1,0 +1,262 @@
+"""docs/vectors is what the code makes, and what a reader makes that was written from the docs alone (`plain`)."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from cryptography.exceptions import InvalidSignature
+
+from protocol.codec import make_codec
+from protocol.coordinator_address import KIND, MAX_COORDINATOR_ADDRESS_ENVELOPE
+from protocol.errors import CodecError, ProtocolError
+from protocol.ids import PeerKey, RunId
+from protocol.layout import Layout
+from protocol.ledger.entries import MAX_VOID_ORDER
+from protocol.ledger.statements import MAX_BINDING, MAX_HEAD, MAX_RECEIPT
+from protocol.message_codec import KINDS, MessageDecoder
+from protocol.messages import MAX_CERTIFICATE
+from protocol.spec import MAX_SPEC, CodecSpec, open_spec
+from tests.vectors import plain, plain_codec
+from tests.vectors.__main__ import FOLDER, as_text
+from tests.vectors.made import VECTORS
+
+REMEDY = "run `python -m tests.vectors`, and look at the difference"
+MAX_BYTES = 300_000
+
+
+def read(name: str) -> dict[str, Any]:
+    return json.loads((FOLDER / f"{name}.json").read_text())
+
+
+def cases(name: str) -> list[dict[str, Any]]:
+    return read(name)["cases"]
+
+
+def floats(text: str) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), "<f4").copy()
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.astype("<f4").tobytes() == b.astype("<f4").tobytes()
+
+
+# -- they are the code's --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_the_code_still_makes_the_vectors(name: str):
+    assert (FOLDER / name).read_text() == as_text(VECTORS[name]()), REMEDY
+
+
+def test_the_vectors_are_small_and_each_is_described():
+    files = {p.name for p in FOLDER.glob("*.json")}
+    assert files == set(VECTORS)
+    assert sum((FOLDER / name).stat().st_size for name in files) <= MAX_BYTES
+    assert files <= set(re.findall(r"\w[\w.]*\.json", (FOLDER / "README.md").read_text()))
+
+
+def test_the_table_of_kinds_in_the_docs_is_the_code_s():
+    rows = re.findall(r"^\| `([a-z-]+)` \| .* \| (\d+) \|$", (FOLDER.parent / "wire.md").read_text(), re.M)
+    limits = {kind.name: kind.limit for kind in KINDS.values()}
+    limits |= {"tree-head": MAX_HEAD, "receipt": MAX_RECEIPT, "bind-account": MAX_BINDING, "bind-peer": 256}
+    limits |= {"run-spec": MAX_SPEC + 1024, "void-order": MAX_VOID_ORDER, KIND: MAX_COORDINATOR_ADDRESS_ENVELOPE}
+    assert {kind: int(limit) for kind, limit in rows} == limits
+    assert f"at most {MAX_CERTIFICATE:,} bytes" in (FOLDER.parent / "wire.md").read_text().replace("\n", " ")
+
+
+# -- and the second reader's: hashes ---------------------------------------------------------------------------
+
+
+def test_trees_and_blobs():
+    vectors = read("merkle")
+    leaves = [plain.sha256(b"\0", bytes([i])) for i in range(20)]
+    for case in vectors["tree_hash"]:
+        assert plain.tree_hash(leaves[: case["leaves"]]).hex() == case["root"]
+    for case in vectors["blob_digest"]:
+        data = (bytes(range(251)) * (case["bytes"] // 251 + 1))[: case["bytes"]]
+        assert plain.blob_digest(data).hex() == case["digest"]
+
+
+@pytest.mark.parametrize("case", cases("layouts"), ids=lambda c: c["name"])
+def test_layouts_and_states(case: dict[str, Any]):
+    tensors = case["tensors"]
+    assert plain.layout_digest(tensors).hex() == case["layout_digest"]
+    file = plain.checkpoint({n: (shape, base64.b64decode(case["values"][n])) for n, shape in tensors})
+    size = case["header_bytes"]
+    assert (len(file), file[8:size].decode().rstrip(" ")) == (case["file_bytes"], case["header"])
+    assert plain.blob_digest(file).hex() == case["state_digest"]
+
+
+# -- messages ----------------------------------------------------------------------------------------------------
+
+
+def decoder(vectors: dict[str, Any]) -> MessageDecoder:
+    return MessageDecoder(RunId.parse(vectors["run"]), PeerKey.parse(vectors["owner"]))
+
+
+def test_the_pre_authentication_encoding():
+    case = read("messages")["pae"]
+    assert plain.pae(case["kind"], bytes.fromhex(case["payload"])).decode("latin-1") == case["bytes"]
+
+
+@pytest.mark.parametrize("case", read("messages")["messages"], ids=lambda c: c["kind"])
+def test_messages(case: dict[str, Any]):
+    vectors = read("messages")
+    payload, seed, key = plain.payload(case["kind"], case["fields"]), *map(bytes.fromhex, (case["seed"], case["key"]))
+    assert payload.hex() == case["payload"]
+    assert plain.envelope(case["kind"], payload, seed).hex() == case["envelope"]
+    assert plain.message_digest(case["kind"], key, payload).hex() == case["digest"]
+    signed = decoder(vectors).decode_kind(bytes.fromhex(case["envelope"]), case["kind"])
+    assert (signed.author.hex(), signed.digest.hex()) == (case["key"], case["digest"])
+
+
+@pytest.mark.parametrize("case", read("messages")["refused"], ids=lambda c: c["why"])
+def test_messages_that_are_refused(case: dict[str, Any]):
+    with pytest.raises(ProtocolError):
+        decoder(read("messages")).decode_kind(bytes.fromhex(case["envelope"]), case["kind"])
+
+
+def test_a_chain_of_certificates():
+    vectors = read("chain")
+    run = bytes.fromhex(vectors["run"])
+    parent = plain.sha256(b"cairn/v1/genesis", run).hex()
+    assert parent == vectors["genesis"]
+    for case in vectors["certificates"]:
+        certificate = decoder(vectors).decode_certificate(bytes.fromhex(case["bytes"]))
+        record = certificate.record
+        fields = {"record": record.encoded.hex(), "votes": [v.encoded.hex() for v in certificate.votes]}
+        assert plain.payload("certificate", fields | {"shards": case["shards"]}).hex() == case["bytes"]
+        assert (case["parent"], record.body.parent.hex(), record.digest.hex()) == (
+            parent, parent, case["record_digest"]
+        )  # fmt: skip
+        shards = [bytes.fromhex(s) for s in case["shards"]]
+        parent = plain.certificate_digest(record.digest, shards).hex()
+        assert parent == case["certificate_digest"]
+    for case in vectors["refused"]:
+        with pytest.raises(ProtocolError):
+            decoder(vectors).decode_certificate(bytes.fromhex(case["bytes"]))
+
+
+def test_the_spec():
+    case = read("spec")
+    canonical = case["canonical"].encode()
+    assert plain.blob_digest(canonical).hex() == case["run_id"]
+    # Without numbers beyond integers and short decimals, the canonical form of RFC 8785 is this.
+    again = json.dumps(json.loads(canonical), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    shortest = again.replace(".0,", ",").replace(".0}", "}").replace("1e-06", "0.000001").replace("1e-08", "1e-8")
+    assert shortest == case["canonical"]
+    spec = open_spec(bytes.fromhex(case["envelope"]), RunId.parse(case["run_id"]))
+    with pytest.raises(InvalidSignature):
+        plain.verify(spec.owner_key, "run-spec", canonical, bytes(64))
+
+
+# -- rounds, windows, credits -------------------------------------------------------------------------------------
+
+
+def test_the_order_of_proposers_and_the_draw_of_committees():
+    vectors = read("rounds")
+    keys = [bytes.fromhex(k) for k in vectors["keys"]]
+    for n, votes in vectors["quorum"].items():
+        assert 3 * votes > 2 * int(n) >= 3 * (votes - 1)
+    for case in vectors["proposers"]:
+        assert [k.hex() for k in plain.proposers(bytes.fromhex(case["parent"]), keys)] == case["order"]
+    for case in vectors["committees"]:
+        some, parent = keys[: case["contributors"]], bytes.fromhex(case["parent"])
+        drawn = plain.committees(parent, case["attempt"], some, case["shards"], case["committee"])
+        assert [[keys.index(k) for k in members] for members in drawn] == case["members"]
+    for case in vectors["shard_count"]:
+        assert plain.shard_count(case["contributors"], case["update_bytes"]) == case["shards"]
+    auto = vectors["auto"]
+    for n, is_reduced in auto["reduced"].items():
+        gathered = (int(n) - 1) * auto["update_bytes"]
+        assert is_reduced == (gathered > 2 * (auto["committee"] * auto["update_bytes"] + auto["mean_bytes"]))
+
+
+def test_windows():
+    for case in cases("windows"):
+        key, n = bytes.fromhex(case["key"]), case["windows"]
+        counters = range(case["first"], case["first"] + len(case["assigned"]))
+        assert [plain.window(case["seed"], key, c, n) for c in counters] == case["assigned"]
+
+
+def test_credits():
+    vectors = read("credits")
+    for case in vectors["micro_credits"]:
+        rule = case["flops_per_parameter_token"], case["parameters"], case["window"], case["windows"]
+        assert plain.micro_credits(*rule) == case["micro_credits"]
+    lines = [plain.payload("credit-line", line["fields"]) for line in vectors["lines"]]
+    assert [line.hex() for line in lines] == [line["bytes"] for line in vectors["lines"]]
+    assert plain.tree_hash([plain.sha256(b"\0", line) for line in lines]).hex() == vectors["lines_root"]
+    first = vectors["first_previous"]
+    assert plain.sha256(b"cairn/v1/ledger", bytes.fromhex(first["run"])).hex() == first["digest"]
+
+
+# -- updates ------------------------------------------------------------------------------------------------------
+
+
+def name_of(case: dict[str, Any]) -> str:
+    return f"{case['kind']} {case['k']}"
+
+
+@pytest.mark.parametrize("case", cases("codec"), ids=name_of)
+def test_updates(case: dict[str, Any]):
+    blob = bytes.fromhex(case["blob"])
+    decoded = plain_codec.read_blob(blob, case["kind"], case["k"], case["tensors"])
+    for found, values, positions in zip(decoded, case["values"], case["positions"], strict=True):
+        listed = found.values if positions is None else found.values[positions]
+        assert np.array_equal(listed, floats(values))
+        assert positions is None or positions == found.positions
+    assert [math.fsum(d.energies) for d in decoded] == case["sum_squares"]
+    codec = make_codec(CodecSpec(kind=case["kind"], k=case["k"]), Layout.of({n: tuple(s) for n, s in case["tensors"]}))
+    codec.check(blob)
+    for edit in case["refused"]:
+        bad, put = bytearray(blob), bytes.fromhex(edit["bytes"])
+        bad[edit["offset"] : edit["offset"] + len(put)] = put
+        with pytest.raises(plain_codec.Refused):
+            plain_codec.read_blob(bytes(bad), case["kind"], case["k"], case["tensors"])
+        with pytest.raises(CodecError):
+            codec.check(bad)
+
+
+def updates_of(case: dict[str, Any]) -> Iterator[tuple[int, list[plain_codec.Values]]]:
+    for update in sorted(case["updates"], key=lambda u: u["author"]):
+        blob = bytes.fromhex(update["blob"])
+        yield update["windows"], plain_codec.read_blob(blob, case["kind"], case["k"], case["tensors"])
+
+
+@pytest.mark.parametrize("case", cases("outer_step"), ids=lambda c: c["name"])
+def test_the_outer_step(case: dict[str, Any]):
+    state = {name: floats(values) for name, values in case["before"].items()}
+    updates, tensors = list(updates_of(case)), case["tensors"]
+    plain_codec.step(state, tensors, plain_codec.mean_of(updates, case["kind"], case["outer"]), case["outer"])
+    for name, values in case["after"].items():
+        assert same_bits(state[name], floats(values)), name
+
+
+SUMS = {"sign": "int8", "int8": "int8", "none": "none", "sparse": "sparse8"}
+
+
+@pytest.mark.parametrize("case", cases("outer_step"), ids=lambda c: c["name"])
+def test_the_outer_step_in_two_shards(case: dict[str, Any]):
+    tensors, kind, k = case["tensors"], SUMS[case["kind"]], min(4096, 4 * case["k"])
+    state = {name: floats(values) for name, values in case["before"].items()}
+    whole = [np.zeros(math.prod(shape), np.float32) for _, shape in tensors]
+    updates = list(updates_of(case))
+    for shard, slices in enumerate(plain_codec.shard_slices(tensors, 2)):
+        parts = [(w, [plain_codec.sliced(v[i], a, b) for i, a, b in slices]) for w, v in updates]
+        mean = plain_codec.mean_of(parts, case["kind"], case["outer"])
+        layout = plain_codec.shard_layout(slices, shard)
+        blob = plain_codec.encode_shard(mean, layout, kind, k)
+        assert blob.hex() == case["two_shards"]["blobs"][shard]
+        for (i, start, stop), found in zip(slices, plain_codec.read_blob(blob, kind, k, layout), strict=True):
+            whole[i][start:stop] = found.values
+    plain_codec.step(state, tensors, whole, case["outer"])
+    for name, values in case["two_shards"]["after"].items():
+        assert same_bits(state[name], floats(values)), name
