@@ -9,7 +9,7 @@ from functools import cache, partial
 
 import pytest
 
-from protocol.chain import Chain
+from protocol.record_node import RecordNode
 from protocol.rounds.consensus import Consensus
 from protocol.stake import StakeRule
 from tests.simulation.attackers import (
@@ -139,10 +139,6 @@ def test_the_largest_claims_get_no_more_than_their_share(honest, attackers, late
 # -- controls: without the rule the checker says so, and the threshold is where it should be -------------------
 
 
-def heaviest(chain: Chain, fork, competing):
-    return max(competing, key=lambda child: (chain.weight(chain.best_descendant(child.digest)), child.digest))
-
-
 def test_a_branch_of_most_stake_is_followed():
     with pytest.raises(Broken, match="left 3 rounds"):
         check_history(Siege([partial(SoloCertifier, length=15, back=3)] * 3, honest=2).run())
@@ -150,13 +146,13 @@ def test_a_branch_of_most_stake_is_followed():
 
 @pytest.mark.parametrize("strategy", [partial(SoloCertifier, length=15, back=3), partial(Deserter, length=30, back=6)])
 def test_without_the_fork_choice_by_stake_a_private_branch_is_followed(monkeypatch, strategy):
-    monkeypatch.setattr(Chain, "_preferred", heaviest)
+    monkeypatch.setattr(RecordNode, "latest_messages", lambda node: {})  # then windows decide
     with pytest.raises(Broken, match="left . rounds"):
         check_history(Siege([strategy]).run())
 
 
 def test_without_the_fork_choice_by_stake_private_claims_end_a_run(monkeypatch):
-    monkeypatch.setattr(Chain, "_preferred", heaviest)
+    monkeypatch.setattr(RecordNode, "latest_messages", lambda node: {})  # then windows decide
     damage = Siege([partial(SoloCertifier, length=40, back=1)], total_windows=2000).run()
     with pytest.raises(Broken, match="ended the run"):
         check_not_ended(damage)
