@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.messages import Certificate, Heartbeat, RoundRecord, Signed, UpdateHeader, Vote
 from protocol.rounds import events as ev
@@ -100,6 +101,9 @@ class Attacker(Node):
         policy, state, parent, number = world.policy, world.owner.state_of(fork), fork, self.height(fork)
         before = 0 if fork not in world.records else len(world.records[fork].record.body.updates)
         windows = {key: self.next_window(key, fork) for key in sorted(keys)}
+        chain = Chain(world.run, world.genesis_state, policy.chain_limits)
+        for record in reversed(world.way_to(fork)):
+            chain.add(world.records[record])
         for _ in range(length):
             headers = []
             for key, first in windows.items():
@@ -113,7 +117,8 @@ class Attacker(Node):
                 headers.append(FakeSigner(key).sign(body))
                 for ally in self.allies if held else ():
                     ally.blobs.add(blob)
-            body = RoundRecord(world.run, Round(number), parent, state, 0, tuple(headers))
+            weights = chain.weights(parent, headers)
+            body = RoundRecord(world.run, Round(number), parent, state, 0, tuple(headers), weights=weights)
             record, shards = FakeSigner(headers[0].author).sign(body), ()
             if policy.exchange.is_reduced(before):
                 count = policy.exchange.shard_count(len(headers))
@@ -121,6 +126,7 @@ class Attacker(Node):
                 for ally in self.allies if held else ():
                     ally.blobs.update(shards)
             found.append(certificate(record, windows, shards))
+            chain.add(found[-1])
             state, parent, number, before = state_after(state, found[-1]), found[-1].digest, number + 1, len(headers)
             for ally in self.allies if held else ():
                 ally.checkpoints.add(state)

@@ -74,7 +74,7 @@ class Siege:
 
 def windows_of(node: Node, record) -> dict[PeerKey, int]:
     body = node.world.records[record].record.body
-    return {u.author: u.body.windows for u in body.updates}
+    return dict(zip(body.contributors, body.weighed, strict=True))
 
 
 def drawn(seed: int) -> tuple[str, Siege, float]:
