@@ -321,6 +321,8 @@ class Chain:
         windows, members = self.limits.round_limits(parent.directives)
         if len(record.updates) > members:
             return "it has more contributors than the run's max_members"
+        if len({u.body.blob for u in record.updates}) < len(record.updates):
+            return "it lists one blob twice"
         for u in record.updates:
             if u.body.windows > windows:
                 return f"peer {u.author.short} claims {u.body.windows} windows in one update: too many"

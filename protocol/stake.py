@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from protocol.ids import PeerKey
+from protocol.ids import PeerKey, Round
+from protocol.ledger.verdicts import VerdictWalk
 from protocol.record_node import RecordNode
 
 STAKE_ROUNDS = 64
@@ -28,20 +29,23 @@ class StakeRule:
     def stakes(self, node: RecordNode) -> dict[PeerKey, int]:
         """Return the stake, in windows, of every key that has some in the round after a record.
 
-        Those are the weighed windows of the STAKE_ROUNDS rounds that end `hold_rounds` before it, on its branch. The
-        banned have none.
+        Those are the weighed windows of the STAKE_ROUNDS rounds that end `hold_rounds` before it, on its branch, without
+        those that a verdict voids. The banned have none.
         """
         newest = node.height - self.hold_rounds
         oldest = newest - STAKE_ROUNDS
         found: dict[PeerKey, int] = {}
         if oldest < 0:
             found.update((key, self.founder_windows) for key in self.founders if self.founder_windows)
+        verdicts = VerdictWalk(self.hold_rounds)
         for above in node.branch():
-            if above.height <= oldest:
+            if above.height <= oldest or above.certificate is None:
                 break
             if above.height <= newest:
                 for key, windows in above.weighed.items():
-                    found[key] = found.get(key, 0) + windows
+                    if not verdicts.is_voided(above.digest, Round(above.height - 1), key):
+                        found[key] = found.get(key, 0) + windows
+            verdicts.pass_record(above.certificate.record.body)
         for key in node.directives.banned:
             found.pop(key, None)
         return found

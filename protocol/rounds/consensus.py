@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from protocol.errors import MalformedError
-from protocol.ids import Digest, PeerKey
+from protocol.ids import Digest, PeerKey, sha256
 from protocol.message_codec import check_certificate
 from protocol.messages import (
     Certificate,
@@ -73,9 +73,13 @@ class Consensus:
         self.stop_exchange()
         if before is not None:
             self._revision = before.revision + 1
-        round_ = RoundState(context.policy, context.chain, parent, self._sync.state, context.now, self._revision)
+        is_reduced = context.chain.is_reduced_after(parent)
+        round_ = RoundState(
+            context.policy, context.chain, parent, self._sync.state, context.now, self._revision,
+            holds=(lambda blob: True) if is_reduced else context.blobs.holds,
+        )  # fmt: skip
         self.round = round_
-        kind = ReducedExchange if context.chain.is_reduced_after(parent) else GatheredExchange
+        kind = ReducedExchange if is_reduced else GatheredExchange
         self.exchange = kind(context, round_)
         lasted = 0.0 if before is None or before.number + 1 != round_.number else context.now - before.began
         self._awaited_members = AwaitedMembers(context, round_, self.exchange, lasted)
@@ -115,22 +119,29 @@ class Consensus:
                 return self._certified(message.body.record)
         return None
 
-    def _receive_header(self, header: Signed[UpdateHeader]) -> None:
-        """Handle a header of this round, alone or in a record."""
+    def _receive_header(self, header: Signed[UpdateHeader], *, listed: bool = False) -> None:
+        """Handle a header of this round, which came by itself, or is `listed` by a record."""
         context, round_ = self._context, self.round
         if round_ is None:
             return
         author, known = header.author, round_.headers.get(header.author)
         if known is not None:
-            if known.digest != header.digest and round_.report_once(author):
-                context.notify("warning", "equivocation", f"peer {author.short} announced two updates", author)
+            if known.digest != header.digest:
+                self._equivocation(round_, header, listed=listed)
+            elif not listed:
+                round_.confirm(author)
             return
         if (reason := round_.header_refusal(header, context.accepts_size)) is not None:
             context.notify("warning", "refused", f"the update of {author.short} is refused: {reason}", author)
             return
         if author == context.me and (context.observer or self._sync.is_making_update):
             return
-        if not round_.add_header(header, context.now, context.members.has_room_for):
+        if (claimant := round_.claimed_by_another(header, listed=listed)) is not None:
+            if round_.report_once(author):
+                text = f"the update of {author.short} is refused: {claimant.short} announced the same blob before"
+                context.notify("warning", "refused", text, author)
+            return
+        if not round_.add_header(header, context.now, context.members.has_room_for, listed=listed):
             return
         if context.is_banned(author):
             round_.exclude(author)
@@ -139,6 +150,19 @@ class Consensus:
             # Announced before a crash: it stands, so that we do not contradict ourselves.
             context.own.made(header.body.blob, round_.parent, round_.number)
             self._announced(round_)
+
+    def _equivocation(self, round_: RoundState, second: Signed[UpdateHeader], *, listed: bool) -> None:
+        """Leave out an author of two headers, and pass on the second, so that all others leave it out too."""
+        context, author = self._context, second.author
+        if author in round_.equivocators or round_.header_refusal(second, context.accepts_size) is not None:
+            return
+        round_.equivocate(second, listed=listed)
+        context.members.equivocated.penalise(author, round_.number)
+        if round_.report_once(author):
+            context.notify("warning", "equivocation", f"peer {author.short} announced two updates", author)
+        if context.members.is_my_turn(second.digest, 0):
+            context.emit(Broadcast(round_.headers[author]))
+            context.emit(Broadcast(second))
 
     def _receive_record(self, record: Signed[RoundRecord]) -> Certificate | None:
         context, round_, exchange = self._context, self.round, self.exchange
@@ -158,11 +182,14 @@ class Consensus:
                 refused += f"the update of {u.author.short}: {reason}"
                 context.notify("warning", "refused", refused, record.author)
                 return None
+        refused = any(u.author in round_.equivocators or round_.contradicts(u) for u in record.body.updates)
         for u in record.body.updates:
-            self._receive_header(u)
+            self._receive_header(u, listed=u.author != record.author)
             if u.author == context.me:
                 context.own.made(u.body.blob, round_.parent, round_.number)
         proposal = round_.add_record(record, context.now, exchange.missing_for(record.body), context.blobs.is_invalid)
+        if proposal is not None:
+            proposal.refused = refused
         if proposal is not None and proposal.equivocated and round_.report_once(record.author):
             text = f"peer {record.author.short} proposed two records at once"
             context.notify("warning", "equivocation", text, record.author)
@@ -199,6 +226,29 @@ class Consensus:
         except MalformedError as e:
             raise InvariantError(f"votes were counted wrongly: {e}") from e
         return certificate
+
+    def note_decided(self, certificate: Certificate) -> None:
+        """Penalise those that let an attempt of the decided round fail in silence; forgive the voters of its record.
+
+        An author failed a proposal that listed it if it voted for nothing in `propose_seconds`, and the round was
+        decided without it. It failed its turn if it neither proposed nor voted. In reduced rounds attempts also pass
+        while shards are made, so nothing follows from them.
+        """
+        context, round_, body = self._context, self.round, certificate.record.body
+        silent = context.members.silent
+        for vote in certificate.votes:
+            silent.forgive(vote.author)
+        if round_ is None or body.parent != round_.parent or certificate.shards or body.attempt == 0:
+            return
+        due = context.now - context.policy.propose_seconds
+        proposers = {p.record.author for p in round_.proposals.values()}
+        failed = {a for p in round_.proposals.values() if p.seen <= due for a in p.record.body.contributors}
+        failed -= set(body.contributors)
+        failed |= round_.expired_turns(body.attempt, context.now) - proposers
+        for author in sorted(failed - round_.votes.keys() - {context.me}):
+            silent.penalise(author, round_.number)
+            text = f"peer {author.short} neither proposed nor voted: rounds do not depend on it for a while"
+            context.notify("info", "silent", text, author)
 
     def shard_answered(self, event: ShardReduced | ShardUnavailable) -> Certificate | None:
         """Attest a shard that our driver has made, or cannot make. Return a certificate when that completes one."""
@@ -323,17 +373,18 @@ class Consensus:
         if hurry or context.deadlines.due("round", round_.began + context.policy.max_seconds):
             return True
         members, headers, number = context.members, round_.headers, round_.number
-        announced = sum(h.body.windows for a, h in headers.items() if not members.distrusted.applies_to(a, number))
+        announced = sum(h.body.windows for a, h in headers.items() if not members.is_doubted(a, number))
         target, total = context.policy.target_windows, self.work.windows + announced + members.windows
         if total >= target or not headers:
             return total >= target
         enough = sum(
-            not (members.late.applies_to(a, number) or members.withheld.applies_to(a, number)) for a in headers
+            not any(p.applies_to(a, number) for p in (members.late, members.withheld, members.silent)) for a in headers
         )
         return enough > 0 and (enough * 3 > 1 + len(headers) + members.training or total * 2 >= target)
 
     def _propose(self, round_: RoundState, exchange: Exchange) -> Certificate | None:
-        context = self._context
+        context, members = self._context, self._context.members
+        round_.skip(lambda a: a != context.me and members.is_struck(a, round_.number), context.now)
         attempt = round_.attempt(context.now)
         following = round_.next_attempt_at(context.now)
         if following is not None:
@@ -346,6 +397,8 @@ class Consensus:
         listed = exchange.listable()
         if attempt >= 1:
             listed = [h for h in listed if h.author == context.me or self._answers(round_, exchange, h.author, attempt)]
+            listed = [h for h in listed if h.author == context.me or h.body.blob not in round_.disputed]
+        listed = self._without_surplus_struck(round_, listed)
         round_.begin_attempt(attempt)
         if not any(h.author == context.me for h in listed):
             return None
@@ -359,6 +412,27 @@ class Consensus:
         round_.propose(record)
         context.emit(Broadcast(record))
         return self._receive_record(record)
+
+    def _without_surplus_struck(
+        self, round_: RoundState, listed: list[Signed[UpdateHeader]]
+    ) -> list[Signed[UpdateHeader]]:
+        """Return the headers that a record of ours lists: none of authors that announced two in a round lately.
+
+        It lists silent authors only while the others' votes suffice; after our first vote only those that voted.
+        """
+        members, me = self._context.members, self._context.me
+        listed = [h for h in listed if h.author == me or not members.equivocated.applies_to(h.author, round_.number)]
+        struck = {
+            h.author
+            for h in listed
+            if members.silent.applies_to(h.author, round_.number) and h.author != me and h.author not in round_.votes
+        }
+        sound = len(listed) - len(struck)
+        room = 0
+        while round_.last_vote is None and room < len(struck) and quorum(sound + room + 1) <= sound:
+            room += 1
+        kept = set(sorted(struck, key=lambda a: sha256(round_.parent, a))[:room])  # others in each round
+        return [h for h in listed if h.author not in struck or h.author in kept]
 
     def _answers(self, round_: RoundState, exchange: Exchange, author: PeerKey, attempt: int) -> bool:
         """Return whether to list a contributor although earlier attempts failed: see "Attempts" in docs/rounds.md."""
@@ -404,7 +478,7 @@ class Consensus:
 
     def _is_votable(self, round_: RoundState, exchange: Exchange, proposal: Proposal) -> bool:
         body = proposal.record.body
-        if proposal.bad or proposal.equivocated or body.base_state != round_.state:
+        if proposal.bad or proposal.equivocated or proposal.refused or body.base_state != round_.state:
             return False
         is_listed = self._context.me in body.contributors
         return is_listed and exchange.is_votable(proposal) and self.is_supported(body.parent, set(body.contributors))
@@ -438,7 +512,10 @@ class Consensus:
     def _believed(self, round_: RoundState) -> list[Signed[UpdateHeader]]:
         """Return the headers that count: anybody can claim windows, and give nothing."""
         exchange = self.exchange
-        headers = [h for author, h in round_.headers.items() if author not in round_.excluded]
+        members, number = self._context.members, round_.number
+        headers = [
+            h for a, h in round_.headers.items() if a not in round_.excluded and not members.is_struck(a, number)
+        ]
         return [h for h in headers if exchange is None or exchange.counts_towards_weight(h)]
 
     def _repeat(self, round_: RoundState, exchange: Exchange) -> None:

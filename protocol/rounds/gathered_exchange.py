@@ -20,15 +20,21 @@ class GatheredExchange(Exchange):
         return [h for h in self._round.candidates() if self.is_delivered(h)]
 
     def counts_towards_weight(self, header: Signed[UpdateHeader]) -> bool:
-        """Return whether the update is held, or was announced less than `exchange_seconds` ago: anybody can claim."""
-        context = self._context
-        return self.is_delivered(header) or not context.deadlines.due(
-            "claim", self._round.received_at[header.author] + context.policy.exchange_seconds
-        )
+        """Return whether the update is held, or was announced less than `exchange_seconds` ago: anybody can claim.
+
+        The time is for authors that announced it themselves, and did not let such a time pass before.
+        """
+        context, round_ = self._context, self._round
+        if self.is_delivered(header):
+            return True
+        if header.author not in round_.first_hand or context.members.late.applies_to(header.author, round_.number):
+            return False
+        return not context.deadlines.due("claim", round_.received_at[header.author] + context.policy.exchange_seconds)
 
     def awaits(self, header: Signed[UpdateHeader]) -> bool:
-        """Return whether the update of a candidate is not held yet."""
-        return self._round.is_candidate(header) and not self.is_delivered(header)
+        """Return whether the update of a candidate that announced itself is not held yet."""
+        round_ = self._round
+        return header.author in round_.first_hand and round_.is_candidate(header) and not self.is_delivered(header)
 
     def is_delivered(self, header: Signed[UpdateHeader]) -> bool:
         """Return whether the update is held."""

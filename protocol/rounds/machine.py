@@ -484,6 +484,7 @@ class RoundMachine:
             decided = context.chain.certificate(parent)
             listed = decided.record.body.updates
             context.members.note_contributors(u.author for u in listed)
+            consensus.note_decided(decided)
             unused = consensus.blobs() - {u.body.blob for u in listed} - set(decided.shards)
             for action in context.blobs.forget(b for b in sorted(unused) if b not in context.own):
                 context.emit(action)

@@ -97,7 +97,15 @@ class Members:
         self.lagging = Penalties(policy.max_members)
         """For lagging members awaited in vain (see `awaited_members`): for a while nobody waits for them as such."""
 
-        self._penalties = (self.late, self.withheld, self.distrusted, self.lagging)
+        self.silent = Penalties(policy.max_members)
+        """For letting an attempt fail in silence, as a voter or as its proposer. Only a certified vote clears it,
+        since a record may list a peer that never votes."""
+
+        self.equivocated = Penalties(policy.max_members)
+        """For two updates, or another's, in one round. Nothing clears it but time: the proof is signed."""
+
+        self._forgiven_when_listed = (self.late, self.withheld, self.distrusted, self.lagging)
+        self._penalties = (*self._forgiven_when_listed, self.silent, self.equivocated)
         self._parent: Digest | None = None
         self._number = 0
         self._counted: dict[PeerKey, int] = {}
@@ -178,8 +186,16 @@ class Members:
         """Note the contributors of the last round: they keep their places, and their penalties are forgiven."""
         self._established = frozenset(contributors)
         for key in self._established:
-            for penalties in self._penalties:
+            for penalties in self._forgiven_when_listed:
                 penalties.forgive(key)
+
+    def is_struck(self, key: PeerKey, number: int) -> bool:
+        """Return whether round `number` must not depend on a peer's vote."""
+        return self.silent.applies_to(key, number) or self.equivocated.applies_to(key, number)
+
+    def is_doubted(self, key: PeerKey, number: int) -> bool:
+        """Return whether a peer's claims of windows do not bring round `number` closer to its end."""
+        return self.distrusted.applies_to(key, number) or self.is_struck(key, number)
 
     def is_established(self, key: PeerKey) -> bool:
         return key in self._established
@@ -230,7 +246,7 @@ class Members:
 
     def _count(self, member: Member) -> None:
         self.windows -= self._counted.pop(member.key, 0)
-        counts = member.key not in self._announced and not self.distrusted.applies_to(member.key, self._number)
+        counts = member.key not in self._announced and not self.is_doubted(member.key, self._number)
         if self._parent is not None and counts and member.trains_in(self._parent):
             windows = min(member.beat.windows, self._policy.max_update_windows)
             self._counted[member.key] = windows
@@ -245,6 +261,8 @@ class Members:
             "withheld": (len(self.withheld), top),
             "distrusted": (len(self.distrusted), top),
             "lagging": (len(self.lagging), top),
+            "silent": (len(self.silent), top),
+            "equivocated": (len(self.equivocated), top),
             "counted": (len(self._counted), top),
             "announced": (len(self._announced), 2 * top),
         }

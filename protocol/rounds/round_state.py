@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from itertools import islice
 
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey, Round, sha256
@@ -16,17 +17,29 @@ MAX_RECORD_BYTES = 128 * 1024 * 1024
 VOTES_PER_AUTHOR = 4
 MAX_ATTEMPT = 2**20
 MAX_JUMP = 1024
+RECENT_RECORDS = 8
+"""Number of records before a round whose contributors take the first turns to propose."""
+
+MIN_STRANGERS = 8
+STRANGER_SHARE = 8
+"""Headers of peers that are no members: at most `max_members` divided by this number, but at least MIN_STRANGERS."""
 
 
-def proposer_order(parent: Digest, authors: Iterable[PeerKey]) -> tuple[PeerKey, ...]:
-    """Return the order in which authors propose after a record: ascending by SHA-256 of the parent and the key."""
-    return tuple(sorted(authors, key=lambda author: sha256(parent, author)))
+def proposer_order(
+    parent: Digest, authors: Iterable[PeerKey], staked: Collection[PeerKey] = (), recent: Collection[PeerKey] = ()
+) -> tuple[PeerKey, ...]:
+    """Return the order in which authors propose after a record.
+
+    Those with stake come first, then recent contributors, then the others; each group ascends by SHA-256 of the parent
+    and the key.
+    """
+    return tuple(sorted(authors, key=lambda a: (a not in staked, a not in recent, sha256(parent, a))))
 
 
 class Proposal:
     """A record that was proposed, and what is known of it."""
 
-    __slots__ = ("record", "seen", "blobs", "missing", "bad", "equivocated")
+    __slots__ = ("record", "seen", "blobs", "missing", "bad", "equivocated", "refused")
 
     def __init__(self, record: Signed[RoundRecord], seen: float, missing: set[Digest], bad: bool):
         self.record = record
@@ -43,6 +56,9 @@ class Proposal:
         self.equivocated = False
         """Its author signed another one of the same attempt."""
 
+        self.refused = False
+        """It lists a header that contradicts what was received before: it gets no vote of ours."""
+
 
 class RoundState:
     """One undecided round, bounded by the policy's `max_members` and the constants above.
@@ -51,8 +67,17 @@ class RoundState:
     """
 
     def __init__(
-        self, policy: RoundPolicy, chain: Chain, parent: Digest, state: Digest | None, now: float, revision: int = 0
+        self,
+        policy: RoundPolicy,
+        chain: Chain,
+        parent: Digest,
+        state: Digest | None,
+        now: float,
+        revision: int = 0,
+        *,
+        holds: Callable[[Digest], bool] = lambda blob: True,
     ):
+        """Open a round. `holds` returns whether a blob is held: in a reduced round True, as nobody holds others'."""
         self.policy = policy
         self.chain = chain
         self.parent = parent
@@ -66,6 +91,18 @@ class RoundState:
         self.headers: dict[PeerKey, Signed[UpdateHeader]] = {}
         self.received_at: dict[PeerKey, float] = {}
         """The time of each header's arrival."""
+
+        self.first_hand: set[PeerKey] = set()
+        """Authors whose header came by itself. A header that only a record lists takes no turn and is not awaited."""
+
+        self.equivocators: set[PeerKey] = set()
+        """Authors of two headers: no record of ours lists either."""
+
+        self.claimants: dict[Digest, PeerKey] = {}
+        """The author from whose header we know a blob."""
+
+        self.disputed: set[Digest] = set()
+        """Blobs that a second author claimed: which of the two copied is not known for certain."""
 
         self.excluded: set[PeerKey] = set()
         """Authors whose blob broke the codec's rules, and banned ones."""
@@ -89,6 +126,10 @@ class RoundState:
         self.reported: set[PeerKey] = set()
         """Authors of whom an equivocation or a wrong digest was reported."""
 
+        self._holds = holds
+        recent = (record for record in islice(chain.ancestors(parent), RECENT_RECORDS) if record != chain.root)
+        self._recent = frozenset(a for record in recent for a in chain.certificate(record).record.body.contributors)
+        self._staked = frozenset(chain.stakes(parent))
         self._order: tuple[PeerKey, ...] | None = None
         self._record_bytes = 0
         self._jumped: tuple[int, float] | None = None
@@ -118,24 +159,88 @@ class RoundState:
             return f"a blob of {body.blob_size} bytes is no update of this run"
         return None
 
-    def add_header(self, header: Signed[UpdateHeader], now: float, has_room: Callable[[PeerKey], bool]) -> bool:
-        """Add a valid header. Return False when its author has one already, or there is no room."""
-        if header.author in self.headers:
+    def add_header(
+        self, header: Signed[UpdateHeader], now: float, has_room: Callable[[PeerKey], bool], *, listed: bool = False
+    ) -> bool:
+        """Add a valid header. Return False when its author has one already, or there is no room.
+
+        `listed`: it came in a record, not by itself.
+        """
+        author = header.author
+        if author in self.headers:
             return False
-        if len(self.headers) >= self.policy.max_members:
-            spare = [a for a in self.headers if not has_room(a)] if has_room(header.author) else []
-            if not spare:
+        if not has_room(author):
+            strangers = sum(not has_room(a) for a in self.headers)
+            if strangers >= max(MIN_STRANGERS, self.policy.max_members // STRANGER_SHARE):
                 return False
-            del self.headers[spare[-1]]
-            self.received_at.pop(spare[-1], None)
-            self._jumps.pop(spare[-1], None)
-        self.headers[header.author] = header
-        self.received_at[header.author] = now
+        if len(self.headers) >= self.policy.max_members:
+            spare = [a for a in self.headers if not has_room(a)]
+            if not has_room(author) or not spare:
+                return False
+            self._forget_header(spare[-1])
+        self.headers[author] = header
+        self.received_at[author] = now
+        self.claimants[header.body.blob] = author
+        if not listed:
+            self.first_hand.add(author)
         if self.first_header_at is None:
             self.first_header_at = now
         self._order = None
         self.changed()
         return True
+
+    def _forget_header(self, author: PeerKey) -> None:
+        header = self.headers.pop(author)
+        del self.received_at[author], self.claimants[header.body.blob]
+        self.first_hand.discard(author)
+        self._jumps.pop(author, None)
+        self._order = None
+        self.changed()
+
+    def confirm(self, author: PeerKey) -> None:
+        """Note that the header that a record listed has come by itself."""
+        if author not in self.first_hand:
+            self.first_hand.add(author)
+            self._order = None
+
+    def equivocate(self, second: Signed[UpdateHeader], *, listed: bool) -> None:
+        """Note that an author announced a second header. Both are left out; the first that came by itself counts."""
+        author = second.author
+        if not listed and author not in self.first_hand and second.body.blob not in self.claimants:
+            received = self.received_at[author]
+            self._forget_header(author)
+            self.headers[author], self.received_at[author] = second, received
+            self.claimants[second.body.blob] = author
+            self.first_hand.add(author)
+            self._refuse_contradictions()
+        self.equivocators.add(author)
+        self.exclude(author)
+
+    def claimed_by_another(self, header: Signed[UpdateHeader], *, listed: bool) -> PeerKey | None:
+        """Return the other author that announced the blob of a new header before: the first claim counts.
+
+        A claim that only a record lists gives way to one that came by itself.
+        """
+        blob, claimant = header.body.blob, self.claimants.get(header.body.blob)
+        if claimant is None or claimant == header.author:
+            return None
+        if listed or claimant in self.first_hand:
+            self.disputed.add(blob)
+            return claimant
+        self._forget_header(claimant)
+        self.claimants[blob] = header.author
+        self._refuse_contradictions()
+        return None
+
+    def contradicts(self, listed: Signed[UpdateHeader]) -> bool:
+        """Return whether a header of a record contradicts one that came by itself, or the first claim of its blob."""
+        author, blob = listed.author, listed.body.blob
+        other = author in self.first_hand and self.headers[author].digest != listed.digest
+        return other or self.claimants.get(blob, author) != author
+
+    def _refuse_contradictions(self) -> None:
+        for proposal in self.proposals.values():
+            proposal.refused = proposal.refused or any(self.contradicts(u) for u in proposal.record.body.updates)
 
     def exclude(self, author: PeerKey) -> None:
         self.excluded.add(author)
@@ -152,9 +257,14 @@ class RoundState:
 
     @property
     def proposer_order(self) -> tuple[PeerKey, ...]:
-        """Candidates' authors in the order in which they propose: by SHA-256 of the parent and the key."""
+        """Authors in the order in which they propose: the candidates that came by themselves and whose blob is held.
+
+        Those with stake come first, then recent contributors, so a key that only announces takes no turn from them.
+        Peers that hold other updates see another order: a record out of turn still counts after a while.
+        """
         if self._order is None:
-            self._order = proposer_order(self.parent, (h.author for h in self.candidates()))
+            ready = (h.author for h in self.candidates() if h.author in self.first_hand and self._holds(h.body.blob))
+            self._order = proposer_order(self.parent, ready, self._staked, self._recent)
         return self._order
 
     def contradicting_state(self) -> Digest | None:
@@ -288,6 +398,7 @@ class RoundState:
         self.proposed = record
 
     def hold(self, blob: Digest) -> None:
+        self._order = None
         for proposal in self.proposals.values():
             proposal.missing.discard(blob)
 
@@ -324,6 +435,21 @@ class RoundState:
         """Note that our turn of an attempt has been used."""
         self.proposed_attempt = attempt
 
+    def skip(self, passed_over: Callable[[PeerKey], bool], now: float) -> None:
+        """Move to the next attempt whose proposer is not passed over, if there is one."""
+        order, attempt = self.proposer_order, self.attempt(now)
+        if attempt < 0 or not order or not passed_over(order[attempt % len(order)]):
+            return
+        following = range(attempt + 1, attempt + len(order))
+        to = next((a for a in following if not passed_over(order[a % len(order)])), None)
+        if to is not None and to <= MAX_ATTEMPT:
+            self._jumped = (to, now)
+
+    def expired_turns(self, before: int, now: float) -> set[PeerKey]:
+        """Return the authors whose turn lasted `propose_seconds` here, of the attempts before this one."""
+        order, base = self.proposer_order, 0 if self._jumped is None else self._jumped[0]
+        return {order[a % len(order)] for a in range(base, min(before, self.attempt(now), base + len(order))) if order}
+
     def jump(self, author: PeerKey, attempt: int, now: float) -> None:
         """Move to a later attempt because a record names it: else peers would never consider one record at one time.
 
@@ -348,4 +474,6 @@ class RoundState:
             "voters": (len(self.votes), 2 * top),
             "votes": (sum(len(v) for v in self.votes.values()), 2 * top * VOTES_PER_AUTHOR),
             "excluded": (len(self.excluded), 2 * top),
+            "equivocators": (len(self.equivocators), 2 * top),
+            "disputed": (len(self.disputed), 2 * top),
         }

@@ -62,7 +62,7 @@ class World:
         self.wrong_states: set[Digest] = set()
         """States that drifted devices computed, and the states that came of them."""
         self.announced_at: dict[Digest, float] = {}
-        """When the first update after each parent was ready."""
+        """When the first honest peer's update after each parent was ready."""
         self.applied_at: dict[Digest, float] = {}
         """When the last peer reached each record."""
         self.reports: list[tuple[float, int, Notice]] = []
@@ -140,7 +140,8 @@ class World:
 
     def new_blob(self, node: Node, parent: Digest, content: frozenset[int]) -> Digest:
         self._blobs += 1
-        self.announced_at.setdefault(parent, self.clock.now)
+        if node.honest:
+            self.announced_at.setdefault(parent, self.clock.now)
         blob = Digest(sha256(b"blob", node.key, parent, str(self._blobs).encode()))
         self.contents[blob] = content
         return blob

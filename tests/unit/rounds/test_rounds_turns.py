@@ -1,0 +1,251 @@
+"""Turns, strikes and headers: peers that announce and do nothing more, two headers of one author, and copies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from protocol.chain import Chain
+from protocol.errors import ChainError
+from protocol.ids import Digest, PeerKey, Round, sha256
+from protocol.messages import RoundRecord, UpdateHeader, Vote
+from protocol.rounds import events as ev
+from protocol.rounds.round_state import MIN_STRANGERS
+from tests.simulation.checkers import check_account, check_counted_once, disagreement
+from tests.simulation.network import Weather
+from tests.simulation.node import Node
+from tests.simulation.signer import FakeSigner, certificate
+from tests.simulation.world import World, policy_for
+from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, STATE, Bench, blob_of
+
+NEXT = Digest(sha256(b"next"))
+
+
+class NonVoter(Node):
+    """Announces its updates and gives them; neither proposes nor votes."""
+
+    honest = False
+
+    def boot(self) -> None:
+        super().boot()
+        consensus = self.machine._consensus
+        consensus._vote = consensus._propose = lambda *args: None  # type: ignore[method-assign]
+
+
+class TwoHeaded(Node):
+    """Announces one update to every second peer, and another one to the rest; both can be had."""
+
+    honest = False
+
+    def broadcast(self, message) -> None:
+        if not (isinstance(message.body, UpdateHeader) and message.author == self.key):
+            super().broadcast(message)
+            return
+        blob = Digest(sha256(b"second", message.body.blob))
+        self.blobs.add(blob)
+        self.world.contents[blob] = self.world.contents[message.body.blob]
+        other = self.signer.sign(replace(message.body, blob=blob))
+        for node in self.world.nodes:
+            if node is not self and node.alive:
+                self.world.network.send(self.index, node.index, node.hear, message if node.index % 2 else other)
+
+
+def decision_seconds(world: World) -> list[float]:
+    """Return the time of each round from the first honest announcement until all have applied its record."""
+    chain = world.nodes[0].machine.chain
+    found = []
+    for height in range(1, chain.height(chain.head)):
+        record = chain.main_chain_at(height)
+        assert record is not None
+        if (began := world.announced_at.get(chain.parent(record))) is not None:
+            found.append(world.applied_at[record] - began)
+    return found
+
+
+def swarm(honest: int, kind: type[Node], others: int, seconds: float) -> World:
+    world = World(1, honest + others, Weather(delay=0.02, jitter=0.005), policy=policy_for(honest + others))
+    for i in range(honest + others):
+        world.clock.at(0.01 * i, world.add(Node if i < honest else kind, speed=2.0).boot)
+    world.clock.run_until(seconds)
+    for node in world.honest:
+        check_account(world, node)
+    assert disagreement(world.honest) is None
+    return world
+
+
+@pytest.mark.parametrize("honest, silent", [(4, 2), (3, 3), (3, 6)])
+def test_peers_that_never_vote_do_not_slow_rounds_for_ever(honest, silent):
+    world = swarm(honest, NonVoter, silent, 200.0)
+    took = decision_seconds(world)
+    calm = took[len(took) // 2 :]
+    assert len(took) >= 14 and sum(calm) / len(calm) < world.policy.propose_seconds
+
+
+@pytest.mark.parametrize("honest, liars", [(4, 1), (5, 2)])
+def test_authors_of_two_headers_lose_their_own_updates_and_stop_nobody(honest, liars):
+    world = swarm(honest, TwoHeaded, liars, 150.0)
+    took = decision_seconds(world)
+    calm = took[len(took) // 2 :]
+    assert sum(calm) / len(calm) < world.policy.propose_seconds / 2
+    check_counted_once(world)
+    keys = {n.key for n in world.nodes[honest:]}
+    rounds = [c.record.body for c in world.records.values()]
+    assert (
+        sum(not keys.isdisjoint(r.contributors) for r in rounds) <= len(rounds) * 0.4
+    )  # those that they certify alone
+    assert all(len(r.contributors) >= honest - 1 for r in rounds if keys.isdisjoint(r.contributors))
+
+
+# -- turns ---------------------------------------------------------------------------------------------------
+
+
+def test_headers_that_a_record_lists_and_nobody_has_win_nothing_for_its_author():
+    b = Bench(policy=replace(POLICY, max_members=200))
+    sybils = [PeerKey(sha256(b"sybil", bytes([i]))) for i in range(120)]
+    b.beat(OTHERS[0])
+    b.announce()
+    theirs = b.header(OTHERS[0])
+    b.hold(theirs)
+    record = b.record(OTHERS[0], [b.mine, theirs, *(b.header(key) for key in sybils)])
+    assert b.machine.open_round is not None
+    b = Bench(policy=replace(POLICY, max_members=200))
+    b.beat(OTHERS[0])
+    b.announce()
+    b.step(ev.MessageReceived(record))
+    round_ = b.machine.open_round
+    assert round_ is not None and set(b.machine.summary(0).awaited) == {OTHERS[0]}
+    assert len(round_.headers) == 2 + 200 // 8
+    b.step(ev.BlobHeld(theirs.body.blob))
+    assert set(round_.proposer_order) == {ME, OTHERS[0]}
+
+
+def test_strangers_fill_no_more_than_their_share_of_the_headers():
+    b = Bench(policy=replace(POLICY, max_members=32))
+    for i in range(40):
+        b.step(ev.MessageReceived(b.header(PeerKey(sha256(b"stranger", bytes([i]))))))
+    b.beat(OTHERS[0])
+    b.step(ev.MessageReceived(b.header(OTHERS[0])))
+    round_ = b.machine.open_round
+    assert round_ is not None and len(round_.headers) == MIN_STRANGERS + 1 and OTHERS[0] in round_.headers
+
+
+def test_contributors_of_recent_records_have_the_first_turns():
+    b = Bench()
+    b.announce()
+    first = b.chain.head
+    b.step(ev.StateReached(first, NEXT))
+    headers = [
+        b.header(key, round=Round(1), parent=first, base_state=NEXT, first_window=25, end_window=30, label=b"1")
+        for key in OTHERS[:6]
+    ]
+    for key in OTHERS[:6]:
+        b.beat(key, head=first, weight=25)
+    b.step(ev.TrainingProgress(25, 1.0, 1.0))
+    b.step(ev.UpdateReady(first, 25, 50, 5, blob_of(ME, b"1"), 9, 1.0))
+    b.hold(*headers)
+    round_ = b.machine.open_round
+    assert round_ is not None and round_.proposer_order[0] == ME and len(round_.proposer_order) == 7
+
+
+def test_an_author_has_a_turn_only_once_its_update_is_held():
+    b = Bench()
+    theirs = b.header(OTHERS[0])
+    b.beat(OTHERS[0])
+    b.announce()
+    b.step(ev.MessageReceived(theirs))
+    round_ = b.machine.open_round
+    assert round_ is not None and round_.proposer_order == (ME,)
+    b.step(ev.BlobHeld(theirs.body.blob))
+    assert set(round_.proposer_order) == {ME, OTHERS[0]}
+
+
+# -- one header and one blob an author and round ---------------------------------------------------------------
+
+
+def votes_until(b: Bench, end: float) -> list[Digest]:
+    found = []
+    while b.now < end:
+        b.step(ev.Tick(), b.now + 0.5)
+        found += [v.record for v in b.said(Vote)]
+    return found
+
+
+def announced(*keys: PeerKey) -> Bench:
+    b = Bench()
+    for key in keys:
+        b.beat(key)
+    b.announce()
+    return b
+
+
+def test_no_vote_for_a_record_that_lists_another_header_than_its_author_announced():
+    b = announced(OTHERS[0], OTHERS[1])
+    garbage, copied, other = b.header(OTHERS[0], label=b"garbage"), b.header(OTHERS[0]), b.header(OTHERS[1])
+    b.hold(garbage)
+    record = b.record(OTHERS[0], [b.mine, copied, other])
+    b.step(ev.MessageReceived(record))
+    b.step(ev.BlobHeld(copied.body.blob))
+    b.step(ev.BlobHeld(other.body.blob))
+    assert record.digest not in votes_until(b, 40.0)
+
+
+def test_a_record_that_came_before_the_first_header_did_gets_no_vote_either():
+    b = announced(OTHERS[0], OTHERS[1])
+    garbage, copied, other = b.header(OTHERS[0], label=b"garbage"), b.header(OTHERS[0]), b.header(OTHERS[1])
+    record = b.record(OTHERS[1], [b.mine, copied, other])
+    b.step(ev.MessageReceived(record))
+    b.hold(garbage)
+    b.step(ev.BlobHeld(copied.body.blob))
+    b.step(ev.BlobHeld(other.body.blob))
+    assert record.digest not in votes_until(b, 40.0)
+
+
+def test_both_headers_of_an_author_are_left_out_and_passed_on():
+    b = announced(OTHERS[0], OTHERS[1])
+    one, two, other = b.header(OTHERS[0], label=b"1"), b.header(OTHERS[0], label=b"2"), b.header(OTHERS[1])
+    b.hold(one, other)
+    b.step(ev.MessageReceived(two))
+    assert {h.blob for h in b.said(UpdateHeader)} == {one.body.blob, two.body.blob}
+    b.step(ev.MessageReceived(two))
+    assert not b.said(UpdateHeader)
+    round_ = b.machine.open_round
+    assert round_ is not None and OTHERS[0] not in round_.proposer_order
+    record = b.record(OTHERS[1], [b.mine, one, other])
+    b.step(ev.MessageReceived(record))
+    assert round_.proposals[record.digest].refused
+    sound = b.record(OTHERS[1], [b.mine, other], attempt=1)
+    b.step(ev.MessageReceived(sound))
+    assert not round_.proposals[sound.digest].refused
+
+
+def test_a_copy_of_a_blob_that_another_announced_before_is_refused():
+    b = announced(OTHERS[0], OTHERS[1])
+    theirs, copy = b.header(OTHERS[0]), b.header(OTHERS[1], blob=blob_of(OTHERS[0]))
+    b.hold(theirs, copy)
+    round_ = b.machine.open_round
+    assert round_ is not None and set(round_.headers) == {ME, OTHERS[0]}
+    record = b.record(OTHERS[1], [b.mine, copy])
+    b.step(ev.MessageReceived(record))
+    assert record.digest not in votes_until(b, 40.0)
+
+
+def test_a_claim_that_only_a_record_lists_gives_way_to_one_that_came_by_itself():
+    b = announced(OTHERS[0], OTHERS[1])
+    theirs, copy, third = b.header(OTHERS[0]), b.header(OTHERS[1], blob=blob_of(OTHERS[0])), b.header(OTHERS[2])
+    record = b.record(OTHERS[2], [b.mine, copy, third])
+    b.step(ev.MessageReceived(record))
+    b.hold(theirs)
+    b.step(ev.BlobHeld(third.body.blob))
+    round_ = b.machine.open_round
+    assert round_ is not None and OTHERS[0] in round_.headers and OTHERS[1] not in round_.headers
+    assert record.digest not in votes_until(b, 40.0)
+
+
+def test_a_record_that_lists_one_blob_twice_is_no_record():
+    chain = Chain(RUN, STATE, POLICY.chain_limits)
+    b = Bench()
+    twice = [b.header(key, blob=blob_of(ME)) for key in OTHERS[:3]]
+    body = RoundRecord(RUN, Round(0), chain.genesis, STATE, 0, tuple(sorted(twice, key=lambda h: h.author)))
+    with pytest.raises(ChainError, match="one blob twice"):
+        chain.add(certificate(FakeSigner(OTHERS[0]).sign(body), OTHERS[:3]))
