@@ -29,8 +29,8 @@ class StakeRule:
     def stakes(self, node: RecordNode) -> dict[PeerKey, int]:
         """Return the stake, in windows, of every key that has some in the round after a record.
 
-        Those are the weighed windows of the STAKE_ROUNDS rounds that end `hold_rounds` before it, on its branch, without
-        those that a verdict voids. The banned have none.
+        Those are the weighed windows of the STAKE_ROUNDS rounds that end `hold_rounds` before it, on its branch. Those
+        that a verdict voids do not count, and the banned have none.
         """
         newest = node.height - self.hold_rounds
         oldest = newest - STAKE_ROUNDS
