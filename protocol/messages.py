@@ -91,7 +91,7 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What `peer` is credited for in `record` is void, for a `reason` in prose. It counts while that is pending."""
+    """The credit of `peer` in `record` is void, for a `reason` in prose. It counts while that is pending."""
 
     record: Digest
     peer: PeerKey
