@@ -32,7 +32,7 @@ from protocol.errors import CodecError
 from protocol.ids import PeerKey
 from protocol.model import load_state
 from protocol.outer import Contribution
-from protocol.weighing import AuthorHistory, weigh
+from protocol.update_weights import AuthorHistory, weigh
 
 HISTORY = AuthorHistory()
 LR = 1e-2

@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 FILE = "directives"
 """In the run's folder:
 
-one line for each directive, base64 of its envelope; and "done N RECORD" once the ledger has followed the N-th
-rollback; RECORD (hexadecimal) is the newest final record that it left, if it left any.
+one line for each directive, base64 of its envelope, and "done N RECORD" once the ledger has followed the N-th
+rollback. RECORD (hexadecimal) is the newest final record that it left, if it left any.
 """
 
 MAX_LINE = 128 * 1024

@@ -71,7 +71,7 @@ class CreditTotals:
 
 
 class LogClient:
-    """What one coordinator says of credits, on its page. Every method raises CairnError."""
+    """The credits that one coordinator shows on its page. Every method raises CairnError."""
 
     def __init__(self, page: str, run: RunId, owner: PeerKey, fetch: Fetch | None = None):
         """Prepare; `page` is the page's address, as the coordinator gives it, `owner` the key that signs receipts."""

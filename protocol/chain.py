@@ -2,7 +2,7 @@
 
 A record of round r names its parent, the record of round r - 1, by its certificate's digest, which also covers the
 reduced shards if there are any. The parent of round 0 is `genesis_digest(run)`. The
-weight of a record is the number of windows accepted, as weighed (protocol/weighing.py), from the genesis up to it.
+weight of a record is the number of windows accepted from the genesis up to it, as weighed (`update_weights.py`).
 
 Fork choice. It goes down from the newest finalized record. After a rollback that is the record to which the run was
 rolled back, and then records that carry that directive. Of several records with the same parent, it takes the one that
@@ -35,7 +35,7 @@ from protocol.messages import Certificate, Directive, Finalization, Rollback, Ro
 from protocol.record_node import RecordNode
 from protocol.reduce_plan import GATHER, ReducePlan
 from protocol.stake import STAKE_ROUNDS, StakeRule, is_majority
-from protocol.weighing import weigh
+from protocol.update_weights import weigh
 
 MAX_CACHED_STAKES = 16
 """Records of which the stakes are remembered: the head's, those at forks, and those of the round before."""

@@ -91,7 +91,7 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What `peer` is credited for in `record` is void, for a `reason` in prose. It counts while that is pending."""
+    """The credit of `peer` in `record` is void, for a `reason` in prose. It counts while that is pending."""
 
     record: Digest
     peer: PeerKey
@@ -142,7 +142,7 @@ class RoundRecord:
     updates: tuple[Signed[UpdateHeader], ...]
     directive: Signed[Directive] | None = None
     weights: tuple[int, ...] = ()
-    """Weighed windows of each update, in order (protocol/weighing.py). Empty when each weighs what it claims."""
+    """Weighed windows of each update, in order (protocol/update_weights.py). Empty when each weighs what it claims."""
 
     @property
     def contributors(self) -> tuple[PeerKey, ...]:

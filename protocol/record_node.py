@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from protocol.directives import ActiveDirectives
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Certificate
-from protocol.weighing import AuthorHistory
+from protocol.update_weights import AuthorHistory
 
 SNAPSHOT_EVERY = 32
 """Number of rounds after which a record keeps the histories of all authors; those between keep only their changes."""

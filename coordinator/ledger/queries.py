@@ -181,7 +181,7 @@ class LedgerQueries:
     def earned(self, first: int, end: int) -> list[tuple[PeerKey, float, int]]:
         """Return peers, times (unix seconds, by the hour) and micro-credits of the rounds of a range of numbers.
 
-        What rounds of the same range voided is subtracted, wherever it was earned.
+        The credit that rounds of the same range voided is subtracted, wherever it was earned.
         """
         rows = self._db.query(
             "SELECT p.peer, m.hour, sum(m.amount) FROM ("

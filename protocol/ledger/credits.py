@@ -61,7 +61,7 @@ class CreditLine:
 
 @dataclass(frozen=True, slots=True)
 class RoundCredits:
-    """What one record does to credits, derived from its certificate alone.
+    """The credits of one record, derived from its certificate alone.
 
     `base_state` is the digest of state[round], from which the round started; `loss` is the mean of the contributors'
     own training losses, weighted by windows. Windows are as weighed. The `verdicts` and the `rollback` are those of the

@@ -7,9 +7,9 @@
 
 No clock, disk or network, and integers only: the coordinator, its peers and auditors get the same. A line of credit is
 pending at first. A verdict that a later record carries voids it while it is pending; else it settles when `hold_rounds`
-more records are final, or the run has its tokens. After a rollback the next record is the child of an earlier one. What
-was issued until then remains, and settles by the same count. Memory: the pending lines, a balance for each peer, and 40
-bytes for each round.
+more records are final, or the run has its tokens. After a rollback the next record is the child of an earlier one.
+Credit that was issued until then remains, and settles by the same count. Memory: the pending lines, a balance for each
+peer, and 40 bytes for each round.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PendingRound:
 
 @dataclass(frozen=True, slots=True)
 class FoldStep:
-    """What a record has changed: its own `number`, the lines that it voids, the rounds that it settles.
+    """The changes that a record makes: its own `number`, the lines that it voids, the rounds that it settles.
 
     `voided` are pairs of a round's number and a line's place; `settled` are numbers of rounds.
     """

@@ -1,4 +1,4 @@
-"""What verdicts void on a branch of the chain, for a walk from a record down to older ones."""
+"""The credits that verdicts void on a branch of the chain, for a walk from a record down to older ones."""
 
 from __future__ import annotations
 

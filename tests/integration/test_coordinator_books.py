@@ -48,7 +48,7 @@ async def test_what_nobody_can_have_done_is_void_by_a_directive_that_the_chain_c
         (directive,) = swarm.directives
         (verdict,) = directive.body.verdicts
         assert (verdict.record, verdict.peer) == (lied.digest, peer(1).key) and directive.author == OWNER.key
-        # What the owner orders meanwhile says it again, and says nothing else.
+        # The owner's orders meanwhile say it again, and say nothing else.
         paused = replace(directive.body, sequence=directive.body.sequence + 1, run_status="paused")
         await c.control.accept(KeySigner(OWNER).sign(paused).encoded)
         swarm.chain.carry(swarm.directives[-1])

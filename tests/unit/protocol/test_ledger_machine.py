@@ -149,7 +149,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.branch)
     @rule(data=st.data(), by_record=st.booleans(), windows=work)
     def rollback(self, data, by_record: bool, windows: dict[int, int]) -> None:
-        """By the directive when it comes, or by the record that carries it."""
+        """Roll back by the directive when it comes, or by the record that carries it."""
         to = data.draw(st.sampled_from(self.branch))
         self.made += 1
         rollback = Rollback(self.made, to.record, Round(to.round + 1), state(0))

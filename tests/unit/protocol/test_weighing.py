@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.weighing import KNOWN_ROUNDS, AuthorHistory, weigh
+from protocol.update_weights import KNOWN_ROUNDS, AuthorHistory, weigh
 
 MOST = 1000
 
