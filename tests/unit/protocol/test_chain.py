@@ -322,7 +322,9 @@ def test_the_head_is_what_the_definition_says_on_random_trees(seed):
         for i in rng.sample(range(6), rng.randint(2, 5)):
             first = chain.next_window(KEYS[i], parent)
             claims[i] = (first, first + rng.randint(1, 9))
-        made = make(parent, chain.height(parent), claims, votes=rng.sample(sorted(claims), len(claims) - 1), chain=chain)
+        made = make(
+            parent, chain.height(parent), claims, votes=rng.sample(sorted(claims), len(claims) - 1), chain=chain
+        )
         if chain.add(made):
             records.append(made.digest)
         if rng.random() < 0.2:
