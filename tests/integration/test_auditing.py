@@ -82,6 +82,7 @@ class World:
         self.monkeypatch = monkeypatch
         self.clock = [1_700_000_000.0]
         self.swarm = FakeSwarm(SPEC)
+        self.swarm.chain.weighs = True  # members check it
         self.chains: dict[PeerKey, Chain | None] = {}
         self.ledger = LedgerThread()
 

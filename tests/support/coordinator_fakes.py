@@ -32,7 +32,9 @@ from protocol.messages import (
     Vote,
     quorum,
 )
+from protocol.rounds.policy import RoundPolicy
 from protocol.spec import RunSpec
+from protocol.update_weights import AuthorHistory, weigh
 from tests.support.specs import OWNER, tiny_spec
 
 PARAMETERS = 28_832
@@ -72,6 +74,10 @@ class ChainMaker:
         self.head = genesis_digest(self.run)
         self.certificates: list[Certificate] = []
         self.next_windows: dict[PeerKey, int] = {}
+        self.weighs = False
+        """Whether records weigh their updates as a chain wants; else each weighs what it claims, and credits are plain."""
+        self._histories: dict[PeerKey, AuthorHistory] = {}
+        self._most = RoundPolicy.of(spec).chain_limits.max_update_windows
         self.directive: Signed[Directive] | None = None
         """The owner's word that a record carries; headers from then on name its rollback."""
         self._carries = -1
@@ -90,8 +96,18 @@ class ChainMaker:
     def _take(self, certificate: Certificate) -> None:
         self.certificates.append(certificate)
         self.head = certificate.record.digest
-        for u in certificate.record.body.updates:
-            self.next_windows[u.author] = u.body.end_window
+        body = certificate.record.body
+        for u, weighed in zip(body.updates, body.weighed, strict=True):
+            end = self.next_windows[u.author] = u.body.end_window
+            before = self._histories.get(u.author, AuthorHistory())
+            self._histories[u.author] = before.after(body.round, end, u.body.windows, weighed, self._most)
+
+    def _weights(self, updates: Sequence[Signed[UpdateHeader]]) -> tuple[int, ...]:
+        """Return the `weights` of the next record: those that a chain wants."""
+        claims = [u.body.windows for u in updates]
+        histories = [self._histories.get(u.author, AuthorHistory()) for u in updates]
+        weighed = weigh(list(zip(claims, histories, strict=True)), len(self.certificates), self._most)
+        return weighed if self.weighs and weighed != tuple(claims) else ()
 
     def add(self, work: Mapping[int, int], *, loss: float = 5.0, attempt: int = 0) -> Certificate:
         """Add the next round, with windows by the number of the peer."""
@@ -109,7 +125,9 @@ class ChainMaker:
             )  # fmt: skip
             headers.append(KeySigner(identity).sign(header))
         carried = self.directive if round_ == self._carries else None
-        body = RoundRecord(self.run, round_, self.head, state(round_), attempt, tuple(headers), carried)
+        body = RoundRecord(
+            self.run, round_, self.head, state(round_), attempt, tuple(headers), carried, self._weights(headers)
+        )
         record = KeySigner(identities[0]).sign(body)
         votes = tuple(KeySigner(i).sign(Vote(self.run, round_, record.digest)) for i in identities)
         assert len(votes) >= quorum(len(identities))
