@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from peer.node.action_handler import ActionHandler
-from peer.node.blob_retention import BlobRetention
+from peer.node.blob_retention import BlobRetention, assets
 from peer.node.chain_store import ChainStore
 from peer.node.directive_handler import DirectiveHandler, is_banned
 from peer.node.driver import RoundDriver
@@ -72,6 +72,7 @@ def build_node(
         now=time.monotonic(),
         observer=options.observer,
         blob_size=codec.size,
+        assets=assets(spec),
     )
     banned = partial(is_banned, chain)
     network = Network(membership, tasks, options.listen, options.announce, banned, start_swarm)

@@ -9,7 +9,7 @@ Time is in seconds of any monotonic clock. Nothing here blocks, and every contai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 
 from protocol.chain import Chain, FinalizedConflict, UnknownParent
 from protocol.errors import ChainError
@@ -77,8 +77,9 @@ class RoundMachine:
         observer: bool = False,
         blob_size: int | Callable[[int], bool] | None = None,
         status: LocalStatus | None = None,
+        assets: Set[Digest] = frozenset(),
     ):
-        """`chain` is loaded with what the store holds, and is the machine's from now on.
+        """`chain` is loaded with what the store holds, and is the machine's from now on. Anybody may have `assets`.
 
         `blob_size` is the size in bytes of updates of the run's codec: a number, or a predicate; None accepts any size.
         """
@@ -100,6 +101,11 @@ class RoundMachine:
         self._beat_at = now
         self._requested_for: tuple = ()
         """The inputs that the blob requests were derived from."""
+
+        self._assets = assets
+        self._applied: Set[Digest] = frozenset()
+        self._applied_at: Digest | None = None
+        """The head that `_applied` was derived from: it is needed for every request while no round is open."""
 
         self._published: DirectivesChanged | None = None
         self._stored_epoch: int | None = None
@@ -190,20 +196,33 @@ class RoundMachine:
         """Return why a blob must not be given to a peer now; None when it may.
 
         The banned get nothing. Commit, then reveal: updates of an undecided round are only for those that announced
-        their own, or they could be copied.
+        their own, or they could be copied. While no round is open here, nobody can be known to have announced, and
+        own updates from before a restart may be of an undecided round: all get what the chain has applied.
         """
-        if self._context.is_banned(requester):
+        context, round_ = self._context, self._consensus.round
+        if context.is_banned(requester):
             return "the run's owner has banned you"
-        round_ = self._consensus.round
-        if round_ is None or requester in round_.headers:
-            return None  # there is nothing to hide, or the requester has committed itself
-        if self._sync.is_behind:
-            # The round after our state is decided, so a copy comes too late for it, and late members need its updates.
-            # Without a state in the tree we cannot tell which round that is, and refuse nobody.
-            return None
+        if context.observer:
+            return None  # it holds what is decided only
+        if round_ is None:
+            if blob in self._applied_blobs():
+                return None
+            return "no round is open here yet, and no record on the chain has applied this blob: ask again later"
+        if requester in round_.headers:
+            return None  # it has committed itself
+        head = context.chain.head
+        if head != round_.parent and context.chain.is_ancestor(round_.parent, head):
+            return None  # decided: a copy comes too late for it, and late members need its updates
         if not self._consensus.concerns(blob):
             return None  # of an earlier round, whose updates all may have, or a checkpoint
         return f"you have not announced an update in round {round_.number} yet"
+
+    def _applied_blobs(self) -> Set[Digest]:
+        """Return the run's assets, and the checkpoints and blobs that the head's path has applied."""
+        chain = self._context.chain
+        if self._applied_at != chain.head:
+            self._applied_at, self._applied = chain.head, self._assets | retained(self._context.base, chain)
+        return self._applied
 
     def slices_for(self, blob: Digest, member: PeerKey) -> list[ShardDuty]:
         """Return the shards that a member is to make with an update, with each one's proposal and committee."""

@@ -78,6 +78,31 @@ def test_a_decided_round_is_served_to_anyone():
     assert b.machine.serve_refusal(blob_of(ME), OTHERS[1]) is None
 
 
+def test_until_a_round_is_open_only_what_the_chain_has_applied_is_served():
+    before = Bench()
+    before.announce()
+    decided = before.of(do.StoreCertificate)[0].certificate
+    restarted = Bench(ready=False)
+    restarted.machine = RoundMachine(
+        POLICY, RUN, FakeSigner(ME), before.chain, now=0.0, assets=frozenset({Digest(sha256(b"tokens"))})
+    )
+    restarted.machine.start(0.0)
+    undecided = blob_of(ME, b"announced before the crash")
+    refusal = restarted.machine.serve_refusal(undecided, OTHERS[0])
+    assert refusal is not None and "no round is open here" in refusal
+    for blob in (decided.record.body.updates[0].body.blob, STATE, Digest(sha256(b"tokens"))):
+        assert restarted.machine.serve_refusal(blob, OTHERS[0]) is None
+    assert Bench(observer=True).machine.serve_refusal(undecided, OTHERS[0]) is None
+
+
+def test_the_open_round_stays_hidden_while_the_trainer_is_lost():
+    b = Bench()
+    b.beat(OTHERS[0])
+    b.announce()
+    b.step(ev.SyncFailed(b.chain.head, "the trainer died", False))
+    assert "not announced" in b.machine.serve_refusal(blob_of(ME), OTHERS[1])
+
+
 def test_a_vote_is_given_only_when_every_blob_is_held():
     b = Bench()
     b.beat(OTHERS[0])
