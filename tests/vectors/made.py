@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from protocol.assignment import windows_of
-from protocol.chain import genesis_digest
+from protocol.chain import Chain, ChainLimits, genesis_digest
 from protocol.codec import Codec, make_codec
 from protocol.codec.bits import pack
 from protocol.codec.positions import Positions
@@ -49,8 +49,11 @@ from protocol.reduce import Reduction, apply_reduced
 from protocol.reduce_plan import ReducePlan, committees, shard_count
 from protocol.rounds.round_state import proposer_order
 from protocol.spec import CodecSpec, OuterSpec, RunSpec, sign_spec
+from protocol.stake import StakeRule
 from protocol.state import state_digest
+from protocol.update_weights import AuthorHistory, weigh
 from protocol.wire import swarm_pb2 as wire
+from tests.simulation.signer import FakeSigner, certificate
 from tests.support.specs import tiny_spec
 
 # -- where values come from ----------------------------------------------------------------------------------
@@ -384,6 +387,91 @@ def windows() -> dict[str, Any]:
     }  # fmt: skip
 
 
+# -- weights, stake, fork choice --------------------------------------------------------------------------------
+
+
+def weighing() -> dict[str, Any]:
+    known = [AuthorHistory(height=h, weighed=w, backlog=b) for h, w, b in ((90, 10, 0), (36, 4, 70), (99, 1, 5))]
+    rounds = {
+        "all are newcomers": [(n, AuthorHistory()) for n in (7, 100, 3, 5, 8)],
+        "a newcomer among three": [(30, known[0]), (3, known[2]), (9, known[1]), (100, AuthorHistory())],
+        "an author of 64 rounds ago is a newcomer": [(30, known[0]), (9, AuthorHistory(height=35, weighed=50))],
+        "limits, and the largest claim": [(100, AuthorHistory(height=99, weighed=80, backlog=40)), (1, known[1])],
+        "a newcomer's backlog": [(20, known[0]), (2, AuthorHistory(height=20, weighed=3, backlog=30))],
+    }
+    return {
+        "cases": [
+            {
+                "name": name, "round": 99, "most": 100, "claims": [n for n, _ in claims],
+                "histories": [[h.height, h.weighed, h.backlog] for _, h in claims],
+                "weighed": list(weigh(claims, 99, 100)),
+            }
+            for name, claims in rounds.items()
+        ]
+    }  # fmt: skip
+
+
+def stake() -> dict[str, Any]:
+    return {"cases": [_tree("one branch", 75, 0, hold=3), *(_tree(f"forks {i}", 16, 4, hold=1) for i in range(3))]}
+
+
+def _tree(name: str, count: int, depth: int, *, hold: int) -> dict[str, Any]:
+    """Return a tree of records drawn from a name, with weights and stakes at each, and the head after each.
+
+    A record's parent is drawn from the newest `depth` records; 0: it is the newest.
+    """
+    drawn = iter(stream(name, 100 * count))
+    keys = sorted(identity(f"{name} {i}").key for i in range(6))
+    rule = StakeRule(hold, (keys[0], keys[1]), 9)
+    limits = ChainLimits(max_update_windows=100, max_members=6, min_main_records=200, stake=rule)
+    chain = Chain(RUN, digest("state"), limits)
+    made, shown = [chain.genesis], []
+    for i in range(count):
+        parent = made[-1 - next(drawn) % min(len(made), depth or 1)]
+        banned = chain.directives(parent).banned
+        some = [k for k in keys if next(drawn) % 4 and k not in banned]
+        some = some if len(some) > 1 else [k for k in keys if k not in banned]
+        updates = []
+        for key in some:
+            first = chain.next_window(key, parent) + next(drawn) % 3
+            blob = digest(f"{name} {i} {key.hex()}")
+            end = first + 1 + next(drawn) % 100
+            round_ = chain.height(parent)
+            body = UpdateHeader(RUN, round_, parent, digest("state"), first, end, 1, blob, 1, 1.0, b"")
+            updates.append(FakeSigner(key).sign(body))
+        directive = None
+        if depth == 0 and i in (10, 30):
+            others = [v for v in (Verdict(made[at], keys[2], "a copy") for at in (i - 5, i - 2)) if v.record in made]
+            body = Directive(
+                RUN, i, banned=(keys[5],) if i == 30 else (), verdicts=tuple(sorted(others, key=lambda v: v.record))
+            )
+            directive = FakeSigner(OWNER.key).sign(body)
+        weights = chain.weights(parent, updates)
+        body = RoundRecord(RUN, chain.height(parent), parent, digest("state"), 0, tuple(updates), directive, weights)
+        voters = some[: quorum(len(some)) + next(drawn) % (len(some) - quorum(len(some)) + 1)]
+        added = certificate(FakeSigner(some[0]).sign(body), voters)
+        chain.add(added)
+        made.append(added.digest)
+        stakes = chain.stakes(added.digest)
+        instructions = directive.body if directive is not None else None
+        shown.append(
+            {
+                "record": added.digest.hex(), "parent": made.index(parent),
+                "authors": [keys.index(k) for k in some], "claims": [u.body.windows for u in updates],
+                "weighed": list(body.weighed), "voters": [keys.index(k) for k in voters],
+                "banned": None if instructions is None else [keys.index(k) for k in instructions.banned],
+                "verdicts": [] if instructions is None else
+                    [[made.index(v.record), keys.index(v.peer)] for v in instructions.verdicts],
+                "stakes": [stakes.get(k, 0) for k in keys], "weight": chain.weight(added.digest),
+                "head": made.index(chain.head),
+            }
+        )  # fmt: skip
+    return {
+        "name": name, "hold_rounds": hold, "founders": [0, 1], "founder_windows": 9, "max_update_windows": 100,
+        "keys": len(keys), "records": shown,
+    }  # fmt: skip
+
+
 # -- updates --------------------------------------------------------------------------------------------------
 
 SCALES = [b"\x00\x00", b"\x80\x3f", b"\x9a\x3e", b"\x01\x3d", b"\x80\x21", b"\x00\x40"]
@@ -595,6 +683,8 @@ VECTORS: dict[str, Callable[[], dict[str, Any]]] = {
     "messages.json": messages,
     "chain.json": chain,
     "rounds.json": rounds,
+    "weighing.json": weighing,
+    "stake.json": stake,
     "windows.json": windows,
     "codec.json": codec,
     "outer_step.json": outer_steps,

@@ -272,3 +272,107 @@ def balances(fold: dict[str, Any]) -> list[dict[str, list[int]]]:
             totals[("pending", "settled", "voided").index(state)] += seen[record][peer]
         after.append(sums)
     return after
+
+
+# -- weights, stake, fork choice (docs/rounds.md, What a certificate means, The weight of an update) --------------
+
+
+def weigh(claims: Sequence[int], histories: Sequence[Sequence[int]], round_: int, most: int) -> list[int]:
+    """Return the weighed windows of a round. A history: the round after the author's last update, its weight, backlog.
+
+    The weight is 0 of an author that has no update on the branch.
+    """
+    is_known = [weighed > 0 and round_ < after + 64 for after, weighed, _ in histories]
+    wanted = [min(claim + backlog, most) for claim, (_, _, backlog) in zip(claims, histories, strict=True)]
+    given = [min(want, 2 * h[1]) if known else 0 for want, h, known in zip(wanted, histories, is_known, strict=True)]
+    others = sorted(w for w, known in zip(given, is_known, strict=True) if known) or sorted(claims)
+    newcomer = others[(len(others) - 1) // 4]
+    return [w if known else min(want, newcomer) for w, want, known in zip(given, wanted, is_known, strict=True)]
+
+
+class Tree:
+    """A record tree of the vectors, by numbers: 0 is the genesis, i + 1 the record i of the list."""
+
+    def __init__(self, case: dict[str, Any]):
+        self.case = case
+        self.parents: list[int | None] = [None]
+        self.records: list[dict[str, Any]] = [{"authors": [], "voters": [], "weighed": [], "record": ""}]
+
+    def path(self, node: int) -> list[int]:
+        """Return the records from the one after the genesis to this one."""
+        found: list[int] = []
+        at: int | None = node
+        while at:
+            found.append(at)
+            at = self.parents[at]
+        return found[::-1]
+
+    def history(self, key: int, node: int) -> list[int]:
+        after, last, backlog = 0, 0, 0
+        for round_, at in enumerate(self.path(node)):
+            record = self.records[at]
+            if key in record["authors"]:
+                i = record["authors"].index(key)
+                last, after = record["weighed"][i], round_ + 1
+                backlog = min(self.case["max_update_windows"], backlog + record["claims"][i] - last)
+        return [after, last, backlog]
+
+    def add(self, record: dict[str, Any]) -> list[int]:
+        """Add a record; return the weighed windows of its updates."""
+        parent = record["parent"]
+        histories = [self.history(key, parent) for key in record["authors"]]
+        weighed = weigh(record["claims"], histories, len(self.path(parent)), self.case["max_update_windows"])
+        self.parents.append(parent)
+        self.records.append(record | {"weighed": weighed})
+        return weighed
+
+    def weight(self, node: int) -> int:
+        return sum(sum(self.records[at]["weighed"]) for at in self.path(node))
+
+    def stakes(self, node: int) -> list[int]:
+        """Return each key's stake in the round after a record."""
+        hold, path = self.case["hold_rounds"], self.path(node)
+        first, stop = len(path) - hold - 64, len(path) - hold
+        found = [0] * self.case["keys"]
+        if first < 0:
+            for key in self.case["founders"]:
+                found[key] += self.case["founder_windows"]
+        void: set[tuple[int, int]] = set()
+        for later, at in enumerate(path):
+            for record, key in self.records[at]["verdicts"]:
+                if record in path and later - path.index(record) <= hold:
+                    void.add((record, key))
+        for at in path[max(0, first) : max(0, stop)]:
+            for key, windows in zip(self.records[at]["authors"], self.records[at]["weighed"], strict=True):
+                found[key] += windows if (at, key) not in void else 0
+        bans = [self.records[at]["banned"] for at in path if self.records[at]["banned"] is not None]
+        return [0 if bans and key in bans[-1] else windows for key, windows in enumerate(found)]
+
+    def head(self) -> int:
+        return self._best(0)
+
+    def _best(self, node: int) -> int:
+        children = [at for at, parent in enumerate(self.parents) if parent == node]
+        if not children:
+            return node
+        newest = {child: self._newest(child) for child in children}
+        stakes = self.stakes(node)
+
+        def rank(child: int) -> tuple[int, int]:
+            own = newest[child]
+            keys = [k for k in own if own[k] == max(other.get(k, 0) for other in newest.values())]
+            return sum(stakes[k] for k in keys), len(keys)
+
+        tied = [child for child in children if rank(child) == max(map(rank, children))]
+        ends = {child: self._best(child) for child in tied}
+        return ends[min(tied, key=lambda child: (-self.weight(ends[child]), self.records[child]["record"]))]
+
+    def _newest(self, child: int) -> dict[int, int]:
+        """Return the keys that are for a record, each with the length of the longest branch that it signed for."""
+        found = {key: len(self.path(child)) for key in self.records[child]["voters"]}
+        for at in range(child + 1, len(self.parents)):
+            path = self.path(at)
+            if child in path:
+                for key in self.records[at]["authors"]:
+                    found[key] = max(len(path), found.get(key, 0))
+        return found
