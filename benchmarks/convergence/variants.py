@@ -66,6 +66,7 @@ class Variant(Method):
         self.fleet = Fleet(setting, lr, peers, self.c.inner)
         self.base = self.fleet.row(0).clone()
         self.velocity = torch.zeros_like(self.base)
+        self.limits: Tensor | None = None
         self.anchor = self.base.repeat(peers, 1)
         self.e = torch.zeros_like(self.anchor)
         self.groups = _fragments(blocks.groups(setting.layout, setting.device), self.c.fragments)
@@ -158,15 +159,20 @@ class Variant(Method):
             self.fleet.forget_moments()
 
     def _clip(self, sent: Sequence[tuple[blocks.Group, Tensor, Tensor]]) -> Tensor:
-        """Return the factors that bring each peer's update of a tensor to the median norm: fp32 [peers, tensors]."""
+        """Return the factors that bring each peer's update of a tensor to the limit: fp32 [peers, tensors].
+
+        The limit is the lower median norm, within a factor 2 of the limit of the round before.
+        """
         energies = torch.zeros(len(self.fleet.flat), len(self.setting.layout.tensors), device=self.base.device)
         for group, decoded, _ in sent:
             energies.index_add_(1, group.tensor, decoded.square().sum(2))
         norms = energies.sqrt()
-        ordered = norms.sort(0).values
-        n = len(ordered)
-        median = (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
-        return (median / norms.clamp(min=1e-30)).clamp(max=1.0)
+        limit = norms.sort(0).values[(len(norms) - 1) // 2]
+        if self.limits is not None:
+            bounded = torch.minimum(torch.maximum(limit, self.limits / 2), 2 * self.limits)
+            limit = torch.where(self.limits > 0, bounded, limit)
+        self.limits = limit
+        return (limit / norms.clamp(min=1e-30)).clamp(max=1.0)
 
     def finish(self) -> None:
         self._apply()

@@ -76,7 +76,9 @@ class Shadows:
         holds = model.machine._context.blobs.holds
         listed = [h for h in b.candidates() if b.chain.is_reduced_after(b.parent) or holds(h.body.blob)]
         updates = tuple(sorted(listed, key=lambda h: h.author))
-        record = self._signers[index].sign(RoundRecord(self._world.run, b.number, b.parent, b.state, 0, updates))
+        weights = b.chain.weights(b.parent, updates)
+        body = RoundRecord(self._world.run, b.number, b.parent, b.state, 0, updates, weights=weights)
+        record = self._signers[index].sign(body)
         self.slate(record)
         self._world.links.broadcast(index, record)
 

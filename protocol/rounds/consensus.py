@@ -367,12 +367,14 @@ class Consensus:
 
         Others that announced have seen enough. We follow them once they are more than a third of those that take part,
         or once we see half of the target ourselves. Nobody has measured these two fractions. Authors that kept an
-        earlier round waiting in vain do not count: claims that never came true ended everybody's rounds.
+        earlier round waiting in vain do not count: claims that never came true ended everybody's rounds. Nor do headers
+        that only a record lists: one record can name any number of keys.
         """
         context = self._context
         if hurry or context.deadlines.due("round", round_.began + context.policy.max_seconds):
             return True
-        members, headers, number = context.members, round_.headers, round_.number
+        members, number = context.members, round_.number
+        headers = {author: h for author, h in round_.headers.items() if author in round_.first_hand}
         announced = sum(h.body.windows for a, h in headers.items() if not members.is_doubted(a, number))
         target, total = context.policy.target_windows, self.work.windows + announced + members.windows
         if total >= target or not headers:

@@ -69,21 +69,21 @@ def test_members_are_asked_before_strangers_however_much_these_claim():
 def test_a_stranger_that_is_silent_makes_room_for_another():
     chain, sync = Bench().chain, ChainSync(100, 1.0)
     for i in range(MAX_STRANGER_CLAIMS):
-        sync.claim(stranger(i), head("x"), 9, chain, 0.0, member=False)
-    sync.claim(stranger(99), head("y"), 9, chain, 0.0, member=False)
+        sync.claim(stranger(i), head("x"), chain, 0.0, member=False)
+    sync.claim(stranger(99), head("y"), chain, 0.0, member=False)
     assert stranger(99) not in sync.wanted(chain)
-    sync.claim(stranger(99), head("y"), 9, chain, 60.0, member=False)
+    sync.claim(stranger(99), head("y"), chain, 60.0, member=False)
     assert stranger(99) in sync.wanted(chain) and len(sync.wanted(chain)) == MAX_STRANGER_CLAIMS
 
 
 def test_a_stranger_that_was_asked_in_vain_makes_room_for_another():
     chain, sync = Bench().chain, ChainSync(100, 1.0)
     for i in range(MAX_STRANGER_CLAIMS):
-        sync.claim(stranger(i), head(f"none {i}"), 9, chain, 0.0, member=False)
+        sync.claim(stranger(i), head(f"none {i}"), chain, 0.0, member=False)
     asked = sync.next_request(chain, Deadlines(1.0), eager=False)
     assert asked is not None
     sync.failed(asked, 1.0)
-    sync.claim(stranger(99), head("the chain"), 9, chain, 1.0, member=False)
+    sync.claim(stranger(99), head("the chain"), chain, 1.0, member=False)
     assert stranger(99) in sync.wanted(chain) and asked not in sync.wanted(chain)
 
 

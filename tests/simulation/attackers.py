@@ -304,6 +304,6 @@ Make = Callable[..., Attacker]
 """An attacker's class, or a `functools.partial` of one."""
 
 ATTACKERS: tuple[type[Attacker], ...] = (
-    SiblingMaker, SoloCertifier, FrontRunner, OverClaimer, NeverVotes, Withholding, Censor,
+    SiblingMaker, SoloCertifier, FrontRunner, OverClaimer, NeverVotes, Withholding, Censor, SybilLister,
 )  # fmt: skip
 """The strategies that random scenarios draw from."""

@@ -20,12 +20,13 @@ from coordinator.checkpoints.retention import RetentionPolicy
 from coordinator.checkpoints.settings import CheckpointSettings
 from protocol.chain import genesis_digest
 from protocol.ids import Digest, Round
+from protocol.layout import is_outer_tensor
 from protocol.merkle import blob_digest
 from protocol.message_codec import KeySigner, encode_certificate
 from protocol.messages import Finalization, Signed
 from protocol.model import build_model, parameters_of
 from protocol.spec import RunSpec, sign_spec
-from protocol.state import checkpoint_chunks
+from protocol.state import checkpoint_chunks, state_layout
 from tests.support.specs import OWNER, TINY_LLAMA
 
 
@@ -43,7 +44,9 @@ def checkpoint(spec: RunSpec, seed: int, change: Any = None) -> bytes:
     tensors = {n: p.detach().clone() for n, p in parameters_of(build_model(TINY_LLAMA, seed=seed)).items()}
     if change is not None:
         change(tensors)
-    return b"".join(checkpoint_chunks(spec.model.layout, tensors))
+    layout = state_layout(spec.model.layout, spec.outer)
+    tensors |= {t.name: torch.zeros(t.shape) for t in layout.tensors if is_outer_tensor(t.name)}
+    return b"".join(checkpoint_chunks(layout, tensors))
 
 
 class CheckpointWorld:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import base64
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from protocol.ledger.entries import CreditLine, encode_line, genesis_leaf, lines_root
 from torch import Tensor
 
 from protocol.assignment import windows_of
@@ -18,11 +17,13 @@ from protocol.codec import Codec, make_codec
 from protocol.codec.bits import pack
 from protocol.codec.positions import Positions
 from protocol.codec.sparse import SparseCodec
+from protocol.directive_codec import encode_directive
 from protocol.envelope import pae, seal
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, sha256
-from protocol.layout import BLOCK, MOMENTUM, Layout
-from protocol.ledger.credits import CreditRule
+from protocol.layout import BLOCK, MOMENTUM, REFERENCE_NORMS, Layout
+from protocol.ledger.credits import CreditRule, RoundCredits
+from protocol.ledger.fold import CreditFold
 from protocol.merkle import CHUNK, blob_digest, leaf_hash, tree_hash
 from protocol.message_codec import KINDS, KeySigner, encode_certificate
 from protocol.messages import (
@@ -38,6 +39,7 @@ from protocol.messages import (
     ShardAttestation,
     Signed,
     UpdateHeader,
+    Verdict,
     Vote,
     quorum,
     shards_digest,
@@ -121,7 +123,7 @@ def layouts() -> dict[str, Any]:
     cases = []
     for name, shapes in LAYOUTS.items():
         layout = Layout.of(shapes)
-        for whole in (layout, layout.with_momentum()):
+        for whole in (layout, layout.with_momentum().with_reference_norms()):
             state = {t.name: numbers(f"{name} {t.name}", t.numel, 2.0).view(t.shape) for t in whole.tensors}
             header = whole.checkpoint_header()
             cases.append(
@@ -172,9 +174,13 @@ def certified(round: int, parent: Digest, shards: Sequence[Digest] = ()) -> Cert
 
 FIRST = certified(0, genesis_digest(RUN))
 SECOND = certified(1, FIRST.digest, [digest("shard 0"), digest("shard 1")])
+WEIGHED = KeySigner(PEERS[1]).sign(dataclasses.replace(FIRST.record.body, weights=(10, 4, 300)))
+"""Two of its updates weigh otherwise than they claim; the last has a backlog."""
+
 DIRECTIVE = Directive(
     RUN, 1_700_000_000_000, "paused", 1_700_000_000, "moving house", tuple(p.key for p in PEERS[:2]), Round(7),
     RoundChanges(target_tokens=4096, max_seconds=2.5), Rollback(2, digest("back"), Round(5), digest("state")),
+    tuple(Verdict(digest("false"), p.key, "412 teraflops a second") for p in PEERS[:2]),
 )  # fmt: skip
 
 
@@ -191,6 +197,7 @@ def _signed() -> list[Signed[Any]]:
         header(PEERS[1], digest("parent"), 3),
         header(PEERS[1], digest("parent"), 3, loss=-0.0, epoch=2),
         FIRST.record,
+        WEIGHED,
         FIRST.votes[0],
         SECOND.votes[1],
         peer.sign(ShardAttestation(RUN, Round(1), SECOND.record.digest, 1, digest("shard 1"))),
@@ -266,7 +273,31 @@ def _refused() -> list[dict[str, str]]:
         "the admission of another peer": setting(admission=admission(PEERS[0]).encoded),
         "another run": setting(run=digest("another run")),
     }
-    return [{"why": why, "kind": "update-header", "envelope": data.hex()} for why, data in cases.items()]
+    refused = [("update-header", why, data) for why, data in cases.items()]
+    return [{"why": why, "kind": kind, "envelope": data.hex()} for kind, why, data in (*refused, *_refused_lists())]
+
+
+def _refused_lists() -> Iterator[tuple[str, str, bytes]]:
+    """Yield kind, reason and envelope of records and directives with lists that break a rule."""
+    record = wire.Envelope.FromString(FIRST.record.encoded).payload
+    for why, weights in {
+        "weights that are what the updates claim": (10, 10, 10),
+        "a weight of 0": (10, 0, 10),
+        "fewer weights than updates": (10, 4),
+        "a weight beyond 2^53": (10, 4, 2**53 + 1),
+    }.items():
+        m = wire.RoundRecord.FromString(record)
+        m.weights[:] = weights
+        yield "round-record", why, seal(PEERS[1], "round-record", m.SerializeToString(deterministic=True)).encoded
+    first, second = DIRECTIVE.verdicts
+    for why, verdicts in {
+        "verdicts in descending order": (second, first),
+        "a verdict twice": (first, first),
+        "a verdict without a reason": (dataclasses.replace(first, reason=""),),
+        "a reason of 81 bytes": (dataclasses.replace(first, reason="x" * 81),),
+    }.items():
+        m = encode_directive(dataclasses.replace(DIRECTIVE, verdicts=verdicts))
+        yield "directive", why, seal(OWNER, "directive", m.SerializeToString(deterministic=True)).encoded
 
 
 def chain() -> dict[str, Any]:
@@ -309,7 +340,15 @@ def rounds() -> dict[str, Any]:
     return {
         "keys": [k.hex() for k in keys],
         "quorum": {str(n): quorum(n) for n in (1, 2, 3, 4, 5, 6, 7, 9, 10, 100, 4096)},
-        "proposers": [{"parent": p.hex(), "order": [k.hex() for k in proposer_order(p, keys)]} for p in parents],
+        "proposers": [
+            {
+                "parent": p.hex(), "staked": staked, "recent": recent,
+                "order": [
+                    k.hex() for k in proposer_order(p, keys, [keys[i] for i in staked], [keys[i] for i in recent])
+                ],
+            }
+            for p in parents for staked, recent in (([], []), ([2, 5], [0, 3, 5]))
+        ],
         "committees": [
             {
                 "parent": parents[0].hex(), "attempt": attempt, "contributors": n, "shards": shards, "committee": size,
@@ -435,15 +474,16 @@ def _refused_blobs(codec: Codec, good: bytearray) -> list[dict[str, Any]]:
 
 # -- the outer step -------------------------------------------------------------------------------------------
 
-DEFAULTS = {"mean": "senders", "clip": "median", "weight_cap": 1.0, "optimizer": "plain", "lr": 1.0, "momentum": 0.9}
+DEFAULTS = {"mean": "senders", "clip": "median", "weight_cap": 1 / 3, "optimizer": "plain", "lr": 1.0, "momentum": 0.9}
 STEPS: list[tuple[str, CodecSpec, dict[str, Any], list[int]]] = [
     ("sign, nesterov", CODECS[0], {"optimizer": "nesterov", "momentum": 0.5}, [30, 10, 20]),
     ("sign, plain, a sole update", CODECS[0], {"lr": 1.8}, [7]),
-    ("int8, a cap", CODECS[1], {"weight_cap": 0.4, "optimizer": "nesterov", "lr": 0.7}, [1000, 1, 2, 3]),
+    ("int8, a cap of 0.4", CODECS[1], {"weight_cap": 0.4, "optimizer": "nesterov", "lr": 0.7}, [1000, 1, 2, 3]),
     ("int8, a cap that no shares keep", CODECS[1], {"weight_cap": 0.2}, [5, 1, 1]),
     ("none, two updates", CODECS[2], {"lr": 0.3}, [2**53 - 1, 1]),
     ("none, unclipped", CODECS[2], {"clip": "none", "lr": 0.7}, [3, 4, 5]),
     ("sparse, the senders' mean", CODECS[3], {}, [30, 10, 20, 7]),
+    ("sparse, no cap", CODECS[3], {"weight_cap": 1.0}, [30, 10, 20, 7]),
     ("sparse, everybody's mean", CODECS[3], {"mean": "all"}, [30, 10, 20, 7]),
     ("sparse, all sent", CODECS[5], {"optimizer": "nesterov", "lr": 1.1}, [30, 10, 20]),
 ]
@@ -451,10 +491,13 @@ STEPS: list[tuple[str, CodecSpec, dict[str, Any], list[int]]] = [
 
 def _state(layout: Layout, outer: OuterSpec) -> dict[str, Tensor]:
     whole = layout.with_momentum() if outer.optimizer == "nesterov" else layout
-    return {
+    state = {
         t.name: numbers(f"state {t.name}", t.numel, 0.25 if t.name.startswith(MOMENTUM) else 4.0).view(t.shape)
         for t in whole.tensors
     }
+    # As after a first round, below the norms of the updates, and above them.
+    references = {REFERENCE_NORMS: torch.tensor([0.0, 0.30078125, 2.0**12])} if outer.clip == "median" else {}
+    return state | references
 
 
 def _shown(state: Mapping[str, Tensor]) -> dict[str, str]:
@@ -489,10 +532,6 @@ def outer_steps() -> dict[str, Any]:
 
 def credit() -> dict[str, Any]:
     rules = [CreditRule(6, 28_832, 16), CreditRule(6, 1_000_000_000, 2048), CreditRule(1, 999_999_999, 1)]
-    lines = [
-        CreditLine(p.key, digest(f"update {i}"), 10 + i, 16 * (10 + i), rules[0].micro_credits(10 + i))
-        for i, p in enumerate(PEERS[:3])
-    ]
     return {
         "micro_credits": [
             {
@@ -501,9 +540,44 @@ def credit() -> dict[str, Any]:
             }
             for r in rules for n in (1, 2, 3, 361, 362, 10**6)
         ],
-        "lines": [{"fields": plain(line), "bytes": encode_line(line).hex()} for line in lines],
-        "lines_root": lines_root(lines).hex(),
-        "first_previous": {"run": RUN.hex(), "digest": genesis_leaf(RUN).hex()},
+        "fold": _fold(),
+    }  # fmt: skip
+
+
+def _fold() -> dict[str, Any]:
+    """Return final records in order, and all balances after each.
+
+    Some verdicts come in time, one too late, one a second time. A rollback leaves two records behind.
+    """
+    rule = CreditRule(6, 1_000_000_000, 16, hold_rounds=2, total_tokens=5000)
+    fold = CreditFold(RUN, rule)
+    keys = [p.key for p in PEERS]
+    records = [digest(f"record {i}") for i in range(8)]
+    parents = [genesis_digest(RUN), *records[:4], records[2], *records[5:7]]
+    rounds = [0, 1, 2, 3, 4, 3, 4, 5]
+    verdicts = {2: [(0, 1), (1, 3)], 4: [(1, 0), (3, 2)], 6: [(3, 2), (4, 0)]}
+    steps = []
+    for i, record in enumerate(records):
+        windows = {keys[j]: 5 * i + 3 * j + 1 for j in range(4) if (i + j) % 3}
+        lines = tuple(rule.line(key, digest(f"update {i} {key.hex()}"), n) for key, n in windows.items())
+        given = tuple(Verdict(records[of], keys[j], "a copy") for of, j in verdicts.get(i, ()))
+        back = Rollback(1, records[2], Round(3), digest("state")) if i == 5 else None
+        fold.add(RoundCredits(Round(rounds[i]), record, parents[i], digest("state"), 3.5, lines, given, back))
+        steps.append(
+            {
+                "record": record.hex(), "parent": parents[i].hex(), "round": rounds[i],
+                "windows": {key.hex(): n for key, n in windows.items()},
+                "verdicts": [[v.record.hex(), v.peer.hex()] for v in given],
+                "rollback": None if back is None else {"record": back.record.hex(), "round": back.round},
+                "balances": {
+                    key.hex(): [b.pending.micro_credits, b.settled.micro_credits, b.voided.micro_credits]
+                    for key, b in sorted(fold.balances.items())
+                },
+            }
+        )  # fmt: skip
+    return {
+        "flops_per_parameter_token": 6, "parameters": 1_000_000_000, "window": 16, "hold_rounds": 2,
+        "total_tokens": 5000, "genesis": genesis_digest(RUN).hex(), "steps": steps,
     }  # fmt: skip
 
 

@@ -81,6 +81,7 @@ FIELDS: dict[str, list[tuple[int, str, str]]] = {
     "round-record": [
         (1, "run", "bytes"), (2, "round", "int"), (3, "parent", "bytes"), (4, "base_state", "bytes"),
         (5, "attempt", "int"), (6, "updates", "list"), (7, "directive", "bytes"),
+        (8, "weights", "varints"),
     ],
     "vote": [(1, "run", "bytes"), (2, "round", "int"), (3, "record", "bytes"), (4, "shards_digest", "bytes")],
     "shard-attestation": [
@@ -99,15 +100,12 @@ FIELDS: dict[str, list[tuple[int, str, str]]] = {
     "directive": [
         (1, "run", "bytes"), (2, "sequence", "int"), (3, "run_status", "text"), (4, "since", "int"),
         (5, "reason", "text"), (6, "banned", "list"), (7, "from_round", "int"), (8, "changes", "changes"),
-        (9, "rollback", "rollback"),
+        (9, "rollback", "rollback"), (10, "verdicts", "verdicts"),
     ],
+    "verdict": [(1, "record", "bytes"), (2, "peer", "bytes"), (3, "reason", "text")],
     "changes": [(1, "target_tokens", "present"), (2, "max_seconds", "double")],
     "rollback": [(1, "epoch", "int"), (2, "record", "bytes"), (3, "round", "int"), (4, "state", "bytes")],
     "certificate": [(1, "record", "bytes"), (2, "votes", "list"), (3, "shards", "list")],
-    "credit-line": [
-        (1, "peer", "bytes"), (2, "update", "bytes"), (3, "windows", "int"), (4, "tokens", "int"),
-        (5, "micro_credits", "int"),
-    ],
 }  # fmt: skip
 """Number, name and form of each kind's fields, by protocol/wire/swarm.proto."""
 
@@ -135,6 +133,10 @@ def _field(number: int, form: str, value: Any) -> bytes:
             return _varint(8 * number + 1) + struct.pack("<d", value)
         case "packed":
             return _sized(number, struct.pack(f"<{len(value)}Q", *value)) if value else b""
+        case "varints":
+            return _sized(number, b"".join(map(_varint, value))) if value else b""
+        case "verdicts":
+            return b"".join(_sized(number, payload("verdict", v)) for v in value)
         case "list":
             return b"".join(_sized(number, bytes.fromhex(v)) for v in value)
         case "texts":
@@ -180,8 +182,13 @@ def certificate_digest(record: bytes, shards: Sequence[bytes]) -> bytes:
 # -- rounds (docs/wire.md, Order and chance) --------------------------------------------------------------------
 
 
-def proposers(parent: bytes, keys: Sequence[bytes]) -> list[bytes]:
-    return sorted(keys, key=lambda key: sha256(parent, key))
+def proposers(parent: bytes, keys: Sequence[bytes], staked: Sequence[bytes], recent: Sequence[bytes]) -> list[bytes]:
+    """Return the order of the proposers: the staked, then the other recent ones, then the rest."""
+    turns = sorted(keys, key=lambda key: sha256(parent, key))
+    second = [key for key in turns if key in recent and key not in staked]
+    return [
+        *(key for key in turns if key in staked), *second, *(k for k in turns if k not in staked and k not in second)
+    ]  # fmt: skip
 
 
 def committees(parent: bytes, attempt: int, keys: Sequence[bytes], shards: int, size: int) -> list[list[bytes]]:
@@ -231,3 +238,37 @@ def _mix(z: int) -> int:
 
 def micro_credits(flops: int, parameters: int, window_tokens: int, windows: int) -> int:
     return flops * parameters * windows * window_tokens // 10**9
+
+
+def balances(fold: dict[str, Any]) -> list[dict[str, list[int]]]:
+    """Return the pending, settled and voided micro-credits of each peer after each final record."""
+    rule = fold["flops_per_parameter_token"], fold["parameters"], fold["window"]
+    branch: list[dict[str, Any]] = []
+    states: dict[tuple[str, str], str] = {}
+    ages: dict[str, int] = {}
+    seen: dict[str, dict[str, int]] = {}
+    after = []
+    for number, step in enumerate(fold["steps"]):
+        if step["rollback"] is not None:
+            branch = branch[: step["rollback"]["round"]]
+            assert step["rollback"]["record"] == branch[-1]["record"]
+        assert step["parent"] == (branch[-1]["record"] if branch else fold["genesis"])
+        assert step["round"] == len(branch)
+        branch.append(step)
+        for record, peer in step["verdicts"]:
+            if states.get((record, peer)) == "pending":
+                states[record, peer] = "voided"
+        ages[step["record"]] = number
+        seen[step["record"]] = {p: micro_credits(*rule, n) for p, n in step["windows"].items()}
+        states |= {(step["record"], peer): "pending" for peer in step["windows"]}
+        tokens = sum(fold["window"] * n for each in branch for n in each["windows"].values())
+        is_complete = 0 < fold["total_tokens"] <= tokens
+        for (record, peer), state in states.items():
+            if state == "pending" and (is_complete or number - ages[record] >= fold["hold_rounds"]):
+                states[record, peer] = "settled"
+        sums: dict[str, list[int]] = {}
+        for (record, peer), state in states.items():
+            totals = sums.setdefault(peer, [0, 0, 0])
+            totals[("pending", "settled", "voided").index(state)] += seen[record][peer]
+        after.append(sums)
+    return after

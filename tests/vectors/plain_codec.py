@@ -177,22 +177,34 @@ def shares(windows: Sequence[int], cap: float) -> list[float]:
     raise AssertionError("some level keeps the cap")
 
 
-def clips(norms: Sequence[float]) -> list[float]:
-    ordered, n = sorted(norms), len(norms)
-    median = ordered[n // 2] if n % 2 else (ordered[n // 2 - 1] + ordered[n // 2]) / 2
-    return [min(1.0, median / norm) if norm else 1.0 for norm in norms]
+LARGEST = float(np.finfo(F32).max)
 
 
-def mean_of(updates: Sequence[tuple[int, list[Values]]], kind: str, outer: dict[str, Any]) -> list[np.ndarray]:
-    """Return the mean of updates (windows and values, by ascending author), tensor by tensor: fp32."""
+def limit(norms: Sequence[float], reference: float) -> float:
+    """Return the lower median, between half and twice the reference norm unless that is 0."""
+    median = sorted(norms)[(len(norms) - 1) // 2]
+    if reference > 0:
+        median = max(min(median, 2 * reference), reference / 2)
+    return min(median, LARGEST)
+
+
+def mean_of(
+    updates: Sequence[tuple[int, list[Values]]], kind: str, outer: dict[str, Any], references: Sequence[float]
+) -> tuple[list[np.ndarray], list[float]]:
+    """Return the mean of updates, fp32 by tensor, and the tensors' limits.
+
+    `updates`: windows and values, by ascending author. `references`: the reference norms; 0 in a reduced round.
+    """
     weights = shares([w for w, _ in updates], outer["weight_cap"])
     by_senders = outer["mean"] == "senders" and kind == "sparse"
-    means = []
-    for index in range(len(updates[0][1])):
+    means, limits = [], []
+    for index, reference in enumerate(references):
         tensors = [values[index] for _, values in updates]
         factors = [1.0] * len(updates)
-        if outer["clip"] == "median" and len(updates) > 1:
-            factors = clips([math.sqrt(math.fsum(t.energies)) for t in tensors])
+        if outer["clip"] == "median":
+            norms = [math.sqrt(math.fsum(t.energies)) for t in tensors]
+            limits.append(limit(norms, reference))
+            factors = [min(1.0, limits[-1] / norm) if norm else 1.0 for norm in norms]
         total, weight = np.zeros_like(tensors[0].values), np.zeros_like(tensors[0].values)
         for t, w, c in zip(tensors, weights, factors, strict=True):
             total = total + t.values * F32(w * c)
@@ -200,7 +212,7 @@ def mean_of(updates: Sequence[tuple[int, list[Values]]], kind: str, outer: dict[
         if by_senders:
             total = np.where(weight > 0, total / np.where(weight > 0, weight, F32(1)), F32(0))
         means.append(total)
-    return means
+    return means, limits
 
 
 def step(state: dict[str, np.ndarray], tensors: Tensors, mean: Sequence[np.ndarray], outer: dict[str, Any]) -> None:

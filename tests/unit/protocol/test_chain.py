@@ -60,7 +60,7 @@ def line(chain: Chain, parent: Digest, number: int, length: int, who: int, step:
     made = []
     for i in range(length):
         first = chain.next_window(KEYS[who], parent)
-        made.append(make(parent, number + i, {who: (first, first + step)}))
+        made.append(make(parent, number + i, {who: (first, first + step)}, chain=chain))
         assert chain.add(made[-1])
         parent = made[-1].record.digest
     return made
@@ -268,8 +268,9 @@ def naive_stakes(chain: Chain, at: Digest) -> dict:
             break
         age = chain.height(at) - chain.height(record)
         if rule.hold_rounds <= age < rule.hold_rounds + STAKE_ROUNDS:
-            for u in chain.certificate(record).record.body.updates:
-                found[u.author] = found.get(u.author, 0) + u.body.windows
+            body = chain.certificate(record).record.body
+            for author, windows in zip(body.contributors, body.weighed, strict=True):
+                found[author] = found.get(author, 0) + windows
     if chain.height(at) < rule.hold_rounds + STAKE_ROUNDS:
         for key in rule.founders:
             found[key] = found.get(key, 0) + rule.founder_windows
@@ -321,7 +322,9 @@ def test_the_head_is_what_the_definition_says_on_random_trees(seed):
         for i in rng.sample(range(6), rng.randint(2, 5)):
             first = chain.next_window(KEYS[i], parent)
             claims[i] = (first, first + rng.randint(1, 9))
-        made = make(parent, chain.height(parent), claims, votes=rng.sample(sorted(claims), len(claims) - 1))
+        made = make(
+            parent, chain.height(parent), claims, votes=rng.sample(sorted(claims), len(claims) - 1), chain=chain
+        )
         if chain.add(made):
             records.append(made.digest)
         if rng.random() < 0.2:

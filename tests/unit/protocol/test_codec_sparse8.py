@@ -23,10 +23,9 @@ from tests.support.codec_cases import (
     dense,
     layouts,
     noise,
-    read_bf16,
-    read_bits,
     same_bits,
 )
+from tests.vectors.plain_codec import read_bf16, read_bits
 
 kept = st.one_of(st.integers(256, 4096), st.sampled_from([256, 1024, 4096]))
 

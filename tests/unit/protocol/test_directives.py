@@ -303,13 +303,13 @@ def replace_word(signed_, **changes):
 
 
 def test_a_tree_that_begins_after_the_rollbacks_record_says_so():
-    chain = Chain(RUN, STATE, replace(LIMITS, max_records=70))
+    chain = Chain(RUN, STATE, replace(LIMITS, max_records=70, min_main_records=64))
     old = grown(chain, chain.genesis, 90)
     chain.add_directive(word(9, rollback=Rollback(1, old[3].digest, Round(4), STATE)))
     assert chain.is_rolled_back_past_root
     with pytest.raises(FinalizedConflict):
         chain.add(after(chain, old[-1].digest, {0: 1}))
-    anew = Chain(RUN, STATE, replace(LIMITS, max_records=70))
+    anew = Chain(RUN, STATE, replace(LIMITS, max_records=70, min_main_records=64))
     anew.add_directive(chain.newest_directive)  # type: ignore[arg-type]
     for c in old[:4]:
         anew.add(c)
