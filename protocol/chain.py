@@ -17,6 +17,9 @@ a record or alone. Of the records built on the one that it names, only a branch 
 directive stays. It begins a new epoch, and finalizations of an earlier epoch lose their force. So a finalization that
 is held was signed with knowledge of the newest rollback, and decides alone.
 
+Bans. As soon as a directive that bans arrives, in a record or alone, records beyond that one leave the tree if they had
+no quorum without the banned, with all that is built on them.
+
 Only certificates from `MessageDecoder` may be added: it checks signatures, admissions and the number of votes. This
 module checks the rules that depend on the place in the tree.
 """
@@ -24,18 +27,29 @@ module checks the rules that depend on the place in the tree.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
 from protocol.directives import ActiveDirectives, starts_rollback_branch
 from protocol.errors import ChainError, FinalizedConflict, UnknownParent
 from protocol.ids import Digest, PeerKey, Round, RunId, sha256
-from protocol.messages import Certificate, Directive, Finalization, Rollback, RoundRecord, Signed, UpdateHeader
+from protocol.messages import (
+    Certificate,
+    Directive,
+    Finalization,
+    Rollback,
+    RoundRecord,
+    Signed,
+    UpdateHeader,
+    quorum,
+)
 from protocol.record_node import RecordNode
 from protocol.reduce_plan import GATHER, ReducePlan
 from protocol.stake import STAKE_ROUNDS, StakeRule, is_majority
 from protocol.update_weights import weigh
+
+WITHOUT_BANNED = "without the peers whom the run's owner has banned it had no quorum"
 
 MAX_CACHED_STAKES = 16
 """Records of which the stakes are remembered: the head's, those at forks, and those of the round before."""
@@ -326,6 +340,8 @@ class Chain:
         for u in record.updates:
             if u.body.windows > windows:
                 return f"peer {u.author.short} claims {u.body.windows} windows in one update: too many"
+        if self._is_cut_by_ban(parent.height + 1, record.contributors):
+            return WITHOUT_BANNED
         if record.weights != self.weights(record.parent, record.updates):
             return "it weighs an update otherwise than the rule of the run does"
         return parent.directives.record_refusal(record)
@@ -420,7 +436,8 @@ class Chain:
     def add_directive(self, directive: Signed[Directive]) -> bool:
         """Add a directive from any source. Return True when it is newer than every other so far.
 
-        A rollback takes effect at once: what was built on the record that the run goes on from leaves the tree.
+        A rollback takes effect at once: what was built on the record that the run goes on from leaves the tree. So does
+        a ban: what had no quorum without the banned leaves it, unless it is final.
         """
         before, body = self._newest_directive, directive.body
         if before is not None and body.precedence <= before.body.precedence:
@@ -433,6 +450,7 @@ class Chain:
             )
         self._newest_directive = directive
         if rollback is None or (before is not None and before.body.rollback == rollback):
+            self._drop_banned()
             return True
         if self._finalization is not None and self._finalization.body.epoch < rollback.epoch:
             self._finalization = None
@@ -444,6 +462,7 @@ class Chain:
         for child in beyond:
             if child.certificate is None or not starts_rollback_branch(child.certificate.record.body, rollback):
                 self._drop(child)
+        self._drop_banned()
         self._choose_head()
         return True
 
@@ -520,7 +539,9 @@ class Chain:
         if finalized is not None and parent.height < finalized.height:
             raise FinalizedConflict(f"record {digest.short} is a rival of records that the owner has signed as final")
         if parent.digest not in self._nodes:  # the directive that this record carries has dropped its parent
-            raise FinalizedConflict(f"record {digest.short} is of rounds that the owner has rolled back")
+            raise FinalizedConflict(f"record {digest.short} is of rounds that the owner has rolled back, or banned")
+        if self._is_cut_by_ban(parent.height + 1, body.contributors):
+            raise FinalizedConflict(f"record {digest.short}: {WITHOUT_BANNED}")
         if (rollback := self.rollback) is None:
             return
         # Of the rounds before the rollback's, a record may be an ancestor of the one that it names, until that is here.
@@ -546,6 +567,33 @@ class Chain:
             for child in [c for c in above.children if c.digest not in on_branch]:
                 self._drop(child)
         self._quarantined -= on_branch
+
+    def _is_cut_by_ban(self, height: int, contributors: Collection[PeerKey]) -> bool:
+        """Return whether a record beyond the required ancestor had no quorum without those that are banned now.
+
+        That is a function of its contributors, whoever voted: the banned could certify it with half of the others.
+        Records up to a finalization or rollback whose record is awaited stay: which of them lead to it is not known.
+        """
+        newest, pending = self._newest_directive, self._pending_finalization
+        if newest is None or not newest.body.banned:
+            return False
+        if pending is not None and height <= pending.body.round + 1:
+            return False
+        rollback = newest.body.rollback
+        if rollback is not None and height <= rollback.round and rollback.record not in self._nodes:
+            return False
+        n, banned = len(contributors), len(set(newest.body.banned).intersection(contributors))
+        return banned > 0 and 2 * (quorum(n) - banned) <= n - banned
+
+    def _drop_banned(self) -> None:
+        todo = list(self._floor().children)
+        while todo:
+            node = todo.pop()
+            if self._is_cut_by_ban(node.height, node.weighed):
+                self._drop(node)
+            else:
+                todo += node.children
+        self._choose_head()
 
     def _check_updates(self, certificate: Certificate, parent: RecordNode) -> None:
         record, name = certificate.record, certificate.digest.short

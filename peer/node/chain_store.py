@@ -46,7 +46,8 @@ class ChainStore:
         self._load(self.chain)
 
     def _load(self, chain: Chain) -> None:
-        self._restore(DIRECTIVE, Directive, chain.add_directive)  # first: it excludes rolled back rounds
+        self._restore(FINALIZATION, Finalization, chain.add_finalization)  # no ban cuts records up to it
+        self._restore(DIRECTIVE, Directive, chain.add_directive)  # before the records: it excludes rolled back rounds
         loaded, left_out, why, rolled_back = 0, 0, "", 0
         for data in self._store.certificates():
             try:
@@ -54,16 +55,16 @@ class ChainStore:
             except FinalizedConflict:
                 rolled_back += 1
             except UnknownParent as e:
-                if chain.rollback is None:
+                if chain.rollback is None and not rolled_back:
                     left_out, why = left_out + 1, why or str(e)
-                rolled_back += chain.rollback is not None
+                else:
+                    rolled_back += 1
             except ProtocolError as e:
                 left_out, why = left_out + 1, why or str(e)
         if left_out:
             log.warning("%d stored certificates are left out, the first because %s; others have them", left_out, why)
         if rolled_back:
             log.info("%d stored certificates are of branches that cannot win any more", rolled_back)
-        self._restore(FINALIZATION, Finalization, chain.add_finalization)
         if loaded:
             log.info("resuming: %d records in the store, round %d", loaded, chain.height(chain.head))
 

@@ -24,6 +24,9 @@ MAX_CERTIFICATES = 256
 MAX_ADDRESS_RECORDS = 4
 """Coordinator address records of one packet that are read: only the newest counts, and an honest peer sends one."""
 
+PUSHED_TOLERANCE = 3600.0
+"""Seconds after the end of an admission in which a certificate with that contributor may still be pushed to us."""
+
 MAX_REFUSALS = 1000
 MAX_HEARTBEATS = 8192
 """Heartbeats whose digests are remembered."""
@@ -76,7 +79,9 @@ class PacketDecoder:
                 yield None
         for encoded in packet.certificates:
             try:
-                yield CertificateReceived(self._decoder.decode_certificate(encoded), sender)
+                certificate = self._decoder.decode_certificate(encoded)
+                self._check_admissions(certificate.record.body, unix_seconds, PUSHED_TOLERANCE)
+                yield CertificateReceived(certificate, sender)
             except ProtocolError as e:
                 self._refuse(sender, "certificate", e)
                 yield None
@@ -100,9 +105,13 @@ class PacketDecoder:
         if isinstance(body, UpdateHeader) or (isinstance(body, Heartbeat) and body.admission):
             check(body.admission, signed.author, unix_seconds)
         elif isinstance(body, RoundRecord):
-            for update in body.updates:
-                check(update.body.admission, update.author, unix_seconds)
+            self._check_admissions(body, unix_seconds)
         return signed
+
+    def _check_admissions(self, record: RoundRecord, unix_seconds: float, tolerance: float = 600) -> None:
+        """Raise AdmissionError if a contributor's admission is not valid now: what is pushed to us is news."""
+        for u in record.updates:
+            self._decoder.decode_admission_at(u.body.admission, u.author, unix_seconds, tolerance=tolerance)
 
     async def decode_chain_reply(self, source: PeerKey, reply: wire.ChainReply) -> ChainReceived:
         """Return the verified answer to a chain request. Raise ProtocolError when any part of it is invalid."""

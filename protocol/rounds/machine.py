@@ -407,9 +407,9 @@ class RoundMachine:
         context = self._context
         if event.directive is not None:
             self._receive_directive(event.directive, event.source)
-        added = self._add_certificates(event.certificates, event.source)
         if event.finalization is not None:
-            self._receive_finalization(event.finalization)
+            self._receive_finalization(event.finalization)  # before the records: no ban cuts those up to it
+        added = self._add_certificates(event.certificates, event.source)
         last = event.certificates[-1].digest if event.certificates else context.chain.root
         reached = context.chain.height(last) if last in context.chain else -1
         # Records that we have are news too when more follow them: a walk along a branch, always upwards.

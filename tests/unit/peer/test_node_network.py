@@ -177,6 +177,19 @@ def test_an_admission_that_has_ended_is_refused_and_the_same_refusal_is_not_news
     assert caplog.text.count("is not valid now") == 2  # the first and the tenth
 
 
+@pytest.mark.parametrize("seconds, comes_through", [(3599, True), (3601, False)])
+def test_a_certificate_that_is_pushed_needs_admissions_that_ended_within_the_hour(seconds, comes_through, caplog):
+    packets = PacketDecoder(decoder())
+    packet = wire.Packet(certificates=[encode_certificate(CERTIFICATE)])
+    assert any(packets.decode_packet(A, packet, 2.0**33 + seconds)) is comes_through
+    assert ("is not valid now" in caplog.text) is not comes_through
+
+
+async def test_a_chain_that_is_asked_for_may_be_older_than_its_admissions():
+    reply = wire.ChainReply(certificates=[encode_certificate(CERTIFICATE)])
+    assert (await PacketDecoder(decoder()).decode_chain_reply(A, reply)).certificates
+
+
 def test_a_sender_gets_no_more_lines_by_other_words(caplog):
     """The kind of a message, or a name in it, is the sender's choice."""
     packets = PacketDecoder(decoder())

@@ -129,6 +129,63 @@ def test_a_ban_holds_from_the_round_after_the_record_that_carries_it():
     assert chain.add(b) and chain.add(after(chain, b.digest, {0: 1, 1: 1}))
 
 
+def end(record: Certificate):
+    return CHAIN_OWNER.sign(Finalization(RUN, record.record.body.round, record.digest))
+
+
+def test_a_ban_cuts_what_had_no_quorum_without_the_banned_before_a_record_carries_it():
+    chain = new()
+    honest = after(chain, chain.genesis, {0: 1, 1: 1, 2: 1})
+    assert chain.add(honest)
+    alone = after(chain, honest.digest, {1: 1})
+    assert chain.add(alone)
+    on_it = after(chain, alone.digest, {1: 1})
+    assert chain.add(on_it) and chain.head == on_it.digest
+    assert chain.add_directive(word(1, banned=(KEYS[1],)))
+    assert chain.head == honest.digest and alone.digest not in chain and on_it.digest not in chain
+    with pytest.raises(FinalizedConflict, match="no quorum"):
+        chain.add(alone)
+    assert chain.record_refusal(alone.record.body) is not None
+    assert chain.add(after(chain, honest.digest, {0: 1, 1: 1, 2: 1}))  # one of many: whoever had not heard of it yet
+    assert chain.add_directive(word(2)) and chain.add(alone)
+
+
+def test_a_record_that_carries_the_ban_of_those_it_is_built_on_is_refused():
+    chain = new()
+    alone = after(chain, chain.genesis, {1: 1})
+    chain.add(alone)
+    with pytest.raises(FinalizedConflict, match="banned"):
+        chain.add(after(chain, alone.digest, {0: 1}, carry=word(1, banned=(KEYS[1],))))
+    assert chain.head == chain.genesis and len(chain) == 0
+
+
+@pytest.mark.parametrize("banned, stays", [((0,), True), ((0, 1), False), ((0, 1, 2), False)])
+def test_a_ban_leaves_rounds_that_most_others_must_have_voted_for(banned: tuple[int, ...], stays: bool):
+    chain = new()
+    record = after(chain, chain.genesis, {0: 1, 1: 1, 2: 1, 3: 1})
+    chain.add(record)
+    chain.add_directive(word(1, banned=tuple(KEYS[i] for i in banned)))
+    assert (record.digest in chain) is stays
+
+
+def test_a_ban_cuts_nothing_up_to_what_is_final_even_before_that_is_here():
+    made = new()
+    first = after(made, made.genesis, {1: 1})
+    made.add(first)
+    second = after(made, first.digest, {1: 1})
+    made.add(second)
+    made.add_finalization(end(first))
+    made.add_directive(word(1, banned=(KEYS[1],)))
+    assert made.head == first.digest
+    newcomer = new()
+    newcomer.add_directive(word(1, banned=(KEYS[1],)))
+    newcomer.add_finalization(end(first))
+    assert newcomer.add(first)
+    with pytest.raises(FinalizedConflict, match="no quorum"):
+        newcomer.add(second)
+    assert newcomer.head == first.digest
+
+
 def test_changes_hold_from_their_round_on_and_those_before_them_until_then():
     chain = new()
     a = after(chain, chain.genesis, {0: 90}, carry=word(1, changes=RoundChanges(max_update_tokens=50, max_members=1)))

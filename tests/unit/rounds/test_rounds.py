@@ -469,3 +469,25 @@ def test_who_is_on_a_rival_of_what_is_final_is_told_and_asks_for_it_however_ligh
     assert [a.to for a in told.of(do.RequestChain)] == [OTHERS[0]]
     told.step(ev.ChainReceived((final_record,), final, OTHERS[0], False))
     assert told.chain.head == final_record.record.digest
+
+
+def test_a_chain_that_a_banned_peer_began_alone_is_followed_up_to_what_is_final():
+    owner = FakeSigner(PeerKey(sha256(b"owner")))
+    b = Bench(ready=False)
+    made = certificate(b.record(OTHERS[0], [b.header(OTHERS[0], 5)]), [OTHERS[0]])
+    final = owner.sign(Finalization(RUN, Round(0), made.digest))
+    ban = owner.sign(Directive(RUN, 1, banned=(OTHERS[0],)))
+    b.step(ev.ChainReceived((made,), final, OTHERS[1], False, ban))
+    assert b.chain.head == made.digest and b.chain.finalization == final
+
+
+def test_a_peer_leaves_the_records_that_a_banned_peer_certified_alone():
+    owner = FakeSigner(PeerKey(sha256(b"owner")))
+    b = Bench()
+    made = certificate(b.record(OTHERS[0], [b.header(OTHERS[0], 5)]), [OTHERS[0]])
+    b.step(ev.CertificateReceived(made, OTHERS[0]))
+    assert made.digest in b.chain
+    b.step(ev.MessageReceived(owner.sign(Directive(RUN, 1, banned=(OTHERS[0],)))))
+    assert b.chain.head == b.chain.genesis and made.digest not in b.chain
+    b.step(ev.CertificateReceived(made, OTHERS[1]))
+    assert made.digest not in b.chain and [a.to for a in b.of(do.Send)] == [OTHERS[1]]
