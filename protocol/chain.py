@@ -17,8 +17,8 @@ a record or alone. Of the records built on the one that it names, only a branch 
 directive stays. It begins a new epoch, and finalizations of an earlier epoch lose their force. So a finalization that
 is held was signed with knowledge of the newest rollback, and decides alone.
 
-Bans. As soon as a directive that bans arrives, in a record or alone, records beyond that one leave the tree if they had
-no quorum without the banned, with all that is built on them.
+Bans. A directive that bans takes effect as soon as it arrives, in a record or alone. Records beyond that one leave the
+tree if they had no quorum without the banned, with all that is built on them.
 
 Only certificates from `MessageDecoder` may be added: it checks signatures, admissions and the number of votes. This
 module checks the rules that depend on the place in the tree.

@@ -196,8 +196,8 @@ class RoundMachine:
         """Return why a blob must not be given to a peer now; None when it may.
 
         The banned get nothing. Commit, then reveal: updates of an undecided round are only for those that announced
-        their own, or they could be copied. While no round is open here, nobody can be known to have announced, and
-        own updates from before a restart may be of an undecided round: all get what the chain has applied.
+        their own, or they could be copied. While no round is open here, nobody can be known to have announced. Own
+        updates from before a restart may be of an undecided round, so all get only what the chain has applied.
         """
         context, round_ = self._context, self._consensus.round
         if context.is_banned(requester):

@@ -161,8 +161,8 @@ def check_ledger(world: World) -> None:
     assert issued == sum(row[3] for row in rows)
     path = world.branch("ada").path[: len(rounds)]
     for c in path:
-        for u in c.record.body.updates:
-            tokens = u.body.windows * window
+        for u, windows in zip(c.record.body.updates, c.record.body.weighed, strict=True):
+            tokens = windows * window
             flops = 6 * spec.model.layout.numel * tokens
             expected.append((c.record.body.round, bytes(u.author), tokens, flops // 10**9))
     assert rows == expected

@@ -206,7 +206,10 @@ async def test_honest_credits_are_clean(tmp_path, monkeypatch):
         await w.post(2)
         second = await w.audit()
         assert second.clean
-        assert second.report.issued == 10 * sum(RULE.micro_credits(n) for n in (40, 30, 20))
+        # Newcomers weigh the lower quartile of their claims in the first round, 20; the rest counts in the second.
+        weighed = [c.record.body.weighed for c in w.swarm.chain.certificates]
+        assert {sum(each) for each in weighed[:1]} == {60} and sum(map(sum, weighed)) == 10 * (40 + 30 + 20)
+        assert second.report.issued == sum(RULE.micro_credits(n) for each in weighed for n in each)
         text = "\n".join(_lines(second))
         assert "clean" in text and "10 certificates from 1 members" in text
         assert json.loads(json.dumps(_plain(second)))["clean"] is True
@@ -455,7 +458,8 @@ async def test_all_credits_come_as_csv_and_parquet(tmp_path, monkeypatch):
             assert len(rows) == 24 and [r["round"] for r in rows[::3]] == [str(n) for n in range(8)]
             assert [r["status"] for r in rows[::3]] == ["settled"] * 6 + ["pending"] * 2
             total = sum(int(r["micro_credits"]) for r in rows)
-            assert total == 8 * sum(RULE.micro_credits(n) for n in (40, 30, 20))
+            weighed = [c.record.body.weighed for c in w.swarm.chain.certificates[:8]]
+            assert total == sum(RULE.micro_credits(n) for each in weighed for n in each)
             pyarrow = pytest.importorskip("pyarrow.parquet")
             data = (await web.get("/api/export/credits.parquet")).content
             table = pyarrow.read_table(io.BytesIO(data))
@@ -472,6 +476,7 @@ async def test_the_commands_bind_show_export_and_check_receipts(tmp_path, monkey
         for n in (1, 2):
             await c.admitter.admit(admit_request(n), "127.0.0.1")
         swarm.headers.append(AnnouncedUpdate(late_header(swarm), True, ""))
+        swarm.chain.weighs = True
         for _ in range(7):
             swarm.round({1: 40, 2: 30})
         await settled(c, 7)

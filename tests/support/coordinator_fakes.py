@@ -75,7 +75,7 @@ class ChainMaker:
         self.certificates: list[Certificate] = []
         self.next_windows: dict[PeerKey, int] = {}
         self.weighs = False
-        """Whether records weigh their updates as a chain wants; else each weighs what it claims, and credits are plain."""
+        """True: records weigh their updates as a chain wants. False: as claimed, so that credits are plain."""
         self._histories: dict[PeerKey, AuthorHistory] = {}
         self._most = RoundPolicy.of(spec).chain_limits.max_update_windows
         self.directive: Signed[Directive] | None = None
@@ -85,6 +85,7 @@ class ChainMaker:
     def fork(self, at: int) -> ChainMaker:
         """Another chain with the same first `at` rounds."""
         other = ChainMaker(self.spec)
+        other.weighs = self.weighs
         for certificate in self.certificates[:at]:
             other._take(certificate)
         return other

@@ -33,6 +33,7 @@ KEEP = SPEC.checkpoint.keep
 
 def maker(rounds: int, work=None) -> ChainMaker:
     chain = ChainMaker(SPEC)
+    chain.weighs = True
     for _ in range(rounds):
         chain.add(work or {1: 2, 2: 3})
     return chain
@@ -227,7 +228,7 @@ async def test_shards_come_from_the_swarm_if_no_address_may_be_used(store, tmp_p
     async def fetch_blob(digest: Digest, *_: object, **__: object) -> None:
         asked.append(digest)
 
-    network = cast(Any, SimpleNamespace(fetch_blob=fetch_blob, everyone=list))
+    network = cast(Any, SimpleNamespace(fetch_blob=fetch_blob, providers=list))
     await fetch_assets(spec, store, network, private_data=private)
     assert asked[0] == spec.tokenizer.name
     assert asked[1:] == ([s.name for s in spec.data.train] if fetched else [])

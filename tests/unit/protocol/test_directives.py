@@ -114,7 +114,8 @@ def after(chain: Chain, parent: Digest, claims: dict[int, int], *, carry=None, e
         blob = Digest(sha256(b"blob", KEYS[i], parent, bytes([windows]), bytes([epoch])))
         header = UpdateHeader(RUN, number, parent, state, first, first + windows, 1, blob, 9, 1.0, b"", epoch)
         updates.append(FakeSigner(KEYS[i]).sign(header))
-    body = RoundRecord(RUN, number, parent, state, 0, tuple(updates), carry)
+    weights = chain.weights(parent, updates)
+    body = RoundRecord(RUN, number, parent, state, 0, tuple(updates), carry, weights)
     return certificate(FakeSigner(KEYS[min(claims)]).sign(body), [KEYS[i] for i in claims])
 
 
@@ -146,7 +147,7 @@ def test_a_ban_cuts_what_had_no_quorum_without_the_banned_before_a_record_carrie
     with pytest.raises(FinalizedConflict, match="no quorum"):
         chain.add(alone)
     assert chain.record_refusal(alone.record.body) is not None
-    assert chain.add(after(chain, honest.digest, {0: 1, 1: 1, 2: 1}))  # one of many: whoever had not heard of it yet
+    assert chain.add(after(chain, honest.digest, {0: 1, 1: 1, 2: 1}))  # one of many: anybody who did not know it yet
     assert chain.add_directive(word(2)) and chain.add(alone)
 
 

@@ -19,6 +19,7 @@ KEEP = SPEC.checkpoint.keep
 
 def made(rounds: int) -> tuple[list[Certificate], Chain]:
     maker, chain = ChainMaker(SPEC), Chain(SPEC.run_id, SPEC.genesis.name, POLICY.chain_limits)
+    maker.weighs = True
     for _ in range(rounds):
         maker.add({1: 2, 2: 3})
     for c in maker.certificates:
