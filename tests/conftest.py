@@ -7,6 +7,7 @@ files begin first and the short ones fill the rest. A file stays on one worker, 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,10 @@ from tests.support import postgres_world
 
 # Before torch is imported by anybody: small tensors on shared cores gain nothing from threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell's background job ignores Ctrl-C, and so would the commands that tests interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile("cairn", deadline=None, print_blob=True)
 # The same examples each time, so that a change shows no failure of something else. By hand, others are tried.
