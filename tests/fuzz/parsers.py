@@ -550,7 +550,9 @@ def _folder() -> bytes:
     run, parent, peers = run_spec.run_id, digest("the record before"), PEERS[:3]
     headers = tuple(
         KeySigner(p).sign(
-            UpdateHeader(run, Round(1), parent, named, 0, 9, 1, digest("b"), 1, 3.5, admission(run_spec, p).encoded)
+            UpdateHeader(
+                run, Round(1), parent, named, 0, 9, 1, digest(f"blob {p.key}"), 1, 3.5, admission(run_spec, p).encoded
+            )
         )
         for p in peers
     )
