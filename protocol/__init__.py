@@ -16,8 +16,9 @@ and `cairn` do that. They depend on this package, never the reverse. Read its mo
     codec, blob_sizes                    pseudo-gradients as bytes, and how many
     outer                                the outer step: a state and updates give the next state, bit for bit
     reduce_plan, reduce, untransmitted   the mean made by committees, in shards; values that they leave out
-    record_node, chain                   the tree of certificates, its head, and what is finalized
+    update_weights, record_node, stake   the windows that count, one record in the tree, and who decides
+    chain                                the tree of certificates, its head, and what is finalized
     rounds                               the round machine: from events to actions
-    ledger, proofs                       credits, their log, and proofs about it
+    ledger                               credits, a fold over the chain, and their audit
     bounded, token_bucket                two helpers
 """
