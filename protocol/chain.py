@@ -654,10 +654,15 @@ class Chain:
             competing = [child for child in node.children if child.digest not in self._quarantined]
             if not competing:
                 return node
-            node = competing[0] if len(competing) == 1 else self._preferred(node, competing)
+            preferred = competing if len(competing) == 1 else self._preferred(node, competing)
+            if len(preferred) > 1:
+                # Each tip is found once, and not again on the way down: ties above ties would double the work.
+                tips = [(self._best_after(child), child) for child in preferred]
+                return min(tips, key=lambda found: (-found[0].weight, found[1].digest))[0]
+            node = preferred[0]
 
-    def _preferred(self, fork: RecordNode, competing: list[RecordNode]) -> RecordNode:
-        """Return the record that most stake at the fork is for, of those that compete."""
+    def _preferred(self, fork: RecordNode, competing: list[RecordNode]) -> list[RecordNode]:
+        """Return the records that most stake at the fork, and then most keys, are for, of those that compete."""
         newest: dict[PeerKey, int] = {}
         for child in competing:
             for key, height in child.latest_messages().items():
@@ -672,9 +677,7 @@ class Chain:
                 best, most = [], has
             if has == most:
                 best.append(child)
-        if len(best) == 1:
-            return best[0]
-        return min(best, key=lambda child: (-self._best_after(child).weight, child.digest))
+        return best
 
     def _move_head(self, node: RecordNode) -> None:
         for height in range(node.height + 1, self._head.height + 1):

@@ -84,9 +84,10 @@ class BranchQuarantine:
         self._entries[record] = _Entry(context.now, until, tries, unsupported, failures, absent, number)
         context.chain.quarantine(record)
         while len(self._entries) > MAX_QUARANTINED:
-            least = min(self._entries, key=lambda r: (self._entries[r].contributors, self._entries[r].since))
-            del self._entries[least]
-            if least in context.chain:
+            entries = self._entries
+            least = min(entries, key=lambda r: (entries[r].active, entries[r].contributors, entries[r].since))
+            active = entries.pop(least).active
+            if active and least in context.chain and not context.chain.is_ancestor(least, context.chain.head):
                 context.chain.forget(least)
         return record in self._entries
 

@@ -136,6 +136,7 @@ class Consensus:
             return
         if author == context.me and (context.observer or self._sync.is_making_update):
             return
+        claimed = header.body.blob in round_.claimants
         if (claimant := round_.claimed_by_another(header, listed=listed)) is not None:
             if round_.report_once(author):
                 text = f"the update of {author.short} is refused: {claimant.short} announced the same blob before"
@@ -143,6 +144,8 @@ class Consensus:
             return
         if not round_.add_header(header, context.now, context.members.has_room_for, listed=listed):
             return
+        if claimed:
+            round_.refuse_contradictions()
         if context.is_banned(author):
             round_.exclude(author)
         context.members.note_announced(author)

@@ -190,8 +190,10 @@ class RoundState:
         return True
 
     def _forget_header(self, author: PeerKey) -> None:
-        header = self.headers.pop(author)
-        del self.received_at[author], self.claimants[header.body.blob]
+        blob = self.headers.pop(author).body.blob
+        del self.received_at[author]
+        if self.claimants.get(blob) == author:
+            del self.claimants[blob]
         self.first_hand.discard(author)
         self._jumps.pop(author, None)
         self._order = None
@@ -212,14 +214,14 @@ class RoundState:
             self.headers[author], self.received_at[author] = second, received
             self.claimants[second.body.blob] = author
             self.first_hand.add(author)
-            self._refuse_contradictions()
+            self.refuse_contradictions()
         self.equivocators.add(author)
         self.exclude(author)
 
     def claimed_by_another(self, header: Signed[UpdateHeader], *, listed: bool) -> PeerKey | None:
         """Return the other author that announced the blob of a new header before: the first claim counts.
 
-        A claim that only a record lists gives way to one that came by itself.
+        A claim that only a record lists gives way to one that came by itself: its header is forgotten here.
         """
         blob, claimant = header.body.blob, self.claimants.get(header.body.blob)
         if claimant is None or claimant == header.author:
@@ -228,8 +230,6 @@ class RoundState:
             self.disputed.add(blob)
             return claimant
         self._forget_header(claimant)
-        self.claimants[blob] = header.author
-        self._refuse_contradictions()
         return None
 
     def contradicts(self, listed: Signed[UpdateHeader]) -> bool:
@@ -238,7 +238,8 @@ class RoundState:
         other = author in self.first_hand and self.headers[author].digest != listed.digest
         return other or self.claimants.get(blob, author) != author
 
-    def _refuse_contradictions(self) -> None:
+    def refuse_contradictions(self) -> None:
+        """Refuse the proposals that list a header which contradicts what came by itself."""
         for proposal in self.proposals.values():
             proposal.refused = proposal.refused or any(self.contradicts(u) for u in proposal.record.body.updates)
 
