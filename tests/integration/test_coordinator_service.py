@@ -19,7 +19,7 @@ from cairn.commands import status
 from coordinator import address_publisher, admission, admission_table, interceptor, rpc, service
 from coordinator.admission_table import AdmissionTable
 from coordinator.errors import CoordinatorError, PortTakenError, RefusedError, TooManyError
-from coordinator.limits import NetworkLimit, Rate, RateLimit, caller_of
+from coordinator.limits import ConcurrencyLimit, NetworkLimit, Rate, RateLimit, caller_of
 from coordinator.overview import amount, duration
 from coordinator.page.app import STATIC
 from coordinator.service import Coordinator, CoordinatorConfig
@@ -568,7 +568,7 @@ async def test_a_viewer_is_told_of_a_round_at_once_and_viewers_are_bounded(tmp_p
             swarm.round({0: 600})
             while await ended(round_shown()) != 1:
                 pass
-            c.feed._limit = 1
+            c.feed._places = ConcurrencyLimit(0, 0)
             assert (await get.get("/events")).status_code == 503
         await until(lambda: len(c.feed) == 0, "the viewer who left is forgotten")
 
