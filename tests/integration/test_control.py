@@ -97,6 +97,7 @@ async def test_what_is_late_goes_by_the_policy_that_holds_now(tmp_path):
             coordinator._overview = None
             return coordinator.overview().health
 
+        await until(lambda: coordinator.indexer.caught_up, "the coordinator has read the chain")
         assert await after(4000) == "stalled"
         swarm.round({0: 10})
         await settled(coordinator, 1)
