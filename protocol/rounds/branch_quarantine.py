@@ -22,7 +22,8 @@ attempt can take minutes."""
 class _Entry:
     since: float
     until: float
-    tries: int
+    """The end of its time; of a record without support, infinite: `Consensus` knows when patience is over."""
+
     unsupported: bool
     failures: int
     """Moves there that failed though all blobs were held."""
@@ -56,9 +57,8 @@ class BranchQuarantine:
         self._tips_for: tuple | None = None
 
     def hold_back(self, record: Digest) -> None:
-        """Quarantine a record without support for `patience_seconds`, or until it has it."""
-        until = self._context.now + self._context.policy.patience_seconds
-        self._add(record, until, unsupported=True, failures=0)
+        """Quarantine a record without support, until it has some or patience is over."""
+        self._add(record, float("inf"), unsupported=True, failures=0)
 
     def add(self, record: Digest, *, failed: bool = False) -> bool:
         """Quarantine a branch for `patience_seconds`, or until an absent peer is back; then until its blobs are here.
@@ -77,11 +77,10 @@ class BranchQuarantine:
         context, required = self._context, self._context.chain.required_ancestor
         if required is not None and context.chain.is_ancestor(record, required):
             return False
-        old = self._entries.pop(record, None)
-        tries = 0 if old is None else old.tries + 1
+        self._entries.pop(record, None)
         absent = frozenset() if unsupported else self._absent(record)
         number = len(context.chain.certificate(record).record.body.updates)
-        self._entries[record] = _Entry(context.now, until, tries, unsupported, failures, absent, number)
+        self._entries[record] = _Entry(context.now, until, unsupported, failures, absent, number)
         context.chain.quarantine(record)
         while len(self._entries) > MAX_QUARANTINED:
             entries = self._entries
@@ -117,8 +116,11 @@ class BranchQuarantine:
             if news and branch in chain and chain.is_ancestor(branch, head):
                 entry.until = self._context.now
 
-    def advance(self, is_here: Callable[[Digest], bool]) -> None:
-        """Release what is over. `is_here(tip)`: whether all blobs are held that a move to a record needs."""
+    def advance(self, is_here: Callable[[Digest], bool], is_patience_over: Callable[[Digest, float], bool]) -> None:
+        """Release what is over. `is_here(tip)`: whether all blobs are held that a move to a record needs.
+
+        `is_patience_over(parent, arrived)`: whether a record without support may be followed now.
+        """
         context = self._context
         check = context.now >= self._next_check
         if check:
@@ -130,7 +132,7 @@ class BranchQuarantine:
             elif not entry.active or entry.retried_since is not None:
                 continue
             elif entry.unsupported:
-                if context.deadlines.due("quarantine", entry.until):
+                if is_patience_over(context.chain.parent(record), entry.since):
                     self._release(record)
             elif context.deadlines.due("quarantine", entry.until) or check and self._is_somebody_back(entry):
                 # Back from a split: most likely nobody withheld anything.
@@ -161,7 +163,7 @@ class BranchQuarantine:
             self._tips_for = key
             self._tips = {record: tip for record in due if (tip := context.chain.head_if_released(record)) is not None}
         if self._turn not in self._tips:
-            # Branches that are lighter than the head are no candidates: nobody would move there.
+            # Branches that the fork choice would not prefer are no candidates: nobody would move there.
             entries = [(record, self._entries[record]) for record in self._tips]
             order = {record: (-entry.contributors, entry.turns, entry.retried_since) for record, entry in entries}
             self._turn = min(order, key=lambda record: order[record], default=None)
@@ -173,7 +175,6 @@ class BranchQuarantine:
 
     def _prolong(self, record: Digest) -> None:
         entry = self._entries[record]
-        entry.tries += 1
         entry.since, entry.until, entry.retried_since = self._context.now, self._end_of(entry.failures), None
         self._context.deadlines.due("quarantine", entry.until)
         entry.absent = self._absent(record)

@@ -44,8 +44,8 @@ class Consensus:
     A certificate is not final: its quorum is of the contributors that the record lists, not of all members. A member
     may vote for a second record of the round, because a record whose voters fell silent would stop it for ever. So two
     records of a round can both be certified without a fault, as two branches. Safety is not in the votes: the chain
-    checks each record by itself, and the fork choice leads all to the branch with most stake. No correct peer leaves a
-    record that the owner has finalized, except by the owner's rollback.
+    checks each record by itself, and the fork choice leads everyone to the branch with the most stake. No correct peer
+    leaves a record that the owner has finalized, except by the owner's rollback.
     """
 
     def __init__(self, context: Context, sync: StateSync):
@@ -221,7 +221,7 @@ class Consensus:
         if (shards := exchange.shards(proposal)) is None:
             return None
         votes = round_.votes_for(proposal.record, shards_digest(shards))
-        if len(votes) < needed or not self.is_supported(round_.parent, {vote.author for vote in votes}):
+        if len(votes) < needed or not self._may_follow(proposal, {vote.author for vote in votes}):
             return None  # the rest of the votes may be on the way
         certificate = Certificate(proposal.record, tuple(votes), shards)
         try:
@@ -486,28 +486,41 @@ class Consensus:
         if proposal.bad or proposal.equivocated or proposal.refused or body.base_state != round_.state:
             return False
         is_listed = self._context.me in body.contributors
-        return is_listed and exchange.is_votable(proposal) and self.is_supported(body.parent, set(body.contributors))
+        return is_listed and exchange.is_votable(proposal) and self._may_follow(proposal, set(body.contributors))
+
+    def _may_follow(self, proposal: Proposal, signers: set[PeerKey]) -> bool:
+        """Return whether a record that these keys back may be followed now, or voted for if they all voted."""
+        parent = proposal.record.body.parent
+        return self.is_patience_over(parent, proposal.seen) or self.is_supported(parent, signers)
 
     def is_supported(self, parent: Digest, signers: set[PeerKey]) -> bool:
-        """Return whether a record that these keys are for may be followed now, or voted for if they all voted.
+        """Return whether a record that these keys back has support.
 
         Their stake at the parent is more than that of the other members that take part. While nobody of them has
-        stake, they are most of those that announced. Or patience has run out: then nothing better has come.
+        stake, they are most of those that announced.
         """
         context, round_ = self._context, self.round
-        is_open = round_ is not None and round_.parent == parent
-        if is_open and round_ is not None:
-            since = round_.began if round_.first_header_at is None else round_.first_header_at
-            if context.deadlines.due("patience", since + context.policy.patience_seconds):
-                return True
         others = {m.key for m in context.members if m.takes_part}
         decided = is_majority(context.chain.stakes(parent), signers, others)
         if decided is not None:
             return decided
-        announced = {h.author for h in self._believed(round_)} if is_open and round_ is not None else set()
+        is_open = round_ is not None and round_.parent == parent
+        announced = {h.author for h in self._believed(round_)} if is_open else set()
         return 2 * len(signers) > len(announced | signers)
 
-    def votes_for(self, record: Digest) -> set[PeerKey]:
+    def is_patience_over(self, parent: Digest, arrived: float) -> bool:
+        """Return whether a record without support, which came at a time, may be followed: nothing better has come.
+
+        While the round after its parent is not open here, although the parent is the head, nothing better can come.
+        """
+        context, round_ = self._context, self.round
+        if round_ is not None and round_.parent == parent:
+            arrived = round_.patience_since(arrived)
+        elif parent == context.chain.head:
+            return False
+        return context.deadlines.due("patience", arrived + context.policy.patience_seconds)
+
+    def voters_for(self, record: Digest) -> set[PeerKey]:
         """Return the keys whose votes for a record of the open round have arrived."""
         proposal = None if self.round is None else self.round.proposals.get(record)
         if self.round is None or proposal is None:

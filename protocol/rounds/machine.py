@@ -394,13 +394,15 @@ class RoundMachine:
             return
         sync.reconsider(self._is_supported)
         parent = certificate.record.body.parent
-        if parent == head and not context.chain.is_quarantined(record) and not self._is_supported(record):
+        if parent != head or context.chain.is_quarantined(record) or self._is_supported(record):
+            return
+        if not self._consensus.is_patience_over(parent, context.now):
             context.notify("info", "unsupported", f"record {record.short} has no support: it waits for a better one")
             sync.hold_back(record)
 
     def _is_supported(self, record: Digest) -> bool:
         chain = self._context.chain
-        signers = chain.signers(record) | self._consensus.votes_for(chain.certificate(record).record.digest)
+        signers = chain.signers(record) | self._consensus.voters_for(chain.certificate(record).record.digest)
         return self._consensus.is_supported(chain.parent(record), signers)
 
     def _chain_received(self, event: ev.ChainReceived) -> None:
@@ -451,7 +453,7 @@ class RoundMachine:
     def _advance_once(self) -> bool:
         """Return whether something changed that other parts depend on."""
         context, sync, consensus = self._context, self._sync, self._consensus
-        changed = sync.advance()
+        changed = sync.advance(consensus.is_patience_over)
         round_, applied = consensus.round, sync.applied
         if context.observer and applied is not None and (round_ is None or round_.parent != applied):
             self._begin_round(applied)

@@ -293,6 +293,17 @@ class RoundState:
     def mark_ready(self, now: float) -> None:
         self.ready_at = now
 
+    def patience_since(self, arrived: float) -> float:
+        """Return the time from which patience counts for a record without support that came at a time.
+
+        It counts from when this peer could decide the round: from its own announcement, or from the round's
+        `max_seconds` on, whichever is earlier. While the others train, nothing better can come. Nor does it count
+        before the round's first header came.
+        """
+        first = arrived if self.first_header_at is None else self.first_header_at
+        latest = self.began + self.policy.max_seconds
+        return max(first, latest if self.announced_at is None else min(latest, self.announced_at))
+
     def report_once(self, author: PeerKey) -> bool:
         """Return True the first time that an author is to be reported in this round."""
         if author in self.reported:

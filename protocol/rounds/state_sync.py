@@ -199,10 +199,13 @@ class StateSync:
 
     # -- moves -----------------------------------------------------------------------------------------------
 
-    def advance(self) -> bool:
-        """Take one step towards the head, if one is due and possible. Return whether something changed."""
+    def advance(self, is_patience_over: Callable[[Digest, float], bool]) -> bool:
+        """Take one step towards the head, if one is due and possible. Return whether something changed.
+
+        `is_patience_over` as in `BranchQuarantine.advance`.
+        """
         context, chain = self._context, self._context.chain
-        self._quarantine.advance(self._is_here)
+        self._quarantine.advance(self._is_here, is_patience_over)
         head = chain.head
         if context.observer:
             changed = self.applied != head
@@ -387,12 +390,12 @@ class StateSync:
     # -- branches that are not followed for a while ----------------------------------------------------------
 
     def hold_back(self, record: Digest) -> None:
-        """Quarantine a record without support until patience has run out."""
+        """Quarantine a record without support, until it has some or patience is over."""
         self._quarantine.hold_back(record)
         self._waiting = None
 
     def reconsider(self, is_supported: Callable[[Digest], bool]) -> None:
-        """Release the branches held back that have support now: by votes, by what is built on them, or by silence."""
+        """Release the branches held back that have support now: by votes, by what is built on them, or by absence."""
         self._quarantine.reconsider(is_supported)
 
     def member_at(self, head: Digest, since: float) -> None:

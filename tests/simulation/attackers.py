@@ -92,10 +92,13 @@ class Attacker(Node):
                 record = self.world.records[record].record.body.parent
         return record
 
-    def branch(self, fork: Digest, length: int, keys: Sequence[PeerKey], *, salt: str = "", held: bool = True):
+    def branch(
+        self, fork: Digest, length: int, keys: Sequence[PeerKey], *, salt: str = "", held: bool = True,
+        windows_each: int | None = None,
+    ):  # fmt: skip
         """Return a private branch after a record: each round lists these keys alone, with the largest claims.
 
-        The coalition gives blobs and states to who asks, if `held`; otherwise nobody has them.
+        `windows_each`: they claim this many instead. The coalition gives blobs and states to who asks, if `held`; otherwise nobody has them.
         """
         world, found = self.world, list[Certificate]()
         policy, state, parent, number = world.policy, world.owner.state_of(fork), fork, self.height(fork)
@@ -109,7 +112,7 @@ class Attacker(Node):
             for key, first in windows.items():
                 blob = Digest(sha256(b"forged", key, parent, salt.encode()))
                 world.contents[blob] = frozenset()
-                windows[key] = end = first + policy.max_update_windows
+                windows[key] = end = first + (windows_each or policy.max_update_windows)
                 body = UpdateHeader(
                     world.run, Round(number), parent, state, first, end, 1, blob, 1000, 0.01, ADMISSION,
                     world.owner.body.epoch,
@@ -203,6 +206,21 @@ class FrontRunner(Attacker):
     def act(self) -> None:
         if (head := self.new_front()) is not None:
             self.tell(self.branch(head, 1, [n.key for n in self.allies]))
+
+
+class EarlyCertifier(FrontRunner):
+    """Announces one window as each round begins, and certifies itself alone, while the others train. It does no more."""
+
+    def act(self) -> None:
+        if (head := self.new_front()) is not None:
+            made = self.branch(head, 1, [self.key], windows_each=1)
+            for header in made[0].record.body.updates:
+                super().broadcast(header)
+            self.tell(made)
+
+    def broadcast(self, message) -> None:
+        if not (self.betrays and isinstance(message.body, UpdateHeader | RoundRecord | Vote)):
+            super().broadcast(message)
 
 
 class Deserter(SoloCertifier):

@@ -15,6 +15,7 @@ from protocol.stake import StakeRule
 from tests.simulation.attackers import (
     Censor,
     Deserter,
+    EarlyCertifier,
     FrontRunner,
     NeverVotes,
     OverClaimer,
@@ -76,6 +77,31 @@ def test_records_on_the_head_whose_updates_nobody_has_delay_nobody(count, fresh,
 @pytest.mark.parametrize("honest, attackers, late", [(4, 1, False), (3, 2, False), (4, 4, True)])
 def test_who_certifies_each_round_alone_at_once_is_not_followed(honest, attackers, late):
     check_all(Siege([partial(FrontRunner, late=late)] * attackers, honest=honest).run(), honest, attackers)
+
+
+LONG = dict(target_windows=160, max_update_windows=120, max_seconds=40.0, patience_seconds=5.0)
+"""Rounds of 20 seconds of four peers: training takes four times the patience."""
+
+
+def test_who_certifies_one_window_alone_while_others_train_for_longer_than_the_patience_is_not_followed():
+    damage = Siege([EarlyCertifier], begins=120.0, seconds=100.0, **LONG).run()
+    check_history(damage)
+    check_share(damage, 0.0)
+    check_listed(damage, 0.9)
+    assert damage.rounds <= 10  # a header is a reason to announce once half of the target is done
+
+
+def test_a_minority_goes_on_by_itself_though_training_takes_longer_than_the_patience():
+    siege = Siege([], honest=5, **LONG)
+    world, few = siege.world, siege.world.nodes[:2]
+    for node in world.nodes:
+        world.clock.at(0.0, node.boot)
+    world.clock.run_until(120.0)
+    world.network.cut |= {(a.index, b.index) for a in world.nodes for b in world.nodes if (a in few) != (b in few)}
+    before = [node.machine.chain.height(node.machine.chain.head) for node in few]
+    world.clock.run_until(240.0)
+    after = [node.machine.chain.height(node.machine.chain.head) for node in few]
+    assert min(after) >= max(before) + 2 and max(after) - min(after) <= 1
 
 
 def test_founders_hold_a_run_that_is_too_young_for_stake():

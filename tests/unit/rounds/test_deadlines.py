@@ -37,6 +37,6 @@ def test_a_tick_before_the_next_deadline_changes_nothing():
 
 def test_a_machine_that_does_not_come_to_rest_says_so(monkeypatch: pytest.MonkeyPatch):
     b = Bench()
-    monkeypatch.setattr(StateSync, "advance", lambda self: True)
+    monkeypatch.setattr(StateSync, "advance", lambda *_: True)
     with pytest.raises(InvariantError, match="does not come to rest: phase training, head .* round 0"):
         b.step(ev.Tick(), 0.5)

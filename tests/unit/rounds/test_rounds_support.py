@@ -62,6 +62,24 @@ def test_keys_without_stake_are_held_back_for_the_patience_however_many_and_with
     assert applied is not None and applied >= PATIENCE
 
 
+def test_patience_does_not_run_while_we_train():
+    """Nothing better can come before others announce: it counts from our announcement on."""
+    b = Founded()
+    b.certified(OTHERS[10:11], OTHERS[10:11], 1.0)
+    assert b.followed(3 * PATIENCE) is None and b.now < POLICY.max_seconds
+    announced = b.now
+    b.announce()
+    applied = b.followed(2 * PATIENCE)
+    assert applied is not None and applied >= announced + PATIENCE
+
+
+def test_who_never_announces_follows_after_the_longest_round_and_the_patience():
+    b = Founded()
+    b.certified(OTHERS[10:11], OTHERS[10:11], 1.0)
+    applied = b.followed(POLICY.max_seconds + 2 * PATIENCE)
+    assert applied is not None and applied >= POLICY.max_seconds + PATIENCE
+
+
 def test_half_of_the_stake_is_not_enough_while_the_other_half_is_heard():
     b = Founded(FOUNDERS[:2])
     b.announce()
