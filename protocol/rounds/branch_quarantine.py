@@ -176,7 +176,7 @@ class BranchQuarantine:
     def _prolong(self, record: Digest) -> None:
         entry = self._entries[record]
         entry.since, entry.until, entry.retried_since = self._context.now, self._end_of(entry.failures), None
-        self._context.deadlines.due("quarantine", entry.until)
+        self._context.deadlines.register("quarantine", entry.until)
         entry.absent = self._absent(record)
 
     def _release(self, record: Digest) -> None:

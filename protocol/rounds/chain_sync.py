@@ -120,7 +120,7 @@ class ChainSync:
         stakes = chain.stakes(chain.head)
         source = min(due, key=lambda s: (s not in stakes, not self._claims[s].member, self._last_asked.get(s, -1.0), s))
         self.ask(source, deadlines.now)
-        deadlines.due("chain answer", self._asked_at + self._answer_within + ANSWER_MARGIN_SECONDS)
+        deadlines.register("chain answer", self._asked_at + self._answer_within + ANSWER_MARGIN_SECONDS)
         return source
 
     def ask(self, source: PeerKey, now: float) -> None:

@@ -393,7 +393,7 @@ class Consensus:
         attempt = round_.attempt(context.now)
         following = round_.next_attempt_at(context.now)
         if following is not None:
-            context.deadlines.due("attempt", following)
+            context.deadlines.register("attempt", following)
         order = round_.proposer_order
         if attempt <= round_.proposed_attempt or context.me not in order or order[attempt % len(order)] != context.me:
             return None
@@ -543,7 +543,7 @@ class Consensus:
             return
         self._repeats += 1
         self._repeat_at = context.now + context.policy.heartbeat_seconds * 2 ** min(1 + self._repeats, 3)
-        context.deadlines.due("repeat", self._repeat_at)
+        context.deadlines.register("repeat", self._repeat_at)
         if context.me in round_.headers:
             context.emit(Broadcast(round_.headers[context.me]))
         exchange.repeat(self._repeats)

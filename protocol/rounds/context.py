@@ -53,7 +53,7 @@ class Context:
         self.chain = chain
         self.observer = observer
         self.accepts_size = accepts_size
-        self.members = Members(policy, self.me, lambda peer: chain.next_window(peer, chain.head) > 0)
+        self.members = Members(policy, self.me, self._chain_rank)
         self.blobs = BlobTracker(_blob_bound(policy), policy.heartbeat_seconds / 4)
         self.own = OwnUpdates(self.me)
         self.deadlines = Deadlines(now)
@@ -93,6 +93,11 @@ class Context:
         if newest is not self._banned_by:
             self._banned_by, self._banned = newest, frozenset(() if newest is None else newest.body.banned)
         return key in self._banned
+
+    def _chain_rank(self, key: PeerKey) -> int:
+        """Return 2 for a peer with stake at the head, 1 for one with accepted work only, else 0: see `Members`."""
+        chain = self.chain
+        return 2 if chain.stakes(chain.head).get(key) else int(chain.next_window(key, chain.head) > 0)
 
     @property
     def is_paused(self) -> bool:

@@ -31,6 +31,10 @@ class Deadlines:
             self.pending[name] = at
         return False
 
+    def register(self, name: str, at: float) -> None:
+        """Register a deadline that a later step examines."""
+        self.due(name, at)
+
     @property
     def next_tick(self) -> float:
         """The earliest deadline; infinite when there is none."""

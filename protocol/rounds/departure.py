@@ -153,7 +153,7 @@ class Departure:
         busy, self._sent = bytes_up - self._sent > QUIET_BYTES, bytes_up
         self._check_at = self._context.now + QUIET_SECONDS
         if (busy or anybody_behind()) and self._context.now < since + MAX_STAY_SECONDS:
-            self._context.deadlines.due("stay", self._check_at)
+            self._context.deadlines.register("stay", self._check_at)
             return
         self._completed = None
         self._context.emit(Finished(reason))

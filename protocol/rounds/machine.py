@@ -607,7 +607,7 @@ class RoundMachine:
         )  # fmt: skip
         context.emit(Broadcast(context.signer.sign(body)))
         self._beat_at = context.now + context.policy.heartbeat_seconds
-        context.deadlines.due("heartbeat", self._beat_at)
+        context.deadlines.register("heartbeat", self._beat_at)
 
     def _describe(self) -> str:
         """Return what the machine holds, for the report of a bug."""

@@ -69,15 +69,19 @@ class Penalties:
 class Members:
     """The members that one machine knows, at most `max_members`, and their penalties.
 
-    When the table is full, contributors of the last round displace other members, and peers with accepted work displace
-    those without, the newest first. A peer without accepted work displaces nobody: anybody can make keys.
+    When the table is full, a peer of a higher rank displaces one of a lower rank, the newest first. The ranks are:
+    contributors of the last round, peers with stake, peers with accepted work, and the others. A peer of the lowest
+    rank displaces nobody: anybody can make keys.
     """
 
-    def __init__(self, policy: RoundPolicy, me: PeerKey, has_accepted_work: Callable[[PeerKey], bool]):
-        """Start without members; `has_accepted_work` returns whether the chain to the head has windows of a peer."""
+    def __init__(self, policy: RoundPolicy, me: PeerKey, chain_rank: Callable[[PeerKey], int]):
+        """Start without members.
+
+        `chain_rank` returns 2 for a peer with stake at the chain's head, 1 for one with accepted work only, else 0.
+        """
         self._policy = policy
         self._me = me
-        self._has_accepted_work = has_accepted_work
+        self._chain_rank = chain_rank
         self._members: dict[PeerKey, Member] = {}
         self._established: frozenset[PeerKey] = frozenset()
         """Contributors of the last round."""
@@ -205,8 +209,8 @@ class Members:
         return key == self._me or key in self._members or self._rank(key) > 0
 
     def _rank(self, key: PeerKey) -> int:
-        """Return the peer's claim to a place: 2 if it contributed to the last round, 1 to an earlier one, 0 to none."""
-        return 2 if key in self._established else int(self._has_accepted_work(key))
+        """Return the peer's claim to a place: 3 if it contributed to the last round, else its rank on the chain."""
+        return 3 if key in self._established else self._chain_rank(key)
 
     def _make_room(self, key: PeerKey, now: float) -> bool:
         if self.expire(now):

@@ -305,8 +305,11 @@ class RoundState:
         return max(first, latest if self.announced_at is None else min(latest, self.announced_at))
 
     def report_once(self, author: PeerKey) -> bool:
-        """Return True the first time that an author is to be reported in this round."""
-        if author in self.reported:
+        """Return True the first time that an author is to be reported in this round.
+
+        Beyond twice `max_members` authors, no more are reported: anybody can make keys.
+        """
+        if author in self.reported or len(self.reported) >= 2 * self.policy.max_members:
             return False
         self.reported.add(author)
         return True
@@ -487,5 +490,6 @@ class RoundState:
             "votes": (sum(len(v) for v in self.votes.values()), 2 * top * VOTES_PER_AUTHOR),
             "excluded": (len(self.excluded), 2 * top),
             "equivocators": (len(self.equivocators), 2 * top),
+            "reported": (len(self.reported), 2 * top),
             "disputed": (len(self.disputed), 2 * top),
         }

@@ -98,7 +98,8 @@ class Attacker(Node):
     ):  # fmt: skip
         """Return a private branch after a record: each round lists these keys alone, with the largest claims.
 
-        `windows_each`: they claim this many instead. The coalition gives blobs and states to who asks, if `held`; otherwise nobody has them.
+        `windows_each`: they claim this number of windows instead. The coalition gives blobs and states to those that
+        request them, if `held`; otherwise nobody has them.
         """
         world, found = self.world, list[Certificate]()
         policy, state, parent, number = world.policy, world.owner.state_of(fork), fork, self.height(fork)
@@ -209,7 +210,7 @@ class FrontRunner(Attacker):
 
 
 class EarlyCertifier(FrontRunner):
-    """Announces one window as each round begins, and certifies itself alone, while the others train. It does no more."""
+    """Announces one window as each round begins, and certifies itself alone while the others train. It does no more."""
 
     def act(self) -> None:
         if (head := self.new_front()) is not None:

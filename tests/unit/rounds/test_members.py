@@ -1,6 +1,8 @@
-"""The members' table when it is full: accepted work keeps a place, and gets one; keys alone do not."""
+"""The members' table when it is full: stake and accepted work keep a place, and get one; keys alone do not."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,12 +11,16 @@ from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.messages import Heartbeat, RoundRecord
 from protocol.rounds import events as ev
 from protocol.rounds.members import Members
+from protocol.stake import StakeRule
 from tests.simulation.signer import FakeSigner, certificate
-from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, Bench, blob_of
+from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, STATE, Bench, blob_of
 
 TOP = POLICY.max_members
 WORKERS = frozenset(OTHERS[:12])
 """More peers with accepted work than places."""
+
+STAKED = frozenset(OTHERS[8:20])
+"""As many with stake; some of them have no accepted work, as founders."""
 
 
 def heartbeat(key: PeerKey, sequence: int):
@@ -25,9 +31,9 @@ def heartbeat(key: PeerKey, sequence: int):
 @given(st.lists(st.sampled_from(OTHERS), max_size=120), st.frozensets(st.sampled_from(sorted(WORKERS)), max_size=TOP))
 def test_accepted_work_gets_a_place_and_keeps_it_from_keys_without(authors: list[PeerKey], last: frozenset[PeerKey]):
     def rank(key: PeerKey) -> int:
-        return 2 if key in last else key in WORKERS
+        return 3 if key in last else 2 if key in STAKED else key in WORKERS
 
-    members = Members(POLICY, ME, WORKERS.__contains__)
+    members = Members(POLICY, ME, lambda key: 2 if key in STAKED else int(key in WORKERS))
     members.note_contributors(last)
     for sequence, author in enumerate(authors):
         before = {m.key for m in members}
@@ -39,6 +45,31 @@ def test_accepted_work_gets_a_place_and_keeps_it_from_keys_without(authors: list
         # The one that leaves is of the lowest rank, and nobody is refused that could displace another.
         assert all(rank(key) == min(map(rank, before)) for key in left)
         assert author in after or all(rank(key) >= rank(author) for key in after)
+
+
+def test_a_founder_that_comes_late_gets_a_place_in_a_full_table_and_keeps_it_from_accepted_work():
+    founder, worker = OTHERS[-1], OTHERS[0]
+    b = Bench(policy=replace(POLICY, stake=StakeRule(12, (founder,), 10)))
+    for key in OTHERS[:TOP]:
+        b.beat(key)
+    assert founder not in {m.key for m in b.machine.summary(0).members}
+    b.beat(founder)
+    members = {m.key for m in b.machine.summary(0).members}
+    assert founder in members and len(members) == TOP
+    made = certificate(b.record(worker, [b.header(worker)]), [worker])
+    b.chain.add(made)
+    b.chain.add(_next(b, made.digest))  # the worker contributed, but not to the last round
+    for key in OTHERS[:TOP]:
+        b.beat(key, sequence=2)
+    assert founder in {m.key for m in b.machine.summary(0).members}
+
+
+def _next(b: Bench, parent: Digest):
+    author = OTHERS[1]
+    header = b.header(author, round=Round(1), parent=parent, base_state=STATE)
+    weights = b.chain.weights(parent, (header,))
+    record = FakeSigner(author).sign(RoundRecord(RUN, Round(1), parent, STATE, 0, (header,), weights=weights))
+    return certificate(record, [author])
 
 
 def test_work_of_an_earlier_round_gets_a_place_among_a_flood_of_new_keys():

@@ -248,3 +248,11 @@ def test_a_record_that_lists_one_blob_twice_is_no_record():
     body = RoundRecord(RUN, Round(0), chain.genesis, STATE, 0, tuple(sorted(twice, key=lambda h: h.author)))
     with pytest.raises(ChainError, match="one blob twice"):
         chain.add(certificate(FakeSigner(OTHERS[0]).sign(body), OTHERS[:3]))
+
+
+def test_the_peers_that_are_reported_in_a_round_are_bounded_and_each_is_once():
+    round_ = Bench().machine.open_round
+    keys = [PeerKey(sha256(b"copier", bytes([i]))) for i in range(4 * POLICY.max_members)]
+    reported = [key for key in keys + keys if round_.report_once(key)]
+    assert reported == keys[: 2 * POLICY.max_members]
+    assert all(count <= bound for count, bound in round_.sizes().values())
