@@ -22,7 +22,7 @@ from coordinator.swarm import TRAINING_PHASES, SwarmView
 from coordinator.tasks import wait_at_most
 from protocol.chain import genesis_digest
 from protocol.errors import CairnError
-from protocol.ids import Digest, PeerKey, RunId
+from protocol.ids import Digest, PeerKey, Round, RunId
 from protocol.ledger.credits import AccountBalance, CreditRule, RoundCredits, credits_of
 from protocol.messages import MAX_VERDICTS, Certificate, Rollback, Verdict
 from protocol.spec import RunSpec
@@ -138,6 +138,14 @@ class ChainIndexer:
                 await self._ledger.run(lambda ledger, s=some: self._post(ledger, s, None))
             await self._ledger.run(lambda ledger: ledger.rollback(rollback))
             await self._read_ledger()
+
+    async def note_verdicts(self, verdicts: Sequence[Verdict]) -> None:
+        """Note a directive's verdicts: later directives repeat them until a final record carries them."""
+        round_ = Round(self._chain.training_round)
+        if verdicts:
+            await self._ledger.run(lambda ledger: ledger.add_verdicts(round_, verdicts))
+            self.verdicts = await self._ledger.read(lambda ledger: ledger.verdicts(MAX_VERDICTS))
+            self._wake.set()
 
     async def _read_ledger(self) -> None:
         last, balances, first_seen, finalization = await self._ledger.run(

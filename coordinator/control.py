@@ -71,6 +71,7 @@ class RunControl:
         newest = max(stored, key=lambda d: d.body.precedence)
         self._apply(newest)
         await self.view.publish_directive(newest)
+        await self.indexer.note_verdicts(newest.body.verdicts)
         for epoch in range(1, newest.body.epoch + 1):
             first = next((d for d in stored if d.body.epoch == epoch), None)
             if first is None or (back := first.body.rollback) is None:
@@ -152,6 +153,7 @@ class RunControl:
         self._apply(directive)
         if publish:
             await self.view.publish_directive(directive)
+        await self.indexer.note_verdicts(directive.body.verdicts)
         if directive.body.epoch > before:
             await self._roll_back(directive)
         await self.indexer.switch_epoch(directive.body.epoch)

@@ -105,7 +105,8 @@ class Directive:
     They are cumulative: a ban or change that a new directive does not repeat no longer holds. `run_status` is one of
     RUN_STATUSES, since `since` (unix seconds), for a `reason` in prose. `banned`: ascending keys. The `changes` hold
     in no round before `from_round`. `verdicts`: ascending by record, then peer; unlike the rest, one that a record
-    has carried holds on without being repeated.
+    has carried holds on without being repeated. Records carry the newest directive only, so the next directive must
+    repeat what none has carried yet: the coordinator does.
     """
 
     run: RunId

@@ -505,7 +505,7 @@ class Consensus:
         if decided is not None:
             return decided
         is_open = round_ is not None and round_.parent == parent
-        announced = {h.author for h in self._believed(round_)} if is_open else set()
+        announced = {h.author for h in self._believed(round_)} if is_open and round_ is not None else set()
         return 2 * len(signers) > len(announced | signers)
 
     def is_patience_over(self, parent: Digest, arrived: float) -> bool:

@@ -8,7 +8,7 @@ from coordinator import service
 from protocol.ids import Round
 from protocol.ledger.credits import CreditRule, credits_of, sum_credits
 from protocol.message_codec import KeySigner
-from protocol.messages import Directive, Rollback
+from protocol.messages import Directive, Rollback, Verdict
 from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer, state
 from tests.support.coordinator_service import client, running, settled
 from tests.support.specs import OWNER
@@ -57,6 +57,25 @@ async def test_what_nobody_can_have_done_is_void_by_a_directive_that_the_chain_c
         await settled(c, DEPTH + 3)
         await until(lambda: c.chain.balances[peer(1).key].voided.rounds == 1, "it is void")
         assert c.indexer.verdicts == () and len(swarm.directives) == 2
+
+
+async def test_verdicts_of_directives_that_no_record_has_carried_are_all_brought_into_the_chain(tmp_path):
+    """Records carry the newest directive only. Those given between two records must not replace each other's."""
+    spec = make_spec(credit={"hold_rounds": 9})
+    async with running(tmp_path, spec) as (c, swarm):
+        made = [swarm.round({0: 6000, 1: 7000}) for _ in range(2)]
+        await settled(c, 2)
+        verdicts = [Verdict(certificate.digest, peer(n).key, "a copy") for n, certificate in enumerate(made)]
+        for sequence, verdict in enumerate(verdicts, 1):
+            directive = Directive(spec.run_id, sequence, verdicts=(verdict,))
+            await c.control.accept(KeySigner(OWNER).sign(directive).encoded)
+        await until(lambda: set(swarm.directives[-1].body.verdicts) == set(verdicts), "the newest has both")
+        swarm.chain.carry(swarm.directives[-1])
+        for _ in range(DEPTH + 1):
+            swarm.round({0: 6000})
+        await settled(c, DEPTH + 3)
+        await until(lambda: all(c.chain.balances[peer(n).key].voided.rounds == 1 for n in (0, 1)), "both are void")
+        assert c.indexer.verdicts == () and len(swarm.directives) == 3
 
 
 async def test_a_database_that_was_deleted_gives_the_same_answers(tmp_path):
