@@ -89,7 +89,7 @@ class RecordNode:
         found: dict[PeerKey, int] = {}
         for vote in () if self.certificate is None else self.certificate.votes:
             note_message(found, vote.author, self.histories[vote.author].end_window)
-        todo = [self]
+        todo: list[RecordNode] = [self]
         while todo:
             node = todo.pop()
             for key, end in node.announced.items():
@@ -119,7 +119,7 @@ class RecordNode:
         votes = () if self.certificate is None else self.certificate.votes
         if any(vote.author == key for vote in votes):
             note_message(latest, key, self.histories[key].end_window)
-        todo = [self]
+        todo: list[RecordNode] = [self]
         while todo:
             node = todo.pop()
             if key in node.announced:

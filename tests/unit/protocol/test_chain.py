@@ -268,6 +268,14 @@ def header_of(chain: Chain, who: int, parent: Digest, windows: int) -> Signed[Up
     return FakeSigner(KEYS[who]).sign(body)
 
 
+def test_no_limit_drops_what_the_stake_at_a_fork_is_made_of():
+    chain = new(max_records=1, max_side_records=4, stake=StakeRule(3))
+    made = line(chain, chain.genesis, 0, 90, 0)
+    assert len(chain) == 3 + STAKE_ROUNDS + 4
+    oldest = made[-5].digest  # as many side records fork before it as the tree has room for
+    assert chain.stakes(oldest) == {KEYS[0]: STAKE_ROUNDS}
+
+
 def naive_stakes(chain: Chain, at: Digest) -> dict:
     """Return stakes by their definition, record by record."""
     rule, found = chain.limits.stake, {}
