@@ -135,9 +135,11 @@ class ObserverView:
         chain = self._node.chain
         return max((a.round for a in self._archive.all() if chain.main_chain_at(a.round) == a.record), default=0)
 
-    def is_backed(self, record: Digest) -> bool:
+    def count_backed(self, path: Sequence[Digest]) -> int:
         chain = self._node.chain
-        return record in chain and record != chain.root and chain.is_backed(record)
+        known = [record for record in path if record in chain and record != chain.root]
+        backed = chain.count_backed(known)
+        return backed + len(path) - len(known) if backed else 0
 
     def has_blob(self, digest: Digest) -> bool:
         return self._node.store.has(digest)

@@ -6,7 +6,8 @@ of this coordinator never contradict each other, whenever it is killed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from time import monotonic
 
 from coordinator.errors import LedgerConflictError
 from coordinator.indexed_chain import IndexedChain
@@ -23,8 +24,17 @@ from protocol.spec import RunSpec
 class Finalizer:
     """The finalizations of one run."""
 
-    def __init__(self, spec: RunSpec, owner: Identity, view: SwarmView, ledger: LedgerThread, chain: IndexedChain):
+    def __init__(
+        self, spec: RunSpec, owner: Identity, view: SwarmView, ledger: LedgerThread, chain: IndexedChain, *,
+        time: Callable[[], float] = monotonic,
+    ):  # fmt: skip
+        """`time`: seconds, monotonic."""
         self._spec = spec
+        self._time = time
+        self._patience = max(1, spec.credit.hold_rounds) * spec.round.max_seconds
+        """Seconds for which a record without most of the stake, and all that is built on it, is not final."""
+        self._waits_for: Digest | None = None
+        self._waits_since = 0.0
         self._signer = KeySigner(owner)
         self._decoder = MessageDecoder(spec.run_id, owner.key, remember=16)
         self._view = view
@@ -47,13 +57,26 @@ class Finalizer:
         # branch that nobody can have. The state after a final record must be in hand, for everyone.
         count = len(accounts) - (0 if self._ends_run(accounts) else self._spec.checkpoint.final_depth)
         count = max(0, min(count, sum(a.round < held for a in accounts)))
-        while count > 0 and not self._view.is_backed(accounts[count - 1].record):
-            count -= 1
+        count = self._count_backed([a.record for a in accounts[:count]])
         theirs = self._view.final
         for i, account in enumerate(accounts):
             if theirs is not None and account.record == theirs.body.record:
                 count = max(count, i + 1)
         return count
+
+    def _count_backed(self, path: Sequence[Digest]) -> int:
+        """Return how many of these records have most of the stake behind them, or had no rival for long enough.
+
+        If most of the stake left at once, no record after it would have it: nothing would be final any more.
+        """
+        count = self._view.count_backed(path)
+        if count == len(path):
+            return count
+        if self._waits_for != path[count]:
+            self._waits_for, self._waits_since = path[count], self._time()
+        if self._time() - self._waits_since < self._patience:
+            return count
+        return next((i for i in range(len(path), count, -1) if self._view.count_backed(path[i - 1 : i])), count)
 
     def _ends_run(self, accounts: Sequence[RoundCredits]) -> bool:
         """Return whether these rounds end the run: nothing will be built on them."""

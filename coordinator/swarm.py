@@ -131,10 +131,11 @@ class SwarmView(Protocol):
         """
         ...
 
-    def is_backed(self, record: Digest) -> bool:
-        """Return whether most of the stake at a record's parent is for it (see `Chain.is_backed`).
+    def count_backed(self, path: Sequence[Digest]) -> int:
+        """Return how many of these records, oldest first, have most of the stake behind them: `Chain.count_backed`.
 
-        Nothing else becomes final: an owner cut off with a few peers must not bind the others to their branch.
+        Those that this observer has no more in memory count. Nothing else becomes final: an owner cut off with a few
+        peers must not bind the others to their branch.
         """
         ...
 

@@ -8,7 +8,9 @@ Fork choice. It goes down from the newest finalized record. After a rollback tha
 rolled back, and then records that carry that directive. Of several records with the same parent, it takes the one that
 has most stake for it. This is stake at the parent, which both sides know: neither speed nor claims buy anything. Each
 key counts once, where its newest message is, however many records it signs (LMD-GHOST: Sompolinsky and Zohar 2015,
-Buterin et al. 2020, arXiv 2003.03052). Ties: more keys, then more windows, then the smaller digest.
+Buterin et al. 2020, arXiv 2003.03052). Of one key's messages the one whose windows end later is newer: its count of
+windows never restarts, whichever branch it is on. Heights would compare branches, and keep those that left a longer one
+there. Ties: more keys, then more windows, then the smaller digest.
 
 Finalization and rollback. The head always descends from the record of the newest finalization, or, without one, from
 the record to which the run was rolled back (`required_ancestor`). A finalization whose record has not arrived is
@@ -18,7 +20,7 @@ directive stays. It begins a new epoch, and finalizations of an earlier epoch lo
 is held was signed with knowledge of the newest rollback, and decides alone.
 
 Bans. A directive that bans takes effect as soon as it arrives, in a record or alone. Records beyond that one leave the
-tree if they had no quorum without the banned, with all that is built on them.
+tree if they had no quorum without the banned, with all that is built on them. The banned count at no fork.
 
 Only certificates from `MessageDecoder` may be added: it checks signatures, admissions and the number of votes. This
 module checks the rules that depend on the place in the tree.
@@ -44,7 +46,7 @@ from protocol.messages import (
     UpdateHeader,
     quorum,
 )
-from protocol.record_node import RecordNode
+from protocol.record_node import RecordNode, note_message
 from protocol.reduce_plan import GATHER, ReducePlan
 from protocol.stake import STAKE_ROUNDS, StakeRule, is_majority
 from protocol.update_weights import weigh
@@ -52,7 +54,7 @@ from protocol.update_weights import weigh
 WITHOUT_BANNED = "without the peers whom the run's owner has banned it had no quorum"
 
 MAX_CACHED_STAKES = 16
-"""Records of which the stakes are remembered: the head's, those at forks, and those of the round before."""
+"""Records of which the stakes are remembered, beside one for each side record: there may be as many forks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +68,25 @@ class ChainLimits:
     max_side_records: int = 256
     """Records that are not on the head's path: those whose voters have the least stake are dropped first."""
 
-    min_main_records: int = 160
-    """Records on the head's path that no limit drops: stake needs the hold and STAKE_ROUNDS before a fork."""
+    min_main_records: int | None = None
+    """Records on the head's path that no limit drops, however large they are.
+
+    None: as many as stake needs before a fork, and max_side_records more, which is how old a fork may be. A fork that
+    is older than that counts less stake here than in a larger tree.
+    """
 
     reduce_plan: ReducePlan = GATHER
     window_tokens: int = 1
     """Tokens of one: directives speak of tokens."""
 
     stake: StakeRule = StakeRule()
+
+    @property
+    def main_records(self) -> int:
+        """The records on the head's path that no limit drops."""
+        if self.min_main_records is not None:
+            return self.min_main_records
+        return self.stake.hold_rounds + STAKE_ROUNDS + self.max_side_records
 
     def round_limits(self, active: ActiveDirectives) -> tuple[int, int]:
         """Return the maximum windows of an update, and the maximum contributors, in the next round."""
@@ -89,7 +102,10 @@ def genesis_digest(run: RunId) -> Digest:
 
 
 class Chain:
-    """The tree of records, its head, and what is finalized. Every method is cheap in the number of peers and records.
+    """The tree of records, its head, and what is finalized.
+
+    Adding a record takes time by its contributors and by the forks below the newest final record. Reading is cheap, but
+    for `stakes`, `signers` and `count_backed`, which walk many records.
 
     >>> chain = Chain(run, genesis_state, ChainLimits(max_update_windows=64, max_members=256))
     """
@@ -109,6 +125,8 @@ class Chain:
         self._quarantined: set[Digest] = set()
         self._stakes: OrderedDict[Digest, Mapping[PeerKey, int]] = OrderedDict()
         self._invalid: OrderedDict[Digest, None] = OrderedDict()
+        self._dropped_twins: OrderedDict[Digest, None] = OrderedDict()
+        """Records of `_drop_lone_twins`: sent again, they are no news until something is built on them."""
         self._newest_directive: Signed[Directive] | None = None
         self._finalization: Signed[Finalization] | None = None
         self._pending_finalization: Signed[Finalization] | None = None
@@ -166,22 +184,44 @@ class Chain:
         """Return the stake, in windows, of every key that has some in the round after a record. Raises ChainError."""
         return self._stakes_at(self._node(record))
 
-    def is_backed(self, record: Digest) -> bool:
-        """Return whether most of all stake at a record's parent is for the record: only then may the owner finalize it.
+    def count_backed(self, path: Sequence[Digest]) -> int:
+        """Return how many of these records, in order and each the parent of the next, the owner may finalize.
 
-        While nobody has stake, most of the contributors of the rounds before it are. Raises ChainError for the root.
+        Most must be for a record, of the stake at its parent that its signers have, or who contributed in the hold
+        rounds before it; founders contributed just before the first. While nobody of them has stake, most keys must be.
+        A record counts with all before it only: a coalition can certify in a second what is older than any hold, and
+        on its own branch nobody else has stake in the end. Raises ChainError.
         """
-        node = self._node(record)
-        if node.parent is None:
-            raise ChainError(f"record {record.short} is where this tree begins: who was for it is not in memory")
-        stakes, signers = self._stakes_at(node.parent), set(node.latest_messages())
-        if stakes:
-            return bool(is_majority(stakes, signers, set(stakes)))
-        earlier = {key for above in islice(node.parent.branch(), STAKE_ROUNDS) for key in above.weighed}
+        nodes = [self._node(record) for record in path]
+        newest: dict[PeerKey, int] = {}
+        """The last place on the path at which a key is for the record."""
+        for i, node in enumerate(nodes):
+            if node.parent is None:
+                raise ChainError(f"record {node.digest.short} is where this tree begins: its signers are not in memory")
+            beyond = nodes[i + 1] if i + 1 < len(nodes) else None
+            for key in node.latest_messages(beside=beyond):
+                newest[key] = i
+        for i, node in enumerate(nodes):
+            if not self._is_backed(node, {key for key, last in newest.items() if last >= i}):
+                return i
+        return len(nodes)
+
+    def _is_backed(self, node: RecordNode, signers: set[PeerKey]) -> bool:
+        parent, rule, banned = node.parent, self.limits.stake, self._banned
+        if parent is None:
+            return False
+        hold = max(1, rule.hold_rounds)
+        earlier = {key for above in islice(parent.branch(), hold) for key in above.weighed}
+        if parent.height < hold:
+            earlier.update(rule.founders)
+        decided = is_majority(self._stakes_at(parent), signers - banned, earlier - banned)
+        if decided is not None:
+            return decided
+        earlier -= banned
         return 2 * len(earlier & signers) > len(earlier) or not earlier
 
     def signers(self, record: Digest) -> set[PeerKey]:
-        """Return the keys that voted for a record, or contributed to one built on it. Raises ChainError."""
+        """Return the keys that voted for a record, or contributed or announced after it. Raises ChainError."""
         return set(self._node(record).latest_messages())
 
     def directives(self, record: Digest) -> ActiveDirectives:
@@ -192,6 +232,22 @@ class Chain:
         """Return whether `ancestor` is the record or comes before it; False if either is not in the tree."""
         a, b = self._nodes.get(ancestor), self._nodes.get(record)
         return a is not None and b is not None and self._descends(b, a)
+
+    def announce(self, header: Signed[UpdateHeader]) -> None:
+        """Count a header that came by itself: its author is for its parent, also if no record lists it.
+
+        Without this, who proposes several records in a row decides who is for them. Only authors with stake count.
+        """
+        node, key = self._nodes.get(header.body.parent), header.author
+        if node is None or key not in self._stakes_at(node):
+            return
+        end = header.body.end_window
+        note_message(node.announced, key, end)
+        for above in self._undecided(node):
+            if above.latest is not None:
+                note_message(above.latest, key, end)
+        if node is not self._head:
+            self._choose_head()
 
     def common_ancestor(self, a: Digest, b: Digest) -> Digest:
         """Return the newest record that both descend from."""
@@ -365,12 +421,15 @@ class Chain:
         if (known := self._nodes.get(digest)) is not None:
             self._add_votes(known, certificate)
             return False
+        if digest in self._dropped_twins:
+            return False
         if body.run != self.run:
             raise ChainError(f"record {digest.short} is of another run")
         if digest in self._invalid or body.parent in self._invalid:
             raise ChainError(f"record {digest.short} has, or is built on, an update that broke the codec's rules")
         parent = self._nodes.get(body.parent)
         if parent is None:
+            self._dropped_twins.pop(body.parent, None)  # somebody built on it: it may come again
             raise UnknownParent(f"the parent {body.parent.short} of record {digest.short} is not known here")
         if body.directive is not None:
             self.add_directive(body.directive)  # it counts, whatever becomes of the record
@@ -387,7 +446,7 @@ class Chain:
         parent.children.append(node)
         self._nodes[node.digest] = node
         self._bytes += node.size
-        for above in parent.branch():
+        for above in self._undecided(parent):
             if above.latest is not None:
                 node.count_in(above.latest)
         if self._pending_finalization is not None and self._pending_finalization.body.record == node.digest:
@@ -562,7 +621,10 @@ class Chain:
 
     def _drop_branches_beside(self, node: RecordNode) -> None:
         """Drop every record that neither comes before this one nor descends from it: none of them can win any more."""
-        on_branch = {n.digest for n in node.branch()}
+        on_branch = set[Digest]()
+        for above in node.branch():
+            on_branch.add(above.digest)
+            above.latest, above.announced = None, {}  # no fork is open here
         for above in islice(node.branch(), 1, None):
             for child in [c for c in above.children if c.digest not in on_branch]:
                 self._drop(child)
@@ -610,7 +672,7 @@ class Chain:
         if found is None:
             found = self.limits.stake.stakes(node)
         self._stakes[node.digest] = found
-        while len(self._stakes) > MAX_CACHED_STAKES:
+        while len(self._stakes) > MAX_CACHED_STAKES + self.limits.max_side_records:
             self._stakes.popitem(last=False)
         return found
 
@@ -624,7 +686,7 @@ class Chain:
         node.certificate = replace(held, votes=tuple(votes[key] for key in sorted(votes)))
         if node.latest is not None:
             for key in votes:
-                node.latest.setdefault(key, node.height)
+                note_message(node.latest, key, node.histories[key].end_window)
         if node.parent is not None and len(node.parent.children) > 1:
             self._choose_head()
 
@@ -638,11 +700,27 @@ class Chain:
         for other in [c for c in parent.children if c.weighed.keys() == node.weighed.keys()]:
             if not other.children and other is not self._head:
                 self._drop(other)
+                self._dropped_twins[other.digest] = None
+        while len(self._dropped_twins) > self.limits.max_side_records:
+            self._dropped_twins.popitem(last=False)
 
     def _floor(self) -> RecordNode:
         """Return the record from which fork choice starts."""
         required = self.required_ancestor
         return self._root if required is None else self._nodes.get(required, self._root)
+
+    def _undecided(self, node: RecordNode) -> Iterator[RecordNode]:
+        """Yield a record and those before it, as far as fork choice decides."""
+        floor = self._floor()
+        for above in node.branch():
+            if above is floor:
+                return
+            yield above
+
+    @property
+    def _banned(self) -> frozenset[PeerKey]:
+        """The keys that the owner bans by its newest directive, whether or not a record carries it."""
+        return frozenset(() if self._newest_directive is None else self._newest_directive.body.banned)
 
     def _choose_head(self) -> None:
         """Compute the fork choice again."""
@@ -665,13 +743,15 @@ class Chain:
         """Return the records that most stake at the fork, and then most keys, are for, of those that compete."""
         newest: dict[PeerKey, int] = {}
         for child in competing:
-            for key, height in child.latest_messages().items():
-                newest[key] = max(height, newest.get(key, 0))
-        stakes = self._stakes_at(fork)
+            child.latest = child.latest_messages()
+            for key, end in child.latest.items():
+                note_message(newest, key, end)
+        stakes, banned = self._stakes_at(fork), self._banned
         best: list[RecordNode] = []
         most = (-1, -1)
         for child in competing:
-            keys = [key for key, height in child.latest_messages().items() if height == newest[key]]
+            latest = child.latest_messages()
+            keys = [key for key, end in latest.items() if end == newest[key] and key not in banned]
             has = (sum(stakes.get(key, 0) for key in keys), len(keys))
             if has > most:
                 best, most = [], has
@@ -692,8 +772,13 @@ class Chain:
         """Forget a record and all that is built on it. The caller chooses a new head."""
         if node.parent is not None:
             node.parent.children.remove(node)
-            for above in node.parent.branch():
-                above.latest = None
+            gone = dict(node.latest_messages())
+            node.count_in(gone)
+            for above in self._undecided(node.parent):
+                if above.latest is not None:
+                    gone = {key: end for key, end in gone.items() if above.is_older_without(key, end)}
+                if not gone:
+                    break
         todo = [node]
         while todo:
             dropped = todo.pop()
@@ -707,11 +792,12 @@ class Chain:
 
     def _enforce_limits(self) -> None:
         limits = self.limits
-        length = self._head.height - self._root.height
-        while len(self) - length > limits.max_side_records:
+        while len(self) - (self._head.height - self._root.height) > limits.max_side_records:
             tips = (x for x in self._nodes.values() if not x.children and not self._is_on_main_chain(x))
             self._drop(min(tips, key=self._importance))
-        while (len(self) > limits.max_records or self._bytes > limits.max_bytes) and length > limits.min_main_records:
+            self._choose_head()
+        length = self._head.height - self._root.height
+        while (len(self) > limits.max_records or self._bytes > limits.max_bytes) and length > limits.main_records:
             self._advance_root()
             length -= 1
 

@@ -20,7 +20,7 @@ class RecordNode:
 
     __slots__ = (
         "digest", "parent", "height", "weight", "certificate", "contributors", "histories", "is_snapshot",
-        "children", "size", "directives", "weighed", "latest",
+        "children", "size", "directives", "weighed", "announced", "latest",
     )  # fmt: skip
 
     def __init__(
@@ -48,8 +48,10 @@ class RecordNode:
         self.histories: dict[PeerKey, AuthorHistory] = {}
         """Of its contributors; of a snapshot, of all authors up to here."""
         self.is_snapshot = False
+        self.announced: dict[PeerKey, int] = {}
+        """Ends of the windows of headers that came by themselves and name this record as their parent, by author."""
         self.latest: dict[PeerKey, int] | None = None
-        """For each key that is for this record, its newest height here: see `latest_messages`. None: not counted."""
+        """What `latest_messages` returns, kept up to date by the chain at forks that are open; None elsewhere."""
         if parent is not None and certificate is not None:
             record = certificate.record
             self.height = parent.height + 1
@@ -75,26 +77,61 @@ class RecordNode:
             yield node
             node = node.parent
 
-    def latest_messages(self) -> dict[PeerKey, int]:
-        """Return the keys that are for this record, with the height of the newest record here that each signed for.
+    def latest_messages(self, *, beside: RecordNode | None = None) -> dict[PeerKey, int]:
+        """Return the keys that are for this record, each with the end of its windows in its newest message here.
 
-        They are those that voted for it, and the contributors of all records built on it. The headers of these name a
-        record here as the parent, so nobody can list them unless they are for it.
+        They are those that voted for it, the contributors of all records built on it, and those that announced an
+        update here. Their headers name a record here as the parent, so nobody can list them unless they are for it.
+        `beside`: leave out what is built on this child.
         """
-        if self.latest is None:
-            votes = () if self.certificate is None else self.certificate.votes
-            self.latest = {vote.author: self.height for vote in votes}
-            todo = list(self.children)
-            while todo:
-                node = todo.pop()
-                todo.extend(node.children)
-                node.count_in(self.latest)
-        return self.latest
+        if self.latest is not None and beside is None:
+            return self.latest
+        found: dict[PeerKey, int] = {}
+        for vote in () if self.certificate is None else self.certificate.votes:
+            note_message(found, vote.author, self.histories[vote.author].end_window)
+        todo: list[RecordNode] = [self]
+        while todo:
+            node = todo.pop()
+            for key, end in node.announced.items():
+                note_message(found, key, end)
+            for child in node.children:
+                child.count_in(found)
+                if child is beside:
+                    continue
+                if child.latest is None:
+                    todo.append(child)
+                    continue
+                for key, end in child.latest.items():
+                    note_message(found, key, end)
+        return found
 
     def count_in(self, latest: dict[PeerKey, int]) -> None:
         """Count the contributors of this record as being for an ancestor with these latest messages."""
         for key in self.weighed:
-            latest[key] = max(self.height, latest.get(key, 0))
+            note_message(latest, key, self.histories[key].end_window)
+
+    def is_older_without(self, key: PeerKey, end: int) -> bool:
+        """Count a key's messages anew, after one with this end has left. Return whether its newest is older now."""
+        latest = self.latest
+        if latest is None or latest.get(key) != end:
+            return False
+        del latest[key]
+        votes = () if self.certificate is None else self.certificate.votes
+        if any(vote.author == key for vote in votes):
+            note_message(latest, key, self.histories[key].end_window)
+        todo: list[RecordNode] = [self]
+        while todo:
+            node = todo.pop()
+            if key in node.announced:
+                note_message(latest, key, node.announced[key])
+            for child in node.children:
+                if key in child.weighed:
+                    note_message(latest, key, child.histories[key].end_window)
+                if child.latest is None:
+                    todo.append(child)
+                elif key in child.latest:
+                    note_message(latest, key, child.latest[key])
+        return latest.get(key, -1) < end
 
     def history(self, author: PeerKey) -> AuthorHistory:
         """Return the history of an author up to here."""
@@ -120,3 +157,8 @@ class RecordNode:
         self.make_snapshot()
         self.parent = self.certificate = None
         self.size = 0
+
+
+def note_message(latest: dict[PeerKey, int], key: PeerKey, end: int) -> None:
+    """Count a message of a key, with the end of its windows, among the newest ones."""
+    latest[key] = max(end, latest.get(key, 0))

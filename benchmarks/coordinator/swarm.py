@@ -95,8 +95,8 @@ class SimulatedSwarm:
     def held_state(self) -> int:
         return len(self.certificates)
 
-    def is_backed(self, record: Digest) -> bool:
-        return True
+    def count_backed(self, path: Sequence[Digest]) -> int:
+        return len(path)
 
     def has_blob(self, digest: Digest) -> bool:
         return False

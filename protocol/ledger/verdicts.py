@@ -9,7 +9,9 @@ from protocol.messages import RoundRecord
 class VerdictWalk:
     """The verdicts that newer records carry. Call `pass_record` with each record from the newest on, then ask.
 
-    As in `CreditFold`, a verdict counts if a record within `hold_rounds` rounds after the named one carries it.
+    A verdict counts if a record within `hold_rounds` rounds after the named one carries it, on this branch. Without a
+    rollback `CreditFold` says the same. It counts final records on all branches, since credit outlives a rollback: a
+    verdict that comes late by its count leaves the credit, and still takes the stake.
     """
 
     def __init__(self, hold_rounds: int):
@@ -17,7 +19,7 @@ class VerdictWalk:
         self._carried: dict[tuple[Digest, PeerKey], Round] = {}
 
     def pass_record(self, record: RoundRecord) -> None:
-        """Take in the verdicts of a record; those of an older one replace those of a newer one."""
+        """Take in the verdicts of a record; an older one replaces a newer one, since the first that came counts."""
         if record.directive is not None:
             for v in record.directive.body.verdicts:
                 self._carried[v.record, v.peer] = record.round

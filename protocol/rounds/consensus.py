@@ -130,6 +130,7 @@ class Consensus:
                 self._equivocation(round_, header, listed=listed)
             elif not listed:
                 round_.confirm(author)
+                context.chain.announce(header)
             return
         if (reason := round_.header_refusal(header, context.accepts_size)) is not None:
             context.notify("warning", "refused", f"the update of {author.short} is refused: {reason}", author)
@@ -149,6 +150,8 @@ class Consensus:
         if context.is_banned(author):
             round_.exclude(author)
         context.members.note_announced(author)
+        if not listed:
+            context.chain.announce(header)
         if author == context.me:
             # Announced before a crash: it stands, so that we do not contradict ourselves.
             context.own.made(header.body.blob, round_.parent, round_.number)
@@ -289,6 +292,7 @@ class Consensus:
             return
         if round_.add_header(header, context.now, context.members.has_room_for):
             self._announced(round_)
+            context.chain.announce(header)
             context.emit(Broadcast(header))
 
     def _state(self) -> Digest:

@@ -86,7 +86,7 @@ def drawn(seed: int) -> tuple[str, Siege, float]:
         (
             partial(SiblingMaker, count=rng.choice((1, 8, 70, 100, 200)), fresh=rng.random() < 0.5),
             partial(SiblingMaker, count=rng.choice((1, 8, 100)), spare=True),
-            partial(SoloCertifier, length=rng.choice((1, 3, 15, 100)), back=rng.choice((1, 2, 5, 20, 100))),
+            partial(SoloCertifier, length=rng.choice((1, 3, 15, 100)), back=rng.choice((0, 1, 2, 5, 20, 100))),
             partial(Deserter, length=rng.choice((15, 100)), back=rng.choice((1, 5, 20))),
             partial(FrontRunner, late=rng.random() < 0.5),
         )

@@ -58,7 +58,7 @@ def check_all(damage: Damage, honest: int, attackers: int) -> None:
 
 
 @pytest.mark.parametrize("finals", [None, 3, 8], ids=["coordinator away", "after finals", "before finals"])
-@pytest.mark.parametrize("length, back", [(1, 1), (15, 5), (100, 100)])
+@pytest.mark.parametrize("length, back", [(1, 1), (15, 5), (100, 100), (100, 0)])
 @pytest.mark.parametrize("honest, attackers", [(4, 1), (3, 2)])
 def test_a_private_branch_moves_nobody(honest, attackers, length, back, finals):
     """However long it is, from wherever, and whatever it claims."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from protocol.chain import genesis_digest
+from protocol.chain import Chain, genesis_digest
 from protocol.ids import Digest, PeerKey, RunId, sha256
 from protocol.merkle import CHUNK
 from protocol.messages import Certificate, Finalization
@@ -176,6 +176,11 @@ class World:
                     return False
         return True
 
+    def _is_backed(self, chain: Chain, record: Digest) -> bool:
+        floor = chain.required_ancestor or chain.root
+        path = [c.digest for c in chain.path(floor, record)] if chain.is_ancestor(floor, record) else []
+        return 0 < len(path) == chain.count_backed(path)
+
     def sign_finals(self, depth: int) -> None:
         """Sign, as the owner and again and again, records deep enough in an observer's chain whose blobs can be had."""
         for node in self.nodes:
@@ -185,7 +190,7 @@ class World:
                     continue  # it has been down: the owner's coordinator knows its own words
                 height = chain.height(chain.head) - depth
                 record = chain.main_chain_at(height) if height > self._finals else None
-                if record is not None and chain.is_backed(record) and self._available(node, record):
+                if record is not None and self._is_backed(chain, record) and self._available(node, record):
                     self._finals = height
                     final = OWNER.sign(Finalization(self.run, height - 1, record, self.owner.body.epoch))
                     node.hear(final)

@@ -235,8 +235,8 @@ class FakeSwarm:
     def held_state(self) -> int:
         return len(self.chain.certificates) if self.held is None else self.held
 
-    def is_backed(self, record: Digest) -> bool:
-        return record not in self.unbacked
+    def count_backed(self, path: Sequence[Digest]) -> int:
+        return next((i for i, record in enumerate(path) if record in self.unbacked), len(path))
 
     def has_blob(self, digest: Digest) -> bool:
         return digest in self.blobs

@@ -258,6 +258,24 @@ async def test_only_what_most_of_the_stake_is_for_becomes_final(tmp_path):
         await until(lambda: f.posted and f.posted[0] == 3)
 
 
+async def test_a_record_without_most_of_the_stake_waits_for_the_hold_and_then_what_followed_is_final(tmp_path):
+    """Who left at once has most of the stake at the records after: nothing would ever be final again."""
+    swarm = FakeSwarm(SPEC)
+    async with following(swarm, tmp_path) as (f, until):
+        now = 0.0
+        f.finalizer._time = lambda: now
+        rounds(swarm, DEPTH + 4)
+        swarm.unbacked = {swarm.chain.certificates[1].digest}
+        await until(lambda: f.posted and f.posted[0] == 0)
+        now = f.finalizer._patience - 1
+        swarm.changed()
+        await until(lambda: len(f.open) == DEPTH + 3)
+        assert f.posted is not None and f.posted[0] == 0
+        now += 2
+        swarm.changed()
+        await until(lambda: f.posted and f.posted[0] == 3)
+
+
 async def test_the_last_rounds_of_a_run_that_is_over_become_final(tmp_path):
     swarm = FakeSwarm(make_spec(total_tokens=5 * 1300 * SPEC.data.window))
     async with following(swarm, tmp_path) as (f, until):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -12,7 +13,7 @@ from protocol.chain import Chain, UnknownParent, genesis_digest
 from protocol.errors import ChainError
 from protocol.ids import Digest, Round, RunId, sha256
 from protocol.merkle import CHUNK
-from protocol.messages import Certificate, Finalization, RoundRecord, UpdateHeader
+from protocol.messages import Certificate, Directive, Finalization, RoundRecord, Signed, UpdateHeader
 from protocol.reduce_plan import ReducePlan
 from protocol.stake import STAKE_ROUNDS, StakeRule
 from tests.simulation.signer import FakeSigner, certificate
@@ -260,6 +261,21 @@ def test_memory_is_bounded_and_what_is_left_still_answers():
     assert later[-1].record.digest == chain.head
 
 
+def header_of(chain: Chain, who: int, parent: Digest, windows: int) -> Signed[UpdateHeader]:
+    """Return a header that its author sends by itself."""
+    first, blob = chain.next_window(KEYS[who], parent), Digest(sha256(b"alone", KEYS[who], parent))
+    body = UpdateHeader(RUN, chain.height(parent), parent, STATE, first, first + windows, 1, blob, 9, 1.0, b"")
+    return FakeSigner(KEYS[who]).sign(body)
+
+
+def test_no_limit_drops_what_the_stake_at_a_fork_is_made_of():
+    chain = new(max_records=1, max_side_records=4, stake=StakeRule(3))
+    made = line(chain, chain.genesis, 0, 90, 0)
+    assert len(chain) == 3 + STAKE_ROUNDS + 4
+    oldest = made[-5].digest  # as many side records fork before it as the tree has room for
+    assert chain.stakes(oldest) == {KEYS[0]: STAKE_ROUNDS}
+
+
 def naive_stakes(chain: Chain, at: Digest) -> dict:
     """Return stakes by their definition, record by record."""
     rule, found = chain.limits.stake, {}
@@ -277,7 +293,7 @@ def naive_stakes(chain: Chain, at: Digest) -> dict:
     return found
 
 
-def naive_head(chain: Chain, records: list[Digest]) -> Digest:
+def naive_head(chain: Chain, records: list[Digest], announced: Sequence[Signed[UpdateHeader]] = ()) -> Digest:
     """Return the head by its definition: at each fork, every key counts once, where its newest message is."""
     children: dict[Digest, list[Digest]] = {}
     for record in records:
@@ -293,15 +309,20 @@ def naive_head(chain: Chain, records: list[Digest]) -> Digest:
         rivals = children.get(at, [])
         if not rivals:
             return at
-        signed = {r: {v.author: chain.height(r) for v in chain.certificate(r).votes} for r in rivals}
+        signed: dict[Digest, dict] = {r: {} for r in rivals}
         for rival in rivals:
+            voters = {v.author for v in chain.certificate(rival).votes}
+            headers = [u for u in chain.certificate(rival).record.body.updates if u.author in voters]
             for record in below(rival):
-                for key in chain.certificate(record).record.body.contributors:
-                    signed[rival][key] = max(chain.height(record), signed[rival].get(key, 0))
+                headers += chain.certificate(record).record.body.updates
+            headers += [h for h in announced if h.body.parent in (rival, *below(rival))]
+            for header in headers:
+                end = max(header.body.end_window, signed[rival].get(header.author, 0))
+                signed[rival][header.author] = end
         stakes = naive_stakes(chain, at)
 
         def score(rival: Digest):
-            keys = [k for k, h in signed[rival].items() if all(h >= signed[r].get(k, 0) for r in rivals)]
+            keys = [k for k, end in signed[rival].items() if all(end >= signed[r].get(k, 0) for r in rivals)]
             weight = chain.weight(head(rival))
             return -sum(stakes.get(k, 0) for k in keys), -len(keys), -weight, rival
 
@@ -315,7 +336,7 @@ def test_the_head_is_what_the_definition_says_on_random_trees(seed):
     rng = random.Random(seed)
     rule = StakeRule(rng.randint(0, 4), tuple(KEYS[:2]) if seed % 2 else (), 3)
     chain = new(max_side_records=1000, stake=rule)
-    records = [chain.genesis]
+    records, announced = [chain.genesis], []
     for _ in range(80):
         parent = rng.choice(records[-8:])
         claims = {}
@@ -330,7 +351,18 @@ def test_the_head_is_what_the_definition_says_on_random_trees(seed):
         if rng.random() < 0.2:
             record = chain.certificate(rng.choice(records[1:])).record
             assert not chain.add(certificate(record, rng.sample(record.body.contributors, 1)))  # only a vote is new
-        assert chain.head == naive_head(chain, records)
+        if rng.random() < 0.3:
+            at, i = rng.choice(records), rng.randrange(6)
+            header = header_of(chain, i, at, rng.randint(1, 9))
+            chain.announce(header)
+            announced += [header] if KEYS[i] in chain.stakes(at) else []
+        if rng.random() < 0.1:
+            leaves = [r for r in records[1:] if all(chain.parent(c) != r for c in records[1:])]
+            gone = rng.choice(leaves)
+            chain.forget(gone)
+            records.remove(gone)
+            announced = [h for h in announced if h.body.parent != gone]
+        assert chain.head == naive_head(chain, records, announced)
 
 
 def test_a_record_that_weighs_otherwise_than_the_rule_is_refused():
@@ -452,14 +484,121 @@ def test_a_key_alone_with_the_largest_claims_moves_nobody_however_many_rounds_it
 def test_a_key_counts_only_where_its_newest_message_is():
     """Nobody pulls the others back with a record that they voted for and left."""
     chain = new()
-    left = make(chain.genesis, 0, {i: (0, 9) for i in range(4)}, label=b"left")
-    chosen = make(chain.genesis, 0, {i: (1, 2) for i in range(4)})
+    left, chosen = (make(chain.genesis, 0, {i: (0, 9) for i in range(4)}, by=KEYS[i]) for i in (0, 1))
     chain.add(left)
     chain.add(chosen)
-    then = make(chosen.digest, 1, {i: (2, 3) for i in range(4)})
+    then = make(chosen.digest, 1, {i: (9, 10) for i in range(4)})
     assert chain.add(then) and chain.head == then.digest
     line(chain, left.digest, 1, 9, 4, step=100)
     assert chain.head == then.digest
+
+
+def common(chain: Chain, rounds: int, members: Sequence[int] = range(5)) -> Digest:
+    """Rounds in which all take part, with two windows each. Return the last record."""
+    parent = chain.genesis
+    for number in range(rounds):
+        made = make(parent, number, {i: (2 * number, 2 * number + 2) for i in members})
+        assert chain.add(made)
+        parent = made.digest
+    return parent
+
+
+def test_who_left_a_longer_branch_counts_where_it_went_however_short_that_is():
+    """The heights of two branches are no clock: a split that heals must not leave a minority the last word."""
+    chain = new(stake=StakeRule(1))
+    fork = common(chain, 3)
+    parent = fork
+    for number in range(3, 13):  # two of five, cut off, make ten rounds
+        made = make(parent, number, {i: (2 * number, 2 * number + 2) for i in (0, 1)})
+        chain.add(made)
+        parent = made.digest
+    longer = parent
+    made = make(fork, 3, {i: (6, 8) for i in (2, 3, 4)})
+    chain.add(made)
+    assert chain.head == made.digest  # three of five have made one, and all come there
+    then = make(made.digest, 4, {i: (24, 30) if i < 2 else (8, 10) for i in range(4)}, chain=chain)
+    chain.add(then)
+    assert chain.head == then.digest
+    line(chain, longer, 13, 1, 4, step=50)  # one of the three goes back
+    assert chain.head == then.digest
+
+
+def test_votes_for_two_records_of_a_round_do_not_leave_a_minority_the_last_word():
+    """Members vote for a second record when the first is late. A coalition may hold back its votes for that one."""
+    chain = new(stake=StakeRule(1))
+    fork = common(chain, 3)
+    both = {i: (6, 8) for i in range(5)}
+    kept_back = make(fork, 3, both, by=KEYS[4])
+    second = make(fork, 3, {i: (6, 8) for i in range(3)})
+    chain.add(second)
+    parent = second.digest
+    for number in range(4, 9):
+        made = make(parent, number, {i: (2 * number, 2 * number + 2) for i in range(3)})
+        chain.add(made)
+        parent = made.digest
+    chain.add(kept_back)  # the honest three voted for it, too
+    line(chain, kept_back.digest, 4, 3, 3, step=50)
+    line(chain, kept_back.digest, 4, 3, 4, step=50)
+    assert chain.head == parent
+
+
+def test_who_announced_on_a_record_counts_for_it_though_the_records_after_it_leave_it_out():
+    chain = new(stake=StakeRule(1))
+    fork = common(chain, 3)
+    parent = fork
+    for number in (3, 4):  # two of five propose, and list one other
+        made = make(parent, number, {i: (2 * number, 2 * number + 2) for i in (2, 3, 4)})
+        chain.add(made)
+        parent = made.digest
+        for i in (0, 1):
+            chain.announce(header_of(chain, i, parent, 9))
+    assert chain.head == parent
+    private = make(fork, 3, {3: (50, 52), 4: (50, 52)})
+    chain.add(private)
+    assert chain.head == parent
+
+
+def test_a_key_that_the_owner_has_banned_counts_at_no_fork_before_a_record_says_so():
+    chain = new(stake=StakeRule(1))
+    fork = common(chain, 3)
+    theirs = make(fork, 3, {i: (6, 8) for i in (2, 3, 4)})
+    ours = make(fork, 3, {i: (6, 8) for i in (0, 1)})
+    chain.add(theirs)
+    chain.add(ours)
+    assert chain.head == theirs.digest
+    chain.add_directive(OWNER.sign(Directive(RUN, 1, banned=tuple(sorted((KEYS[3], KEYS[4]))))))
+    assert chain.head == ours.digest
+
+
+def test_a_record_certified_alone_that_another_replaced_is_no_news_until_somebody_builds_on_it():
+    chain = new()
+    honest = make(chain.genesis, 0, {i: (0, 9) for i in range(3)})
+    chain.add(honest)
+    chain.add(make(honest.digest, 1, {i: (9, 10) for i in range(3)}))
+    twins = [make(honest.digest, 1, {4: (i, i + 50)}) for i in range(2)]
+    assert [chain.add(t) for t in twins] == [True, True]
+    assert twins[0].digest not in chain and not chain.add(twins[0]) and twins[1].digest in chain
+    child = make(twins[0].digest, 2, {3: (0, 9), 5: (0, 9)})
+    with pytest.raises(UnknownParent):
+        chain.add(child)
+    assert chain.add(twins[0]) and chain.add(child)
+
+
+def test_the_head_is_chosen_again_when_limits_drop_what_others_voted_for():
+    rng = random.Random(3)
+    for _ in range(20):
+        chain = new(max_side_records=5, stake=StakeRule(0))
+        records = [chain.genesis]
+        for _ in range(40):
+            parent = rng.choice([r for r in records if r in chain][-6:])
+            keys = rng.sample(range(6), rng.randint(2, 4))
+            ends = {i: chain.next_window(KEYS[i], parent) for i in keys}
+            made = make(
+                parent, chain.height(parent), {i: (e, e + rng.randint(1, 9)) for i, e in ends.items()}, chain=chain
+            )
+            if chain.add(made):
+                records.append(made.digest)
+            assert chain.head == naive_head(chain, [r for r in records if r in chain])
 
 
 def test_of_the_records_that_one_key_certified_alone_for_a_round_only_the_last_and_the_head_are_kept():
@@ -492,9 +631,55 @@ def test_the_owner_finalizes_only_what_most_of_the_stake_is_for():
         made = make(parent, number, {i: (number, number + 1) for i in range(5)}, votes=range(4))
         chain.add(made)
         parent = made.digest
-    assert chain.is_backed(parent) and chain.is_backed(chain.ancestor_at(parent, 1))
+    path = list(reversed(list(chain.ancestors(parent))[:-1]))
+    assert chain.count_backed(path) == 4
     two = make(parent, 4, {i: (9, 10) for i in range(2)})
     chain.add(two)
-    assert not chain.is_backed(two.digest)
-    chain.add(make(two.digest, 5, {i: (10, 11) for i in range(1, 4)}))
-    assert chain.is_backed(two.digest)  # those that built on it are for it
+    assert chain.count_backed([*path, two.digest]) == 4
+    three = make(two.digest, 5, {i: (10, 11) for i in range(1, 4)})
+    chain.add(three)
+    assert chain.count_backed([*path, two.digest, three.digest]) == 6  # those that built on it are for it
+
+
+def test_the_owner_finalizes_without_most_of_the_stake_once_it_has_banned_those_who_left():
+    chain = new(stake=StakeRule(1))
+    two = make(common(chain, 4), 4, {i: (9, 10) for i in range(2)})
+    chain.add(two)
+    assert chain.count_backed([two.digest]) == 0
+    chain.add_directive(OWNER.sign(Directive(RUN, 1, banned=tuple(sorted((KEYS[3], KEYS[4]))))))
+    assert chain.count_backed([two.digest]) == 1
+
+
+def test_a_coalition_alone_has_nothing_final_however_long_its_branch_is():
+    """At its end nobody else has stake: a record counts with all before it only."""
+    chain = new(stake=StakeRule(1))
+    fork = common(chain, 3)
+    private = [c.digest for c in line(chain, fork, 3, STAKE_ROUNDS + 10, 4, step=9)]
+    assert chain.head == private[-1] and chain.stakes(private[-1]).keys() == {KEYS[4]}
+    assert chain.count_backed(private) == 0
+
+
+def test_nobody_has_a_say_in_finals_who_had_left_before_the_hold():
+    """Of five, three leave: their stake remains for 64 rounds."""
+    chain = new(stake=StakeRule(2))
+    common(chain, 6)
+    fork = chain.head
+    some = make(fork, 6, {i: (12, 14) for i in range(3)})
+    chain.add(some)
+    assert chain.count_backed([some.digest]) == 1
+    few = make(some.digest, 7, {0: (14, 16), 1: (14, 16)})
+    chain.add(few)
+    assert chain.count_backed([few.digest]) == 0
+    parent, last = few.digest, few.digest
+    for number in range(8, 12):
+        made = make(parent, number, {0: (2 * number, 2 * number + 2), 1: (2 * number, 2 * number + 2)})
+        chain.add(made)
+        parent, last = made.digest, parent
+    assert sum(chain.stakes(last)[KEYS[i]] for i in (2, 3, 4)) > sum(chain.stakes(last)[KEYS[i]] for i in (0, 1))
+    assert chain.count_backed([parent]) == 1
+
+
+def test_founders_count_as_if_they_had_just_contributed_when_a_run_begins():
+    chain = new(stake=StakeRule(2, (KEYS[5],), 7))
+    alone = [c.digest for c in line(chain, chain.genesis, 0, 5, 0)]
+    assert chain.count_backed(alone) == 0
