@@ -27,7 +27,7 @@ from protocol.strict_json import read_json
 
 T = TypeVar("T")
 
-MAX_ANSWER = 8 * 1024 * 1024
+MAX_ANSWER = 4 * 1024 * 1024
 """Bytes of one answer; a page of rounds has about 1.5 MB, plus at most the lines of one round (1 MB)."""
 
 BALANCES_PAGE = 1000
