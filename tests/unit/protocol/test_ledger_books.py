@@ -211,6 +211,44 @@ def test_a_clock_that_was_set_back_writes_the_time_of_the_round_before(ledger_pl
     ledger.close()
 
 
+def test_refusals_are_bounded_for_each_peer_and_in_all(ledger, monkeypatch):
+    monkeypatch.setattr("coordinator.ledger.store.MAX_REFUSALS_OF_PEER", 3)
+    monkeypatch.setattr("coordinator.ledger.store.MAX_REFUSALS", 8)
+    (account,) = accounts_of(chain_of(1))
+    ledger.post(account)
+
+    def refuse(number: int, of: int) -> None:
+        update = Digest(bytes([of, number]) + bytes(30))
+        ledger.add_refusal(RefusedUpdate(account.round, account.parent, account.record, peer(of).key, update, "", 1.0))
+
+    def kept(of: int) -> list[int]:
+        return sorted(r.update[1] for _, r in ledger.refused(peer(of).key))
+
+    refuse(0, 2)
+    for n in range(6):
+        refuse(n, 1)
+    assert kept(1) == [3, 4, 5] and kept(2) == [0]
+    for n in range(3):
+        refuse(n, 3)
+        refuse(n, 4)
+    assert kept(3) == kept(4) == [0, 1, 2] and kept(2) == [] and len(kept(1)) == 2
+
+
+def test_refusals_of_records_that_never_became_final_are_deleted(ledger):
+    chain = chain_of(4)
+    accounts = accounts_of(chain)
+    for account in accounts:
+        for record in (account.record, Digest(bytes([account.round]) * 32)):
+            ledger.add_refusal(
+                RefusedUpdate(account.round, account.parent, record, peer(8).key, Digest(bytes(32)), "late", 1.0)
+            )
+        ledger.post(account)
+    stored = {bytes(r[0]) for r in ledger._db.query("SELECT record FROM refusals")}
+    hold = SPEC.credit.hold_rounds
+    assert {bytes(a.record) for a in accounts} <= stored
+    assert {r[0] for r in stored if len(set(r)) == 1} == set(range(4 - hold, 4))
+
+
 def test_refusals_and_bindings_are_kept_in_order(ledger):
     accounts = accounts_of(chain_of(2))
     for account in accounts:
