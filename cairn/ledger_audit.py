@@ -16,15 +16,22 @@ import click
 from cairn.connection import CoordinatorConnection, connect
 from cairn.number_format import credits
 from peer.keyfile import load_or_make
+from peer.log_client import BALANCES_PAGE, LogClient
 from protocol.errors import CairnError, MalformedError, ProtocolError
 from protocol.ids import PeerKey, from_b64url
-from protocol.ledger.audit import Auditor, AuditReport, Finding
+from protocol.ledger.audit import Auditor, AuditReport, CreditedRounds, Finding
 from protocol.ledger.credits import CreditRule, credits_of
 from protocol.ledger.statements import Receipt, open_receipt
 from protocol.message_codec import MessageDecoder
 
 PAGE = 500
 """Rounds in one request."""
+
+TOTALS_ATTEMPTS = 5
+"""Times that peers' totals are read: a round that becomes final meanwhile changes them."""
+
+MAX_TOTALS = 1_000_000
+"""Peers whose totals are compared."""
 
 
 @dataclass
@@ -72,32 +79,39 @@ async def audit_credits(r: CoordinatorConnection, *, listen: tuple[str, ...] = (
         chain = AuditedChain(r.spec, asker, r.client)
         await chain.begin()
         final = chain.newest_final
-        size = (await r.log.rounds(0, 1)).size
+        start, totals, problem = await _totals(r.log)
+        size, settled = start.size, {start.settled}
         auditor = Auditor(r.spec, chain.find, size, is_abandoned=chain.is_abandoned)
         first = 0
-        while first < size:
-            page = (await r.log.rounds(first, min(PAGE, size - first))).rounds
-            if not page:
+        while first < size and not auditor.is_full:
+            page = await r.log.rounds(first, min(PAGE, size - first))
+            if page.size == size or page.settled < start.settled:
+                settled.add(page.settled)  # settled rounds stay settled while the run goes on
+            if not page.rounds:
                 break
-            for told in page:
+            for told in page.rounds:
                 if not await chain.ensure(told.record):
                     chain.refresh()
                     await chain.ensure(told.record)
                 auditor.add(told)
-            first += len(page)
+            first += len(page.rounds)
         if chain.newest_final is None:
             final = None  # the chain carries a newer rollback
     report = auditor.finish(*(final or (None, None)), epoch=chain.epoch if chain.agreed else None)
-    if first < size:
+    if auditor.is_full:
+        report.unproved.append(Finding(None, f"the audit ended after {first} of {size} rounds: too much is wrong"))
+    elif first < size:
         report.findings.append(Finding(None, f"the coordinator speaks of {size} final rounds, and gives {first}"))
     if not chain.is_followed(auditor.tip):
         words = f"the credits end with record {auditor.tip.short}, which is not on the chain that the swarm follows"
         report.findings.append(Finding(None, words))
-    warnings = list(chain.warnings)
-    if (totals := await _totals(r, size)) is None:
-        warnings.append("peers' totals were not compared: rounds became final during the audit")
+    for count in sorted(settled):
+        auditor.check_settled(count)
+    if totals is None:
+        report.unproved.append(Finding(None, f"peers' totals were not compared: {problem}"))
     else:
         auditor.check_totals(totals)
+    warnings = list(chain.warnings)
     if not chain.agreed:
         warnings.append(
             "no member of the swarm sent a certificate: the whole chain is from the coordinator. Its signatures are "
@@ -111,16 +125,33 @@ async def audit_credits(r: CoordinatorConnection, *, listen: tuple[str, ...] = (
     return AuditResult(report, chain.from_members, chain.from_coordinator, final[0] if final else None, warnings)
 
 
-async def _totals(r: CoordinatorConnection, size: int) -> dict[PeerKey, tuple[int, int, int]] | None:
-    """Return what the coordinator says that peers have after `size` rounds; None if there are more rounds now."""
-    found: dict[PeerKey, tuple[int, int, int]] = {}
+Totals = dict[PeerKey, tuple[int, int, int]]
+"""Settled, pending and voided micro-credits of each peer."""
+
+
+async def _totals(log: LogClient) -> tuple[CreditedRounds, Totals | None, str]:
+    """Return how many rounds are final and settled, and peers' totals after just these rounds.
+
+    Without totals, the reason is returned too.
+    """
+    attempt = 0
     while True:
-        now, page = await r.log.balances(max(found, default=None))
-        if now != size:
-            return None
-        if not page.keys() - found.keys():
-            return found
-        found |= page
+        attempt += 1
+        start, found = await log.rounds(0, 1), Totals()
+        try:
+            while True:
+                size, page = await log.balances(next(reversed(found), None))
+                found |= page
+                if len(found) > MAX_TOTALS:
+                    return start, None, f"there are more than {MAX_TOTALS} peers"
+                if size != start.size or len(page) < BALANCES_PAGE:
+                    break
+        except MalformedError as e:
+            return start, None, str(e)
+        if size == start.size:
+            return start, found, ""
+        if attempt == TOTALS_ATTEMPTS:
+            return start, None, "by the coordinator's answers rounds became final during every reading: audit again"
 
 
 def audit_receipts(text: str, files: Sequence[Path], peer: str, home: Path, *, via: Sequence[str]) -> bool:
@@ -139,7 +170,8 @@ def audit_receipts(text: str, files: Sequence[Path], peer: str, home: Path, *, v
             for word in words:
                 b = word.body
                 problem = await receipt_problem(r, b)
-                verdict = f"WRONG: {problem}" if problem else f"good: by the certificate of record {b.record.short}"
+                good = f"good: by a certificate of record {b.record.short} that the coordinator gives"
+                verdict = f"WRONG: {problem}" if problem else good
                 click.echo(f"round {b.round}, peer {b.peer.short}, update {b.update.short}  {verdict}")
                 wrong += [problem] if problem else []
             if not words:
@@ -166,6 +198,8 @@ async def receipt_problem(r: CoordinatorConnection, receipt: Receipt) -> str:
         return "the record lists the update, and the receipt says that it was not accepted" if true else ""
     if true is None:
         return "the record does not list the update"
+    if receipt.pending_until != receipt.number + r.spec.credit.hold_rounds:
+        return f"it settles with number {receipt.number + r.spec.credit.hold_rounds}, not {receipt.pending_until}"
     said = (receipt.windows, receipt.tokens, receipt.micro_credits)
     if said != (true.windows, true.tokens, true.micro_credits):
         return f"it says {said[0]} windows and {said[2]} micro-credits; {true.windows} earn {true.micro_credits}"

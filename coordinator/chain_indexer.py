@@ -205,7 +205,8 @@ class ChainIndexer:
             at = accounts[-1].record if accounts else new[-1].record
             await asyncio.sleep(0)
         self._chain.set_open(accounts)
-        self.verdicts = await self._ledger.read(lambda ledger: ledger.verdicts(MAX_VERDICTS))
+        # In the writing thread: a finalization waits for no reader.
+        self.verdicts = await self._ledger.run(lambda ledger: ledger.verdicts(MAX_VERDICTS, accounts))
         self.caught_up = not self._is_behind()
         await self._finalizer.publish()
         return ""

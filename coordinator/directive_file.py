@@ -1,4 +1,4 @@
-"""The owner's directives in the run's folder: a file of lines that only grows."""
+"""The owner's directives in the run's folder: a file of lines, shortened to those that still count."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ rollback. RECORD (hexadecimal) is the newest final record that it left, if it le
 
 MAX_LINE = 128 * 1024
 MAX_FILE = 256 * 1024 * 1024
+FULL = 4 * 1024 * 1024
+"""Bytes from which only the newest directive and the first of each rollback are kept, with the "done" lines."""
 
 
 class DirectiveFile:
@@ -64,15 +66,42 @@ class DirectiveFile:
 
     def append(self, directive: Signed[Directive]) -> None:
         """Store a directive; it is on disk when this returns."""
-        self._append(base64.b64encode(directive.encoded))
+        self._append(_line(directive))
 
     def mark_done(self, epoch: int, left: Digest | None) -> None:
         """Store that the ledger has followed this rollback, and the newest final record that it left."""
-        self._append(b"done %d" % epoch + (b"" if left is None else b" %b" % left.hex().encode()))
+        self._append(_done_line(epoch, left))
 
     def _append(self, line: bytes) -> None:
+        """Add a line, and shorten a full file. A kill between the two leaves the longer file."""
         try:
             self._file.append([line])
         except OSError as e:
             why = (e.strerror or str(e)).lower()
             raise CoordinatorError(f"{self._file.path} cannot be written: {why}; the directive was not given") from None
+        try:
+            if self._file.path.stat().st_size >= FULL:
+                self._file.rewrite(self._needed())
+        except (OSError, CoordinatorError) as e:
+            log.warning("%s has everything, and cannot be shortened: %s; free some disk space", self._file.path, e)
+
+    def _needed(self) -> list[bytes]:
+        """Return the lines that `RunControl` reads after a restart."""
+        directives, done = self.read()
+        first: dict[int, Signed[Directive]] = {}
+        for d in directives:
+            if d.body.epoch:
+                first.setdefault(d.body.epoch, d)
+        kept = list(first.values())
+        newest = max(directives, key=lambda d: d.body.precedence, default=None)
+        if newest is not None and newest not in kept:
+            kept.append(newest)
+        return [*map(_line, kept), *(_done_line(epoch, left) for epoch, left in done.items())]
+
+
+def _line(directive: Signed[Directive]) -> bytes:
+    return base64.b64encode(directive.encoded)
+
+
+def _done_line(epoch: int, left: Digest | None) -> bytes:
+    return b"done %d" % epoch + (b"" if left is None else b" %b" % left.hex().encode())

@@ -1,7 +1,7 @@
 """Reads what a coordinator says of credits over HTTP: rounds, receipts, totals.
 
-Signatures are verified here; everything else about an answer is for `protocol.ledger` to judge. So the transport need
-not be trusted.
+Only the signatures of receipts are verified here. `cairn audit ledger` compares rounds, what is settled, and balances
+with the certificates. A receipt's status and `CreditTotals` are the coordinator's word.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeVar
 from urllib.parse import urlencode
 
@@ -26,8 +27,11 @@ from protocol.strict_json import read_json
 
 T = TypeVar("T")
 
-MAX_ANSWER = 16 * 1024 * 1024
-"""Bytes of one answer; a page of rounds has about 1.5 MB, plus at most the lines of 16 rounds."""
+MAX_ANSWER = 4 * 1024 * 1024
+"""Bytes of one answer; a page of rounds has about 1.5 MB, plus at most the lines of one round (1 MB)."""
+
+BALANCES_PAGE = 1000
+"""Balances in one answer; one with fewer is the last."""
 
 MAX_TEXT = 80
 TIMEOUT_SECONDS = 20.0
@@ -89,9 +93,16 @@ class LogClient:
         return CreditedRounds(tuple(rounds), _field(answer, "size", _count), _field(answer, "settled", _count))
 
     async def balances(self, after: PeerKey | None = None) -> tuple[int, dict[PeerKey, tuple[int, int, int]]]:
-        """Return the number of final rounds, and peers' settled, pending and voided micro-credits after them."""
-        answer = await self._get("/api/credits/balances", after=None if after is None else str(after))
+        """Return the number of final rounds, and peers' settled, pending and voided micro-credits after them.
+
+        The peers are those with the next greater keys, in order, at most BALANCES_PAGE.
+        """
+        above = None if after is None else str(after)
+        answer = await self._get("/api/credits/balances", after=above, limit=BALANCES_PAGE)
         found = _items(answer, "balances", lambda b: (_field(b, "peer", PeerKey.parse), _amounts(b)))
+        keys = [*([] if after is None else [after]), *(peer for peer, _ in found)]
+        if len(found) > BALANCES_PAGE or any(a >= b for a, b in pairwise(keys)):
+            raise MalformedError(f"the coordinator's balances are not at most {BALANCES_PAGE} by ascending key")
         return _field(answer, "size", _count), dict(found)
 
     async def receipts(self, peer: PeerKey, before: int = 0, limit: int = 50) -> tuple[list[Receipted], int | None]:

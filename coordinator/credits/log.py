@@ -29,7 +29,10 @@ PAGE_BYTES = 1024 * 1024
 """Maximum size of an answer, which may exceed it by one certificate: it fits in 4 MiB."""
 
 PAGE_LINES = 5000
-"""Lines in one answer, which may exceed it by those of 16 rounds: about 1.5 MB as JSON."""
+"""Lines in one answer, which may exceed it by those of one round: about 1.5 MB as JSON, 2.5 MB at most."""
+
+ROUNDS_AT_ONCE = 16
+"""Rounds that are read at once, where they are small."""
 
 MAX_CERTIFICATES = 256
 """Certificates in one answer."""
@@ -85,13 +88,18 @@ class CreditLog:
 
         def read(ledger: Ledger) -> CreditedRounds:
             found: list[CreditedRound] = []
-            lines, end = 0, first + min(limit, MAX_ROUNDS)
+            lines, largest, end = 0, PAGE_LINES, first + min(limit, MAX_ROUNDS)
             with ledger.snapshot():
-                while lines < PAGE_LINES and (
-                    page := ledger.credited(first + len(found), min(16, end - first - len(found)))
-                ):
-                    found += page
-                    lines += sum(len(r.lines) for r in page)
+                while lines < PAGE_LINES and (left := end - first - len(found)):
+                    fitting = max(1, (PAGE_LINES - lines) // largest)
+                    page = ledger.credited(first + len(found), min(ROUNDS_AT_ONCE, left, fitting))
+                    if not page:
+                        break
+                    for r in page:
+                        if lines < PAGE_LINES:  # else these rounds are larger than those before
+                            found.append(r)
+                            lines += len(r.lines)
+                    largest = max(len(r.lines) for r in page)
                 return CreditedRounds(tuple(found), ledger.size(), ledger.settled_count())
 
         return await self.ledger.read(read)
@@ -101,8 +109,7 @@ class CreditLog:
 
         def read(ledger: Ledger) -> tuple[int, list[tuple[PeerKey, AccountBalance]]]:
             with ledger.snapshot():
-                found = sorted((p, b) for p, b in ledger.balances().items() if after is None or p > after)
-                return ledger.size(), found[:limit]
+                return ledger.size(), list(ledger.balances(after=after, limit=limit).items())
 
         return await self.ledger.read(read)
 

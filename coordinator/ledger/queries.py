@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 
 from coordinator.ledger.database import Database, Row
@@ -16,6 +16,9 @@ from protocol.messages import Verdict
 BALANCES = tuple(
     f"{kind}_{what}" for kind in ("pending", "settled", "voided") for what in ("micro", "tokens", "rounds")
 )
+MAX_OPEN = 1000
+"""Oldest rounds that are not final whose verdicts are read: nothing settles before they are final."""
+
 _END = 2**62
 
 
@@ -137,25 +140,22 @@ class LedgerQueries:
                 found[peer] = float(at)
         return found
 
-    def verdicts(self, limit: int) -> tuple[Verdict, ...]:
-        """Return the oldest verdicts that may still void something, and that no final record carries yet."""
+    def verdicts(self, limit: int, open_rounds: Sequence[RoundCredits] = ()) -> tuple[Verdict, ...]:
+        """Return the oldest verdicts that may still void something on this branch, and that it does not carry yet.
+
+        `open_rounds` are the rounds of the branch that are not final.
+        """
+        carried = {(v.record, v.peer) for account in open_rounds for v in account.verdicts}
+        records = [bytes(account.record) for account in open_rounds[:MAX_OPEN]]
         rows = self._db.query(
             "SELECT v.record, v.peer, v.reason FROM verdicts v LEFT JOIN rounds r ON r.record = v.record "
             "LEFT JOIN peers p ON p.peer = v.peer LEFT JOIN lines l ON l.number = r.number AND l.peer = p.id "
-            "WHERE r.number IS NULL OR (r.number >= ? AND l.voided_by IS NULL) "
+            f"WHERE v.record IN ({', '.join('?' * len(records)) or 'NULL'}) OR (r.number >= ? AND l.voided_by IS NULL) "
             "ORDER BY v.round, v.record, v.peer LIMIT ?",
-            (self.settled_count(), limit),
+            (*records, self.settled_count(), limit + len(carried)),
         )
-        return tuple(Verdict(Digest(r[0]), PeerKey(r[1]), r[2]) for r in rows)
-
-    def refusals(self, peer: PeerKey, before: int | None = None, limit: int = 50) -> list[tuple[int, RefusedUpdate]]:
-        """Return a peer's refused updates, newest first, each with its number; of those before number `before`."""
-        rows = self._db.query(
-            "SELECT id, round, parent, record, peer, header, reason, at FROM refusals WHERE peer = ? AND id < ? "
-            "ORDER BY id DESC LIMIT ?",
-            (bytes(peer), _END if before is None else before, limit),
-        )
-        return [_refused(r) for r in rows]
+        found = (Verdict(Digest(r[0]), PeerKey(r[1]), r[2]) for r in rows)
+        return tuple([v for v in found if (v.record, v.peer) not in carried][:limit])
 
     def refused(self, peer: PeerKey, before: int | None = None, limit: int = 50) -> list[tuple[int, RefusedUpdate]]:
         """Return a peer's refused updates in final rounds, newest first, with the round's number below `before`."""
@@ -210,10 +210,13 @@ class LedgerQueries:
         rows = self._db.query("SELECT seen_at FROM first_seen WHERE record = ?", (bytes(record),))
         return rows[0][0] if rows else None
 
-    def balances(self) -> dict[PeerKey, AccountBalance]:
-        """Return the balances of every peer."""
-        names = ", ".join(BALANCES)
-        rows = self._db.query(f"SELECT p.peer, {names} FROM balances s JOIN peers p ON p.id = s.peer")
+    def balances(self, *, after: PeerKey | None = None, limit: int = _END) -> dict[PeerKey, AccountBalance]:
+        """Return the balances of peers with keys above `after`, by ascending key; without arguments those of all."""
+        rows = self._db.query(
+            f"SELECT p.peer, {', '.join(BALANCES)} FROM peers p JOIN balances s ON s.peer = p.id "
+            "WHERE p.peer > ? ORDER BY p.peer LIMIT ?",
+            (bytes(after or b""), limit),
+        )
         return {PeerKey(r[0]): AccountBalance(Balance(*r[1:4]), Balance(*r[4:7]), Balance(*r[7:10])) for r in rows}
 
     def read_fold(self, run: RunId) -> CreditFold:

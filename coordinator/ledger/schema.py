@@ -1,6 +1,6 @@
-"""The tables, for both databases. A database of another form is refused with the remedy.
+"""The tables, for both databases. A database with another schema version is refused with the remedy.
 
-The index (`state` to `balances`) follows from the certificates of final records and can be made again from them. The
+The index (`state` to `balances`) follows from the certificates of final records and can be rebuilt from them. The
 rest are notes of this coordinator, on which no credit depends.
 """
 
@@ -15,7 +15,7 @@ FORM = 3
 REMEDY = "move it away: credits are computed again from the chain"
 
 TABLES = """
--- `epoch`: rollbacks so far; `settled`: so many final rounds are settled, in the order of their numbers.
+-- `epoch`: rollbacks so far; `settled`: number of settled final rounds, which settle in the order of their numbers.
 CREATE TABLE state (
     run     BLOB   NOT NULL PRIMARY KEY,
     form    BIGINT NOT NULL,
@@ -82,7 +82,7 @@ CREATE TABLE verdicts (
     PRIMARY KEY (record, peer)
 );
 
--- Announced updates that a round left out.
+-- Announced updates that a round left out: the newest of each peer and in all (`store.MAX_REFUSALS`).
 CREATE TABLE refusals (
     id     BIGINT NOT NULL PRIMARY KEY,
     round  BIGINT NOT NULL,
@@ -122,11 +122,14 @@ CREATE TABLE admissions (
 );
 """
 
+REFUSALS_BY_ROUND = "CREATE INDEX IF NOT EXISTS refusals_by_round ON refusals (round)"
+"""Made at each start: older tables with this schema version do not have it."""
+
 _POSTGRES = {" BLOB ": " BYTEA ", " BLOB,": " BYTEA,", " REAL ": " DOUBLE PRECISION ", " REAL,": " DOUBLE PRECISION,"}
 
 
 def prepare(db: Database, run: RunId) -> None:
-    """Make the tables if there are none. Raises LedgerError if they are of another run or of another form."""
+    """Make the tables if there are none. Raises LedgerError if they are of another run or schema version."""
     with db.transaction():
         tables = db.tables()
         if not tables:
@@ -135,11 +138,16 @@ def prepare(db: Database, run: RunId) -> None:
                 text = text.replace(name, theirs)
             db.script(text)
             db.query("INSERT INTO state (run, form, epoch, settled) VALUES (?, ?, 0, 0)", (bytes(run), FORM))
-            return
-        rows = db.query("SELECT run, form FROM state") if "state" in tables else []
-        if not rows or rows[0][1] != FORM:
-            form = f"of form {rows[0][1]}, not {FORM}" if rows else "no ledger of this Cairn"
-            raise LedgerError(f"{db.where} is {form}: start the version that made it, or {REMEDY}")
-        if bytes(rows[0][0]) != run:
-            other = RunId(bytes(rows[0][0])).short
-            raise LedgerError(f"{db.where} is the ledger of run {other}, not of {run.short}: start with another folder")
+        else:
+            _check(db, tables, run)
+        db.query(REFUSALS_BY_ROUND)
+
+
+def _check(db: Database, tables: set[str], run: RunId) -> None:
+    rows = db.query("SELECT run, form FROM state") if "state" in tables else []
+    if not rows or rows[0][1] != FORM:
+        form = f"of schema version {rows[0][1]}, not {FORM}" if rows else "no ledger of this Cairn"
+        raise LedgerError(f"{db.where} is {form}: start the version that made it, or {REMEDY}")
+    if bytes(rows[0][0]) != run:
+        other = RunId(bytes(rows[0][0])).short
+        raise LedgerError(f"{db.where} is the ledger of run {other}, not of {run.short}: start with another folder")

@@ -25,6 +25,12 @@ from protocol.ledger.fold import CreditFold, FoldStep
 from protocol.messages import Rollback, Verdict
 from protocol.spec import RunSpec
 
+MAX_REFUSALS_OF_PEER = 200
+"""Refused updates that are kept of each peer, the newest ones."""
+
+MAX_REFUSALS = 1_000_000
+"""Refused updates that are kept in all, the newest ones: about 300 MB."""
+
 CHECKED_LINES = 200_000
 """Maximum number of lines of a ledger that is checked completely at each start."""
 
@@ -151,7 +157,13 @@ class Ledger(LedgerQueries):
             rows = [(seen_at, bytes(line.peer)) for line in account.lines]
             self._db.many("UPDATE balances SET last_at = ? WHERE peer = (SELECT id FROM peers WHERE peer = ?)", rows)
             self._db.query("DELETE FROM first_seen WHERE round <= ?", (account.round,))
-            self._db.query("DELETE FROM verdicts WHERE round < ?", (account.round - self._rule.hold_rounds,))
+            past = account.round - self._rule.hold_rounds
+            self._db.query("DELETE FROM verdicts WHERE round < ?", (past,))
+            # Receipts are of final rounds: nobody can get one of a record that did not become final.
+            self._db.query(
+                "DELETE FROM refusals WHERE round = ? AND record NOT IN (SELECT record FROM rounds WHERE round = ?)",
+                (past, past),
+            )
         return True
 
     def _check_same(self, account: RoundCredits, fold: CreditFold) -> None:
@@ -292,16 +304,24 @@ class Ledger(LedgerQueries):
                           "ON CONFLICT (record, peer) DO NOTHING", rows)  # fmt: skip
 
     def add_refusal(self, r: RefusedUpdate) -> bool:
-        """Store an announced update that its round left out; return False if it is stored already."""
+        """Store an announced update that its round left out; return False if it is stored already.
+
+        The oldest ones beyond MAX_REFUSALS_OF_PEER and MAX_REFUSALS are deleted.
+        """
         key = (bytes(r.peer), bytes(r.record), bytes(r.update))
         with self._writing():
             if self._db.query("SELECT 1 FROM refusals WHERE peer = ? AND record = ? AND header = ?", key):
                 return False
+            number = _next(self._db, "refusals")
             self._db.query(
                 "INSERT INTO refusals (id, round, parent, peer, record, header, reason, at) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                (_next(self._db, "refusals"), r.round, bytes(r.parent), *key, r.reason, r.at),
+                (number, r.round, bytes(r.parent), *key, r.reason, r.at),
             )
+            self._db.query("DELETE FROM refusals WHERE id <= ?", (number - MAX_REFUSALS,))
+            rows = self._db.query("SELECT id FROM refusals WHERE peer = ?", key[:1])
+            oldest = sorted(rows)[: max(0, len(rows) - MAX_REFUSALS_OF_PEER)]
+            self._db.many("DELETE FROM refusals WHERE id = ?", oldest)
         return True
 
     def add_binding(self, b: BindingRow) -> None:

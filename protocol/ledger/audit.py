@@ -89,10 +89,11 @@ CreditsLookup = Callable[[Digest], RoundCredits | None]
 
 
 class Auditor:
-    """An audit of the first `size` final rounds of a coordinator: `add` each in order, then `finish`.
+    """An audit of the first `size` final rounds of a coordinator.
 
-    `find` knows the certificates that were verified. `is_abandoned`: whether a record that `find` knows is not of the
-    chain that the swarm follows; the owner must have rolled back what was credited for it.
+    `add` each in order, then `finish`, then `check_settled` and `check_totals`. `find` knows the certificates that were
+    verified. `is_abandoned`: whether a record that `find` knows is not of the chain that the swarm follows; the owner
+    must have rolled back what was credited for it.
     """
 
     def __init__(
@@ -104,10 +105,15 @@ class Auditor:
         self._rule = CreditRule.of(spec)
         self._fold = CreditFold(spec.run_id, self._rule)
         self._posted: dict[Digest, int] = {}
-        self._told_voids: dict[tuple[Digest, PeerKey], int] = {}
-        self._true_voids: set[tuple[Digest, PeerKey]] = set()
+        self._expected = 0
+        self._told_voids: dict[tuple[Digest, PeerKey], tuple[int, int]] = {}
+        """The number of the round with the voided line, and of the one that is said to void it."""
+        self._true_voids: dict[tuple[Digest, PeerKey], int] = {}
+        """The number of the round whose record carries the verdict."""
         self._strange: dict[int, tuple[Round, Digest, bool]] = {}
         """Rounds that are not of the chain, by number, and whether their certificates are known."""
+        self._before_strange: tuple[CreditFold, dict[tuple[Digest, PeerKey], int]] | None = None
+        """The fold and the voids before the newest rounds, if these are not of the chain."""
         self.report = AuditReport()
 
     @property
@@ -115,11 +121,18 @@ class Auditor:
         """The record of the newest round that is credited."""
         return self._fold.tip
 
+    @property
+    def is_full(self) -> bool:
+        """True when no more differences are reported: more rounds would only cost time and memory."""
+        return len(self.report.findings) + len(self._strange) >= MAX_FINDINGS
+
     def add(self, told: CreditedRound) -> None:
         """Check the next round as the coordinator tells of it."""
         report, n = self.report, told.number
-        if n != report.rounds:
-            self._add_finding(n, f"place {report.rounds} holds round number {n}: rounds are missing or out of order")
+        if n != self._expected:
+            self._add_finding(n, f"round number {n} is where number {self._expected} should be: rounds are missing or "
+                                 "out of order")  # fmt: skip
+        self._expected = n + 1
         report.rounds += 1
         report.lines += len(told.lines)
         if told.record in self._posted:
@@ -128,18 +141,25 @@ class Auditor:
         true = self._find(told.record)
         if true is None or self._is_abandoned(told.record):
             self._strange[n] = (told.round, told.record, true is not None)
+            if self._before_strange is None:
+                self._before_strange = self._fold.copy(), dict(self._true_voids)
+        elif self._before_strange is not None:
+            rollback = true.rollback
+            if true.parent != self.tip and (rollback is None or rollback.epoch <= self._fold.epoch):
+                self._fold, self._true_voids = self._before_strange  # the chain goes on without the rounds since then
+            self._before_strange = None
         if true is None:
             true = RoundCredits(told.round, told.record, told.parent, told.parent, 0.0, told.lines)
         else:
             self._compare(told, true)
-        self._fill_gap(true, n)
         try:
+            self._fill_gap(true, n)
             self._add(true, n)
         except LedgerRuleError as e:
             self._add_finding(n, f"number {n}: {e}")
         for i, by in told.voided.items():
             if i < len(told.lines) and by < self._size:
-                self._told_voids[told.record, told.lines[i].peer] = n
+                self._told_voids[told.record, told.lines[i].peer] = n, by
 
     def finish(
         self, finalized: Round | None = None, record: Digest | None = None, *, epoch: int | None = None
@@ -157,14 +177,15 @@ class Auditor:
             why = "the swarm follows another" if proved else "it was invented, or its certificate is kept from us"
             self._add_finding(n, f"number {n} credits round {round_} with record {strange.short}, which is not in the "
                                  f"chain: {why}")  # fmt: skip
-        for key in sorted(self._told_voids.keys() - self._true_voids):
-            n = self._told_voids[key]
-            self._add_finding(n, f"number {n}: the credit of peer {key[1].short} is said to be void, and no verdict in "
-                                 "the chain says so")  # fmt: skip
-        for record_, peer in sorted(self._true_voids - self._told_voids.keys()):
-            n = self._posted[record_]
-            self._add_finding(n, f"number {n}: a verdict in the chain voids the credit of peer {peer.short}, and the "
-                                 "coordinator does not say so")  # fmt: skip
+        for key in sorted(self._told_voids.keys() | self._true_voids.keys()):
+            n, told = self._told_voids.get(key, (self._posted.get(key[0]), None))
+            true, whose = self._true_voids.get(key), f"number {n}: the credit of peer {key[1].short}"
+            if true is None:
+                self._add_finding(n, f"{whose} is said to be void, and no verdict in the chain says so")
+            elif told is None:
+                self._add_finding(n, f"{whose} is void by a verdict in the chain, and the coordinator does not say so")
+            elif told != true:
+                self._add_finding(n, f"{whose} is said to be void by number {told}; the verdict is in number {true}")
         if finalized is not None and finalized >= fold.rounds:
             missing = f"round {fold.rounds}" if finalized == fold.rounds else f"rounds {fold.rounds} to {finalized}"
             self._add_finding(None, f"the credits end before {missing}: finalized by the owner, and not credited")
@@ -179,6 +200,12 @@ class Auditor:
             report.voided += balance.voided.micro_credits
         report.findings.sort(key=lambda d: (d.number is None, d.number or 0))
         return report
+
+    def check_settled(self, settled: int) -> None:
+        """Compare how many of the rounds the coordinator says are settled."""
+        true = self._fold.settled_count
+        if settled != true and self._fold.count == self._size:  # else a finding about the rounds says what is wrong
+            self._add_finding(None, f"{settled} of {self._size} rounds are said to be settled, not {true}")
 
     def check_totals(self, totals: Mapping[PeerKey, tuple[int, int, int]]) -> None:
         """Compare what the coordinator tells of peers' totals: settled, pending, voided micro-credits."""
@@ -196,7 +223,7 @@ class Auditor:
         step = self._fold.add(credits)
         self._posted[credits.record] = number
         for n, i in step.voided:
-            self._true_voids.add((pending[n].record, pending[n].lines[i].peer))
+            self._true_voids[pending[n].record, pending[n].lines[i].peer] = number
         if self._fold.epoch > epoch:
             # The branch before is given up: its certificates need not be in the chain that peers keep.
             for n in [n for n, (round_, _, _) in self._strange.items() if round_ >= credits.round and n != number]:

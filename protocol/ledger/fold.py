@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from protocol.chain import genesis_digest
 from protocol.errors import LedgerRuleError
@@ -79,6 +79,15 @@ class CreditFold:
         fold._reverted = set(reverted)
         fold._pending = {p.number: p for p in pending}
         return fold
+
+    def copy(self) -> CreditFold:
+        """Return a fold in the same state; a change of one does not change the other."""
+        other = CreditFold(self.run, self.rule)
+        other.count, other.epoch, other.balances = self.count, self.epoch, dict(self.balances)
+        other._pending = {n: replace(p, voided=set(p.voided)) for n, p in self._pending.items()}
+        other._records, other._tokens = self._records[:], self._tokens[:]
+        other._reverted = set(self._reverted)
+        return other
 
     # -- what is known ---------------------------------------------------------------------------------------
 

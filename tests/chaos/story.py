@@ -6,7 +6,7 @@ from functools import cache
 
 from coordinator.ledger import AdmissionRow, RefusedUpdate
 from protocol.chain import genesis_digest
-from protocol.ids import Digest, Round, sha256
+from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.ledger.credits import CreditRule, RoundCredits
 from protocol.messages import Verdict
 from tests.support.coordinator_fakes import make_spec, peer
@@ -51,6 +51,11 @@ def admitted(number: int) -> AdmissionRow:
     return AdmissionRow(peer(0).key.__class__(key), f"p{number}", number, number, number + 10, b"sent %d" % number)
 
 
+def refused_peer(number: int) -> PeerKey:
+    """Return another peer for each update, since the ledger keeps only the newest ones of a peer."""
+    return PeerKey(sha256(b"refused peer", number.to_bytes(8, "big")))
+
+
 def refusal(number: int) -> RefusedUpdate:
     update = Digest(sha256(b"refused", number.to_bytes(8, "big")))
-    return RefusedUpdate(Round(number), record(0), record(number), peer(0).key, update, "late", float(number))
+    return RefusedUpdate(Round(number), record(0), record(number), refused_peer(number), update, "late", float(number))

@@ -250,6 +250,7 @@ async def test_receipts_are_those_of_the_certificates(tmp_path, monkeypatch):
             (replace(good, round=Round(1)), "not of the round"),
             (replace(good, record=digest("no record")), "does not give the certificate"),
             (replace(refused, update=good.update), "says that it was not accepted"),
+            (replace(good, pending_until=good.pending_until + 1), "it settles with number"),
         ):
             assert words in await receipt_problem(w.connect(), wrong)
 
@@ -300,6 +301,83 @@ async def test_a_void_that_no_verdict_says_is_named_and_so_is_one_that_is_kept_b
         assert ["no verdict in the chain says so" in f for f in await w.found()] == [True]
         await w.falsified("UPDATE lines SET voided_by = NULL")
         assert ["and the coordinator does not say so" in f for f in await w.found()] == [True]
+
+
+async def test_a_wrong_count_of_settled_rounds_is_named(tmp_path, monkeypatch):
+    async with made(tmp_path, monkeypatch) as w:
+        assert (await w.audit()).clean
+        for count in (0, 8):
+            await w.falsified(f"UPDATE state SET settled = {count}")
+            assert await w.found() == [f"{count} of 8 rounds are said to be settled, not 6"]
+
+
+class FalsePage(LogClient):
+    """A page that changes its answers about totals."""
+
+    def __init__(self, read: LogClient, change: Any):
+        super().__init__("http://x/", SPEC.run_id, OWNER.key, read._fetch)
+        self._change = change
+
+    async def balances(self, after: PeerKey | None = None) -> tuple[int, dict[PeerKey, tuple[int, int, int]]]:
+        return self._change(after, *await super().balances(after))
+
+
+async def test_totals_that_cannot_be_compared_are_not_called_clean(tmp_path, monkeypatch):
+    """The coordinator says with invented totals that one more round is final."""
+    async with made(tmp_path, monkeypatch) as w:
+        invented = {peer(9).key: (10**9, 0, 0)}
+        honest = w.connect()
+        page: Any = FalsePage(honest.log, lambda after, size, found: (size + 1, invented))
+        monkeypatch.setattr(w, "connect", lambda: replace(honest, log=page))
+        found = await w.audit()
+        assert not found.clean and any("totals were not compared" in d.message for d in found.report.unproved)
+
+
+async def test_totals_are_read_again_when_a_round_becomes_final_meanwhile(tmp_path, monkeypatch):
+    async with made(tmp_path, monkeypatch) as w:
+        honest, reads = w.connect(), []
+
+        def change(after: Any, size: int, found: Any) -> Any:
+            reads.append(size)
+            return (size + (len(reads) == 1), found)
+
+        page: Any = FalsePage(honest.log, change)
+        monkeypatch.setattr(w, "connect", lambda: replace(honest, log=page))
+        assert (await w.audit()).clean and len(reads) == 2
+
+
+async def test_a_page_of_totals_that_never_ends_does_not_hold_the_audit(tmp_path, monkeypatch):
+    async with made(tmp_path, monkeypatch) as w:
+        monkeypatch.setattr("cairn.ledger_audit.MAX_TOTALS", 50)
+        monkeypatch.setattr("cairn.ledger_audit.BALANCES_PAGE", 10)
+        honest, served = w.connect(), []
+
+        def change(after: Any, size: int, found: Any) -> Any:
+            start = len(served)
+            served.extend(range(10))
+            return size, {PeerKey((start + i).to_bytes(32, "big")): (1, 0, 0) for i in range(10)}
+
+        page: Any = FalsePage(honest.log, change)
+        monkeypatch.setattr(w, "connect", lambda: replace(honest, log=page))
+        found = await w.audit()
+        assert not found.clean and len(served) == 60
+
+
+async def test_totals_must_come_by_ascending_key():
+    keys = sorted(peer(n).key for n in range(3))
+
+    async def read(told: list[PeerKey], after: PeerKey | None) -> list[PeerKey]:
+        async def fetch(url: str) -> bytes:
+            amounts = {f"micro_credits_{s}": 0 for s in ("settled", "pending", "voided")}
+            return json.dumps({"size": 1, "balances": [{"peer": str(k)} | amounts for k in told]}).encode()
+
+        return list((await LogClient("http://x/", SPEC.run_id, OWNER.key, fetch).balances(after))[1])
+
+    for told, after in ((keys, None), (keys[1:], keys[0]), ([], keys[2])):
+        assert await read(told, after) == told
+    for told, after in ((keys[::-1], None), ([keys[0]] * 2, None), (keys, keys[0]), (keys[:1], keys[1])):
+        with pytest.raises(MalformedError, match="ascending key"):
+            await read(told, after)
 
 
 async def test_an_invented_round_is_named(tmp_path, monkeypatch):
@@ -513,10 +591,10 @@ async def test_the_commands_bind_show_export_and_check_receipts(tmp_path, monkey
         out = tmp_path / "credits.csv"
         done = await asyncio.to_thread(CliRunner().invoke, main, ["account", "export", invite, str(out)])
         assert done.exit_code == 0 and len(out.read_text().splitlines()) == 9, done.output
-        assert "good: by the certificate" in await run("audit", "receipt", invite)
+        assert "good: by a certificate" in await run("audit", "receipt", invite)
         file = tmp_path / "one.receipt"
         file.write_text(shown["receipts"][0]["bytes"])
-        assert "good: by the certificate" in await run("audit", "receipt", invite, str(file))
+        assert "good: by a certificate" in await run("audit", "receipt", invite, str(file))
         open_receipt((await receipts_of(c, 1))[0], SPEC.run_id, OWNER.key)
         # A ledger without a swarm to ask: clean, and said. The demo's swarm is not on the network.
         done = await asyncio.to_thread(CliRunner().invoke, main, ["audit", "ledger", invite])

@@ -243,6 +243,28 @@ def test_a_line_torn_by_a_kill_is_left_out_and_the_next_stands_alone(tmp_path):
     assert [w.body.sequence for w in words] == [1, 3] and done == {2: None, 3: Digest(bytes(range(32)))}
 
 
+def test_a_full_file_keeps_the_newest_directive_and_the_first_of_each_rollback(tmp_path, monkeypatch):
+    """Each verdict that the coordinator reaches makes a directive: the file must not grow with them."""
+    monkeypatch.setattr("coordinator.directive_file.FULL", 5000)
+    stored = DirectiveFile(tmp_path, MessageDecoder(RUN, OWNER.key, remember=4))
+    left = Digest(bytes(range(32)))
+    first = {}
+    for epoch in (0, 1, 2):
+        rollback = Rollback(epoch, left, Round(epoch), left) if epoch else None
+        for n in range(30):
+            given = word(100 * epoch + n + 1, rollback=rollback)
+            stored.append(given)
+            first.setdefault(epoch, given)
+        if epoch:
+            stored.mark_done(epoch, left)
+    directives, done = stored.read()
+    assert (tmp_path / FILE).stat().st_size < 2 * 5000
+    assert max(directives, key=lambda d: d.body.precedence) == word(230, rollback=Rollback(2, left, Round(2), left))
+    assert [next(d for d in directives if d.body.epoch == e) for e in (1, 2)] == [first[1], first[2]]
+    assert done == {1: left, 2: left}
+    assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o600
+
+
 def test_changes_that_make_no_spec_are_refused_before_they_are_signed():
     from cairn.commands.control import check_changes, parse_setting
 

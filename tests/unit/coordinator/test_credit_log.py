@@ -263,14 +263,14 @@ def test_a_long_reason_is_cut_to_what_a_receipt_holds():
 
 
 async def test_rounds_come_page_by_page_with_what_is_settled_and_void(ledger_place, monkeypatch):
-    monkeypatch.setattr("coordinator.credits.log.PAGE_LINES", 1)
+    monkeypatch.setattr("coordinator.credits.log.PAGE_LINES", 30)
     async with made(ledger_place) as w:
         accounts = [await w.post({1: 40, 2: 30}) for _ in range(20)]
         accounts.append(await w.post({1: 50}, void=(accounts[-1].record, peer(2).key)))
         first = await w.log.rounds(0, 1000)
         rest = await w.log.rounds(len(first.rounds), 1000)
         found = [*first.rounds, *rest.rounds]
-        assert len(first.rounds) == 16 and (first.size, first.settled) == (21, 21 - HOLD)
+        assert len(first.rounds) == 15 and (first.size, first.settled) == (21, 21 - HOLD)
         told = [(r.number, r.record, r.lines) for r in found]
         assert told == [(i, a.record, a.lines) for i, a in enumerate(accounts)]
         place = [x.peer for x in accounts[19].lines].index(peer(2).key)
@@ -281,6 +281,38 @@ async def test_rounds_come_page_by_page_with_what_is_settled_and_void(ledger_pla
         assert size == 21 and len(balances) == 1
         size, more = await w.log.balances(balances[0][0], 9)
         assert dict(balances + more) == await w.ledger.read(lambda ledger: ledger.balances())
+
+
+async def test_a_page_of_large_rounds_exceeds_its_size_by_one_round_at_most(ledger_place, monkeypatch):
+    monkeypatch.setattr("coordinator.credits.log.PAGE_LINES", 10)
+    async with made(ledger_place) as w:
+        for size in (1, 1, 1, 8, 8, 8, 8):
+            await w.post(dict.fromkeys(range(size), 40))
+        found, lines = [], []
+        while page := (await w.log.rounds(len(found), 1000)).rounds:
+            found += page
+            lines.append(sum(len(r.lines) for r in page))
+        assert [r.number for r in found] == list(range(7)) and lines == [11, 16, 8]
+
+
+async def test_a_page_of_balances_reads_only_its_own_rows(ledger_place, monkeypatch):
+    async with made(ledger_place) as w:
+        await w.post(dict.fromkeys(range(10), 40))
+        read = []
+        with monkeypatch.context() as m:
+            original = Ledger.balances
+
+            def balances(ledger: Ledger, **arguments: Any) -> Any:
+                found = original(ledger, **arguments)
+                read.append(len(found))
+                return found
+
+            m.setattr(Ledger, "balances", balances)
+            _, first = await w.log.balances(None, 3)
+            _, second = await w.log.balances(first[-1][0], 3)
+        assert read == [3, 3]
+        keys = sorted(peer(n).key for n in range(10))
+        assert [p for p, _ in first + second] == keys[:6]
 
 
 async def test_certificates_are_given_from_where_one_asks(ledger_place):

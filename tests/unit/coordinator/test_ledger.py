@@ -134,10 +134,10 @@ def test_the_database_itself_refuses_what_is_doubled_or_does_not_follow(ledger, 
                 db.query(statement)
 
 
-def test_a_ledger_of_another_form_is_refused_with_the_remedy(ledger, ledger_place):
+def test_a_ledger_with_another_schema_version_is_refused_with_the_remedy(ledger, ledger_place):
     with bare(ledger_place) as db:
         db.query("UPDATE state SET form = 99")
-    with pytest.raises(LedgerError, match="form 99.*move it away"):
+    with pytest.raises(LedgerError, match="schema version 99.*move it away"):
         Ledger(ledger_place, SPEC)
 
 

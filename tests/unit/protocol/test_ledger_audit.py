@@ -49,6 +49,7 @@ class World:
             p: (b.settled.micro_credits, b.pending.micro_credits, b.voided.micro_credits)
             for p, b in fold.balances.items()
         }
+        self.settled = fold.settled_count
 
     def _grow(self, maker: ChainMaker, rounds: int) -> None:
         self.certificates += [maker.add({1: 40, 2: 30, 3: 20}) for _ in range(rounds)]
@@ -66,6 +67,7 @@ class World:
             auditor.add(told)
         newest = self.maker.certificates[-1]
         report = auditor.finish(newest.record.body.round, newest.digest, epoch=1)
+        auditor.check_settled(self.settled)
         auditor.check_totals(self.totals)
         return report
 
@@ -103,7 +105,7 @@ def test_no_single_change_goes_unnoticed(seed: int):
     told = w.told[n]
     lines = list(told.lines)
     i = rng.randrange(len(lines))
-    act = rng.randrange(10)
+    act = rng.randrange(12)
     if act == 0:
         lines[i] = replace(lines[i], micro_credits=lines[i].micro_credits + 1)
     elif act == 1:
@@ -128,6 +130,11 @@ def test_no_single_change_goes_unnoticed(seed: int):
     elif act == 9:
         who = rng.choice(sorted(w.totals))
         w.totals[who] = (w.totals[who][0] + 1, *w.totals[who][1:])
+    elif act == 10:
+        w.settled = rng.choice([0, w.settled + 1, len(w.told)])
+    elif act == 11:
+        m, by = next((m, t.voided) for m, t in enumerate(w.told) if t.voided)
+        w.told[m] = replace(w.told[m], voided=dict.fromkeys(by, rng.choice([0, 1, 5])))
     report = w.audit()
     assert report.findings, act
 
@@ -137,3 +144,53 @@ def test_what_the_newest_rounds_void_may_be_told_already():
     w = World()
     w.told[4] = replace(w.told[4], voided={0: 6})
     assert w.audit().clean
+
+
+def test_a_void_by_another_round_is_named():
+    w = World()
+    place = next(n for n, told in enumerate(w.told) if told.voided)
+    w.told[place] = replace(w.told[place], voided=dict.fromkeys(w.told[place].voided, 0))
+    (finding,) = w.audit().findings
+    assert "said to be void by number 0; the verdict is in number 3" in finding.message
+
+
+@pytest.mark.parametrize("settled", [0, 3, 5, 6])
+def test_settled_rounds_are_counted_by_the_fold(settled: int):
+    w = World()
+    assert w.settled == 4
+    w.settled = settled
+    (finding,) = w.audit().findings
+    assert f"{settled} of 6 rounds are said to be settled, not 4" in finding.message
+
+
+def test_after_an_invented_record_the_audit_goes_on_from_the_chain():
+    w = World()
+    w.told[1] = replace(w.told[1], record=Digest(bytes(32)))
+    found = [d.message for d in w.audit().findings]
+    assert len(found) == 2
+    assert "which is not in the chain: it was invented" in found[0] and "round 1" in found[1]
+
+
+def test_a_missing_round_is_found_once():
+    w = World()
+    del w.told[1]
+    found = [d.message for d in w.audit().findings]
+    assert len(found) == 2
+    assert "number 2 is where number 1 should be" in found[0] and "is not credited before number 2" in found[1]
+
+
+def test_a_round_left_out_that_the_fold_refuses_ends_no_audit():
+    w = World()
+    refused = replace(w.credits[w.told[2].record], lines=())
+    w.credits[w.told[2].record] = refused
+    del w.told[2]
+    assert any("has no lines" in d.message for d in w.audit().findings)
+
+
+def test_an_audit_is_full_when_too_much_is_wrong(monkeypatch):
+    monkeypatch.setattr("protocol.ledger.audit.MAX_FINDINGS", 3)
+    w = World()
+    auditor = Auditor(SPEC, lambda d: None, 6)
+    for n, told in enumerate(w.told):
+        assert auditor.is_full == (n >= 3)
+        auditor.add(told)

@@ -81,7 +81,7 @@ def test_a_verdict_voids_a_line_while_it_is_pending_and_never_after(ledger, ledg
     first, second = accounts_of(chain)
     lost = second.lines[0]
     ledger.add_verdicts(second.round, [Verdict(second.record, lost.peer, "too fast")] * 2)
-    assert [v.peer for v in ledger.verdicts(9)] == [lost.peer]
+    assert [v.peer for v in ledger.verdicts(9, [first, second])] == [lost.peer]
     for account in (first, second):
         ledger.post(account)
     assert len(ledger.verdicts(9)) == 1  # no record carries it yet
@@ -109,10 +109,30 @@ def test_verdicts_that_never_came_into_the_chain_are_forgotten(ledger):
         lost = Digest(bytes([account.round]) * 32)
         ledger.add_verdicts(account.round, [Verdict(lost, peer(0).key, "another branch")])
         ledger.post(account)
-    named = {v.record for v in ledger.verdicts(99)}
-    assert accounts_of(chain)[5].record in named and accounts_of(chain)[1].record not in named
-    assert Digest(bytes([0]) * 32) not in named and Digest(bytes([5]) * 32) in named
-    assert len(ledger.verdicts(2)) == 2
+    accounts = accounts_of(chain)
+    assert [v.record for v in ledger.verdicts(99)] == [a.record for a in accounts[-len(ledger.verdicts(99)) :]]
+    assert accounts[5].record in {v.record for v in ledger.verdicts(99)} and len(ledger.verdicts(1)) == 1
+    stored = {bytes(r[0]) for r in ledger._db.query("SELECT record FROM verdicts")}
+    assert bytes([0]) * 32 not in stored and bytes([5]) * 32 in stored
+
+
+def test_verdicts_of_forks_and_those_that_the_branch_carries_crowd_out_no_other(ledger):
+    """Up to 64 verdicts are given at once: only those that can still void something on this branch count."""
+    chain = chain_of(1)
+    ledger.post(accounts_of(chain)[0])
+    for n in range(70):
+        ledger.add_verdicts(Round(1), [Verdict(Digest(bytes([n]) * 32), peer(0).key, "a fork that is never final")])
+    chain.add({n: 40 + n for n in range(70)})
+    wrong = accounts_of(chain)[1]
+    ledger.add_verdicts(Round(1), [Verdict(wrong.record, line.peer, "too fast") for line in wrong.lines])
+    first = ledger.verdicts(64, [wrong])
+    assert len(first) == 64 and {v.record for v in first} == {wrong.record}
+    carry(chain, 1, first)
+    chain.add({1: 50})
+    following = accounts_of(chain)[2]
+    rest = ledger.verdicts(64, [wrong, following])
+    assert len(rest) == 6 and not set(rest) & set(first)
+    assert ledger.verdicts(64, [wrong]) == first  # on a branch without that record they are due again
 
 
 def test_after_a_rollback_the_chain_goes_on_elsewhere_and_what_was_issued_stays(ledger, ledger_place):
@@ -191,6 +211,44 @@ def test_a_clock_that_was_set_back_writes_the_time_of_the_round_before(ledger_pl
     ledger.close()
 
 
+def test_refusals_are_bounded_for_each_peer_and_in_all(ledger, monkeypatch):
+    monkeypatch.setattr("coordinator.ledger.store.MAX_REFUSALS_OF_PEER", 3)
+    monkeypatch.setattr("coordinator.ledger.store.MAX_REFUSALS", 8)
+    (account,) = accounts_of(chain_of(1))
+    ledger.post(account)
+
+    def refuse(number: int, of: int) -> None:
+        update = Digest(bytes([of, number]) + bytes(30))
+        ledger.add_refusal(RefusedUpdate(account.round, account.parent, account.record, peer(of).key, update, "", 1.0))
+
+    def kept(of: int) -> list[int]:
+        return sorted(r.update[1] for _, r in ledger.refused(peer(of).key))
+
+    refuse(0, 2)
+    for n in range(6):
+        refuse(n, 1)
+    assert kept(1) == [3, 4, 5] and kept(2) == [0]
+    for n in range(3):
+        refuse(n, 3)
+        refuse(n, 4)
+    assert kept(3) == kept(4) == [0, 1, 2] and kept(2) == [] and len(kept(1)) == 2
+
+
+def test_refusals_of_records_that_never_became_final_are_deleted(ledger):
+    chain = chain_of(4)
+    accounts = accounts_of(chain)
+    for account in accounts:
+        for record in (account.record, Digest(bytes([account.round]) * 32)):
+            ledger.add_refusal(
+                RefusedUpdate(account.round, account.parent, record, peer(8).key, Digest(bytes(32)), "late", 1.0)
+            )
+        ledger.post(account)
+    stored = {bytes(r[0]) for r in ledger._db.query("SELECT record FROM refusals")}
+    hold = SPEC.credit.hold_rounds
+    assert {bytes(a.record) for a in accounts} <= stored
+    assert {r[0] for r in stored if len(set(r)) == 1} == set(range(4 - hold, 4))
+
+
 def test_refusals_and_bindings_are_kept_in_order(ledger):
     accounts = accounts_of(chain_of(2))
     for account in accounts:
@@ -198,9 +256,9 @@ def test_refusals_and_bindings_are_kept_in_order(ledger):
     who = peer(8).key
     first, second = (RefusedUpdate(a.round, a.parent, a.record, who, Digest(bytes(32)), "late", 3.5) for a in accounts)
     assert ledger.add_refusal(first) and ledger.add_refusal(second) and not ledger.add_refusal(first)
-    (number, newest), (_, oldest) = ledger.refusals(who)
-    assert (newest, oldest) == (second, first) and [r for _, r in ledger.refusals(who, before=number)] == [first]
-    assert ledger.refusals(peer(0).key) == []
+    (number, newest), (_, oldest) = ledger.refused(who)
+    assert (newest, oldest) == (second, first) and [r for _, r in ledger.refused(who, before=number)] == [first]
+    assert ledger.refused(peer(0).key) == []
     words = [BindingRow(who, peer(n).key, n, b"word") for n in (1, 2)]
     for word in words:
         ledger.add_binding(word)
