@@ -441,7 +441,8 @@ class Chain:
         self._check_updates(certificate, parent)
         if (flaw := self.limits.reduce_plan.record_refusal(certificate, parent.contributors)) is not None:
             raise ChainError(f"record {digest.short}: {flaw}")
-        node = RecordNode(digest, parent, certificate, self.limits.round_limits(parent.directives)[0])
+        max_backlog, _ = self.limits.round_limits(parent.directives)
+        node = RecordNode(digest, parent, certificate, max_backlog, self.limits.stake.hold_rounds)
         self._drop_lone_twins(node, parent)
         parent.children.append(node)
         self._nodes[node.digest] = node

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 from protocol.directives import ActiveDirectives
 from protocol.ids import Digest, PeerKey
+from protocol.ledger.verdicts import VerdictWalk
 from protocol.messages import Certificate
 from protocol.update_weights import AuthorHistory
 
@@ -29,8 +31,12 @@ class RecordNode:
         parent: RecordNode | None = None,
         certificate: Certificate | None = None,
         max_backlog: int = 0,
+        hold_rounds: int = 0,
     ):
-        """Make the root, if there is no parent. `max_backlog`: most windows of an author that wait to be weighed."""
+        """Make the root, if there is no parent. `max_backlog`: most windows of an author that wait to be weighed.
+
+        `hold_rounds`: rounds in which a verdict on an update counts.
+        """
         self.digest = digest
         self.parent = parent
         self.certificate = certificate
@@ -67,6 +73,8 @@ class RecordNode:
                 )
                 for u in record.body.updates
             }
+            for author in self.newly_voided(hold_rounds):
+                self.histories[author] = self.history(author).after_verdict()
         if self.height % SNAPSHOT_EVERY == 0:
             self.make_snapshot()
 
@@ -76,6 +84,17 @@ class RecordNode:
         while node is not None:
             yield node
             node = node.parent
+
+    def newly_voided(self, hold_rounds: int) -> set[PeerKey]:
+        """Return the authors of earlier updates that a verdict in this record voids, and none before it did."""
+        if self.certificate is None or self.certificate.record.body.directive is None:
+            return set()
+        verdicts, found = VerdictWalk(hold_rounds), set[PeerKey]()
+        for above in islice(self.branch(), hold_rounds + 1):
+            found.update(key for key in above.weighed if verdicts.voided_in(above.digest, key) == self.height - 1)
+            if above.certificate is not None:
+                verdicts.pass_record(above.certificate.record.body)
+        return found
 
     def latest_messages(self, *, beside: RecordNode | None = None) -> dict[PeerKey, int]:
         """Return the keys that are for this record, each with the end of its windows in its newest message here.

@@ -2,7 +2,8 @@
 
 A claim costs nothing, so it must not buy weight. An update weighs at most twice what its author's update before it
 weighed on the same branch. A newcomer weighs no more than a low quartile of those whom the branch knows. The rest of a
-claim is not lost: it is the author's backlog, and counts in its next updates as far as their limit allows.
+claim is not lost: it is the author's backlog, and counts in its next updates as far as their limit allows. A verdict
+makes its author a newcomer again, without a backlog: what it claimed falsely must not count later.
 
 Chain weight, stake, credits and shares of the mean are all of weighed windows. Records state them, so a certificate can
 be applied and credited by itself, and every chain checks them against this rule.
@@ -11,7 +12,7 @@ be applied and credited by itself, and every chain checks them against this rule
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 KNOWN_ROUNDS = 64
 """Rounds after an author's newest accepted update in which it is no newcomer. Its windows are stake for as long."""
@@ -38,6 +39,10 @@ class AuthorHistory:
         """Return the history with an update of a round that claims windows up to `end_window`."""
         backlog = min(max_backlog, self.backlog + claimed - weighed)
         return AuthorHistory(end_window, round_ + 1, weighed, backlog)
+
+    def after_verdict(self) -> AuthorHistory:
+        """Return the history of an author whose update a verdict voids: it is a newcomer, and nothing waits."""
+        return replace(self, weighed=0, backlog=0)
 
 
 def weigh(claims: Sequence[tuple[int, AuthorHistory]], round_: int, most: int) -> tuple[int, ...]:

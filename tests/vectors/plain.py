@@ -309,12 +309,18 @@ class Tree:
 
     def history(self, key: int, node: int) -> list[int]:
         after, last, backlog = 0, 0, 0
-        for round_, at in enumerate(self.path(node)):
+        path, given = self.path(node), set[int]()
+        for round_, at in enumerate(path):
             record = self.records[at]
             if key in record["authors"]:
                 i = record["authors"].index(key)
                 last, after = record["weighed"][i], round_ + 1
                 backlog = min(self.case["max_update_windows"], backlog + record["claims"][i] - last)
+            for voided in {named for named, peer in record["verdicts"] if peer == key and named in path} - given:
+                given.add(voided)
+                rounds = round_ - path.index(voided)
+                if key in self.records[voided]["authors"] and 0 < rounds <= self.case["hold_rounds"]:
+                    last, backlog = 0, 0
         return [after, last, backlog]
 
     def add(self, record: dict[str, Any]) -> list[int]:

@@ -13,7 +13,7 @@ from protocol.chain import Chain, UnknownParent, genesis_digest
 from protocol.errors import ChainError
 from protocol.ids import Digest, Round, RunId, sha256
 from protocol.merkle import CHUNK
-from protocol.messages import Certificate, Directive, Finalization, RoundRecord, Signed, UpdateHeader
+from protocol.messages import Certificate, Directive, Finalization, RoundRecord, Signed, UpdateHeader, Verdict
 from protocol.reduce_plan import ReducePlan
 from protocol.stake import STAKE_ROUNDS, StakeRule
 from tests.simulation.signer import FakeSigner, certificate
@@ -32,6 +32,7 @@ def make(
     label=b"",
     votes=None,
     chain: Chain | None = None,
+    directive: Directive | None = None,
 ) -> Certificate:
     """Return a certificate whose contributors claim these windows, weighed as `chain` does if it is given."""
     updates = []
@@ -42,7 +43,8 @@ def make(
         )
     author = KEYS[min(claims)] if by is None else by
     weights = () if chain is None else chain.weights(parent, updates)
-    body = RoundRecord(run, Round(number), parent, state, 0, tuple(updates), weights=weights)
+    signed = None if directive is None else OWNER.sign(directive)
+    body = RoundRecord(run, Round(number), parent, state, 0, tuple(updates), signed, weights)
     record = FakeSigner(author).sign(body)
     return certificate(
         record,
@@ -393,6 +395,39 @@ def test_what_waits_to_be_weighed_outlives_snapshots_and_the_old_root():
         weights.append(dict(zip(made.record.body.contributors, made.record.body.weighed, strict=True)).get(KEYS[1]))
     assert weights[::2][:6] == [1, 2, 4, 8, 16, 32]
     assert sum(w or 0 for w in weights) == ends[1]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_verdict_takes_the_backlog_and_the_weight_of_what_it_voids_but_one_that_comes_too_late_does_not(late):
+    hold = 3
+    chain = new(stake=StakeRule(hold))
+    parent, ends, records, weighed = chain.genesis, [0, 0], [], []
+    for number in range(9):
+        claims = {0: (ends[0], ends[0] + 8), 1: (ends[1], ends[1] + (64 if number < 2 else 1))}
+        verdicts: tuple[Verdict, ...] = ()
+        if number >= 2 + hold * late:  # repeated by every directive after it
+            verdicts = (Verdict(records[1], KEYS[1], "a false claim"),)
+        directive = Directive(RUN, number, verdicts=verdicts) if verdicts else None
+        made = make(parent, number, claims, chain=chain, directive=directive)
+        assert chain.add(made)
+        parent, ends = made.digest, [end for _, end in claims.values()]
+        records.append(parent)
+        weighed.append(made.record.body.weighed[1])
+    assert weighed == ([8, 16, 32, 64, 7, 1, 1, 1, 1] if late else [8, 16, 32, 1, 1, 1, 1, 1, 1])
+
+
+def test_an_honest_author_grows_again_from_a_newcomers_weight_after_a_verdict_that_directives_repeat():
+    chain = new(stake=StakeRule(3))
+    parent, ends, records, weighed = chain.genesis, [0, 0], [], []
+    for number in range(9):
+        claims = {0: (ends[0], ends[0] + 8), 1: (ends[1], ends[1] + 64)}
+        directive = Directive(RUN, number, verdicts=(Verdict(records[2], KEYS[1], "a copy"),)) if number > 3 else None
+        made = make(parent, number, claims, chain=chain, directive=directive)
+        assert chain.add(made)
+        parent, ends = made.digest, [end for _, end in claims.values()]
+        records.append(parent)
+        weighed.append(made.record.body.weighed[1])
+    assert weighed == [8, 16, 32, 64, 100, 8, 16, 32, 64]
 
 
 def test_next_windows_agree_with_a_plain_count_on_random_trees():
