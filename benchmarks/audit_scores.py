@@ -52,6 +52,7 @@ from benchmarks import report
 from benchmarks.convergence.replica import Replica, split
 from benchmarks.convergence.setting import MIN_RATIO, PROFILES, WARMUP, Setting
 from benchmarks.convergence.studies import NESTEROV
+from peer.training.inner_optimizer import PIECE_TOKENS
 from peer.training.schedule import step_factor
 from protocol.codec import make_codec
 from protocol.layout import is_outer_tensor
@@ -137,6 +138,7 @@ class Bench:
         With `within` it comes between two pieces of that step, as in the trainer, if it has more than one.
         """
         replica, inner, anchor = self.replica, self.replica.inner, start.local
+        within = within and len(batches[0]) * self.setting.profile.window > PIECE_TOKENS
         replica.flat.copy_(start.local)
         inner.adamw.state.clear()
         if inner.muon:
