@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from peer.swarm import (
     SwarmLimits,
 )
 from peer.swarm.rate_limiter import CallLimits, RateLimiter
+from peer.swarm.transfer import requests
 from peer.swarm.transfer.blob_server import ServeLimits
+from peer.swarm.transfer.streams import StreamLimits
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, RunId
 from protocol.merkle import CHUNK
@@ -56,7 +59,10 @@ class Member:
         )
         self.swarm = await Swarm.over(
             self.transport, RateLimiter(), self.key, RUN, store=self.store, handlers=handlers, initial=initial,
-            limits=SwarmLimits(serve=ServeLimits(strangers_bytes_per_second=4 * CHUNK, strangers_wait_seconds=0.5)),
+            limits=SwarmLimits(
+                streams=StreamLimits(open_seconds=0.02),  # until it is known that somebody cannot be dialled
+                serve=ServeLimits(strangers_bytes_per_second=4 * CHUNK, strangers_wait_seconds=0.5),
+            ),
         )  # fmt: skip
 
 
@@ -139,7 +145,11 @@ async def test_while_many_that_are_no_members_fetch_the_next_is_sent_away_at_onc
     assert not a.requested
 
 
-async def test_a_hundred_keys_that_nobody_can_dial_do_not_hide_the_one_provider(three: list[Member]):
+async def test_a_hundred_keys_that_nobody_can_dial_do_not_hide_the_one_provider(
+    three: list[Member], monkeypatch: pytest.MonkeyPatch
+):
+    # Four times as many as are considered at a time, each tried thrice: with the usual pauses it takes two minutes.
+    monkeypatch.setattr(requests, "LOST_RETRIES", replace(requests.LOST_RETRIES, most=0.01))
     a, b, _ = three
     data = bytes(6 * CHUNK)
     blob = a.store.put(data)
