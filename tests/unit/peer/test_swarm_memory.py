@@ -116,7 +116,7 @@ async def test_blobs_are_fetched_and_requests_that_were_admitted_are_noted(three
 
 async def test_whoever_is_no_member_shares_a_small_part_of_the_uplink_and_members_have_the_rest(three: list[Member]):
     a, b, c = three
-    data = bytes(range(256)) * (20 * CHUNK // 256)
+    data = bytes(range(256)) * (80 * CHUNK // 256)
     blob = a.store.put(data)
     a.strangers = {c.key}
     loop = asyncio.get_running_loop()
@@ -124,13 +124,13 @@ async def test_whoever_is_no_member_shares_a_small_part_of_the_uplink_and_member
     slow = asyncio.create_task(c.swarm.fetch_blob(blob, len(data), [a.key], deadline_seconds=LIMIT))
     await until(lambda: c.store.in_progress(blob))
     await b.swarm.fetch_blob(blob, len(data), [a.key], deadline_seconds=LIMIT)
-    assert not slow.done() and loop.time() - began < 3.0
+    assert not slow.done() and loop.time() - began < 10.0
     await asyncio.sleep(max(0.0, began + 1.5 - loop.time()))
-    assert not slow.done(), "five seconds for twenty chunks, four a second"
+    assert not slow.done(), "twenty seconds for eighty chunks, four a second"
     a.strangers = set()  # it is admitted
     admitted = loop.time()
     await slow
-    assert c.store.read(blob) == data and loop.time() - admitted < 1.5
+    assert c.store.read(blob) == data and loop.time() - admitted < 10.0
 
 
 async def test_while_many_that_are_no_members_fetch_the_next_is_sent_away_at_once(three: list[Member]):
