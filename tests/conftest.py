@@ -59,8 +59,11 @@ def ledger_place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str
 
 TOGETHER = {
     # One swarm is shared; and the names of network namespaces are the machine's.
+    "tests/e2e/test_audit_e2e.py": "tests/e2e",
+    "tests/e2e/test_device_e2e.py": "tests/e2e",
     "tests/e2e/test_liars_e2e.py": "tests/e2e",
     "tests/e2e/test_swarm_e2e.py": "tests/e2e",
+    "tests/e2e/test_the_owner_e2e.py": "tests/e2e",
     "tests/wan/test_wan.py": "wan",
     "tests/scenarios/test_scenarios.py": "wan",
 }
@@ -73,8 +76,15 @@ FIRST = (
     "tests/e2e/test_parallel",
     "tests/e2e/test_reduce",
     "tests/e2e/test_end",
-    "tests/e2e/test_device",
     "tests/e2e/",
+    # Mostly waiting: beside a swarm that takes what the cores have left.
+    "tests/page/",
+    "tests/hostile/test_grpc",
+    "tests/integration/test_blobs",
+    "tests/integration/test_co",
+    "tests/integration/test_swarm",
+    "tests/unit/coordinator/test_alerts.py",
+    "tests/unit/coordinator/test_page_api.py",
     "tests/integration/test_parallel_trainer.py",
     "tests/scenarios/",
     "tests/wan/",

@@ -18,7 +18,7 @@ from tests.e2e.world import LIMIT, World
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200)]
 
 PEERS = ["ada", "alan"]
-TOTAL = 200_000
+TOTAL = 100_000
 
 
 async def test_at_the_end_of_a_run_all_finish_and_its_model_can_be_loaded_and_used():

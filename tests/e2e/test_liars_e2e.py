@@ -88,6 +88,7 @@ def oversized(liar: Stranger) -> bytes:
     return seal(liar.identity, "heartbeat", body.SerializeToString()).encoded
 
 
+@pytest.mark.long
 async def test_a_peer_with_another_spec_is_in_another_run_and_nobody_hears_it(swarm: World):
     await swarm.healthy(PEERS)
     other = swarm.spec.model_copy(update={"seed": 8})
@@ -195,6 +196,7 @@ def _members(world: World) -> int:
     return snapshot.members if snapshot is not None else 0
 
 
+@pytest.mark.long
 async def test_garbage_on_a_stream_ends_the_stream_and_nothing_else(swarm: World):
     await swarm.healthy(PEERS)
     async with stranger(swarm, "babbler") as liar:

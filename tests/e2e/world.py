@@ -65,7 +65,7 @@ kind = "sparse"
 k = 256
 [round]
 target_tokens = {target_tokens}
-max_seconds = 20
+max_seconds = 10
 exchange_seconds = 8
 propose_seconds = 1
 patience_seconds = 8
@@ -84,7 +84,7 @@ def write_run(
     folder: Path,
     *,
     total_tokens: int = 0,
-    target_tokens: int = 32_768,
+    target_tokens: int = 16_384,
     tied: bool = True,
     tables: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Path:
@@ -115,7 +115,7 @@ class World:
         self,
         *,
         total_tokens: int = 0,
-        target_tokens: int = 32_768,
+        target_tokens: int = 16_384,
         tied: bool = True,
         tables: Mapping[str, Mapping[str, Any]] | None = None,
     ):

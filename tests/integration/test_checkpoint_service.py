@@ -28,7 +28,10 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointWorld:
     return CheckpointWorld(tmp_path, monkeypatch)
 
 
-async def test_the_coordinator_signs_what_it_settles_and_shows_the_newest_judgement(world: CheckpointWorld):
+async def test_the_coordinator_signs_what_it_settles_and_shows_the_newest_judgement(
+    world: CheckpointWorld, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("coordinator.checkpoints.archiver.POLL_SECONDS", 0.1)
     world.rounds(12)
     world.add(0), world.add(5), world.add(10)
     keeper = world.keeper()

@@ -158,7 +158,8 @@ def test_a_coordinator_that_does_not_answer_is_named(tmp_path: Path):
     assert "127.0.0.1:9" in refused("status", invite())
 
 
-def test_what_answers_but_is_no_coordinator_is_named(taken_port: int, tmp_path: Path):
+def test_what_answers_but_is_no_coordinator_is_named(taken_port: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("peer.coordinator_client.CONNECT_SECONDS", 0.5)
     assert f"127.0.0.1:{taken_port}" in refused("status", invite(taken_port))
 
 

@@ -74,8 +74,12 @@ async def test_whoever_looks_is_told_of_pauses_ends_and_bans_in_words(tmp_path):
         async with web(coordinator) as get:
             shown = (await get.get("/api/peers")).json()["peers"]
             assert [p["phase"] for p in shown] == ["paused", "banned"]
-            said = (await get.get("/metrics")).text
-            assert 'cairn_peers{phase="paused"} 1.0' in said and 'cairn_state{state="paused"} 1.0' in said
+
+            async def exported() -> bool:
+                said = (await get.get("/metrics")).text
+                return 'cairn_peers{phase="paused"} 1.0' in said and 'cairn_state{state="paused"} 1.0' in said
+
+            await until(exported, "the pause is exported", every=0.05)
         async with client(coordinator) as c:
             await c.publish_directive(word(2, run_status="running", since=0).encoded)
             coordinator._overview = None

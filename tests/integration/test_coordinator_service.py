@@ -289,7 +289,8 @@ async def test_at_the_place_that_the_owner_names_another_certificate_is_refused(
             await ask.get_run()
 
 
-async def test_a_silent_server_is_given_up_in_time(tmp_path):
+async def test_a_silent_server_is_given_up_in_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("peer.coordinator_client.CONNECT_SECONDS", 0.5)
     async with running(tmp_path) as (c, _):
         server = await asyncio.start_server(lambda r, w: asyncio.sleep(NEVER), "127.0.0.1", 0)
         endpoint = HostPort("127.0.0.1", server.sockets[0].getsockname()[1])
@@ -580,10 +581,14 @@ async def test_metrics_are_prometheus_text_without_labels_that_strangers_choose(
         await ask.status()
         swarm.beat(0, device="mine")
         swarm.round({0: 600}, loss=4.0)
-        await settled(c, 1)
-        text = (await get.get("/metrics")).text
+
+        async def shown() -> str:
+            text = (await get.get("/metrics")).text
+            return text if "cairn_round 1.0" in text else ""
+
+        text = await until(shown, "the round is exported", every=0.05)
         found = {f.name: f for f in text_string_to_metric_families(text)}
-        assert found["cairn_round"].samples[0].value == 1 and found["cairn_loss"].samples[0].value == 4.0
+        assert found["cairn_loss"].samples[0].value == 4.0
         calls = {s.labels["method"]: s.value for s in found["cairn_grpc_calls"].samples if s.name.endswith("_total")}
         assert calls == {"Status": 1.0}
         assert "mine" not in text and str(peer(0).key) not in text

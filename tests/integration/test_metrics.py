@@ -17,6 +17,7 @@ from coordinator.peer_registry import PHASES
 from coordinator.round_metrics import MAX_BYTES_PER_SECOND, RoundTimer, TrafficCounter
 from tests.support.coordinator_fakes import FakeSwarm, make_spec, overview, peer
 from tests.support.coordinator_service import client, running, settled, web
+from tests.support.waiting import until
 
 SPEC = make_spec()
 
@@ -40,7 +41,12 @@ async def exported(tmp_path) -> str:
         await settled(c, 1)
         for path in ("/", "/api/status", "/nothing/at/all?x=mine", "/static/page.js", "/metrics"):
             await get.get(path)
-        return (await get.get("/metrics")).text
+
+        async def shown() -> str:
+            text = (await get.get("/metrics")).text
+            return text if "cairn_round 1.0" in text else ""
+
+        return await until(shown, "the round is exported", every=0.05)
 
 
 def names_in(expression: str) -> set[str]:

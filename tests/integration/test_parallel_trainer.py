@@ -253,7 +253,7 @@ def not_started(me: int, world: int, folder: Path) -> None:
 
     RankGroup.join = later
     with pytest.raises(TrainingError, match="rank 1 of 2 ended with code 1"):
-        with ranks(folder, 3.0) as (_, _, said):
+        with ranks(folder, 1.5) as (_, _, said):
             pass
 
 
@@ -262,7 +262,7 @@ def hanging(me: int, world: int, folder: Path) -> None:
         many.load_state(run.genesis)
         many.outer.rebase()
         for group in (dist.group.WORLD, many.group.commands):  # from here on: to start took as long as it took
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=5), group)
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)
         os.kill(many.ranks[0].pid, signal.SIGSTOP)
         with pytest.raises(TrainingError, match="do not hear each other"):
             many.store_state(1, None)

@@ -105,7 +105,7 @@ async def test_a_trainers_life_from_start_to_stop_and_a_second_one(world):
         assert 0 < progress.trained <= progress.next_window - 8 * BATCH  # in this life, and of all
 
 
-@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("saved", [pytest.param(False, marks=pytest.mark.long), True])
 async def test_a_killed_trainer_is_seen_and_the_next_one_takes_up_what_was_announced(world, saved):
     async with node(world.start(1)) as n:
         await n.ask(world.load(), Applied)

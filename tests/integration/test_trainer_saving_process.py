@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from peer.channel import Applied, Apply, Note, Progress, Ready, Stop, Stopped, TrainerLink
+from peer.training import saved_state
+from peer.training.parallel import sharded_file
 from peer.training.saved_state import STATE_MANIFEST
-from tests.support.local_trainer import born, closed, train, update
+from tests.support.local_trainer import born, closed, loaded, train, update
+from tests.support.parallel_world import run_ranks
 from tests.support.trainer_process import Node
 from tests.support.trainer_world import BATCH, GENESIS, World, accepted_round
-from tests.support.waiting import LIMIT, ended
+from tests.support.waiting import ended
 
 __all__ = ["closed"]  # a fixture
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,44 +34,39 @@ def world(tmp_path) -> World:
     return World.make(tmp_path)
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from peer.training import saved_state
-from peer.training.parallel import sharded_file
-from peer.training.trainer import Trainer
-from tests.support.local_trainer import loaded, train
-from tests.support.trainer_world import World
-world = World.make(Path(sys.argv[1]))
-trainer = loaded(world)
-train(trainer, 1)
-trainer.save()
-train(trainer, 1)
-trainer.checkpointer.due = 0.0
-trainer.checkpointer.start()
-def die(*_, **__):
-    os.kill(os.getpid(), signal.SIGKILL)
-write, left = sharded_file.write_at, int(sys.argv[3])
-def some(file, data, offset):
-    global left
-    write(file, data[: len(data) // 2], offset)
-    left -= 1
-    if left < 0:
-        die()
-    write(file, data, offset)
-match sys.argv[2]:
-    case "writing":
-        sharded_file.write_at = some
-    case "before it has its name":
-        saved_state.publish = die
-    case "before the manifest":
-        saved_state.write_durably = die
-    case "before the old one is gone":
-        Path.unlink = die
-while not trainer.checkpointer.is_idle:
-    trainer.checkpointer.step(now=True)
-print("was not killed")
-"""
+def save_until_killed(rank: int, ranks: int, folder: Path) -> None:
+    """Save a second time, and die where the case says: by SIGKILL, in a process of its own."""
+    when, chunks = json.loads((folder / "case").read_text())
+    trainer = loaded(World.make(folder))
+    train(trainer, 1)
+    trainer.save()
+    train(trainer, 1)
+    trainer.checkpointer.due = 0.0
+    trainer.checkpointer.start()
+    write, left = sharded_file.write_at, [chunks]
+
+    def die(*_: Any, **__: Any) -> None:
+        (folder / "died").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def some(file: Any, data: Any, offset: int) -> None:
+        write(file, data[: len(data) // 2], offset)
+        left[0] -= 1
+        if left[0] < 0:
+            die()
+        write(file, data, offset)
+
+    match when:
+        case "writing":
+            sharded_file.write_at = some
+        case "before it has its name":
+            saved_state.publish = die
+        case "before the manifest":
+            saved_state.write_durably = die
+        case "before the old one is gone":
+            Path.unlink = die
+    while not trainer.checkpointer.is_idle:
+        trainer.checkpointer.step(now=True)
 
 
 @pytest.mark.parametrize(
@@ -81,10 +80,10 @@ print("was not killed")
     ],
 )
 def test_one_killed_while_it_saves_finds_the_old_state_or_the_new_one(tmp_path, when, chunks, counter):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", KILLED, str(tmp_path), when, str(chunks)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=2 * LIMIT)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    (tmp_path / "case").write_text(json.dumps([when, chunks]))
+    with pytest.raises(AssertionError, match="rank 0: "):
+        run_ranks(1, f"{__name__}:{save_until_killed.__name__}", tmp_path)
+    assert (tmp_path / "died").exists()
     world = World.make(tmp_path)
     after, heard = born(world)
     after.load(world.load())

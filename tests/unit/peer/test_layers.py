@@ -245,6 +245,7 @@ def test_auto_compiles_on_a_gpu_only():
     ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++, and there is none")
 def test_a_trainer_learns_the_same_with_layers_that_are_really_compiled(tmp_path, monkeypatch):
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):

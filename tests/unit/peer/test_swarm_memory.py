@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from peer.swarm import (
     SwarmLimits,
 )
 from peer.swarm.rate_limiter import CallLimits, RateLimiter
+from peer.swarm.transfer import requests
 from peer.swarm.transfer.blob_server import ServeLimits
+from peer.swarm.transfer.streams import StreamLimits
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, RunId
 from protocol.merkle import CHUNK
@@ -56,7 +59,10 @@ class Member:
         )
         self.swarm = await Swarm.over(
             self.transport, RateLimiter(), self.key, RUN, store=self.store, handlers=handlers, initial=initial,
-            limits=SwarmLimits(serve=ServeLimits(strangers_bytes_per_second=4 * CHUNK, strangers_wait_seconds=0.5)),
+            limits=SwarmLimits(
+                streams=StreamLimits(open_seconds=0.02),  # until it is known that somebody cannot be dialled
+                serve=ServeLimits(strangers_bytes_per_second=4 * CHUNK, strangers_wait_seconds=0.5),
+            ),
         )  # fmt: skip
 
 
@@ -110,7 +116,7 @@ async def test_blobs_are_fetched_and_requests_that_were_admitted_are_noted(three
 
 async def test_whoever_is_no_member_shares_a_small_part_of_the_uplink_and_members_have_the_rest(three: list[Member]):
     a, b, c = three
-    data = bytes(range(256)) * (20 * CHUNK // 256)
+    data = bytes(range(256)) * (80 * CHUNK // 256)
     blob = a.store.put(data)
     a.strangers = {c.key}
     loop = asyncio.get_running_loop()
@@ -118,13 +124,13 @@ async def test_whoever_is_no_member_shares_a_small_part_of_the_uplink_and_member
     slow = asyncio.create_task(c.swarm.fetch_blob(blob, len(data), [a.key], deadline_seconds=LIMIT))
     await until(lambda: c.store.in_progress(blob))
     await b.swarm.fetch_blob(blob, len(data), [a.key], deadline_seconds=LIMIT)
-    assert not slow.done() and loop.time() - began < 3.0
+    assert not slow.done() and loop.time() - began < 10.0
     await asyncio.sleep(max(0.0, began + 1.5 - loop.time()))
-    assert not slow.done(), "five seconds for twenty chunks, four a second"
+    assert not slow.done(), "twenty seconds for eighty chunks, four a second"
     a.strangers = set()  # it is admitted
     admitted = loop.time()
     await slow
-    assert c.store.read(blob) == data and loop.time() - admitted < 1.5
+    assert c.store.read(blob) == data and loop.time() - admitted < 10.0
 
 
 async def test_while_many_that_are_no_members_fetch_the_next_is_sent_away_at_once(three: list[Member]):
@@ -139,7 +145,11 @@ async def test_while_many_that_are_no_members_fetch_the_next_is_sent_away_at_onc
     assert not a.requested
 
 
-async def test_a_hundred_keys_that_nobody_can_dial_do_not_hide_the_one_provider(three: list[Member]):
+async def test_a_hundred_keys_that_nobody_can_dial_do_not_hide_the_one_provider(
+    three: list[Member], monkeypatch: pytest.MonkeyPatch
+):
+    # Four times as many as are considered at a time, each tried thrice: with the usual pauses it takes two minutes.
+    monkeypatch.setattr(requests, "LOST_RETRIES", replace(requests.LOST_RETRIES, most=0.01))
     a, b, _ = three
     data = bytes(6 * CHUNK)
     blob = a.store.put(data)
