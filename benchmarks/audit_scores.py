@@ -1,10 +1,10 @@
 """Scores that tell honest updates from fake ones, measured on both: the calibration of an audit.
 
-A swarm of unequal peers trains with the trainer's own inner and outer parts, the default codec, and overlap: a peer
-trains on from its own parameters while its update is exchanged, and the next state comes under them later, in the
-middle of a step. An auditor replays each honest update in several ways, and scores it and the fakes that claim the same
-windows. A score is the agreement of signs with the replay, or their partial correlation: what the mean of the others'
-updates, the last outer step and the author's last update explain is taken out of both. The last score needs no replay:
+A swarm of unequal peers trains with the trainer's own inner and outer parts, the default codec, and overlap. A peer
+trains on from its own parameters while its update is exchanged, and the next state comes under them in the middle of a
+later step. An auditor replays each honest update in several ways, and scores it and the fakes that claim the same
+windows. A score is the agreement of signs with the replay, or their partial correlation. The latter leaves out what the
+mean of the others' updates, the last outer step and the author's last update explain. The last score needs no replay:
 the loss that the update alone saves on 64 claimed windows, less what it saves on 64 others.
 
 Replays. `start`: the parameters from which an update's first steps begin; `mark`: the steps before the rebase.
@@ -13,6 +13,7 @@ Replays. `start`: the parameters from which an update's first steps begin; `mark
   marked         start: the state before, less the author's last update; rebase at the mark; moments fresh
   pair           the last update by `marked`, then this one, from the parameters and moments that it left
   pair_feedback  the same, plus the error feedback that the last update would have left by its replay
+  three, four    as `pair_feedback`, from one or two updates earlier
   stateful       start, moments and feedback are the author's own; only the place within a step is unknown
 
 Fakes. Each is of one round only, by an author that was honest before.
@@ -67,7 +68,7 @@ SETTLED = 4
 """Rounds at the start of a run that no threshold is made of: the rate is high and scores vary."""
 WINDOWS = 64
 """Claimed windows of a loss score, in quarters over the update; and as many unclaimed ones."""
-REPLAYS = ("unmarked", "after", "marked", "pair", "pair_feedback", "stateful")
+REPLAYS = ("unmarked", "after", "marked", "pair", "pair_feedback", "three", "four", "stateful")
 LOSSES = ("loss", "loss_quarter")
 COLUMNS = ("round", "peer", "fake", *(f"{kind} {r}" for r in REPLAYS for kind in ("agree", "pc")), *LOSSES)
 
@@ -192,6 +193,14 @@ class Bench:
         return torch.cat(parts)
 
 
+@dataclass(frozen=True)
+class Replayed:
+    """The last replay of a row of updates, and an estimate of the error feedback that it would have left."""
+
+    trained: Trained
+    feedback: Tensor
+
+
 @dataclass
 class Author:
     """A peer between rounds: where it stands, its feedback, and what an auditor knows of its last update."""
@@ -199,8 +208,8 @@ class Author:
     position: Position
     feedback: Tensor
     sent: Tensor
-    replayed: Trained | None = None
-    """The `marked` replay of the last update."""
+    replayed: tuple[Replayed, ...] = ()
+    """Replays of the last update: of it alone, with the one before, with the two before."""
 
 
 def run(setting: Setting, rounds: int, *, reset: bool) -> Iterator[dict[str, Any]]:
@@ -233,7 +242,7 @@ def run(setting: Setting, rounds: int, *, reset: bool) -> Iterator[dict[str, Any
             if round_:
                 fakes = audit.fakes(made, sent, others[0], generator) if peer % 3 == round_ % 3 else {}
                 audits += audit.rows({"honest": sent, **fakes}, others)
-            author.replayed = audit.replays["marked"]
+            author.replayed = tuple(audit.followed(sent))
             author.feedback = beta * author.feedback + made.progress - sent
             author.position, author.sent = made.end, sent
         before = state
@@ -245,7 +254,7 @@ def run(setting: Setting, rounds: int, *, reset: bool) -> Iterator[dict[str, Any
             loss = setting.loss(bench.replica.model, 1024)
         yield {
             "profile": setting.profile.name, "seed": setting.seed, "reset": reset, "rounds": rounds, "loss": loss,
-            "cpu_seconds": round(time.process_time() - began), "columns": COLUMNS, "audits": audits,
+            "cpu_seconds": round(time.process_time() - began), "columns": list(COLUMNS), "audits": audits,
         }  # fmt: skip
 
 
@@ -260,17 +269,31 @@ class Audit:
         steps, self.mark = PEERS[peer][0], PEERS[peer][1] if round_ else 0
         self.batches = [bench.windows(peer, round_, n) for n in range(steps)]
         self.factors = bench.factors(peer, round_)
-        guess, fresh, last = Position(before - author.sent), Position(state), author.replayed
+        guess, fresh = Position(before - author.sent), Position(state)
         self.replays = {"marked": self._train(guess, self.mark)}
-        if last is None:
-            return
         self.own = Position(author.position.local) if reset else author.position
-        end = Position(last.end.local) if reset else last.end
-        self.replays["pair"] = self._train(end, self.mark)
-        if peer % 3 == round_ % 3:
+        if not author.replayed:
+            return
+        chosen = peer % 3 == round_ % 3
+        for name, last in zip(("pair", "three", "four"), author.replayed, strict=False):
+            if name != "four" or chosen:
+                end = last.trained.end
+                self.replays[name] = self._train(Position(end.local) if reset else end, self.mark)
+        if chosen:
             self.replays["unmarked"] = self._train(fresh, 0) if self.mark else self.replays["marked"]
             self.replays["after"] = self._train(fresh, 0, self.mark) if self.mark else self.replays["marked"]
             self.replays["stateful"] = self._train(self.own, self.mark)
+
+    def followed(self, sent: Tensor) -> Iterator[Replayed]:
+        """Yield the replays that later ones may begin with, now that this update was sent."""
+        beta, zero = self.bench.codec_spec.beta, torch.zeros_like(sent)
+        before = [zero, *(last.feedback for last in self.author.replayed)]
+        for name, feedback in zip(("marked", "pair", "three"), before, strict=False):
+            trained = self.replays[name]
+            values = beta * feedback + trained.progress
+            pairs = zip(values.split(self.bench.sizes), sent.split(self.bench.sizes), strict=True)
+            scaled = [a * (b.abs().mean() / (a.abs().mean() + 1e-30)) for a, b in pairs]
+            yield Replayed(trained, torch.cat(scaled) - sent)
 
     def _train(self, start: Position, mark: int | None, first: int = 0, *, half: bool = False) -> Trained:
         batches = [b[: len(b) // 2] if half else b for b in self.batches[first:]]
@@ -301,17 +324,13 @@ class Audit:
 
     def rows(self, updates: Mapping[str, Tensor], others: Sequence[Tensor]) -> Iterable[list[Any]]:
         """Yield a row of COLUMNS for each update."""
-        bench, last = self.bench, self.author.replayed
+        bench, beta = self.bench, self.bench.codec_spec.beta
         replays = {name: trained.progress for name, trained in self.replays.items()}
-        if last is not None:
-            scaled = [
-                a * (b.abs().mean() / (a.abs().mean() + 1e-30))
-                for a, b in zip(last.progress.split(bench.sizes), self.author.sent.split(bench.sizes), strict=True)
-            ]
-            lost = bench.codec_spec.beta * (torch.cat(scaled) - self.author.sent)
-            replays["pair_feedback"] = replays["pair"] + lost
+        for name, last in zip(("pair_feedback", "three", "four"), self.author.replayed, strict=False):
+            if (progress := replays.get(name.removesuffix("_feedback"))) is not None:
+                replays[name] = progress + beta * last.feedback
         if "stateful" in replays:
-            replays["stateful"] = replays["stateful"] + bench.codec_spec.beta * self.author.feedback
+            replays["stateful"] = replays["stateful"] + beta * self.author.feedback
         known = [
             torch.stack(list(others)).mean(0),
             self.state - self.before,
@@ -357,14 +376,14 @@ class Audit:
 def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return, for each score, the honest distribution and each fake's, with the share of it below the threshold.
 
-    A score is relative to what honest updates of as many steps and the same mark scored in the same run (by median),
-    after the same relation of its round to the run: agreements are taken above one half. `threshold`: the honest mean
+    A score is relative to the median of this peer's honest ones in the run, and then to the mean of the round's other
+    honest peers. An agreement is taken above one half. `threshold`: the honest mean
     less 3.72 standard deviations (1 in 10,000 of a normal distribution), `least`: the least honest score.
     """
     out: dict[str, Any] = {}
     for score in COLUMNS[3:]:
         by_fake: dict[str, list[float]] = {}
-        for one in runs:
+        for one in (r for r in runs if score in r["columns"]):
             for fake, value in _relative(one, score):
                 by_fake.setdefault(fake, []).append(value)
         honest = by_fake.pop("honest", [])
@@ -385,12 +404,12 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _raw(runs: Sequence[Mapping[str, Any]], score: str) -> list[float]:
-    at = COLUMNS.index(score)
-    return [a[at] for r in runs for a in r["audits"] if a[2] == "honest" and a[0] >= SETTLED and a[at] is not None]
+    audits = [(a, r["columns"].index(score)) for r in runs if score in r["columns"] for a in r["audits"]]
+    return [a[at] for a, at in audits if a[2] == "honest" and a[0] >= SETTLED and a[at] is not None]
 
 
 def _relative(one: Mapping[str, Any], score: str) -> Iterable[tuple[str, float]]:
-    at, chance = COLUMNS.index(score), 0.5 if score.startswith("agree") else 0.0
+    at, chance = one["columns"].index(score), 0.5 if score.startswith("agree") else 0.0
     rows = [(r, p, f, row[at] - chance) for row in one["audits"] for r, p, f in [row[:3]]
             if row[at] is not None and r >= SETTLED]  # fmt: skip
     honest = [(r, p, v) for r, p, f, v in rows if f == "honest"]
