@@ -16,6 +16,9 @@ Replays. `start`: the parameters from which an update's first steps begin; `mark
   three, four    as `pair_feedback`, from one or two updates earlier
   stateful       start, moments and feedback are the author's own; only the place within a step is unknown
 
+Modes. `kept` is the product: moments and parameters go on from round to round. `reset`: an update begins with fresh
+moments. `public`: also from public parameters, which are the state before less the author's decoded update.
+
 Fakes. Each is of one round only, by an author that was honest before.
   half           stops after half of the steps, scaled up
   half_batch     every step on half of its windows; own moments and feedback
@@ -28,7 +31,7 @@ Fakes. Each is of one round only, by an author that was honest before.
   crafted        honest, but the signs of the quarter of least magnitude are reversed
 
 JSON keys:
-  runs: a list, each with command, commit, date, machine, profile, seed, reset (moments fresh in each round), rounds,
+  runs: a list, each with command, commit, date, machine, profile, seed, mode, mark (known by step or window), rounds,
     loss (validation, nats a token; null: not finished), cpu_seconds; columns, and audits: a list of rows. Score
     "agree X" is of signs, "pc X" the correlation
   summary: for each profile and mode, score by score (see `summary`)
@@ -64,6 +67,9 @@ from protocol.state import state_layout
 PEERS = ((12, 0), (24, 3), (36, 6), (12, 3), (24, 6), (36, 0))
 """(inner steps of an update, those of them before the rebase) of each peer."""
 LR = {"tiny": 1e-2, "broad": 1.6e-2, "small": 8e-3}
+CHAIN = 3
+"""Rounds before the first that is scored from which replays in a row begin."""
+MODES = ("kept", "reset", "public")
 SETTLED = 4
 """Rounds at the start of a run that no threshold is made of: the rate is high and scores vary."""
 WINDOWS = 64
@@ -211,11 +217,24 @@ class Author:
     replayed: tuple[Replayed, ...] = ()
     """Replays of the last update: of it alone, with the one before, with the two before."""
 
+    def after(self, made: Trained, sent: Tensor, state: Tensor, beta: float, mode: str) -> None:
+        """Go on from an update of the round that began with `state`."""
+        self.feedback = beta * self.feedback + made.progress - sent
+        self.sent = sent
+        self.position = {
+            "kept": made.end,
+            "reset": Position(made.end.local),
+            "public": Position(state - sent),
+        }[mode]
 
-def run(setting: Setting, rounds: int, *, reset: bool) -> Iterator[dict[str, Any]]:
-    """Train a swarm and audit each round. Yield its entry of the results so far after each."""
+
+def run(setting: Setting, rounds: int, mode: str = "kept", audited: int | None = None) -> Iterator[dict[str, Any]]:
+    """Train a swarm and audit each round. Yield its entry of the results so far after each.
+
+    `audited`: only this number of last rounds is scored.
+    """
     began, bench = time.process_time(), Bench(setting, rounds)
-    beta = bench.codec_spec.beta
+    beta, first = bench.codec_spec.beta, rounds - (rounds if audited is None else audited)
     state = bench.replica.flat.clone()
     base = {n: t.clone() for n, t in split(setting.layout, state).items()}
     for t in state_layout(setting.layout, bench.outer).tensors:
@@ -230,21 +249,25 @@ def run(setting: Setting, rounds: int, *, reset: bool) -> Iterator[dict[str, Any
         for peer, author in enumerate(authors):
             mark = PEERS[peer][1] if round_ else 0
             batches = [bench.windows(peer, round_, n) for n in range(PEERS[peer][0])]
-            start = Position(author.position.local) if reset else author.position
+            start = author.position
             made = bench.train(start, state, batches, bench.factors(peer, round_), mark, within=mark > 0)
             blob, sent = bench.encoded(beta * author.feedback + made.progress)
             honest.append((made, sent))
             blobs.append(Contribution(setting.key(peer), len(batches) * setting.profile.batch, blob))
         for peer, author in enumerate(authors):
             made, sent = honest[peer]
+            if round_ < first - CHAIN:
+                author.after(made, sent, state, beta, mode)
+                continue
             others = [s for p, (_, s) in enumerate(honest) if p != peer]
-            audit = Audit(bench, peer, round_, author, state, before, reset)
-            if round_:
-                fakes = audit.fakes(made, sent, others[0], generator) if peer % 3 == round_ % 3 else {}
+            audit = Audit(
+                bench, peer, round_, author, state, before, mode, chosen=round_ >= first and peer % 3 == round_ % 3
+            )
+            if round_ >= max(1, first):
+                fakes = audit.fakes(made, sent, others[0], generator) if audit.chosen else {}
                 audits += audit.rows({"honest": sent, **fakes}, others)
             author.replayed = tuple(audit.followed(sent))
-            author.feedback = beta * author.feedback + made.progress - sent
-            author.position, author.sent = made.end, sent
+            author.after(made, sent, state, beta, mode)
         before = state
         apply(base, blobs, bench.codec, bench.outer)
         state = torch.cat([base[t.name].reshape(-1) for t in setting.layout.tensors])
@@ -253,7 +276,7 @@ def run(setting: Setting, rounds: int, *, reset: bool) -> Iterator[dict[str, Any
             bench.replica.flat.copy_(state)
             loss = setting.loss(bench.replica.model, 1024)
         yield {
-            "profile": setting.profile.name, "seed": setting.seed, "reset": reset, "rounds": rounds, "loss": loss,
+            "profile": setting.profile.name, "seed": setting.seed, "mode": mode, "mark": "window", "rounds": rounds, "loss": loss,
             "cpu_seconds": round(time.process_time() - began), "columns": list(COLUMNS), "audits": audits,
         }  # fmt: skip
 
@@ -262,27 +285,39 @@ class Audit:
     """The audit of one peer's update of one round."""
 
     def __init__(
-        self, bench: Bench, peer: int, round_: int, author: Author, state: Tensor, before: Tensor, reset: bool
+        self,
+        bench: Bench,
+        peer: int,
+        round_: int,
+        author: Author,
+        state: Tensor,
+        before: Tensor,
+        mode: str,
+        *,
+        chosen: bool,
     ):
-        self.bench, self.peer, self.round_ = bench, peer, round_
+        """Replay the update; with `chosen` in every way."""
+        self.bench, self.peer, self.round_, self.chosen = bench, peer, round_, chosen
         self.author, self.state, self.before = author, state, before
         steps, self.mark = PEERS[peer][0], PEERS[peer][1] if round_ else 0
         self.batches = [bench.windows(peer, round_, n) for n in range(steps)]
         self.factors = bench.factors(peer, round_)
         guess, fresh = Position(before - author.sent), Position(state)
         self.replays = {"marked": self._train(guess, self.mark)}
-        self.own = Position(author.position.local) if reset else author.position
+        self.own = author.position
         if not author.replayed:
             return
-        chosen = peer % 3 == round_ % 3
         for name, last in zip(("pair", "three", "four"), author.replayed, strict=False):
             if name != "four" or chosen:
                 end = last.trained.end
-                self.replays[name] = self._train(Position(end.local) if reset else end, self.mark)
+                if mode == "public":
+                    self.replays[name] = self.replays["marked"]
+                else:
+                    self.replays[name] = self._train(end if mode == "kept" else Position(end.local), self.mark)
         if chosen:
             self.replays["unmarked"] = self._train(fresh, 0) if self.mark else self.replays["marked"]
             self.replays["after"] = self._train(fresh, 0, self.mark) if self.mark else self.replays["marked"]
-            self.replays["stateful"] = self._train(self.own, self.mark)
+            self.replays["stateful"] = self._train(self.own, self.mark, exact=False)
 
     def followed(self, sent: Tensor) -> Iterator[Replayed]:
         """Yield the replays that later ones may begin with, now that this update was sent."""
@@ -295,9 +330,11 @@ class Audit:
             scaled = [a * (b.abs().mean() / (a.abs().mean() + 1e-30)) for a, b in pairs]
             yield Replayed(trained, torch.cat(scaled) - sent)
 
-    def _train(self, start: Position, mark: int | None, first: int = 0, *, half: bool = False) -> Trained:
+    def _train(
+        self, start: Position, mark: int | None, first: int = 0, *, half: bool = False, exact: bool = True
+    ) -> Trained:
         batches = [b[: len(b) // 2] if half else b for b in self.batches[first:]]
-        return self.bench.train(start, self.state, batches, self.factors[first:], mark)
+        return self.bench.train(start, self.state, batches, self.factors[first:], mark, within=exact and bool(mark))
 
     def fakes(self, made: Trained, sent: Tensor, other: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """Return decoded fakes by name; see the module."""
@@ -440,12 +477,12 @@ def show(results: Mapping[str, Any]) -> str:
 
 def summaries(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the summary of each profile and mode."""
-    kinds = sorted({(r["profile"], r["reset"]) for r in runs})
+    kinds = sorted({(r["profile"], r["mode"], r["mark"]) for r in runs})
     return {
-        f"{profile}, moments {'reset' if reset else 'kept'}": summary(
-            [r for r in runs if (r["profile"], r["reset"]) == (profile, reset)]
+        f"{profile}, {mode}, mark by {mark}": summary(
+            [r for r in runs if (r["profile"], r["mode"], r["mark"]) == (profile, mode, mark)]
         )
-        for profile, reset in kinds
+        for profile, mode, mark in kinds
     }
 
 
@@ -455,12 +492,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--profile", choices=sorted(LR), default="broad")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--rounds", type=int, default=16)
-    parser.add_argument("--modes", nargs="+", choices=["kept", "reset"], default=["kept", "reset"], help="of moments")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--audited", type=int, help="score only this number of last rounds")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     seeds, rounds = (options.seeds[:1], SETTLED + 2) if options.quick else (options.seeds, options.rounds)
     runs = json.loads(options.json.read_text())["runs"] if options.json and options.json.exists() else []
-    done = {(r["profile"], r["seed"], r["reset"]) for r in runs if r["loss"] is not None}
+    done = {(r["profile"], r["seed"], r["mode"]) for r in runs if r["loss"] is not None}
     runs = [r for r in runs if r["loss"] is not None]
     about = {
         "command": " ".join(["python -m benchmarks.audit_scores", *(arguments or sys.argv[1:])]),
@@ -470,11 +508,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     results: dict[str, Any] = {"runs": runs, "summary": summaries(runs)}
     for seed, mode in ((s, m) for s in seeds for m in options.modes):
-        setting, reset = Setting.of(replace(PROFILES[options.profile], peers=len(PEERS)), seed), mode == "reset"
-        if (options.profile, seed, reset) in done:
+        setting = Setting.of(replace(PROFILES[options.profile], peers=len(PEERS)), seed)
+        if (options.profile, seed, mode) in done:
             continue
         entry: dict[str, Any] = {}
-        for entry in run(setting, rounds, reset=reset):
+        for entry in run(setting, rounds, mode, options.audited):
             together = [*runs, about | entry]
             results = {"runs": together, "summary": summaries(together)}
             print(f"{options.profile} seed {seed} {mode}: {entry['cpu_seconds']} s", file=sys.stderr, flush=True)

@@ -21,7 +21,7 @@ def audits() -> list[dict]:
     setting = Setting(replace(PROFILES["tiny"], peers=3, batch=2), 0, corpus)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(audit_scores, "PEERS", ((4, 0), (6, 2), (6, 3)))
-        *_, entry = run(setting, 5, reset=False)
+        *_, entry = run(setting, 5)
     return [dict(zip(COLUMNS, row, strict=True)) for row in entry["audits"]]
 
 
