@@ -276,8 +276,8 @@ def run(setting: Setting, rounds: int, mode: str = "kept", audited: int | None =
             bench.replica.flat.copy_(state)
             loss = setting.loss(bench.replica.model, 1024)
         yield {
-            "profile": setting.profile.name, "seed": setting.seed, "mode": mode, "mark": "window", "rounds": rounds, "loss": loss,
-            "cpu_seconds": round(time.process_time() - began), "columns": list(COLUMNS), "audits": audits,
+            "profile": setting.profile.name, "seed": setting.seed, "mode": mode, "mark": "window", "rounds": rounds,
+            "loss": loss, "cpu_seconds": round(time.process_time() - began), "columns": list(COLUMNS), "audits": audits,
         }  # fmt: skip
 
 
