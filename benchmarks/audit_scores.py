@@ -1,10 +1,10 @@
 """Scores that tell honest updates from fake ones, measured on both: the calibration of an audit.
 
-A swarm of unequal peers trains with the trainer's own inner and outer parts, the default codec, and overlap: a peer
-trains on from its own parameters while its update is exchanged, and the next state comes under them later, in the
-middle of a step. An auditor replays each honest update in several ways, and scores it and the fakes that claim the same
-windows. A score is the agreement of signs with the replay, or their partial correlation: what the mean of the others'
-updates, the last outer step and the author's last update explain is taken out of both. The last score needs no replay:
+A swarm of unequal peers trains with the trainer's own inner and outer parts, the default codec, and overlap. A peer
+trains on from its own parameters while its update is exchanged, and the next state comes under them in the middle of a
+later step. An auditor replays each honest update in several ways, and scores it and the fakes that claim the same
+windows. A score is the agreement of signs with the replay, or their partial correlation. The latter leaves out what the
+mean of the others' updates, the last outer step and the author's last update explain. The last score needs no replay:
 the loss that the update alone saves on 64 claimed windows, less what it saves on 64 others.
 
 Replays. `start`: the parameters from which an update's first steps begin; `mark`: the steps before the rebase.
@@ -13,7 +13,11 @@ Replays. `start`: the parameters from which an update's first steps begin; `mark
   marked         start: the state before, less the author's last update; rebase at the mark; moments fresh
   pair           the last update by `marked`, then this one, from the parameters and moments that it left
   pair_feedback  the same, plus the error feedback that the last update would have left by its replay
+  three, four    as `pair_feedback`, from one or two updates earlier
   stateful       start, moments and feedback are the author's own; only the place within a step is unknown
+
+Modes. `kept` is the product: moments and parameters go on from round to round. `reset`: an update begins with fresh
+moments. `public`: also from public parameters, which are the state before less the author's decoded update.
 
 Fakes. Each is of one round only, by an author that was honest before.
   half           stops after half of the steps, scaled up
@@ -27,7 +31,7 @@ Fakes. Each is of one round only, by an author that was honest before.
   crafted        honest, but the signs of the quarter of least magnitude are reversed
 
 JSON keys:
-  runs: a list, each with command, commit, date, machine, profile, seed, reset (moments fresh in each round), rounds,
+  runs: a list, each with command, commit, date, machine, profile, seed, mode, mark (known by step or window), rounds,
     loss (validation, nats a token; null: not finished), cpu_seconds; columns, and audits: a list of rows. Score
     "agree X" is of signs, "pc X" the correlation
   summary: for each profile and mode, score by score (see `summary`)
@@ -63,11 +67,14 @@ from protocol.state import state_layout
 PEERS = ((12, 0), (24, 3), (36, 6), (12, 3), (24, 6), (36, 0))
 """(inner steps of an update, those of them before the rebase) of each peer."""
 LR = {"tiny": 1e-2, "broad": 1.6e-2, "small": 8e-3}
+CHAIN = 3
+"""Rounds before the first that is scored from which replays in a row begin."""
+MODES = ("kept", "reset", "public")
 SETTLED = 4
 """Rounds at the start of a run that no threshold is made of: the rate is high and scores vary."""
 WINDOWS = 64
 """Claimed windows of a loss score, in quarters over the update; and as many unclaimed ones."""
-REPLAYS = ("unmarked", "after", "marked", "pair", "pair_feedback", "stateful")
+REPLAYS = ("unmarked", "after", "marked", "pair", "pair_feedback", "three", "four", "stateful")
 LOSSES = ("loss", "loss_quarter")
 COLUMNS = ("round", "peer", "fake", *(f"{kind} {r}" for r in REPLAYS for kind in ("agree", "pc")), *LOSSES)
 
@@ -192,6 +199,14 @@ class Bench:
         return torch.cat(parts)
 
 
+@dataclass(frozen=True)
+class Replayed:
+    """The last replay of a row of updates, and an estimate of the error feedback that it would have left."""
+
+    trained: Trained
+    feedback: Tensor
+
+
 @dataclass
 class Author:
     """A peer between rounds: where it stands, its feedback, and what an auditor knows of its last update."""
@@ -199,14 +214,27 @@ class Author:
     position: Position
     feedback: Tensor
     sent: Tensor
-    replayed: Trained | None = None
-    """The `marked` replay of the last update."""
+    replayed: tuple[Replayed, ...] = ()
+    """Replays of the last update: of it alone, with the one before, with the two before."""
+
+    def after(self, made: Trained, sent: Tensor, state: Tensor, beta: float, mode: str) -> None:
+        """Go on from an update of the round that began with `state`."""
+        self.feedback = beta * self.feedback + made.progress - sent
+        self.sent = sent
+        self.position = {
+            "kept": made.end,
+            "reset": Position(made.end.local),
+            "public": Position(state - sent),
+        }[mode]
 
 
-def run(setting: Setting, rounds: int, *, reset: bool) -> Iterator[dict[str, Any]]:
-    """Train a swarm and audit each round. Yield its entry of the results so far after each."""
+def run(setting: Setting, rounds: int, mode: str = "kept", audited: int | None = None) -> Iterator[dict[str, Any]]:
+    """Train a swarm and audit each round. Yield its entry of the results so far after each.
+
+    `audited`: only this number of last rounds is scored.
+    """
     began, bench = time.process_time(), Bench(setting, rounds)
-    beta = bench.codec_spec.beta
+    beta, first = bench.codec_spec.beta, rounds - (rounds if audited is None else audited)
     state = bench.replica.flat.clone()
     base = {n: t.clone() for n, t in split(setting.layout, state).items()}
     for t in state_layout(setting.layout, bench.outer).tensors:
@@ -221,21 +249,25 @@ def run(setting: Setting, rounds: int, *, reset: bool) -> Iterator[dict[str, Any
         for peer, author in enumerate(authors):
             mark = PEERS[peer][1] if round_ else 0
             batches = [bench.windows(peer, round_, n) for n in range(PEERS[peer][0])]
-            start = Position(author.position.local) if reset else author.position
+            start = author.position
             made = bench.train(start, state, batches, bench.factors(peer, round_), mark, within=mark > 0)
             blob, sent = bench.encoded(beta * author.feedback + made.progress)
             honest.append((made, sent))
             blobs.append(Contribution(setting.key(peer), len(batches) * setting.profile.batch, blob))
         for peer, author in enumerate(authors):
             made, sent = honest[peer]
+            if round_ < first - CHAIN:
+                author.after(made, sent, state, beta, mode)
+                continue
             others = [s for p, (_, s) in enumerate(honest) if p != peer]
-            audit = Audit(bench, peer, round_, author, state, before, reset)
-            if round_:
-                fakes = audit.fakes(made, sent, others[0], generator) if peer % 3 == round_ % 3 else {}
+            audit = Audit(
+                bench, peer, round_, author, state, before, mode, chosen=round_ >= first and peer % 3 == round_ % 3
+            )
+            if round_ >= max(1, first):
+                fakes = audit.fakes(made, sent, others[0], generator) if audit.chosen else {}
                 audits += audit.rows({"honest": sent, **fakes}, others)
-            author.replayed = audit.replays["marked"]
-            author.feedback = beta * author.feedback + made.progress - sent
-            author.position, author.sent = made.end, sent
+            author.replayed = tuple(audit.followed(sent))
+            author.after(made, sent, state, beta, mode)
         before = state
         apply(base, blobs, bench.codec, bench.outer)
         state = torch.cat([base[t.name].reshape(-1) for t in setting.layout.tensors])
@@ -244,8 +276,8 @@ def run(setting: Setting, rounds: int, *, reset: bool) -> Iterator[dict[str, Any
             bench.replica.flat.copy_(state)
             loss = setting.loss(bench.replica.model, 1024)
         yield {
-            "profile": setting.profile.name, "seed": setting.seed, "reset": reset, "rounds": rounds, "loss": loss,
-            "cpu_seconds": round(time.process_time() - began), "columns": COLUMNS, "audits": audits,
+            "profile": setting.profile.name, "seed": setting.seed, "mode": mode, "mark": "window", "rounds": rounds,
+            "loss": loss, "cpu_seconds": round(time.process_time() - began), "columns": list(COLUMNS), "audits": audits,
         }  # fmt: skip
 
 
@@ -253,28 +285,56 @@ class Audit:
     """The audit of one peer's update of one round."""
 
     def __init__(
-        self, bench: Bench, peer: int, round_: int, author: Author, state: Tensor, before: Tensor, reset: bool
+        self,
+        bench: Bench,
+        peer: int,
+        round_: int,
+        author: Author,
+        state: Tensor,
+        before: Tensor,
+        mode: str,
+        *,
+        chosen: bool,
     ):
-        self.bench, self.peer, self.round_ = bench, peer, round_
+        """Replay the update; with `chosen` in every way."""
+        self.bench, self.peer, self.round_, self.chosen = bench, peer, round_, chosen
         self.author, self.state, self.before = author, state, before
         steps, self.mark = PEERS[peer][0], PEERS[peer][1] if round_ else 0
         self.batches = [bench.windows(peer, round_, n) for n in range(steps)]
         self.factors = bench.factors(peer, round_)
-        guess, fresh, last = Position(before - author.sent), Position(state), author.replayed
+        guess, fresh = Position(before - author.sent), Position(state)
         self.replays = {"marked": self._train(guess, self.mark)}
-        if last is None:
+        self.own = author.position
+        if not author.replayed:
             return
-        self.own = Position(author.position.local) if reset else author.position
-        end = Position(last.end.local) if reset else last.end
-        self.replays["pair"] = self._train(end, self.mark)
-        if peer % 3 == round_ % 3:
+        for name, last in zip(("pair", "three", "four"), author.replayed, strict=False):
+            if name != "four" or chosen:
+                end = last.trained.end
+                if mode == "public":
+                    self.replays[name] = self.replays["marked"]
+                else:
+                    self.replays[name] = self._train(end if mode == "kept" else Position(end.local), self.mark)
+        if chosen:
             self.replays["unmarked"] = self._train(fresh, 0) if self.mark else self.replays["marked"]
             self.replays["after"] = self._train(fresh, 0, self.mark) if self.mark else self.replays["marked"]
-            self.replays["stateful"] = self._train(self.own, self.mark)
+            self.replays["stateful"] = self._train(self.own, self.mark, exact=False)
 
-    def _train(self, start: Position, mark: int | None, first: int = 0, *, half: bool = False) -> Trained:
+    def followed(self, sent: Tensor) -> Iterator[Replayed]:
+        """Yield the replays that later ones may begin with, now that this update was sent."""
+        beta, zero = self.bench.codec_spec.beta, torch.zeros_like(sent)
+        before = [zero, *(last.feedback for last in self.author.replayed)]
+        for name, feedback in zip(("marked", "pair", "three"), before, strict=False):
+            trained = self.replays[name]
+            values = beta * feedback + trained.progress
+            pairs = zip(values.split(self.bench.sizes), sent.split(self.bench.sizes), strict=True)
+            scaled = [a * (b.abs().mean() / (a.abs().mean() + 1e-30)) for a, b in pairs]
+            yield Replayed(trained, torch.cat(scaled) - sent)
+
+    def _train(
+        self, start: Position, mark: int | None, first: int = 0, *, half: bool = False, exact: bool = True
+    ) -> Trained:
         batches = [b[: len(b) // 2] if half else b for b in self.batches[first:]]
-        return self.bench.train(start, self.state, batches, self.factors[first:], mark)
+        return self.bench.train(start, self.state, batches, self.factors[first:], mark, within=exact and bool(mark))
 
     def fakes(self, made: Trained, sent: Tensor, other: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """Return decoded fakes by name; see the module."""
@@ -301,17 +361,13 @@ class Audit:
 
     def rows(self, updates: Mapping[str, Tensor], others: Sequence[Tensor]) -> Iterable[list[Any]]:
         """Yield a row of COLUMNS for each update."""
-        bench, last = self.bench, self.author.replayed
+        bench, beta = self.bench, self.bench.codec_spec.beta
         replays = {name: trained.progress for name, trained in self.replays.items()}
-        if last is not None:
-            scaled = [
-                a * (b.abs().mean() / (a.abs().mean() + 1e-30))
-                for a, b in zip(last.progress.split(bench.sizes), self.author.sent.split(bench.sizes), strict=True)
-            ]
-            lost = bench.codec_spec.beta * (torch.cat(scaled) - self.author.sent)
-            replays["pair_feedback"] = replays["pair"] + lost
+        for name, last in zip(("pair_feedback", "three", "four"), self.author.replayed, strict=False):
+            if (progress := replays.get(name.removesuffix("_feedback"))) is not None:
+                replays[name] = progress + beta * last.feedback
         if "stateful" in replays:
-            replays["stateful"] = replays["stateful"] + bench.codec_spec.beta * self.author.feedback
+            replays["stateful"] = replays["stateful"] + beta * self.author.feedback
         known = [
             torch.stack(list(others)).mean(0),
             self.state - self.before,
@@ -357,14 +413,14 @@ class Audit:
 def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return, for each score, the honest distribution and each fake's, with the share of it below the threshold.
 
-    A score is relative to what honest updates of as many steps and the same mark scored in the same run (by median),
-    after the same relation of its round to the run: agreements are taken above one half. `threshold`: the honest mean
+    A score is relative to the median of this peer's honest ones in the run, and then to the mean of the round's other
+    honest peers. An agreement is taken above one half. `threshold`: the honest mean
     less 3.72 standard deviations (1 in 10,000 of a normal distribution), `least`: the least honest score.
     """
     out: dict[str, Any] = {}
     for score in COLUMNS[3:]:
         by_fake: dict[str, list[float]] = {}
-        for one in runs:
+        for one in (r for r in runs if score in r["columns"]):
             for fake, value in _relative(one, score):
                 by_fake.setdefault(fake, []).append(value)
         honest = by_fake.pop("honest", [])
@@ -385,12 +441,12 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _raw(runs: Sequence[Mapping[str, Any]], score: str) -> list[float]:
-    at = COLUMNS.index(score)
-    return [a[at] for r in runs for a in r["audits"] if a[2] == "honest" and a[0] >= SETTLED and a[at] is not None]
+    audits = [(a, r["columns"].index(score)) for r in runs if score in r["columns"] for a in r["audits"]]
+    return [a[at] for a, at in audits if a[2] == "honest" and a[0] >= SETTLED and a[at] is not None]
 
 
 def _relative(one: Mapping[str, Any], score: str) -> Iterable[tuple[str, float]]:
-    at, chance = COLUMNS.index(score), 0.5 if score.startswith("agree") else 0.0
+    at, chance = one["columns"].index(score), 0.5 if score.startswith("agree") else 0.0
     rows = [(r, p, f, row[at] - chance) for row in one["audits"] for r, p, f in [row[:3]]
             if row[at] is not None and r >= SETTLED]  # fmt: skip
     honest = [(r, p, v) for r, p, f, v in rows if f == "honest"]
@@ -421,12 +477,12 @@ def show(results: Mapping[str, Any]) -> str:
 
 def summaries(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the summary of each profile and mode."""
-    kinds = sorted({(r["profile"], r["reset"]) for r in runs})
+    kinds = sorted({(r["profile"], r["mode"], r["mark"]) for r in runs})
     return {
-        f"{profile}, moments {'reset' if reset else 'kept'}": summary(
-            [r for r in runs if (r["profile"], r["reset"]) == (profile, reset)]
+        f"{profile}, {mode}, mark by {mark}": summary(
+            [r for r in runs if (r["profile"], r["mode"], r["mark"]) == (profile, mode, mark)]
         )
-        for profile, reset in kinds
+        for profile, mode, mark in kinds
     }
 
 
@@ -436,12 +492,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--profile", choices=sorted(LR), default="broad")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--rounds", type=int, default=16)
-    parser.add_argument("--modes", nargs="+", choices=["kept", "reset"], default=["kept", "reset"], help="of moments")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--audited", type=int, help="score only this number of last rounds")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     seeds, rounds = (options.seeds[:1], SETTLED + 2) if options.quick else (options.seeds, options.rounds)
     runs = json.loads(options.json.read_text())["runs"] if options.json and options.json.exists() else []
-    done = {(r["profile"], r["seed"], r["reset"]) for r in runs if r["loss"] is not None}
+    done = {(r["profile"], r["seed"], r["mode"]) for r in runs if r["loss"] is not None}
     runs = [r for r in runs if r["loss"] is not None]
     about = {
         "command": " ".join(["python -m benchmarks.audit_scores", *(arguments or sys.argv[1:])]),
@@ -451,11 +508,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     results: dict[str, Any] = {"runs": runs, "summary": summaries(runs)}
     for seed, mode in ((s, m) for s in seeds for m in options.modes):
-        setting, reset = Setting.of(replace(PROFILES[options.profile], peers=len(PEERS)), seed), mode == "reset"
-        if (options.profile, seed, reset) in done:
+        setting = Setting.of(replace(PROFILES[options.profile], peers=len(PEERS)), seed)
+        if (options.profile, seed, mode) in done:
             continue
         entry: dict[str, Any] = {}
-        for entry in run(setting, rounds, reset=reset):
+        for entry in run(setting, rounds, mode, options.audited):
             together = [*runs, about | entry]
             results = {"runs": together, "summary": summaries(together)}
             print(f"{options.profile} seed {seed} {mode}: {entry['cpu_seconds']} s", file=sys.stderr, flush=True)
