@@ -421,7 +421,7 @@ class Chain:
         if (known := self._nodes.get(digest)) is not None:
             self._add_votes(known, certificate)
             return False
-        if digest in self._dropped_twins:
+        if digest in self._dropped_twins and not self.is_missing_required_ancestor:
             return False
         if body.run != self.run:
             raise ChainError(f"record {digest.short} is of another run")
