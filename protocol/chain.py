@@ -187,10 +187,10 @@ class Chain:
     def count_backed(self, path: Sequence[Digest]) -> int:
         """Return how many of these records, in order and each the parent of the next, the owner may finalize.
 
-        Most must be for a record, of the stake at its parent that its signers have, or who contributed in the hold
-        rounds before it; founders contributed just before the first. While nobody of them has stake, most keys must be.
-        A record counts with all before it only: a coalition can certify in a second what is older than any hold, and
-        on its own branch nobody else has stake in the end. Raises ChainError.
+        Most of the stake at a record's parent must be for it. The stake of its signers counts, and of those that
+        contributed in the hold rounds before it; founders contributed just before the first. While none of them has
+        any, most of the keys must be for it. A record counts only with all before it. Else a coalition could certify a
+        branch longer than the hold in a second, and at its end nobody else has stake. Raises ChainError.
         """
         nodes = [self._node(record) for record in path]
         newest: dict[PeerKey, int] = {}
@@ -421,7 +421,7 @@ class Chain:
         if (known := self._nodes.get(digest)) is not None:
             self._add_votes(known, certificate)
             return False
-        if digest in self._dropped_twins:
+        if digest in self._dropped_twins and not self.is_missing_required_ancestor:
             return False
         if body.run != self.run:
             raise ChainError(f"record {digest.short} is of another run")

@@ -57,7 +57,7 @@ class RecordNode:
         self.announced: dict[PeerKey, int] = {}
         """Ends of the windows of headers that came by themselves and name this record as their parent, by author."""
         self.latest: dict[PeerKey, int] | None = None
-        """What `latest_messages` returns, kept up to date by the chain at forks that are open; None elsewhere."""
+        """The result of `latest_messages`, which the chain keeps up to date at forks that are open; None elsewhere."""
         if parent is not None and certificate is not None:
             record = certificate.record
             self.height = parent.height + 1
@@ -130,7 +130,7 @@ class RecordNode:
             note_message(latest, key, self.histories[key].end_window)
 
     def is_older_without(self, key: PeerKey, end: int) -> bool:
-        """Count a key's messages anew, after one with this end has left. Return whether its newest is older now."""
+        """Count a key's messages again after one with this end has left. Return whether its newest is older now."""
         latest = self.latest
         if latest is None or latest.get(key) != end:
             return False

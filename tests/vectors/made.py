@@ -458,7 +458,8 @@ def _tree(name: str, count: int, depth: int, *, hold: int) -> dict[str, Any]:
             {
                 "record": added.digest.hex(), "parent": made.index(parent),
                 "authors": [keys.index(k) for k in some], "claims": [u.body.windows for u in updates],
-                "weighed": list(body.weighed), "voters": [keys.index(k) for k in voters],
+                "ends": [u.body.end_window for u in updates], "weighed": list(body.weighed),
+                "voters": [keys.index(k) for k in voters],
                 "banned": None if instructions is None else [keys.index(k) for k in instructions.banned],
                 "verdicts": [] if instructions is None else
                     [[made.index(v.record), keys.index(v.peer)] for v in instructions.verdicts],

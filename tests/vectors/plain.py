@@ -296,7 +296,7 @@ class Tree:
     def __init__(self, case: dict[str, Any]):
         self.case = case
         self.parents: list[int | None] = [None]
-        self.records: list[dict[str, Any]] = [{"authors": [], "voters": [], "weighed": [], "record": ""}]
+        self.records: list[dict[str, Any]] = [{"authors": [], "ends": [], "voters": [], "weighed": [], "record": ""}]
 
     def path(self, node: int) -> list[int]:
         """Return the records from the one after the genesis to this one."""
@@ -374,11 +374,12 @@ class Tree:
         return ends[min(tied, key=lambda child: (-self.weight(ends[child]), self.records[child]["record"]))]
 
     def _newest(self, child: int) -> dict[int, int]:
-        """Return the keys that are for a record, each with the length of the longest branch that it signed for."""
-        found = {key: len(self.path(child)) for key in self.records[child]["voters"]}
-        for at in range(child + 1, len(self.parents)):
-            path = self.path(at)
-            if child in path:
-                for key in self.records[at]["authors"]:
-                    found[key] = max(len(path), found.get(key, 0))
+        """Return the keys that are for a record, each with the end of its windows in its newest message for it."""
+        found: dict[int, int] = {}
+        for at in range(child, len(self.parents)):
+            if child in self.path(at):
+                record = self.records[at]
+                for key, end in zip(record["authors"], record["ends"], strict=True):
+                    if at != child or key in record["voters"]:
+                        found[key] = max(end, found.get(key, 0))
         return found

@@ -259,7 +259,7 @@ async def test_only_what_most_of_the_stake_is_for_becomes_final(tmp_path):
 
 
 async def test_a_record_without_most_of_the_stake_waits_for_the_hold_and_then_what_followed_is_final(tmp_path):
-    """Who left at once has most of the stake at the records after: nothing would ever be final again."""
+    """If most of the stake left at once, nothing would ever be final again."""
     swarm = FakeSwarm(SPEC)
     async with following(swarm, tmp_path) as (f, until):
         now = 0.0
