@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from coordinator.credits.export import MAX_ROUNDS, exported
 from coordinator.credits.leaderboard import Leaderboard
 from coordinator.credits.receipts import LOOK_BACK, Receipts
-from coordinator.errors import TooManyError
 from coordinator.indexed_chain import IndexedChain
 from coordinator.ledger import Ledger
 from coordinator.ledger_thread import LedgerThread
@@ -37,9 +36,6 @@ ROUNDS_AT_ONCE = 16
 MAX_CERTIFICATES = 256
 """Certificates in one answer."""
 
-MAX_EXPORTS = 2
-"""Exports at once."""
-
 
 @dataclass(eq=False)
 class CreditLog:
@@ -55,8 +51,6 @@ class CreditLog:
     leaderboard: Leaderboard
     news: asyncio.Event
     """Set when the chain or the ledger may have changed."""
-
-    _exports: int = field(default=0, init=False)
 
     async def start(self) -> None:
         """Read the bindings. Raises LedgerError."""
@@ -127,17 +121,9 @@ class CreditLog:
         sent = _fitting(encode_certificate(c) for c in found)
         return sent, len(sent) < len(found) or len(found) == limit
 
-    async def export(self, form: str) -> AsyncIterator[bytes]:
-        """Yield all credits as a file ("csv" or "parquet"), in pieces. Raises TooManyError, ParquetMissingError."""
-        if self._exports >= MAX_EXPORTS:
-            raise TooManyError("other exports are under way: try again in a minute")
-        self._exports += 1
-        try:
-            async for piece in exported(self, form):
-                yield piece
-                await asyncio.sleep(0)
-        finally:
-            self._exports -= 1
+    def export(self, form: str) -> AsyncIterator[bytes]:
+        """Return all credits as a file ("csv" or "parquet"), in pieces. Raises ParquetMissingError."""
+        return exported(self, form)
 
 
 def _fitting(found: Iterable[bytes]) -> list[bytes]:

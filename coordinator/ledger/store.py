@@ -1,6 +1,6 @@
 """The ledger as the coordinator uses it: the fold over one run's final records, indexed in a database.
 
-The index can be thrown away: it is made again from the certificates. Each method is one transaction; within `group`
+The index can be thrown away: it is rebuilt from the certificates. Each method is one transaction; within `group`
 several are, and each still fails by itself. A posted round is compared, not added again. So a coordinator that was
 killed at any moment restarts, reads where the index ends, and appends what follows on the chain. Synchronous and used
 by one thread at a time: see `ledger_thread`.

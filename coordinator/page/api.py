@@ -15,6 +15,7 @@ from coordinator.credits.leaderboard import Grouping, Leaderboard
 from coordinator.history import charts
 from coordinator.indexed_chain import IndexedChain
 from coordinator.ledger_thread import LedgerThread
+from coordinator.limits import ConcurrencyLimit
 from coordinator.overview import Overview, PeerOverview, RoundOverview, round_overview
 from coordinator.page import json_view
 from coordinator.page.feed import Feed
@@ -25,6 +26,9 @@ from protocol.ledger.credits import Balance, RoundCredits
 
 NEWEST_OF_PEER = 64
 """Newest rounds that the view of one peer covers."""
+
+MAX_READS = 8
+"""Pages of old rounds that are read from the ledger at once."""
 
 _FOLDER = re.compile(r"round-[0-9]{6,12}")
 
@@ -58,6 +62,7 @@ class PageApi:
     metrics_text: Callable[[], bytes]
     now: Callable[[], float]
     _charts: tuple[object, dict[str, Any]] | None = field(default=None, init=False)
+    _reads: ConcurrencyLimit = field(default_factory=lambda: ConcurrencyLimit(MAX_READS, MAX_READS), init=False)
 
     @property
     def head(self) -> Hashable:
@@ -154,8 +159,12 @@ class PageApi:
         return rows[0] if rows and rows[0].round == number else None
 
     async def _read(self, after: int, limit: int) -> list[RoundCredits]:
-        """Return rounds after a number: posted ones, then open ones."""
-        accounts = await self.ledger.read(lambda ledger: ledger.accounts(after=after, limit=limit))
+        """Return rounds after a number: posted ones, then open ones. Raises TooManyError."""
+        free = self._reads.take(None)
+        try:
+            accounts = await self.ledger.read(lambda ledger: ledger.accounts(after=after, limit=limit))
+        finally:
+            free()
         at = accounts[-1].round if accounts else after
         return accounts + [a for a in self.chain.open if a.round > at][: limit - len(accounts)]
 

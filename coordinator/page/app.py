@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mimetypes
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,17 +15,18 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.errors import TooManyError
-from coordinator.limits import Rate, RateLimit, stranger_at
+from coordinator.limits import NetworkLimit, Rate, stranger_at
 from coordinator.page import json_view, openapi
 from coordinator.page.answers import AnswerCache, EncodedBody
 from coordinator.page.api import PageApi
 from coordinator.page.api_docs import api_page
 from coordinator.page.downloads import Downloads
 from coordinator.page.endpoints import ENDPOINTS
+from coordinator.page.pacing import SlowClientError, paced
 
 STATIC = Path(__file__).parent / "static"
 REQUESTS_OF_ONE = Rate(30, 200)
-"""Requests of one address; a reverse proxy on this machine stands for everybody and is not counted."""
+"""Requests of one network; a reverse proxy on this machine stands for everybody and is not counted."""
 
 _SECURITY = {
     "content-security-policy": (
@@ -44,7 +46,7 @@ def make_app(source: PageApi, more: Sequence[Route] = ()) -> ASGIApp:
     A missing file of the page fails here, not at the first visitor.
     """
     files = _load()
-    answers, rate = AnswerCache(), RateLimit(REQUESTS_OF_ONE)
+    answers, rate = AnswerCache(), NetworkLimit(REQUESTS_OF_ONE)
     downloads = Downloads(source.checkpoint_file)
     document = openapi.document()
     spec = EncodedBody.of(json_view.encode(document), level=9)
@@ -93,7 +95,8 @@ def make_app(source: PageApi, more: Sequence[Route] = ()) -> ASGIApp:
                 return
             await viewer(scope, receive, send)
         else:
-            await app(scope, receive, send)
+            with contextlib.suppress(SlowClientError):  # the server closes a response that was left open
+                await app(scope, receive, paced(send))
 
     return _secured(answer)
 

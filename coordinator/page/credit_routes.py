@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import AsyncIterator
 from typing import Any
@@ -14,19 +15,30 @@ from coordinator.credits.export import CSV_TYPE, MAX_ROUNDS, PARQUET_TYPE, Parqu
 from coordinator.credits.log import CreditLog
 from coordinator.credits.receipts import ReceiptItem
 from coordinator.errors import LedgerError, TooManyError
+from coordinator.limits import ConcurrencyLimit
 from coordinator.page import json_view
 from coordinator.page import schemas as s
 from coordinator.page.endpoints import UNREADABLE, ApiEndpoint, Parameter
+from coordinator.page.pacing import LimitedEndpoint
 from protocol.ids import PeerKey
 from protocol.ledger.audit import CreditedRound
 
 MAX_PAGE = 100
 """Receipts in one answer."""
 
+MAX_ANSWERS = 32
+ANSWERS_OF_ONE = 4
+"""Answers at once, in all and of one network: each is read from the ledger and made for one client."""
+
+MAX_EXPORTS = 2
+EXPORTS_OF_ONE = 1
+"""Exports at once, in all and of one network."""
+
 
 async def _rounds(log: CreditLog, first: int, limit: int) -> dict[str, Any]:
     page = await log.rounds(first, limit)
-    return {"size": page.size, "settled": page.settled, "rounds": [_round(r) for r in page.rounds]}
+    rounds = await asyncio.to_thread(lambda: [_round(r) for r in page.rounds])  # thousands of lines
+    return {"size": page.size, "settled": page.settled, "rounds": rounds}
 
 
 def _round(r: CreditedRound) -> dict[str, Any]:
@@ -187,7 +199,10 @@ def credit_routes(log: CreditLog) -> list[Route]:
         kind = CSV_TYPE if form == "csv" else PARQUET_TYPE
         return StreamingResponse(_chained(first, pieces), headers=headers, media_type=kind)
 
-    return [*(e.route(log) for e in CREDIT_ENDPOINTS), Route("/api/export/credits.{form}", export)]
+    answers = ConcurrencyLimit(MAX_ANSWERS, ANSWERS_OF_ONE)
+    routes = [Route(e.path, LimitedEndpoint(e.route(log).endpoint, answers), methods=["GET"]) for e in CREDIT_ENDPOINTS]
+    exports = ConcurrencyLimit(MAX_EXPORTS, EXPORTS_OF_ONE)
+    return [*routes, Route("/api/export/credits.{form}", LimitedEndpoint(export, exports), methods=["GET"])]
 
 
 async def _chained(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

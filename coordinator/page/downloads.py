@@ -1,6 +1,6 @@
 """Downloads of checkpoint files: whole or one range (RFC 9110, section 14), limited in number and rate.
 
-The limits leave room for the coordinator's own traffic.
+The limits leave room for the coordinator's own traffic. A slow client is cut by `pacing`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import async_timeout
 from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.types import Message, Receive, Scope, Send
@@ -27,12 +26,6 @@ BYTES_PER_SECOND = 25_000_000
 """Rate of all downloads together."""
 
 PIECE = 256 * 1024
-SEND_SECONDS = 30.0
-LEAST_BYTES_PER_SECOND = 100_000
-"""A client that reads more slowly than this, after its first SEND_SECONDS of waiting, is cut.
-
-The time that the limit on all downloads takes does not count."""
-
 _RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 
 
@@ -90,27 +83,18 @@ class _Download(FileResponse):
             await PlainTextResponse(text, 503, {"retry-after": "60"})(scope, receive, send)
             return
         gone = asyncio.ensure_future(disconnected(receive))
-        clock = asyncio.get_running_loop().time
-        patience = SEND_SECONDS
-        """Seconds that the client may take now; each byte adds to it."""
 
-        async def paced(message: Message) -> None:
-            nonlocal patience
+        async def spaced(message: Message) -> None:
             if gone.done():
                 raise OSError("the client is gone")
-            body = message.get("body", b"")
-            if body:
+            if body := message.get("body", b""):
                 await self.downloads.turn(len(body))
-            patience = min(SEND_SECONDS, patience + len(body) / LEAST_BYTES_PER_SECOND)
-            began = clock()
-            async with async_timeout.timeout(patience):
-                await send(message)
-            patience -= clock() - began
+            await send(message)
 
         try:
-            await super().__call__(scope, receive, paced)
-        except (OSError, asyncio.TimeoutError):
-            return  # the file is deleted, or the client is gone or too slow
+            await super().__call__(scope, receive, spaced)
+        except OSError:
+            return  # the file is deleted, or the client is gone
         finally:
             gone.cancel()
             free()

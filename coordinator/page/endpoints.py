@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -108,7 +109,8 @@ class ApiEndpoint:
             try:
                 if answers is None:
                     value = await self.make(source, **asked)
-                    return Response(json_view.encode(value), 200, {"cache-control": "no-store"}, "application/json")
+                    body = await asyncio.to_thread(json_view.encode, value)  # it may be megabytes
+                    return Response(body, 200, {"cache-control": "no-store"}, "application/json")
 
                 async def make() -> EncodedBody | None:
                     value = await self.make(source, **asked)

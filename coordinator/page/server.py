@@ -5,41 +5,42 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections.abc import Callable
 
 import async_timeout
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from coordinator.errors import PortTakenError
-from coordinator.limits import network_of, stranger_at
+from coordinator.errors import PortTakenError, TooManyError
+from coordinator.limits import ConcurrencyLimit, stranger_at
 
 MAX_CONNECTIONS = 512
-MAX_PER_ADDRESS = 64
+MAX_PER_NETWORK = 64
 REQUEST_SECONDS = 10.0
 
 
 class GuardedProtocol(H11Protocol):
-    """HTTP/1.1 that cuts connections with incomplete requests, and those of an address that has too many."""
+    """HTTP/1.1 that cuts connections with incomplete requests, and those of a network that has too many."""
+
+    places: ConcurrencyLimit
+    """Those of a server: each server has a class of its own."""
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
         self._silent_checks = 0
         self._guard = self.loop.call_later(REQUEST_SECONDS, self._check)
-        if self._too_many():
+        self._free: Callable[[], None] | None = None
+        try:
+            self._free = self.places.take(stranger_at(self.client[0]) if self.client else None)
+        except TooManyError:
             transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._guard.cancel()
+        if self._free is not None:
+            self._free()
         super().connection_lost(exc)
-
-    def _too_many(self) -> bool:
-        network = stranger_at(self.client[0]) if self.client else None
-        if network is None:
-            return False
-        # Every protocol of this server is of this class, and there are at most MAX_CONNECTIONS of them.
-        others = [c.client for c in self.connections if isinstance(c, H11Protocol) and c.client]
-        return sum(network_of(c[0]) == network for c in others) > MAX_PER_ADDRESS
 
     def _check(self) -> None:
         answering = self.cycle is not None and not self.cycle.response_complete
@@ -60,8 +61,11 @@ class PageServer:
     """An ASGI application on a port."""
 
     def __init__(self, app: ASGIApp):
+        # Between the two limits a client is answered that the page is busy; beyond the second it is cut.
+        limit = ConcurrencyLimit(2 * MAX_CONNECTIONS, MAX_PER_NETWORK)
+        protocol = type("Protocol", (GuardedProtocol,), {"places": limit})
         config = uvicorn.Config(
-            app, lifespan="off", http=GuardedProtocol, ws="none", log_config=None, access_log=False,
+            app, lifespan="off", http=protocol, ws="none", log_config=None, access_log=False,
             server_header=False, proxy_headers=False, limit_concurrency=MAX_CONNECTIONS, timeout_keep_alive=5,
             timeout_graceful_shutdown=2, h11_max_incomplete_event_size=16 * 1024,
         )  # fmt: skip

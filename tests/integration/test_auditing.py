@@ -542,8 +542,15 @@ async def test_all_credits_come_as_csv_and_parquet(tmp_path, monkeypatch):
             data = (await web.get("/api/export/credits.parquet")).content
             table = pyarrow.read_table(io.BytesIO(data))
             assert [{k: str(v) for k, v in r.items()} for r in table.to_pylist()] == rows
-            monkeypatch.setattr("coordinator.credits.log.MAX_EXPORTS", 0)
-            assert (await web.get("/api/export/credits.csv")).status_code == 503
+
+            async def export(host: str) -> int:
+                transport = httpx.ASGITransport(app=app, client=(host, 1))
+                async with httpx.AsyncClient(transport=transport, base_url="http://x") as other:
+                    return (await other.get("/api/export/credits.csv")).status_code
+
+            hosts = ["192.0.2.7", "192.0.2.7", "192.0.2.8", "192.0.2.9"]
+            assert await asyncio.gather(*map(export, hosts)) == [200, 503, 200, 503]
+            assert await export("192.0.2.9") == 200
 
 
 # -- the commands ---------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,21 @@ import httpx
 import jsonschema
 import pytest
 from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from uvicorn.server import ServerState
 
 from coordinator.alerts.tracker import Alert
 from coordinator.checkpoints.archive import MANIFEST
 from coordinator.errors import TooManyError
 from coordinator.limits import ConcurrencyLimit
-from coordinator.page import downloads, json_view, openapi, schemas
+from coordinator.page import downloads, json_view, openapi, pacing, schemas
 from coordinator.page.answers import MAX_KEPT, AnswerCache, EncodedBody
 from coordinator.page.app import make_app
 from coordinator.page.credit_routes import CREDIT_ENDPOINTS
 from coordinator.page.endpoints import ENDPOINTS, SORTS
 from coordinator.page.feed import VIEWERS_OF_ONE, Feed
+from coordinator.page.server import MAX_PER_NETWORK, PageServer
 from coordinator.peer_registry import PHASES
 from coordinator.service import Coordinator
 from protocol.ids import Digest
@@ -345,7 +349,15 @@ class Reader:
 
     async def read(self, found: downloads.Downloads) -> Reader:
         request = Request(self.scope | {"path_params": self.path_params})
-        await (await found.answer(request))(self.scope, self._never, self._send)
+        with suppress(pacing.SlowClientError):  # as `make_app` does
+            await (await found.answer(request))(self.scope, self._never, pacing.paced(self._send))
+        return self
+
+    async def get(self, app: Any, path: str, *, paced: bool = False) -> Reader:
+        """Request a path of an application; `paced`: one that does not cut slow clients itself."""
+        more = {"path": path, "raw_path": path.encode(), "query_string": b"", "scheme": "http", "root_path": ""}
+        with suppress(pacing.SlowClientError):
+            await app(self.scope | more, self._never, pacing.paced(self._send) if paced else self._send)
         return self
 
     async def _never(self) -> Any:
@@ -381,13 +393,91 @@ async def test_one_address_has_two_downloads_at_most_and_others_have_theirs(larg
 
 
 async def test_who_reads_a_checkpoint_too_slowly_is_cut_and_its_place_is_free(large, monkeypatch):
-    monkeypatch.setattr(downloads, "SEND_SECONDS", 0.2)
-    monkeypatch.setattr(downloads, "LEAST_BYTES_PER_SECOND", downloads.PIECE / 0.02)
+    monkeypatch.setattr(pacing, "SEND_SECONDS", 0.2)
+    monkeypatch.setattr(pacing, "LEAST_BYTES_PER_SECOND", pacing.PIECE / 0.02)
     slow, fast = Reader("192.0.2.7"), Reader("192.0.2.8")
     slow.seconds_a_piece, fast.seconds_a_piece = 0.04, 0.0
     await asyncio.gather(slow.read(large), fast.read(large))
-    assert fast.bytes == 100 * downloads.PIECE and 2 <= slow.bytes / downloads.PIECE <= 15
+    assert fast.bytes == 100 * downloads.PIECE and 2 <= slow.bytes / pacing.PIECE <= 15
     assert not len(large.places)
+
+
+async def test_who_reads_any_answer_too_slowly_is_cut(world, monkeypatch):
+    monkeypatch.setattr(pacing, "SEND_SECONDS", 0.2)
+    monkeypatch.setattr(pacing, "LEAST_BYTES_PER_SECOND", pacing.PIECE / 0.01)
+    body = bytes(50 * pacing.PIECE)
+
+    async def answer(_: Request) -> Response:
+        return Response(body)
+
+    app = make_app(world.coordinator.api, [Route("/large", answer)])
+    slow, fast = Reader("192.0.2.7"), Reader("192.0.2.8")
+    slow.seconds_a_piece = 0.05
+    await asyncio.wait_for(asyncio.gather(slow.get(app, "/large"), fast.get(app, "/large")), 10)
+    assert fast.bytes == len(body) and 1 <= slow.bytes / pacing.PIECE <= 15
+
+
+async def test_a_network_has_few_answers_at_once_and_slow_readers_free_their_places(monkeypatch):
+    monkeypatch.setattr(pacing, "SEND_SECONDS", 0.3)
+
+    async def answer(_: Request) -> Response:
+        return Response(bytes(pacing.PIECE * 3))
+
+    places = ConcurrencyLimit(9, 2)
+    app = Router([Route("/a", pacing.LimitedEndpoint(answer, places))])
+
+    async def read(host: str, seconds: float) -> Reader:
+        reader = Reader(host)
+        reader.seconds_a_piece = seconds
+        return await reader.get(app, "/a", paced=True)
+
+    # One network: eight addresses of one /64, and four /64s of one /56 that share two /64s' places.
+    hosts = [f"2001:db8:0:1::{i}" for i in range(8)] + [f"2001:db8:0:{i}::1" for i in range(2, 6)]
+    slow = [asyncio.create_task(read(host, 60.0)) for host in hosts]
+    await until(lambda: sum(r.done() for r in slow) >= 8)
+    assert (await read("192.0.2.7", 0.0)).status == 200
+    assert sorted([(await each).status for each in slow]) == [200] * 4 + [503] * 8 and not len(places)
+
+
+def test_connections_are_counted_for_the_networks_of_an_owner():
+    """An owner of a /56 has 256 networks /64."""
+    config = PageServer(Router([]))._server.config
+    config.load()
+    made_by: Any = config.http_protocol_class
+    cut: list[str] = []
+
+    class Transport:
+        def __init__(self, host: str):
+            self.host = host
+
+        def get_extra_info(self, name: str) -> Any:
+            return (self.host, 5) if name == "peername" else None
+
+        def abort(self) -> None:
+            cut.append(self.host)
+
+        def close(self) -> None:
+            pass
+
+    async def connect(hosts: list[str]) -> list[Any]:
+        made = []
+        for host in hosts:
+            protocol = made_by(config=config, server_state=ServerState(), app_state={})
+            protocol.connection_made(Transport(host))
+            made.append(protocol)
+        return made
+
+    async def work() -> None:
+        own = await connect(["2001:db8::1"] * (MAX_PER_NETWORK + 3))
+        assert len(cut) == 3
+        await connect([f"2001:db8:0:{i:x}::1" for i in range(1, MAX_PER_NETWORK + 5)])
+        assert len(cut) == 3 + 4
+        for protocol in own:
+            protocol.connection_lost(None)
+        await connect(["2001:db8::1"] * MAX_PER_NETWORK)
+        assert len(cut) == 3 + 4
+
+    asyncio.run(work())
 
 
 async def test_live_views_of_one_address_leave_room_for_others():
