@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -140,6 +139,8 @@ def networks(caller: str) -> list[tuple[str, int]]:
 
 def is_loopback(caller: str) -> bool:
     """Return whether a caller (`caller_of`) is this machine."""
+    if caller.startswith("unix:"):
+        return True
     try:
         return ipaddress.ip_network(caller).is_loopback
     except ValueError:
@@ -152,7 +153,7 @@ def network_of(host: str) -> str:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
         return host[:100]
-    if isinstance(address, ipaddress.IPv6Address):
+    if isinstance(address, ipaddress.IPv6Address) and not address.is_loopback:
         if address.ipv4_mapped:
             return str(address.ipv4_mapped)
         return str(ipaddress.IPv6Network((address, 64), strict=False))
@@ -161,7 +162,5 @@ def network_of(host: str) -> str:
 
 def stranger_at(host: str) -> str | None:
     """Return the network of an address; None for this machine: a reverse proxy on it stands for everybody."""
-    with contextlib.suppress(ValueError):
-        if ipaddress.ip_address(host).is_loopback:
-            return None
-    return network_of(host)
+    network = network_of(host)
+    return None if is_loopback(network) else network
