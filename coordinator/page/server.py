@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from coordinator.errors import PortTakenError
-from coordinator.limits import network_of, stranger_at
+from coordinator.limits import caller_at, network_of
 
 MAX_CONNECTIONS = 512
 MAX_PER_ADDRESS = 64
@@ -34,7 +34,7 @@ class GuardedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def _too_many(self) -> bool:
-        network = stranger_at(self.client[0]) if self.client else None
+        network = caller_at(self.client[0]) if self.client else None
         if network is None:
             return False
         # Every protocol of this server is of this class, and there are at most MAX_CONNECTIONS of them.
