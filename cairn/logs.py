@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import logging.handlers
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ MAX_STATEMENTS = 4096
 MAX_CHARACTERS = 2000
 """Length of a message. Some quote what a stranger sent."""
 
+MAX_TRACEBACK = 8000
+"""Length of a traceback. A longer one is cut in the middle: it begins with the place and ends with the error."""
+
 
 @dataclass(slots=True)
 class _Statement:
@@ -46,6 +50,7 @@ class LineLimit(logging.Filter):
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         super().__init__()
         self._clock = clock
+        self._lock = threading.Lock()  # handlers filter before they take theirs
         self._statements: BoundedDict[tuple[str, str, int, str], _Statement] = BoundedDict(MAX_STATEMENTS)
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -56,6 +61,28 @@ class LineLimit(logging.Filter):
         return passes
 
     def _passes(self, record: logging.LogRecord) -> bool:
+        """Return whether this line is logged, and make it ready: of bounded length, whatever its arguments are."""
+        with self._lock:
+            left_out = self._count(record)
+        if left_out is None:
+            return False
+        try:
+            message = record.getMessage()
+        except Exception as e:  # noqa: BLE001 - a mistake of the caller, whom a line of the log must not stop
+            message = f"a line that cannot be formatted, of {record.pathname}:{record.lineno}: {type(e).__name__}"
+        if len(message) > MAX_CHARACTERS:
+            message = message[:MAX_CHARACTERS] + "..."
+        if left_out:
+            message += f" ({left_out:,} such lines before it were left out)"
+        record.msg, record.args = message, ()
+        if record.exc_info and not record.exc_text:
+            text = logging.Formatter().formatException(record.exc_info)
+            half = MAX_TRACEBACK // 2
+            record.exc_text = text if len(text) <= MAX_TRACEBACK else f"{text[:half]}\n...\n{text[-half:]}"
+        return True
+
+    def _count(self, record: logging.LogRecord) -> int | None:
+        """Count a line of its statement; return how many before it were left out, or None for one that is."""
         key = (record.name, record.pathname, record.lineno, getattr(record, "kind", ""))
         now = self._clock()
         statement = self._statements.get(key)
@@ -66,16 +93,10 @@ class LineLimit(logging.Filter):
         statement.lines.refill(now)
         if statement.lines.tokens < 1:
             statement.left_out += 1
-            return False
+            return None
         statement.lines.charge(1)
-        message = record.getMessage()
-        if len(message) > MAX_CHARACTERS:
-            message = message[:MAX_CHARACTERS] + "..."
-        if statement.left_out:
-            message += f" ({statement.left_out:,} such lines before it were left out)"
-            statement.left_out = 0
-        record.msg, record.args = message, ()
-        return True
+        left_out, statement.left_out = statement.left_out, 0
+        return left_out
 
 
 def set_up_logging(file: Path, *, terminal: logging.Handler | None = None) -> None:

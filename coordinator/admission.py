@@ -14,7 +14,7 @@ from coordinator.ledger import AdmissionRow, Ledger
 from coordinator.ledger_thread import LedgerThread
 from coordinator.limits import WIDER
 from protocol.envelope import open_envelope
-from protocol.errors import MalformedError
+from protocol.errors import CairnError, MalformedError
 from protocol.identity import Identity
 from protocol.ids import PeerKey, RunId
 from protocol.invite import MAX_CODE, check_code
@@ -100,9 +100,13 @@ class Admitter:
 
     def __init__(
         self, spec: RunSpec, owner: Identity, codes: Sequence[str], ledger: LedgerThread, now: Callable[[], float],
-        has_worked: Callable[[PeerKey], bool], refusal: Callable[[PeerKey], str | None] = lambda peer: None,
+        has_worked: Callable[[PeerKey], bool], works: Callable[[PeerKey], bool],
+        refusal: Callable[[PeerKey], str | None] = lambda peer: None,
     ):  # fmt: skip
-        """Prepare; `has_worked` returns whether a peer has credits, `refusal` why the owner excludes it (None: no)."""
+        """Prepare; for `has_worked` and `works` see `AdmissionTable`.
+
+        `refusal` returns why the owner excludes a peer (None: no).
+        """
         for code in codes:
             check_code(code)
         if spec.admission.mode == "invite" and not any(codes):
@@ -115,7 +119,7 @@ class Admitter:
         self._ledger = ledger
         self._now = now
         self._refusal = refusal
-        self._table = AdmissionTable(has_worked)
+        self._table = AdmissionTable(has_worked, works)
 
     async def load(self) -> None:
         """Read the stored admissions. Raises LedgerError."""
@@ -165,8 +169,12 @@ class Admitter:
         displaced = self._table.add(admitted, caller, now)
 
         def store(ledger: Ledger) -> None:
-            ledger.forget_admissions(displaced)
+            ledger.forget_admissions([row.peer for row in displaced])
             ledger.add_admission(admitted)
 
-        await self._ledger.run(store)
+        try:
+            await self._ledger.run(store)
+        except CairnError:
+            self._table.take_back(admitted, known, displaced, now)
+            raise
         return signed

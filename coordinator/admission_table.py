@@ -1,8 +1,9 @@
 """The admissions that the coordinator remembers, within bounds that nobody can use up. Pure: the time is an argument.
 
-Keys cost nothing, so a table of keys fills. Here a key that is never seen in the swarm is forgotten after an hour.
-An address adds few keys a day. A full table displaces its oldest idle key. A forgotten key has no name on the run page
-until its next renewal; the admission that it holds stays valid.
+Keys cost nothing, so a table of keys fills. Here a key that is never seen in the swarm is forgotten after an hour. So
+is one without work that is not seen in the hour after a restart. An address may add only a few keys a day. A full table
+displaces its oldest idle key, and if there is none, a key whose work is old. A forgotten key has no name on the run
+page until its next renewal; the admission that it holds stays valid, and so do its credits.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ UNSEEN_SECONDS = 3600.0
 IDLE_SECONDS = 30 * 86_400.0
 """A key without accepted work that was seen this long ago is forgotten."""
 
+MAX_LOOKED_AT = 1000
+"""Keys with accepted work that one newcomer's request looks at, to displace one."""
+
 NEW_KEYS = 64
 """New keys that one IPv4 address or IPv6 /64 adds at once, and then in a day; a /56 and a /48 add more."""
 
@@ -29,21 +33,27 @@ NEW_KEYS = 64
 class AdmissionTable:
     """The newest admission of each remembered peer.
 
-    `has_worked` returns whether the chain has work of a peer that was not voided: such a peer is never displaced.
+    `has_worked` returns whether the chain has work of a peer that was not voided: time alone never removes such a peer.
+    `works` returns whether some of it is of the newest rounds: such a peer is never displaced.
     """
 
-    def __init__(self, has_worked: Callable[[PeerKey], bool], *, limit: int = MAX_ADMISSIONS):
+    def __init__(
+        self, has_worked: Callable[[PeerKey], bool], works: Callable[[PeerKey], bool], *, limit: int = MAX_ADMISSIONS
+    ):
         self._has_worked = has_worked
+        self._works = works
         self._limit = limit
         self._rows: dict[PeerKey, AdmissionRow] = {}
         self.names = ChosenNames()
         self._new_keys = NetworkLimit(Rate(NEW_KEYS / 86_400, NEW_KEYS), callers=limit)
 
-        # Each peer is in at most one of these; neither has peers that were found to have worked since last seen.
+        # Each peer is in exactly one of these.
         self._unseen: dict[PeerKey, float] = {}
         """Peers never seen in the swarm, and when they were admitted; the oldest first."""
         self._seen: dict[PeerKey, float] = {}
         """When peers were last seen in the swarm; the oldest first."""
+        self._veterans: dict[PeerKey, None] = {}
+        """Peers that were found to have worked when they were not seen any more; the first found first."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -60,11 +70,11 @@ class AdmissionTable:
             self._put(row)
             self._unseen[row.peer] = now
 
-    def add(self, row: AdmissionRow, caller: str, now: float) -> list[PeerKey]:
-        """Add or renew an admission; return the peers that were displaced for it.
+    def add(self, row: AdmissionRow, caller: str, now: float) -> list[AdmissionRow]:
+        """Add or renew an admission; return those that were displaced for it.
 
         Raises TooManyError if `caller` (`limits.caller_of`) has added its share of new keys, or if all places are taken
-        by peers that have worked.
+        by peers that work.
         """
         if row.peer in self._rows:
             self._put(row)
@@ -82,40 +92,73 @@ class AdmissionTable:
         self._unseen[row.peer] = now
         return displaced
 
+    def take_back(
+        self, row: AdmissionRow, before: AdmissionRow | None, displaced: Iterable[AdmissionRow], now: float
+    ) -> None:
+        """Undo `add`, of an admission that could not be stored; `before` is what `get` returned before it.
+
+        The share of the caller's network stays used. Displaced peers have an hour from now to be seen, as in `load`.
+        """
+        if self._rows.get(row.peer) is not row:
+            return  # renewed meanwhile
+        if before is not None:
+            self._put(before)
+            return
+        self._forget(row.peer)
+        for old in displaced:
+            if old.peer not in self._rows:
+                self._put(old)
+                self._unseen[old.peer] = now
+
     def note_seen(self, peers: Iterable[PeerKey], now: float) -> None:
         """Note that these peers are in the swarm."""
         for peer in peers:
             if peer in self._rows:
-                self._unseen.pop(peer, None)
-                self._seen.pop(peer, None)
+                for order in (self._unseen, self._seen, self._veterans):
+                    order.pop(peer, None)
                 self._seen[peer] = now
 
     def forget(self, now: float) -> list[PeerKey]:
         """Forget the peers that were not seen for too long and have not worked; return them."""
-        gone = []
+        gone: list[PeerKey] = []
         for order, seconds in ((self._unseen, UNSEEN_SECONDS), (self._seen, IDLE_SECONDS)):
             while order and now - order[peer := next(iter(order))] > seconds:
-                gone += self._remove_idle(order, peer)
+                gone += [row.peer for row in self._remove_idle(peer)]
         return gone
 
-    def _displace(self) -> list[PeerKey]:
-        """Forget the oldest peer that was never seen, else the one seen longest ago, that has not worked."""
+    def _displace(self) -> list[AdmissionRow]:
+        """Forget a peer that has not worked: the oldest never seen, else the one seen longest ago.
+
+        If all have worked, forget one of which no work is of the newest rounds.
+        """
         for order in (self._unseen, self._seen):
             while order:
-                if gone := self._remove_idle(order, next(iter(order))):
+                if gone := self._remove_idle(next(iter(order))):
                     return gone
+        for _ in range(min(len(self._veterans), MAX_LOOKED_AT)):
+            peer = next(iter(self._veterans))
+            if not self._works(peer):
+                return [self._forget(peer)]
+            self._veterans[peer] = self._veterans.pop(peer)  # to the end
         raise TooManyError(
-            f"this run remembers at most {self._limit} peers, and all have credits: start one of these again (--home)"
+            f"this run remembers at most {self._limit} peers, and all work: try again in a few hours, or start one of "
+            "these again (--home)"
         )
 
-    def _remove_idle(self, order: dict[PeerKey, float], peer: PeerKey) -> list[PeerKey]:
-        """Remove a peer from an order; forget it and return it unless it has worked."""
-        del order[peer]
-        if self._has_worked(peer):
-            return []
-        del self._rows[peer]
+    def _remove_idle(self, peer: PeerKey) -> list[AdmissionRow]:
+        """Forget a peer and return it, or keep it with the veterans if it has worked."""
+        if not self._has_worked(peer):
+            return [self._forget(peer)]
+        self._unseen.pop(peer, None)
+        self._seen.pop(peer, None)
+        self._veterans[peer] = None
+        return []
+
+    def _forget(self, peer: PeerKey) -> AdmissionRow:
+        for order in (self._unseen, self._seen, self._veterans):
+            order.pop(peer, None)
         self.names.set(peer, "")
-        return [peer]
+        return self._rows.pop(peer)
 
     def _put(self, row: AdmissionRow) -> None:
         self._rows[row.peer] = row

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 
 from coordinator.credits.plausibility import PlausibilityCheck
@@ -24,7 +25,8 @@ from protocol.chain import genesis_digest
 from protocol.errors import CairnError
 from protocol.ids import Digest, PeerKey, Round, RunId
 from protocol.ledger.credits import AccountBalance, CreditRule, RoundCredits, credits_of
-from protocol.messages import MAX_VERDICTS, Certificate, Rollback, Verdict
+from protocol.message_codec import MessageDecoder
+from protocol.messages import MAX_VERDICTS, Certificate, Rollback, Signed, UpdateHeader, Verdict
 from protocol.spec import RunSpec
 
 log = logging.getLogger(__name__)
@@ -61,6 +63,7 @@ class ChainIndexer:
         self._now = now
         self._on_pass = on_pass
         self._on_new_head = on_new_head
+        self._decoder = MessageDecoder(spec.run_id, spec.owner_key, remember=16)
         self._wake = asyncio.Event()
         self._moving = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
@@ -198,7 +201,8 @@ class ChainIndexer:
             new = [credits_of(c, self._rule) for c in _linked(page, at)]
             accounts += new
             last_page = len(page) < PAGE
-            await self._note_first_seen([a for a in new if a.record not in known], accounts, at_head=last_page)
+            if last_page and new and new[-1].record not in known:
+                await self._note_first_seen(page[-1], new[-1], accounts)
             accounts = await self._post_final(accounts)
             if last_page:
                 break
@@ -246,23 +250,21 @@ class ChainIndexer:
         )
 
     async def _note_first_seen(
-        self, new: Sequence[RoundCredits], chain: Sequence[RoundCredits], *, at_head: bool
+        self, certificate: Certificate, newest: RoundCredits, chain: Sequence[RoundCredits]
     ) -> None:
         """Note the time of the newest record, if this coordinator was there when it was made, and judge its updates.
 
         `chain`: the rounds that are not posted, up to this one.
         """
-        if not new or not at_head or self._is_behind(new[-1].round):
-            return
-        newest = new[-1]
-        if newest.record in self._chain.first_seen:
+        if self._is_behind(newest.round) or newest.record in self._chain.first_seen:
             return
         now = self._now()
         self._chain.first_seen[newest.record] = now
         self._on_new_head(newest)
+        updates = certificate.record.body.updates
 
         def note(ledger: Ledger) -> None:
-            since = ledger.active_since(line.peer for line in newest.lines)
+            since = ledger.active_since({u.author: partial(self._admitted_at, u) for u in updates})
             for account in chain:
                 if account is not newest:
                     seen_at = self._chain.first_seen.get(account.record)
@@ -274,6 +276,10 @@ class ChainIndexer:
             ledger.add_verdicts(newest.round, self._plausibility.verdicts(newest, now, since))
 
         await self._ledger.run(note)
+
+    def _admitted_at(self, update: Signed[UpdateHeader]) -> float:
+        """Return when the admission in a header begins (unix seconds). Called in the ledger's thread only."""
+        return self._decoder.decode_admission(update.body.admission, update.author).not_before
 
     def _is_behind(self, head_round: int | None = None) -> bool:
         """Return whether most of the members are further than this chain; a single liar changes nothing."""

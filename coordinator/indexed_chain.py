@@ -58,6 +58,10 @@ class IndexedChain:
         """Return whether a peer has credits that were not voided."""
         return peer in self.settled or peer in self.pending
 
+    def has_recent_work(self, peer: PeerKey) -> bool:
+        """Return whether a peer has work that is pending, or in one of the `recent` rounds."""
+        return peer in self.pending or any(line.peer == peer for account in self.recent for line in account.lines)
+
     def is_final(self, round_: int) -> bool:
         """Return whether a round of this chain is posted."""
         return self.posted is not None and round_ <= self.posted[0]

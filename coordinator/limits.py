@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -84,9 +83,9 @@ def _refuse_before(seconds: float) -> None:
 class ConcurrencyLimit:
     """Limits what is in progress at once, of all callers together and of each network."""
 
-    def __init__(self, in_all: int, of_one: int):
-        self._in_all = in_all
-        self._of_one = of_one
+    def __init__(self, total: int, per_caller: int):
+        self._total = total
+        self._per_caller = per_caller
         self._held: Counter[str] = Counter()
         self._sum = 0
 
@@ -96,7 +95,7 @@ class ConcurrencyLimit:
         None is a caller that stands for many, and is limited by the number of all places alone.
         """
         counted = [] if caller is None else networks(caller)
-        if self._sum >= self._in_all or any(self._held[n] >= share * self._of_one for n, share in counted):
+        if self._sum >= self._total or any(self._held[n] >= share * self._per_caller for n, share in counted):
             raise TooManyError("too many calls at once: try again in 5 s")
         self._held.update(network for network, _ in counted)
         self._sum += 1
@@ -140,6 +139,8 @@ def networks(caller: str) -> list[tuple[str, int]]:
 
 def is_loopback(caller: str) -> bool:
     """Return whether a caller (`caller_of`) is this machine."""
+    if caller.startswith("unix:"):
+        return True
     try:
         return ipaddress.ip_network(caller).is_loopback
     except ValueError:
@@ -147,21 +148,19 @@ def is_loopback(caller: str) -> bool:
 
 
 def network_of(host: str) -> str:
-    """Return the network of an address; see `caller_of`."""
+    """Return the caller (`caller_of`) at an address."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
         return host[:100]
-    if isinstance(address, ipaddress.IPv6Address):
+    if isinstance(address, ipaddress.IPv6Address) and not address.is_loopback:
         if address.ipv4_mapped:
             return str(address.ipv4_mapped)
         return str(ipaddress.IPv6Network((address, 64), strict=False))
     return str(address)
 
 
-def stranger_at(host: str) -> str | None:
-    """Return the network of an address; None for this machine: a reverse proxy on it stands for everybody."""
-    with contextlib.suppress(ValueError):
-        if ipaddress.ip_address(host).is_loopback:
-            return None
-    return network_of(host)
+def caller_at(host: str) -> str | None:
+    """Return the caller at an address, as `caller_of`; None for this machine, on which a proxy stands for everybody."""
+    network = network_of(host)
+    return None if is_loopback(network) else network

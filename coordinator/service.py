@@ -118,7 +118,9 @@ class Coordinator:
         self.control = RunControl(
             decoder, view, directives, indexer, ledger, directive_file, KeySigner(owner), spec.run_id, now
         )  # fmt: skip
-        self.admitter = Admitter(spec, owner, config.codes, ledger, now, chain.has_credits, self.control.refusal)
+        self.admitter = Admitter(
+            spec, owner, config.codes, ledger, now, chain.has_credits, chain.has_recent_work, self.control.refusal
+        )
         leaderboard = Leaderboard(spec.run_id, ledger, chain, self.admitter.name_of, self.admitter.knows, now)
         self.credits = CreditLog(
             ledger, view, chain, Receipts(spec, owner, view, ledger, now), leaderboard, self._credit_news

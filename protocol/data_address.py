@@ -2,8 +2,8 @@
 
 They are written by a run's owner, whom a volunteer need not trust. So the form of an address is strict. Nothing starts
 other code (fsspec's chained and code-loading file systems). Nothing turns the name of the requested file into something
-else (a query, a fragment, a user name). The volunteer's own disk and network, and the clouds that its accounts open,
-are private: only the volunteer may allow them.
+else (a query, a fragment, a user name, a percent code that a server might read as one). The volunteer's own disk and
+network, and the clouds that its accounts open, are private: only the volunteer may allow them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import re
 
 from protocol.errors import SpecError
 
-_PATH = r"(?P<path>(?:/[\w.~%!$&'()*+,;=-]*)*)"
+_CODE = r"%(?!2[ef35]|3f|5c|[01]|7f)[0-9a-f]{2}"  # no code of . / # % ? \ or of a control character
+_PATH = rf"(?P<path>(?:/(?:[\w.~!$&'()*+,;=-]|(?i:{_CODE}))*)*)"
 _WEB = rf"(?:[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(?::(?P<port>\d{{1,5}}))?{_PATH}"
 _BUCKET = rf"(?P<bucket>[A-Za-z0-9][A-Za-z0-9._-]*){_PATH}"
 _FORMS = {
@@ -29,7 +30,8 @@ _FORMS = {
 }
 """The form of the rest after `PROTOCOL://`. An address without `://` is a folder on the reader's own disk."""
 
-MAX_PORT = 65_535
+WEB_PORTS = frozenset((80, 443, *range(1024, 65_536)))
+"""Ports that may be named: other services than the web's, such as mail, are below 1024."""
 
 _UNICAST = ipaddress.IPv6Network("2000::/3")
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
@@ -72,10 +74,12 @@ def _parse(address: str) -> tuple[str, re.Match[str]]:
     protocol, _, rest = address.partition("://") if "://" in address else ("file", "", address)
     form = _FORMS.get(protocol)
     found = re.fullmatch(form, rest, re.ASCII) if form is not None and address.isprintable() else None
-    if found is None or ".." in rest.split("/") or int(found.groupdict().get("port") or 1) > MAX_PORT:
+    port = int(found.groupdict().get("port") or 80) if found is not None else 0
+    if found is None or ".." in rest.split("/") or port not in WEB_PORTS:
         raise SpecError(
             f"{address[:100]!r} is no address of data: it begins with one of {', '.join(_FORMS)}, then ://, and has no "
-            "user, query, fragment, revision, '..' or '::'"
+            "user, query, fragment, revision, '..', '::', code like %2e for one of . / ? # %, nor a port below 1024 "
+            "other than 80 and 443"
         )
     return protocol, found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from coordinator.ledger.database import Database, Row
@@ -122,20 +122,20 @@ class LedgerQueries:
             for r in rows
         ]  # fmt: skip
 
-    def active_since(self, peers: Iterable[PeerKey]) -> dict[PeerKey, float]:
+    def active_since(self, admitted_at: Mapping[PeerKey, Callable[[], float]]) -> dict[PeerKey, float]:
         """Return when the newest final record with each peer was seen.
 
-        For peers in none it is when they were first admitted. Times are unix seconds, as observed here; peers that were
-        only seen by others are left out.
+        For peers in none it is when they were first admitted, or what `admitted_at` returns for one whose admission was
+        forgotten. Times are unix seconds, as observed here; peers that were only seen by others are left out.
         """
         seen = dict(self._db.query("SELECT p.peer, s.last_at FROM balances s JOIN peers p ON p.id = s.peer"))
         found = {}
-        for peer in peers:
+        for peer, otherwise in admitted_at.items():
             if bytes(peer) in seen:
                 at = seen[bytes(peer)]
             else:
                 rows = self._db.query("SELECT first_at FROM admissions WHERE peer = ?", (bytes(peer),))
-                at = rows[0][0] if rows else None
+                at = rows[0][0] if rows else otherwise()
             if at is not None:
                 found[peer] = float(at)
         return found

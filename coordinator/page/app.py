@@ -15,7 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.errors import TooManyError
-from coordinator.limits import NetworkLimit, Rate, stranger_at
+from coordinator.limits import NetworkLimit, Rate, caller_at
 from coordinator.page import json_view, openapi
 from coordinator.page.answers import AnswerCache, EncodedBody
 from coordinator.page.api import PageApi
@@ -103,7 +103,7 @@ def make_app(source: PageApi, more: Sequence[Route] = ()) -> ASGIApp:
 
 def _stranger(scope: Scope) -> str | None:
     """Return the network of the client; None for this machine itself."""
-    return stranger_at((scope.get("client") or ("", 0))[0])
+    return caller_at((scope.get("client") or ("", 0))[0])
 
 
 def _load() -> dict[str, EncodedBody]:

@@ -15,7 +15,7 @@ from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from coordinator.errors import TooManyError
-from coordinator.limits import ConcurrencyLimit, stranger_at
+from coordinator.limits import ConcurrencyLimit, caller_at
 from coordinator.page.feed import disconnected
 
 MAX_DOWNLOADS = 8
@@ -77,7 +77,7 @@ class _Download(FileResponse):
             await super().__call__(scope, receive, send)
             return
         try:
-            free = self.downloads.places.take(stranger_at((scope.get("client") or ("", 0))[0]))
+            free = self.downloads.places.take(caller_at((scope.get("client") or ("", 0))[0]))
         except TooManyError:
             text = "too many downloads at this moment, from your address or in all: try again\n"
             await PlainTextResponse(text, 503, {"retry-after": "60"})(scope, receive, send)

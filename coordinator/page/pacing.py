@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.errors import CoordinatorError, TooManyError
-from coordinator.limits import ConcurrencyLimit, stranger_at
+from coordinator.limits import ConcurrencyLimit, caller_at
 
 PIECE = 64 * 1024
 SEND_SECONDS = 30.0
@@ -65,7 +65,7 @@ class LimitedEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            free = self._places.take(stranger_at((scope.get("client") or ("", 0))[0]))
+            free = self._places.take(caller_at((scope.get("client") or ("", 0))[0]))
         except TooManyError as e:
             await PlainTextResponse(f"{e}\n", 503, {"retry-after": "5"})(scope, receive, send)
             return

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from coordinator.errors import PortTakenError, TooManyError
-from coordinator.limits import ConcurrencyLimit, stranger_at
+from coordinator.limits import ConcurrencyLimit, caller_at
 
 MAX_CONNECTIONS = 512
 MAX_PER_NETWORK = 64
@@ -32,7 +32,7 @@ class GuardedProtocol(H11Protocol):
         self._guard = self.loop.call_later(REQUEST_SECONDS, self._check)
         self._free: Callable[[], None] | None = None
         try:
-            self._free = self.places.take(stranger_at(self.client[0]) if self.client else None)
+            self._free = self.places.take(caller_at(self.client[0]) if self.client else None)
         except TooManyError:
             transport.abort()
 

@@ -18,8 +18,9 @@ import pytest
 from cairn.commands import status
 from coordinator import address_publisher, admission, admission_table, interceptor, rpc, service
 from coordinator.admission_table import AdmissionTable
-from coordinator.errors import CoordinatorError, PortTakenError, RefusedError, TooManyError
-from coordinator.limits import ConcurrencyLimit, NetworkLimit, Rate, RateLimit, caller_of
+from coordinator.errors import CoordinatorError, LedgerError, PortTakenError, RefusedError, TooManyError
+from coordinator.ledger import Ledger
+from coordinator.limits import ConcurrencyLimit, NetworkLimit, Rate, RateLimit, caller_of, is_loopback
 from coordinator.overview import amount, duration
 from coordinator.page.app import STATIC
 from coordinator.service import Coordinator, CoordinatorConfig
@@ -94,6 +95,21 @@ async def test_an_admission_outlives_a_restart_of_the_coordinator(tmp_path):
     async with running(tmp_path) as (c, _), client(c) as ask:
         assert c.fingerprint == fingerprint
         assert (await ask.admit(peer(1), "ada")).admission.body == first.admission.body
+
+
+async def test_an_admission_that_could_not_be_stored_is_not_remembered(tmp_path, monkeypatch):
+    def fails(*_: object) -> None:
+        raise LedgerError("the disk is full")
+
+    async with running(tmp_path) as (c, _), client(c) as ask:
+        with monkeypatch.context() as m:
+            m.setattr(Ledger, "add_admission", fails)
+            with pytest.raises(CairnError):
+                await ask.admit(peer(1), "ada")
+        assert not c.admitter.knows(peer(1).key)
+        await ask.admit(peer(1), "ada")
+        stored = await c.ledger.read(lambda ledger: [a.peer for a in ledger.admissions()])
+        assert stored == [peer(1).key] and c.admitter.knows(peer(1).key)
 
 
 @pytest.mark.parametrize("offset, says", [(3600, r"3[56]\d\d s ahead of"), (-3600, r"36\d\d s behind")])
@@ -361,6 +377,9 @@ def test_callers_are_counted_by_network():
     assert caller_of("ipv6:%5B2001:db8::1%5D:55") == caller_of("ipv6:[2001:db8::2]:7") == "2001:db8::/64"
     assert caller_of("ipv6:[::ffff:203.0.113.7]:1") == "203.0.113.7"
     assert caller_of("unix:/tmp/x") == "unix:/tmp/x"
+    here = ("ipv4:127.0.0.1:5", "ipv6:[::1]:5", "ipv6:%5B::1%5D:5", "ipv6:[::ffff:127.0.0.1]:5", "unix:/tmp/x", "unix:")
+    assert all(is_loopback(caller_of(c)) for c in here)
+    assert not any(is_loopback(caller_of(c)) for c in ("ipv4:10.0.0.1:5", "ipv6:[::2]:5", "ipv6:[2001:db8::1]:5", ""))
 
 
 def test_an_owner_of_many_addresses_is_one_caller():

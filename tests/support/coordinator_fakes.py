@@ -74,6 +74,8 @@ class ChainMaker:
         self.head = genesis_digest(self.run)
         self.certificates: list[Certificate] = []
         self.next_windows: dict[PeerKey, int] = {}
+        self.admitted_at: dict[PeerKey, int] = {}
+        """Unix seconds at which the admissions in headers begin; 0 for peers that are not here."""
         self.weighs = False
         """True: records weigh their updates as a chain wants. False: as claimed, so that credits are plain."""
         self._histories: dict[PeerKey, AuthorHistory] = {}
@@ -118,7 +120,8 @@ class ChainMaker:
         epoch = self.directive.body.epoch if self.directive is not None else 0
         headers = []
         for identity in identities:
-            admission = KeySigner(OWNER).sign(Admission(self.run, identity.key, 0, 2**33, ""))
+            start = self.admitted_at.get(identity.key, 0)
+            admission = KeySigner(OWNER).sign(Admission(self.run, identity.key, start, 2**33, ""))
             first = self.next_windows.get(identity.key, 0)
             header = UpdateHeader(
                 self.run, round_, self.head, state(round_), first, first + windows[identity.key], 1,

@@ -55,7 +55,7 @@ class ServeLimits:
     streams: int = 256
     """Beyond it, the stream that was idle the longest is closed for a new one, if it was so for `rest_seconds`.
 
-    Otherwise the new one waits for `room_seconds`; at most `streams` wait."""
+    Otherwise the new one waits for `room_seconds`. At most `streams` of members wait, and `strangers` of others."""
     rest_seconds: float = 0.5
     room_seconds: float = 5
     read_ahead: int = 2
@@ -120,7 +120,8 @@ class BlobServer:
         rate = limits.strangers_bytes_per_second
         self.strangers_budget = TokenBucket(rate, rate, 0.0)
         """Bytes that may be sent now to peers that are not known as members."""
-        self._waiting = 0
+        self._waiting = {True: 0, False: 0}
+        """Streams that wait for room: of members, and of others, who never take the places of members here either."""
         self._lingering = 0
 
     def streams_of(self, peer: PeerKey) -> int:
@@ -140,12 +141,14 @@ class BlobServer:
     async def handle(self, peer: PeerKey, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one stream, until it is idle, breaks, or carries something else than requests."""
         limits = self.limits
-        if self._streams[peer] >= limits.streams_per_peer or self._waiting >= limits.streams:
+        known = self.is_known(peer)
+        waiting, limit = self._waiting[known], limits.streams if known else limits.strangers
+        if self._streams[peer] >= limits.streams_per_peer or waiting >= limit:
             await self._reject(reader, writer)
             return
         self._streams[peer] += 1
         try:
-            if await self._room(peer):
+            if await self._room(peer, known):
                 await self._serve(peer, reader, writer)
             else:
                 await self._reject(reader, writer)
@@ -174,9 +177,9 @@ class BlobServer:
                 if (left := answers.get_nowait()) is not None:
                     left.cancel()
 
-    async def _room(self, peer: PeerKey) -> bool:
+    async def _room(self, peer: PeerKey, known: bool) -> bool:
         """Wait up to `room_seconds` until one more stream of this peer may be open; return whether it may."""
-        self._waiting += 1
+        self._waiting[known] += 1
         try:
             for _ in range(max(1, int(self.limits.room_seconds / POLL_SECONDS))):
                 if self._has_room(peer):
@@ -184,7 +187,7 @@ class BlobServer:
                 await asyncio.sleep(POLL_SECONDS)
             return False
         finally:
-            self._waiting -= 1
+            self._waiting[known] -= 1
 
     def _has_room(self, peer: PeerKey) -> bool:
         """Return whether one more stream may be open; an idle one may be closed for it."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cairn.logs import BURST, LIBRARY_BURST, MAX_CHARACTERS, LineLimit, set_up_logging
+from cairn.logs import BURST, LIBRARY_BURST, MAX_CHARACTERS, MAX_TRACEBACK, LineLimit, set_up_logging
 
 
 class Screen(logging.Handler):
@@ -79,3 +79,20 @@ def test_a_long_text_is_cut_and_a_record_counts_once_for_all_handlers():
     long = record("x" * 100_000)
     assert limit.filter(long) and limit.filter(long) and len(long.getMessage()) == MAX_CHARACTERS + 3
     assert sum(limit.filter(record("a")) for _ in range(2 * BURST)) == BURST - 1
+
+
+def test_a_line_that_cannot_be_formatted_does_no_harm_to_its_caller(tmp_path: Path, screen: Screen):
+    """logging itself catches such mistakes of libraries, but only after the filters."""
+    set_up_logging(tmp_path / "peer.log", terminal=screen)
+    logging.getLogger("peer.x").warning("%d of %d", "one")
+    assert len(screen.lines) == 1 and "cannot be formatted" in screen.lines[0] and "test_logs.py" in screen.lines[0]
+
+
+def test_a_long_traceback_is_cut_in_the_middle(tmp_path: Path, screen: Screen):
+    set_up_logging(tmp_path / "peer.log", terminal=screen)
+    try:
+        raise ValueError("begins" + "x" * 100_000 + "ends")
+    except ValueError:
+        logging.getLogger("peer.x").exception("failed")
+    text = (tmp_path / "peer.log").read_text()
+    assert len(text) < MAX_TRACEBACK + 200 and "Traceback" in text and "begins" in text and text.endswith("ends\n")

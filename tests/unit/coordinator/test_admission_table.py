@@ -35,19 +35,25 @@ def v6(number: int) -> str:
     return caller_of(f"ipv6:[2001:db8:1:{number % 0x10000:x}::1]:1")
 
 
+def nobody(peer: PeerKey) -> bool:
+    return False
+
+
 STEPS = st.one_of(
     st.tuples(st.just("admit"), st.integers(0, 30)),
     st.tuples(st.just("see"), st.integers(0, 30)),
     st.tuples(st.just("work"), st.integers(0, 30)),
+    st.tuples(st.just("stop"), st.integers(0, 30)),
     st.tuples(st.just("wait"), st.sampled_from([1, UNSEEN_SECONDS / 2, UNSEEN_SECONDS, DAY, IDLE_SECONDS])),
 )
 
 
 @given(st.lists(STEPS, max_size=100))
-def test_a_full_table_displaces_the_oldest_idle_key_and_never_work(steps: list[tuple[str, float]]):
+def test_a_full_table_displaces_the_oldest_idle_key_and_never_one_that_works(steps: list[tuple[str, float]]):
     limit, now = 6, 1e9
     worked: set[PeerKey] = set()
-    table = AdmissionTable(worked.__contains__, limit=limit)
+    working: set[PeerKey] = set()
+    table = AdmissionTable(worked.__contains__, working.__contains__, limit=limit)
     active: dict[PeerKey, tuple[bool, float]] = {}
     """For each remembered peer, if it was seen, and when it was last (or was admitted)."""
 
@@ -63,6 +69,9 @@ def test_a_full_table_displaces_the_oldest_idle_key_and_never_work(steps: list[t
                 active[peer] = (True, now)
         elif what == "work":
             worked.add(peer)
+            working.add(peer)
+        elif what == "stop":
+            working.discard(peer)
         elif what == "wait":
             now += value
             gone = [p for p in idle() if now - active[p][1] > (IDLE_SECONDS if active[p][0] else UNSEEN_SECONDS)]
@@ -71,12 +80,16 @@ def test_a_full_table_displaces_the_oldest_idle_key_and_never_work(steps: list[t
                 del active[p]
         elif peer in active:
             assert table.add(row(int(value), now=now), v4(i), now) == []
-        elif len(active) == limit and not idle():
-            with pytest.raises(TooManyError, match="all have credits"):
+        elif len(active) == limit and active.keys() <= working:
+            with pytest.raises(TooManyError, match="all work: try again"):
                 table.add(row(int(value), now=now), v4(i), now)
         else:
             expected = idle()[:1] if len(active) == limit else []
-            assert table.add(row(int(value), now=now), v4(i), now) == expected
+            gone = [r.peer for r in table.add(row(int(value), now=now), v4(i), now)]
+            if len(active) == limit and not expected:
+                expected = gone
+                assert len(gone) == 1 and gone[0] in active.keys() - working
+            assert gone == expected
             for p in expected:
                 del active[p]
             active[peer] = (False, now)
@@ -87,7 +100,7 @@ def test_a_full_table_displaces_the_oldest_idle_key_and_never_work(steps: list[t
 def test_a_flood_from_one_network_adds_a_share_and_newcomers_get_in(addresses: int):
     # For two days one network asks every five seconds, with a new key; each half hour an honest peer comes.
     rng = random.Random(7)
-    table = AdmissionTable(lambda peer: False, limit=2000)
+    table = AdmissionTable(nobody, nobody, limit=2000)
     share = NEW_KEYS if addresses == 1 else 4 * NEW_KEYS
     added, honest, largest = Counter[int](), 0, 0
     for second in range(0, 2 * DAY, 5):
@@ -111,7 +124,7 @@ def test_a_flood_from_one_network_adds_a_share_and_newcomers_get_in(addresses: i
 
 
 def test_many_networks_together_fill_the_table_and_newcomers_still_get_in():
-    table = AdmissionTable(lambda peer: False, limit=500)
+    table = AdmissionTable(nobody, nobody, limit=500)
     for n in range(100):
         table.add(row(n), v4(n), 1e9)
         table.note_seen([key(n)], 1e9)
@@ -123,10 +136,11 @@ def test_many_networks_together_fill_the_table_and_newcomers_still_get_in():
 
 
 def test_the_owners_own_machine_and_renewals_have_no_share():
-    table = AdmissionTable(lambda peer: False)
+    table = AdmissionTable(nobody, nobody)
     for n in range(2 * NEW_KEYS):
         table.add(row(n), "127.0.0.1", 1e9)
-        table.add(row(n), caller_of("ipv6:[::1]:5"), 1e9)
+        table.add(row(10_000 + n), caller_of("ipv6:[::1]:5"), 1e9)
+        table.add(row(20_000 + n), caller_of("unix:"), 1e9)
     for n in range(NEW_KEYS):
         table.add(row(1000 + n), "203.0.113.7", 1e9)
     with pytest.raises(TooManyError, match="in 22 min"):
@@ -135,8 +149,34 @@ def test_the_owners_own_machine_and_renewals_have_no_share():
     table.add(row(2000), "203.0.113.7", 1e9 + DAY / NEW_KEYS + 1)
 
 
+def test_keys_that_worked_once_make_room_and_those_that_work_do_not():
+    """Otherwise as many keys as there are places, with one accepted update each, would end admissions for good."""
+    working = {key(0)}
+    table = AdmissionTable(lambda peer: True, working.__contains__, limit=50)
+    for n in range(50):
+        table.add(row(n), v4(n), 1e9)
+    assert [r.peer for r in table.add(row(50), v4(50), 1e9 + 1)] == [key(1)]
+    assert key(0) in table and key(50) in table
+
+
+def test_an_admission_that_is_taken_back_leaves_all_as_it_was():
+    table = AdmissionTable(nobody, nobody, limit=2)
+    first, second, renewed = row(1, "ada"), row(2), row(1, "grace")
+    table.add(first, v4(1), 0.0)
+    table.add(second, v4(2), 0.0)
+    assert table.add(renewed, v4(1), 1.0) == []
+    table.take_back(renewed, first, [], 1.0)
+    assert table.get(key(1)) is first and table.names.shown(key(1)) == "ada"
+    third = row(3, "eve")
+    displaced = table.add(third, v4(3), 1.0)
+    table.take_back(third, None, displaced, 1.0)
+    assert key(3) not in table and table.names.shown(key(3)) == key(3).short
+    assert table.get(key(1)) is first and table.get(key(2)) is second and len(table) == 2
+    assert sorted(table.forget(UNSEEN_SECONDS + 2)) == sorted([key(1), key(2)])
+
+
 def test_asking_again_does_not_keep_an_unseen_key():
-    table = AdmissionTable(lambda peer: False)
+    table = AdmissionTable(nobody, nobody)
     table.load([row(1)], 0.0)
     for now in range(0, int(UNSEEN_SECONDS), 60):
         table.add(row(1, f"name {now}"), "203.0.113.7", now)
@@ -144,7 +184,7 @@ def test_asking_again_does_not_keep_an_unseen_key():
 
 
 def test_a_name_that_others_have_is_shown_with_the_key():
-    table = AdmissionTable(lambda peer: False)
+    table = AdmissionTable(nobody, nobody)
     table.add(row(1, "ada"), v4(1), 0.0)
     assert table.names.shown(key(1)) == "ada" and table.names.shown(key(9)) == key(9).short
     for n, name in ((2, "Ada"), (3, "\uff41da")):

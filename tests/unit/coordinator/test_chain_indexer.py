@@ -363,6 +363,17 @@ async def test_what_nobody_can_have_done_is_voided_with_the_numbers_and_only_at_
         assert f.pending[peer(2).key].rounds == 1 and f.pending[peer(4).key].rounds == 2 and f.verdicts == ()
 
 
+async def test_a_key_whose_admission_was_forgotten_is_judged_by_the_admission_in_its_header(tmp_path):
+    spec = make_spec(credit={"hold_rounds": 9, "max_teraflops_per_second": 1})
+    swarm, too_much = FakeSwarm(spec), 900_000_000 // spec.data.window
+    swarm.round({0: 600})
+    swarm.chain.admitted_at = {peer(1).key: 9_990, peer(2).key: 9_000}
+    async with following(swarm, tmp_path, lambda: 10_000.0) as (f, until):
+        swarm.round({0: 600, 1: too_much, 2: too_much})
+        await until(lambda: f.head and f.head[1] == swarm.head)
+        assert [v.peer for v in f.verdicts] == [peer(1).key]
+
+
 def _place(v):
     return v.record, v.peer
 

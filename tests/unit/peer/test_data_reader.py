@@ -193,10 +193,10 @@ def test_a_bad_server_is_named_bounded_and_left_for_the_next(shards, fault, says
 def test_a_dead_address_is_put_aside_and_not_asked_for_every_chunk(shards):
     folder, refs, _ = shards
     told: list[str] = []
-    data = spec(refs, "http://127.0.0.1:9", str(folder))
+    data = spec(refs, "http://127.0.0.1:1024", str(folder))
     reader = WindowReader(data, timeout=2, report=told.append, private_data=True)
     reader.read([0, CHUNK // (2 * WINDOW) + 5, reader.total - 1])
-    assert len(told) == 1 and "127.0.0.1:9" in told[0]
+    assert len(told) == 1 and "127.0.0.1:1024" in told[0]
 
 
 def test_nowhere_to_read_from_says_so(shards):

@@ -25,6 +25,7 @@ from peer.swarm import (
 from peer.swarm.rate_limiter import CallLimits, RateLimiter
 from peer.swarm.transfer import requests
 from peer.swarm.transfer.blob_server import ServeLimits
+from peer.swarm.transfer.frames import BlobOp, BlobRequest, ReplyStatus
 from peer.swarm.transfer.streams import StreamLimits
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, RunId
@@ -143,6 +144,33 @@ async def test_while_many_that_are_no_members_fetch_the_next_is_sent_away_at_onc
     with pytest.raises(BlobFetchError, match="too many non-members"):
         await c.swarm.fetch_blob(blob, len(data), [a.key], deadline_seconds=0.5)
     assert not a.requested
+
+
+async def test_non_members_that_wait_for_room_do_not_keep_members_out(three: list[Member]):
+    a, b, c = three
+    server, forever, request = a.swarm.server, asyncio.Event(), BlobRequest(BlobOp.SIZE, Digest(bytes(32)), 0).encode()
+    server.limits = replace(server.limits, strangers=2, streams=4)
+    a.strangers = {c.key}
+    server.serve_refusal = lambda blob, by: waits(forever) if by == c.key else None
+    for _ in range(2):
+        _, writer = await c.swarm.open_blob_stream(a.key, LIMIT)
+        writer.write(request)
+    await until(lambda: server.unanswered() == [1, 1])
+    more = [(await c.swarm.open_blob_stream(a.key, LIMIT))[0] for _ in range(6)]
+    refused = [asyncio.ensure_future(reader.read(1)) for reader in more]
+    await until(lambda: sum(r.done() for r in refused) >= 2)
+    assert {r.result() for r in refused if r.done()} == {bytes([ReplyStatus.BUSY])}
+    reader, writer = await b.swarm.open_blob_stream(a.key, LIMIT)
+    writer.write(request)
+    async with async_timeout.timeout(LIMIT):
+        assert await reader.read(1) == bytes([ReplyStatus.MISSING]), "a member is served at once"
+    forever.set()
+    for r in refused:
+        r.cancel()
+
+
+async def waits(event: asyncio.Event) -> None:
+    await event.wait()
 
 
 async def test_a_hundred_keys_that_nobody_can_dial_do_not_hide_the_one_provider(

@@ -13,6 +13,8 @@ from protocol.errors import SpecError
     [
         ("http://a.example", "http://a.example"),
         ("https://a.example:8443/x/y%20z/", "https://a.example:8443/x/y%20z/"),
+        ("http://a.example:1024/x", "http://a.example:1024/x"),
+        ("http://a.example:443/x", "http://a.example:443/x"),
         ("http://[2001:db8::1]:80/x", "http://[2001:db8::1]:80/x"),
         ("s3://my-bucket/x/y", "https://my-bucket.s3.amazonaws.com/x/y"),
         ("s3://my-bucket", "https://my-bucket.s3.amazonaws.com"),
@@ -67,6 +69,13 @@ def test_an_address_is_a_public_url_or_private(address: str, url: str | None):
         "http://ä.example/x",
         "s3://arn:aws:s3:::bucket/x",
         "http://[::1%eth0]/x",
+        *(f"http://a.example/x{code}y" for code in ("%2e%2e", "%2F", "%3f", "%23", "%25", "%5C", "%00", "%0a", "%7f")),
+        "gs://bucket/%2e%2E/other",
+        "http://a.example/%",
+        "http://a.example/%zz",
+        "http://a.example:0/x",
+        "http://a.example:22/x",
+        "https://a.example:1023/x",
     ],
 )
 def test_what_could_name_another_file_or_start_other_code_is_refused(address: str):
