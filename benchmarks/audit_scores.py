@@ -462,7 +462,7 @@ def _relative(one: Mapping[str, Any], score: str) -> Iterable[tuple[str, float]]
 def show(results: Mapping[str, Any]) -> str:
     """Return a table of each profile and mode: mean (most) of each fake, by score."""
     out = []
-    for name, scores in results["summary"].items():
+    for name, scores in ((name, s) for name, s in results["summary"].items() if s):
         rows = []
         for score, s in scores.items():
             h = s["honest"]
