@@ -65,6 +65,8 @@ kind = "sparse"
 k = 256
 [round]
 target_tokens = {target_tokens}
+# Two make a round. Who has done its half waits, instead of taking the cores from all else.
+max_update_tokens = {max_update_tokens}
 max_seconds = 10
 exchange_seconds = 8
 propose_seconds = 1
@@ -100,7 +102,12 @@ def write_run(
             text = " ".join(draw.choice(words) for _ in range(800))
             file.write(json.dumps({"text": text}) + "\n")
     path = folder / "run.toml"
-    text = RUN_FILE.format(total_tokens=total_tokens, target_tokens=target_tokens, tied=str(tied).lower())
+    text = RUN_FILE.format(
+        total_tokens=total_tokens,
+        target_tokens=target_tokens,
+        max_update_tokens=target_tokens // 2,
+        tied=str(tied).lower(),
+    )
     merged = tomllib.loads(text)
     for name, fields in (tables or {}).items():
         merged[name] = {**merged.get(name, {}), **fields}

@@ -42,7 +42,7 @@ class Swarm(World):
     """Use with `with`, inside of the `Wan`'s."""
 
     def __init__(self, scenario: Scenario, wan: Wan):
-        super().__init__(target_tokens=32_768, tables={"round": {"max_seconds": 20}})
+        super().__init__(target_tokens=32_768, tables={"round": {"max_seconds": 20, "max_update_tokens": 65_536}})
         self.scenario = scenario
         self.wan = wan
         self.grpc, self.page, self.swarm = GRPC, PAGE, SWARM
