@@ -1,8 +1,8 @@
 """The weight of an update: its author's record bounds it, whatever the header claims. Pure.
 
 A claim costs nothing, so it must not buy weight. An update weighs at most twice what its author's update before it
-weighed on the same branch. A newcomer weighs no more than a low quartile of those whom the branch knows. The rest of a
-claim is not lost: it is the author's backlog, and counts in its next updates as far as their limit allows. A verdict
+weighed on the same branch. A newcomer weighs no more than the lower quartile of the known authors' windows. The rest of
+a claim is not lost: it is the author's backlog, and counts in its next updates as far as their limit allows. A verdict
 makes its author a newcomer again, without a backlog: what it claimed falsely must not count later.
 
 Chain weight, stake, credits and shares of the mean are all of weighed windows. Records state them, so a certificate can
@@ -48,7 +48,7 @@ class AuthorHistory:
 def weigh(claims: Sequence[tuple[int, AuthorHistory]], round_: int, most: int) -> tuple[int, ...]:
     """Return the weighed windows of each update of a round, from its claimed windows (1 or more) and its author.
 
-    A newcomer's limit is the lower quartile of the weighed windows of those who are none. If all are newcomers, it is
+    A newcomer's limit is the lower quartile of the weighed windows of the other authors. If all are newcomers, it is
     the lower quartile of the claims. No update weighs more than `most`, the largest claim that the run allows.
     """
     limits = [history.limit(round_) for _, history in claims]

@@ -6,6 +6,8 @@ import base64
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -412,13 +414,21 @@ def weighing() -> dict[str, Any]:
 
 
 def stake() -> dict[str, Any]:
-    return {"cases": [_tree("one branch", 75, 0, hold=3), *(_tree(f"forks {i}", 16, 4, hold=1) for i in range(3))]}
+    trees = [_tree("one branch", 75, 0, hold=3), *(_tree(f"forks {i}", 16, 4, hold=1) for i in range(3))]
+    trees.append(_tree("a verdict before forks 20", 12, 3, hold=1, owner={4: ("verdict", 0)}))
+    orders = {5: ("finalize", 1), 8: ("rollback", 3), 11: ("finalize", 1)}
+    trees.append(_tree("finalizations, and a rollback to before one", 14, 4, hold=1, owner=orders))
+    return {"cases": trees}
 
 
-def _tree(name: str, count: int, depth: int, *, hold: int) -> dict[str, Any]:
+def _tree(
+    name: str, count: int, depth: int, *, hold: int, owner: Mapping[int, tuple[str, int]] = MappingProxyType({})
+) -> dict[str, Any]:
     """Return a tree of records drawn from a name, with weights and stakes at each, and the head after each.
 
-    A record's parent is drawn from the newest `depth` records; 0: it is the newest.
+    A record's parent is drawn from the newest `depth` records; 0: it is the newest. `owner`: by number of records, what
+    the owner does, and a number of rounds before the head. "verdict": the next record carries one on the largest
+    contribution to its parent. "rollback": it begins the branch. "finalize": when it has arrived.
     """
     drawn = iter(stream(name, 100 * count))
     keys = sorted(identity(f"{name} {i}").key for i in range(6))
@@ -427,7 +437,12 @@ def _tree(name: str, count: int, depth: int, *, hold: int) -> dict[str, Any]:
     chain = Chain(RUN, digest("state"), limits)
     made, shown = [chain.genesis], []
     for i in range(count):
-        parent = made[-1 - next(drawn) % min(len(made), depth or 1)]
+        order, back = owner.get(i, ("", 0))
+        floor, left = chain.required_ancestor or chain.genesis, chain.rollback
+        open_ = [d for d in made if chain.is_ancestor(floor, d) and (left is None or d != left.record)]
+        parent = open_[-1 - next(drawn) % min(len(open_), depth or 1)]
+        if order in ("rollback", "verdict"):
+            parent = list(islice(chain.ancestors(chain.head), back + 1))[-1]
         banned = chain.directives(parent).banned
         some = [k for k in keys if next(drawn) % 4 and k not in banned]
         some = some if len(some) > 1 else [k for k in keys if k not in banned]
@@ -437,7 +452,8 @@ def _tree(name: str, count: int, depth: int, *, hold: int) -> dict[str, Any]:
             blob = digest(f"{name} {i} {key.hex()}")
             end = first + 1 + next(drawn) % 100
             round_ = chain.height(parent)
-            body = UpdateHeader(RUN, round_, parent, digest("state"), first, end, 1, blob, 1, 1.0, b"")
+            epoch = chain.epoch(parent) + (order == "rollback")
+            body = UpdateHeader(RUN, round_, parent, digest("state"), first, end, 1, blob, 1, 1.0, b"", epoch)
             updates.append(FakeSigner(key).sign(body))
         directive = None
         if depth == 0 and i in (10, 30):
@@ -446,12 +462,24 @@ def _tree(name: str, count: int, depth: int, *, hold: int) -> dict[str, Any]:
                 RUN, i, banned=(keys[5],) if i == 30 else (), verdicts=tuple(sorted(others, key=lambda v: v.record))
             )
             directive = FakeSigner(OWNER.key).sign(body)
+        if order == "verdict":
+            body = chain.certificate(parent).record.body
+            most = max(zip(body.weighed, body.contributors, strict=True))[1]
+            directive = FakeSigner(OWNER.key).sign(Directive(RUN, i, verdicts=(Verdict(parent, most, "a copy"),)))
+        if order == "rollback":
+            rollback = Rollback(1, parent, chain.height(parent), digest("state"))
+            directive = FakeSigner(OWNER.key).sign(Directive(RUN, i, rollback=rollback))
         weights = chain.weights(parent, updates)
         body = RoundRecord(RUN, chain.height(parent), parent, digest("state"), 0, tuple(updates), directive, weights)
         voters = some[: quorum(len(some)) + next(drawn) % (len(some) - quorum(len(some)) + 1)]
         added = certificate(FakeSigner(some[0]).sign(body), voters)
         chain.add(added)
         made.append(added.digest)
+        final = None
+        if order == "finalize":
+            final = list(islice(chain.ancestors(chain.head), back + 1))[-1]
+            signed = Finalization(RUN, Round(chain.height(final) - 1), final, chain.epoch(final))
+            chain.add_finalization(FakeSigner(OWNER.key).sign(signed))
         stakes = chain.stakes(added.digest)
         instructions = directive.body if directive is not None else None
         shown.append(
@@ -465,6 +493,8 @@ def _tree(name: str, count: int, depth: int, *, hold: int) -> dict[str, Any]:
                     [[made.index(v.record), keys.index(v.peer)] for v in instructions.verdicts],
                 "stakes": [stakes.get(k, 0) for k in keys], "weight": chain.weight(added.digest),
                 "head": made.index(chain.head),
+                **({} if order != "rollback" else {"rollback": True}),
+                **({} if final is None else {"finalized": made.index(final)}),
             }
         )  # fmt: skip
     return {

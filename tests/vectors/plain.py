@@ -297,6 +297,10 @@ class Tree:
         self.case = case
         self.parents: list[int | None] = [None]
         self.records: list[dict[str, Any]] = [{"authors": [], "ends": [], "voters": [], "weighed": [], "record": ""}]
+        self.floor = 0
+        """The record that all branches descend from: finalized, or the one that the run was rolled back to."""
+        self.gone: set[int] = set()
+        """The records that the owner's finalizations and rollbacks have left beside the chain."""
 
     def path(self, node: int) -> list[int]:
         """Return the records from the one after the genesis to this one."""
@@ -324,13 +328,27 @@ class Tree:
         return [after, last, backlog]
 
     def add(self, record: dict[str, Any]) -> list[int]:
-        """Add a record; return the weighed windows of its updates."""
+        """Add a record, and what the owner finalizes then; return the weighed windows of its updates."""
         parent = record["parent"]
         histories = [self.history(key, parent) for key in record["authors"]]
         weighed = weigh(record["claims"], histories, len(self.path(parent)), self.case["max_update_windows"])
         self.parents.append(parent)
         self.records.append(record | {"weighed": weighed})
+        new = len(self.records) - 1
+        assert parent not in self.gone and (record.get("rollback") or self.floor in [0, *self.path(parent)])
+        if record.get("rollback"):
+            self._require(parent, {at for at, before in enumerate(self.parents) if before == parent and at != new})
+        if (final := record.get("finalized")) is not None:
+            self._require(final, set())
         return weighed
+
+    def _require(self, floor: int, others: set[int]) -> None:
+        """Leave only records that come before this one or descend from it, and none that descend from the others."""
+        self.floor = floor
+        for at in range(1, len(self.parents)):
+            path = self.path(at)
+            if at not in self.path(floor) and (floor not in [0, *path] or others.intersection(path)):
+                self.gone.add(at)
 
     def weight(self, node: int) -> int:
         return sum(sum(self.records[at]["weighed"]) for at in self.path(node))
@@ -355,10 +373,10 @@ class Tree:
         return [0 if bans and key in bans[-1] else windows for key, windows in enumerate(found)]
 
     def head(self) -> int:
-        return self._best(0)
+        return self._best(self.floor)
 
     def _best(self, node: int) -> int:
-        children = [at for at, parent in enumerate(self.parents) if parent == node]
+        children = [at for at, parent in enumerate(self.parents) if parent == node and at not in self.gone]
         if not children:
             return node
         newest = {child: self._newest(child) for child in children}
