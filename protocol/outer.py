@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import math
 import struct
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -30,6 +32,9 @@ from protocol.state import flat_view, local_views
 MAX_FP32 = (2 - 2**-23) * 2.0**127
 MIN_WEIGHT = 2.0**-100
 """Below every weight that a round can give (a window in 2**53, among 10,000 updates), above nothing."""
+
+MIN_LIMIT = 2.0**-24
+"""The least limit of a norm but 0: too little to matter, and at most 24 rounds of doubling from 1."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ def apply(
     ordered = canonical_order(contributions)
     if not ordered:
         return
-    clipping = None if reference is None else Clipping.of(ordered, codec, reference.device, reference)
+    clipping = None if reference is None else Clipping.of(ordered, codec, outer, reference.device, reference)
     if target.values:
         mean = RobustMean(ordered, codec, outer, target.device, slices, clipping, batch_blocks=batch_blocks)
         for batch in mean.batches:
@@ -148,23 +153,34 @@ def mean_weights(windows: Sequence[int], cap: float) -> list[float]:
     return [float(w / total) for w in kept]
 
 
-def clip_limit(norms: Sequence[float], reference: float = 0.0) -> float:
-    """Return the norm that no update may exceed in a round: the lower median, within a factor 2 of `reference`.
+def clip_limit(norms: Sequence[float], weights: Sequence[int], reference: float = 0.0) -> float:
+    """Return the norm that no update may exceed in a round: a lower median, within a factor 2 of `reference`.
 
-    The lower median of an even number is the smaller of the middle two, so a half of the updates cannot raise it. The
-    reference is the limit of the round before, so even a sole update, or a majority, moves it by at most a factor 2.
-    With a reference of 0 (or NaN, or below), which every run begins with, the median alone counts.
+    There are two, by number and by weight, and between them the one nearest to the reference, which is the limit of
+    the round before. So neither many keys with little weight nor few keys with most of it bring the limit beyond the
+    others' norms. A half of both cannot raise it, and a majority of both moves it by at most a factor 2. With a
+    reference of 0 (or NaN, or below), which every run begins with, it is the smaller of the two. A limit above 0 is at
+    least MIN_LIMIT. `weights`: 0 or more, not all 0.
     """
-    median = sorted(norms)[(len(norms) - 1) // 2]
-    limit = min(max(median, reference / 2), 2 * reference) if reference > 0 else median
-    return min(limit, MAX_FP32)
+    low, high = sorted((lower_median(norms, [1] * len(norms)), lower_median(norms, weights)))
+    limit = low
+    if reference > 0:
+        limit = min(max(reference, low), high)
+        limit = min(max(limit, reference / 2), 2 * reference)
+    return min(max(limit, MIN_LIMIT), MAX_FP32) if limit > 0 else 0.0
+
+
+def lower_median(norms: Sequence[float], weights: Sequence[int]) -> float:
+    """Return the smallest norm that has, with all below it, at least half of the weight."""
+    ordered = sorted(zip(norms, weights, strict=True))
+    up_to = list(accumulate(weight for _, weight in ordered))
+    return ordered[bisect_left(up_to, (up_to[-1] + 1) // 2)][0]
 
 
 def clip_factors(norms: Sequence[float], limit: float) -> list[float]:
     """Return the factors that bring each norm down to the limit: min(1, limit / norm), and 1 for a norm of 0.
 
-    In a run's first round the limit is 0 when most of the norms are, and so are the others' factors: most updates say
-    that this tensor should stay.
+    In a run's first round the limit is 0 when half of the norms are, and so are the others' factors. The tensor stays.
     """
     return [min(1.0, limit / norm) if norm else 1.0 for norm in norms]
 
@@ -184,18 +200,21 @@ class Clipping:
         cls,
         ordered: Sequence[Contribution],
         codec: Codec,
+        outer: OuterSpec,
         device: torch.device,
         reference: Tensor | None,
         slices: Sequence[TensorSlice] | None = None,
     ) -> Clipping:
-        """Return the clip of the tensors' norms to the lower median, within a factor 2 of the `reference` if given.
+        """Return the clip of the tensors' norms to each tensor's `clip_limit`, by the `reference` if it is given.
 
         `reference`: fp32 [tensors]. With `slices`, norms are of these, and nothing else is read. Raises CodecError.
         """
         energies = [codec.sum_squares(c.blob, device, slices) for c in ordered]
         norms = [[math.sqrt(e) for e in each] for each in zip(*energies, strict=True)]
         references = [0.0] * len(norms) if reference is None else reference.tolist()
-        limits = [clip_limit(n, r) for n, r in zip(norms, references, strict=True)]
+        shares = mean_weights([c.windows for c in ordered], outer.weight_cap)
+        weights = [round(share * 2**53) for share in shares]  # whole numbers, so that sums are exact
+        limits = [clip_limit(n, weights, r) for n, r in zip(norms, references, strict=True)]
         by_tensor = [clip_factors(n, limit) for n, limit in zip(norms, limits, strict=True)]
         return cls(list(zip(*by_tensor, strict=True)), limits)
 

@@ -136,7 +136,7 @@ class Reduction:
             if shard == 0:
                 self.codec.check_header(c.blob)
         slices = self._slices_of(count, shard)
-        clipping = Clipping.of(ordered, self.codec, device, None, slices) if outer.clip == "median" else None
+        clipping = Clipping.of(ordered, self.codec, outer, device, None, slices) if outer.clip == "median" else None
         mean = RobustMean(ordered, self.codec, outer, device, slices, clipping)
         shard_codec = self.shard_codec(count, shard)
         blob = bytearray(shard_codec.size)

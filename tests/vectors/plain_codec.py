@@ -180,12 +180,17 @@ def shares(windows: Sequence[int], cap: float) -> list[float]:
 LARGEST = float(np.finfo(F32).max)
 
 
-def limit(norms: Sequence[float], reference: float) -> float:
-    """Return the lower median, between half and twice the reference norm unless that is 0."""
-    median = sorted(norms)[(len(norms) - 1) // 2]
+def limit(norms: Sequence[float], weights: Sequence[float], reference: float) -> float:
+    """Return the lower median by number, that by weight, or what is between them and nearest to the reference norm."""
+    lower: list[float] = []
+    for given in ([1] * len(norms), [round(weight * 2**53) for weight in weights]):
+        pairs = list(zip(norms, given, strict=True))
+        lower.append(min(norm for norm in norms if 2 * sum(g for n, g in pairs if n <= norm) >= sum(given)))
+    found = min(lower)
     if reference > 0:
-        median = max(min(median, 2 * reference), reference / 2)
-    return min(median, LARGEST)
+        found = max(found, min(reference, max(lower)))
+        found = max(min(found, 2 * reference), reference / 2)
+    return min(max(found, 2.0**-24), LARGEST) if found else 0.0
 
 
 def mean_of(
@@ -203,7 +208,7 @@ def mean_of(
         factors = [1.0] * len(updates)
         if outer["clip"] == "median":
             norms = [math.sqrt(math.fsum(t.energies)) for t in tensors]
-            limits.append(limit(norms, reference))
+            limits.append(limit(norms, weights, reference))
             factors = [min(1.0, limits[-1] / norm) if norm else 1.0 for norm in norms]
         total, weight = np.zeros_like(tensors[0].values), np.zeros_like(tensors[0].values)
         for t, w, c in zip(tensors, weights, factors, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from protocol.codec import Codec, make_codec
 from protocol.errors import CodecError, MalformedError
 from protocol.layout import MOMENTUM, REFERENCE_NORMS, Layout
-from protocol.outer import Contribution, apply, clip_factors, clip_limit, mean_weights, round_to_fp32
+from protocol.outer import MIN_LIMIT, Contribution, apply, clip_factors, clip_limit, mean_weights, round_to_fp32
 from protocol.spec import CodecSpec, OuterSpec
 from protocol.state import state_digest, state_layout
 from tests.support.codec_cases import SPECS, dense, every_codec, noise, same_bits
@@ -40,9 +41,7 @@ def plain_apply(state, updates, codec: Codec, outer: OuterSpec) -> None:
         factors = [1.0] * len(updates)
         if outer.clip == "median":
             norms = [math.sqrt(math.fsum(float(x) * float(x) for x in v)) for v in values]
-            limit, reference = sorted(norms)[(len(norms) - 1) // 2], float(state[REFERENCE_NORMS][index])
-            if reference > 0:
-                limit = min(2 * reference, max(reference / 2, limit))
+            limit = clip_limit(norms, [round(w * 2**53) for w in weights], float(state[REFERENCE_NORMS][index]))
             factors = [min(1.0, limit / n) if n else 1.0 for n in norms]
             state[REFERENCE_NORMS][index] = limit
         total, weight = np.zeros(tensor.numel, f), np.zeros(tensor.numel, f)
@@ -190,22 +189,79 @@ def test_a_huge_update_moves_the_state_no_further_than_the_median_one():
         assert (hit[name] - start[name]).norm() <= 1.5 * (clean[name] - start[name]).norm()
 
 
+def limit_of(norms: list[float], reference: float = 0.0, weights: list[int] | None = None) -> float:
+    return clip_limit(norms, weights or [1] * len(norms), reference)
+
+
 def test_the_first_rounds_limit_is_the_lower_median():
-    assert clip_limit([4, 1, 2]) == 2
-    assert clip_limit([4, 1]) == 1
-    assert clip_limit([3, 1, 1e9, 1e9]) == 3
-    assert clip_limit([0, 0, 5]) == 0
-    assert clip_limit([5]) == 5
-    assert clip_limit([1e300]) == float(torch.finfo(torch.float32).max)
+    assert limit_of([4, 1, 2]) == 2
+    assert limit_of([4, 1]) == 1
+    assert limit_of([3, 1, 1e9, 1e9]) == 3
+    assert limit_of([3, 1, 1e9, 1e9], weights=[1, 1, 9, 9]) == 3
+    assert limit_of([0, 0, 5]) == limit_of([0, 0, 5, 5]) == limit_of([0, 0, 5], weights=[1, 1, 9]) == 0
+    assert limit_of([5]) == 5
+    assert limit_of([1e300]) == float(torch.finfo(torch.float32).max)
 
 
 def test_a_limit_is_within_a_factor_two_of_the_one_before():
-    assert clip_limit([5], 4) == 5
-    assert clip_limit([1e30], 4) == 8
-    assert clip_limit([1e30, 1e30, 1], 4) == 8
-    assert clip_limit([0, 0, 5], 4) == 2
+    assert limit_of([5], 4) == 5
+    assert limit_of([1e30], 4) == 8
+    assert limit_of([1e30, 1e30, 1], 4) == 8
+    assert limit_of([0, 0, 5], 4) == 2
     for nothing in (0.0, -1.0, math.nan):
-        assert clip_limit([5], nothing) == 5
+        assert limit_of([5], nothing) == 5
+
+
+@pytest.mark.parametrize("lie", [0.0, 1e-3, 1e30])
+@pytest.mark.parametrize("liars, weights", [(5, [8, 8, 8, 1, 1, 1, 1, 1]), (2, [8, 8, 8, 90, 90])])
+def test_neither_many_keys_with_little_weight_nor_few_with_most_move_a_limit_beyond_the_other_norms(
+    liars, weights, lie
+):
+    honest, reference = [3.0, 4.0, 5.0], 4.5
+    for _ in range(50):
+        reference = limit_of(honest + [lie] * liars, reference, weights)
+    assert 3 <= reference <= 5
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e30), st.integers(1, 9)), min_size=1, max_size=9), st.floats(1e-9, 1e30))
+def test_a_limit_is_a_lower_median_by_number_or_by_weight_or_between_them(updates, reference):
+    norms, weights = zip(*updates, strict=True)
+    repeated = sorted(norm for norm, weight in updates for _ in range(weight))
+    low, high = sorted(each[(len(each) - 1) // 2] for each in (sorted(norms), repeated))
+    assert clip_limit(norms, weights) == (max(low, MIN_LIMIT) if low else 0)
+    got = clip_limit(norms, weights, reference)
+    assert got == max(min(max(min(max(reference, low), high), reference / 2), 2 * reference), MIN_LIMIT)
+
+
+def test_a_reference_never_shrinks_to_nothing():
+    reference = 1.0
+    for _ in range(1000):
+        reference = limit_of([0.0, 0.0, 1.0], reference)
+    assert reference == MIN_LIMIT
+    for _ in range(24):
+        reference = limit_of([1.0], reference)
+    assert reference == 1.0
+
+
+@pytest.mark.parametrize("newcomers, windows", [(4, 4), (12, 2)])
+def test_newcomers_that_send_nothing_do_not_freeze_the_model(newcomers, windows):
+    """For 20 rounds newcomers that are half of the authors, or most, send zeros. The others learn on."""
+    layout = Layout.of({"a": (3, 5000), "b": (77,)})
+    codec, outer = make_codec(CodecSpec(kind="none"), layout), OuterSpec(weight_cap=1)
+    zeros = bytes(codec.encode({t.name: torch.zeros(t.shape) for t in layout.tensors}))
+    honest = [replace(c, windows=8) for c in contributions(codec, 4, [1.0] * 4)]
+    idle = [Contribution(key(100 + i), windows, zeros) for i in range(newcomers)]
+    state = {t.name: torch.zeros(t.shape) for t in layout.tensors} | {REFERENCE_NORMS: torch.zeros(2)}
+    apply(state, honest, codec, outer)
+    first = {n: t.clone() for n, t in state.items()}
+    for round_ in range(20):
+        if round_ == 10:
+            before = {n: t.clone() for n, t in state.items()}
+        apply(state, [*honest, *idle], codec, outer)
+    share = 4 * 8 / (4 * 8 + newcomers * windows)
+    for t in layout.tensors:
+        moved = (state[t.name] - before[t.name]).norm()
+        assert moved >= 0.9 * 10 * share * first[t.name].norm()
 
 
 def test_clipping_brings_norms_down_to_the_limit():
