@@ -169,13 +169,14 @@ async def test_a_word_that_the_swarm_has_from_elsewhere_is_heeded_and_no_order_i
         to = swarm.chain.certificates[2]
         back = Rollback(1, to.digest, Round(3), state(3))
         theirs = word(7, banned=(peer(1).key,), rollback=back)
+        swarm.chain = swarm.chain.fork(3)  # before the directive: else the old chain may still be seen with it
         swarm.directives.append(theirs)
         async with client(coordinator) as c:
             with pytest.raises(CoordinatorRefused, match="the swarm knows a newer directive"):
                 await c.publish_directive(
                     word(8, run_status="paused").encoded
                 )  # by a peer that does not know of the ban
-        swarm.turn_to(swarm.chain.fork(3))
+        swarm.turn_to(swarm.chain)
         await until(lambda: coordinator._finalizer.epoch == 1 and chain.posted == (2, to.digest))
         async with client(coordinator) as c:
             assert (await c.publish_directive()).directive == theirs.encoded
