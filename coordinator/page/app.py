@@ -22,7 +22,7 @@ from coordinator.page.api import PageApi
 from coordinator.page.api_docs import api_page
 from coordinator.page.downloads import Downloads
 from coordinator.page.endpoints import ENDPOINTS
-from coordinator.page.pacing import SlowClientError, paced
+from coordinator.page.response_limits import SlowClientError, paced
 
 STATIC = Path(__file__).parent / "static"
 REQUESTS_OF_ONE = Rate(30, 200)

@@ -19,7 +19,7 @@ from coordinator.limits import ConcurrencyLimit
 from coordinator.page import json_view
 from coordinator.page import schemas as s
 from coordinator.page.endpoints import UNREADABLE, ApiEndpoint, Parameter
-from coordinator.page.pacing import LimitedEndpoint
+from coordinator.page.response_limits import LimitedEndpoint
 from protocol.ids import PeerKey
 from protocol.ledger.audit import CreditedRound
 

@@ -1,6 +1,6 @@
 """Downloads of checkpoint files: whole or one range (RFC 9110, section 14), limited in number and rate.
 
-The limits leave room for the coordinator's own traffic. A slow client is cut by `pacing`.
+The limits leave room for the coordinator's own traffic. A slow client is cut by `response_limits`.
 """
 
 from __future__ import annotations

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import replace
 
 from coordinator.errors import LedgerError
 from coordinator.ledger import Ledger
+from coordinator.ledger.store import connect
 from protocol.ledger.credits import AccountBalance
 from tests.chaos import story
 
@@ -18,7 +20,7 @@ def problems(where: str, acknowledged: Iterable[str] = ()) -> list[str]:
     except LedgerError as e:
         return [f"it does not open: {e}"]
     try:
-        return [*ledger.check(), *_not_the_story(ledger), *_lost(ledger, acknowledged)]
+        return [*ledger.check(), *_not_the_story(ledger), *_lost(where, ledger, acknowledged)]
     finally:
         ledger.close()
 
@@ -42,11 +44,12 @@ def _not_the_story(ledger: Ledger) -> list[str]:
     return found
 
 
-def _lost(ledger: Ledger, acknowledged: Iterable[str]) -> list[str]:
+def _lost(where: str, ledger: Ledger, acknowledged: Iterable[str]) -> list[str]:
     last = ledger.last()
     count = last[0] + 1 if last else 0
     admissions = {a.first_at for a in ledger.admissions()}
-    refusals = {r[0] for r in ledger._db.query("SELECT round FROM refusals")}
+    with closing(connect(where, story.SPEC, reader=True)) as stored:
+        refusals = {r[0] for r in stored.query("SELECT round FROM refusals")}
     found = []
     for said in acknowledged:
         kind, number = said.split()

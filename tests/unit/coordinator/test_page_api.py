@@ -22,7 +22,7 @@ from coordinator.alerts.tracker import Alert
 from coordinator.checkpoints.archive import MANIFEST
 from coordinator.errors import TooManyError
 from coordinator.limits import ConcurrencyLimit
-from coordinator.page import downloads, json_view, openapi, pacing, schemas
+from coordinator.page import downloads, json_view, openapi, response_limits, schemas
 from coordinator.page.answers import MAX_KEPT, AnswerCache, EncodedBody
 from coordinator.page.app import make_app
 from coordinator.page.credit_routes import CREDIT_ENDPOINTS
@@ -349,15 +349,15 @@ class Reader:
 
     async def read(self, found: downloads.Downloads) -> Reader:
         request = Request(self.scope | {"path_params": self.path_params})
-        with suppress(pacing.SlowClientError):  # as `make_app` does
-            await (await found.answer(request))(self.scope, self._never, pacing.paced(self._send))
+        with suppress(response_limits.SlowClientError):  # as `make_app` does
+            await (await found.answer(request))(self.scope, self._never, response_limits.paced(self._send))
         return self
 
     async def get(self, app: Any, path: str, *, paced: bool = False) -> Reader:
         """Request a path of an application; `paced`: one that does not cut slow clients itself."""
         more = {"path": path, "raw_path": path.encode(), "query_string": b"", "scheme": "http", "root_path": ""}
-        with suppress(pacing.SlowClientError):
-            await app(self.scope | more, self._never, pacing.paced(self._send) if paced else self._send)
+        with suppress(response_limits.SlowClientError):
+            await app(self.scope | more, self._never, response_limits.paced(self._send) if paced else self._send)
         return self
 
     async def _never(self) -> Any:
@@ -393,19 +393,19 @@ async def test_one_address_has_two_downloads_at_most_and_others_have_theirs(larg
 
 
 async def test_who_reads_a_checkpoint_too_slowly_is_cut_and_its_place_is_free(large, monkeypatch):
-    monkeypatch.setattr(pacing, "SEND_SECONDS", 0.2)
-    monkeypatch.setattr(pacing, "LEAST_BYTES_PER_SECOND", pacing.PIECE / 0.02)
+    monkeypatch.setattr(response_limits, "SEND_SECONDS", 0.2)
+    monkeypatch.setattr(response_limits, "LEAST_BYTES_PER_SECOND", response_limits.PIECE / 0.02)
     slow, fast = Reader("192.0.2.7"), Reader("192.0.2.8")
     slow.seconds_a_piece, fast.seconds_a_piece = 0.04, 0.0
     await asyncio.gather(slow.read(large), fast.read(large))
-    assert fast.bytes == 100 * downloads.PIECE and 2 <= slow.bytes / pacing.PIECE <= 15
+    assert fast.bytes == 100 * downloads.PIECE and 2 <= slow.bytes / response_limits.PIECE <= 15
     assert not len(large.places)
 
 
 async def test_who_reads_any_answer_too_slowly_is_cut(world, monkeypatch):
-    monkeypatch.setattr(pacing, "SEND_SECONDS", 0.2)
-    monkeypatch.setattr(pacing, "LEAST_BYTES_PER_SECOND", pacing.PIECE / 0.01)
-    body = bytes(50 * pacing.PIECE)
+    monkeypatch.setattr(response_limits, "SEND_SECONDS", 0.2)
+    monkeypatch.setattr(response_limits, "LEAST_BYTES_PER_SECOND", response_limits.PIECE / 0.01)
+    body = bytes(50 * response_limits.PIECE)
 
     async def answer(_: Request) -> Response:
         return Response(body)
@@ -414,17 +414,17 @@ async def test_who_reads_any_answer_too_slowly_is_cut(world, monkeypatch):
     slow, fast = Reader("192.0.2.7"), Reader("192.0.2.8")
     slow.seconds_a_piece = 0.05
     await asyncio.wait_for(asyncio.gather(slow.get(app, "/large"), fast.get(app, "/large")), 10)
-    assert fast.bytes == len(body) and 1 <= slow.bytes / pacing.PIECE <= 15
+    assert fast.bytes == len(body) and 1 <= slow.bytes / response_limits.PIECE <= 15
 
 
 async def test_a_network_has_few_answers_at_once_and_slow_readers_free_their_places(monkeypatch):
-    monkeypatch.setattr(pacing, "SEND_SECONDS", 0.3)
+    monkeypatch.setattr(response_limits, "SEND_SECONDS", 0.3)
 
     async def answer(_: Request) -> Response:
-        return Response(bytes(pacing.PIECE * 3))
+        return Response(bytes(response_limits.PIECE * 3))
 
     places = ConcurrencyLimit(9, 2)
-    app = Router([Route("/a", pacing.LimitedEndpoint(answer, places))])
+    app = Router([Route("/a", response_limits.LimitedEndpoint(answer, places))])
 
     async def read(host: str, seconds: float) -> Reader:
         reader = Reader(host)

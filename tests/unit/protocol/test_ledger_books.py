@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -102,7 +103,7 @@ def test_a_verdict_voids_a_line_while_it_is_pending_and_never_after(ledger, ledg
     assert ledger.credited(1, 1)[0].voided == {0: 2}
 
 
-def test_verdicts_that_never_came_into_the_chain_are_forgotten(ledger):
+def test_verdicts_that_never_came_into_the_chain_are_forgotten(ledger, ledger_place):
     chain = chain_of(6)
     for account in accounts_of(chain):
         ledger.add_verdicts(account.round, [Verdict(account.record, account.lines[0].peer, "too fast")])
@@ -112,7 +113,8 @@ def test_verdicts_that_never_came_into_the_chain_are_forgotten(ledger):
     accounts = accounts_of(chain)
     assert [v.record for v in ledger.verdicts(99)] == [a.record for a in accounts[-len(ledger.verdicts(99)) :]]
     assert accounts[5].record in {v.record for v in ledger.verdicts(99)} and len(ledger.verdicts(1)) == 1
-    stored = {bytes(r[0]) for r in ledger._db.query("SELECT record FROM verdicts")}
+    with closing(connect(ledger_place, SPEC, reader=True)) as found:
+        stored = {bytes(r[0]) for r in found.query("SELECT record FROM verdicts")}
     assert bytes([0]) * 32 not in stored and bytes([5]) * 32 in stored
 
 
@@ -234,7 +236,7 @@ def test_refusals_are_bounded_for_each_peer_and_in_all(ledger, monkeypatch):
     assert kept(3) == kept(4) == [0, 1, 2] and kept(2) == [] and len(kept(1)) == 2
 
 
-def test_refusals_of_records_that_never_became_final_are_deleted(ledger):
+def test_refusals_of_records_that_never_became_final_are_deleted(ledger, ledger_place):
     chain = chain_of(4)
     accounts = accounts_of(chain)
     for account in accounts:
@@ -243,7 +245,8 @@ def test_refusals_of_records_that_never_became_final_are_deleted(ledger):
                 RefusedUpdate(account.round, account.parent, record, peer(8).key, Digest(bytes(32)), "late", 1.0)
             )
         ledger.post(account)
-    stored = {bytes(r[0]) for r in ledger._db.query("SELECT record FROM refusals")}
+    with closing(connect(ledger_place, SPEC, reader=True)) as found:
+        stored = {bytes(r[0]) for r in found.query("SELECT record FROM refusals")}
     hold = SPEC.credit.hold_rounds
     assert {bytes(a.record) for a in accounts} <= stored
     assert {r[0] for r in stored if len(set(r)) == 1} == set(range(4 - hold, 4))
