@@ -31,7 +31,7 @@ class Finalizer:
         """`time`: seconds, monotonic."""
         self._spec = spec
         self._time = time
-        self._patience = max(1, spec.credit.hold_rounds) * spec.round.max_seconds
+        self.patience = max(1, spec.credit.hold_rounds) * spec.round.max_seconds
         """Seconds for which a record without most of the stake, and all that is built on it, is not final."""
         self._waits_for: Digest | None = None
         self._waits_since = 0.0
@@ -74,7 +74,7 @@ class Finalizer:
             return count
         if self._waits_for != path[count]:
             self._waits_for, self._waits_since = path[count], self._time()
-        if self._time() - self._waits_since < self._patience:
+        if self._time() - self._waits_since < self.patience:
             return count
         return next((i for i in range(len(path), count, -1) if self._view.count_backed(path[i - 1 : i])), count)
 

@@ -64,12 +64,12 @@ class PageServer:
         # Between the two limits a client is answered that the page is busy; beyond the second it is cut.
         limit = ConcurrencyLimit(2 * MAX_CONNECTIONS, MAX_PER_NETWORK)
         protocol = type("Protocol", (GuardedProtocol,), {"places": limit})
-        config = uvicorn.Config(
+        self.config = uvicorn.Config(
             app, lifespan="off", http=protocol, ws="none", log_config=None, access_log=False,
             server_header=False, proxy_headers=False, limit_concurrency=MAX_CONNECTIONS, timeout_keep_alive=5,
             timeout_graceful_shutdown=2, h11_max_incomplete_event_size=16 * 1024,
         )  # fmt: skip
-        self._server = _Server(config)
+        self._server = _Server(self.config)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:

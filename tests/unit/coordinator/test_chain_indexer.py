@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from time import monotonic
 
 import pytest
 
@@ -32,9 +33,9 @@ DEPTH = SPEC.checkpoint.final_depth
 class Indexed:
     """A chain that an indexer keeps up to date, with what else tests read."""
 
-    def __init__(self, swarm, ledger, now, on_pass):
+    def __init__(self, swarm, ledger, now, waited, on_pass):
         self.chain = IndexedChain()
-        self.finalizer = Finalizer(swarm.spec, OWNER, swarm, ledger, self.chain)
+        self.finalizer = Finalizer(swarm.spec, OWNER, swarm, ledger, self.chain, time=waited)
         directives = DirectiveEffects(swarm.spec.round, self.chain)
         self.indexer = ChainIndexer(
             swarm.spec, swarm, ledger, self.chain, self.finalizer, PlausibilityCheck(swarm.spec), directives,
@@ -46,11 +47,11 @@ class Indexed:
 
 
 @asynccontextmanager
-async def following(swarm, tmp_path, now=lambda: 1000.0, first=None):
+async def following(swarm, tmp_path, now=lambda: 1000.0, waited=monotonic, first=None):
     ledger = LedgerThread()
     await ledger.open(tmp_path / "ledger.sqlite", swarm.spec, now)
     passes = asyncio.Semaphore(0)
-    indexed = Indexed(swarm, ledger, now, passes.release)
+    indexed = Indexed(swarm, ledger, now, waited, passes.release)
     if first is not None:
         await first(indexed)
     await indexed.indexer.start()
@@ -260,14 +261,12 @@ async def test_only_what_most_of_the_stake_is_for_becomes_final(tmp_path):
 
 async def test_a_record_without_most_of_the_stake_waits_for_the_hold_and_then_what_followed_is_final(tmp_path):
     """If most of the stake left at once, nothing would ever be final again."""
-    swarm = FakeSwarm(SPEC)
-    async with following(swarm, tmp_path) as (f, until):
-        now = 0.0
-        f.finalizer._time = lambda: now
+    swarm, now = FakeSwarm(SPEC), 0.0
+    async with following(swarm, tmp_path, waited=lambda: now) as (f, until):
         rounds(swarm, DEPTH + 4)
         swarm.unbacked = {swarm.chain.certificates[1].digest}
         await until(lambda: f.posted and f.posted[0] == 0)
-        now = f.finalizer._patience - 1
+        now = f.finalizer.patience - 1
         swarm.changed()
         await until(lambda: len(f.open) == DEPTH + 3)
         assert f.posted is not None and f.posted[0] == 0

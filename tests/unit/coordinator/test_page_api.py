@@ -107,7 +107,7 @@ def test_every_route_is_in_the_document_and_nothing_else_is(world, get):
 
 def _routes(coordinator: Coordinator):
     found = []
-    todo = [coordinator._page._server.config.app]
+    todo = [coordinator._page.config.app]
     while todo:  # the application is wrapped twice
         this = todo.pop()
         for cell in getattr(this, "__closure__", None) or ():
@@ -441,7 +441,7 @@ async def test_a_network_has_few_answers_at_once_and_slow_readers_free_their_pla
 
 def test_connections_are_counted_for_the_networks_of_an_owner():
     """An owner of a /56 has 256 networks /64."""
-    config = PageServer(Router([]))._server.config
+    config = PageServer(Router([])).config
     config.load()
     made_by: Any = config.http_protocol_class
     cut: list[str] = []
