@@ -81,6 +81,9 @@ chromium:
 	  && timeout 300 sh -c 'apt-get install -y -q --no-install-recommends chromium || { apt-get update -q && apt-get install -y -q --no-install-recommends chromium; }' >/dev/null 2>&1; } \
 	  || echo "chromium is not here and could not be installed: the page is not tested in a browser"
 
+.PHONY: install
+install: $(STAMP)
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

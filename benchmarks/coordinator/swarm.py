@@ -12,7 +12,17 @@ from protocol.chain import genesis_digest
 from protocol.errors import CairnError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, sha256
-from protocol.messages import Certificate, Directive, Finalization, Heartbeat, RoundRecord, Signed, UpdateHeader
+from protocol.message_codec import KeySigner
+from protocol.messages import (
+    Admission,
+    Certificate,
+    Directive,
+    Finalization,
+    Heartbeat,
+    RoundRecord,
+    Signed,
+    UpdateHeader,
+)
 from protocol.spec import RunSpec
 
 OWNER = Identity(sha256(b"the benchmark's owner"))
@@ -56,6 +66,7 @@ class SimulatedSwarm:
         self.coordinator_address: Signed[Any] | None = None
         self.directive: Signed[Directive] | None = None
         self.certificates: list[Certificate] = []
+        self._admissions: dict[PeerKey, bytes] = {}
         self._at: dict[Digest, int] = {self.head: 0}
         self._heard: dict[PeerKey, tuple[Heartbeat, float]] = {}
         self._callbacks: list[Callable[[], None]] = []
@@ -127,6 +138,11 @@ class SimulatedSwarm:
                 "NVIDIA GeForce RTX 4090",
             ), now)  # fmt: skip
 
+    def _admission(self, key: PeerKey) -> bytes:
+        if key not in self._admissions:
+            self._admissions[key] = KeySigner(OWNER).sign(Admission(self.spec.run_id, key, 0, 2**33, "")).encoded
+        return self._admissions[key]
+
     def round(self, contributors: int, loss: float = 3.0) -> None:
         """Add the next round, with updates of a number of peers."""
         number = Round(len(self.certificates))
@@ -136,7 +152,7 @@ class SimulatedSwarm:
         for key in keys:
             name = Digest(sha256(b"update", key, self.head))
             body = UpdateHeader(
-                self.spec.run_id, number, self.head, base, 0, WINDOWS, 16, name, 10**7, loss, b""
+                self.spec.run_id, number, self.head, base, 0, WINDOWS, 16, name, 10**7, loss, self._admission(key)
             )  # fmt: skip
             headers.append(Signed(body, key, name, b""))
         record = RoundRecord(self.spec.run_id, number, self.head, base, 0, tuple(headers))

@@ -131,6 +131,7 @@ def test_demo_that_keeps_every_coefficient_steps_by_the_sign_of_all_momentum(set
     assert float(demo.momentum.abs().max()) < 1e-5
 
 
+@pytest.mark.long
 def test_fp16_gradients_train_as_exact_ones_do(setting: Setting):
     exact, half = trained(Synchronous(setting, LR)), trained(Synchronous(setting, LR, wire="fp16"))
     assert apart(setting, exact, half) < 0.05

@@ -382,7 +382,7 @@ async def test_one_address_has_two_downloads_at_most_and_others_have_theirs(larg
     for prefix in ("192.0.2.7", "2001:db8:0:1::"):
         readers = [Reader(prefix + (str(i) if ":" in prefix else "")) for i in range(8)]
         for reader in readers:
-            reader.seconds_a_piece = 0.02
+            reader.seconds_a_piece = 0.005
         reading = [asyncio.create_task(r.read(large)) for r in readers]
         await until(lambda: all(r.status for r in readers))  # noqa: B023
         assert sorted(r.status for r in readers) == [200] * 2 + [503] * 6
