@@ -233,8 +233,12 @@ class CoordinatorClient:
         self._spec = open_spec(reply.spec, self._invite.run)
         return RunInfo(self._spec, reply.spec, usable_addresses(reply.addresses), _text(reply.page, 300))
 
-    async def admit(self, identity: Identity, name: str = "", *, code: str | None = None) -> GrantedAdmission:
-        """Request an admission for this identity, or its renewal. `code` replaces the invite's.
+    async def admit(
+        self, identity: Identity, name: str = "", *, code: str | None = None, nonce: int = 0
+    ) -> GrantedAdmission:
+        """Request an admission for this identity, or its renewal.
+
+        `code` replaces the invite's. `nonce`: the key's proof of work, if the run asks for one.
 
         Raise CoordinatorRefused with the coordinator's reason, and CairnError for other failures.
         """
@@ -243,7 +247,9 @@ class CoordinatorClient:
 
         def ask(stub: stubs.CoordinatorStub, seconds: float) -> Awaitable[wire.AdmitReply]:
             # Signed for each attempt: the time in it is compared with the coordinator's clock.
-            body = wire.AdmissionRequest(run=bytes(self._invite.run), time=int(time.time()), code=code, name=name)
+            body = wire.AdmissionRequest(
+                run=bytes(self._invite.run), time=int(time.time()), code=code, name=name, nonce=nonce
+            )
             request = wire.AdmitRequest(
                 request=seal(identity, "admission-request", body.SerializeToString(deterministic=True)).encoded
             )

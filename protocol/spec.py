@@ -29,6 +29,7 @@ from protocol.ids import Digest, PeerKey, RunId
 from protocol.layout import MAX_DIMENSIONS, MAX_TENSORS, RESERVED, Layout, TensorShape
 from protocol.merkle import MAX_BLOB, blob_digest
 from protocol.messages import MAX_CONTRIBUTORS
+from protocol.proof_of_work import MAX_WORK_BITS
 from protocol.strict_json import read_json
 
 KIND = "run-spec"
@@ -284,6 +285,10 @@ class AdmissionSpec(Section):
     )
     allow: Annotated[list[Hex32], FailFast(), Field(max_length=100_000)] = Field(
         default=[], description='peer keys, for mode "allow"'
+    )
+    work_bits: Annotated[int, Field(ge=0, le=MAX_WORK_BITS)] = Field(
+        default=0,
+        description="a new key costs a proof of work: about 2**work_bits tries of 9 ms on one core; 0: no cost",
     )
     founders: Annotated[list[Hex32], Field(max_length=1024)] = Field(
         default=[], description="peer keys that begin with stake, so that they decide until others have earned theirs"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
@@ -20,12 +22,19 @@ from protocol.identity import Identity
 from protocol.ids import RunId
 from protocol.invite import Invite
 from protocol.message_codec import MessageDecoder
+from protocol.proof_of_work import find_proof, is_proof
 from protocol.spec import RunSpec, open_spec
 
 log = logging.getLogger(__name__)
 
-ADMISSION, ADDRESSES, OWN_ADDRESSES = "admission", "addresses", "own-addresses"
+ADMISSION, ADDRESSES, OWN_ADDRESSES, WORK = "admission", "addresses", "own-addresses", "proof-of-work"
 """Names of the values in the store."""
+
+WORK_BATCH = 16
+"""Tries of a proof of work in one go of a thread: about 0.15 s."""
+
+SAY_SECONDS = 10.0
+"""Seconds from one progress line of a proof of work to the next."""
 
 MAX_SAVED_ADDRESSES = 64
 CLOCK_SECONDS = 3.0
@@ -143,7 +152,8 @@ class Enrollment:
         """Request a new admission. Raise CairnError when it is not given."""
         if self.client is None:
             raise PeerError("an observer is not admitted to anything")
-        reply = await self.client.admit(self.identity, self.name)
+        nonce = await self._proof_of_work()
+        reply = await self.client.admit(self.identity, self.name, nonce=nonce)
         self.admission = reply.admission.encoded
         self.store.write_value(ADMISSION, self.admission)
         self.learn(reply.addresses)
@@ -154,6 +164,31 @@ class Enrollment:
                 abs(reply.clock_ahead),
                 "ahead of" if reply.clock_ahead > 0 else "behind",
             )
+
+    async def _proof_of_work(self) -> int:
+        """Return the nonce that the run asks of this key (0: it asks for none): the stored one, or a new one.
+
+        It is searched for on all cores, from a place chosen at random. A search that is stopped loses nothing: each try
+        is as likely to succeed as any other.
+        """
+        bits, run, key = self.spec.admission.work_bits, self.spec.run_id, self.identity.key
+        stored = int.from_bytes((self.store.read_value(WORK) or b"")[:8], "big")
+        if not bits or await asyncio.to_thread(is_proof, run, key, stored, bits):
+            return stored if bits else 0
+        threads, began, said = os.cpu_count() or 1, time.monotonic(), -SAY_SECONDS
+        start, tried = secrets.randbits(63), 0
+        while True:
+            parts = [range(start + i, start + WORK_BATCH * threads, threads) for i in range(threads)]
+            found = await asyncio.gather(*(asyncio.to_thread(find_proof, run, key, bits, part) for part in parts))
+            if nonce := next((n for n in found if n is not None), None):
+                self.store.write_value(WORK, nonce.to_bytes(8, "big"))
+                return nonce
+            start, tried = start + WORK_BATCH * threads, tried + WORK_BATCH * threads
+            if (elapsed := time.monotonic() - began) - said >= SAY_SECONDS:
+                said, mean = elapsed, elapsed / tried * 2**bits
+                log.info(
+                    "proof of work for this key, once: %d of about %d tries, %.0f s on average", tried, 2**bits, mean
+                )
 
     async def renew_anywhere(self, ask_members: Callable[[], Awaitable[None]]) -> None:
         """Renew, and when nobody answers, try once more at a newer address that `ask_members` finds.

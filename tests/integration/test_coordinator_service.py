@@ -37,6 +37,7 @@ from protocol.envelope import seal
 from protocol.errors import CairnError
 from protocol.ids import Digest
 from protocol.invite import TLS_NAME, HostPort, Invite
+from protocol.proof_of_work import find_proof, is_proof
 from protocol.spec import sign_spec
 from protocol.wire import coordinator_pb2 as wire
 from protocol.wire import coordinator_pb2_grpc as stubs
@@ -117,6 +118,19 @@ async def test_a_wrong_clock_is_refused_with_the_offset(tmp_path, offset, says):
     async with running(tmp_path, now=lambda: time.time() - offset) as (c, _), client(c) as ask:
         with pytest.raises(CoordinatorRefused, match=f"your clock is {says}.*NTP"):
             await ask.admit(peer(1))
+
+
+async def test_a_run_whose_keys_have_a_cost_admits_a_new_key_with_a_proof_of_work_only(tmp_path):
+    spec = make_spec(admission={"work_bits": 5})
+    async with running(tmp_path, spec) as (c, _), client(c) as ask:
+        wrong = next(n for n in range(100) if not is_proof(spec.run_id, peer(1).key, n, 5))
+        with pytest.raises(CoordinatorRefused, match="proof of work of 5 bits"):
+            await ask.admit(peer(1), "ada", nonce=wrong)
+        assert not c.admitter.knows(peer(1).key)
+        right = find_proof(spec.run_id, peer(1).key, 5, range(10_000))
+        assert right is not None
+        await ask.admit(peer(1), "ada", nonce=right)
+        await ask.admit(peer(1), "alan")  # known by now: a new name costs no new proof
 
 
 async def test_a_run_by_invite_takes_its_codes_only(tmp_path):

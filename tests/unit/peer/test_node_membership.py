@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from protocol.coordinator_address import CoordinatorAddress, sign_coordinator_ad
 from protocol.errors import CairnError
 from protocol.ids import Digest
 from protocol.invite import HostPort, Invite
+from protocol.proof_of_work import is_proof
 from protocol.spec import sign_spec
 from tests.support.specs import OWNER, admission, identity, tiny_spec
 from tests.support.waiting import until
@@ -48,17 +50,20 @@ class Client:
         self.closed = False
         self.places: list[Any] = []
         self.found: DiscoveredRun | None = None
+        self.spec = RUN
+        self.nonces: list[int] = []
 
     async def get_run(self, *, attempts=None) -> RunInfo:
         if self.run is not None:
             raise self.run
-        return RunInfo(RUN, sign_spec(OWNER, RUN).encoded, ("/ip4/2.2.2.2/tcp/2",), "")
+        return RunInfo(self.spec, sign_spec(OWNER, self.spec).encoded, ("/ip4/2.2.2.2/tcp/2",), "")
 
-    async def admit(self, who, name: str) -> GrantedAdmission:
+    async def admit(self, who, name: str, *, nonce: int) -> GrantedAdmission:
         self.asked += 1
+        self.nonces.append(nonce)
         if self.admission is not None:
             raise self.admission
-        given = admission(RUN, who, not_after=int(time.time()) + self.seconds)
+        given = admission(self.spec, who, not_after=int(time.time()) + self.seconds)
         return GrantedAdmission(given, ("/ip4/3.3.3.3/tcp/3",), self.ahead)
 
     def moved(self, to) -> None:
@@ -121,6 +126,22 @@ async def test_one_that_has_ended_will_not(store, client, tmp_path, run, admitte
     with pytest.raises(PeerError, match="no valid admission left"):
         await enter(store, tmp_path)
     assert client.closed
+
+
+async def test_the_cost_of_a_key_is_paid_once(store, client, tmp_path, monkeypatch):
+    client.spec = tiny_spec(admission={"work_bits": 5})
+    invite = replace(INVITE, run=client.spec.run_id)
+    await Enrollment.enter(invite, tmp_path, store, name="me")
+    monkeypatch.setattr(membership_module, "find_proof", None)
+    m = await Enrollment.enter(invite, tmp_path, store, name="me")
+    await m.renew()
+    first, *later = client.nonces
+    assert is_proof(client.spec.run_id, ME.key, first, 5) and later == [first, first]
+
+
+async def test_a_run_without_a_cost_is_entered_without_a_proof(store, client, tmp_path):
+    await enter(store, tmp_path)
+    assert client.nonces == [0]
 
 
 async def test_a_refusal_is_a_refusal_also_with_a_valid_admission(store, client, tmp_path):
