@@ -223,7 +223,9 @@ HOSTILE = {
     "text for a number": GOOD.replace(b'"seed":1', b'"seed":"1"'),
     "true for 1": GOOD.replace(b'"seed":1', b'"seed":true'),
     "1.0 for 1": GOOD.replace(b'"seed":1', b'"seed":1.0'),
-    "a default left out": GOOD.replace(b'"admission":{"allow":[],"founders":[],"mode":"open","seconds":86400,"work_bits":0},', b""),
+    "a default left out": GOOD.replace(
+        b'"admission":{"allow":[],"founders":[],"mode":"open","seconds":86400,"work_bits":0},', b""
+    ),
     "NaN": _config(b"NaN"),
     "overflow to infinity": _config(b"1e999"),
     "large integer": _config(b"9" * 30),
