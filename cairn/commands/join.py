@@ -7,7 +7,6 @@ import logging
 import os
 import random
 import re
-import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from cairn.commands.options import home_option, invite_argument, parse_count, vi
 from cairn.connection import parse_invite
 from cairn.files import private_files
 from cairn.logs import set_up_logging
+from cairn.stop_signals import stop_on_signals
 from protocol.errors import CairnError
 from protocol.ids import RunId
 from protocol.invite import Invite
@@ -145,9 +145,7 @@ def join_run(options: JoinOptions) -> None:
 async def _join(options: JoinOptions, invite: Invite) -> None:
     # Listen for Ctrl-C before anything slow is imported.
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+    stop_on_signals(stop)
 
     from cairn.peer_screen import PeerScreen
     from peer.node.admission_wait import wait_until_admitted

@@ -7,7 +7,6 @@ import ipaddress
 import logging
 import resource
 import secrets
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ import click
 from cairn.commands.options import FILE, home_option
 from cairn.files import private_files, write_whole
 from cairn.logs import set_up_logging
+from cairn.stop_signals import stop_on_signals
 from protocol.errors import CairnError, MalformedError
 from protocol.invite import HostPort, Invite
 
@@ -104,7 +104,7 @@ def coordinator_folder(home: Path, name: str) -> Path:
 
 @private_files()
 def serve_run(options: ServeOptions) -> None:
-    """Serve a run until SIGINT or SIGTERM. Raises CairnError."""
+    """Serve a run until a signal stops it. Raises CairnError."""
     from coordinator.alerts.config import load_config
     from coordinator.authoring.resolve import resolve
     from coordinator.authoring.runfile import load_run
@@ -165,9 +165,7 @@ async def _serve(
     spec, folder, settings = resolved.spec, config.folder, options.settings
     _, announce = _public(options, config.listen_port)
     until = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, until.set)
+    stop_on_signals(until)
     for digest, path in resolved.blobs.items():
         if until.is_set():
             return

@@ -14,9 +14,10 @@ from peer.parent_process import exit_with_parent
 
 def main() -> int:
     """Serve the node at the other end of the descriptor. Return the exit code."""
-    # A Ctrl-C or a service's SIGTERM is for the node: it asks the trainer to save and stop.
+    # Ctrl-C, a service's SIGTERM and a closed terminal are for the node: it asks the trainer to save and stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     parser = argparse.ArgumentParser(prog="python -m peer.training", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="descriptor of the channel to the node")
     parser.add_argument("--parent", type=int, required=True, help="process id of the node")

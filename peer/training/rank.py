@@ -16,6 +16,7 @@ def main() -> int:
     """Execute rank 0's commands to the last. Return the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     a = SimpleNamespace(**json.loads(sys.argv[1]))  # as `DistributedBackend` wrote it
     folder = Path(a.folder)
     if not exit_with_parent(a.parent):

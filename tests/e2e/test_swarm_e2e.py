@@ -182,7 +182,7 @@ async def test_all_are_stopped_and_started_again_and_go_on_from_the_same_chain(s
     await swarm.healthy(PEERS)
     run = swarm.invite.run
     everybody = [*PEERS, "coordinator"]
-    await asyncio.to_thread(swarm.stop, *everybody, numbers=(signal.SIGINT, signal.SIGTERM))
+    await asyncio.to_thread(swarm.stop, *everybody, numbers=(signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
     for name in everybody:
         process = swarm.processes[name]
         assert process.code == 0, (name, process.code, swarm.logs(name))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
+import pty
 import socket
 import stat
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -278,6 +281,27 @@ def test_ctrl_c_while_entering_ends_at_once(tmp_path: Path):
         _, errors = peer.communicate(timeout=LIMIT)
         connection.close()
         assert "Traceback" not in errors
+
+
+def test_a_terminal_that_closes_stops_a_peer_in_order(tmp_path: Path):
+    """The terminal is gone, and with it every place to write to."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        terminal, side = pty.openpty()
+        peer = subprocess.Popen(
+            [sys.executable, "-m", "cairn", "peer", "join", invite(s.getsockname()[1]), "--home", str(tmp_path)],
+            stdin=side, stdout=side, stderr=side, start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )  # fmt: skip
+        os.close(side)
+        s.settimeout(LIMIT)
+        connection, _ = s.accept()
+        connection.settimeout(LIMIT)
+        connection.recv(1)
+        os.close(terminal)
+        assert peer.wait(timeout=LIMIT) == 0
+        connection.close()
 
 
 def an_invite() -> Invite:

@@ -50,7 +50,7 @@ class Away:
     def moved(self, to: CoordinatorAddress) -> None:
         self.says = None
 
-    async def admit(self, who, name: str) -> GrantedAdmission:
+    async def admit(self, who, name: str, *, nonce: int) -> GrantedAdmission:
         self.asked += 1
         if self.says is not None:
             raise self.says
