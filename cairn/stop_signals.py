@@ -10,7 +10,7 @@ import signal
 def stop_on_signals(stop: asyncio.Event) -> None:
     """Set `stop` on Ctrl-C, on a service manager's SIGTERM, and when the terminal closes (SIGHUP).
 
-    A program that was started with SIGHUP ignored (`nohup`) goes on when the terminal closes.
+    A program that was started with SIGHUP ignored (as by nohup) goes on when the terminal closes.
     """
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
