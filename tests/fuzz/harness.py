@@ -6,6 +6,7 @@ kill for memory. It knows the input by its number, since every input follows fro
 
 from __future__ import annotations
 
+import gc
 import mmap
 import multiprocessing
 import os
@@ -155,6 +156,8 @@ def _work(parser: Parser, seed: int, numbers: range, place: mmap.mmap, pipe: Con
 
     signal.signal(signal.SIGPROF, hung)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A collector that ends gRPC's objects here waits for ever: the threads that they wait for were not forked.
+    gc.freeze()
     _limit_memory(parser.mebibytes)
     tally, memory = Tally(parser.name), Memory()
     for number in numbers:
