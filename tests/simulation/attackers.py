@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from protocol.chain import Chain
+from protocol.errors import ChainError
 from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.messages import Certificate, Heartbeat, RoundRecord, Signed, UpdateHeader, Vote
 from protocol.rounds import events as ev
@@ -56,7 +57,11 @@ class Attacker(Node):
 
     def _act(self, incarnation: int) -> None:
         if self.alive and incarnation == self.incarnation:
-            self.act()
+            try:
+                self.act()
+            except ChainError:
+                if self.world.owner.newest is None:
+                    raise  # else an order (a ban, a rollback) forbids the records that the strategy makes
             self.world.clock.after(ACT_EVERY, self._act, incarnation)
 
     def act(self) -> None:
@@ -96,7 +101,7 @@ class Attacker(Node):
         self, fork: Digest, length: int, keys: Sequence[PeerKey], *, salt: str = "", held: bool = True,
         windows_each: int | None = None,
     ):  # fmt: skip
-        """Return a private branch after a record: each round lists these keys alone, with the largest claims.
+        """Return a private branch after a record: each round lists these keys alone, with the largest claims there.
 
         `windows_each`: they claim this number of windows instead. The coalition gives blobs and states to those that
         request them, if `held`; otherwise nobody has them.
@@ -108,15 +113,16 @@ class Attacker(Node):
         chain = Chain(world.run, world.genesis_state, policy.chain_limits)
         for record in reversed(world.way_to(fork)):
             chain.add(world.records[record])
+        most = policy.under(chain.directives(fork).changes).max_update_windows
         for _ in range(length):
             headers = []
             for key, first in windows.items():
                 blob = Digest(sha256(b"forged", key, parent, salt.encode()))
                 world.contents[blob] = frozenset()
-                windows[key] = end = first + (windows_each or policy.max_update_windows)
+                windows[key] = end = first + (windows_each or most)
                 body = UpdateHeader(
                     world.run, Round(number), parent, state, first, end, 1, blob, 1000, 0.01, ADMISSION,
-                    world.owner.body.epoch,
+                    chain.epoch(fork),
                 )  # fmt: skip
                 headers.append(FakeSigner(key).sign(body))
                 for ally in self.allies if held else ():

@@ -46,6 +46,12 @@ def test_all_promises_hold_under_attack_and_faults(seed):
     Scenario(seed, attackers=True, peers=6).run()
 
 
+@pytest.mark.parametrize("exchange", [GATHER, REDUCE])
+def test_all_promises_hold_under_attack_while_the_owner_meddles(exchange):
+    """An order may forbid what the strategy would make: the coalition keeps to the owner's limits, or waits."""
+    Scenario(3027, attackers=True, orders=True, exchange=exchange).run()
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_all_promises_hold_when_rounds_are_reduced(seed):
     """And each part of a certified mean is what the updates give, unless most of its committee lies."""
