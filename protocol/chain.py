@@ -29,7 +29,7 @@ module checks the rules that depend on the place in the tree.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -192,24 +192,29 @@ class Chain:
         any, most of the keys must be for it. A record counts only with all before it. Else a coalition could certify a
         branch longer than the hold in a second, and at its end nobody else has stake. Raises ChainError.
         """
+        return self.count_followed(path, self._is_backed)
+
+    def count_followed(self, path: Sequence[Digest], has_enough: Callable[[Digest, set[PeerKey]], bool]) -> int:
+        """Return how many of these records, in order, have enough signers (see `signers`), each with all before it.
+
+        Raises ChainError.
+        """
         nodes = [self._node(record) for record in path]
         newest: dict[PeerKey, int] = {}
         """The last place on the path at which a key is for the record."""
         for i, node in enumerate(nodes):
-            if node.parent is None:
-                raise ChainError(f"record {node.digest.short} is where this tree begins: its signers are not in memory")
             beyond = nodes[i + 1] if i + 1 < len(nodes) else None
             for key in node.latest_messages(beside=beyond):
                 newest[key] = i
-        for i, node in enumerate(nodes):
-            if not self._is_backed(node, {key for key, last in newest.items() if last >= i}):
+        for i, record in enumerate(path):
+            if not has_enough(record, {key for key, last in newest.items() if last >= i}):
                 return i
         return len(nodes)
 
-    def _is_backed(self, node: RecordNode, signers: set[PeerKey]) -> bool:
-        parent, rule, banned = node.parent, self.limits.stake, self._banned
+    def _is_backed(self, record: Digest, signers: set[PeerKey]) -> bool:
+        parent, rule, banned = self._node(record).parent, self.limits.stake, self._banned
         if parent is None:
-            return False
+            raise ChainError(f"record {record.short} is where this tree begins: its signers are not in memory")
         hold = max(1, rule.hold_rounds)
         earlier = {key for above in islice(parent.branch(), hold) for key in above.weighed}
         if parent.height < hold:

@@ -174,8 +174,9 @@ class BranchQuarantine:
         return self._turn is not None
 
     def _prolong(self, record: Digest) -> None:
+        """End a turn in vain. Members that came during it are news still: it may have been too short for their blobs."""
         entry = self._entries[record]
-        entry.since, entry.until, entry.retried_since = self._context.now, self._end_of(entry.failures), None
+        entry.since, entry.until, entry.retried_since = self._turn_since, self._end_of(entry.failures), None
         self._context.deadlines.register("quarantine", entry.until)
         entry.absent = self._absent(record)
 

@@ -390,7 +390,7 @@ class RoundMachine:
     def _hold_back_if_unsupported(self, certificate: Certificate, head: Digest) -> None:
         """Quarantine a record on the head without support, until it has some or patience has run out."""
         context, sync, record = self._context, self._sync, certificate.digest
-        if context.observer or not sync.joined or record not in context.chain:
+        if not sync.joined or record not in context.chain:
             return
         sync.reconsider(self._is_supported)
         parent = certificate.record.body.parent
@@ -400,10 +400,23 @@ class RoundMachine:
             context.notify("info", "unsupported", f"record {record.short} has no support: it waits for a better one")
             sync.hold_back(record)
 
+    def _hold_back_what_came_while_joining(self) -> None:
+        """Quarantine the first record of the chain without support: members would have held it back when it came."""
+        chain = self._context.chain
+        path = [c.digest for c in chain.path(chain.required_ancestor or chain.root, chain.head)]
+        if (supported := chain.count_followed(path, self._has_support)) < len(path):
+            self._sync.hold_back(path[supported])
+
     def _is_supported(self, record: Digest) -> bool:
         chain = self._context.chain
-        signers = chain.signers(record) | self._consensus.voters_for(chain.certificate(record).record.digest)
-        return self._consensus.is_supported(chain.parent(record), signers)
+        voters = self._consensus.voters_for(chain.certificate(record).record.digest)
+        return self._has_support(record, chain.signers(record) | voters)
+
+    def _has_support(self, record: Digest, signers: set[PeerKey]) -> bool:
+        """Return whether a record has support. Members whose state is of the record, or of a later one, are for it."""
+        chain = self._context.chain
+        standing = {m.key for m in self._context.members if m.takes_part and chain.is_ancestor(record, m.beat.head)}
+        return self._consensus.is_supported(chain.parent(record), signers | standing)
 
     def _chain_received(self, event: ev.ChainReceived) -> None:
         context = self._context
@@ -438,11 +451,9 @@ class RoundMachine:
         self._request_blobs()  # only now: turns in between may need blobs that nobody needs at the end
         self._request_chain()
         if context.deadlines.due("heartbeat", self._beat_at):
-            silent = context.members.expire(context.now)
-            for key in silent:
+            for key in context.members.expire(context.now):
                 self._chain_sync.forget(key)
-            if silent:
-                self._sync.reconsider(self._is_supported)
+            self._sync.reconsider(self._is_supported)
             self._beat()
         self._leave_if_due()
         self._departure.stay(self._is_anybody_behind, self._status.bytes_up)
@@ -484,6 +495,7 @@ class RoundMachine:
         equal = any(m.beat.head in context.chain for m in context.members)
         if self._bootstrap.is_over(context.deadlines, ahead=ahead, equal=equal):
             sync.join()
+            self._hold_back_what_came_while_joining()
 
     def _state_reached(self, record: Digest, state: Digest) -> None:
         # A finalization may have cut the record off meanwhile: then the trainer moves on from there.

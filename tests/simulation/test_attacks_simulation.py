@@ -9,6 +9,7 @@ from functools import cache, partial
 
 import pytest
 
+from protocol.ids import Digest
 from protocol.record_node import RecordNode
 from protocol.rounds.consensus import Consensus
 from protocol.stake import StakeRule
@@ -77,6 +78,23 @@ def test_records_on_the_head_whose_updates_nobody_has_delay_nobody(count, fresh,
 @pytest.mark.parametrize("honest, attackers, late", [(4, 1, False), (3, 2, False), (4, 4, True)])
 def test_who_certifies_each_round_alone_at_once_is_not_followed(honest, attackers, late):
     check_all(Siege([partial(FrontRunner, late=late)] * attackers, honest=honest).run(), honest, attackers)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("strategy", [FrontRunner, partial(SoloCertifier, length=40, back=0)])
+def test_an_observer_is_not_moved_either_also_one_that_starts_in_the_attack(strategy, late):
+    """Nor, at its first sight of the chain, by a branch that is longer than the hold."""
+    siege = Siege([strategy] * 2)
+    world = siege.world
+    observer, seen = world.add(observer=True), set[Digest]()
+    for node in world.nodes:
+        world.clock.at(siege.begins + 20.0 if late and node is observer else 0.01 * node.index, node.boot)
+    while world.clock.now < 120.0:
+        world.clock.run_until(world.clock.now + 0.05)
+        if observer.alive:
+            seen.add(observer.machine.chain.head)
+    followed = set(world.way_to(world.honest[0].machine.chain.head)) | {world.genesis}
+    assert len(seen) > 5 and seen <= followed
 
 
 LONG = dict(target_windows=160, max_update_windows=120, max_seconds=40.0, patience_seconds=5.0)

@@ -36,16 +36,16 @@ def blob_of(key: PeerKey, label: bytes = b"") -> Digest:
 class Bench:
     """A machine at the genesis, past joining, with shorthands."""
 
-    def __init__(self, *, observer=False, policy=POLICY, ready=True):
+    def __init__(self, *, observer=False, policy=POLICY, ready=True, alone=True):
         self.now = 0.0
         self.chain = Chain(RUN, STATE, policy.chain_limits)
         status = LocalStatus(admission=b"me")
         self.machine = RoundMachine(
             policy, RUN, FakeSigner(ME), self.chain, now=0.0, observer=observer, blob_size=9, status=status
         )
-        self.actions = self.machine.start(0.0, alone=True)
+        self.actions = self.machine.start(0.0, alone=alone)
         self.note_directives()
-        if ready and not observer:
+        if ready and alone and not observer:
             self.step(ev.StateReached(self.chain.genesis, STATE))
 
     def step(self, event, now=None):

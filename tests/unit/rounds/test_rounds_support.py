@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from protocol.ids import Digest, Round, sha256
-from protocol.messages import RoundRecord
+from protocol.messages import Heartbeat, RoundRecord
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from protocol.stake import StakeRule
@@ -21,8 +21,8 @@ PATIENCE = POLICY.patience_seconds
 class Founded(Bench):
     """A bench whose three other members are the founders, with equal stake; others have none."""
 
-    def __init__(self, members=FOUNDERS):
-        super().__init__(policy=replace(POLICY, stake=StakeRule(12, tuple(FOUNDERS), 10)))
+    def __init__(self, members=FOUNDERS, **kind):
+        super().__init__(policy=replace(POLICY, stake=StakeRule(12, tuple(FOUNDERS), 10)), **kind)
         for key in members:
             self.beat(key)
 
@@ -127,3 +127,60 @@ def test_lone_siblings_on_the_head_whose_blobs_nobody_has_delay_nothing(siblings
     assert len(b.chain) <= 2
     made = b.certified(FOUNDERS, FOUNDERS)
     assert [a.certificate.digest for a in b.of(do.ApplyRecord)] == [made] and ME in b.machine.open_round.headers
+
+
+def heads(b: Founded, until: float) -> dict[Digest, float]:
+    """Return when the machine's first heartbeats at each head were, while the founders train at the genesis."""
+    found: dict[Digest, float] = {}
+    while b.now < until:
+        for key in FOUNDERS:
+            b.beat(key, sequence=int(10 * b.now) + 2)
+        b.step(ev.Tick(), b.now + 0.5)
+        for beat in b.said(Heartbeat):
+            found.setdefault(beat.head, b.now)
+    return found
+
+
+def test_an_observer_holds_a_lone_record_back_as_one_that_never_announces_does():
+    b = Founded(observer=True)
+    made = b.certified(OTHERS[10:11], OTHERS[10:11], 1.0)
+    assert b.chain.head == b.chain.genesis
+    end = POLICY.max_seconds + PATIENCE
+    assert end <= heads(b, end + PATIENCE)[made] <= end + 3
+
+
+def test_an_observer_follows_at_once_what_most_of_the_stake_voted_for():
+    b = Founded(observer=True)
+    lone = b.certified(OTHERS[10:11], OTHERS[10:11], 1.0)
+    assert b.certified(FOUNDERS[:2], FOUNDERS[:2]) == b.chain.head != lone
+
+
+@pytest.mark.parametrize("standing, seconds", [(1, None), (2, 3.0)])
+def test_an_observer_follows_a_held_record_once_most_of_the_stake_stands_there(standing, seconds):
+    """Their patience may be over before its own: they announced, and it never does."""
+    b = Founded(observer=True)
+    made = b.certified(OTHERS[10:11], OTHERS[10:11], 1.0)
+    for i in range(20):
+        for n, key in enumerate(FOUNDERS):
+            b.beat(key, sequence=10 + i, head=made if n < standing else None)
+        b.step(ev.Tick(), b.now + 0.5)
+        if b.chain.head == made:
+            break
+    assert (b.now <= 1.0 + seconds) if seconds else b.chain.head == b.chain.genesis
+
+
+def test_an_observer_of_one_peer_follows_it_at_once():
+    b = Founded(FOUNDERS[:1], observer=True)
+    assert b.certified(FOUNDERS[:1], FOUNDERS[:1], 1.0) == b.chain.head
+
+
+@pytest.mark.parametrize("observer", [False, True])
+def test_who_joins_holds_back_the_lone_record_that_came_before_it_heard_the_members(observer):
+    b = Founded((), observer=observer, alone=False)
+    made = b.certified(OTHERS[10:11], OTHERS[10:11], 0.5)
+    assert b.chain.head == made
+    b.beat(FOUNDERS[0])
+    assert b.chain.head == b.chain.genesis
+    b.beat(FOUNDERS[0], sequence=2, head=made)
+    b.step(ev.Tick(), b.now + 1.0)
+    assert b.chain.head == made
