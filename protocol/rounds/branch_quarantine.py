@@ -174,7 +174,7 @@ class BranchQuarantine:
         return self._turn is not None
 
     def _prolong(self, record: Digest) -> None:
-        """End a turn in vain. Members that came during it are news still: it may have been too short for their blobs."""
+        """End a turn in vain. Members that came during it are news still: it may have been too short for them."""
         entry = self._entries[record]
         entry.since, entry.until, entry.retried_since = self._turn_since, self._end_of(entry.failures), None
         self._context.deadlines.register("quarantine", entry.until)
