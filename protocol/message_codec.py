@@ -21,6 +21,7 @@ from protocol.identity import Identity
 from protocol.ids import MAX_ROUND, Digest, PeerKey, Round, RunId, sha256
 from protocol.merkle import MAX_BLOB
 from protocol.messages import (
+    AUDIT_CHECKS,
     MAX_ADDRESS,
     MAX_ADDRESSES,
     MAX_CERTIFICATE,
@@ -28,6 +29,9 @@ from protocol.messages import (
     MAX_KNOWN_HEADERS,
     MAX_MISSING_AUTHORS,
     MAX_NAME,
+    MAX_SCORE,
+    MAX_SCORE_NAME,
+    MAX_SCORES,
     MAX_SHARDS,
     MAX_UNREACHABLE,
     PHASES,
@@ -39,10 +43,12 @@ from protocol.messages import (
     Goodbye,
     Heartbeat,
     RoundRecord,
+    Score,
     ShardAttestation,
     Signed,
     UpdateHeader,
     Vote,
+    WorkReport,
     quorum,
     shards_digest,
 )
@@ -84,6 +90,13 @@ def _encode_vote(b: Vote) -> Message:
 def _encode_attestation(b: ShardAttestation) -> Message:
     return wire.ShardAttestation(
         run=b.run, round=b.round, record=b.record, shard=b.shard, blob=b.blob or b"", missing=b.missing
+    )  # fmt: skip
+
+
+def _encode_report(b: WorkReport) -> Message:
+    return wire.WorkReport(
+        run=b.run, round=b.round, record=b.record, update=b.update, check=b.check,
+        scores=[wire.Score(name=s.name, value=s.value, threshold=s.threshold) for s in b.scores],
     )  # fmt: skip
 
 
@@ -168,6 +181,27 @@ def _decode_attestation(payload: bytes, _: MessageDecoder) -> ShardAttestation:
     return ShardAttestation(RunId(m.run), number, Digest(m.record), shard, Digest(m.blob) if m.blob else None, missing)
 
 
+def _decode_report(payload: bytes, _: MessageDecoder) -> WorkReport:
+    m = parsed(wire.WorkReport(), payload)
+    check = next((check for check in AUDIT_CHECKS if check == m.check), None)
+    if check is None:
+        raise MalformedError(f"{m.check[:20]!r} is not a check of an update")
+    if not 1 <= len(m.scores) <= MAX_SCORES or not ascending([s.name for s in m.scores]):
+        raise MalformedError(f"a report has 1 to {MAX_SCORES} scores, each once, by ascending name")
+    scores = tuple(
+        Score(text("score", s.name, MAX_SCORE_NAME), _score(s.name, s.value), _score(s.name, s.threshold))
+        for s in m.scores
+    )
+    number = Round(bounded("round", m.round, MAX_ROUND))
+    return WorkReport(RunId(m.run), number, Digest(m.record), Digest(m.update), check, scores)
+
+
+def _score(name: str, value: float) -> float:
+    if not name or not -MAX_SCORE <= value <= MAX_SCORE:
+        raise MalformedError(f"a score has a name, and is a number from -{MAX_SCORE:.0f} to {MAX_SCORE:.0f}")
+    return value
+
+
 def _decode_finalization(payload: bytes, _: MessageDecoder) -> Finalization:
     m = parsed(wire.Finalization(), payload)
     number = Round(bounded("round", m.round, MAX_ROUND))
@@ -222,6 +256,7 @@ KINDS: dict[type, MessageKind] = {
     RoundRecord: MessageKind("round-record", MAX_ENVELOPE, _encode_record, _decode_record),
     Vote: MessageKind("vote", MAX_VOTE_ENVELOPE, _encode_vote, _decode_vote),
     ShardAttestation: MessageKind("shard-attestation", 4096, _encode_attestation, _decode_attestation),
+    WorkReport: MessageKind("work-report", 1536, _encode_report, _decode_report),
     Finalization: MessageKind("finalization", 1024, _encode_finalization, _decode_finalization),
     Directive: MessageKind("directive", MAX_DIRECTIVE_ENVELOPE, encode_directive, decode_directive),
     Heartbeat: MessageKind("heartbeat", 64 * 1024, _encode_heartbeat, _decode_heartbeat),

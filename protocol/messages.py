@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from protocol.envelope import MAX_ENVELOPE
 from protocol.ids import Digest, PeerKey, Round, RunId, sha256
@@ -28,6 +28,13 @@ MAX_BANNED = 1024
 MAX_REASON = 200
 MAX_VERDICTS = 64
 MAX_VERDICT_REASON = 80
+MAX_SCORES = 16
+MAX_SCORE_NAME = 24
+MAX_SCORE = 1e6
+
+AuditCheck = Literal["loss", "replay", "appeal"]
+AUDIT_CHECKS: tuple[AuditCheck, ...] = ("loss", "replay", "appeal")
+"""Checks of an update, by the weight of what they show (docs/audits.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +208,35 @@ class ShardAttestation:
 
 
 @dataclass(frozen=True, slots=True)
+class Score:
+    """A number that a check measured, and the least with which an honest update passes."""
+
+    name: str
+    value: float
+    threshold: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkReport:
+    """An auditor's statement about one update of a certified record: what a check of it measured.
+
+    `record` is the certificate digest, `update` the digest of the header, `round` that of the record. The scores have
+    ascending names. Whether the update passed follows from them, so anybody can repeat the check and compare.
+    """
+
+    run: RunId
+    round: Round
+    record: Digest
+    update: Digest
+    check: AuditCheck
+    scores: tuple[Score, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(score.value >= score.threshold for score in self.scores)
+
+
+@dataclass(frozen=True, slots=True)
 class Finalization:
     """The owner's signature that nothing up to and including this record is reverted.
 
@@ -261,7 +297,18 @@ class Goodbye:
     sequence: int
 
 
-Body = Admission | UpdateHeader | RoundRecord | Vote | ShardAttestation | Finalization | Directive | Heartbeat | Goodbye
+Body = (
+    Admission
+    | UpdateHeader
+    | RoundRecord
+    | Vote
+    | ShardAttestation
+    | WorkReport
+    | Finalization
+    | Directive
+    | Heartbeat
+    | Goodbye
+)
 T = TypeVar("T", bound=Body)
 
 

@@ -107,6 +107,32 @@ class ShardAttestation(_message.Message):
     missing: _containers.RepeatedScalarFieldContainer[bytes]
     def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., record: _Optional[bytes] = ..., shard: _Optional[int] = ..., blob: _Optional[bytes] = ..., missing: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
+class WorkReport(_message.Message):
+    __slots__ = ("run", "round", "record", "update", "check", "scores")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_FIELD_NUMBER: _ClassVar[int]
+    CHECK_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    round: int
+    record: bytes
+    update: bytes
+    check: str
+    scores: _containers.RepeatedCompositeFieldContainer[Score]
+    def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., record: _Optional[bytes] = ..., update: _Optional[bytes] = ..., check: _Optional[str] = ..., scores: _Optional[_Iterable[_Union[Score, _Mapping]]] = ...) -> None: ...
+
+class Score(_message.Message):
+    __slots__ = ("name", "value", "threshold")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: float
+    threshold: float
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[float] = ..., threshold: _Optional[float] = ...) -> None: ...
+
 class Certificate(_message.Message):
     __slots__ = ("record", "votes", "shards")
     RECORD_FIELD_NUMBER: _ClassVar[int]

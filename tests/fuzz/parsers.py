@@ -65,7 +65,8 @@ NOW = 1_700_000_000.0
 SIGNERS = {i.key: i for i in (OWNER, STRANGER, *PEERS)}
 PAYLOADS: dict[str, type[Message]] = {
     "admission": wire.Admission, "update-header": wire.UpdateHeader, "round-record": wire.RoundRecord,
-    "vote": wire.Vote, "shard-attestation": wire.ShardAttestation, "finalization": wire.Finalization,
+    "vote": wire.Vote, "shard-attestation": wire.ShardAttestation,
+    "work-report": wire.WorkReport, "finalization": wire.Finalization,
     "directive": wire.Directive, "heartbeat": wire.Heartbeat, "goodbye": wire.Goodbye,
     coordinator_address.KIND: wire.CoordinatorAddress, "receipt": ledger_pb2.Receipt, "bind-peer": ledger_pb2.BindPeer,
     "bind-account": ledger_pb2.BindAccount, ADMIT: coordinator_pb2.AdmissionRequest,

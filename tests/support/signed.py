@@ -18,11 +18,13 @@ from protocol.messages import (
     Rollback,
     RoundChanges,
     RoundRecord,
+    Score,
     ShardAttestation,
     Signed,
     UpdateHeader,
     Verdict,
     Vote,
+    WorkReport,
     shards_digest,
 )
 from protocol.wire import swarm_pb2 as wire
@@ -88,6 +90,9 @@ ONE_OF_EACH: list[Signed[Any]] = [
     REDUCED_CERTIFICATE.votes[1], KeySigner(PEERS[1]).sign(ShardAttestation(RUN, Round(3), RECORD.digest, 4, PARTS[4])),
     KeySigner(PEERS[1]).sign(ShardAttestation(RUN, Round(3), RECORD.digest, 4, None, (PEERS[0].key, PEERS[3].key))),
     KeySigner(OWNER).sign(DIRECTIVE),
+    KeySigner(PEERS[1]).sign(
+        WorkReport(RUN, Round(3), RECORD.digest, HEADERS[1].digest, "replay", (Score("warm", 0.97, 0.92),))
+    ),
 ]  # fmt: skip
 
 

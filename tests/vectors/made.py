@@ -38,11 +38,13 @@ from protocol.messages import (
     Rollback,
     RoundChanges,
     RoundRecord,
+    Score,
     ShardAttestation,
     Signed,
     UpdateHeader,
     Verdict,
     Vote,
+    WorkReport,
     quorum,
     shards_digest,
 )
@@ -182,6 +184,8 @@ SECOND = certified(1, FIRST.digest, [digest("shard 0"), digest("shard 1")])
 WEIGHED = KeySigner(PEERS[1]).sign(dataclasses.replace(FIRST.record.body, weights=(10, 4, 300)))
 """Two of its updates weigh otherwise than they claim; the last has a backlog."""
 
+SCORES = (Score("mean", 0.97, 0.6), Score("worst quarter", -0.0, 0.0))
+
 DIRECTIVE = Directive(
     RUN, 1_700_000_000_000, "paused", 1_700_000_000, "moving house", tuple(p.key for p in PEERS[:2]), Round(7),
     RoundChanges(target_tokens=4096, max_seconds=2.5), Rollback(2, digest("back"), Round(5), digest("state")),
@@ -207,6 +211,7 @@ def _signed() -> list[Signed[Any]]:
         SECOND.votes[1],
         peer.sign(ShardAttestation(RUN, Round(1), SECOND.record.digest, 1, digest("shard 1"))),
         peer.sign(ShardAttestation(RUN, Round(1), SECOND.record.digest, 0, None, (PEERS[0].key, PEERS[3].key))),
+        owner.sign(WorkReport(RUN, Round(1), SECOND.digest, digest("update"), "loss", SCORES)),
         owner.sign(Finalization(RUN, Round(1), SECOND.digest, 1)),
         owner.sign(DIRECTIVE),
         peer.sign(beat),

@@ -88,6 +88,11 @@ FIELDS: dict[str, list[tuple[int, str, str]]] = {
         (1, "run", "bytes"), (2, "round", "int"), (3, "record", "bytes"), (4, "shard", "int"), (5, "blob", "bytes"),
         (6, "missing", "list"),
     ],
+    "work-report": [
+        (1, "run", "bytes"), (2, "round", "int"), (3, "record", "bytes"), (4, "update", "bytes"), (5, "check", "text"),
+        (6, "scores", "scores"),
+    ],
+    "score": [(1, "name", "text"), (2, "value", "number"), (3, "threshold", "number")],
     "finalization": [(1, "run", "bytes"), (2, "round", "int"), (3, "record", "bytes"), (4, "epoch", "int")],
     "heartbeat": [
         (1, "run", "bytes"), (2, "sequence", "int"), (3, "round", "int"), (4, "head", "bytes"), (5, "weight", "int"),
@@ -129,6 +134,9 @@ def _field(number: int, form: str, value: Any) -> bytes:
         case "float":
             data = struct.pack("<f", value)
             return _varint(8 * number + 5) + data if any(data) else b""
+        case "number":
+            data = struct.pack("<d", value)
+            return _varint(8 * number + 1) + data if any(data) else b""
         case "double":
             return _varint(8 * number + 1) + struct.pack("<d", value)
         case "packed":
@@ -137,6 +145,8 @@ def _field(number: int, form: str, value: Any) -> bytes:
             return _sized(number, b"".join(map(_varint, value))) if value else b""
         case "verdicts":
             return b"".join(_sized(number, payload("verdict", v)) for v in value)
+        case "scores":
+            return b"".join(_sized(number, payload("score", v)) for v in value)
         case "list":
             return b"".join(_sized(number, bytes.fromhex(v)) for v in value)
         case "texts":
