@@ -1,0 +1,117 @@
+"""Which updates of a certified record are audited, and by whom: a pure function of the certificate and of the stakes.
+
+The certificate digest is the only randomness. It is fixed after every update of the record was committed to, so nobody
+knows while it trains whether, by whom or on which windows it will be audited (`audit_windows`). Integers only, so that
+all peers get the same.
+
+Stakes are those at the record's parent, as at a fork. Who has none is always audited. For the others the rate rises
+with the weight of the update and falls with a clean record: stake is work that no verdict voided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from protocol.ids import Digest, PeerKey, sha256
+from protocol.messages import AuditCheck, Certificate
+from protocol.stake import STAKE_ROUNDS
+
+MILLION = 1_000_000
+_DRAWS = 2**64
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRule:
+    """The run's rates, in millionths, and how many keys are drawn.
+
+    A rate is that of an update of mean weight by a key that did as much in each round that counts as stake. None is
+    below a third of it.
+    """
+
+    loss_rate: int = 100_000
+    replay_rate: int = 30_000
+    auditors: int = 3
+    """Keys that may report on an update: two of them convict, if a committee confirms it."""
+    committee: int = 5
+    bar_rounds: int = 64
+    """Rounds for which the first conviction bars a key."""
+
+    def rate(self, check: AuditCheck) -> int:
+        """Return the rate of a check. An appeal is made on demand, never drawn."""
+        return {"loss": self.loss_rate, "replay": self.replay_rate, "appeal": 0}[check]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateAudit:
+    """What is due for one update of a record: its digest and author, the checks, and who is drawn for them."""
+
+    update: Digest
+    author: PeerKey
+    checks: tuple[AuditCheck, ...]
+    auditors: tuple[PeerKey, ...]
+
+
+def due_audits(certificate: Certificate, stakes: Mapping[PeerKey, int], rule: AuditRule) -> tuple[UpdateAudit, ...]:
+    """Return the audits of a record that are due, in the order of its updates."""
+    digest, record = certificate.digest, certificate.record.body
+    due = []
+    for update, weighed in zip(record.updates, record.weighed, strict=True):
+        draw = int.from_bytes(sha256(b"cairn/v1/audit", digest, update.author)[:8], "little")
+        checks = tuple(
+            check
+            for check in ("loss", "replay")
+            if _is_due(draw, rule.rate(check), weighed, stakes.get(update.author, 0), len(record.updates),
+                       record.windows)
+        )  # fmt: skip
+        if checks:
+            drawn = draw_auditors(digest, update.digest, update.author, stakes, rule)
+            due.append(UpdateAudit(update.digest, update.author, checks, drawn))
+    return tuple(due)
+
+
+def _is_due(draw: int, rate: int, weighed: int, stake: int, updates: int, windows: int) -> bool:
+    if not stake or not rate:
+        return rate > 0
+    # rate * (weighed * STAKE_ROUNDS / stake) * (weighed / mean weight), and no less than rate / 3
+    over = weighed * STAKE_ROUNDS * weighed * updates
+    return draw * 3 * MILLION < rate * _DRAWS or draw * MILLION * stake * windows < rate * over * _DRAWS
+
+
+def draw_auditors(
+    certificate: Digest, update: Digest, author: PeerKey, stakes: Mapping[PeerKey, int], rule: AuditRule
+) -> tuple[PeerKey, ...]:
+    """Return the keys that may report on an update, in the order of the draw. The owner may always, and is not drawn.
+
+    Each update of a record has auditors, also one that is not due: what a loss check finds strange is replayed.
+    """
+    return draw_by_stake(b"cairn/v1/auditors" + certificate + update, stakes, rule.auditors, {author})
+
+
+def draw_committee(
+    certificate: Digest, update: Digest, author: PeerKey, stakes: Mapping[PeerKey, int], rule: AuditRule
+) -> tuple[PeerKey, ...]:
+    """Return the keys that confirm or refute what the auditors of an update say: none of these, nor the author."""
+    auditors = draw_auditors(certificate, update, author, stakes, rule)
+    return draw_by_stake(b"cairn/v1/jury" + certificate + update, stakes, rule.committee, {author, *auditors})
+
+
+def draw_by_stake(
+    seed: bytes, stakes: Mapping[PeerKey, int], count: int, without: Collection[PeerKey] = ()
+) -> tuple[PeerKey, ...]:
+    """Return up to `count` keys, each drawn by stake from those that are left: many keys with one stake gain nothing.
+
+    Draw i takes H(seed | i) modulo the stake that is left, and finds the key on whose part of it, by ascending key, it
+    falls.
+    """
+    left = {key: stakes[key] for key in sorted(stakes) if stakes[key] > 0 and key not in without}
+    drawn: list[PeerKey] = []
+    while left and len(drawn) < count:
+        at = int.from_bytes(sha256(seed, len(drawn).to_bytes(4, "little")), "little") % sum(left.values())
+        for key, stake in left.items():
+            if at < stake:
+                drawn.append(key)
+                break
+            at -= stake
+        del left[drawn[-1]]
+    return tuple(drawn)

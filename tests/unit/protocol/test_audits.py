@@ -1,0 +1,86 @@
+"""Who is audited, by whom and on what: the same for all, by stake, and unknown before the record is certified."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.assignment import windows_of
+from protocol.audit_windows import QUARTERS, WINDOWS_COMPARED, compared_windows
+from protocol.audits import AuditRule, draw_auditors, draw_by_stake, draw_committee, due_audits
+from protocol.ids import Digest, PeerKey, sha256
+from protocol.stake import STAKE_ROUNDS
+from tests.support.audited import certificate, header, key
+
+RULE = AuditRule()
+EIGHT = [key(n) for n in range(8)]
+STAKES = st.dictionaries(st.sampled_from(EIGHT), st.integers(0, 10**12))
+DIGESTS = st.binary(min_size=32, max_size=32).map(Digest)
+
+
+def share_due(windows: Mapping[PeerKey, int], stakes: Mapping[PeerKey, int], of: PeerKey, check="loss") -> float:
+    """Return in how many of 1,000 records a check of a key's update is due."""
+    found = (due_audits(certificate(n, windows), stakes, RULE) for n in range(1000))
+    return sum(check in a.checks for audits in found for a in audits if a.author == of) / 1000
+
+
+def test_the_rate_falls_with_a_clean_record_and_rises_with_weight():
+    everybody = dict.fromkeys(EIGHT, 100)
+    full = dict.fromkeys(EIGHT, 100 * STAKE_ROUNDS)
+    assert 0.08 < share_due(everybody, full, EIGHT[0]) < 0.12
+    assert 0.015 < share_due(everybody, full, EIGHT[0], "replay") < 0.045
+    assert 0.17 < share_due(everybody, full | {EIGHT[0]: 50 * STAKE_ROUNDS}, EIGHT[0]) < 0.23
+    assert share_due(everybody | {EIGHT[0]: 400}, full, EIGHT[0]) == 1
+    assert 0.02 < share_due(everybody, full | {EIGHT[0]: 10**9}, EIGHT[0]) < 0.05  # never less than a third
+
+
+@given(st.dictionaries(st.sampled_from(EIGHT), st.integers(1, 10**9), min_size=1), STAKES, st.integers())
+def test_who_has_no_stake_is_always_audited(windows, stakes, name):
+    record = certificate(name, windows)
+    due = {audit.author: audit for audit in due_audits(record, stakes, RULE)}
+    assert {author for author in windows if not stakes.get(author)} <= due.keys()
+    for author, audit in due.items():
+        assert stakes.get(author) or audit.checks == ("loss", "replay")
+        assert "loss" in audit.checks  # whoever is replayed is looked at too
+        assert audit.auditors == draw_auditors(record.digest, audit.update, author, stakes, RULE)
+    assert not due_audits(record, stakes, AuditRule(loss_rate=0, replay_rate=0))
+
+
+@given(DIGESTS, DIGESTS, st.sampled_from(EIGHT), STAKES)
+def test_auditors_and_committee_have_stake_and_are_different_keys(record, update, author, stakes):
+    auditors = draw_auditors(record, update, author, stakes, RULE)
+    committee = draw_committee(record, update, author, stakes, RULE)
+    drawn = [*auditors, *committee]
+    able = {k for k, stake in stakes.items() if stake} - {author}
+    assert len(set(drawn)) == len(drawn) and set(drawn) <= able
+    assert len(auditors) == min(RULE.auditors, len(able))
+    assert len(committee) == min(RULE.committee, len(able) - len(auditors))
+
+
+def test_a_draw_follows_stake_however_many_keys_it_is_divided_over():
+    rich, split = key("rich"), [key(f"split {n}") for n in range(30)]
+    stakes = {rich: 300} | dict.fromkeys(split, 10)
+    first = Counter(draw_by_stake(sha256(str(n).encode()), stakes, 1)[0] for n in range(2000))
+    assert 0.45 < first[rich] / 2000 < 0.55
+    assert set(first) > set(split)
+
+
+@given(DIGESTS, st.integers(0, 10**6), st.integers(1, 300), st.integers(1, 500))
+def test_compared_windows_are_claimed_ones_of_each_quarter_and_others(record, first, windows, total):
+    update = header(EIGHT[0], windows, first)
+    drawn = compared_windows(record, update, seed=7, total=total)
+    assigned = windows_of(7, EIGHT[0], first, windows, total).tolist()
+    for quarter, found in enumerate(drawn.claimed):
+        part = assigned[windows * quarter // QUARTERS : windows * (quarter + 1) // QUARTERS]
+        assert not Counter(found) - Counter(part) and len(found) == min(WINDOWS_COMPARED // QUARTERS, len(part))
+    free = set(range(total)) - set(assigned)
+    assert set(drawn.unclaimed) <= free and len(set(drawn.unclaimed)) == len(drawn.unclaimed)
+    assert len(drawn.unclaimed) == min(WINDOWS_COMPARED, len(free))
+
+
+def test_another_certificate_draws_other_windows():
+    one, two = (compared_windows(certificate(n, {EIGHT[0]: 1}).digest, header(EIGHT[0], 4000), 7, 10**6) for n in "ab")
+    assert one.claimed != two.claimed and one.unclaimed != two.unclaimed
