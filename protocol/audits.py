@@ -1,11 +1,11 @@
-"""Which updates of a certified record are audited, and by whom: a pure function of the certificate and of the stakes.
+"""The draw of audits: the updates of a record to audit, and the auditors. Pure, of the certificate and the stakes.
 
 The certificate digest is the only randomness. It is fixed after every update of the record was committed to, so nobody
 knows while it trains whether, by whom or on which windows it will be audited (`audit_windows`). Integers only, so that
 all peers get the same.
 
-Stakes are those at the record's parent, as at a fork. Who has none is always audited. For the others the rate rises
-with the weight of the update and falls with a clean record: stake is work that no verdict voided.
+Stakes are those at the record's parent, as at a fork. A key without any is always audited. For the others the rate
+rises with the weight of the update and falls with a clean record: stake is work that no verdict voided.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from protocol.ids import Digest, PeerKey, sha256
-from protocol.messages import AuditCheck, Certificate
+from protocol.messages import AUDIT_CHECKS, AuditCheck, Certificate
 from protocol.stake import STAKE_ROUNDS
 
 MILLION = 1_000_000
@@ -32,8 +32,8 @@ class AuditRule:
     loss_rate: int = 100_000
     replay_rate: int = 30_000
     auditors: int = 3
-    """Keys that may report on an update: two of them convict, if a committee confirms it."""
-    committee: int = 5
+    """Keys that may report on an update: two of them convict, if a jury confirms it."""
+    jury: int = 5
     bar_rounds: int = 64
     """Rounds for which the first conviction bars a key."""
 
@@ -44,7 +44,7 @@ class AuditRule:
 
 @dataclass(frozen=True, slots=True)
 class UpdateAudit:
-    """What is due for one update of a record: its digest and author, the checks, and who is drawn for them."""
+    """The checks that are due for one update (header digest) of a record, and the keys drawn for them."""
 
     update: Digest
     author: PeerKey
@@ -58,9 +58,9 @@ def due_audits(certificate: Certificate, stakes: Mapping[PeerKey, int], rule: Au
     due = []
     for update, weighed in zip(record.updates, record.weighed, strict=True):
         draw = int.from_bytes(sha256(b"cairn/v1/audit", digest, update.author)[:8], "little")
-        checks = tuple(
+        checks: tuple[AuditCheck, ...] = tuple(
             check
-            for check in ("loss", "replay")
+            for check in AUDIT_CHECKS
             if _is_due(draw, rule.rate(check), weighed, stakes.get(update.author, 0), len(record.updates),
                        record.windows)
         )  # fmt: skip
@@ -88,12 +88,12 @@ def draw_auditors(
     return draw_by_stake(b"cairn/v1/auditors" + certificate + update, stakes, rule.auditors, {author})
 
 
-def draw_committee(
+def draw_jury(
     certificate: Digest, update: Digest, author: PeerKey, stakes: Mapping[PeerKey, int], rule: AuditRule
 ) -> tuple[PeerKey, ...]:
     """Return the keys that confirm or refute what the auditors of an update say: none of these, nor the author."""
     auditors = draw_auditors(certificate, update, author, stakes, rule)
-    return draw_by_stake(b"cairn/v1/jury" + certificate + update, stakes, rule.committee, {author, *auditors})
+    return draw_by_stake(b"cairn/v1/jury" + certificate + update, stakes, rule.jury, {author, *auditors})
 
 
 def draw_by_stake(

@@ -183,9 +183,9 @@ def _decode_attestation(payload: bytes, _: MessageDecoder) -> ShardAttestation:
 
 def _decode_report(payload: bytes, _: MessageDecoder) -> WorkReport:
     m = parsed(wire.WorkReport(), payload)
-    check = next((check for check in AUDIT_CHECKS if check == m.check), None)
-    if check is None:
-        raise MalformedError(f"{m.check[:20]!r} is not a check of an update")
+    check = m.check
+    if check not in AUDIT_CHECKS:
+        raise MalformedError(f"{check[:20]!r} is not a check of an update")
     if not 1 <= len(m.scores) <= MAX_SCORES or not ascending([s.name for s in m.scores]):
         raise MalformedError(f"a report has 1 to {MAX_SCORES} scores, each once, by ascending name")
     scores = tuple(

@@ -221,7 +221,7 @@ class WorkReport:
     """An auditor's statement about one update of a certified record: what a check of it measured.
 
     `record` is the certificate digest, `update` the digest of the header, `round` that of the record. The scores have
-    ascending names. Whether the update passed follows from them, so anybody can repeat the check and compare.
+    ascending names. They decide whether the update passed, so anybody can repeat the check and compare.
     """
 
     run: RunId

@@ -1,4 +1,4 @@
-"""Who is audited, by whom and on what: the same for all, by stake, and unknown before the record is certified."""
+"""The draw of audits: the same for all, by stake, and unknown before the record is certified."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from protocol.assignment import windows_of
 from protocol.audit_windows import QUARTERS, WINDOWS_COMPARED, compared_windows
-from protocol.audits import AuditRule, draw_auditors, draw_by_stake, draw_committee, due_audits
+from protocol.audits import AuditRule, draw_auditors, draw_by_stake, draw_jury, due_audits
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.stake import STAKE_ROUNDS
 from tests.support.audited import certificate, header, key
@@ -44,20 +44,20 @@ def test_who_has_no_stake_is_always_audited(windows, stakes, name):
     assert {author for author in windows if not stakes.get(author)} <= due.keys()
     for author, audit in due.items():
         assert stakes.get(author) or audit.checks == ("loss", "replay")
-        assert "loss" in audit.checks  # whoever is replayed is looked at too
+        assert "loss" in audit.checks  # a replay never comes without it
         assert audit.auditors == draw_auditors(record.digest, audit.update, author, stakes, RULE)
     assert not due_audits(record, stakes, AuditRule(loss_rate=0, replay_rate=0))
 
 
 @given(DIGESTS, DIGESTS, st.sampled_from(EIGHT), STAKES)
-def test_auditors_and_committee_have_stake_and_are_different_keys(record, update, author, stakes):
+def test_auditors_and_jury_have_stake_and_are_different_keys(record, update, author, stakes):
     auditors = draw_auditors(record, update, author, stakes, RULE)
-    committee = draw_committee(record, update, author, stakes, RULE)
-    drawn = [*auditors, *committee]
+    jury = draw_jury(record, update, author, stakes, RULE)
+    drawn = [*auditors, *jury]
     able = {k for k, stake in stakes.items() if stake} - {author}
     assert len(set(drawn)) == len(drawn) and set(drawn) <= able
     assert len(auditors) == min(RULE.auditors, len(able))
-    assert len(committee) == min(RULE.committee, len(able) - len(auditors))
+    assert len(jury) == min(RULE.jury, len(able) - len(auditors))
 
 
 def test_a_draw_follows_stake_however_many_keys_it_is_divided_over():

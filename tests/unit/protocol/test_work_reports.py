@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from protocol.errors import MalformedError, ProtocolError
 from protocol.ids import Round
 from protocol.message_codec import KINDS, KeySigner
-from protocol.messages import AUDIT_CHECKS, MAX_SCORE, MAX_SCORE_NAME, MAX_SCORES, Score, Signed, WorkReport
+from protocol.messages import AUDIT_CHECKS, MAX_SCORE, MAX_SCORE_NAME, MAX_SCORES, AuditCheck, Score, Signed, WorkReport
 from protocol.wire import swarm_pb2 as wire
 from tests.support.signed import PEERS, RECORD, RUN, decoder, raw
 from tests.support.specs import digest
@@ -23,12 +23,12 @@ SCORES = st.lists(st.builds(Score, NAMES, NUMBERS, NUMBERS), min_size=1, max_siz
 )
 
 
-def signed(*scores: Score, check="replay") -> Signed[WorkReport]:
+def signed(*scores: Score, check: AuditCheck = "replay") -> Signed[WorkReport]:
     return KeySigner(PEERS[1]).sign(WorkReport(RUN, Round(3), RECORD.digest, digest("update"), check, scores))
 
 
 @given(SCORES, st.sampled_from(AUDIT_CHECKS))
-def test_every_report_survives_the_wire(scores: tuple[Score, ...], check):
+def test_every_report_survives_the_wire(scores: tuple[Score, ...], check: AuditCheck):
     sent = signed(*scores, check=check)
     assert decoder().decode(sent.encoded, WorkReport) == sent
     assert sent.body.passed == (not [s for s in scores if s.value < s.threshold])
