@@ -26,7 +26,7 @@ class ComparedWindows:
 
 
 def compared_windows(certificate: Digest, header: Signed[UpdateHeader], seed: int, total: int) -> ComparedWindows:
-    """Return the windows to compare for an update. `seed` is the spec's, `total` its data's `train_windows`.
+    """Return the windows to compare for an update. `seed` is the spec's, `total` the number of its training windows.
 
     Raises MalformedError for an update of more windows than an assignment gives at once.
     """

@@ -70,7 +70,7 @@ def decide(
 
 
 @dataclass(frozen=True, slots=True)
-class Penalty:
+class AuditPenalty:
     """The cost of decisions to a key on a branch. Rounds are those of the records that carry what decided."""
 
     stakeless_until: Round = Round(0)
@@ -83,18 +83,18 @@ class Penalty:
 
 
 @dataclass(frozen=True, slots=True)
-class Penalties:
+class AuditPenalties:
     """The penalties of all keys after some records of a branch: one step of the fold for each decision."""
 
-    by_key: Mapping[PeerKey, Penalty] = field(default_factory=dict)
+    by_key: Mapping[PeerKey, AuditPenalty] = field(default_factory=dict)
     decided: frozenset[tuple[Digest, PeerKey]] = frozenset()
     """Updates (certificate digest, author) with a decision: it stands, whatever is reported later."""
 
-    def of(self, key: PeerKey) -> Penalty:
+    def of(self, key: PeerKey) -> AuditPenalty:
         """Return the penalty of a key; that of most is none."""
-        return self.by_key.get(key, Penalty())
+        return self.by_key.get(key, AuditPenalty())
 
-    def after(self, decision: AuditDecision, round_: Round, rule: AuditRule) -> Penalties:
+    def after(self, decision: AuditDecision, round_: Round, rule: AuditRule) -> AuditPenalties:
         """Return the penalties after a decision that a record of a round makes. A second on an update does nothing.
 
         A conviction bars from the next round on: the first for `rule.bar_rounds`, each one after it for twice as long
@@ -106,14 +106,14 @@ class Penalties:
         found, following = dict(self.by_key), Round(round_ + 1)
         for key in decision.refuted:
             old = self.of(key)
-            found[key] = Penalty(following, old.void_until, old.convictions, old.barred_until)
+            found[key] = AuditPenalty(following, old.void_until, old.convictions, old.barred_until)
         if decision.convicted:
-            old = found.get(decision.author, Penalty())
+            old = found.get(decision.author, AuditPenalty())
             is_new = round_ >= old.barred_until
             count = old.convictions + is_new
             until = following + rule.bar_rounds * 2 ** min(count - 1, MAX_DOUBLINGS) if is_new else old.barred_until
-            found[decision.author] = Penalty(following, following, count, Round(until))
-        return Penalties(found, self.decided | {name})
+            found[decision.author] = AuditPenalty(following, following, count, Round(until))
+        return AuditPenalties(found, self.decided | {name})
 
     def is_barred(self, key: PeerKey, round_: Round) -> bool:
         """Return whether no record of a round may list an update of this key."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from protocol.audits import AuditRule, draw_auditors, draw_jury
 from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.messages import AuditCheck, Score, Signed, WorkReport
-from protocol.report_rule import MAX_DOUBLINGS, AuditDecision, Penalties, decide
+from protocol.report_rule import MAX_DOUBLINGS, AuditDecision, AuditPenalties, decide
 from tests.support.audited import RUN, certificate, key
 
 RULE, OWNER, LIAR = AuditRule(), key("owner"), key("liar")
@@ -113,7 +113,7 @@ def verdict(name: object, *refuted: PeerKey, convicted: bool = True) -> AuditDec
 
 
 def test_each_conviction_bars_twice_as_long_as_the_one_before():
-    penalties, round_ = Penalties(), Round(5)
+    penalties, round_ = AuditPenalties(), Round(5)
     for count in range(MAX_DOUBLINGS + 3):
         penalties = penalties.after(verdict(count), round_, RULE)
         until = penalties.of(LIAR).barred_until
@@ -126,20 +126,20 @@ def test_each_conviction_bars_twice_as_long_as_the_one_before():
 
 
 def test_work_of_before_a_bar_is_part_of_the_same_conviction_and_a_decision_stands():
-    once = Penalties().after(verdict("a"), Round(5), RULE)
+    once = AuditPenalties().after(verdict("a"), Round(5), RULE)
     again = once.after(verdict("b"), Round(6), RULE)
     assert again.of(LIAR).convictions == 1 and again.of(LIAR).barred_until == once.of(LIAR).barred_until
     assert once.after(verdict("a", key(1), convicted=False), Round(6), RULE) == once
 
 
 def test_a_refuted_auditor_loses_its_stake_and_keeps_its_credit():
-    after = Penalties().after(verdict("a", key(1), convicted=False), Round(5), RULE)
+    after = AuditPenalties().after(verdict("a", key(1), convicted=False), Round(5), RULE)
     assert not after.is_stake(key(1), Round(5)) and after.is_stake(key(1), Round(6))
     assert not after.is_void(key(1), Round(0)) and not after.is_barred(key(1), Round(6))
     assert after.is_stake(LIAR, Round(0)) and not after.is_barred(LIAR, Round(6))
 
 
 def test_a_refuted_liar_stays_barred():
-    once = Penalties().after(verdict("a"), Round(5), RULE)
+    once = AuditPenalties().after(verdict("a"), Round(5), RULE)
     other = AuditDecision(Digest(sha256(b"other")), key(1), False, (LIAR,))
     assert once.after(other, Round(9), RULE).of(LIAR).barred_until == once.of(LIAR).barred_until
