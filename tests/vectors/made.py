@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from protocol.assignment import windows_of
+from protocol.audits import draw_by_stake
 from protocol.chain import Chain, ChainLimits, genesis_digest
 from protocol.codec import Codec, make_codec
 from protocol.codec.bits import pack
@@ -380,6 +381,17 @@ def rounds() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def audits() -> dict[str, Any]:
+    stakes = {identity(f"contributor {i}").key: stake for i, stake in enumerate((5, 0, 900, 2**60, 70, 70))}
+    return {
+        "stakes": {key.hex(): stake for key, stake in stakes.items()},
+        "draws": [
+            {"seed": seed.hex(), "count": n, "keys": [key.hex() for key in draw_by_stake(seed, stakes, n)]}
+            for n in (1, 3, 9) for seed in (digest("seed"), digest("another seed"))
+        ],
+    }  # fmt: skip
+
+
 def windows() -> dict[str, Any]:
     keys = [identity("peer 0").key, PeerKey(bytes(32))]
     totals = (1, 2, 3, 4, 5, 16, 17, 1000, 2**20 + 1, 2**40 + 12345)
@@ -720,6 +732,7 @@ VECTORS: dict[str, Callable[[], dict[str, Any]]] = {
     "chain.json": chain,
     "rounds.json": rounds,
     "weighing.json": weighing,
+    "audits.json": audits,
     "stake.json": stake,
     "windows.json": windows,
     "codec.json": codec,

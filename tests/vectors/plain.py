@@ -207,6 +207,18 @@ def committees(parent: bytes, attempt: int, keys: Sequence[bytes], shards: int, 
     return [sorted(table[s % len(table)] for s in range(i * size, (i + 1) * size)) for i in range(shards)]
 
 
+def draw_by_stake(seed: bytes, stakes: dict[bytes, int], count: int) -> list[bytes]:
+    """Return the keys drawn by stake (docs/audits.md, Who audits)."""
+    drawn: list[bytes] = []
+    left = sorted(key for key, stake in stakes.items() if stake)
+    while left and len(drawn) < count:
+        number = int.from_bytes(sha256(seed, struct.pack("<I", len(drawn))), "little")
+        number %= sum(stakes[key] for key in left)
+        ends = [sum(stakes[key] for key in left[: i + 1]) for i in range(len(left))]
+        drawn.append(left.pop(next(i for i, end in enumerate(ends) if number < end)))
+    return drawn
+
+
 def shard_count(contributors: int, update_size: int) -> int:
     return min(contributors, (update_size + CHUNK - 1) // CHUNK, 1024)
 

@@ -179,6 +179,14 @@ def test_the_order_of_proposers_and_the_draw_of_committees():
         assert is_reduced == (gathered > 2 * (auto["committee"] * auto["update_bytes"] + auto["mean_bytes"]))
 
 
+def test_the_draw_of_auditors():
+    vectors = read("audits")
+    stakes = {bytes.fromhex(key): stake for key, stake in vectors["stakes"].items()}
+    for case in vectors["draws"]:
+        drawn = plain.draw_by_stake(bytes.fromhex(case["seed"]), stakes, case["count"])
+        assert [key.hex() for key in drawn] == case["keys"]
+
+
 @pytest.mark.parametrize("case", cases("weighing"), ids=lambda c: c["name"])
 def test_the_weights_of_updates(case: dict[str, Any]):
     assert plain.weigh(case["claims"], case["histories"], case["round"], case["most"]) == case["weighed"]
