@@ -33,9 +33,12 @@ class AuditRule:
     replay_rate: int = 30_000
     auditors: int = 3
     """Keys that may report on an update: two of them convict, if a jury confirms it."""
-    jury: int = 5
+    jury: int = 64
+    """Keys whose stake decides what two auditors say. In a swarm of no more keys, all with stake are its jury."""
     bar_rounds: int = 64
     """Rounds for which the first conviction bars a key."""
+    owner: PeerKey | None = None
+    """The run's owner: it may report on any update."""
 
     def rate(self, check: AuditCheck) -> int:
         """Return the rate of a check. An appeal is made on demand, never drawn."""
@@ -89,11 +92,14 @@ def draw_auditors(
 
 
 def draw_jury(
-    certificate: Digest, update: Digest, author: PeerKey, stakes: Mapping[PeerKey, int], rule: AuditRule
+    certificate: Digest, update: Digest, stakes: Mapping[PeerKey, int], rule: AuditRule
 ) -> tuple[PeerKey, ...]:
-    """Return the keys that confirm or refute what the auditors of an update say: none of these, nor the author."""
-    auditors = draw_auditors(certificate, update, author, stakes, rule)
-    return draw_by_stake(b"cairn/v1/jury" + certificate + update, stakes, rule.jury, {author, *auditors})
+    """Return the keys that confirm or refute what the auditors of an update say.
+
+    Auditors and the author are drawn like all others. The author has no say, and its stake counts: else who has less
+    than half of all stake could have more than half of the rest, and convict the honest.
+    """
+    return draw_by_stake(b"cairn/v1/jury" + certificate + update, stakes, rule.jury)
 
 
 def draw_by_stake(

@@ -33,6 +33,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from itertools import islice
 
+from protocol.audits import AuditRule
+from protocol.carried_reports import CarriedReports
 from protocol.directives import ActiveDirectives, starts_rollback_branch
 from protocol.errors import ChainError, FinalizedConflict, UnknownParent
 from protocol.ids import Digest, PeerKey, Round, RunId, sha256
@@ -80,6 +82,7 @@ class ChainLimits:
     """Tokens of one: directives speak of tokens."""
 
     stake: StakeRule = StakeRule()
+    audit: AuditRule = AuditRule()
 
     @property
     def main_records(self) -> int:
@@ -405,7 +408,22 @@ class Chain:
             return WITHOUT_BANNED
         if record.weights != self.weights(record.parent, record.updates):
             return "it weighs an update otherwise than the rule of the run does"
+        for author in record.contributors:
+            if parent.penalties.is_barred(author, Round(parent.height)):
+                return f"it lists an update of {author.short}, who is barred after a conviction"
+        if record.reports or record.decisions:
+            if (reason := self._reports_after(parent).record_refusal(record)) is not None:
+                return reason
         return parent.directives.record_refusal(record)
+
+    def reports_after(self, parent: Digest) -> CarriedReports:
+        """Return the rules for work reports in a record after this one. Raises ChainError."""
+        return self._reports_after(self._node(parent))
+
+    def is_barred(self, author: PeerKey, parent: Digest) -> bool:
+        """Return whether no record after this one may list an update of a key. Raises ChainError."""
+        node = self._node(parent)
+        return node.penalties.is_barred(author, Round(node.height))
 
     def is_reduced_after(self, parent: Digest) -> bool:
         """Return whether the round after a record is reduced, not gathered."""
@@ -447,7 +465,8 @@ class Chain:
         if (flaw := self.limits.reduce_plan.record_refusal(certificate, parent.contributors)) is not None:
             raise ChainError(f"record {digest.short}: {flaw}")
         max_backlog, _ = self.limits.round_limits(parent.directives)
-        node = RecordNode(digest, parent, certificate, max_backlog, self.limits.stake.hold_rounds)
+        hold_rounds, bar_rounds = self.limits.stake.hold_rounds, self.limits.audit.bar_rounds
+        node = RecordNode(digest, parent, certificate, max_backlog, hold_rounds, bar_rounds)
         self._drop_lone_twins(node, parent)
         parent.children.append(node)
         self._nodes[node.digest] = node
@@ -672,6 +691,9 @@ class Chain:
         for u in record.body.updates:
             if u.body.first_window < self.next_window(u.author, parent.digest):
                 raise ChainError(f"peer {u.author.short} claims windows from {u.body.first_window} on a second time")
+
+    def _reports_after(self, parent: RecordNode) -> CarriedReports:
+        return CarriedReports(parent, self.limits.stake.hold_rounds, self.limits.audit, self._stakes_at)
 
     def _stakes_at(self, node: RecordNode) -> Mapping[PeerKey, int]:
         found = self._stakes.pop(node.digest, None)

@@ -29,6 +29,8 @@ from protocol.messages import (
     MAX_KNOWN_HEADERS,
     MAX_MISSING_AUTHORS,
     MAX_NAME,
+    MAX_REFUTED,
+    MAX_REPORTS,
     MAX_SCORE,
     MAX_SCORE_NAME,
     MAX_SCORES,
@@ -36,6 +38,7 @@ from protocol.messages import (
     MAX_UNREACHABLE,
     PHASES,
     Admission,
+    AuditDecision,
     Body,
     Certificate,
     Directive,
@@ -79,7 +82,11 @@ def _encode_record(b: RoundRecord) -> Message:
     return wire.RoundRecord(
         run=b.run, round=b.round, parent=b.parent, base_state=b.base_state, attempt=b.attempt,
         updates=[u.encoded for u in b.updates], directive=b.directive.encoded if b.directive is not None else b"",
-        weights=b.weights,
+        weights=b.weights, reports=[r.encoded for r in b.reports],
+        decisions=[
+            wire.AuditDecision(record=d.record, author=d.author, convicted=d.convicted, refuted=d.refuted)
+            for d in b.decisions
+        ],
     )  # fmt: skip
 
 
@@ -161,7 +168,38 @@ def _decode_record(payload: bytes, decoder: MessageDecoder) -> RoundRecord:
     if weights and (len(weights) != len(updates) or 0 in weights or weights == tuple(u.body.windows for u in updates)):
         raise MalformedError("a record weighs each update with 1 window or more, or all as they claim by no weights")
     attempt = bounded("attempt", m.attempt, 2**20)
-    return RoundRecord(run, number, parent, base, attempt, updates, directive, weights)
+    return RoundRecord(
+        run, number, parent, base, attempt, updates, directive, weights, _decode_reports(m, decoder),
+        _decode_decisions(m),
+    )  # fmt: skip
+
+
+def _decode_reports(m: wire.RoundRecord, decoder: MessageDecoder) -> tuple[Signed[WorkReport], ...]:
+    if len(m.reports) > MAX_REPORTS:
+        raise MalformedError(f"a record carries at most {MAX_REPORTS} work reports, not {len(m.reports)}")
+    reports = tuple(decoder.decode(r, WorkReport) for r in m.reports)
+    if not ascending([report_place(r) for r in reports]):
+        raise MalformedError("a record carries work reports by ascending record, update, author and check")
+    return reports
+
+
+def report_place(report: Signed[WorkReport]) -> tuple[bytes, bytes, bytes, str]:
+    """Return what orders the work reports of a record; a branch carries no two with the same."""
+    return report.body.record, report.body.update, report.author, report.body.check
+
+
+def _decode_decisions(m: wire.RoundRecord) -> tuple[AuditDecision, ...]:
+    if len(m.decisions) > MAX_REPORTS:
+        raise MalformedError(f"a record states at most {MAX_REPORTS} decisions, not {len(m.decisions)}")
+    decisions = tuple(
+        AuditDecision(Digest(d.record), PeerKey(d.author), d.convicted, tuple(PeerKey(key) for key in d.refuted))
+        for d in m.decisions
+    )
+    if not ascending([(d.record, d.author) for d in decisions]):
+        raise MalformedError("a record states decisions by ascending record and author")
+    if not all(len(d.refuted) <= MAX_REFUTED and ascending(d.refuted) for d in decisions):
+        raise MalformedError(f"a decision refutes up to {MAX_REFUTED} keys, each once, by ascending key")
+    return decisions
 
 
 def _decode_vote(payload: bytes, _: MessageDecoder) -> Vote:

@@ -31,6 +31,8 @@ MAX_VERDICT_REASON = 80
 MAX_SCORES = 16
 MAX_SCORE_NAME = 24
 MAX_SCORE = 1e6
+MAX_REPORTS = 64
+MAX_REFUTED = 96
 
 AuditCheck = Literal["loss", "replay", "appeal"]
 AUDIT_CHECKS: tuple[AuditCheck, ...] = ("loss", "replay", "appeal")
@@ -139,6 +141,48 @@ class Directive:
 
 
 @dataclass(frozen=True, slots=True)
+class Score:
+    """A number that a check measured, and the least with which an honest update passes."""
+
+    name: str
+    value: float
+    threshold: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkReport:
+    """An auditor's statement about one update of a certified record: what a check of it measured.
+
+    `record` is the certificate digest, `update` the digest of the header, `round` that of the record. The scores have
+    ascending names. They decide whether the update passed, so anybody can repeat the check and compare.
+    """
+
+    run: RunId
+    round: Round
+    record: Digest
+    update: Digest
+    check: AuditCheck
+    scores: tuple[Score, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(score.value >= score.threshold for score in self.scores)
+
+
+@dataclass(frozen=True, slots=True)
+class AuditDecision:
+    """What a jury decided about the update of `author` in a record (certificate digest).
+
+    `refuted`: the keys, ascending, that reported the opposite by the same check.
+    """
+
+    record: Digest
+    author: PeerKey
+    convicted: bool
+    refuted: tuple[PeerKey, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class RoundRecord:
     """A list of updates for a round to accept: headers in canonical order (ascending author key, each author once)."""
 
@@ -151,6 +195,10 @@ class RoundRecord:
     directive: Signed[Directive] | None = None
     weights: tuple[int, ...] = ()
     """Weighed windows of each update, in order (protocol/update_weights.py). Empty when each weighs what it claims."""
+    reports: tuple[Signed[WorkReport], ...] = ()
+    """Work reports, ascending by record, update, author, check; each is in one record of a branch."""
+    decisions: tuple[AuditDecision, ...] = ()
+    """The decisions that follow from these reports and those before, ascending by record and author."""
 
     @property
     def contributors(self) -> tuple[PeerKey, ...]:
@@ -205,35 +253,6 @@ class ShardAttestation:
     shard: int
     blob: Digest | None
     missing: tuple[PeerKey, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """A number that a check measured, and the least with which an honest update passes."""
-
-    name: str
-    value: float
-    threshold: float
-
-
-@dataclass(frozen=True, slots=True)
-class WorkReport:
-    """An auditor's statement about one update of a certified record: what a check of it measured.
-
-    `record` is the certificate digest, `update` the digest of the header, `round` that of the record. The scores have
-    ascending names. They decide whether the update passed, so anybody can repeat the check and compare.
-    """
-
-    run: RunId
-    round: Round
-    record: Digest
-    update: Digest
-    check: AuditCheck
-    scores: tuple[Score, ...]
-
-    @property
-    def passed(self) -> bool:
-        return all(score.value >= score.threshold for score in self.scores)
 
 
 @dataclass(frozen=True, slots=True)

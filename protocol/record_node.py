@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
+from protocol.audit_penalties import AuditPenalties
 from protocol.directives import ActiveDirectives
 from protocol.ids import Digest, PeerKey
 from protocol.ledger.verdicts import VerdictWalk
@@ -22,7 +23,7 @@ class RecordNode:
 
     __slots__ = (
         "digest", "parent", "height", "weight", "certificate", "contributors", "histories", "is_snapshot",
-        "children", "size", "directives", "weighed", "announced", "latest",
+        "children", "size", "directives", "weighed", "announced", "latest", "penalties",
     )  # fmt: skip
 
     def __init__(
@@ -32,10 +33,11 @@ class RecordNode:
         certificate: Certificate | None = None,
         max_backlog: int = 0,
         hold_rounds: int = 0,
+        bar_rounds: int = 0,
     ):
         """Make the root, if there is no parent. `max_backlog`: most windows of an author that wait to be weighed.
 
-        `hold_rounds`: rounds in which a verdict on an update counts.
+        `hold_rounds`: rounds in which a verdict on an update counts. `bar_rounds`: those of a first conviction.
         """
         self.digest = digest
         self.parent = parent
@@ -49,6 +51,8 @@ class RecordNode:
         self.size = 0
         """Bytes of the certificate."""
         self.directives = ActiveDirectives()
+        self.penalties = AuditPenalties()
+        """The penalties in force in the round that follows."""
         self.weighed: dict[PeerKey, int] = {}
         """The windows that its record accepts, as weighed, by contributor."""
         self.histories: dict[PeerKey, AuthorHistory] = {}
@@ -73,7 +77,11 @@ class RecordNode:
                 )
                 for u in record.body.updates
             }
-            for author in self.newly_voided(hold_rounds):
+            self.penalties = parent.penalties
+            for decision in record.body.decisions:
+                self.penalties = self.penalties.after(decision, record.body.round, bar_rounds)
+            convicted = {d.author for d in record.body.decisions if d.convicted}
+            for author in self.newly_voided(hold_rounds) | convicted:
                 self.histories[author] = self.history(author).after_verdict()
         if self.height % SNAPSHOT_EVERY == 0:
             self.make_snapshot()

@@ -1,19 +1,19 @@
 """The rule by which work reports convict the author of an update, or cost their own authors the stake. Pure.
 
-Two failed replays or appeals by different auditors accuse. More than half of the stake of a jury that was drawn by
-the certificate digest convicts, with failed reports of its own; as much stake with passed ones acquits. An appeal
+Two failed replays or appeals by different auditors accuse. More than half of the stake of a jury convicts, with failed
+reports of its own; as much stake with passed ones acquits. The jury is up to 64 keys, drawn by the certificate digest:
+of fewer keys it is all, so who has less than half of the stake neither convicts nor acquits anybody. An appeal
 decides before a replay, since it sees more. Loss checks choose what is replayed and decide nothing. A report of
 the opposite of what a jury decided, by the same check, costs its author the stake: that keeps auditors honest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
 
 from protocol.audits import AuditRule, draw_auditors, draw_jury
-from protocol.ids import Digest, PeerKey, Round
-from protocol.messages import AuditCheck, Certificate, Signed, UpdateHeader, WorkReport
+from protocol.ids import PeerKey
+from protocol.messages import AuditCheck, AuditDecision, Certificate, Signed, UpdateHeader, WorkReport
 
 ACCUSERS = 2
 """Auditors who must report a failure before a jury's reports count against an author."""
@@ -21,18 +21,29 @@ ACCUSERS = 2
 DECIDING: tuple[AuditCheck, ...] = ("appeal", "replay")
 """Checks that convict or acquit, the stronger first."""
 
-MAX_DOUBLINGS = 16
-"""The bars of a key double no more often: 64 rounds are then four million."""
+
+def drawn_reporters(
+    certificate: Certificate, update: Signed[UpdateHeader], stakes: Mapping[PeerKey, int], rule: AuditRule
+) -> tuple[set[PeerKey], tuple[PeerKey, ...]]:
+    """Return the auditors of an update of a record, with the owner, and its jury."""
+    record, author = certificate.digest, update.author
+    owner = set() if rule.owner is None else {rule.owner}
+    auditors = {*draw_auditors(record, update.digest, author, stakes, rule), *owner} - {author}
+    return auditors, draw_jury(record, update.digest, stakes, rule)
 
 
-@dataclass(frozen=True, slots=True)
-class AuditDecision:
-    """The decision of a jury about an update of a record, and the keys that reported the opposite by the same check."""
+def may_report(key: PeerKey, author: PeerKey, auditors: Collection[PeerKey], jury: Collection[PeerKey]) -> bool:
+    """Return whether a key's reports on an update of an author count."""
+    return key != author and (key in auditors or key in jury)
 
-    record: Digest
-    author: PeerKey
-    convicted: bool
-    refuted: tuple[PeerKey, ...]
+
+def accusers(reports: Iterable[Signed[WorkReport]], auditors: set[PeerKey]) -> set[PeerKey]:
+    """Return the auditors whose first report on an update, by a check that decides, says that it failed."""
+    first: dict[tuple[PeerKey, AuditCheck], bool] = {}
+    for report in reports:
+        if report.author in auditors and report.body.check in DECIDING:
+            first.setdefault((report.author, report.body.check), report.body.passed)
+    return {key for (key, _), passed in first.items() if not passed}
 
 
 def decide(
@@ -41,7 +52,6 @@ def decide(
     reports: Iterable[Signed[WorkReport]],
     stakes: Mapping[PeerKey, int],
     rule: AuditRule,
-    owner: PeerKey,
 ) -> AuditDecision | None:
     """Return the decision about an update of a record; None while there is none.
 
@@ -49,17 +59,15 @@ def decide(
     this update count, by its auditors, its jury and the owner. `stakes` are those at the record's parent.
     """
     digest, author = certificate.digest, update.author
-    auditors = {*draw_auditors(digest, update.digest, author, stakes, rule), owner} - {author}
-    jury = draw_jury(digest, update.digest, author, stakes, rule)
-    passed: dict[AuditCheck, dict[PeerKey, bool]] = {check: {} for check in DECIDING}
-    for report in reports:
-        body = report.body
-        about = (body.record, body.round, body.update) == (digest, certificate.record.body.round, update.digest)
-        if about and body.check in passed and (report.author in auditors or report.author in jury):
-            passed[body.check].setdefault(report.author, body.passed)
-    accusers = {key for found in passed.values() for key, fine in found.items() if not fine and key in auditors}
-    if len(accusers) < ACCUSERS:
+    auditors, jury = drawn_reporters(certificate, update, stakes, rule)
+    name = digest, certificate.record.body.round, update.digest
+    told = [r for r in reports if (r.body.record, r.body.round, r.body.update) == name]
+    if len(accusers(told, auditors)) < ACCUSERS:
         return None
+    passed: dict[AuditCheck, dict[PeerKey, bool]] = {check: {} for check in DECIDING}
+    for report in told:
+        if report.body.check in passed and may_report(report.author, author, auditors, jury):
+            passed[report.body.check].setdefault(report.author, report.body.passed)
     total = sum(stakes[key] for key in jury)
     for found in passed.values():
         for fine in (True, False):
@@ -67,62 +75,3 @@ def decide(
                 refuted = tuple(sorted(key for key, told in found.items() if told is not fine))
                 return AuditDecision(digest, author, not fine, refuted)
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class AuditPenalty:
-    """The cost of decisions to a key on a branch. Rounds are those of the records that carry what decided."""
-
-    stakeless_until: Round = Round(0)
-    """Its contributions to earlier rounds are no stake."""
-    void_until: Round = Round(0)
-    """Its contributions to earlier rounds are void, as far as they are pending."""
-    convictions: int = 0
-    barred_until: Round = Round(0)
-    """No record of an earlier round may list its updates."""
-
-
-@dataclass(frozen=True, slots=True)
-class AuditPenalties:
-    """The penalties of all keys after some records of a branch: one step of the fold for each decision."""
-
-    by_key: Mapping[PeerKey, AuditPenalty] = field(default_factory=dict)
-    decided: frozenset[tuple[Digest, PeerKey]] = frozenset()
-    """Updates (certificate digest, author) with a decision: it stands, whatever is reported later."""
-
-    def of(self, key: PeerKey) -> AuditPenalty:
-        """Return the penalty of a key; that of most is none."""
-        return self.by_key.get(key, AuditPenalty())
-
-    def after(self, decision: AuditDecision, round_: Round, rule: AuditRule) -> AuditPenalties:
-        """Return the penalties after a decision that a record of a round makes. A second on an update does nothing.
-
-        A conviction bars from the next round on: the first for `rule.bar_rounds`, each one after it for twice as long
-        as the last. One that comes while the key is barred is for work of before, and is part of the same conviction.
-        """
-        name = decision.record, decision.author
-        if name in self.decided:
-            return self
-        found, following = dict(self.by_key), Round(round_ + 1)
-        for key in decision.refuted:
-            old = self.of(key)
-            found[key] = AuditPenalty(following, old.void_until, old.convictions, old.barred_until)
-        if decision.convicted:
-            old = found.get(decision.author, AuditPenalty())
-            is_new = round_ >= old.barred_until
-            count = old.convictions + is_new
-            until = following + rule.bar_rounds * 2 ** min(count - 1, MAX_DOUBLINGS) if is_new else old.barred_until
-            found[decision.author] = AuditPenalty(following, following, count, Round(until))
-        return AuditPenalties(found, self.decided | {name})
-
-    def is_barred(self, key: PeerKey, round_: Round) -> bool:
-        """Return whether no record of a round may list an update of this key."""
-        return round_ < self.of(key).barred_until
-
-    def is_stake(self, key: PeerKey, round_: Round) -> bool:
-        """Return whether what a key contributed to a round may count as its stake."""
-        return round_ >= self.of(key).stakeless_until
-
-    def is_void(self, key: PeerKey, round_: Round) -> bool:
-        """Return whether what a key contributed to a round is void, if its credit is pending."""
-        return round_ < self.of(key).void_until

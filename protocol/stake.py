@@ -30,20 +30,23 @@ class StakeRule:
         """Return the stake, in windows, of every key that has some in the round after a record.
 
         Those are the weighed windows of the STAKE_ROUNDS rounds that end `hold_rounds` before it, on its branch. Those
-        that a verdict voids do not count, and the banned have none.
+        that a verdict voids do not count, nor those before a decision that cost the stake, and the banned have none.
         """
         newest = node.height - self.hold_rounds
         oldest = newest - STAKE_ROUNDS
         found: dict[PeerKey, int] = {}
+        penalties = node.penalties
         if oldest < 0:
-            found.update((key, self.founder_windows) for key in self.founders if self.founder_windows)
+            honest = [key for key in self.founders if not penalties.of(key).stakeless_until]
+            found.update((key, self.founder_windows) for key in honest if self.founder_windows)
         verdicts = VerdictWalk(self.hold_rounds)
         for above in node.branch():
             if above.height <= oldest or above.certificate is None:
                 break
             if above.height <= newest:
                 for key, windows in above.weighed.items():
-                    if not verdicts.is_voided(above.digest, Round(above.height - 1), key):
+                    round_ = Round(above.height - 1)
+                    if penalties.is_stake(key, round_) and not verdicts.is_voided(above.digest, round_, key):
                         found[key] = found.get(key, 0) + windows
             verdicts.pass_record(above.certificate.record.body)
         for key in node.directives.banned:

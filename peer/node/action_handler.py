@@ -97,6 +97,9 @@ class ActionHandler:
         assert self.trainer is not None
         self.trainer.move(action)
 
+    def audit_update(self, action: actions.AuditUpdate) -> None:
+        raise AssertionError("this node's machine was made without audits")
+
     def on_directives_changed(self, action: actions.DirectivesChanged) -> None:
         self.directives.handle(action)
 

@@ -71,6 +71,9 @@ class RoundEffects(Protocol):
     def move(self, action: actions.ApplyRecord | actions.SyncState) -> None:
         """Move the trainer to another state."""
 
+    def audit_update(self, action: actions.AuditUpdate) -> None:
+        """Make a check of an update. Only machines with `audits` ask for it."""
+
     def on_directives_changed(self, action: actions.DirectivesChanged) -> None:
         """Follow the directives in force."""
 
@@ -182,6 +185,8 @@ class RoundDriver:
                 effects.move(action)
             case actions.DirectivesChanged():
                 effects.on_directives_changed(action)
+            case actions.AuditUpdate():
+                effects.audit_update(action)
             case actions.Notice():
                 effects.notify(action)
             case actions.RunCompleted():

@@ -38,6 +38,7 @@ SWARM_KINDS = (
     "round-record",
     "shard-attestation",
     "vote",
+    "work-report",
     "finalization",
     "directive",
 )

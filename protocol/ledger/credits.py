@@ -76,6 +76,8 @@ class RoundCredits:
     lines: tuple[CreditLine, ...]
     verdicts: tuple[Verdict, ...] = ()
     rollback: Rollback | None = None
+    convicted: tuple[PeerKey, ...] = ()
+    """The authors that the record's decisions convict: all that is pending for them is void."""
 
     @property
     def tokens(self) -> int:
@@ -94,6 +96,7 @@ def credits_of(certificate: Certificate, rule: CreditRule) -> RoundCredits:
     return RoundCredits(
         record.round, certificate.digest, record.parent, record.base_state, record.loss, lines,
         () if directive is None else directive.verdicts, None if directive is None else directive.rollback,
+        tuple(d.author for d in record.decisions if d.convicted),
     )  # fmt: skip
 
 

@@ -6,10 +6,10 @@
     fold.balances[peer].settled.micro_credits
 
 No clock, disk or network, and integers only: the coordinator, its peers and auditors get the same. A line of credit is
-pending at first. A verdict that a later record carries voids it while it is pending; else it settles when `hold_rounds`
-more records are final, or the run has its tokens. After a rollback the next record is the child of an earlier one.
-Credit that was issued until then remains, and settles by the same count. Memory: the pending lines, a balance for each
-peer, and 40 bytes for each round.
+pending at first. A verdict or a conviction in a later record voids it while it is pending; else it settles when
+`hold_rounds` more records are final, or the run has its tokens. After a rollback the next record is the child of an
+earlier one. Credit that was issued until then remains, and settles by the same count. Memory: the pending lines, a
+balance for each peer, and 40 bytes for each round.
 """
 
 from __future__ import annotations
@@ -216,12 +216,13 @@ class CreditFold:
                 )
 
     def _void(self, credits: RoundCredits) -> list[tuple[int, int]]:
-        """Void the pending lines that a record's verdicts name; other verdicts do nothing."""
+        """Void the pending lines that a record's verdicts name, and all of those whom it convicts."""
         named = {(v.record, v.peer) for v in credits.verdicts}
         voided = []
-        for held in self._pending.values() if named else ():
+        for held in self._pending.values() if named or credits.convicted else ():
             for i, line in enumerate(held.lines):
-                if (held.record, line.peer) in named and i not in held.voided:
+                is_named = (held.record, line.peer) in named or line.peer in credits.convicted
+                if is_named and i not in held.voided:
                     held.voided.add(i)
                     self.balances[line.peer] = self.balances[line.peer].moved(line, "voided")
                     voided.append((held.number, i))

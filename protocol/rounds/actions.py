@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocol.ids import Digest, PeerKey, Round
-from protocol.messages import Certificate, Directive, Rollback, RoundRecord, Signed
+from protocol.messages import AuditCheck, Certificate, Directive, Rollback, RoundRecord, Signed
 from protocol.rounds.policy import RoundPolicy
 
 
@@ -193,6 +193,15 @@ class SyncState:
 
 
 @dataclass(frozen=True, slots=True)
+class AuditUpdate:
+    """Auditor: make a check of an update (header digest) of this record, if it can. Answered by `UpdateAudited`."""
+
+    certificate: Certificate
+    update: Digest
+    check: AuditCheck
+
+
+@dataclass(frozen=True, slots=True)
 class Notice:
     """Something for a person or a log: `level` is info, warning or error; `about` a peer, if it concerns one."""
 
@@ -240,6 +249,7 @@ Action = (
     | DirectivesChanged
     | ApplyRecord
     | SyncState
+    | AuditUpdate
     | Notice
     | RunCompleted
     | Finished

@@ -147,7 +147,7 @@ class Consensus:
             return
         if claimed:
             round_.refuse_contradictions()
-        if context.is_banned(author):
+        if context.is_excluded(author):
             round_.exclude(author)
         context.members.note_announced(author)
         if not listed:
@@ -318,7 +318,7 @@ class Consensus:
     def exclude_banned(self) -> None:
         """Leave banned authors out of the open round."""
         if self.round is not None:
-            for key in [k for k in self.round.headers if self._context.is_banned(k)]:
+            for key in [k for k in self.round.headers if self._context.is_excluded(k)]:
                 self.round.exclude(key)
 
     def pause_ended(self) -> None:
@@ -407,7 +407,9 @@ class Consensus:
         if attempt >= 1:
             listed = [h for h in listed if h.author == context.me or self._answers(round_, exchange, h.author, attempt)]
             listed = [h for h in listed if h.author == context.me or h.body.blob not in round_.disputed]
-        listed = self._without_surplus_struck(round_, listed)
+        reports, decisions = context.reports.to_include(round_.parent)
+        convicted = {d.author for d in decisions if d.convicted}
+        listed = self._without_surplus_struck(round_, [h for h in listed if h.author not in convicted])
         round_.begin_attempt(attempt)
         if not any(h.author == context.me for h in listed):
             return None
@@ -415,8 +417,9 @@ class Consensus:
         directive = context.chain.directive_to_include(round_.parent)
         weights = context.chain.weights(round_.parent, updates)
         body = RoundRecord(
-            context.run, round_.number, round_.parent, self._state(), attempt, updates, directive, weights
-        )
+            context.run, round_.number, round_.parent, self._state(), attempt, updates, directive, weights, reports,
+            decisions,
+        )  # fmt: skip
         record = context.signer.sign(body)
         round_.propose(record)
         context.emit(Broadcast(record))

@@ -18,6 +18,7 @@ from protocol.rounds.deadlines import Deadlines
 from protocol.rounds.members import Members
 from protocol.rounds.own_updates import OwnUpdates
 from protocol.rounds.policy import RoundPolicy
+from protocol.rounds.report_pool import ReportPool
 
 MAX_SYNC_PATH = 64
 """Rounds of which blobs are held before a move to another branch. If checkpoints are further apart, the driver fetches
@@ -56,6 +57,7 @@ class Context:
         self.members = Members(policy, self.me, self._chain_rank)
         self.blobs = BlobTracker(_blob_bound(policy), policy.heartbeat_seconds / 4)
         self.own = OwnUpdates(self.me)
+        self.reports = ReportPool(self.me, chain)
         self.deadlines = Deadlines(now)
         self.actions: list[Action] = []
         self._neutral = Directive(run, 0)
@@ -94,6 +96,10 @@ class Context:
             self._banned_by, self._banned = newest, frozenset(() if newest is None else newest.body.banned)
         return key in self._banned
 
+    def is_excluded(self, key: PeerKey) -> bool:
+        """Return whether a peer takes no part: it is banned, or barred after a conviction on the head's branch."""
+        return self.is_banned(key) or self.chain.is_barred(key, self.chain.head)
+
     def _chain_rank(self, key: PeerKey) -> int:
         """Return 2 for a peer with stake at the head, 1 for one with accepted work only, else 0: see `Members`."""
         chain = self.chain
@@ -102,7 +108,7 @@ class Context:
     @property
     def is_paused(self) -> bool:
         """True when the owner wants no update of ours."""
-        return self.directive.run_status != "running" or self.is_banned(self.me)
+        return self.directive.run_status != "running" or self.is_excluded(self.me)
 
     def emit(self, action: Action) -> None:
         self.actions.append(action)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocol.ids import Digest, PeerKey
-from protocol.messages import Certificate, Directive, Finalization, Signed
+from protocol.messages import AuditCheck, Certificate, Directive, Finalization, Score, Signed
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,16 @@ class ShardUnavailable:
 
 
 @dataclass(frozen=True, slots=True)
+class UpdateAudited:
+    """`AuditUpdate` is done: what the check measured."""
+
+    record: Digest
+    update: Digest
+    check: AuditCheck
+    scores: tuple[Score, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StateReached:
     """The trainer holds the state after `record` (the newest record of an `ApplyRecord` or `SyncState`)."""
 
@@ -144,6 +154,7 @@ Event = (
     | BlobUnavailable
     | ShardReduced
     | ShardUnavailable
+    | UpdateAudited
     | StateReached
     | SyncFailed
     | Leave

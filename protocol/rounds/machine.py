@@ -26,6 +26,7 @@ from protocol.messages import (
     Signed,
     UpdateHeader,
     Vote,
+    WorkReport,
 )
 from protocol.rounds import events as ev
 from protocol.rounds.actions import (
@@ -54,6 +55,7 @@ from protocol.rounds.retention import retained
 from protocol.rounds.round_state import RoundState
 from protocol.rounds.state_sync import StateSync
 from protocol.rounds.summary import Summary, summarise
+from protocol.rounds.work_auditor import WorkAuditor
 
 MAX_TURNS = 100
 """Maximum number of turns in a step: each turn of a correct machine decides or moves something."""
@@ -78,16 +80,19 @@ class RoundMachine:
         blob_size: int | Callable[[int], bool] | None = None,
         status: LocalStatus | None = None,
         assets: Set[Digest] = frozenset(),
+        audits: bool = False,
     ):
         """`chain` is loaded with what the store holds, and is the machine's from now on. Anybody may have `assets`.
 
         `blob_size` is the size in bytes of updates of the run's codec: a number, or a predicate; None accepts any size.
+        `audits`: the driver can make the checks of `AuditUpdate`.
         """
         accepts_size = blob_size if callable(blob_size) else (lambda size: blob_size in (None, size))
         self._context = Context(policy, run, signer, chain, observer, accepts_size, now)
         self._status = status or LocalStatus()
         self._sync = StateSync(self._context)
         self._consensus = Consensus(self._context, self._sync)
+        self._auditor = WorkAuditor(self._context, is_able=audits)
         self._directives = DirectiveGossip(self._context)
         self._departure = Departure(self._context)
         self._chain_sync = ChainSync(policy.max_members + 64, policy.heartbeat_seconds)
@@ -139,8 +144,6 @@ class RoundMachine:
         if status is not None:
             self._status = status
         match event:
-            case ev.Tick():
-                pass
             case ev.MessageReceived(message):
                 self._receive(message)
             case ev.CertificateReceived(certificate, source):
@@ -163,6 +166,8 @@ class RoundMachine:
                 self._add_own_certificate(self._consensus.shard_answered(event))
             case ev.BlobUnavailable(blob):
                 context.blobs.unavailable(blob, context.now)
+            case ev.UpdateAudited():
+                self._auditor.audited(event)
             case ev.StateReached(record, state):
                 self._state_reached(record, state)
             case ev.SyncFailed(record, reason, kept):
@@ -247,6 +252,7 @@ class RoundMachine:
         context = self._context
         found = context.members.sizes() | context.blobs.sizes() | context.own.sizes() | self._sync.sizes()
         found |= self._consensus.sizes() | self._chain_sync.sizes() | self._future.sizes() | self._directives.sizes()
+        found |= self._auditor.sizes()
         limits = context.chain.limits
         return found | {"records": (len(context.chain), limits.max_records + limits.max_side_records)}
 
@@ -263,7 +269,9 @@ class RoundMachine:
             self._receive_finalization(message)
         elif isinstance(body, Directive):
             self._receive_directive(message, None)
-        elif isinstance(body, UpdateHeader | RoundRecord) and context.is_banned(message.author):
+        elif isinstance(body, WorkReport):
+            self._auditor.receive(message)
+        elif isinstance(body, UpdateHeader | RoundRecord) and context.is_excluded(message.author):
             pass  # until a record carries the ban, updates of this peer count when others list them
         elif isinstance(body, UpdateHeader | RoundRecord | Vote | ShardAttestation):
             if isinstance(body, RoundRecord) and body.directive is not None:
@@ -282,7 +290,7 @@ class RoundMachine:
         if source == context.me:
             return
         self._directives.inform(source, beat)
-        if context.is_banned(source) or beat.admission and not context.members.add_heartbeat(message, context.now):
+        if context.is_excluded(source) or beat.admission and not context.members.add_heartbeat(message, context.now):
             return
         if (member := context.members.get(source)) is not None:
             self._sync.member_at(beat.head, member.since)
@@ -377,9 +385,19 @@ class RoundMachine:
             if twice is not None:
                 context.notify("warning", "equivocation", *twice)
             context.emit(StoreCertificate(certificate))
+            self._notify_decisions(certificate.record.body)
             self._hold_back_if_unsupported(certificate, head)
         self._close_dropped_round()
         return added
+
+    def _notify_decisions(self, record: RoundRecord) -> None:
+        """Tell people whom a record convicts, and what that costs."""
+        context = self._context
+        for decision in record.decisions:
+            name = "this peer" if decision.author == context.me else f"peer {decision.author.short}"
+            if decision.convicted:
+                text = f"{name} is convicted: a jury found that the update in record {decision.record.short} was not "
+                context.notify("warning", "convicted", text + "trained as it claims (docs/audits.md)", decision.author)
 
     def _close_dropped_round(self) -> None:
         """Close the round if its parent was cut off the tree, by a finalization or by the tree's bounds."""
@@ -517,6 +535,9 @@ class RoundMachine:
             decided = context.chain.certificate(parent)
             listed = decided.record.body.updates
             context.members.note_contributors(u.author for u in listed)
+            for decision in decided.record.body.decisions:
+                if decision.convicted:
+                    context.members.dismiss(decision.author)
             consensus.note_decided(decided)
             unused = consensus.blobs() - {u.body.blob for u in listed} - set(decided.shards)
             for action in context.blobs.forget(b for b in sorted(unused) if b not in context.own):
@@ -528,6 +549,7 @@ class RoundMachine:
         for message in self._future.pop(round_.number):
             if isinstance(message.body, Vote | ShardAttestation) or message.body.parent == parent:
                 self._add_own_certificate(consensus.receive(message))
+        self._auditor.round_begun(parent)
         self._departure.reached_total(context.chain.weight(parent))
         self._beat()
 

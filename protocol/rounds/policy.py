@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from protocol.audits import AuditRule
 from protocol.chain import ChainLimits
 from protocol.ids import PeerKey
 from protocol.messages import RoundChanges
@@ -36,6 +37,7 @@ class RoundPolicy:
     """Tokens of one window: the owner's changes are in tokens."""
 
     stake: StakeRule = StakeRule()
+    audit: AuditRule = AuditRule()
 
     @classmethod
     def of(cls, spec: RunSpec) -> RoundPolicy:
@@ -57,6 +59,7 @@ class RoundPolicy:
             exchange=ReducePlan.of(spec),
             window=window,
             stake=stake_rule(spec),
+            audit=AuditRule(owner=PeerKey.parse(spec.owner)),
         )
 
     def under(self, changes: RoundChanges) -> RoundPolicy:
@@ -76,6 +79,7 @@ class RoundPolicy:
             reduce_plan=self.exchange,
             window_tokens=self.window,
             stake=self.stake,
+            audit=self.audit,
         )
 
 

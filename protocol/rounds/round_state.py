@@ -155,6 +155,8 @@ class RoundState:
             return "it is from before the run was rolled back, or from after it"
         if header.author in self.chain.directives(self.parent).banned:
             return "the run's owner has banned its author"
+        if self.chain.is_barred(header.author, self.parent):
+            return "its author is barred after a conviction"
         if not accepts_size(body.blob_size):
             return f"a blob of {body.blob_size} bytes is no update of this run"
         return None

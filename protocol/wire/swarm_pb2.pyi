@@ -60,7 +60,7 @@ class UpdateHeader(_message.Message):
     def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., parent: _Optional[bytes] = ..., base_state: _Optional[bytes] = ..., first_window: _Optional[int] = ..., end_window: _Optional[int] = ..., inner_steps: _Optional[int] = ..., blob: _Optional[bytes] = ..., blob_size: _Optional[int] = ..., loss: _Optional[float] = ..., admission: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class RoundRecord(_message.Message):
-    __slots__ = ("run", "round", "parent", "base_state", "attempt", "updates", "directive", "weights")
+    __slots__ = ("run", "round", "parent", "base_state", "attempt", "updates", "directive", "weights", "reports", "decisions")
     RUN_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,8 @@ class RoundRecord(_message.Message):
     UPDATES_FIELD_NUMBER: _ClassVar[int]
     DIRECTIVE_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    REPORTS_FIELD_NUMBER: _ClassVar[int]
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
     run: bytes
     round: int
     parent: bytes
@@ -77,7 +79,21 @@ class RoundRecord(_message.Message):
     updates: _containers.RepeatedScalarFieldContainer[bytes]
     directive: bytes
     weights: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., parent: _Optional[bytes] = ..., base_state: _Optional[bytes] = ..., attempt: _Optional[int] = ..., updates: _Optional[_Iterable[bytes]] = ..., directive: _Optional[bytes] = ..., weights: _Optional[_Iterable[int]] = ...) -> None: ...
+    reports: _containers.RepeatedScalarFieldContainer[bytes]
+    decisions: _containers.RepeatedCompositeFieldContainer[AuditDecision]
+    def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., parent: _Optional[bytes] = ..., base_state: _Optional[bytes] = ..., attempt: _Optional[int] = ..., updates: _Optional[_Iterable[bytes]] = ..., directive: _Optional[bytes] = ..., weights: _Optional[_Iterable[int]] = ..., reports: _Optional[_Iterable[bytes]] = ..., decisions: _Optional[_Iterable[_Union[AuditDecision, _Mapping]]] = ...) -> None: ...
+
+class AuditDecision(_message.Message):
+    __slots__ = ("record", "author", "convicted", "refuted")
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    AUTHOR_FIELD_NUMBER: _ClassVar[int]
+    CONVICTED_FIELD_NUMBER: _ClassVar[int]
+    REFUTED_FIELD_NUMBER: _ClassVar[int]
+    record: bytes
+    author: bytes
+    convicted: bool
+    refuted: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, record: _Optional[bytes] = ..., author: _Optional[bytes] = ..., convicted: bool = ..., refuted: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Vote(_message.Message):
     __slots__ = ("run", "round", "record", "shards_digest")

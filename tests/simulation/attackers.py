@@ -13,6 +13,7 @@ from protocol.chain import Chain
 from protocol.errors import ChainError
 from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.messages import Certificate, Heartbeat, RoundRecord, Signed, UpdateHeader, Vote
+from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from tests.simulation.committee import part_of
 from tests.simulation.node import ADMISSION, Node
@@ -66,6 +67,10 @@ class Attacker(Node):
 
     def act(self) -> None:
         """Do what the strategy does beside its messages. Called twice a second by the first of the coalition."""
+
+    def audit_update(self, action: do.AuditUpdate) -> None:
+        if not self.betrays:
+            super().audit_update(action)
 
     def gives(self, blob: Digest, to: PeerKey) -> bool:
         """Give what it has to anybody: the coalition does not hide its updates from itself."""
@@ -269,6 +274,7 @@ class OverClaimer(Attacker):
 
     def step(self, event) -> None:
         if self.betrays and isinstance(event, ev.UpdateReady) and event.blob is not None:
+            self.world.fakes.add(event.blob)
             event = replace(event, end_window=event.first_window + self.world.policy.max_update_windows)
         super().step(event)
 
@@ -276,6 +282,22 @@ class OverClaimer(Attacker):
         if self.betrays and isinstance(message.body, Heartbeat) and message.author == self.key:
             message = self.signer.sign(replace(message.body, windows=self.world.policy.max_update_windows))
         super().broadcast(message)
+
+
+class LyingAuditor(OverClaimer):
+    """Claims the most, accuses all honest updates that it audits, and finds nothing wrong with its allies'.
+
+    `accuses`: else it only finds nothing wrong with its allies' updates.
+    """
+
+    def __init__(self, *args, accuses: bool = True, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.accuses = accuses
+
+    def audit_update(self, action: do.AuditUpdate) -> None:
+        author = self.audited_header(action).author
+        passed = not self.accuses or any(author == ally.key for ally in self.allies)
+        self.answer_audit(action, passed=passed if self.betrays else self.is_honest_work(action))
 
 
 class NeverVotes(Attacker):

@@ -10,7 +10,7 @@ from peer.node.events import EventQueue, NodeEvents
 from peer.node.round_timings import RoundTimings
 from protocol.chain import Chain, FinalizedConflict, UnknownParent
 from protocol.ids import Digest, PeerKey, sha256
-from protocol.messages import Certificate, Directive, Finalization, Signed
+from protocol.messages import Certificate, Directive, Finalization, Score, Signed, UpdateHeader
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from protocol.rounds.blobs import applied_blobs
@@ -30,6 +30,7 @@ RETRY = 0.1
 """Seconds until the next try after a refusal because the holder has not received our header yet."""
 
 CHAIN_DEADLINE = 2.0
+AUDIT_SECONDS = 0.5
 ADMISSION = b"admitted"
 
 
@@ -98,6 +99,7 @@ class Node:
         )
         self.machine = self.machine_type(
             w.policy, w.run, self.signer, chain, now=w.clock.now, observer=self.observer, blob_size=1000,
+            audits=w.audits,
         )  # fmt: skip
         self.tick_at = float("inf")
         self.trainer_record: Digest | None = None
@@ -223,6 +225,23 @@ class Node:
 
     def on_directives_changed(self, action: do.DirectivesChanged) -> None:
         self.trainer.order(self.world.clock.now, action.paused, action.policy.max_update_windows)
+
+    def audit_update(self, action: do.AuditUpdate) -> None:
+        """Make the check in half a second, and tell the truth: fakes fail it."""
+        self.answer_audit(action, passed=self.is_honest_work(action))
+
+    def is_honest_work(self, action: do.AuditUpdate) -> bool:
+        """Return whether the update to audit was trained as it claims."""
+        return self.audited_header(action).body.blob not in self.world.fakes
+
+    def audited_header(self, action: do.AuditUpdate) -> Signed[UpdateHeader]:
+        return next(u for u in action.certificate.record.body.updates if u.digest == action.update)
+
+    def answer_audit(self, action: do.AuditUpdate, *, passed: bool) -> None:
+        event = ev.UpdateAudited(
+            action.certificate.digest, action.update, action.check, (Score("work", float(passed), 0.5),)
+        )
+        self.world.clock.after(AUDIT_SECONDS, self.later, self.incarnation, event)
 
     def notify(self, action: do.Notice) -> None:
         self.world.report(self, action)

@@ -27,10 +27,12 @@ class Siege:
 
     def __init__(
         self, attackers: Sequence[Make], *, honest: int = 4, seed: int = 1, begins: float = 40.0,
-        seconds: float = 80.0, finals: int | None = None, **policy,
+        seconds: float = 80.0, finals: int | None = None, audits: bool = False, **policy,
     ):  # fmt: skip
         peers = honest + len(attackers)
-        self.world = World(seed, peers, Weather(delay=0.03, jitter=0.01), policy=policy_for(peers, **policy))
+        self.world = World(
+            seed, peers, Weather(delay=0.03, jitter=0.01), policy=policy_for(peers, **policy), audits=audits
+        )
         for _ in range(honest):
             self.world.add(Node, speed=2.0)
         for make in attackers:

@@ -16,6 +16,7 @@ from protocol.messages import (
     Signed,
     UpdateHeader,
     Vote,
+    WorkReport,
     shards_digest,
 )
 
@@ -26,7 +27,7 @@ def number(value: int) -> bytes:
 
 LABELS = {
     Heartbeat: b"Heartbeat", Goodbye: b"Goodbye", UpdateHeader: b"Header", RoundRecord: b"Record", Vote: b"Vote",
-    Finalization: b"Final", Directive: b"Directive", ShardAttestation: b"Reduced",
+    Finalization: b"Final", Directive: b"Directive", ShardAttestation: b"Reduced", WorkReport: b"Report",
 }  # fmt: skip
 """Labels that begin digests of each kind. Proposer order follows from digests, so another label is another seed."""
 
@@ -47,6 +48,7 @@ class FakeSigner:
             case RoundRecord():
                 content = (body.parent, number(body.attempt), *(u.digest for u in body.updates))
                 content += (body.directive.digest,) if body.directive is not None else ()
+                content += tuple(r.digest for r in body.reports) + tuple(d.record for d in body.decisions)
             case Vote():
                 content = (body.record, number(body.round), body.shards_digest or b"")
             case Finalization():
@@ -55,6 +57,8 @@ class FakeSigner:
                 content = (repr(astuple(body)).encode(),)
             case ShardAttestation():
                 content = (body.record, number(body.shard), body.blob or b"", *body.missing)
+            case WorkReport():
+                content = (body.record, body.update, body.check.encode(), bytes([body.passed]))
             case _:
                 raise TypeError(f"the simulator signs no {type(body).__name__}")
         digest = Digest(sha256(LABELS[type(body)], self.key, *content))

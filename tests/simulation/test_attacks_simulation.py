@@ -9,7 +9,9 @@ from functools import cache, partial
 
 import pytest
 
-from protocol.ids import Digest
+from protocol.audits import AuditRule
+from protocol.ids import Digest, PeerKey
+from protocol.messages import AuditDecision
 from protocol.record_node import RecordNode
 from protocol.rounds.consensus import Consensus
 from protocol.stake import StakeRule
@@ -18,6 +20,7 @@ from tests.simulation.attackers import (
     Deserter,
     EarlyCertifier,
     FrontRunner,
+    LyingAuditor,
     NeverVotes,
     OverClaimer,
     SiblingMaker,
@@ -172,13 +175,39 @@ def test_a_list_of_keys_that_nobody_knows_slows_no_round():
 # -- share: claims are believed up to a limit --------------------------------------------------------------------
 
 
-@pytest.mark.xfail(
-    reason="weights may double each round, and no audit finds out whether the work was done", strict=True
-)
+def decisions_of(siege: Siege) -> list[AuditDecision]:
+    """Return the decisions of audits that the chain of the first honest peer carries."""
+    chain = siege.world.honest[0].machine.chain
+    return [d for c in chain.path(chain.root, chain.head) for d in c.record.body.decisions]
+
+
+def keys(siege: Siege, *, honest: bool) -> set[PeerKey]:
+    return {node.key for node in siege.world.nodes if node.honest is honest}
+
+
 @pytest.mark.parametrize("honest, attackers, late", [(4, 1, False), (5, 2, False), (4, 2, True)])
 def test_the_largest_claims_get_no_more_than_their_share(honest, attackers, late):
-    damage = Siege([partial(OverClaimer, late=late)] * attackers, honest=honest).run()
-    check_share(damage, attackers / (honest + attackers))
+    siege = Siege([partial(OverClaimer, late=late)] * attackers, honest=honest, audits=True)
+    check_share(siege.run(), attackers / (honest + attackers))
+    assert {d.author for d in decisions_of(siege) if d.convicted} == keys(siege, honest=False)
+
+
+@pytest.mark.parametrize("accuses", [True, False])
+@pytest.mark.parametrize("honest, attackers", [(4, 1), (4, 2), (4, 3)])
+def test_auditors_that_lie_convict_nobody_and_save_no_ally(honest, attackers, accuses):
+    siege = Siege([partial(LyingAuditor, accuses=accuses)] * attackers, honest=honest, audits=True)
+    check_share(siege.run(), attackers / (honest + attackers))
+    decisions = decisions_of(siege)
+    assert {d.author for d in decisions if d.convicted} == keys(siege, honest=False)
+    assert not [d for d in decisions if set(d.refuted) & keys(siege, honest=True)]
+
+
+def test_without_attackers_audits_decide_nothing_and_slow_no_round():
+    siege = Siege([], honest=5, audits=True)
+    check_pace(siege.run(), usual(5), 1.05)
+    chain = siege.world.honest[0].machine.chain
+    reports = [r.body for c in chain.path(chain.root, chain.head) for r in c.record.body.reports]
+    assert reports and all(r.passed for r in reports) and not decisions_of(siege)
 
 
 # -- controls: without the rule the checker says so, and the threshold is where it should be -------------------
@@ -214,3 +243,17 @@ def test_without_support_lone_records_keep_others_out(monkeypatch):
     damage = Siege([partial(SiblingMaker, count=100)]).run()
     with pytest.raises(Broken, match="is listed in"):
         check_listed(damage, 0.9)
+
+
+@pytest.mark.parametrize("honest, attackers, late", [(4, 1, False), (5, 2, False), (4, 2, True)])
+def test_without_audits_the_largest_claims_get_most_of_the_windows(honest, attackers, late):
+    with pytest.raises(Broken, match=r"got (8|9)\d% of the windows"):
+        check_share(
+            Siege([partial(OverClaimer, late=late)] * attackers, honest=honest).run(), attackers / (honest + attackers)
+        )
+
+
+def test_where_the_jury_is_one_key_two_auditors_that_lie_convict_the_honest():
+    siege = Siege([LyingAuditor] * 3, honest=4, audits=True, audit=AuditRule(jury=1))
+    siege.run()
+    assert {d.author for d in decisions_of(siege) if d.convicted} & keys(siege, honest=True)

@@ -41,11 +41,21 @@ class World:
     progress_every = 0.5
 
     def __init__(
-        self, seed: int, peers: int, weather: Weather | None = None, *, policy: RoundPolicy | None = None, verbose=False
+        self,
+        seed: int,
+        peers: int,
+        weather: Weather | None = None,
+        *,
+        policy: RoundPolicy | None = None,
+        verbose=False,
+        audits: bool = False,
     ):
         self.seed = seed
         self.rng = random.Random(seed)
         self.verbose = verbose
+        self.audits = audits
+        """Peers make the checks that they are drawn for."""
+
         self.clock = Clock()
         self.network = Network(self.clock, random.Random(seed * 7 + 1), weather or Weather())
         self.run = RunId(sha256(b"run", bytes(str(seed), "ascii")))
@@ -57,6 +67,8 @@ class World:
         self.contents: dict[Digest, frozenset[int]] = {}
         """The windows that each blob carries."""
         self.bad_blobs: set[Digest] = set()
+        self.fakes: set[Digest] = set()
+        """Updates that were not trained as they claim: a check of them finds it out."""
         self.records: dict[Digest, Certificate] = {}
         """Every record that anybody certified, by the name that the chain gives it."""
         self.wrong_states: set[Digest] = set()

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protocol.audit_penalties import MAX_DOUBLINGS, AuditPenalties
 from protocol.audits import AuditRule, draw_auditors, draw_jury
 from protocol.ids import Digest, PeerKey, Round, sha256
-from protocol.messages import AuditCheck, Score, Signed, WorkReport
-from protocol.report_rule import MAX_DOUBLINGS, AuditDecision, AuditPenalties, decide
+from protocol.messages import AuditCheck, AuditDecision, Score, Signed, WorkReport
+from protocol.report_rule import decide
 from tests.support.audited import RUN, certificate, key
 
-RULE, OWNER, LIAR = AuditRule(), key("owner"), key("liar")
+OWNER, LIAR = key("owner"), key("liar")
+RULE = AuditRule(jury=5, owner=OWNER)
 STAKES = {LIAR: 100} | {key(n): 100 + n for n in range(12)}
-RECORD = certificate("a", {LIAR: 10, key(0): 10})
+# A record whose draw of five jurors has neither the author nor one of the auditors.
+RECORD = next(
+    record
+    for record in (certificate(n, {LIAR: 10, key(0): 10}) for n in range(1000))
+    for update in record.record.body.updates
+    if update.author == LIAR
+    and not {LIAR, *draw_auditors(record.digest, update.digest, LIAR, STAKES, RULE)}
+    & {*draw_jury(record.digest, update.digest, STAKES, RULE)}
+)
 UPDATE = next(u for u in RECORD.record.body.updates if u.author == LIAR)
-DRAWN = (RECORD.digest, UPDATE.digest, LIAR, STAKES, RULE)
-AUDITORS, JURY = draw_auditors(*DRAWN), draw_jury(*DRAWN)
+AUDITORS = draw_auditors(RECORD.digest, UPDATE.digest, LIAR, STAKES, RULE)
+JURY = draw_jury(RECORD.digest, UPDATE.digest, STAKES, RULE)
 OUTSIDER = next(k for k in STAKES if k not in (*AUDITORS, *JURY, LIAR))
 
 
@@ -38,7 +49,7 @@ def fine(by: Iterable[PeerKey], check: AuditCheck = "replay") -> list[Signed[Wor
 
 
 def decided(*reports: Iterable[Signed[WorkReport]]) -> AuditDecision | None:
-    return decide(RECORD, UPDATE, [r for some in reports for r in some], STAKES, RULE, OWNER)
+    return decide(RECORD, UPDATE, [r for some in reports for r in some], STAKES, RULE)
 
 
 def convicted(*refuted: PeerKey) -> AuditDecision:
@@ -82,11 +93,12 @@ def test_an_appeal_decides_before_a_replay_and_costs_who_replayed_nothing():
     assert decided(failed(AUDITORS), failed(JURY), fine(JURY[:3], "appeal")) == acquitted()
 
 
-def test_a_swarm_without_a_jury_convicts_nobody():
-    few = dict(list(STAKES.items())[:4])
-    drawn = draw_auditors(RECORD.digest, UPDATE.digest, LIAR, few, RULE)
-    assert len(drawn) == 3
-    assert decide(RECORD, UPDATE, failed([*drawn, OWNER]), few, RULE, OWNER) is None
+def test_in_a_small_swarm_all_with_stake_are_the_jury_and_the_author_has_no_say():
+    rule, few = replace(RULE, jury=64), {LIAR: 100, key(0): 100, key(1): 101}
+    both = [key(0), key(1)]
+    assert decide(RECORD, UPDATE, failed(both), few, rule) == convicted()
+    assert decide(RECORD, UPDATE, [*failed(both), *fine([LIAR])], few, rule) == convicted()
+    assert decide(RECORD, UPDATE, failed(both), few | {LIAR: 201}, rule) is None  # half of all stake is no majority
 
 
 REPORTS = st.lists(
@@ -108,38 +120,49 @@ def test_no_half_of_the_jury_decides(reports):
     assert all(told[k] is outcome.convicted for k in outcome.refuted) and LIAR not in outcome.refuted
 
 
+@given(REPORTS, st.sets(st.sampled_from([k for k in STAKES if k != LIAR]), max_size=5), st.booleans())
+def test_less_than_half_of_the_stake_decides_nothing_of_a_small_swarm(reports, coalition, lie):
+    # All others say the opposite: five of thirteen keys with about as much stake each.
+    rule = replace(RULE, jury=64)
+    theirs = [r for r in reports if r.author in coalition] + [report(k, passed=lie) for k in sorted(coalition)]
+    honest = [report(k, passed=not lie) for k in STAKES if k not in coalition and k != LIAR]
+    outcome = decide(RECORD, UPDATE, [*theirs, *honest], STAKES, rule)
+    assert outcome is None or outcome.convicted is lie
+
+
 def verdict(name: object, *refuted: PeerKey, convicted: bool = True) -> AuditDecision:
     return AuditDecision(Digest(sha256(str(name).encode())), LIAR, convicted, refuted)
+
+
+BAR = RULE.bar_rounds
 
 
 def test_each_conviction_bars_twice_as_long_as_the_one_before():
     penalties, round_ = AuditPenalties(), Round(5)
     for count in range(MAX_DOUBLINGS + 3):
-        penalties = penalties.after(verdict(count), round_, RULE)
+        penalties = penalties.after(verdict(count), round_, BAR)
         until = penalties.of(LIAR).barred_until
-        assert until == round_ + 1 + RULE.bar_rounds * 2 ** min(count, MAX_DOUBLINGS)
+        assert until == round_ + 1 + BAR * 2 ** min(count, MAX_DOUBLINGS)
         assert penalties.is_barred(LIAR, Round(until - 1)) and not penalties.is_barred(LIAR, until)
-        assert penalties.is_void(LIAR, round_) and not penalties.is_stake(LIAR, round_)
-        assert penalties.is_stake(LIAR, Round(round_ + 1)) and not penalties.is_void(LIAR, Round(round_ + 1))
+        assert not penalties.is_stake(LIAR, round_) and penalties.is_stake(LIAR, Round(round_ + 1))
         assert penalties.of(LIAR).convictions == count + 1
         round_ = until
 
 
-def test_work_of_before_a_bar_is_part_of_the_same_conviction_and_a_decision_stands():
-    once = AuditPenalties().after(verdict("a"), Round(5), RULE)
-    again = once.after(verdict("b"), Round(6), RULE)
+def test_work_of_before_a_bar_is_part_of_the_same_conviction():
+    once = AuditPenalties().after(verdict("a"), Round(5), BAR)
+    again = once.after(verdict("b"), Round(6), BAR)
     assert again.of(LIAR).convictions == 1 and again.of(LIAR).barred_until == once.of(LIAR).barred_until
-    assert once.after(verdict("a", key(1), convicted=False), Round(6), RULE) == once
 
 
-def test_a_refuted_auditor_loses_its_stake_and_keeps_its_credit():
-    after = AuditPenalties().after(verdict("a", key(1), convicted=False), Round(5), RULE)
+def test_a_refuted_auditor_loses_its_stake_and_is_not_barred():
+    after = AuditPenalties().after(verdict("a", key(1), convicted=False), Round(5), BAR)
     assert not after.is_stake(key(1), Round(5)) and after.is_stake(key(1), Round(6))
-    assert not after.is_void(key(1), Round(0)) and not after.is_barred(key(1), Round(6))
+    assert not after.is_barred(key(1), Round(6))
     assert after.is_stake(LIAR, Round(0)) and not after.is_barred(LIAR, Round(6))
 
 
 def test_a_refuted_liar_stays_barred():
-    once = AuditPenalties().after(verdict("a"), Round(5), RULE)
+    once = AuditPenalties().after(verdict("a"), Round(5), BAR)
     other = AuditDecision(Digest(sha256(b"other")), key(1), False, (LIAR,))
-    assert once.after(other, Round(9), RULE).of(LIAR).barred_until == once.of(LIAR).barred_until
+    assert once.after(other, Round(9), BAR).of(LIAR).barred_until == once.of(LIAR).barred_until

@@ -1,0 +1,60 @@
+"""What decisions of audits cost their keys: the stake, pending credit, and rounds in which they are barred. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from protocol.ids import PeerKey, Round
+from protocol.messages import AuditDecision
+
+MAX_DOUBLINGS = 16
+"""The bars of a key double no more often: 64 rounds are then four million."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuditPenalty:
+    """The cost of decisions to a key on a branch. Rounds are those of the records that carry what decided."""
+
+    stakeless_until: Round = Round(0)
+    """Its contributions to earlier rounds are no stake."""
+    convictions: int = 0
+    barred_until: Round = Round(0)
+    """No record of an earlier round may list its updates."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuditPenalties:
+    """The penalties of all keys after some records of a branch: one step of the fold for each decision."""
+
+    by_key: Mapping[PeerKey, AuditPenalty] = field(default_factory=dict)
+
+    def of(self, key: PeerKey) -> AuditPenalty:
+        """Return the penalty of a key; that of most is none."""
+        return self.by_key.get(key, AuditPenalty())
+
+    def after(self, decision: AuditDecision, round_: Round, bar_rounds: int) -> AuditPenalties:
+        """Return the penalties after a decision that a record of a round states.
+
+        A conviction bars from the next round on: the first for `bar_rounds`, each one after it for twice as long
+        as the last. One that comes while the key is barred is for work of before, and is part of the same conviction.
+        """
+        found, following = dict(self.by_key), Round(round_ + 1)
+        for key in decision.refuted:
+            old = self.of(key)
+            found[key] = AuditPenalty(following, old.convictions, old.barred_until)
+        if decision.convicted:
+            old = found.get(decision.author, AuditPenalty())
+            is_new = round_ >= old.barred_until
+            count = old.convictions + is_new
+            until = following + bar_rounds * 2 ** min(count - 1, MAX_DOUBLINGS) if is_new else old.barred_until
+            found[decision.author] = AuditPenalty(following, count, Round(until))
+        return AuditPenalties(found)
+
+    def is_barred(self, key: PeerKey, round_: Round) -> bool:
+        """Return whether no record of a round may list an update of this key."""
+        return round_ < self.of(key).barred_until
+
+    def is_stake(self, key: PeerKey, round_: Round) -> bool:
+        """Return whether what a key contributed to a round may count as its stake."""
+        return round_ >= self.of(key).stakeless_until

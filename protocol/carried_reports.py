@@ -1,0 +1,116 @@
+"""The work reports and decisions that a record may carry, by what its branch carries already. Pure.
+
+A record carries a report while the update's credit is pending: up to `hold_rounds` rounds after its own. Each is by a
+key that was drawn for it, or the owner, and a branch carries one of a key, update and check. A record states the
+decisions that follow, no others, as it states weights: so credit can be folded from certificates alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+
+from protocol.audits import AuditRule
+from protocol.ids import Digest, PeerKey
+from protocol.messages import AuditDecision, Certificate, RoundRecord, Signed, UpdateHeader, WorkReport
+from protocol.record_node import RecordNode
+from protocol.report_rule import ACCUSERS, accusers, decide, drawn_reporters, may_report
+
+StakesAt = Callable[[RecordNode], Mapping[PeerKey, int]]
+
+
+@dataclass(slots=True)
+class _AuditedUpdate:
+    """An update that reports are about, the stakes at its record's parent, and what the branch carries on it."""
+
+    certificate: Certificate
+    update: Signed[UpdateHeader]
+    stakes: Mapping[PeerKey, int]
+    reports: list[Signed[WorkReport]] = field(default_factory=list)
+    is_decided: bool = False
+
+
+class CarriedReports:
+    """What the records up to one of them carry on updates whose credit is pending after it."""
+
+    def __init__(self, parent: RecordNode, hold_rounds: int, rule: AuditRule, stakes_at: StakesAt):
+        self._branch = tuple(islice(parent.branch(), hold_rounds))
+        self._rule = rule
+        self._stakes_at = stakes_at
+        self._found: dict[tuple[Digest, Digest], _AuditedUpdate | None] = {}
+
+    def report_refusal(self, report: Signed[WorkReport]) -> str | None:
+        """Return why the next record may not carry a report; None when it may."""
+        body, audited = report.body, self._audited(report)
+        if audited is None:
+            return "it is about no update whose credit is pending here"
+        if audited.is_decided:
+            return "a jury has decided about its update"
+        auditors, jury = drawn_reporters(audited.certificate, audited.update, audited.stakes, self._rule)
+        if not may_report(report.author, audited.update.author, auditors, jury):
+            return f"{report.author.short} was not drawn to report on its update"
+        if any((r.author, r.body.check) == (report.author, body.check) for r in audited.reports):
+            return f"a record before carries what {report.author.short} has reported by this check"
+        return None
+
+    def decisions(self, reports: Iterable[Signed[WorkReport]]) -> tuple[AuditDecision, ...]:
+        """Return the decisions that follow if the next record carries these reports, in the order of a record."""
+        added: dict[tuple[Digest, Digest], list[Signed[WorkReport]]] = {}
+        for report in reports:
+            added.setdefault((report.body.record, report.body.update), []).append(report)
+        found = []
+        for new in added.values():
+            audited = self._audited(new[0])
+            if audited is not None and not audited.is_decided:
+                told = [*audited.reports, *new]
+                found.append(decide(audited.certificate, audited.update, told, audited.stakes, self._rule))
+        return tuple(sorted((d for d in found if d is not None), key=lambda d: (d.record, d.author)))
+
+    def jury_of_accused(self, report: Signed[WorkReport], others: Iterable[Signed[WorkReport]]) -> tuple[PeerKey, ...]:
+        """Return the jury of a report's update, if two auditors accuse it here or in `others`; else nobody."""
+        audited = self._audited(report)
+        if audited is None or audited.is_decided:
+            return ()
+        auditors, jury = drawn_reporters(audited.certificate, audited.update, audited.stakes, self._rule)
+        told = [*audited.reports, *others]
+        return jury if len(accusers(told, auditors)) >= ACCUSERS else ()
+
+    def record_refusal(self, record: RoundRecord) -> str | None:
+        """Return why the reports and decisions of a record do not follow here; None when they do."""
+        for report in record.reports:
+            if (reason := self.report_refusal(report)) is not None:
+                return f"it carries a report of {report.author.short}: {reason}"
+        if record.decisions != self.decisions(record.reports):
+            return "it states other decisions than those that follow from the reports"
+        for decision in record.decisions:
+            if decision.convicted and decision.author in record.contributors:
+                return f"it lists an update of {decision.author.short}, whom it convicts"
+        return None
+
+    def _audited(self, report: Signed[WorkReport]) -> _AuditedUpdate | None:
+        name = report.body.record, report.body.update
+        if name not in self._found:
+            self._found[name] = self._find(report)
+        audited = self._found[name]
+        right = audited is not None and audited.certificate.record.body.round == report.body.round
+        return audited if right else None
+
+    def _find(self, report: Signed[WorkReport]) -> _AuditedUpdate | None:
+        record, update = report.body.record, report.body.update
+        newer: list[RoundRecord] = []
+        for node in self._branch:
+            if node.certificate is None or node.parent is None:
+                return None
+            body = node.certificate.record.body
+            if node.digest == record:
+                header = next((u for u in body.updates if u.digest == update), None)
+                if header is None:
+                    return None
+                audited = _AuditedUpdate(node.certificate, header, self._stakes_at(node.parent))
+                for later in reversed(newer):
+                    audited.reports += [r for r in later.reports if r.body.update == update and r.body.record == record]
+                    audited.is_decided |= any((d.record, d.author) == (record, header.author) for d in later.decisions)
+                return audited
+            newer.append(body)
+        return None

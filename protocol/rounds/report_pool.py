@@ -1,0 +1,58 @@
+"""Work reports that no record carries yet, for the records that this peer proposes."""
+
+from __future__ import annotations
+
+from protocol.chain import Chain
+from protocol.ids import Digest, PeerKey
+from protocol.message_codec import report_place
+from protocol.messages import MAX_REPORTS, AuditDecision, Signed, WorkReport
+
+MAX_POOLED = 1024
+
+
+class ReportPool:
+    """Reports that a record after the chain's head may carry: bounded, and only by keys that were drawn for them."""
+
+    def __init__(self, me: PeerKey, chain: Chain):
+        self._me = me
+        self._chain = chain
+        self._reports: dict[tuple[bytes, bytes, bytes, str], Signed[WorkReport]] = {}
+
+    def add(self, report: Signed[WorkReport]) -> bool:
+        """Add a report. Return whether it is new, and may be carried."""
+        place = report_place(report)
+        if place in self._reports or len(self._reports) >= MAX_POOLED:
+            return False
+        if self._chain.reports_after(self._chain.head).report_refusal(report) is not None:
+            return False
+        self._reports[place] = report
+        return True
+
+    def prune(self) -> None:
+        """Drop what no record after the head may carry: it is carried, late, or of another branch."""
+        following = self._chain.reports_after(self._chain.head)
+        self._reports = {p: r for p, r in self._reports.items() if following.report_refusal(r) is None}
+
+    def by(self, key: PeerKey) -> list[Signed[WorkReport]]:
+        """Return the reports of a key."""
+        return [report for report in self._reports.values() if report.author == key]
+
+    def about(self, record: Digest, update: Digest) -> list[Signed[WorkReport]]:
+        """Return the reports about an update of a record."""
+        return [r for r in self._reports.values() if (r.body.record, r.body.update) == (record, update)]
+
+    def to_include(self, parent: Digest) -> tuple[tuple[Signed[WorkReport], ...], tuple[AuditDecision, ...]]:
+        """Return the reports that a record of ours after `parent` carries, and the decisions that follow.
+
+        Those that convict us are for others to carry: the convicted cannot be in the record.
+        """
+        following = self._chain.reports_after(parent)
+        reports = [r for _, r in sorted(self._reports.items()) if following.report_refusal(r) is None]
+        decisions = following.decisions(reports)
+        mine = {d.record for d in decisions if d.convicted and d.author == self._me}
+        reports = [r for r in reports if r.body.record not in mine][:MAX_REPORTS]
+        return tuple(reports), following.decisions(reports)
+
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Return the size and the bound of each container."""
+        return {"work reports": (len(self._reports), MAX_POOLED)}
