@@ -32,7 +32,7 @@ class _AuditedUpdate:
 
 
 class CarriedReports:
-    """What the records up to one of them carry on updates whose credit is pending after it."""
+    """The reports and decisions that a branch carries up to a record, on updates whose credit is pending after it."""
 
     def __init__(self, parent: RecordNode, hold_rounds: int, rule: AuditRule, stakes_at: StakesAt):
         self._branch = tuple(islice(parent.branch(), hold_rounds))

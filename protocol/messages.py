@@ -171,7 +171,7 @@ class WorkReport:
 
 @dataclass(frozen=True, slots=True)
 class AuditDecision:
-    """What a jury decided about the update of `author` in a record (certificate digest).
+    """The decision of a jury about the update of `author` in a record (certificate digest).
 
     `refuted`: the keys, ascending, that reported the opposite by the same check.
     """

@@ -1,8 +1,8 @@
 """The rule by which work reports convict the author of an update, or cost their own authors the stake. Pure.
 
 Two failed replays or appeals by different auditors accuse. More than half of the stake of a jury convicts, with failed
-reports of its own; as much stake with passed ones acquits. The jury is up to 64 keys, drawn by the certificate digest:
-of fewer keys it is all, so who has less than half of the stake neither convicts nor acquits anybody. An appeal
+reports of its own; as much stake with passed ones acquits. The jury is up to 64 keys, drawn by the certificate digest,
+or all that have stake. So less than half of the stake neither convicts nor acquits anybody. An appeal
 decides before a replay, since it sees more. Loss checks choose what is replayed and decide nothing. A report of
 the opposite of what a jury decided, by the same check, costs its author the stake: that keeps auditors honest.
 """

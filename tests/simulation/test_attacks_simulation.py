@@ -190,6 +190,8 @@ def test_the_largest_claims_get_no_more_than_their_share(honest, attackers, late
     siege = Siege([partial(OverClaimer, late=late)] * attackers, honest=honest, audits=True)
     check_share(siege.run(), attackers / (honest + attackers))
     assert {d.author for d in decisions_of(siege) if d.convicted} == keys(siege, honest=False)
+    told = {(by, r.about) for _, by, r in siege.world.reports if r.kind == "convicted"}
+    assert {(node.index, key) for node in siege.world.honest for key in keys(siege, honest=False)} <= told
 
 
 @pytest.mark.parametrize("accuses", [True, False])

@@ -47,7 +47,7 @@ class World:
         weather: Weather | None = None,
         *,
         policy: RoundPolicy | None = None,
-        verbose=False,
+        verbose: bool = False,
         audits: bool = False,
     ):
         self.seed = seed

@@ -31,6 +31,7 @@ from protocol.merkle import CHUNK, blob_digest, leaf_hash, tree_hash
 from protocol.message_codec import KINDS, KeySigner, encode_certificate
 from protocol.messages import (
     Admission,
+    AuditDecision,
     Certificate,
     Directive,
     Finalization,
@@ -186,6 +187,17 @@ WEIGHED = KeySigner(PEERS[1]).sign(dataclasses.replace(FIRST.record.body, weight
 """Two of its updates weigh otherwise than they claim; the last has a backlog."""
 
 SCORES = (Score("mean", 0.97, 0.6), Score("worst quarter", -0.0, 0.0))
+REPORTS = tuple(
+    KeySigner(p).sign(WorkReport(RUN, Round(0), FIRST.digest, FIRST.record.body.updates[0].digest, "replay", SCORES))
+    for p in PEERS[1:3]
+)
+JUDGED = KeySigner(PEERS[1]).sign(
+    dataclasses.replace(
+        SECOND.record.body, updates=SECOND.record.body.updates[1:2], reports=REPORTS,
+        decisions=(AuditDecision(FIRST.digest, PEERS[0].key, True, (PEERS[3].key,)),),
+    )
+)  # fmt: skip
+"""It carries two reports, and a decision that they alone would not make: that is for the chain to check."""
 
 DIRECTIVE = Directive(
     RUN, 1_700_000_000_000, "paused", 1_700_000_000, "moving house", tuple(p.key for p in PEERS[:2]), Round(7),
@@ -208,6 +220,7 @@ def _signed() -> list[Signed[Any]]:
         header(PEERS[1], digest("parent"), 3, loss=-0.0, epoch=2),
         FIRST.record,
         WEIGHED,
+        JUDGED,
         FIRST.votes[0],
         SECOND.votes[1],
         peer.sign(ShardAttestation(RUN, Round(1), SECOND.record.digest, 1, digest("shard 1"))),
@@ -291,6 +304,19 @@ def _refused() -> list[dict[str, str]]:
 def _refused_lists() -> Iterator[tuple[str, str, bytes]]:
     """Yield kind, reason and envelope of records and directives with lists that break a rule."""
     record = wire.Envelope.FromString(FIRST.record.encoded).payload
+    for why, changes in {
+        "work reports in descending order": {"reports": [r.encoded for r in reversed(REPORTS)]},
+        "a work report twice": {"reports": [REPORTS[0].encoded] * 2},
+        "two decisions about one update": {"decisions": 2 * [{"record": FIRST.digest, "author": PEERS[0].key}]},
+        "a key refuted twice": {
+            "decisions": [{"record": FIRST.digest, "author": PEERS[0].key, "refuted": [PEERS[3].key] * 2}]
+        },
+    }.items():
+        m = wire.RoundRecord.FromString(wire.Envelope.FromString(JUDGED.encoded).payload)
+        m.ClearField("reports")
+        m.ClearField("decisions")
+        m.MergeFrom(wire.RoundRecord(**changes))
+        yield "round-record", why, seal(PEERS[1], "round-record", m.SerializeToString(deterministic=True)).encoded
     for why, weights in {
         "weights that are what the updates claim": (10, 10, 10),
         "a weight of 0": (10, 0, 10),

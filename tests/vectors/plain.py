@@ -81,8 +81,9 @@ FIELDS: dict[str, list[tuple[int, str, str]]] = {
     "round-record": [
         (1, "run", "bytes"), (2, "round", "int"), (3, "parent", "bytes"), (4, "base_state", "bytes"),
         (5, "attempt", "int"), (6, "updates", "list"), (7, "directive", "bytes"),
-        (8, "weights", "varints"),
+        (8, "weights", "varints"), (9, "reports", "list"), (10, "decisions", "decisions"),
     ],
+    "decision": [(1, "record", "bytes"), (2, "author", "bytes"), (3, "convicted", "int"), (4, "refuted", "list")],
     "vote": [(1, "run", "bytes"), (2, "round", "int"), (3, "record", "bytes"), (4, "shards_digest", "bytes")],
     "shard-attestation": [
         (1, "run", "bytes"), (2, "round", "int"), (3, "record", "bytes"), (4, "shard", "int"), (5, "blob", "bytes"),
@@ -147,6 +148,8 @@ def _field(number: int, form: str, value: Any) -> bytes:
             return b"".join(_sized(number, payload("verdict", v)) for v in value)
         case "scores":
             return b"".join(_sized(number, payload("score", v)) for v in value)
+        case "decisions":
+            return b"".join(_sized(number, payload("decision", v)) for v in value)
         case "list":
             return b"".join(_sized(number, bytes.fromhex(v)) for v in value)
         case "texts":
