@@ -1,4 +1,4 @@
-"""The cost of decisions of audits to their keys: the stake, pending credit, and rounds in which they are barred. Pure."""
+"""The cost of an audit's decision to its keys: the stake, and rounds in which they are barred. Pure."""
 
 from __future__ import annotations
 
