@@ -111,13 +111,14 @@ def draw_by_stake(
     falls.
     """
     left = {key: stakes[key] for key in sorted(stakes) if stakes[key] > 0 and key not in without}
+    total = sum(left.values())
     drawn: list[PeerKey] = []
     while left and len(drawn) < count:
-        at = int.from_bytes(sha256(seed, len(drawn).to_bytes(4, "little")), "little") % sum(left.values())
+        at = int.from_bytes(sha256(seed, len(drawn).to_bytes(4, "little")), "little") % total
         for key, stake in left.items():
             if at < stake:
                 drawn.append(key)
                 break
             at -= stake
-        del left[drawn[-1]]
+        total -= left.pop(drawn[-1])
     return tuple(drawn)

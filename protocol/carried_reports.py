@@ -15,20 +15,27 @@ from protocol.audits import AuditRule
 from protocol.ids import Digest, PeerKey
 from protocol.messages import AuditDecision, Certificate, RoundRecord, Signed, UpdateHeader, WorkReport
 from protocol.record_node import RecordNode
-from protocol.report_rule import ACCUSERS, accusers, decide, drawn_reporters, may_report
+from protocol.report_rule import ACCUSERS, accusers, decide, drawn_reporters
 
 StakesAt = Callable[[RecordNode], Mapping[PeerKey, int]]
 
 
 @dataclass(slots=True)
 class _AuditedUpdate:
-    """An update that reports are about, the stakes at its record's parent, and what the branch carries on it."""
+    """An update that reports are about, those drawn for it with the owner, and what the branch carries on it."""
 
     certificate: Certificate
     update: Signed[UpdateHeader]
     stakes: Mapping[PeerKey, int]
+    auditors: set[PeerKey]
+    jury: tuple[PeerKey, ...]
     reports: list[Signed[WorkReport]] = field(default_factory=list)
     is_decided: bool = False
+
+    @property
+    def is_accused(self) -> bool:
+        """True once the branch carries two auditors' accusations."""
+        return len(accusers(self.reports, self.auditors)) >= ACCUSERS
 
 
 class CarriedReports:
@@ -47,9 +54,12 @@ class CarriedReports:
             return "it is about no update whose credit is pending here"
         if audited.is_decided:
             return "a jury has decided about its update"
-        auditors, jury = drawn_reporters(audited.certificate, audited.update, audited.stakes, self._rule)
-        if not may_report(report.author, audited.update.author, auditors, jury):
+        if report.author == audited.update.author:
+            return "its author is the update's"
+        if report.author not in audited.auditors and report.author not in audited.jury:
             return f"{report.author.short} was not drawn to report on its update"
+        if report.author not in audited.auditors and not audited.is_accused:
+            return "a juror reports when records carry two accusations"
         if any((r.author, r.body.check) == (report.author, body.check) for r in audited.reports):
             return f"a record before carries what {report.author.short} has reported by this check"
         return None
@@ -67,14 +77,10 @@ class CarriedReports:
                 found.append(decide(audited.certificate, audited.update, told, audited.stakes, self._rule))
         return tuple(sorted((d for d in found if d is not None), key=lambda d: (d.record, d.author)))
 
-    def jury_of_accused(self, report: Signed[WorkReport], others: Iterable[Signed[WorkReport]]) -> tuple[PeerKey, ...]:
-        """Return the jury of a report's update, if two auditors accuse it here or in `others`; else nobody."""
+    def jury_of(self, report: Signed[WorkReport]) -> tuple[PeerKey, ...]:
+        """Return the jury of a report's update, once it has a case to judge; else nobody."""
         audited = self._audited(report)
-        if audited is None or audited.is_decided:
-            return ()
-        auditors, jury = drawn_reporters(audited.certificate, audited.update, audited.stakes, self._rule)
-        told = [*audited.reports, *others]
-        return jury if len(accusers(told, auditors)) >= ACCUSERS else ()
+        return audited.jury if audited is not None and audited.is_accused and not audited.is_decided else ()
 
     def record_refusal(self, record: RoundRecord) -> str | None:
         """Return why the reports and decisions of a record do not follow here; None when they do."""
@@ -107,7 +113,9 @@ class CarriedReports:
                 header = next((u for u in body.updates if u.digest == update), None)
                 if header is None:
                     return None
-                audited = _AuditedUpdate(node.certificate, header, self._stakes_at(node.parent))
+                stakes = self._stakes_at(node.parent)
+                drawn = drawn_reporters(node.certificate, header, stakes, self._rule)
+                audited = _AuditedUpdate(node.certificate, header, stakes, *drawn)
                 for later in reversed(newer):
                     audited.reports += [r for r in later.reports if r.body.update == update and r.body.record == record]
                     audited.is_decided |= any((d.record, d.author) == (record, header.author) for d in later.decisions)

@@ -422,8 +422,11 @@ class Chain:
 
     def is_barred(self, author: PeerKey, parent: Digest) -> bool:
         """Return whether no record after this one may list an update of a key. Raises ChainError."""
-        node = self._node(parent)
-        return node.penalties.is_barred(author, Round(node.height))
+        return self._node(parent).height < self.barred_until(author, parent)
+
+    def barred_until(self, author: PeerKey, record: Digest) -> Round:
+        """Return the first round in which a record may list a key again; 0 if none convicted it. Raises ChainError."""
+        return self._node(record).penalties.of(author).barred_until
 
     def is_reduced_after(self, parent: Digest) -> bool:
         """Return whether the round after a record is reduced, not gathered."""

@@ -9,7 +9,7 @@ the opposite of what a jury decided, by the same check, costs its author the sta
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from protocol.audits import AuditRule, draw_auditors, draw_jury
 from protocol.ids import PeerKey
@@ -30,11 +30,6 @@ def drawn_reporters(
     owner = set() if rule.owner is None else {rule.owner}
     auditors = {*draw_auditors(record, update.digest, author, stakes, rule), *owner} - {author}
     return auditors, draw_jury(record, update.digest, stakes, rule)
-
-
-def may_report(key: PeerKey, author: PeerKey, auditors: Collection[PeerKey], jury: Collection[PeerKey]) -> bool:
-    """Return whether a key's reports on an update of an author count."""
-    return key != author and (key in auditors or key in jury)
 
 
 def accusers(reports: Iterable[Signed[WorkReport]], auditors: set[PeerKey]) -> set[PeerKey]:
@@ -64,9 +59,10 @@ def decide(
     told = [r for r in reports if (r.body.record, r.body.round, r.body.update) == name]
     if len(accusers(told, auditors)) < ACCUSERS:
         return None
+    drawn = {*auditors, *jury} - {author}
     passed: dict[AuditCheck, dict[PeerKey, bool]] = {check: {} for check in DECIDING}
     for report in told:
-        if report.body.check in passed and may_report(report.author, author, auditors, jury):
+        if report.body.check in passed and report.author in drawn:
             passed[report.body.check].setdefault(report.author, report.body.passed)
     total = sum(stakes[key] for key in jury)
     for found in passed.values():

@@ -385,19 +385,23 @@ class RoundMachine:
             if twice is not None:
                 context.notify("warning", "equivocation", *twice)
             context.emit(StoreCertificate(certificate))
-            self._notify_decisions(certificate.record.body)
+            self._notify_decisions(certificate)
             self._hold_back_if_unsupported(certificate, head)
         self._close_dropped_round()
         return added
 
-    def _notify_decisions(self, record: RoundRecord) -> None:
+    def _notify_decisions(self, certificate: Certificate) -> None:
         """Tell people whom a record convicts, and what that costs."""
         context = self._context
-        for decision in record.decisions:
-            name = "this peer" if decision.author == context.me else f"peer {decision.author.short}"
-            if decision.convicted:
-                text = f"{name} is convicted: a jury found that the update in record {decision.record.short} was not "
-                context.notify("warning", "convicted", text + "trained as it claims (docs/audits.md)", decision.author)
+        for decision in certificate.record.body.decisions:
+            if decision.convicted and certificate.digest in context.chain:
+                key, until = decision.author, context.chain.barred_until(decision.author, certificate.digest)
+                name = "this peer" if key == context.me else f"peer {key.short}"
+                text = (
+                    f"{name} is convicted: by a jury's replays its update in record {decision.record.short} was not "
+                    f"trained as it claims. Its stake and pending credit are lost, and it is barred until round {until}"
+                )
+                context.notify("warning", "convicted", text, key)
 
     def _close_dropped_round(self) -> None:
         """Close the round if its parent was cut off the tree, by a finalization or by the tree's bounds."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey
 from protocol.message_codec import report_place
@@ -19,12 +21,19 @@ class ReportPool:
         self._reports: dict[tuple[bytes, bytes, bytes, str], Signed[WorkReport]] = {}
 
     def add(self, report: Signed[WorkReport]) -> bool:
-        """Add a report. Return whether it is new, and may be carried."""
+        """Add a report. Return whether it is new, and may be carried.
+
+        In a full pool the key with the most reports makes room for others: it will repeat what is dropped.
+        """
         place = report_place(report)
-        if place in self._reports or len(self._reports) >= MAX_POOLED:
+        if place in self._reports or self._chain.reports_after(self._chain.head).report_refusal(report) is not None:
             return False
-        if self._chain.reports_after(self._chain.head).report_refusal(report) is not None:
-            return False
+        if len(self._reports) >= MAX_POOLED:
+            counts = Counter(r.author for r in self._reports.values())
+            author, most = counts.most_common(1)[0]
+            if most <= counts[report.author] + 1:
+                return False
+            del self._reports[next(p for p, r in self._reports.items() if r.author == author)]
         self._reports[place] = report
         return True
 
@@ -37,20 +46,22 @@ class ReportPool:
         """Return the reports of a key."""
         return [report for report in self._reports.values() if report.author == key]
 
-    def about(self, record: Digest, update: Digest) -> list[Signed[WorkReport]]:
-        """Return the reports about an update of a record."""
-        return [r for r in self._reports.values() if (r.body.record, r.body.update) == (record, update)]
-
     def to_include(self, parent: Digest) -> tuple[tuple[Signed[WorkReport], ...], tuple[AuditDecision, ...]]:
         """Return the reports that a record of ours after `parent` carries, and the decisions that follow.
 
-        Those that convict us are for others to carry: the convicted cannot be in the record.
+        Of many, the first of each key go before any key's second. Those that convict us are for others to carry: the
+        convicted cannot be in the record.
         """
         following = self._chain.reports_after(parent)
-        reports = [r for _, r in sorted(self._reports.items()) if following.report_refusal(r) is None]
-        decisions = following.decisions(reports)
-        mine = {d.record for d in decisions if d.convicted and d.author == self._me}
-        reports = [r for r in reports if r.body.record not in mine][:MAX_REPORTS]
+        turns: Counter[PeerKey] = Counter()
+        ranked = []
+        for place, report in sorted(self._reports.items()):
+            if following.report_refusal(report) is None:
+                turns[report.author] += 1
+                ranked.append((turns[report.author], place, report))
+        reports = [r for _, _, r in sorted(ranked, key=lambda item: item[:2])[:MAX_REPORTS]]
+        mine = {d.record for d in following.decisions(reports) if d.convicted and d.author == self._me}
+        reports = sorted((r for r in reports if r.body.record not in mine), key=report_place)
         return tuple(reports), following.decisions(reports)
 
     def sizes(self) -> dict[str, tuple[int, int]]:

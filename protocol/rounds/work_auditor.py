@@ -28,8 +28,7 @@ class WorkAuditor:
 
     def receive(self, report: Signed[WorkReport]) -> None:
         """Take in a report of anybody."""
-        if self._context.reports.add(report):
-            self._judge(report)
+        self._context.reports.add(report)
 
     def round_begun(self, parent: Digest) -> None:
         """Make the checks of the record before the round that are ours, and repeat reports that no record carries."""
@@ -45,8 +44,10 @@ class WorkAuditor:
             if context.me in audit.auditors:
                 for check in audit.checks:
                     self._ask(parent, audit.update, check)
+        following = chain.reports_after(parent)
         for report in certificate.record.body.reports:
-            self._judge(report)
+            if context.me in following.jury_of(report):
+                self._ask(report.body.record, report.body.update, "replay")
 
     def audited(self, event: UpdateAudited) -> None:
         """Report what a check measured. An update that fails a loss check is replayed."""
@@ -61,15 +62,6 @@ class WorkAuditor:
             self._ask(event.record, event.update, "replay")
         if context.reports.add(report):
             context.emit(Broadcast(report))
-            self._judge(report)
-
-    def _judge(self, report: Signed[WorkReport]) -> None:
-        """Replay the update of a report if two auditors accuse it, and we are drawn for its jury."""
-        context, body = self._context, report.body
-        if self._is_able and body.record in context.chain:
-            following = context.chain.reports_after(context.chain.head)
-            if context.me in following.jury_of_accused(report, context.reports.about(body.record, body.update)):
-                self._ask(body.record, body.update, "replay")
 
     def _ask(self, record: Digest, update: Digest, check: AuditCheck) -> None:
         if (record, update, check) not in self._asked:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from protocol.audits import AuditRule, draw_auditors, draw_jury
+from protocol.audits import AuditRule, draw_auditors
 from protocol.chain import Chain, ChainLimits
 from protocol.errors import ChainError
 from protocol.ids import Digest, PeerKey, Round, sha256
@@ -20,6 +22,8 @@ from protocol.messages import (
     UpdateHeader,
     WorkReport,
 )
+from protocol.rounds import report_pool
+from protocol.rounds.report_pool import ReportPool
 from protocol.stake import StakeRule
 from tests.simulation.signer import FakeSigner, certificate
 from tests.support.empty_chain import KEYS, OWNER, RUN, STATE
@@ -75,44 +79,14 @@ def report(
     )
 
 
-def test_reports_by_most_of_the_stake_convict_and_the_convicted_lose_everything():
-    branch = Branch()
+def accused(branch: Branch) -> tuple[Certificate, list[PeerKey], list[PeerKey]]:
+    """Return a record whose update by LIAR two auditors accuse in the next one; these two, and the others."""
     record = branch.chain.certificate(branch.chain.head)
-    first = branch.add(*(report(record, key) for key in OTHERS[:3]))
-    assert first.record.body.decisions == () and len(first.record.body.reports) == 3
-    assert branch.chain.stakes(branch.chain.head)[LIAR]
-    second = branch.add(*(report(record, key) for key in OTHERS[3:]))
-    assert second.record.body.decisions == (AuditDecision(record.digest, LIAR, True),)
-    assert LIAR not in second.record.body.contributors and branch.chain.is_barred(LIAR, branch.chain.head)
-    for _ in range(HOLD + 1):
-        assert LIAR not in branch.chain.stakes(branch.chain.head)
-        branch.add()
-    fold = CreditFold(RUN, rule := CreditRule(6, 10**9, 16, HOLD))
-    for made in branch.chain.path(branch.chain.root, branch.chain.head):
-        fold.add(credits_of(made, rule))
-    kept, others = fold.balances[LIAR], fold.balances[OTHERS[0]]
-    voided = kept.voided.rounds
-    assert kept.pending.rounds == 0 and voided == HOLD and kept.settled.rounds > 0  # settled credit stays
-    assert others.voided.rounds == 0
-
-
-def test_an_acquittal_costs_the_accusers_their_stake():
-    branch = Branch()
-    record = branch.chain.certificate(branch.chain.head)
-    digest, update = record.digest, update_of(record)
-    stakes, rule = branch.chain.stakes(record.record.body.parent), branch.chain.limits.audit
-    assert set(draw_jury(digest, update.digest, stakes, rule)) == set(KEYS)
-    first, second, _ = draw_auditors(digest, update.digest, LIAR, stakes, rule)
-    fine = [report(record, key, passed=True) for key in OTHERS if key not in (first, second)]
-    made = branch.add(report(record, first), report(record, second), *fine)
-    assert made.record.body.decisions == ()  # three of six: the author has no say in its own case
-    branch = Branch()
-    fine = [report(record, key, passed=True) for key in OTHERS if key != first]
-    made = branch.add(report(record, first), report(record, OWNER.key), *fine)
-    refuted = tuple(sorted((first, OWNER.key)))
-    assert made.record.body.decisions == (AuditDecision(digest, LIAR, False, refuted),)
-    assert first not in branch.chain.stakes(branch.chain.head) and LIAR in branch.chain.stakes(branch.chain.head)
-    assert not branch.chain.is_barred(first, branch.chain.head)
+    update, stakes = update_of(record), branch.chain.stakes(record.record.body.parent)
+    drawn = draw_auditors(record.digest, update.digest, LIAR, stakes, branch.chain.limits.audit)
+    made = branch.add(*(report(record, key) for key in drawn[:2]))
+    assert made.record.body.decisions == () and len(made.record.body.reports) == 2
+    return record, list(drawn[:2]), [key for key in OTHERS if key not in drawn[:2]]
 
 
 @pytest.fixture
@@ -126,29 +100,63 @@ def refusal(branch: Branch, made: Certificate) -> str:
     return str(found.value)
 
 
+def test_reports_by_most_of_the_stake_convict_and_the_convicted_lose_everything(branch):
+    chain = branch.chain
+    record, _, jurors = accused(branch)
+    assert chain.stakes(chain.head)[LIAR]
+    made = branch.add(*(report(record, key) for key in jurors))
+    assert made.record.body.decisions == (AuditDecision(record.digest, LIAR, True),)
+    assert LIAR not in made.record.body.contributors and chain.is_barred(LIAR, chain.head)
+    for _ in range(HOLD + 1):
+        assert LIAR not in chain.stakes(chain.head)
+        branch.add()
+    fold = CreditFold(RUN, rule := CreditRule(6, 10**9, 16, HOLD))
+    for made in chain.path(chain.root, chain.head):
+        fold.add(credits_of(made, rule))
+    balance = fold.balances[LIAR]
+    assert (balance.pending.rounds, balance.voided.rounds) == (0, HOLD) and balance.settled.rounds > 0
+    assert fold.balances[OTHERS[0]].voided.rounds == 0
+
+
+def test_half_of_the_stake_decides_nothing_and_more_acquits_and_takes_the_accusers_stake(branch):
+    chain = branch.chain
+    record, accusers, jurors = accused(branch)
+    made = branch.add(*(report(record, key, passed=True) for key in jurors))
+    assert made.record.body.decisions == ()  # three of six: the author has no say in its own case
+    branch = Branch()
+    chain = branch.chain
+    first = accusers[0]
+    branch.add(report(record, first), report(record, OWNER.key))
+    made = branch.add(*(report(record, key, passed=True) for key in OTHERS if key != first))
+    refuted = tuple(sorted((first, OWNER.key)))
+    assert made.record.body.decisions == (AuditDecision(record.digest, LIAR, False, refuted),)
+    assert first not in chain.stakes(chain.head) and LIAR in chain.stakes(chain.head)
+    assert not chain.is_barred(first, chain.head) and chain.barred_until(LIAR, chain.head) == 0
+
+
 def test_reports_that_are_late_foreign_repeated_or_by_others_are_refused(branch):
     chain = branch.chain
     record = chain.certificate(chain.head)
-    branch.add(report(record, OTHERS[0]))
+    assert "two accusations" in refusal(branch, branch.record(*(report(record, key) for key in OTHERS), decisions=()))
+    record, accusers, jurors = accused(branch)
     cases = {
-        "carries what": report(record, OTHERS[0], passed=True),
+        "carries what": report(record, accusers[0], passed=True),
         "was not drawn": report(record, PeerKey(sha256(b"a stranger"))),
+        "its author is the update's": report(record, LIAR, passed=True),
         "no update whose credit is pending": report(chain.certificate(chain.main_chain_at(2)), OTHERS[0]),
     }
     for reason, told in cases.items():
         assert reason in refusal(branch, branch.record(told, decisions=()))
-    assert "was not drawn" in refusal(branch, branch.record(report(record, LIAR, passed=True), decisions=()))
-    wrong = report(record, OTHERS[1]).body
+    right = report(record, jurors[0]).body
     for changed in (
-        WorkReport(RUN, Round(wrong.round - 1), wrong.record, wrong.update, "replay", wrong.scores),
-        WorkReport(RUN, wrong.round, wrong.record, Digest(sha256(b"other")), "replay", wrong.scores),
-        WorkReport(RUN, wrong.round, Digest(sha256(b"other")), wrong.update, "replay", wrong.scores),
+        replace(right, round=Round(right.round - 1)),
+        replace(right, update=Digest(sha256(b"other"))),
+        replace(right, record=Digest(sha256(b"other"))),
     ):
-        made = branch.record(FakeSigner(OTHERS[1]).sign(changed), decisions=())
+        made = branch.record(FakeSigner(jurors[0]).sign(changed), decisions=())
         assert "no update whose credit is pending" in refusal(branch, made)
-    branch.add(report(record, OTHERS[1]), report(record, OTHERS[0], check="appeal"))
-    branch.add(*(report(record, key) for key in OTHERS[2:]))
-    late = report(record, OTHERS[1], check="appeal")
+    branch.add(*(report(record, key) for key in jurors))
+    late = report(record, accusers[0], check="appeal")
     assert "has decided" in refusal(branch, branch.record(late, decisions=()))
 
 
@@ -156,13 +164,13 @@ def test_a_report_is_carried_until_its_update_settles(branch):
     record = branch.chain.certificate(branch.chain.head)
     for _ in range(HOLD - 1):
         branch.add()
-    branch.add(report(record, OTHERS[0]))
-    assert "is pending" in refusal(branch, branch.record(report(record, OTHERS[1]), decisions=()))
+    branch.add(report(record, OWNER.key))
+    assert "is pending" in refusal(branch, branch.record(report(record, OWNER.key, check="appeal"), decisions=()))
 
 
 def test_a_record_states_exactly_the_decisions_that_follow(branch):
-    record = branch.chain.certificate(branch.chain.head)
-    told = [report(record, key) for key in OTHERS]
+    record, _, jurors = accused(branch)
+    told = [report(record, key) for key in jurors]
     for wrong in (
         (), (AuditDecision(record.digest, LIAR, False),), (AuditDecision(record.digest, LIAR, True, (OTHERS[0],)),),
         (AuditDecision(record.digest, LIAR, True), AuditDecision(record.digest, OTHERS[0], True)),
@@ -173,21 +181,33 @@ def test_a_record_states_exactly_the_decisions_that_follow(branch):
 
 
 def test_the_convicted_are_in_no_record_while_they_are_barred(branch):
-    record = branch.chain.certificate(branch.chain.head)
-    told = [report(record, key) for key in OTHERS]
+    record, _, jurors = accused(branch)
     chain, parent = branch.chain, branch.chain.head
-    made = branch.record(*told)
+    made = branch.record(*(report(record, key) for key in jurors))
     with_liar = branch.record()
     listed = tuple(sorted((*made.record.body.updates, update_of(with_liar)), key=lambda u: u.author))
-    body = made.record.body
-    both = RoundRecord(
-        RUN, body.round, parent, STATE, 0, listed, None, chain.weights(parent, listed), body.reports, body.decisions
-    )
+    both = replace(made.record.body, updates=listed, weights=chain.weights(parent, listed))
     assert "whom it convicts" in refusal(branch, certificate(FakeSigner(LIAR).sign(both), [u.author for u in listed]))
     assert chain.add(made)
-    first = chain.next_window(LIAR, chain.head)
-    header = FakeSigner(LIAR).sign(
-        UpdateHeader(RUN, chain.height(chain.head), chain.head, STATE, first, first + 1, 1, STATE, 9, 1.0, b"")
-    )
-    lone = RoundRecord(RUN, chain.height(chain.head), chain.head, STATE, 0, (header,))
+    first, number = chain.next_window(LIAR, chain.head), chain.height(chain.head)
+    body = UpdateHeader(RUN, number, chain.head, STATE, first, first + 1, 1, STATE, 9, 1.0, b"")
+    lone = RoundRecord(RUN, number, chain.head, STATE, 0, (FakeSigner(LIAR).sign(body),))
     assert "is barred" in refusal(branch, certificate(FakeSigner(LIAR).sign(lone), [LIAR]))
+
+
+def test_a_full_pool_makes_room_for_who_has_few_reports_and_they_go_first(branch, monkeypatch):
+    monkeypatch.setattr(report_pool, "MAX_POOLED", 6)
+    monkeypatch.setattr(report_pool, "MAX_REPORTS", 2)
+    chain, pool = branch.chain, ReportPool(OTHERS[4], branch.chain)
+    records = [chain.certificate(chain.main_chain_at(chain.height(chain.head) - n)) for n in range(HOLD)]
+    by_owner = [report(r, OWNER.key, check=check) for r in records for check in ("replay", "appeal")]
+    assert [pool.add(told) for told in by_owner] == 6 * [True] + 2 * [False]
+    assert not pool.add(by_owner[0]) and not pool.add(report(records[0], PeerKey(sha256(b"a stranger"))))
+    stakes = chain.stakes(records[0].record.body.parent)
+    drawn = draw_auditors(records[0].digest, update_of(records[0]).digest, LIAR, stakes, chain.limits.audit)
+    assert pool.add(report(records[0], drawn[0])) and len(pool.by(OWNER.key)) == 5
+    included, decisions = pool.to_include(chain.head)
+    assert {r.author for r in included} == {OWNER.key, drawn[0]} and decisions == ()
+    branch.add(*included)
+    pool.prune()
+    assert len(pool.by(OWNER.key)) == 4 and not pool.by(drawn[0])
