@@ -262,6 +262,17 @@ class Chain:
         other = self._node(b)
         return next(node.digest for node in self._node(a).branch() if self._descends(other, node))
 
+    def branch_start(self, record: Digest) -> Digest:
+        """Return the first record after the newest fork on the way to a record; without a fork, the record itself.
+
+        Quarantined branches are no fork. Raises ChainError.
+        """
+        for node in self._undecided(self._node(record)):
+            beside = () if node.parent is None else node.parent.children
+            if any(c is not node and c.digest not in self._quarantined for c in beside):
+                return node.digest
+        return record
+
     def path(self, after: Digest, to: Digest) -> tuple[Certificate, ...]:
         """Return the certificates after one record up to a descendant of it, oldest first. Raises ChainError."""
         start = self._node(after)

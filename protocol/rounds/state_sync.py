@@ -376,7 +376,8 @@ class StateSync:
         context.notify("warning", "apply-failed", text)
         if head not in chain or head == chain.root:
             return
-        culprit, tries, good = head, MAX_FAILED_MOVES, self._last_good
+        # Without a place to return to, the fault may be anywhere on the branch: the head before it would fail as well.
+        culprit, tries, good = chain.branch_start(head), MAX_FAILED_MOVES, self._last_good
         if good is not None and good in chain and good != head:
             # There is a place to return to: at once when that is another branch, which may be a liar's.
             fork = chain.common_ancestor(good, head)

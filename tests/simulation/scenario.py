@@ -172,8 +172,8 @@ class Scenario:
                 if self.late:
                     self.late.pop().boot()
             case "drift":
-                # A wrong state is noticed by comparison: not by a peer that is alone.
-                node.drifts = not world.network.cut and len(world.honest) >= 3
+                # A wrong state is noticed by comparison: not by a peer that is alone, or has half of the stake.
+                node.drifts = not world.network.cut and len(world.honest) >= 3 and not has_half_of_the_stake(node)
         self.changed = world.clock.now
 
     def _stop_faults(self) -> None:
@@ -237,3 +237,9 @@ class Scenario:
                 if whole:
                     found.append(group)
         return found
+
+
+def has_half_of_the_stake(node: Node) -> bool:
+    """Return whether the others cannot outweigh a node on the chain's head."""
+    stakes = node.machine.chain.stakes(node.machine.chain.head)
+    return 0 < sum(stakes.values()) <= 2 * stakes.get(node.key, 0)

@@ -718,3 +718,18 @@ def test_founders_count_as_if_they_had_just_contributed_when_a_run_begins():
     chain = new(stake=StakeRule(2, (KEYS[5],), 7))
     alone = [c.digest for c in line(chain, chain.genesis, 0, 5, 0)]
     assert chain.count_backed(alone) == 0
+
+
+def test_a_branch_starts_after_the_newest_fork_that_is_open():
+    chain = new()
+    common = line(chain, chain.genesis, 0, 2, 0)[-1].digest
+    ours = line(chain, common, 2, 3, 0)
+    assert chain.branch_start(ours[-1].digest) == ours[-1].digest  # no fork: the record itself
+    theirs = line(chain, common, 2, 1, 1)
+    assert chain.branch_start(ours[-1].digest) == ours[0].digest
+    assert chain.branch_start(theirs[-1].digest) == theirs[0].digest
+    chain.quarantine(theirs[0].digest)
+    assert chain.branch_start(ours[-1].digest) == ours[-1].digest
+    chain.release(theirs[0].digest)
+    chain.add_finalization(final(ours[0]))
+    assert chain.branch_start(ours[-1].digest) == ours[-1].digest
