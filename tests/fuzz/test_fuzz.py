@@ -6,12 +6,13 @@ import os
 import random
 import signal
 import time
+import tracemalloc
 
 import pytest
 
 from tests.fuzz import harness
 from tests.fuzz.harness import Parser, run
-from tests.fuzz.mutation import mutate_bytes
+from tests.fuzz.mutation import MAX_GROWN, mutate_bytes, mutate_json
 from tests.fuzz.parsers import all_parsers
 
 SEED = 1
@@ -39,6 +40,15 @@ def test_an_input_follows_from_seed_parser_and_number():
     for parser in PARSERS.values():
         assert parser.input(7, 3) == parser.input(7, 3)
     assert len({PARSERS["messages"].input(7, n) for n in range(50)}) > 40
+
+
+def test_an_input_that_grows_again_and_again_takes_no_more_than_a_parser_may():
+    rng, data = random.Random(3), b"[" + b"0," * 200_000 + b"0]"
+    tracemalloc.start()
+    for _ in range(40):
+        assert len(mutate_json(rng, data)) <= MAX_GROWN
+    assert tracemalloc.get_traced_memory()[1] < 200 * 2**20
+    tracemalloc.stop()
 
 
 # -- negative controls ------------------------------------------------------------------------------------------
