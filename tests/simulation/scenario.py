@@ -240,6 +240,8 @@ class Scenario:
 
 
 def has_half_of_the_stake(node: Node) -> bool:
-    """Return whether the others cannot outweigh a node on the chain's head."""
+    """Return whether the others cannot outweigh a live node on its chain's head."""
+    if not node.alive:
+        return False
     stakes = node.machine.chain.stakes(node.machine.chain.head)
     return 0 < sum(stakes.values()) <= 2 * stakes.get(node.key, 0)
