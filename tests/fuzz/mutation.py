@@ -141,7 +141,7 @@ def _changed(rng: random.Random, value: Any) -> Any:
             case 0:
                 return value[:at]
             case 1:
-                # What is larger than an input may be would be cut again, after it took gigabytes.
+                # A longer list would be cut to the size of an input again, after it took gigabytes.
                 return value * min(rng.choice((2, 100, 10_000)), max(1, MAX_GROWN // len(json.dumps(value))))
             case _:
                 return [*value[:at], _changed(rng, value[at]), *value[at + 1 :]]
