@@ -41,8 +41,8 @@ class AuditRule:
     """The run's owner: it may report on any update."""
 
     def rate(self, check: AuditCheck) -> int:
-        """Return the rate of a check. An appeal is made on demand, never drawn."""
-        return {"loss": self.loss_rate, "replay": self.replay_rate, "appeal": 0}[check]
+        """Return the rate of a check."""
+        return {"loss": self.loss_rate, "replay": self.replay_rate}[check]
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,11 @@ class CarriedReports:
                 found.append(decide(audited.certificate, audited.update, told, audited.stakes, self._rule))
         return tuple(sorted((d for d in found if d is not None), key=lambda d: (d.record, d.author)))
 
+    def auditors_of(self, report: Signed[WorkReport]) -> set[PeerKey]:
+        """Return the auditors of a report's update, with the owner, while nothing is decided about it; else nobody."""
+        audited = self._audited(report)
+        return set() if audited is None or audited.is_decided else audited.auditors
+
     def jury_of(self, report: Signed[WorkReport]) -> tuple[PeerKey, ...]:
         """Return the jury of a report's update, once it has a case to judge; else nobody."""
         audited = self._audited(report)

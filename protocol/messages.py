@@ -34,8 +34,8 @@ MAX_SCORE = 1e6
 MAX_REPORTS = 64
 MAX_REFUTED = 96
 
-AuditCheck = Literal["loss", "replay", "appeal"]
-AUDIT_CHECKS: tuple[AuditCheck, ...] = ("loss", "replay", "appeal")
+AuditCheck = Literal["loss", "replay"]
+AUDIT_CHECKS: tuple[AuditCheck, ...] = ("loss", "replay")
 """Checks of an update, by the weight of what they show (docs/audits.md)."""
 
 

@@ -1,10 +1,10 @@
 """The rule by which work reports convict the author of an update, or cost their own authors the stake. Pure.
 
-Two failed replays or appeals by different auditors accuse. More than half of the stake of a jury convicts, with failed
-reports of its own; as much stake with passed ones acquits. The jury is up to 64 keys, drawn by the certificate digest,
-or all that have stake. So less than half of the stake neither convicts nor acquits anybody. An appeal
-decides before a replay, since it sees more. Loss checks choose what is replayed and decide nothing. A report of
-the opposite of what a jury decided, by the same check, costs its author the stake: that keeps auditors honest.
+Two failed replays by different auditors accuse. More than half of the stake of a jury convicts, with failed replays of
+its own; as much stake with passed ones acquits. The jury is up to 64 keys, drawn by the certificate digest, or all that
+have stake. So less than half of the stake neither convicts nor acquits anybody. Loss checks choose what is replayed and
+decide nothing. A replay that says the opposite of what a jury decided costs its author the stake: that keeps auditors
+honest.
 """
 
 from __future__ import annotations
@@ -13,13 +13,10 @@ from collections.abc import Iterable, Mapping
 
 from protocol.audits import AuditRule, draw_auditors, draw_jury
 from protocol.ids import PeerKey
-from protocol.messages import AuditCheck, AuditDecision, Certificate, Signed, UpdateHeader, WorkReport
+from protocol.messages import AuditDecision, Certificate, Signed, UpdateHeader, WorkReport
 
 ACCUSERS = 2
 """Auditors who must report a failure before a jury's reports count against an author."""
-
-DECIDING: tuple[AuditCheck, ...] = ("appeal", "replay")
-"""Checks that convict or acquit, the stronger first."""
 
 
 def drawn_reporters(
@@ -33,12 +30,17 @@ def drawn_reporters(
 
 
 def accusers(reports: Iterable[Signed[WorkReport]], auditors: set[PeerKey]) -> set[PeerKey]:
-    """Return the auditors whose first report on an update, by a check that decides, says that it failed."""
-    first: dict[tuple[PeerKey, AuditCheck], bool] = {}
+    """Return the auditors whose first replay of an update failed."""
+    return {key for key, passed in _replays(reports, auditors).items() if not passed}
+
+
+def _replays(reports: Iterable[Signed[WorkReport]], drawn: set[PeerKey]) -> dict[PeerKey, bool]:
+    """Return for each of these keys that replayed an update whether it passed: of one key the first report counts."""
+    found: dict[PeerKey, bool] = {}
     for report in reports:
-        if report.author in auditors and report.body.check in DECIDING:
-            first.setdefault((report.author, report.body.check), report.body.passed)
-    return {key for (key, _), passed in first.items() if not passed}
+        if report.author in drawn and report.body.check == "replay":
+            found.setdefault(report.author, report.body.passed)
+    return found
 
 
 def decide(
@@ -59,15 +61,10 @@ def decide(
     told = [r for r in reports if (r.body.record, r.body.round, r.body.update) == name]
     if len(accusers(told, auditors)) < ACCUSERS:
         return None
-    drawn = {*auditors, *jury} - {author}
-    passed: dict[AuditCheck, dict[PeerKey, bool]] = {check: {} for check in DECIDING}
-    for report in told:
-        if report.body.check in passed and report.author in drawn:
-            passed[report.body.check].setdefault(report.author, report.body.passed)
+    passed = _replays(told, {*auditors, *jury} - {author})
     total = sum(stakes[key] for key in jury)
-    for found in passed.values():
-        for fine in (True, False):
-            if 2 * sum(stakes[key] for key in jury if found.get(key) is fine) > total:
-                refuted = tuple(sorted(key for key, told in found.items() if told is not fine))
-                return AuditDecision(digest, author, not fine, refuted)
+    for fine in (True, False):
+        if 2 * sum(stakes[key] for key in jury if passed.get(key) is fine) > total:
+            refuted = tuple(sorted(key for key, said in passed.items() if said is not fine))
+            return AuditDecision(digest, author, not fine, refuted)
     return None

@@ -1,14 +1,16 @@
 """A peer's part in audits: the checks that it is drawn for, and its reports until a record carries them.
 
-It audits as an auditor what the certificate digest makes due, replays what a loss check found strange, and replays as
-a juror what two auditors accuse. The checks themselves are its driver's: `AuditUpdate`, answered by `UpdateAudited`.
+The first auditor that is drawn for an update makes the checks that are due, and replays what its loss check found
+strange. The other auditors replay what one of them accuses, and jurors what two accuse. So an honest update costs the
+swarm one check and not three. The checks themselves are the driver's: `AuditUpdate`, answered by `UpdateAudited`.
 """
 
 from __future__ import annotations
 
 from protocol.audits import due_audits
 from protocol.bounded import BoundedDict
-from protocol.ids import Digest
+from protocol.carried_reports import CarriedReports
+from protocol.ids import Digest, PeerKey
 from protocol.messages import AuditCheck, Signed, WorkReport
 from protocol.rounds.actions import AuditUpdate, Broadcast
 from protocol.rounds.context import Context
@@ -17,6 +19,9 @@ from protocol.rounds.events import UpdateAudited
 MAX_ASKED = 1024
 """Checks that are remembered, so that none is made twice."""
 
+MAX_CONTRADICTED = 1024
+"""Accusers that are remembered because their accusation was wrong."""
+
 
 class WorkAuditor:
     """The checks that this peer makes. `is_able`: its driver can make them; otherwise it only passes reports on."""
@@ -24,11 +29,25 @@ class WorkAuditor:
     def __init__(self, context: Context, *, is_able: bool):
         self._context = context
         self._is_able = is_able
-        self._asked: BoundedDict[tuple[Digest, Digest, AuditCheck], None] = BoundedDict(MAX_ASKED)
+        self._asked: BoundedDict[tuple[Digest, Digest, AuditCheck], PeerKey | None] = BoundedDict(MAX_ASKED)
+        """The checks that were asked for, each with the accuser on whose word it was."""
+        self._contradicted: BoundedDict[PeerKey, None] = BoundedDict(MAX_CONTRADICTED)
+        """Accusers of an update that passed our own replay: their word alone starts no other one here."""
 
     def receive(self, report: Signed[WorkReport]) -> None:
         """Take in a report of anybody."""
-        self._context.reports.add(report)
+        context = self._context
+        if context.reports.add(report):
+            self._follow(report, context.chain.reports_after(context.chain.head))
+
+    def _follow(self, report: Signed[WorkReport], following: CarriedReports) -> None:
+        """Replay an update that a report accuses, if that is ours to do."""
+        me, body = self._context.me, report.body
+        if not self._is_able or report.author == me:
+            return
+        accused = body.check == "replay" and not body.passed and report.author not in self._contradicted
+        if me in following.jury_of(report) or (accused and me in following.auditors_of(report)):
+            self._ask(body.record, body.update, "replay", report.author)
 
     def round_begun(self, parent: Digest) -> None:
         """Make the checks of the record before the round that are ours, and repeat reports that no record carries."""
@@ -41,13 +60,12 @@ class WorkAuditor:
         certificate = chain.certificate(parent)
         stakes, rule = chain.stakes(certificate.record.body.parent), chain.limits.audit
         for audit in due_audits(certificate, stakes, rule):
-            if context.me in audit.auditors:
+            if context.me in audit.auditors[:1]:
                 for check in audit.checks:
                     self._ask(parent, audit.update, check)
         following = chain.reports_after(parent)
         for report in certificate.record.body.reports:
-            if context.me in following.jury_of(report):
-                self._ask(report.body.record, report.body.update, "replay")
+            self._follow(report, following)
 
     def audited(self, event: UpdateAudited) -> None:
         """Report what a check measured. An update that fails a loss check is replayed."""
@@ -58,16 +76,23 @@ class WorkAuditor:
         report = context.signer.sign(
             WorkReport(context.run, number, event.record, event.update, event.check, event.scores)
         )
+        accuser = self._asked.get((event.record, event.update, event.check))
+        if accuser is not None and report.body.passed:
+            self._contradicted[accuser] = None
         if event.check == "loss" and not report.body.passed:
             self._ask(event.record, event.update, "replay")
         if context.reports.add(report):
             context.emit(Broadcast(report))
 
-    def _ask(self, record: Digest, update: Digest, check: AuditCheck) -> None:
+    def _ask(self, record: Digest, update: Digest, check: AuditCheck, accuser: PeerKey | None = None) -> None:
         if (record, update, check) not in self._asked:
-            self._asked[record, update, check] = None
+            self._asked[record, update, check] = accuser
             self._context.emit(AuditUpdate(self._context.chain.certificate(record), update, check))
 
     def sizes(self) -> dict[str, tuple[int, int]]:
         """Return the size and the bound of each container."""
-        return {"checks of updates": (len(self._asked), MAX_ASKED)} | self._context.reports.sizes()
+        sizes = {
+            "checks of updates": (len(self._asked), MAX_ASKED),
+            "wrong accusers": (len(self._contradicted), MAX_CONTRADICTED),
+        }
+        return sizes | self._context.reports.sizes()

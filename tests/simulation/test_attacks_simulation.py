@@ -210,6 +210,8 @@ def test_without_attackers_audits_decide_nothing_and_slow_no_round():
     chain = siege.world.honest[0].machine.chain
     reports = [r.body for c in chain.path(chain.root, chain.head) for r in c.record.body.reports]
     assert reports and all(r.passed for r in reports) and not decisions_of(siege)
+    made = [(r.record, r.update, r.check) for r in reports]
+    assert len(made) == len(set(made)), "two auditors checked one update that nobody accused"
 
 
 # -- controls: without the rule the checker says so, and the threshold is where it should be -------------------

@@ -156,7 +156,7 @@ def test_reports_that_are_late_foreign_repeated_or_by_others_are_refused(branch)
         made = branch.record(FakeSigner(jurors[0]).sign(changed), decisions=())
         assert "no update whose credit is pending" in refusal(branch, made)
     branch.add(*(report(record, key) for key in jurors))
-    late = report(record, accusers[0], check="appeal")
+    late = report(record, accusers[0], check="loss")
     assert "has decided" in refusal(branch, branch.record(late, decisions=()))
 
 
@@ -165,7 +165,7 @@ def test_a_report_is_carried_until_its_update_settles(branch):
     for _ in range(HOLD - 1):
         branch.add()
     branch.add(report(record, OWNER.key))
-    assert "is pending" in refusal(branch, branch.record(report(record, OWNER.key, check="appeal"), decisions=()))
+    assert "is pending" in refusal(branch, branch.record(report(record, OWNER.key, check="loss"), decisions=()))
 
 
 def test_a_record_states_exactly_the_decisions_that_follow(branch):
@@ -200,7 +200,7 @@ def test_a_full_pool_makes_room_for_who_has_few_reports_and_they_go_first(branch
     monkeypatch.setattr(report_pool, "MAX_REPORTS", 2)
     chain, pool = branch.chain, ReportPool(OTHERS[4], branch.chain)
     records = [chain.certificate(chain.main_chain_at(chain.height(chain.head) - n)) for n in range(HOLD)]
-    by_owner = [report(r, OWNER.key, check=check) for r in records for check in ("replay", "appeal")]
+    by_owner = [report(r, OWNER.key, check=check) for r in records for check in ("replay", "loss")]
     assert [pool.add(told) for told in by_owner] == 6 * [True] + 2 * [False]
     assert not pool.add(by_owner[0]) and not pool.add(report(records[0], PeerKey(sha256(b"a stranger"))))
     stakes = chain.stakes(records[0].record.body.parent)

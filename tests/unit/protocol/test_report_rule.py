@@ -89,10 +89,6 @@ def test_the_first_report_of_a_key_counts():
     assert decided(*reversed(reports)) == acquitted(*AUDITORS[:2])
 
 
-def test_an_appeal_decides_before_a_replay_and_costs_who_replayed_nothing():
-    assert decided(failed(AUDITORS), failed(JURY), fine(JURY[:3], "appeal")) == acquitted()
-
-
 def test_in_a_small_swarm_all_with_stake_are_the_jury_and_the_author_has_no_say():
     rule, few = replace(RULE, jury=64), {LIAR: 100, key(0): 100, key(1): 101}
     both = [key(0), key(1)]
