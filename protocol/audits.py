@@ -29,7 +29,7 @@ class AuditRule:
     below a third of it.
     """
 
-    loss_rate: int = 100_000
+    loss_rate: int = 150_000
     replay_rate: int = 30_000
     auditors: int = 3
     """Keys that may report on an update: two of them convict, if a jury confirms it."""
