@@ -2,16 +2,16 @@
 
 The public values are the peer's key, its windows, certified states, and its own update in the record before. So:
 
-- When an update was announced, training begins anew, without moments, from the base less that update as decoded. What
-  was trained meanwhile is dropped: nobody else has the parameters that it began from.
+- When an update was announced, training begins again, without moments, from the base less that update as decoded.
+  Steps that were made meanwhile are dropped: nobody else has the parameters that they began from.
 - When the next record accepts that update, the progress since is moved to the new state, and the moments are kept.
   `rebase_window` marks the place. A step that was under way is dropped, so the place is between two steps.
 - On every other state training starts over, without moments, from the state itself. A missed update is not put back:
   its windows are trained again.
 - There is no error feedback.
 
-`StepLoop` uses one learning rate for each state. An auditor replays all this by the same backend's methods: `begin_anew`,
-the inner steps, `outer.advance`, `outer.rebase` and `outer.announce`.
+`StepLoop` uses one learning rate for each state. An auditor replays all this by the same methods of a backend:
+`begin_again`, the inner steps, `outer.advance`, `outer.rebase` and `outer.announce`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from protocol.merkle import blob_digest
 class ReplayableState(BaseState):
     """A `BaseState` whose updates are functions of public values.
 
-    After `make_update` training begins anew where `is_begin_due` says so, before the base moves.
+    After `make_update` training begins again where `is_begin_due` says so, before the base moves.
     """
 
     # -- updates -----------------------------------------------------------------------------------------------
@@ -58,14 +58,14 @@ class ReplayableState(BaseState):
         return self._outer.announce()
 
     def _take_back(self, blob: bytes) -> None:
-        """Do nothing: until training begins anew, the progress is still there."""
+        """Do nothing: until training begins again, the progress is still there."""
 
     def _rebase_window(self, windows: WindowAccounting, first: int) -> int:
         return windows.rebase_window
 
     # -- the model ---------------------------------------------------------------------------------------------
 
-    def begin_anew(self, unsaved: Iterable[TrainerManifest]) -> None:
+    def begin_again(self, unsaved: Iterable[TrainerManifest]) -> None:
         """Continue from the announced update; start over when there is none, or its file disappeared."""
         self.assert_owner()
         mine = self._exchange.windows.announced
@@ -78,10 +78,10 @@ class ReplayableState(BaseState):
 
     def _begin(self, blob: bytes | None) -> None:
         """Put the base less the announced update under the parameters; None: the base. The lock is held."""
-        self._backend.begin_anew(blob)
+        self._backend.begin_again(blob)
         windows = self._exchange.windows
         self._exchange.windows = (
-            windows.begun_anew() if blob is not None else windows.started_over(windows.claimed_from)
+            windows.begun_again() if blob is not None else windows.started_over(windows.claimed_from)
         )
         self._exchange.loss = self._exchange.loss.restarted()
 
@@ -108,7 +108,7 @@ class ReplayableState(BaseState):
 
     def _move(self, move: BaseMove) -> None:
         if self.is_begin_due:
-            raise AssertionError("the base moves, and training did not begin anew after the update")
+            raise AssertionError("the base moves, and training did not begin again after the update")
         mine = self._exchange.windows.announced
         if mine is not None and mine.blob in move.accepted and mine.end == move.next_window:
             self._outer.rebase()
