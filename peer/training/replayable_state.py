@@ -17,11 +17,12 @@ The public values are the peer's key, its windows, certified states, and its own
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from peer.channel import MakeUpdate, NothingDone, UpdateMade
+from peer.channel import Applied, Load, MakeUpdate, NothingDone, UpdateMade
 from peer.training.base_state import BaseMove, BaseState
-from peer.training.saved_state import TrainerManifest
+from peer.training.saved_state import SavedState, TrainerManifest
 from peer.training.windows import UndecidedUpdate, WindowAccounting
 from protocol.errors import CodecError
 from protocol.ids import Digest
@@ -33,6 +34,11 @@ class ReplayableState(BaseState):
 
     After `make_update` training begins again where `is_begin_due` says so, before the base moves.
     """
+
+    _state: Digest | None = None
+    """The state under the parameters, as this peer computed it: nobody can replay work from a wrong one."""
+    _advanced: Digest | None = None
+    """The state that the base moved to."""
 
     # -- updates -----------------------------------------------------------------------------------------------
 
@@ -103,6 +109,24 @@ class ReplayableState(BaseState):
 
     # -- states ------------------------------------------------------------------------------------------------
 
+    def applied(self, began: float, record: Digest, checkpoint: Path | None) -> Applied:
+        answer = super().applied(began, record, checkpoint)
+        self._advanced = answer.state_digest
+        return answer
+
+    def load(self, ask: Load, unsaved: Iterable[TrainerManifest]) -> tuple[Applied, BaseMove]:
+        answer, move = super().load(ask, unsaved)
+        self._state = answer.state_digest
+        return answer, move
+
+    def _is_loaded(self, state: Digest | None) -> bool:
+        """Return whether the base is this state."""
+        return state is not None and self._backend.store_state(self._threads, None) == state
+
+    def manifest(self) -> SavedState | None:
+        saved = super().manifest()
+        return saved and replace(saved, state=self._state)
+
     def _missed_blobs(self, paths: Sequence[Path]) -> tuple[bytes | None, ...]:
         return ()
 
@@ -115,14 +139,14 @@ class ReplayableState(BaseState):
             self._exchange.windows = self._exchange.windows.rebased()
         else:
             self._start_over(move.next_window)
-        self.record, self.round = move.record, move.round
+        self.record, self.round, self._state = move.record, move.round, self._advanced
 
     def _take_up(self, move: BaseMove, last: Digest | None) -> None:
         """Keep all that was trained on the same state, in this process or the one before; otherwise start over."""
-        windows = self._exchange.windows
+        is_same = self.record == move.record and self._exchange.windows.claimed_from == move.next_window
         if self.record is None:
             self._resume(move)
-        elif self.record != move.record or windows.claimed_from != move.next_window:
+        elif not is_same or not self._is_loaded(self._state):
             self._start_over(move.next_window)
         self.record, self.round = move.record, move.round
 
@@ -139,6 +163,8 @@ class ReplayableState(BaseState):
         elif mine is not None:
             self._exchange.windows = windows
             self._begin(self._announced_blob(mine))
+        elif not self._is_loaded(saved.state):
+            self._start_over(move.next_window)
         else:
             self._exchange.windows = windows
             self._backend.resume(saved, everything=True)

@@ -210,6 +210,32 @@ def test_a_load_of_the_same_record_keeps_what_was_trained_and_of_another_does_no
     assert swarm.is_replayed(1, swarm.announce(1))
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_what_was_trained_on_a_state_that_this_peer_got_wrong_is_given_up(swarm, restarts):
+    made = []
+    for n, trainer in swarm.peers.items():
+        train(trainer, 2)
+        made.append((n, swarm.announce(n)))
+    advance = swarm.peers[1].backend.outer.advance
+
+    def drifting(contributions) -> None:
+        advance(contributions)
+        next(iter(swarm.peers[1].backend.outer.base.values())).view(-1)[0].add_(1.0)  # type: ignore[union-attr]
+
+    swarm.peers[1].backend.outer.advance = drifting  # type: ignore[method-assign]
+    swarm.decide(*made)
+    swarm.peers[1].backend.outer.advance = advance  # type: ignore[method-assign]
+    train(swarm.peers[1], 2)
+    if restarts:
+        swarm.peers[1].save()
+        swarm.join(1)
+    else:
+        swarm.load(1)  # the chain vouches for another state of the same record
+    assert swarm.peers[1].windows.counter == 2 * BATCH
+    train(swarm.peers[1], 1)
+    assert swarm.is_replayed(1, swarm.announce(1))
+
+
 def test_an_update_that_could_not_claim_all_starts_over_instead(swarm):
     trainer = swarm.peers[1]
     train(trainer, 4)
