@@ -24,6 +24,7 @@ from peer.node.round_blob_fetcher import RoundBlobFetcher
 from peer.node.round_timings import RoundTimings
 from peer.node.shard_reducer import ShardReducer
 from peer.node.slice_relay import SliceRelay
+from peer.node.state_fetcher import StateFetcher
 from peer.node.state_loader import StateLoader
 from peer.node.status_reporter import StatusReporter, local_status
 from peer.node.tasks import Tasks
@@ -87,7 +88,8 @@ def build_node(
 
     trainer = None
     if not options.observer:
-        loader = StateLoader(spec, me, store, chain, network, updates, reducer, queue.post)
+        files = StateFetcher(spec, me, store, network, updates, reducer)
+        loader = StateLoader(spec, me, store, chain, updates, files, queue.post)
         trainer = TrainerClient(
             spec, me, options, store, chain, updates, retention, loader, tasks, queue.post, supervise
         )  # fmt: skip
