@@ -40,6 +40,7 @@ def _audit(job: AuditJob, spec: RunSpec, device: torch.device) -> tuple[Score, .
     files = RoundFiles.of(spec)
     files.check_checkpoint(job.start.checkpoint, job.start.checkpoint_digest)
     backend = SingleProcessBackend(spec, device, lambda: None)
+    backend.outer.replayable = True  # in any run: an audit has no error feedback
     backend.load_state(job.start.checkpoint)
     for update in job.start.rounds:
         if update.parts:

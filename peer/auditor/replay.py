@@ -17,7 +17,7 @@ from peer.auditor.job import ClaimedUpdate, Rebase
 from peer.errors import AuditError
 from peer.training.data import WindowReader
 from peer.training.round_files import RoundFiles
-from peer.training.schedule import factor
+from peer.training.schedule import replayable_factor
 from peer.training.single_process import SingleProcessBackend
 from protocol.assignment import windows_of
 from protocol.codec import Codec
@@ -37,20 +37,20 @@ def replay(
     accepted_windows: int,
     rebase: Rebase | None,
 ) -> bytes:
-    """Return the blob that an honest author announces. The inner optimizer must be fresh.
+    """Return the blob that an honest author announces.
 
     The backend's base is the state that the author's first step began with. `accepted_windows`: those of all peers up
     to it. Raise CodecError, DataError, AuditError, TrainingError and OSError.
     """
     outer, first = backend.outer, update.first_window
     if rebase is None:
-        outer.start_over()
+        backend.begin_anew(None)
     else:
         contributions = files.contributions(rebase.round)
         before = next((bytes(c.blob) for c in contributions if c.author == update.author), None)
         if before is None:
             raise AuditError("the update began before its state, and the record before has no update of its author")
-        outer.start_over(before)
+        backend.begin_anew(before)
         _train(spec, backend, reader, update, first, update.rebase_window, accepted_windows)
         outer.advance(contributions)
         outer.rebase()
@@ -71,7 +71,7 @@ def _train(
     """Make the steps over the author's windows [first, end)."""
     inner, batch = backend.inner, spec.inner.batch
     tokens = accepted_windows * spec.data.window
-    inner.set_rate(factor(spec.inner.schedule, tokens + spec.round.target_tokens / 2))
+    inner.set_rate(replayable_factor(spec.inner.schedule, tokens, spec.round.target_tokens))
     for counter in range(first, end, batch):
         windows = reader.read(windows_of(spec.seed, update.author, counter, batch, reader.total))
         step = inner.forward_backward(windows)

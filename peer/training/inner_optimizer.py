@@ -235,6 +235,11 @@ class InnerOptimizer:
                 if name in self._by_adamw:
                     state["step"] = torch.tensor(float(steps), device=self.device)
 
+    def reset_moments(self) -> None:
+        """Forget all moments: the next step is the first."""
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
+
     def _states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for name, parameter in self.parameters.items():
             optimizer = self.muon if self.muon and name in self._by_muon else self.adamw
