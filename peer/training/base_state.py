@@ -129,9 +129,8 @@ class BaseState(ThreadOwned):
                 return NothingDone(ask.parent)
             blob = self._announce()
         first, end, steps = claim
-        made = UndecidedUpdate(
-            ask.parent, blob_digest(blob), len(blob), first, end, steps, loss.mean, self._rebase_window(windows, first)
-        )
+        rebase = self._rebase_window(windows, first)
+        made = UndecidedUpdate(ask.parent, blob_digest(blob), len(blob), first, rebase, end, steps, loss.mean)
         manifest = TrainerManifest(ask.parent, self.round, replace(windows, announced=made), dict(self.ledger.entries))
         try:
             link_into(self._folder.keep_update(made.blob, blob, manifest), ask.out)

@@ -31,10 +31,10 @@ class UndecidedUpdate:
     blob: DigestField
     size: Count
     first: Count
+    rebase_window: Count
     end: Count
     steps: Count
     loss: float
-    rebase_window: Count
     __pydantic_config__ = STRICT
 
 

@@ -61,6 +61,7 @@ class StandInBase(ThreadOwned):
         self.did: list[str] = []
         self.before: Callable[[], None] = lambda: None
         self.answer: UpdateMade | NothingDone = MADE
+        self.is_begin_due = False
 
     def advance(self, ask: Apply) -> BaseMove:
         self.assert_owner()
