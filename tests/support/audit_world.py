@@ -79,10 +79,10 @@ def claimed(made: UpdateMade, author: int, blob: Path | None = None) -> ClaimedU
 
 
 def make(folder: Path, *, replayable: bool = True) -> Audited:
-    """Train two rounds. The data are random tokens, so that an update helps the windows that it was trained on alone."""
-    tokens = np.random.default_rng(1).integers(0, 64, 16_384).astype(np.uint32)
+    """Train two rounds. The data are random tokens, so an update helps its own windows alone."""
+    text = np.random.default_rng(1).integers(0, 64, 16_384).astype(np.uint32)
     world = World.make(
-        folder, replayable=replayable, tokens=tokens, optimizer="muon", lr=1e-2, outer=OuterSpec(),
+        folder, replayable=replayable, text=text, optimizer="muon", lr=1e-2, outer=OuterSpec(),
         schedule=Schedule(kind="cosine", warmup_tokens=100, total_tokens=20_000),
     )  # fmt: skip
     trainers = {n: loaded(world, n) for n in (AUTHOR, OTHER)}
@@ -156,13 +156,11 @@ def _trained(audited: Audited) -> dict[str, bytes]:
     """Return fakes that were trained in another way than they claim."""
     honest, accepted = claimed(audited.made[AUTHOR], AUTHOR), audited.accepted
     rebase = Rebase(audited.first, audited.states[1], accepted)
+    moved = replace(honest, first_window=500, rebase_window=500 + EARLY * BATCH, end_window=500 + honest.windows)
     half = honest.first_window + honest.windows // 2
     return {
         "half": _retrained(audited, replace(honest, end_window=half), rebase, at_start=True),
-        "other_windows": _retrained(
-            audited, replace(honest, first_window=500, rebase_window=500 + EARLY * BATCH, end_window=500 + honest.windows),
-            rebase, at_start=True,
-        ),
+        "other_windows": _retrained(audited, moved, rebase, at_start=True),
         "fresh": _retrained(audited, honest, None, at_start=False),
         "stale": _stale(audited, honest),
     }  # fmt: skip
