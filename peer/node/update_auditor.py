@@ -1,4 +1,4 @@
-"""The checks that the round machine asks for, made one after the other by a process each.
+"""The checks that the round machine asks for, made one after the other by a process.
 
 A check that cannot be made gives no report: the files are not to be had, the process failed, or it came too late. It is
 logged, and nobody is accused. In a run that is not replayable no replay is made.
@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from peer.auditor.job import AuditAnswer, AuditJob, ClaimedUpdate, Rebase, StateFiles
 from peer.errors import AuditError
-from peer.node.audit_process import run_audit
+from peer.node.audit_process import AuditProcess
 from peer.node.events import Post
 from peer.node.options import NodeOptions
 from peer.node.round_blob_fetcher import RoundBlobFetcher
 from peer.node.state_fetcher import StateFetcher
 from peer.node.trainer_files import data_shards, spec_file
 from peer.store import Store
+from protocol.bounded import BoundedDict
 from protocol.chain import Chain
 from protocol.errors import CairnError
 from protocol.ids import Digest, PeerKey
@@ -36,15 +36,13 @@ from protocol.spec import RunSpec
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 64
-"""Checks that wait. Beyond it the newest is dropped: the oldest are reported before their credit settles."""
+"""Checks that wait."""
 
 LEAST_SECONDS = 900.0
 """Least deadline of a process, which first imports torch on cores that others use."""
 
 DEADLINE_ROUNDS = 4
 """Deadline of a process in rounds of the spec's greatest length: an update is trained in one or two."""
-
-RunAudit = Callable[[AuditJob, float], Awaitable[AuditAnswer]]
 
 
 @dataclass
@@ -60,7 +58,7 @@ class AuditCounts:
 class UpdateAuditor:
     """Answers `AuditUpdate` with `UpdateAudited`, by `post`. `run` works until it is cancelled.
 
-    `make` makes a check by a process within a number of seconds (tests replace it).
+    `process` answers jobs (tests replace it).
     """
 
     spec: RunSpec
@@ -71,11 +69,14 @@ class UpdateAuditor:
     updates: RoundBlobFetcher
     files: StateFetcher
     post: Post
-    make: RunAudit = run_audit
+    process: AuditProcess = field(default_factory=AuditProcess)
 
     def __post_init__(self) -> None:
         self._policy = RoundPolicy.of(self.spec)
-        self._waiting: deque[AuditUpdate] = deque()
+        self._waiting: list[tuple[bool, AuditUpdate]] = []
+        """Checks, and whether records carry accusations of the update."""
+        self._strange: BoundedDict[Digest, None] = BoundedDict(MAX_WAITING)
+        """Updates that failed a loss check here."""
         self._asked = asyncio.Event()
         self._in_use: frozenset[Digest] = frozenset()
         self.counts = AuditCounts()
@@ -84,19 +85,39 @@ class UpdateAuditor:
         """Queue a check."""
         if action.check == "replay" and not self.spec.audit.replayable:
             return
-        if len(self._waiting) >= MAX_WAITING:
-            self._not_made(action, f"{MAX_WAITING} others wait already")
-            return
-        self._waiting.append(action)
+        # Auditors are asked about the newest record, jurors about an older one.
+        is_accused = action.certificate.digest != self.chain.head
+        self._waiting.append((is_accused, action))
+        if len(self._waiting) > MAX_WAITING:
+            self._not_made(self._take(last=True), f"{MAX_WAITING} others come first")
         self._asked.set()
 
     async def run(self) -> None:
         """Make one check after the other. The process of the present one ends when this is cancelled."""
         while True:
             await self._asked.wait()
-            while self._waiting:
-                await self._audit(self._waiting.popleft())
             self._asked.clear()
+            try:
+                while self._waiting:
+                    await self._audit(self._take())
+            finally:
+                await self.process.close()
+
+    def _take(self, *, last: bool = False) -> AuditUpdate:
+        """Remove and return the first check by rank, or the last one.
+
+        First come updates that are accused or failed a loss check, then loss checks, then replays. Of each kind the
+        newest round comes first: where there is more to do than time, old checks would all be late.
+        """
+
+        def rank(waiting: tuple[bool, AuditUpdate]) -> tuple[int, int]:
+            is_accused, action = waiting
+            urgent = is_accused or action.update in self._strange
+            return 0 if urgent else 1 + (action.check != "loss"), -action.certificate.record.body.round
+
+        found = (max if last else min)(self._waiting, key=rank)
+        self._waiting.remove(found)
+        return found[1]
 
     def retained_blobs(self) -> frozenset[Digest]:
         """Return the blobs that the present check reads."""
@@ -114,7 +135,7 @@ class UpdateAuditor:
         seconds = max(LEAST_SECONDS, DEADLINE_ROUNDS * self.spec.round.max_seconds)
         try:
             job = await self._job(action)
-            answer = await self.make(job, seconds)
+            answer = await self.process.answer(job, seconds)
             if answer.reason:
                 raise AuditError(answer.reason)
         except (CairnError, asyncio.TimeoutError, OSError) as e:
@@ -136,8 +157,11 @@ class UpdateAuditor:
     def _report(self, action: AuditUpdate, answer: AuditAnswer) -> None:
         found = UpdateAudited(action.certificate.digest, action.update, action.check, answer.as_scores)
         self.counts.made += 1
-        self.counts.failed += not found.passed
-        level, outcome = (logging.INFO, "passed") if found.passed else (logging.WARNING, "FAILED")
+        passed = all(s.value >= s.threshold for s in found.scores)
+        if not passed:
+            self.counts.failed += 1
+            self._strange[action.update] = None
+        level, outcome = (logging.INFO, "passed") if passed else (logging.WARNING, "FAILED")
         log.log(
             level, "%s: %s %s, %s; it took %.0f s of CPU time",
             _name(action), _CHECKS[action.check], outcome, _words(found.scores), answer.cpu_seconds,
