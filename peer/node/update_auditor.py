@@ -161,10 +161,12 @@ class UpdateAuditor:
         if not passed:
             self.counts.failed += 1
             self._strange[action.update] = None
-        level, outcome = (logging.INFO, "passed") if passed else (logging.WARNING, "FAILED")
+        # A failed loss check accuses nobody, and honest updates fail some: it chooses what is replayed.
+        level = logging.INFO if passed or action.check == "loss" else logging.WARNING
         log.log(
-            level, "%s: %s %s, %s; it took %.0f s of CPU time",
-            _name(action), _CHECKS[action.check], outcome, _words(found.scores), answer.cpu_seconds,
+            level, "%s: %s %s, %s; it took %.1f s of CPU time",
+            _name(action), _CHECKS[action.check], "passed" if passed else "failed", _words(found.scores),
+            answer.cpu_seconds,
         )  # fmt: skip
         self.post(found)
 
@@ -254,6 +256,6 @@ def _plain(score: Score) -> str:
 _SCORES: dict[str, Callable[[Score], str]] = {
     "signs": lambda s: f"{s.value:.1%} of signs agree ({s.threshold:.0%} needed)",
     "scale": lambda s: f"norms within {s.value:.0%} ({s.threshold:.0%} needed)",
-    "gain": lambda s: f"its own windows gain {s.value:.1f} standard errors more than others ({s.threshold:.1f} needed)",
-    "quarter": lambda s: f"its worst quarter {s.value:.1f} ({s.threshold:.1f} needed)",
+    "gain": lambda s: f"its own windows gain {s.value:.2f} standard errors more than others ({s.threshold:.2f} needed)",
+    "quarter": lambda s: f"its worst quarter {s.value:.2f} ({s.threshold:.2f} needed)",
 }
