@@ -23,16 +23,16 @@ from peer.training.error_feedback import AcceptedUpdate, ErrorFeedbackLedger
 from peer.training.exchange_point import ExchangePoint
 from peer.training.layers import Report
 from peer.training.owner import ThreadOwned
-from peer.training.saved_state import SavedFolder, SavedState, TrainerManifest, file_digest
+from peer.training.round_files import RoundFiles
+from peer.training.saved_state import SavedFolder, SavedState, TrainerManifest
 from peer.training.windows import UndecidedUpdate, WindowAccounting
 from protocol.codec import make_codec
-from protocol.errors import CodecError, MalformedError
+from protocol.errors import CodecError
 from protocol.ids import Digest, PeerKey
 from protocol.merkle import blob_digest
 from protocol.outer import Contribution
 from protocol.reduce import Reduction
 from protocol.spec import RunSpec
-from protocol.state import state_layout
 
 ReducedShards = Callable[[], Sequence[memoryview]]
 """Returns the reduced shards of a round, in order; empty when the round was not reduced."""
@@ -79,7 +79,7 @@ class BaseState(ThreadOwned):
         """The record whose state is held; None before the first load."""
         self.round = 0
         self._beta = spec.codec.beta
-        self._state_layout = state_layout(spec.model.layout, spec.outer)
+        self._files = RoundFiles.of(spec)
         self._me = me
         self._threads = threads
         self._backend = backend
@@ -190,7 +190,7 @@ class BaseState(ThreadOwned):
 
     def _apply(self, update: RoundUpdates, shards: ReducedShards) -> dict[Digest, AcceptedUpdate]:
         """Move the base by one record. Return the own updates that it accepts, by digest."""
-        contributions = self._contributions(update)
+        contributions = self._files.contributions(update)
         try:
             if update.parts:
                 self._outer.advance_reduced(update.parts)
@@ -241,7 +241,7 @@ class BaseState(ThreadOwned):
         """
         self.assert_owner()
         began = time.monotonic()
-        self._check(ask.checkpoint, ask.base_state)
+        self._files.check_checkpoint(ask.checkpoint, ask.base_state)
         self._lose_state()  # there may be no memory for both
         try:
             self._backend.load_state(ask.checkpoint)
@@ -266,7 +266,7 @@ class BaseState(ThreadOwned):
     def _replay(self, ask: Load) -> tuple[Digest, int, dict[Digest, AcceptedUpdate], Digest | None]:
         """Apply the records after a checkpoint. Return record and round reached, own accepted updates, the last one."""
         record, number = ask.record, ask.round
-        accepted = {blob_digest(blob): AcceptedUpdate(blob) for blob in map(self._blob, ask.withdraw)}
+        accepted = {blob_digest(blob): AcceptedUpdate(blob) for blob in map(self._files.update, ask.withdraw)}
         last: Digest | None = None
         for update in ask.reduced:
             found = self._reduced_before(update)
@@ -318,7 +318,7 @@ class BaseState(ThreadOwned):
     def _missed_blob(self, path: Path) -> bytes | None:
         """Return the blob of an own update that does not count, or None when it is gone, which is reported."""
         try:
-            return self._blob(path)
+            return self._files.update(path)
         except (OSError, CodecError) as e:
             self.ledger.report_lost(e)
             return None
@@ -331,29 +331,10 @@ class BaseState(ThreadOwned):
     def _reduced_before(self, update: RoundUpdates) -> dict[Digest, AcceptedUpdate]:
         """Return own updates of a round that the state holds already. Unreadable ones are only reported."""
         try:
-            return self._own(self._contributions(update), partial(mapped_files, update.parts))
+            return self._own(self._files.contributions(update), partial(mapped_files, update.parts))
         except (OSError, CodecError) as e:
             self.ledger.report_untransmitted_lost(e)
             return {}
-
-    def _contributions(self, update: RoundUpdates) -> list[Contribution]:
-        return [Contribution(u.author, u.windows, self._blob(u.blob)) for u in update.updates]
-
-    def _blob(self, path: Path) -> bytes:
-        """Return an update's bytes. Raise OSError, and CodecError before reading when the size is wrong."""
-        if (size := path.stat().st_size) != self.codec.size:
-            raise CodecError(f"{path} has {size} bytes: an update of this run has {self.codec.size}")
-        return path.read_bytes()
-
-    def _check(self, path: Path, digest: Digest) -> None:
-        """Raise MalformedError unless the file is the checkpoint with this digest. Raise OSError."""
-        if (size := path.stat().st_size) != self._state_layout.checkpoint_size:
-            raise MalformedError(f"{path} is not a checkpoint of this run's model: it has {size} bytes")
-        if (found := file_digest(path)) != digest:
-            raise MalformedError(
-                f"{path} is damaged or another state: its digest is {found.short}, the chain says {digest.short}; "
-                "fetch it again"
-            )
 
     # -- what survives a restart -------------------------------------------------------------------------------
 

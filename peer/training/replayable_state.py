@@ -99,7 +99,7 @@ class ReplayableState(BaseState):
         """Return the blob of an announced update, or None when it is gone or damaged, which is reported."""
         path = self._folder.update_file(mine.blob)
         try:
-            if blob_digest(blob := self._blob(path)) == mine.blob:
+            if blob_digest(blob := self._files.update(path)) == mine.blob:
                 return blob
             why = "its bytes have changed"
         except (OSError, CodecError) as e:
