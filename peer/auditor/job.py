@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError
@@ -15,16 +15,12 @@ from pydantic_core import PydanticSerializationError
 from peer.channel.messages import MAX_LINE, Count, DigestField, PeerKeyField, RoundUpdates, Text
 from peer.errors import AuditError
 from protocol.errors import MalformedError
-from protocol.messages import MAX_SCORE, MAX_SCORE_NAME, MAX_SCORES, Score
+from protocol.messages import MAX_SCORE, MAX_SCORE_NAME, MAX_SCORES, AuditCheck, Score
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 MAX_ANSWER = 1024 * 1024
 """Maximum bytes of an answer."""
-
-MadeCheck = Literal["loss", "replay"]
-"""The checks that an auditor's process can make: an appeal needs what only the author has."""
-
 
 @dataclass(frozen=True, slots=True)
 class ClaimedUpdate:
@@ -77,7 +73,7 @@ class AuditJob:
     `shards`, `private_data`: as in `peer.channel.Start`.
     """
 
-    check: MadeCheck
+    check: AuditCheck
     spec_path: Path
     certificate: DigestField
     update: ClaimedUpdate

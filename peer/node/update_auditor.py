@@ -198,7 +198,7 @@ class UpdateAuditor:
             rebase = Rebase(rounds_after, body.base_state, chain.weight(body.parent))
         own = next((u for u in body.updates if u.author == self.me), None) if action.check == "loss" else None
         return AuditJob(
-            check="loss" if action.check == "loss" else "replay",
+            check=action.check,
             spec_path=spec_file(self.options.folder),
             certificate=certificate.digest,
             update=_claimed(update, await self.updates.ensure(header.blob, [update.author, *body.contributors])),
@@ -213,7 +213,7 @@ class UpdateAuditor:
         )  # fmt: skip
 
 
-_CHECKS = {"loss": "loss check", "replay": "replay", "appeal": "appeal"}
+_CHECKS = {"loss": "loss check", "replay": "replay"}
 
 
 def _update_of(action: AuditUpdate) -> Signed[UpdateHeader]:
