@@ -114,7 +114,7 @@ def join(**options: Any) -> None:
 
 @dataclass(frozen=True)
 class JoinOptions:
-    """The options of the command line."""
+    """The options of the command line, and `trainer_command`, which replaces the trainer's (see `NodeOptions`)."""
 
     invite: str
     home: Path
@@ -131,6 +131,7 @@ class JoinOptions:
     allow_private_data: bool
     plain: bool
     via: tuple[str, ...]
+    trainer_command: tuple[str, ...] = ()
 
 
 @private_files()
@@ -168,6 +169,7 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
         overlap=options.overlap == "on",
         threads=options.threads or os.cpu_count() or 1,
         private_data=options.allow_private_data,
+        trainer_command=options.trainer_command,
     )
     with Store(folder / "store", options.disk) as store:
 
