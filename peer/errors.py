@@ -23,3 +23,7 @@ class TrainingError(PeerError):
 
 class SavedStateError(PeerError):
     """A saved trainer state that cannot be used: damaged, of another run, peer or model, or not writable."""
+
+
+class AuditError(PeerError):
+    """A check of an update that cannot be made: what it needs is not there, or its process failed."""

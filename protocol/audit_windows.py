@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from protocol.assignment import windows_of
 from protocol.ids import Digest, PeerKey, sha256
-from protocol.messages import Signed, UpdateHeader
 
 QUARTERS = 4
 WINDOWS_COMPARED = 64
@@ -25,14 +24,16 @@ class ComparedWindows:
     unclaimed: tuple[int, ...]
 
 
-def compared_windows(certificate: Digest, header: Signed[UpdateHeader], seed: int, total: int) -> ComparedWindows:
-    """Return the windows to compare for an update. `seed` is the spec's, `total` the number of its training windows.
+def compared_windows(
+    certificate: Digest, key: PeerKey, first: int, windows: int, seed: int, total: int
+) -> ComparedWindows:
+    """Return the windows to compare for a key's update that claims this number of windows from `first` on.
 
-    Raises MalformedError for an update of more windows than an assignment gives at once.
+    `seed` is the spec's, `total` the number of its training windows. Raises MalformedError for an update of more
+    windows than an assignment gives at once.
     """
-    key, body = header.author, header.body
-    assigned = windows_of(seed, key, body.first_window, body.windows, total).tolist()
-    bounds = [body.windows * quarter // QUARTERS for quarter in range(QUARTERS + 1)]
+    assigned = windows_of(seed, key, first, windows, total).tolist()
+    bounds = [windows * quarter // QUARTERS for quarter in range(QUARTERS + 1)]
     claimed = tuple(
         tuple(assigned[low + i] for i in _draw(certificate, key, quarter, high - low, WINDOWS_COMPARED // QUARTERS))
         for quarter, (low, high) in enumerate(zip(bounds, bounds[1:], strict=False))

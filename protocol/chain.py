@@ -83,6 +83,8 @@ class ChainLimits:
 
     stake: StakeRule = StakeRule()
     audit: AuditRule = AuditRule()
+    replay_batch: int | None = None
+    """Windows of one inner step, in a run whose updates are replayable; None in others."""
 
     @property
     def main_records(self) -> int:

@@ -309,6 +309,16 @@ class CreditSpec(Section):
     )
 
 
+class AuditSpec(Section):
+    """Audits of updates (docs/audits.md)."""
+
+    replayable: bool = Field(
+        default=False,
+        description="updates depend on public values alone, so that any peer can train one again and compare; it needs "
+        'codec.kind = "sign", codec.beta = 0 and round.exchange = "gather"',
+    )
+
+
 class CheckpointSpec(Section):
     """Retention of states, and their finalization."""
 
@@ -339,6 +349,7 @@ class RunSpec(Section):
     round: RoundSpec
     admission: AdmissionSpec = AdmissionSpec()
     credit: CreditSpec = CreditSpec()
+    audit: AuditSpec = AuditSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
 
     @model_validator(mode="after")
@@ -351,7 +362,19 @@ class RunSpec(Section):
             raise ValueError("data.train holds less than one window of tokens")
         if self.inner.schedule.kind != "constant" and not self.inner.schedule.total_tokens:
             raise ValueError('inner.schedule.total_tokens must be set, or inner.schedule.kind = "constant"')
+        if self.audit.replayable:
+            self._check_replayable()
         return self
+
+    def _check_replayable(self) -> None:
+        """Raise ValueError where an update would depend on what only its author has."""
+        wanted = {
+            'codec.kind = "sign"': self.codec.kind == "sign",
+            "codec.beta = 0": self.codec.beta == 0,
+            'round.exchange = "gather"': self.round.exchange == "gather",
+        }
+        if missing := [setting for setting, holds in wanted.items() if not holds]:
+            raise ValueError(f"audit.replayable needs {', '.join(missing)}: set that, or audit.replayable = false")
 
     @property
     def owner_key(self) -> PeerKey:

@@ -44,6 +44,16 @@ class TrainerExit:
         return f"the trainer ended {how}{cause}{tail}"
 
 
+def trainer_environment(threads: int) -> dict[str, str]:
+    """Return the environment of a process that runs the model on this number of CPU threads."""
+    return dict(os.environ) | {
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
 class TrainerLink:
     """One trainer process. Use: `start`, `send`, `async for message in link`, then `stop`."""
 
@@ -74,12 +84,6 @@ class TrainerLink:
         Raise TrainerDied when the process cannot be started.
         """
         ours, theirs = socket.socketpair()
-        env = dict(os.environ) | {
-            "OMP_NUM_THREADS": str(threads),
-            "TOKENIZERS_PARALLELISM": "false",
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONUNBUFFERED": "1",
-        }
         argv = [*(command or (sys.executable, "-m", "peer.training")), "--fd", str(theirs.fileno())]
         argv += ["--parent", str(os.getpid())]
         try:
@@ -90,7 +94,7 @@ class TrainerLink:
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.STDOUT,
                     pass_fds=(theirs.fileno(),),
-                    env=env | dict(environment or {}),
+                    env=trainer_environment(threads) | dict(environment or {}),
                     # A Ctrl-C in the terminal is for the node, which then asks the trainer to stop.
                     start_new_session=True,
                 )

@@ -25,6 +25,8 @@ collaborators is a dataclass of them: its private state follows. Read the module
    - `shard_reducer`, `slice_relay`: a committee member's work in a reduced round
 5. The trainer
    - `trainer_files`, `trainer_supervisor`: its files and its process
+   - `state_fetcher`: the files of a state, for the trainer's moves and for audits
    - `state_loader`, `trainer_client`: its moves along the chain, and its requests and answers
+   - `update_auditor`, `audit_process`: the checks of others' updates
    - `usage_log`, `snapshot`, `status_reporter`: reports for people
 """

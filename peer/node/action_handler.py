@@ -17,6 +17,7 @@ from peer.node.shard_reducer import ShardReducer
 from peer.node.tasks import Tasks
 from peer.node.trainer_client import LEVELS, TrainerClient
 from peer.node.trainer_files import store_epoch
+from peer.node.update_auditor import UpdateAuditor
 from peer.store import Store
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Certificate, Directive, Finalization, Signed
@@ -29,7 +30,8 @@ log = logging.getLogger(__name__)
 class ActionHandler:
     """The `RoundEffects` of a node, which describes the methods.
 
-    `trainer` is None for an observer, whose machine asks for no update and no state.
+    `trainer` is None for an observer, whose machine asks for no update and no state. `auditor` is None where the
+    machine was made without audits.
     """
 
     store: Store
@@ -40,6 +42,7 @@ class ActionHandler:
     reducer: ShardReducer
     directives: DirectiveHandler
     trainer: TrainerClient | None
+    auditor: UpdateAuditor | None
     queue: EventQueue
     tasks: Tasks
     bus: NodeEvents
@@ -98,7 +101,8 @@ class ActionHandler:
         self.trainer.move(action)
 
     def audit_update(self, action: actions.AuditUpdate) -> None:
-        raise AssertionError("this node's machine was made without audits")
+        assert self.auditor is not None
+        self.auditor.audit(action)
 
     def on_directives_changed(self, action: actions.DirectivesChanged) -> None:
         self.directives.handle(action)

@@ -24,11 +24,13 @@ from peer.node.round_blob_fetcher import RoundBlobFetcher
 from peer.node.round_timings import RoundTimings
 from peer.node.shard_reducer import ShardReducer
 from peer.node.slice_relay import SliceRelay
+from peer.node.state_fetcher import StateFetcher
 from peer.node.state_loader import StateLoader
 from peer.node.status_reporter import StatusReporter, local_status
 from peer.node.tasks import Tasks
 from peer.node.trainer_client import TrainerClient
 from peer.node.trainer_supervisor import TrainerSupervisor
+from peer.node.update_auditor import UpdateAuditor
 from peer.swarm import Swarm
 from protocol.codec import make_codec
 from protocol.message_codec import KeySigner
@@ -73,6 +75,7 @@ def build_node(
         observer=options.observer,
         blob_size=codec.size,
         assets=assets(spec),
+        audits=options.makes_audits,
     )
     banned = partial(is_banned, chain)
     network = Network(membership, tasks, options.listen, options.announce, banned, start_swarm)
@@ -81,25 +84,30 @@ def build_node(
     updates = RoundBlobFetcher(store, network, codec, spec.round.exchange_seconds, queue.post, tasks)
     reducer = ShardReducer(store, network, updates, reduction, codec.size, spec.outer, queue.post, tasks)
     relay = SliceRelay(me, store, network, reduction, codec.size, spec.round, machine, tasks)
+    files = StateFetcher(spec, me, store, network, updates, reducer)
+    auditor = None
+    if options.makes_audits:
+        auditor = UpdateAuditor(spec, me, options, store, chain, updates, files, queue.post)
     retention = BlobRetention(
-        spec, store, updates, lambda: machine.retained_blobs() | set(reducer.retained_blobs())
+        spec, store, updates,
+        lambda: {*machine.retained_blobs(), *reducer.retained_blobs(), *(auditor.retained_blobs() if auditor else ())},
     )  # fmt: skip
 
     trainer = None
     if not options.observer:
-        loader = StateLoader(spec, me, store, chain, network, updates, reducer, queue.post)
+        loader = StateLoader(spec, me, store, chain, updates, files, queue.post)
         trainer = TrainerClient(
             spec, me, options, store, chain, updates, retention, loader, tasks, queue.post, supervise
         )  # fmt: skip
     directives = DirectiveHandler(me, spec.data.window, trainer, (updates, network.peers))
     handler = ActionHandler(
-        store, network, packets, certificates, updates, reducer, directives, trainer, queue, tasks, bus
+        store, network, packets, certificates, updates, reducer, directives, trainer, auditor, queue, tasks, bus
     )  # fmt: skip
     status = partial(local_status, membership, network, trainer)
     driver = RoundDriver(machine, handler, queue, bus, timings, status=status)
     requests = RequestServer(membership, packets, network, machine, certificates, relay, queue, bus)
     folder = options.folder
-    reporter = StatusReporter(membership, folder, network, machine, directives, timings, trainer, bus)
+    reporter = StatusReporter(membership, folder, network, machine, directives, timings, trainer, auditor, bus)
     return Node(
-        membership, network, certificates, retention, trainer, driver, requests, reporter, bus, tasks
+        membership, network, certificates, retention, trainer, auditor, driver, requests, reporter, bus, tasks
     )  # fmt: skip

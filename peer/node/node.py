@@ -21,6 +21,7 @@ from peer.node.snapshot import Snapshot
 from peer.node.status_reporter import StatusReporter
 from peer.node.tasks import Tasks, cancel_and_wait
 from peer.node.trainer_client import TrainerClient
+from peer.node.update_auditor import UpdateAuditor
 from peer.store import Store
 from protocol.chain import Chain
 from protocol.ids import Digest
@@ -42,6 +43,7 @@ class Node:
     certificates: ChainStore
     retention: BlobRetention
     trainer: TrainerClient | None
+    auditor: UpdateAuditor | None
     driver: RoundDriver
     requests: RequestServer
     reporter: StatusReporter
@@ -105,6 +107,8 @@ class Node:
         await network.start(self.requests.handlers())
         if self.trainer is not None:
             await self.trainer.begin(network)
+            if self.auditor is not None:
+                tasks.spawn(self.auditor.run(), "audits")
             tasks.spawn(m.keep_valid(self.ask_for_coordinator), "admission")
         tasks.spawn(network.discover(), "discovery")
         tasks.spawn(network.keep_running(), "swarm")

@@ -14,7 +14,8 @@ class NodeOptions:
 
     An `observer` trains nothing. `parallel` is the layout over several devices. `recompute` saves memory by computing
     activations again, `compile` compiles the layers, and with `overlap` training goes on while an update is undecided.
-    `private_data` allows private addresses of data. See `peer.channel.Start`.
+    `private_data` allows private addresses of data. See `peer.channel.Start`. `audit_device` is where this peer checks
+    others' updates: "auto" (the trainer's device), "cpu", "cuda:N", or "off".
     """
 
     folder: Path
@@ -28,5 +29,11 @@ class NodeOptions:
     observer: bool = False
     overlap: bool = True
     private_data: bool = False
+    audit_device: str = "auto"
     trainer_command: tuple[str, ...] = ()
     """Replaces the trainer's own command line, to measure the node by itself."""
+
+    @property
+    def makes_audits(self) -> bool:
+        """True when this node makes checks of others' updates. An observer is never drawn."""
+        return not self.observer and self.audit_device != "off"

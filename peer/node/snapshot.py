@@ -28,6 +28,7 @@ class Snapshot:
     `trained_windows` counts from the start of this node; windows that were trained again count again. `open_windows`
     are not covered by an update yet. `next_window` is the absolute number of the window to train next; 0 without a
     trainer. `orders` are the owner's directives that concern this peer, for people; empty when there are none.
+    `audits` counts this node's checks of others' updates (`update_auditor.AuditCounts`); empty when it makes none.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
@@ -64,6 +65,7 @@ class Snapshot:
     open_windows: int = 0
     next_window: int = 0
     orders: str = ""
+    audits: dict[str, int] = field(default_factory=dict)
 
 
 def write_snapshot(folder: Path, snapshot: Snapshot) -> None:

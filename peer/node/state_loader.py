@@ -14,47 +14,28 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from rich.filesize import decimal
-
-from peer.channel import Apply, Load, RoundUpdates, ToTrainer, UpdateFile
-from peer.errors import PeerError, TrainerDied
+from peer.channel import Apply, Load, RoundUpdates, ToTrainer
+from peer.errors import TrainerDied
 from peer.node.events import Post
-from peer.node.network import Network
-from peer.node.round_blob_fetcher import BlobFormat, RoundBlobFetcher
-from peer.node.shard_reducer import ShardReducer
+from peer.node.round_blob_fetcher import RoundBlobFetcher
+from peer.node.state_fetcher import StateFetcher, StateStart
 from peer.store import BlobMissing, Store, StoreFull
 from protocol.chain import Chain, genesis_digest
-from protocol.errors import CairnError, CodecError
+from protocol.errors import CairnError
 from protocol.ids import Digest, PeerKey, Round, RunId
 from protocol.messages import Certificate
 from protocol.rounds.actions import ApplyRecord, SyncState
 from protocol.rounds.blobs import applied_blobs
 from protocol.rounds.events import SyncFailed
 from protocol.spec import RunSpec
-from protocol.state import state_layout
 
 log = logging.getLogger(__name__)
 
 VERIFY_CHUNKS = 256
 """Chunks that are verified in one piece of work: the end of the node waits for no more than that."""
 
-AT_ONCE = 32
-"""Blobs that are requested at the same time: a round may have a thousand shards."""
-
-CHECKPOINT_SECONDS = 600.0
-
 OWN_RECORDS = 256
 """Records searched for own updates whose untransmitted residual must be restored."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Start:
-    """A state to start from: that after `record`, before the round `round`, which is at `index` of the path."""
-
-    index: int
-    record: Digest
-    round: Round
-    state: Digest
 
 
 @dataclass(eq=False)
@@ -68,14 +49,11 @@ class StateLoader:
     me: PeerKey
     store: Store
     chain: Chain
-    network: Network
     updates: RoundBlobFetcher
-    reducer: ShardReducer
+    files: StateFetcher
     post: Post
 
     def __post_init__(self) -> None:
-        self._checkpoint_size = state_layout(self.spec.model.layout, self.spec.outer).checkpoint_size
-        self._turns = asyncio.Semaphore(AT_ONCE)
         self._queue: asyncio.Queue[ApplyRecord | SyncState] = asyncio.Queue(maxsize=64)
         self._current: asyncio.Task[None] | None = None
         self.blobs_in_use: tuple[Digest, ...] = ()
@@ -144,11 +122,11 @@ class StateLoader:
 
     async def _apply(self, action: ApplyRecord) -> Apply:
         record = action.certificate.record.body
-        update = await self._round_files(action.certificate)
+        update = await self.files.round_files(action.certificate)
         self.blobs_in_use = tuple(applied_blobs(action.certificate))
         return Apply(
             update=update,
-            missed=self._own_update_files(action.missed),
+            missed=self.files.own_updates(action.missed),
             next_window=action.next_window,
             accepted_windows=action.weight,
             write_checkpoint=self._checkpoint_path(Round(record.round + 1), action.is_checkpoint),
@@ -156,7 +134,7 @@ class StateLoader:
 
     async def _sync(self, action: SyncState) -> Load:
         path = action.path
-        start, checkpoint, replay = await self._collect_files(action)
+        start, checkpoint, replay = await self.files.collect(self._starts(action), action.path)
         reduced = await self._rounds_with_residuals(start.record, action.regained)
         end = Round(path[-1].record.body.round + 1) if path else start.round
         applied = (blob for c in path[start.index :] for blob in applied_blobs(c))
@@ -167,100 +145,25 @@ class StateLoader:
             record=start.record,
             round=start.round,
             replay=replay,
-            restore=self._own_update_files(action.missed),
+            restore=self.files.own_updates(action.missed),
             next_window=action.next_window,
             accepted_windows=action.weight,
             write_checkpoint=self._checkpoint_path(end, action.is_checkpoint),
-            withdraw=self._own_update_files(action.regained),
+            withdraw=self.files.own_updates(action.regained),
             reduced=reduced,
         )
 
-    def _starts(self, action: SyncState) -> Iterator[_Start]:
-        """Yield the states to start from, best first: the newest in our store, then those that members keep.
+    def _starts(self, action: SyncState) -> Iterator[StateStart]:
+        """Yield the states to start from, best first.
 
         Without a path the only one is the state that the run was rolled back to, or the genesis.
         """
         path, back = action.path, action.start
         if not path and back is not None:
-            yield _Start(0, back.record, back.round, back.state)
+            yield StateStart(0, back.record, back.round, back.state)
         elif not path:
-            yield _Start(0, genesis_digest(self.spec.run_id), Round(0), self.spec.genesis.name)
-        newest = range(len(path) - 1, -1, -1)
-        held = islice((i for i in newest if self.store.has(path[i].record.body.base_state)), 1)
-        for i in dict.fromkeys([*held, *action.starts]):
-            body = path[i].record.body
-            yield _Start(i, body.parent, body.round, body.base_state)
-
-    async def _collect_files(self, action: SyncState) -> tuple[_Start, Path, tuple[RoundUpdates, ...]]:
-        """Return the state to start from, its checkpoint, and the rounds after it, all of them in the store."""
-        errors: list[str] = []
-        unavailable = -1
-        """The last round on the path that nobody gave: to start before it is useless."""
-        for start in self._starts(action):
-            if start.index <= unavailable:
-                continue
-            rounds: list[RoundUpdates] = []
-            checkpoint = None
-            try:
-                checkpoint = await self._checkpoint(start.state)
-                for certificate in action.path[start.index :]:
-                    rounds.append(await self._round_files(certificate))
-                return start, checkpoint, tuple(rounds)
-            except (StoreFull, CodecError):
-                raise  # no other start helps: the user must act, or the record lists an invalid update
-            except (CairnError, asyncio.TimeoutError) as e:
-                errors.append(f"from the state of round {start.round}: {e}")
-                if checkpoint is not None:
-                    unavailable = start.index + len(rounds)
-        what = "what leads there from a checkpoint" if unavailable >= 0 else "a checkpoint to start from"
-        raise PeerError(f"no member gave {what} ({'; '.join(errors)}); it is tried again")
-
-    async def _checkpoint(self, state: Digest) -> Path:
-        if not self.store.has(state):
-            genesis = self.spec.genesis
-            size = genesis.size if state == genesis.name else self._checkpoint_size
-            log.info("fetching the checkpoint %s (%s)", state.short, decimal(size))
-            providers = self.network.providers(state=state)
-            await self.network.fetch_blob(state, size, providers, deadline_seconds=CHECKPOINT_SECONDS)
-        return self.store.path(state)
-
-    async def _round_files(self, certificate: Certificate) -> RoundUpdates:
-        """Return the files that a record's state is made of; those that are not held are fetched.
-
-        These are the record's updates, or the reduced shards of a reduced round. Of a reduced round our own update is
-        included: the residual that the mean leaves out of it goes back into the error feedback.
-        """
-        record = certificate.record
-        listed, holders = record.body.updates, list(record.body.contributors)
-        wanted: list[tuple[Digest, list[PeerKey], BlobFormat | None]]
-        if certificate.shards:
-            wanted = [
-                (blob, holders, self.reducer.format_of(len(listed), shard))
-                for shard, blob in enumerate(certificate.shards)
-            ]
-        else:
-            wanted = [(u.body.blob, [u.author, *holders], None) for u in listed]
-        tasks = [asyncio.ensure_future(self._ensure(*one)) for one in wanted]
-        try:
-            files = tuple(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()  # when one is unavailable, the others would delay the next attempt
-        if not certificate.shards:
-            weighed = zip(listed, record.body.weighed, files, strict=True)
-            updates = tuple(UpdateFile(u.author, windows, f) for u, windows, f in weighed)
-            return RoundUpdates(record.body.round, certificate.digest, updates)
-        updates = tuple(
-            UpdateFile(u.author, windows, f)
-            for u, windows in zip(listed, record.body.weighed, strict=True)
-            if u.author == self.me
-            for f in self._own_update_files([u.body.blob])
-        )
-        return RoundUpdates(record.body.round, certificate.digest, updates, files)
-
-    async def _ensure(self, blob: Digest, holders: Sequence[PeerKey], blob_format: BlobFormat | None) -> Path:
-        async with self._turns:
-            return await self.updates.ensure(blob, holders, blob_format)
+            yield StateStart(0, genesis_digest(self.spec.run_id), Round(0), self.spec.genesis.name)
+        yield from self.files.starts(path, action.starts)
 
     async def _rounds_with_residuals(self, record: Digest, regained: Sequence[Digest]) -> tuple[RoundUpdates, ...]:
         """Return the reduced rounds up to a record, oldest first, for the residuals that they left out of our updates.
@@ -278,7 +181,7 @@ class StateLoader:
             last = False
             if certificate.shards and self.store.has(own):
                 try:
-                    found.append(await self._round_files(certificate))
+                    found.append(await self.files.round_files(certificate))
                 except StoreFull:
                     raise
                 except (CairnError, asyncio.TimeoutError) as e:
@@ -295,13 +198,6 @@ class StateLoader:
             for digest in self.chain.ancestors(record):
                 if digest != self.chain.root:
                     yield self.chain.certificate(digest)
-
-    def _own_update_files(self, blobs: Sequence[Digest]) -> tuple[Path, ...]:
-        """Return the files of own updates for the error feedback; one that the disk lost is reported as an error."""
-        held = [b for b in blobs if self.store.has(b)]
-        for lost in set(blobs) - set(held):
-            log.error("own update %s is gone from the store: its content is not put back", lost.short)
-        return tuple(self.store.path(b) for b in held)
 
     def _checkpoint_path(self, number: Round, is_checkpoint: bool) -> Path | None:
         """Return the file for the trainer to write the state of this round to; None when it is not to be kept."""

@@ -15,6 +15,7 @@ from peer.node.network import Network
 from peer.node.round_timings import RoundTimings
 from peer.node.snapshot import Snapshot, write_snapshot
 from peer.node.trainer_client import NO_PROGRESS, TrainerClient
+from peer.node.update_auditor import UpdateAuditor
 from protocol.rounds.machine import RoundMachine
 from protocol.rounds.policy import LocalStatus
 
@@ -47,6 +48,7 @@ class StatusReporter:
     directives: DirectiveHandler
     timings: RoundTimings
     trainer: TrainerClient | None
+    auditor: UpdateAuditor | None
     bus: NodeEvents
 
     def __post_init__(self) -> None:
@@ -98,6 +100,7 @@ class StatusReporter:
             open_windows=progress.windows,
             next_window=progress.next_window,
             orders=self.directives.description,
+            audits=asdict(self.auditor.counts) if self.auditor else {},
         )
 
     async def keep_writing(self) -> None:

@@ -46,11 +46,11 @@ async def fetch_assets(spec: RunSpec, store: Store, network: Network, *, private
 
 def start_message(spec: RunSpec, store: Store, key: PeerKey, options: NodeOptions) -> Start:
     """Return the trainer's first message; the spec is written to a file for it. Raise StoreError."""
-    spec_file = options.folder / "spec.json"
-    with disk(f"writing {spec_file}"):
-        spec_file.write_bytes(spec.canonical())
+    path = spec_file(options.folder)
+    with disk(f"writing {path}"):
+        path.write_bytes(spec.canonical())
     return Start(
-        spec_path=spec_file,
+        spec_path=path,
         store=options.folder / "store",
         identity_key=key,
         state_folder=options.folder / "trainer",
@@ -61,8 +61,18 @@ def start_message(spec: RunSpec, store: Store, key: PeerKey, options: NodeOption
         compile=options.compile,
         overlap=options.overlap,
         private_data=options.private_data,
-        shards={s.digest: str(store.path(s.name)) if store.has(s.name) else "" for s in spec.data.train},
+        shards=data_shards(spec, store),
     )
+
+
+def spec_file(folder: Path) -> Path:
+    """Return the file in a node's folder that `start_message` writes the spec to."""
+    return folder / "spec.json"
+
+
+def data_shards(spec: RunSpec, store: Store) -> dict[str, str]:
+    """Return the training shards by digest, each with its file if the store has it, else ""."""
+    return {s.digest: str(store.path(s.name)) if store.has(s.name) else "" for s in spec.data.train}
 
 
 def saved_epoch(store: Store) -> int:

@@ -23,16 +23,16 @@ from peer.training.error_feedback import AcceptedUpdate, ErrorFeedbackLedger
 from peer.training.exchange_point import ExchangePoint
 from peer.training.layers import Report
 from peer.training.owner import ThreadOwned
-from peer.training.saved_state import SavedFolder, SavedState, TrainerManifest, file_digest
+from peer.training.round_files import RoundFiles
+from peer.training.saved_state import SavedFolder, SavedState, TrainerManifest
 from peer.training.windows import UndecidedUpdate
 from protocol.codec import make_codec
-from protocol.errors import CodecError, MalformedError
+from protocol.errors import CodecError
 from protocol.ids import Digest, PeerKey
 from protocol.merkle import blob_digest
 from protocol.outer import Contribution
 from protocol.reduce import Reduction
 from protocol.spec import RunSpec
-from protocol.state import state_layout
 
 ReducedShards = Callable[[], Sequence[memoryview]]
 """Returns the reduced shards of a round, in order; empty when the round was not reduced."""
@@ -79,7 +79,7 @@ class BaseState(ThreadOwned):
         """The record whose state is held; None before the first load."""
         self.round = 0
         self._beta = spec.codec.beta
-        self._state_layout = state_layout(spec.model.layout, spec.outer)
+        self._files = RoundFiles.of(spec)
         self._me = me
         self._threads = threads
         self._backend = backend
@@ -88,6 +88,8 @@ class BaseState(ThreadOwned):
         self._folder = folder
         self._report = report
         self._saved = self._read_saved()
+        self.is_begin_due = False
+        """True in a replayable run when `begin_anew` is due, by the thread that trains: see `replayable_state`."""
 
     def _read_saved(self) -> SavedState | None:
         try:
@@ -120,27 +122,51 @@ class BaseState(ThreadOwned):
             if before is not None:
                 text = f"{self._folder.update_file(before.blob)} is gone: its work is lost"
                 self._report("warning", "lost-update", text)
-                self._exchange.windows = self._exchange.windows.lost()
+                self._give_up_announced()
             windows, loss = self._exchange.windows, self._exchange.loss
-            claim = windows.claim(max_windows)
+            claim = self._claim(windows, max_windows)
             if claim is None:
                 return NothingDone(ask.parent)
-            blob = self._outer.announce()
-            self._exchange.loss = loss.restarted()
-            self.ledger.decay(self._beta)
+            blob = self._announce()
         first, end, steps = claim
-        made = UndecidedUpdate(ask.parent, blob_digest(blob), len(blob), first, end, steps, loss.mean)
+        rebase = self._rebase_window(windows, first)
+        made = UndecidedUpdate(ask.parent, blob_digest(blob), len(blob), first, rebase, end, steps, loss.mean)
         manifest = TrainerManifest(ask.parent, self.round, replace(windows, announced=made), dict(self.ledger.entries))
         try:
             link_into(self._folder.keep_update(made.blob, blob, manifest), ask.out)
         except OSError:
             with self._exchange:
-                self._outer.add_back(blob)
+                self._take_back(blob)
             self._folder.discard_update(made.blob)
             raise
         with self._exchange:
             self._exchange.windows = replace(self._exchange.windows, announced=made)
         return _made(made, ask.out)
+
+    # What an update is made of. A replayable run differs in this, and in `_move` and `_take_up`.
+
+    def _give_up_announced(self) -> None:
+        """Deal with an announced update whose file disappeared; the lock is held, as for the next three."""
+        self._exchange.windows = self._exchange.windows.lost()
+
+    def _claim(self, windows: WindowAccounting, most: int) -> tuple[int, int, int] | None:
+        """Return (first, end, inner steps) of an update made now, or None when there is none."""
+        return windows.claim(most)
+
+    def _announce(self) -> bytes:
+        """Return the blob of all progress that was not sent yet."""
+        blob = self._outer.announce()
+        self._exchange.loss = self._exchange.loss.restarted()
+        self.ledger.decay(self._beta)
+        return blob
+
+    def _take_back(self, blob: bytes) -> None:
+        """Undo `_announce`, for the update could not be kept."""
+        self._outer.add_back(blob)
+
+    def _rebase_window(self, windows: WindowAccounting, first: int) -> int:
+        """Return the header's field for an update that claims windows from `first` on."""
+        return first
 
     # -- states ------------------------------------------------------------------------------------------------
 
@@ -156,7 +182,7 @@ class BaseState(ThreadOwned):
         if ask.update.round != self.round:
             raise TrainingError(f"a record of round {ask.update.round} was to be applied to the state of {self.round}")
         # Read, or opened, now: once the node has the answer, it may remove the files.
-        missed = tuple(map(self._missed_blob, ask.missed))
+        missed = self._missed_blobs(ask.missed)
         shards = mapped_files(ask.update.parts)
         accepted = self._apply(ask.update, lambda: shards)
         own = sum(u.windows for u in ask.update.updates if u.author == self._me)
@@ -164,7 +190,7 @@ class BaseState(ThreadOwned):
 
     def _apply(self, update: RoundUpdates, shards: ReducedShards) -> dict[Digest, AcceptedUpdate]:
         """Move the base by one record. Return the own updates that it accepts, by digest."""
-        contributions = self._contributions(update)
+        contributions = self._files.contributions(update)
         try:
             if update.parts:
                 self._outer.advance_reduced(update.parts)
@@ -196,9 +222,17 @@ class BaseState(ThreadOwned):
         """
         self.assert_owner()
         with self._exchange:
-            self._outer.rebase()
-            self._settle(move)
+            self._move(move)
         self._tidy(unsaved)
+
+    def _move(self, move: BaseMove) -> None:
+        """Do the part of `swap_base` that needs the lock."""
+        self._outer.rebase()
+        self._settle(move)
+
+    def begin_anew(self, unsaved: Iterable[TrainerManifest]) -> None:
+        """Continue from the update that `make_update` announced. Only in a replayable run, where `is_begin_due`."""
+        raise TrainingError("training begins anew in a replayable run only")
 
     def load(self, ask: Load, unsaved: Iterable[TrainerManifest]) -> tuple[Applied, BaseMove]:
         """Replace the held state by the one in a checkpoint and the records after it. For the thread that trains.
@@ -207,7 +241,7 @@ class BaseState(ThreadOwned):
         """
         self.assert_owner()
         began = time.monotonic()
-        self._check(ask.checkpoint, ask.base_state)
+        self._files.check_checkpoint(ask.checkpoint, ask.base_state)
         self._lose_state()  # there may be no memory for both
         try:
             self._backend.load_state(ask.checkpoint)
@@ -215,23 +249,24 @@ class BaseState(ThreadOwned):
         except BaseException:
             self._lose_state()
             raise
+        missed = self._missed_blobs(ask.restore)
+        move = BaseMove(record, number, missed, accepted, ask.next_window, ask.accepted_windows)
         with self._exchange:
-            resumed = self.record is not None or self._resume_saved(ask.next_window)
             self._exchange.holds_state = True
-            self._outer.rebase()
-            missed = tuple(map(self._missed_blob, ask.restore))
-            move = BaseMove(
-                record, number, missed, accepted, ask.next_window, ask.accepted_windows,
-                unsaved=None if resumed else last,
-            )  # fmt: skip
-            self._settle(move)
+            self._take_up(move, last)
         self._tidy(unsaved)
         return self.applied(began, record, ask.write_checkpoint), move
+
+    def _take_up(self, move: BaseMove, last: Digest | None) -> None:
+        """Continue on a state that was loaded. `last`: the last own update that it holds, if one is known."""
+        resumed = self.record is not None or self._resume_saved(move.next_window)
+        self._outer.rebase()
+        self._settle(move if resumed else replace(move, unsaved=last))
 
     def _replay(self, ask: Load) -> tuple[Digest, int, dict[Digest, AcceptedUpdate], Digest | None]:
         """Apply the records after a checkpoint. Return record and round reached, own accepted updates, the last one."""
         record, number = ask.record, ask.round
-        accepted = {blob_digest(blob): AcceptedUpdate(blob) for blob in map(self._blob, ask.withdraw)}
+        accepted = {blob_digest(blob): AcceptedUpdate(blob) for blob in map(self._files.update, ask.withdraw)}
         last: Digest | None = None
         for update in ask.reduced:
             found = self._reduced_before(update)
@@ -276,10 +311,14 @@ class BaseState(ThreadOwned):
 
     # -- files from the node -----------------------------------------------------------------------------------
 
+    def _missed_blobs(self, paths: Sequence[Path]) -> tuple[bytes | None, ...]:
+        """Return the blobs of own updates that do not count, as far as the error feedback needs them."""
+        return tuple(map(self._missed_blob, paths))
+
     def _missed_blob(self, path: Path) -> bytes | None:
         """Return the blob of an own update that does not count, or None when it is gone, which is reported."""
         try:
-            return self._blob(path)
+            return self._files.update(path)
         except (OSError, CodecError) as e:
             self.ledger.report_lost(e)
             return None
@@ -292,29 +331,10 @@ class BaseState(ThreadOwned):
     def _reduced_before(self, update: RoundUpdates) -> dict[Digest, AcceptedUpdate]:
         """Return own updates of a round that the state holds already. Unreadable ones are only reported."""
         try:
-            return self._own(self._contributions(update), partial(mapped_files, update.parts))
+            return self._own(self._files.contributions(update), partial(mapped_files, update.parts))
         except (OSError, CodecError) as e:
             self.ledger.report_untransmitted_lost(e)
             return {}
-
-    def _contributions(self, update: RoundUpdates) -> list[Contribution]:
-        return [Contribution(u.author, u.windows, self._blob(u.blob)) for u in update.updates]
-
-    def _blob(self, path: Path) -> bytes:
-        """Return an update's bytes. Raise OSError, and CodecError before reading when the size is wrong."""
-        if (size := path.stat().st_size) != self.codec.size:
-            raise CodecError(f"{path} has {size} bytes: an update of this run has {self.codec.size}")
-        return path.read_bytes()
-
-    def _check(self, path: Path, digest: Digest) -> None:
-        """Raise MalformedError unless the file is the checkpoint with this digest. Raise OSError."""
-        if (size := path.stat().st_size) != self._state_layout.checkpoint_size:
-            raise MalformedError(f"{path} is not a checkpoint of this run's model: it has {size} bytes")
-        if (found := file_digest(path)) != digest:
-            raise MalformedError(
-                f"{path} is damaged or another state: its digest is {found.short}, the chain says {digest.short}; "
-                "fetch it again"
-            )
 
     # -- what survives a restart -------------------------------------------------------------------------------
 
@@ -352,4 +372,4 @@ class BaseState(ThreadOwned):
 
 
 def _made(a: UndecidedUpdate, out: Path) -> UpdateMade:
-    return UpdateMade(a.parent, out, a.size, a.blob, a.first, a.end, a.steps, a.loss)
+    return UpdateMade(a.parent, out, a.size, a.blob, a.first, a.rebase_window, a.end, a.steps, a.loss)

@@ -181,6 +181,28 @@ class InnerOptimizer:
         loss_value, norm_value = torch.stack([total, norm.to(total)]).tolist()  # the step's one wait for the device
         return StepResult(loss_value, norm_value, math.isfinite(loss_value) and math.isfinite(norm_value))
 
+    @torch.inference_mode()
+    def window_losses(self, windows: Tensor) -> Tensor:
+        """Return each window's mean loss in nats per token: fp32 [windows], on the CPU. No parameter changes.
+
+        `windows`: tokens [windows, window + 1]. Raise torch.OutOfMemoryError when one window does not fit.
+        """
+        piece = max(1, PIECE_TOKENS // (windows.shape[1] - 1)) if self._on_cpu else self.spec.batch
+        while True:
+            try:
+                return torch.cat([self._window_losses(some.to(self.device)) for some in windows.split(piece)])
+            except torch.OutOfMemoryError:
+                if piece == 1:
+                    raise
+                piece //= 2
+
+    def _window_losses(self, windows: Tensor) -> Tensor:
+        tokens = windows.long()
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
+            logits = self.model(input_ids=tokens[:, :-1], use_cache=False).logits
+        losses = cross_entropy(logits.transpose(1, 2).float(), tokens[:, 1:], reduction="none")
+        return losses.mean(1).cpu()
+
     def optimizer_step(self, step: StepResult) -> None:
         """Step the optimizers by the gradient that `forward_backward` left, if the step is finite."""
         if step.is_finite:
@@ -212,6 +234,11 @@ class InnerOptimizer:
                 state |= {m: moments[key].to(self.device, torch.float32, copy=True) for m, key in keys.items()}
                 if name in self._by_adamw:
                     state["step"] = torch.tensor(float(steps), device=self.device)
+
+    def reset_moments(self) -> None:
+        """Forget all moments: the next step is the first."""
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
 
     def _states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for name, parameter in self.parameters.items():

@@ -13,6 +13,12 @@ last announcement, or the base since the last round. `feedback` is progress that
 Only `advance` and `rebase` use `base`: inner steps go on while the base advances, and are moved onto it afterwards.
 With beta = 1 nothing is ever lost: decoded updates + feedback + (anchor - local) is all progress that was made.
 
+In a replayable run (`replayable`) an update depends on public values alone. Nothing is fed back, so the feedback's
+tensors are scratch memory:
+
+    announce   blob = encode(anchor - local)
+    begin_anew local <- base - decode(blob), or base; anchor <- local
+
 Every operation is elementwise, apart from the codec and `apply`, which work on whole flattened tensors by blocks. So
 `OuterState` does them on whole tensors, and `ShardedOuterState` on the blocks that a rank owns.
 """
@@ -49,6 +55,8 @@ class OuterOperations(ABC):
         anchor: dict[str, Tensor],
         group: SoleRank,
         slices: Sequence[TensorSlice] | None = None,
+        *,
+        replayable: bool = False,
     ):
         """Start without a base. `anchor`: the model's tensors as far as they are owned: `slices`, None for all."""
         self.codec = codec
@@ -56,6 +64,7 @@ class OuterOperations(ABC):
         self.spec = spec
         self.group = group
         self.slices = slices
+        self.replayable = replayable
         self.base: dict[str, Tensor] | None = None
         """The replicated state with its outer momentum; None before the first `load`, and after one that failed."""
         self.anchor = anchor
@@ -93,8 +102,14 @@ class OuterOperations(ABC):
 
     @torch.no_grad()
     def _gather_progress(self) -> None:
-        """Add the progress since the anchor to the decayed feedback, as the first half of an announcement."""
+        """Add the progress since the anchor to the decayed feedback, as the first half of an announcement.
+
+        In a replayable run the anchor stays: another announcement encodes the same progress again.
+        """
         for name, values in self.owned_of(lambda name: None):
+            if self.replayable:
+                self.feedback[name].copy_(self.anchor[name]).sub_(values)
+                continue
             self.feedback[name].mul_(self.beta).add_(self.anchor[name]).sub_(values)
             self.anchor[name].copy_(values)
 
@@ -130,6 +145,28 @@ class OuterOperations(ABC):
             self.anchor[name].copy_(base[name])
 
         self._change(moved)
+
+    @torch.no_grad()
+    def begin_anew(self, blob: bytes | None) -> None:
+        """Give up the progress since the anchor: continue from the base less an own update, or from the base itself.
+
+        Only in a replayable run, for its scratch memory. Raise CodecError, after which nothing has changed.
+        """
+        base = self.base
+        if base is None or not self.replayable:
+            raise ValueError("training begins anew from a state that is held, in a replayable run")
+        if blob is not None:
+            for scratch in self.feedback.values():
+                scratch.zero_()
+            self._add(blob, self.feedback, None)
+
+        def begun(name: str, values: Tensor) -> None:
+            values.copy_(base[name])
+            if blob is not None:
+                values.sub_(self.feedback[name])
+            self.anchor[name].copy_(values)
+
+        self._change(begun)
 
     def add_back(self, blob: bytes, only: bytes | None = None) -> None:
         """Add an own update that was not accepted to the feedback. Raise CodecError.
@@ -170,14 +207,30 @@ class OuterOperations(ABC):
 
         self._change(resumed)
 
+    @torch.no_grad()
+    def resume_position(self, position: Mapping[str, Tensor]) -> None:
+        """Restore a replayable run's saved parameters, of which the argument has the whole, on the base held then."""
+        base = self.base
+        if base is None:
+            raise ValueError("parameters are restored on a state that is held")
+
+        def resumed(name: str, values: Tensor) -> None:
+            values.copy_(self._owned(name, position[name]))
+            self.anchor[name].copy_(base[name])
+
+        self._change(resumed)
+
 
 class OuterState(OuterOperations):
     """The outer state of one process, in whole tensors."""
 
-    def __init__(self, local: Mapping[str, Tensor], codec: Codec, beta: float, spec: OuterSpec):
+    def __init__(
+        self, local: Mapping[str, Tensor], codec: Codec, beta: float, spec: OuterSpec, *, replayable: bool = False
+    ):
         """Start without a base. `local`: the model's tensors (fp32, contiguous, one device), changed in place."""
         self.local = {t.name: local[t.name] for t in codec.layout.tensors}
-        super().__init__(codec, beta, spec, {n: t.clone() for n, t in self.local.items()}, SoleRank())
+        anchor = {n: t.clone() for n, t in self.local.items()}
+        super().__init__(codec, beta, spec, anchor, SoleRank(), replayable=replayable)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Replace the base, and move the progress since the anchor onto it. The tensors of `state` become its own."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -36,7 +36,8 @@ from protocol.merkle import CHUNK, blob_digest, leaf_hash, tree_hash
 
 STATE_MANIFEST = "trainer.json"
 UPDATE_MANIFEST = "update.json"
-FEEDBACK, PROGRESS = "feedback", "progress"
+FEEDBACK, PROGRESS, POSITION = "feedback", "progress", "position"
+"""Groups of tensors. A replayable run saves its parameters themselves (POSITION): a restart must give the same bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,8 @@ class TrainerManifest:
 class SavedState(TrainerManifest):
     """All of a trainer's own state; tensors by parameter name, moments by MOMENT/parameter, all fp32.
 
-    Empty feedback and progress say that the announced update carries all progress.
+    Empty feedback and progress say that the announced update carries all progress. In a replayable run there are none
+    of them, but `position`: the parameters.
     """
 
     optimizer_steps: int
@@ -75,6 +77,7 @@ class SavedState(TrainerManifest):
     moments: Mapping[str, Tensor]
     file: Path | None = None
     """The file that the tensors were read from."""
+    position: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class _UpdateManifest(BaseModel):
@@ -269,7 +272,7 @@ class SavedFolder:
 
     def _state(self, manifest: _StateManifest, tensors: dict[str, Tensor]) -> SavedState:
         shapes = {t.name: t.shape for t in self.layout.tensors}
-        groups: dict[str, dict[str, Tensor]] = {g: {} for g in (FEEDBACK, PROGRESS, *MOMENTS)}
+        groups: dict[str, dict[str, Tensor]] = {g: {} for g in (FEEDBACK, PROGRESS, POSITION, *MOMENTS)}
         for key, tensor in tensors.items():
             group, _, name = key.partition("/")
             fits = group in groups and shapes.get(name) == tuple(tensor.shape) and tensor.dtype == torch.float32
@@ -278,7 +281,8 @@ class SavedFolder:
                     f"{self.folder / manifest.file} holds {key[:80]}, which does not fit or is not finite"
                 )
             groups[group][name] = tensor
-        if any(groups[g].keys() != shapes.keys() for g in (FEEDBACK, PROGRESS)):
+        wanted = (POSITION,) if groups[POSITION] else (FEEDBACK, PROGRESS)
+        if any(groups[g].keys() != shapes.keys() for g in wanted):
             raise SavedStateError(f"{self.folder / manifest.file} does not hold the whole model")
         return SavedState(
             **vars(manifest.held),
@@ -287,6 +291,7 @@ class SavedFolder:
             progress=groups[PROGRESS],
             moments={f"{m}/{n}": t for m in MOMENTS for n, t in groups[m].items()},
             file=self.folder / manifest.file,
+            position=groups[POSITION],
         )
 
 

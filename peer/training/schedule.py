@@ -29,6 +29,14 @@ def factor(schedule: Schedule, tokens: float) -> float:
     return schedule.min_ratio + (1 - schedule.min_ratio) * shape
 
 
+def replayable_factor(schedule: Schedule, accepted_tokens: int, target_tokens: int) -> float:
+    """Return the factor of every step on a state whose chain has accepted `accepted_tokens`, in a replayable run.
+
+    It is that in the middle of the round: a function of the chain and the spec, whose `target_tokens` these are.
+    """
+    return factor(schedule, accepted_tokens + target_tokens / 2)
+
+
 def step_factor(
     schedule: Schedule, accepted_tokens: int, target_tokens: int, windows: float, usual_windows: int
 ) -> float:

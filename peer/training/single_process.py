@@ -56,7 +56,9 @@ class SingleProcessBackend(StateWriter):
         model = build_model(spec.model.config, device=device)
         self.inner = InnerOptimizer(spec.inner, model, device, yield_hook, layers, report)
         codec = make_codec(spec.codec, spec.model.layout)
-        self.outer = OuterState(parameters_of(model), codec, spec.codec.beta, spec.outer)
+        self.outer = OuterState(
+            parameters_of(model), codec, spec.codec.beta, spec.outer, replayable=spec.audit.replayable
+        )
         self._state_layout = state_layout(spec.model.layout, spec.outer)
         super().__init__(spec.model.layout, self.inner, self.outer, background_hook)
 
@@ -98,10 +100,23 @@ class SingleProcessBackend(StateWriter):
         return digest
 
     def resume(self, saved: SavedState, *, everything: bool) -> None:
-        """Restore the optimizers' moments; `everything`: feedback and progress, too, before the first `rebase`."""
+        """Restore the optimizers' moments; `everything`: feedback and progress, too, before the first `rebase`.
+
+        In a replayable run: the parameters, on the base that was loaded.
+        """
         self.inner.set_moments(saved.optimizer_steps, saved.moments)
-        if everything:
+        if everything and self.outer.replayable:
+            self.outer.resume_position(saved.position)
+        elif everything:
             self.outer.resume(saved.feedback, saved.progress)
+
+    def begin_anew(self, blob: bytes | None) -> None:
+        """Continue, without moments, from the base less an own update's values, or from the base itself.
+
+        In a replayable run, between two steps. Raise CodecError.
+        """
+        self.outer.begin_anew(blob)
+        self.inner.reset_moments()
 
     def close(self, *, in_order: bool = False) -> None:
         """End the writing of a state, and all other ranks. `in_order`: nothing has failed, so there is time."""

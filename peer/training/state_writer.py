@@ -20,7 +20,7 @@ from peer.training.background import BackgroundTask, gather_reports, write_file,
 from peer.training.inner_optimizer import InnerOptimizer
 from peer.training.outer_state import OuterOperations
 from peer.training.parallel.sharded_file import ShardedFile
-from peer.training.saved_state import FEEDBACK, PROGRESS
+from peer.training.saved_state import FEEDBACK, POSITION, PROGRESS
 from protocol.ids import Digest
 from protocol.layout import Layout
 
@@ -85,7 +85,7 @@ class StateWriter:
         return copy_size(self._state_file(), self._inner.device) - self._reserved
 
     def copy_state(self) -> None:
-        """Copy feedback, progress and moments to memory. Not while a state is written."""
+        """Copy feedback, progress and moments (in a replayable run: parameters and moments). Not while one is written."""
         self._copies = []  # freed first
         device, self._file = self._inner.device, self._state_file()
         self._reserved = copy_size(self._file, device)
@@ -165,7 +165,7 @@ class StateWriter:
         self._writing = None
 
     def write_now(self, path: Path) -> None:
-        """Write feedback, progress and moments into a file at once; rank 0 then knows the `digest`. Raise OSError."""
+        """Write the same tensors into a file at once; rank 0 then knows the `digest`. Raise OSError."""
         self._file = self._state_file()
         tensors = (saved.tensor.reshape(-1) for saved in self._tensors(self._file))
         self._reports = write_file(self._group, self._file, tensors, path)
@@ -174,7 +174,8 @@ class StateWriter:
         """Return the file of all that there is to save now."""
         shapes = {t.name: t.shape for t in self._layout.tensors}
         held = self._inner.moments()[1]
-        named = {f"{group}/{n}": s for group in (FEEDBACK, PROGRESS) for n, s in shapes.items()}
+        groups = (POSITION,) if self._outer.replayable else (FEEDBACK, PROGRESS)
+        named = {f"{group}/{n}": s for group in groups for n, s in shapes.items()}
         for name, shape in shapes.items() if held else ():
             # A rank holds no moments of another stage's parameters; a single process, none of those without gradients.
             keys = [f"{moment}/{name}" for moment in self._inner.moments_of(name)]
@@ -189,6 +190,8 @@ class StateWriter:
                 found = iter(self._outer.feedback.items())
             elif group == PROGRESS:
                 found = self._outer.progress()
+            elif group == POSITION:
+                found = self._outer.owned_of(lambda name: None)
             else:
                 here = {n for n in self._inner.parameters if f"{group}/{n}" in moments}
                 found = self._outer.owned_of(lambda n, g=group: moments[f"{g}/{n}"], here)

@@ -22,7 +22,7 @@ from peer.training.gate import YieldGate
 from peer.training.inner_optimizer import StepResult
 from peer.training.layers import Report
 from peer.training.owner import ThreadOwned
-from peer.training.schedule import step_factor
+from peer.training.schedule import replayable_factor, step_factor
 from peer.training.throughput import ThroughputMeter
 from peer.training.time_breakdown import Activity, TimeBreakdown
 from protocol.spec import RunSpec
@@ -64,6 +64,8 @@ class StepLoop(ThreadOwned):
         self._report = report
         self._orders = Orders(False, spec.max_update_windows, spec.round.target_tokens)
         self._non_finite = 0
+        self._dropped = 0
+        """Counts the calls of `drop`: a step that was under way then is not finished."""
         self._accepted_windows = 0
         """Windows of all peers that the held state's chain has accepted."""
         self._usual_windows = 0
@@ -86,16 +88,17 @@ class StepLoop(ThreadOwned):
     def step(self, windows: Tensor, between: Callable[[], None] = lambda: None) -> StepResult | None:
         """Make one inner step on the batch at the present counter: tokens [batch, window + 1].
 
-        `between` is called within the step, between pieces, and may call any other method. If it loses the state or
-        moves the counter, the step is dropped and the result is None. Raise TrainingError after NON_FINITE_MOST
+        `between` is called within the step, between pieces, and may call any other method. If it loses the state, moves
+        the counter or calls `drop`, the step is dropped and the result is None. Raise TrainingError after NON_FINITE_MOST
         consecutive steps that are not finite, and when memory does not suffice.
         """
         self.assert_owner()
-        first = self._exchange.windows.counter
+        first, dropped = self._exchange.windows.counter, self._dropped
 
         def go_on() -> bool:
             between()
-            return self._exchange.holds_state and self._exchange.windows.counter == first and not self._orders.rests
+            is_same = self._exchange.windows.counter == first and self._dropped == dropped
+            return self._exchange.holds_state and is_same and not self._orders.rests
 
         step = self._inner.forward_backward(windows, go_on)
         if step is None:
@@ -141,10 +144,25 @@ class StepLoop(ThreadOwned):
         self.has_started = True
         self._accepted_windows = move.accepted_windows
         self._usual_windows = move.own_windows or self._usual_windows
+        if self._spec.audit.replayable:
+            self.drop()
         self._set_rate()
 
+    def drop(self) -> None:
+        """Drop the step that is under way: in a replayable run all of a step is trained from one place."""
+        self.assert_owner()
+        self._dropped += 1
+
     def _set_rate(self) -> None:
-        """Set the learning rate of a step now from the tokens that the swarm has trained, as far as this peer knows."""
+        """Set the learning rate of a step now from the tokens that the swarm has trained, as far as this peer knows.
+
+        In a replayable run from the accepted ones alone, and the spec.
+        """
+        if self._spec.audit.replayable:
+            accepted = self._accepted_windows * self._spec.data.window
+            target = self._spec.round.target_tokens
+            self._inner.set_rate(replayable_factor(self._spec.inner.schedule, accepted, target))
+            return
         windows = self._exchange.windows
         since = windows.counter - windows.claimed_from + self._spec.inner.batch / 2
         accepted = self._accepted_windows * self._spec.data.window

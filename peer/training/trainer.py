@@ -25,6 +25,7 @@ from peer.training.gate import YieldGate
 from peer.training.layers import LayerOptions, Report, compiles, keep_compiled
 from peer.training.parallel.parallel_dims import ParallelDims
 from peer.training.parallel.setup import resolve
+from peer.training.replayable_state import ReplayableState
 from peer.training.saved_state import SavedFolder
 from peer.training.single_process import SingleProcessBackend
 from peer.training.step_loop import StepLoop
@@ -69,7 +70,8 @@ class Trainer:
         self.steps = StepLoop(
             self.spec, self.backend, batches, self.exchange, self.gate, times, overlap=start.overlap, report=report
         )
-        self.base = BaseState(
+        state = ReplayableState if self.spec.audit.replayable else BaseState
+        self.base = state(
             self.spec, start.identity_key, start.threads, self.backend, self.exchange, self.folder, report
         )
         self.checkpointer = AsyncCheckpointer(self.folder, self.backend, self.exchange, self.base.manifest, report)
@@ -88,6 +90,11 @@ class Trainer:
         """Continue training from the base that `BaseState.advance` moved."""
         self.base.swap_base(move, self.checkpointer.pending)
         self.steps.follow(move)
+
+    def begin_anew(self) -> None:
+        """Continue training from the update that `BaseState.make_update` announced, in a replayable run."""
+        self.base.begin_anew(self.checkpointer.pending)
+        self.steps.drop()
 
     def load(self, ask: Load) -> Applied:
         """Continue training from a checkpoint and the records after it. Return the answer."""

@@ -3,6 +3,9 @@
 The count never restarts. The chain has accepted the windows below `claimed_from`. Those from there up to `counter` are
 trained: the model, the error feedback or the announced update holds their progress. An update claims as many of them as
 it may, from `claimed_from` on, so each window is claimed once however many rounds were missed.
+
+In a replayable run windows whose work was given up are trained again, and `rebase_window` says which were trained on
+the held state (see `replayable_state`).
 """
 
 from __future__ import annotations
@@ -21,13 +24,14 @@ STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 class UndecidedUpdate:
     """An update that was made and is undecided: its parent record, its blob, its size in bytes, the windows it claims.
 
-    `loss`: mean training loss in nats per token over its `steps` inner steps.
+    `loss`: mean training loss in nats per token over its `steps` inner steps. `rebase_window`: as in its header.
     """
 
     parent: DigestField
     blob: DigestField
     size: Count
     first: Count
+    rebase_window: Count
     end: Count
     steps: Count
     loss: float
@@ -36,12 +40,16 @@ class UndecidedUpdate:
 
 @dataclass(frozen=True, slots=True)
 class WindowAccounting:
-    """The count at one time; each change makes another one. `steps`: inner steps since `claimed_from`."""
+    """The count at one time; each change makes another one. `steps`: inner steps since `claimed_from`.
+
+    `rebase_window`: in a replayable run, the first window of the next update that was trained on the held state.
+    """
 
     counter: Count = 0
     claimed_from: Count = 0
     steps: Count = 0
     announced: UndecidedUpdate | None = None
+    rebase_window: Count = 0
     __pydantic_config__ = STRICT
 
     @property
@@ -92,3 +100,29 @@ class WindowAccounting:
             if counter <= next_window:
                 counter, steps = next_window, 0
         return WindowAccounting(counter, claimed_from, steps, mine if undecided else None)
+
+    # -- replayable runs ---------------------------------------------------------------------------------------
+
+    def begun_anew(self) -> WindowAccounting:
+        """Return the count when training begins again after the announced update, or after all accepted windows."""
+        mine = self.announced
+        if mine is None:
+            return self.started_over(self.claimed_from)
+        return replace(self, counter=mine.end, steps=mine.steps, rebase_window=mine.end)
+
+    def rebased(self) -> WindowAccounting:
+        """Return the count after the announced update was accepted, and the progress since was moved to the new state.
+
+        Raise ValueError when no update is announced.
+        """
+        mine = self.announced
+        if mine is None:
+            raise ValueError("no update is announced that could be accepted")
+        return WindowAccounting(self.counter, mine.end, max(0, self.steps - mine.steps), None, self.counter)
+
+    def started_over(self, next_window: int) -> WindowAccounting:
+        """Return the count when all progress was given up, and the chain has accepted the windows below `next_window`.
+
+        It may be less than the present count.
+        """
+        return WindowAccounting(next_window, next_window, rebase_window=next_window)

@@ -62,7 +62,10 @@ def train(trainer: Trainer, steps: int) -> None:
 
 
 def make_update(trainer: Trainer, ask: MakeUpdate) -> UpdateMade | NothingDone:
-    return trainer.base.make_update(ask, trainer.spec.max_update_windows)
+    answer = trainer.base.make_update(ask, trainer.spec.max_update_windows)
+    if trainer.base.is_begin_due:
+        trainer.begin_anew()
+    return answer
 
 
 def update(trainer: Trainer, out: Path) -> UpdateMade:

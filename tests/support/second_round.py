@@ -42,7 +42,7 @@ class Second(Bench):
         """We, and the busy one, whose update is here."""
         self.hold(self.header(BUSY, label=b"2", **self.work(10)))
         self.step(ev.TrainingProgress(25, 1.0, 1.0))
-        self.step(ev.UpdateReady(self.first, 25, 50, 5, blob_of(ME, b"2"), 9, 1.0))
+        self.step(ev.UpdateReady(self.first, 25, 25, 50, 5, blob_of(ME, b"2"), 9, 1.0))
 
     def work(self, first_window):
         """Return the fields of a header of the second round with ten windows."""

@@ -16,6 +16,7 @@ from protocol.ids import Digest, PeerKey, sha256
 from protocol.merkle import blob_digest
 from protocol.model import build_model, model_layout, parameters_of, plain_config
 from protocol.spec import (
+    AuditSpec,
     BlobRef,
     CodecSpec,
     DataShard,
@@ -57,9 +58,13 @@ class World:
         codec: CodecSpec | None = None,
         outer: OuterSpec | None = None,
         config: Mapping[str, Any] | None = None,
+        replayable: bool = False,
         **inner,
     ) -> World:
-        """`config`: fields of the model's, over those of a tiny one; `inner`: of the spec's."""
+        """`config`: fields of the model's, over those of a tiny one; `inner`: of the spec's.
+
+        `replayable`: with the codec "sign", without error feedback.
+        """
         config = plain_config(
             {
                 "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64,
@@ -92,9 +97,14 @@ class World:
             inner=InnerSpec(
                 **({"optimizer": "adamw", "lr": 3e-3, "batch": BATCH, "schedule": Schedule(kind="constant")} | inner)
             ),
-            codec=codec or CodecSpec(kind="sparse", k=256),
+            codec=codec or (CodecSpec(kind="sign", beta=0.0) if replayable else CodecSpec(kind="sparse", k=256)),
             outer=outer,
-            round=RoundSpec(target_tokens=10 * BATCH * WINDOW, max_update_tokens=40 * BATCH * WINDOW),
+            round=RoundSpec(
+                target_tokens=10 * BATCH * WINDOW,
+                max_update_tokens=40 * BATCH * WINDOW,
+                **({"exchange": "gather"} if replayable else {}),
+            ),
+            audit=AuditSpec(replayable=replayable),
         )
         write_durably(folder / "spec.json", [spec.canonical()])
         return cls(folder, spec, genesis)

@@ -168,8 +168,8 @@ def admission(peer: Identity) -> Signed[Admission]:
 def header(peer: Identity, parent: Digest, round: int, **changes: Any) -> Signed[UpdateHeader]:
     body = UpdateHeader(
         run=RUN, round=Round(round), parent=parent, base_state=digest(f"state {round}"), first_window=64 * round,
-        end_window=64 * round + 10, inner_steps=5, blob=digest(f"blob {peer.key.hex()} {round}"), blob_size=1000,
-        loss=3.5, admission=admission(peer).encoded,
+        rebase_window=64 * round, end_window=64 * round + 10, inner_steps=5,
+        blob=digest(f"blob {peer.key.hex()} {round}"), blob_size=1000, loss=3.5, admission=admission(peer).encoded,
     )  # fmt: skip
     return KeySigner(peer).sign(dataclasses.replace(body, **changes))
 
@@ -496,7 +496,7 @@ def _tree(
             end = first + 1 + next(drawn) % 100
             round_ = chain.height(parent)
             epoch = chain.epoch(parent) + (order == "rollback")
-            body = UpdateHeader(RUN, round_, parent, digest("state"), first, end, 1, blob, 1, 1.0, b"", epoch)
+            body = UpdateHeader(RUN, round_, parent, digest("state"), first, first, end, 1, blob, 1, 1.0, b"", epoch)
             updates.append(FakeSigner(key).sign(body))
         directive = None
         if depth == 0 and i in (10, 30):

@@ -77,6 +77,7 @@ FIELDS: dict[str, list[tuple[int, str, str]]] = {
         (1, "run", "bytes"), (2, "round", "int"), (3, "parent", "bytes"), (4, "base_state", "bytes"),
         (5, "first_window", "int"), (6, "end_window", "int"), (7, "inner_steps", "int"), (8, "blob", "bytes"),
         (9, "blob_size", "int"), (10, "loss", "float"), (11, "admission", "bytes"), (12, "epoch", "int"),
+        (13, "rebase_window", "int"),
     ],
     "round-record": [
         (1, "run", "bytes"), (2, "round", "int"), (3, "parent", "bytes"), (4, "base_state", "bytes"),

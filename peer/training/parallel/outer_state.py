@@ -36,7 +36,10 @@ class ShardedOuterState(OuterOperations):
 
     group: RankGroup
 
-    def __init__(self, built: RankModel, group: RankGroup, codec: Codec, beta: float, spec: OuterSpec, layers: int):
+    def __init__(
+        self, built: RankModel, group: RankGroup, codec: Codec, beta: float, spec: OuterSpec, layers: int, *,
+        replayable: bool = False,
+    ):  # fmt: skip
         """Start without a base. `layers`: the number of the whole model's layers."""
         self.built = built
         self.layout = codec.layout
@@ -47,7 +50,7 @@ class ShardedOuterState(OuterOperations):
         self._mine = {self._name(p.index): p for p in parts}
         # The model is all zeros yet, and so is the anchor.
         anchor = {n: torch.zeros(p.numel, dtype=torch.float32, device=built.device) for n, p in self._mine.items()}
-        super().__init__(codec, beta, spec, anchor, group, parts)
+        super().__init__(codec, beta, spec, anchor, group, parts, replayable=replayable)
         self.state_file = self.file_of(state_layout(self.layout, spec))
 
     def file_of(self, layout: Layout) -> ShardedFile:

@@ -19,7 +19,7 @@ from peer.training.parallel.group import RankGroup
 from peer.training.parallel.model import build_rank_model, make_mesh
 from peer.training.parallel.outer_state import ShardedOuterState
 from peer.training.parallel.rank_optimizer import RankOptimizer
-from peer.training.saved_state import FEEDBACK, PROGRESS
+from peer.training.saved_state import FEEDBACK, POSITION, PROGRESS
 from peer.training.state_writer import StateWriter
 from protocol.codec import make_codec
 from protocol.ids import PeerKey
@@ -46,6 +46,7 @@ class Command(Enum):
     SUBTRACT = "outer.subtract"
     STORE = "outer.store"
     RESUME = "resume"
+    BEGIN_ANEW = "begin_anew"
     SAVE = "write_now"
     COPY = "copy_state"
     WRITE = "start_write"
@@ -83,7 +84,9 @@ class RankWorker(StateWriter):
         codec = make_codec(spec.codec, spec.model.layout)
         self.inner = RankOptimizer(spec.inner, self.built, piece, layers, report)
         depth = int(spec.model.config.get("num_hidden_layers") or 1)
-        self.outer = ShardedOuterState(self.built, group, codec, spec.codec.beta, spec.outer, depth)
+        self.outer = ShardedOuterState(
+            self.built, group, codec, spec.codec.beta, spec.outer, depth, replayable=spec.audit.replayable
+        )
         super().__init__(spec.model.layout, self.inner, self.outer, background_hook)
         self._step: StepResult | None = None
 
@@ -111,7 +114,7 @@ class RankWorker(StateWriter):
         self.outer.advance([Contribution(PeerKey(bytes(author)), n, blob) for author, n, blob in contributions])
 
     def resume(self, path: Path, steps: int, everything: bool) -> None:
-        """Restore a saved state whose digest was checked: the moments, and with `everything` feedback and progress."""
+        """Restore a saved state whose digest was checked: as `SingleProcessBackend.resume` does."""
         with self.group.together():
             saved = load_file(path)  # mapped, not read: each rank reads what it needs
         groups: dict[str, dict[str, Tensor]] = {}
@@ -125,8 +128,15 @@ class RankWorker(StateWriter):
             if n in self.built.parameters
         }
         self.inner.set_moments(steps, mine)
-        if everything:
+        if everything and self.outer.replayable:
+            self.outer.resume_position(groups[POSITION])
+        elif everything:
             self.outer.resume(groups[FEEDBACK], groups[PROGRESS])
+
+    def begin_anew(self, blob: bytes | None) -> None:
+        """Continue without moments from the base less an own update's values, or from the base itself."""
+        self.outer.begin_anew(blob)
+        self.inner.reset_moments()
 
     def stop(self) -> None:
         """Leave the group."""

@@ -13,6 +13,7 @@ import pytest
 from peer.channel import Apply, Load
 from peer.errors import PeerError, TrainerDied
 from peer.node.round_blob_fetcher import RoundBlobFetcher
+from peer.node.state_fetcher import StateFetcher
 from peer.node.state_loader import StateLoader
 from peer.node.tasks import Tasks
 from peer.store import BlobCorrupt, BlobMissing, Store, StoreFull
@@ -89,10 +90,9 @@ class World:
         self.sent = asyncio.Event()
         self.kinds: dict[Digest, Any] = {}
         self.missing: set[Digest] = set()
-        self.states = StateLoader(
-            self.spec, peer(1).key, cast(Any, self.store), cast(Any, Memory(self.chain)), self,
-            cast(RoundBlobFetcher, self), cast(Any, self), post=self._failed,
-        )  # fmt: skip
+        me, store, blobs = peer(1).key, cast(Any, self.store), cast(RoundBlobFetcher, self)
+        files = StateFetcher(self.spec, me, store, cast(Any, self), blobs, cast(Any, self))
+        self.states = StateLoader(self.spec, me, store, cast(Any, Memory(self.chain)), blobs, files, post=self._failed)
 
     def providers(self, holders=(), *, state=None) -> list[PeerKey]:
         return list(holders)

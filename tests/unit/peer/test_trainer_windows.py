@@ -22,7 +22,7 @@ def announced(windows: WindowAccounting) -> WindowAccounting:
     if (claim := windows.claim(MOST)) is None:
         return windows
     first, end, steps = claim
-    made = UndecidedUpdate(Digest(sha256(b"parent")), Digest(sha256(b"blob")), 1, first, end, steps, 1.0)
+    made = UndecidedUpdate(Digest(sha256(b"parent")), Digest(sha256(b"blob")), 1, first, first, end, steps, 1.0)
     return replace(windows, announced=made)
 
 

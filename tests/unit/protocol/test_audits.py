@@ -13,7 +13,7 @@ from protocol.audit_windows import QUARTERS, WINDOWS_COMPARED, compared_windows
 from protocol.audits import AuditRule, draw_auditors, draw_by_stake, draw_jury, due_audits
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.stake import STAKE_ROUNDS
-from tests.support.audited import certificate, header, key
+from tests.support.audited import certificate, key
 
 RULE = AuditRule()
 EIGHT = [key(n) for n in range(8)]
@@ -70,8 +70,7 @@ def test_a_draw_follows_stake_however_many_keys_it_is_divided_over():
 
 @given(DIGESTS, st.integers(0, 10**6), st.integers(1, 300), st.integers(1, 500))
 def test_compared_windows_are_claimed_ones_of_each_quarter_and_others(record, first, windows, total):
-    update = header(EIGHT[0], windows, first)
-    drawn = compared_windows(record, update, seed=7, total=total)
+    drawn = compared_windows(record, EIGHT[0], first, windows, seed=7, total=total)
     assigned = windows_of(7, EIGHT[0], first, windows, total).tolist()
     for quarter, found in enumerate(drawn.claimed):
         part = assigned[windows * quarter // QUARTERS : windows * (quarter + 1) // QUARTERS]
@@ -82,5 +81,5 @@ def test_compared_windows_are_claimed_ones_of_each_quarter_and_others(record, fi
 
 
 def test_another_certificate_draws_other_windows():
-    one, two = (compared_windows(certificate(n, {EIGHT[0]: 1}).digest, header(EIGHT[0], 4000), 7, 10**6) for n in "ab")
+    one, two = (compared_windows(certificate(n, {EIGHT[0]: 1}).digest, EIGHT[0], 0, 4000, 7, 10**6) for n in "ab")
     assert one.claimed != two.claimed and one.unclaimed != two.unclaimed

@@ -54,7 +54,7 @@ class Branch:
         for key in KEYS:
             if key not in left_out and not chain.is_barred(key, parent):
                 first, blob = chain.next_window(key, parent), Digest(sha256(b"blob", key, parent))
-                body = UpdateHeader(RUN, number, parent, STATE, first, first + WINDOWS, 1, blob, 9, 1.0, b"")
+                body = UpdateHeader(RUN, number, parent, STATE, first, first, first + WINDOWS, 1, blob, 9, 1.0, b"")
                 updates.append(FakeSigner(key).sign(body))
         weights = chain.weights(parent, updates)
         body = RoundRecord(RUN, number, parent, STATE, 0, tuple(updates), None, weights, ordered, decisions)
@@ -190,7 +190,7 @@ def test_the_convicted_are_in_no_record_while_they_are_barred(branch):
     assert "whom it convicts" in refusal(branch, certificate(FakeSigner(LIAR).sign(both), [u.author for u in listed]))
     assert chain.add(made)
     first, number = chain.next_window(LIAR, chain.head), chain.height(chain.head)
-    body = UpdateHeader(RUN, number, chain.head, STATE, first, first + 1, 1, STATE, 9, 1.0, b"")
+    body = UpdateHeader(RUN, number, chain.head, STATE, first, first, first + 1, 1, STATE, 9, 1.0, b"")
     lone = RoundRecord(RUN, number, chain.head, STATE, 0, (FakeSigner(LIAR).sign(body),))
     assert "is barred" in refusal(branch, certificate(FakeSigner(LIAR).sign(lone), [LIAR]))
 

@@ -1,0 +1,90 @@
+"""One job, from its files to its scores: the only place that builds a model for an audit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from peer.auditor.job import AuditJob
+from peer.auditor.loss_check import LossCheck
+from peer.auditor.replay import compare, replay
+from peer.errors import AuditError
+from peer.training.data import WindowReader
+from peer.training.device import choose_device, out_of_memory
+from peer.training.round_files import RoundFiles
+from peer.training.single_process import SingleProcessBackend
+from protocol.ids import Digest
+from protocol.messages import Score
+from protocol.spec import RunSpec, parse_spec
+
+CPU_NICENESS = 19
+"""An audit has the time that neither the node nor its trainer needs."""
+
+
+def audit(job: AuditJob) -> tuple[Score, ...]:
+    """Make the check of a job. Raise CairnError, and OSError for a file that cannot be read."""
+    spec = parse_spec(job.spec_path.read_bytes())
+    _check_fields(job, spec)
+    device = choose_device(job.device, job.threads)
+    if device.type == "cpu":
+        os.nice(CPU_NICENESS)
+    try:
+        return _audit(job, spec, device)
+    except torch.OutOfMemoryError:
+        raise out_of_memory(device, "make an audit") from None
+
+
+def _audit(job: AuditJob, spec: RunSpec, device: torch.device) -> tuple[Score, ...]:
+    files = RoundFiles.of(spec)
+    files.check_checkpoint(job.start.checkpoint, job.start.checkpoint_digest)
+    backend = SingleProcessBackend(spec, device, lambda: None)
+    backend.outer.replayable = True  # in any run: an audit has no error feedback
+    backend.load_state(job.start.checkpoint)
+    for update in job.start.rounds:
+        if update.parts:
+            backend.outer.advance_reduced(update.parts)
+        else:
+            backend.outer.advance(files.contributions(update))
+    _check_state(backend, job.start.state, job.threads)
+    vocabulary = spec.model.config.get("vocab_size")
+    reader = WindowReader(
+        spec.data,
+        {Digest.parse(d): Path(p) for d, p in job.shards.items() if p},
+        vocabulary=vocabulary if isinstance(vocabulary, int) else None,
+        private_data=job.private_data,
+    )
+    announced = files.update(job.update.blob)
+    if job.check == "loss":
+        own = None if job.own is None else (job.own, files.update(job.own.blob))
+        return LossCheck(spec, job.certificate, backend, reader).scores(job.update, announced, own)
+    replayed = replay(spec, backend, reader, files, job.update, job.start.accepted_windows, job.rebase)
+    if job.rebase is not None:
+        _check_state(backend, job.rebase.state, job.threads)
+    return compare(backend.outer.codec, announced, replayed)
+
+
+def _check_state(backend: SingleProcessBackend, expected: Digest, threads: int) -> None:
+    """Raise AuditError unless the base is the state that the chain names: an audit of another one accuses anybody."""
+    if (found := backend.store_state(threads, None)) != expected:
+        raise AuditError(f"the state here is {found.short}, and the chain says {expected.short}")
+
+
+def _check_fields(job: AuditJob, spec: RunSpec) -> None:
+    """Raise AuditError for a job whose fields contradict each other, or the spec."""
+    update, batch = job.update, spec.inner.batch
+    if not update.first_window <= update.rebase_window <= update.end_window or update.windows < 1:
+        raise AuditError("the windows of the update are not in order")
+    if job.check == "loss":
+        if job.rebase is not None:
+            raise AuditError("a loss check has no rebase: it measures from one state")
+        return
+    if not spec.audit.replayable:
+        raise AuditError("the updates of this run depend on what only their authors have: none can be replayed")
+    if job.own is not None:
+        raise AuditError("a replay has no other update beside it")
+    if (job.rebase is not None) != (update.rebase_window > update.first_window):
+        raise AuditError("a replay needs the record of the rebase if there was one, and only then")
+    if update.windows % batch or (update.rebase_window - update.first_window) % batch:
+        raise AuditError(f"the windows of the update are not whole steps of {batch}")

@@ -1,0 +1,167 @@
+"""The messages between a node and an auditor's process: one job, one answer, each a line of JSON.
+
+Parsing is strict (pydantic), as on the trainer's channel. Tensors and blobs are files that the job names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import PydanticSerializationError
+
+from peer.channel.messages import MAX_LINE, Count, DigestField, PeerKeyField, RoundUpdates, Text
+from peer.errors import AuditError
+from protocol.errors import MalformedError
+from protocol.messages import MAX_SCORE, MAX_SCORE_NAME, MAX_SCORES, Score
+
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+MAX_ANSWER = 1024 * 1024
+"""Maximum bytes of an answer."""
+
+MadeCheck = Literal["loss", "replay"]
+"""The checks that an auditor's process can make: an appeal needs what only the author has."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimedUpdate:
+    """An update of the record that is audited: author, windows as in its header, and the file of its blob."""
+
+    author: PeerKeyField
+    first_window: Count
+    rebase_window: Count
+    end_window: Count
+    blob: Path
+    __pydantic_config__ = STRICT
+
+    @property
+    def windows(self) -> int:
+        return self.end_window - self.first_window
+
+
+@dataclass(frozen=True, slots=True)
+class StateFiles:
+    """The files of a state: a checkpoint with its digest, and the rounds after it, in order.
+
+    `state`: the state digest that they lead to, by the chain. `accepted_windows`: those of all peers up to it.
+    """
+
+    checkpoint: Path
+    checkpoint_digest: DigestField
+    rounds: tuple[RoundUpdates, ...]
+    state: DigestField
+    accepted_windows: Count
+    __pydantic_config__ = STRICT
+
+
+@dataclass(frozen=True, slots=True)
+class Rebase:
+    """The record that the author applied while it trained, the digest of the state after it, and its windows."""
+
+    round: RoundUpdates
+    state: DigestField
+    accepted_windows: Count
+    __pydantic_config__ = STRICT
+
+
+@dataclass(frozen=True, slots=True)
+class AuditJob:
+    """One check of one update. `certificate`: the digest of the record that lists it.
+
+    `start`: the state that a loss check measures from, or that a replay begins with. `rebase`: for a replay, the record
+    between the author's first step and its last; None when it trained on one state. `own`: for a loss check, the
+    auditor's update of the same record, which measures what an honest one gains. `spec_path`, `device`, `threads`,
+    `shards`, `private_data`: as in `peer.channel.Start`.
+    """
+
+    check: MadeCheck
+    spec_path: Path
+    certificate: DigestField
+    update: ClaimedUpdate
+    start: StateFiles
+    rebase: Rebase | None = None
+    own: ClaimedUpdate | None = None
+    device: Annotated[str, Field(max_length=40)] = "auto"
+    threads: Annotated[int, Field(ge=1, le=4096)] = 1
+    shards: Annotated[dict[str, str], Field(max_length=65_536)] = Field(default_factory=dict)  # type: ignore[assignment]
+    private_data: bool = False
+    __pydantic_config__ = STRICT
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredScore:
+    """A score as in a work report (`protocol.messages.Score`)."""
+
+    name: Annotated[str, Field(min_length=1, max_length=MAX_SCORE_NAME)]
+    value: Annotated[float, Field(ge=-MAX_SCORE, le=MAX_SCORE)]
+    threshold: Annotated[float, Field(ge=-MAX_SCORE, le=MAX_SCORE)]
+    __pydantic_config__ = STRICT
+
+
+@dataclass(frozen=True, slots=True)
+class AuditAnswer:
+    """The outcome of a job: scores by ascending name; none, with a reason, when the check could not be made.
+
+    `cpu_seconds`: CPU time of the whole process.
+    """
+
+    scores: Annotated[tuple[MeasuredScore, ...], Field(max_length=MAX_SCORES)]
+    reason: Text = ""
+    cpu_seconds: float = 0.0
+    __pydantic_config__ = STRICT
+
+    @property
+    def as_scores(self) -> tuple[Score, ...]:
+        """The scores as a work report has them."""
+        return tuple(Score(s.name, s.value, s.threshold) for s in self.scores)
+
+
+_JOB = TypeAdapter(AuditJob)
+_ANSWER = TypeAdapter(AuditAnswer)
+
+
+def job_line(job: AuditJob) -> bytes:
+    """Return a job as one line. Raise AuditError when it is longer than MAX_LINE, or not to be written as JSON."""
+    return _line(_JOB, job, MAX_LINE)
+
+
+def answer_line(answer: AuditAnswer) -> bytes:
+    """Return an answer as one line. Raise AuditError."""
+    return _line(_ANSWER, answer, MAX_ANSWER)
+
+
+def _line(adapter: TypeAdapter, message: object, most: int) -> bytes:
+    try:
+        line = adapter.dump_json(message) + b"\n"
+    except PydanticSerializationError as e:
+        raise AuditError(f"an audit's message that cannot be written as JSON: {e}") from None
+    if len(line) > most:
+        raise AuditError(f"an audit's message of {len(line)} bytes: at most {most} are allowed")
+    return line
+
+
+def parse_job(line: bytes) -> AuditJob:
+    """Return the job in a line. Raise AuditError, which names the wrong fields."""
+    return _parse(_JOB, line, "job")
+
+
+def parse_answer(line: bytes) -> AuditAnswer:
+    """Return the answer in a line. Raise AuditError, also for scores that are not by ascending name."""
+    answer: AuditAnswer = _parse(_ANSWER, line, "answer")
+    names = [score.name for score in answer.scores]
+    if names != sorted(set(names)) or bool(names) == bool(answer.reason):
+        raise AuditError("an auditor's answer has scores, each once and by ascending name, or a reason")
+    return answer
+
+
+def _parse(adapter: TypeAdapter, line: bytes, what: str):
+    try:
+        return adapter.validate_json(line)
+    except ValidationError as e:
+        problems = "; ".join(f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in e.errors()[:5])
+        raise AuditError(f"an audit's {what} that does not parse: {problems}") from None
+    except MalformedError as e:
+        raise AuditError(f"an audit's {what} that does not parse: {e}") from None

@@ -1,0 +1,235 @@
+"""The checks that the round machine asks for, made one after the other by a process each.
+
+A check that cannot be made gives no report: the files are not to be had, the process failed, or it came too late. It is
+logged, and nobody is accused. In a run that is not replayable no replay is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from peer.auditor.job import AuditAnswer, AuditJob, ClaimedUpdate, Rebase, StateFiles
+from peer.errors import AuditError
+from peer.node.audit_process import run_audit
+from peer.node.events import Post
+from peer.node.options import NodeOptions
+from peer.node.round_blob_fetcher import RoundBlobFetcher
+from peer.node.state_fetcher import StateFetcher
+from peer.node.trainer_files import data_shards, spec_file
+from peer.store import Store
+from protocol.chain import Chain
+from protocol.errors import CairnError
+from protocol.ids import Digest, PeerKey
+from protocol.messages import Certificate, Score, Signed, UpdateHeader
+from protocol.rounds.actions import AuditUpdate
+from protocol.rounds.blobs import applied_blobs
+from protocol.rounds.events import UpdateAudited
+from protocol.rounds.policy import RoundPolicy
+from protocol.rounds.retention import starts
+from protocol.spec import RunSpec
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING = 64
+"""Checks that wait. Beyond it the newest is dropped: the oldest are reported before their credit settles."""
+
+LEAST_SECONDS = 900.0
+"""Least deadline of a process, which first imports torch on cores that others use."""
+
+DEADLINE_ROUNDS = 4
+"""Deadline of a process in rounds of the spec's greatest length: an update is trained in one or two."""
+
+RunAudit = Callable[[AuditJob, float], Awaitable[AuditAnswer]]
+
+
+@dataclass
+class AuditCounts:
+    """The checks of this node since its start: made, those of them that failed an update, and those not made."""
+
+    made: int = 0
+    failed: int = 0
+    not_made: int = 0
+
+
+@dataclass(eq=False)
+class UpdateAuditor:
+    """Answers `AuditUpdate` with `UpdateAudited`, by `post`. `run` works until it is cancelled.
+
+    `make` makes a check by a process within a number of seconds (tests replace it).
+    """
+
+    spec: RunSpec
+    me: PeerKey
+    options: NodeOptions
+    store: Store
+    chain: Chain
+    updates: RoundBlobFetcher
+    files: StateFetcher
+    post: Post
+    make: RunAudit = run_audit
+
+    def __post_init__(self) -> None:
+        self._policy = RoundPolicy.of(self.spec)
+        self._waiting: deque[AuditUpdate] = deque()
+        self._asked = asyncio.Event()
+        self._in_use: frozenset[Digest] = frozenset()
+        self.counts = AuditCounts()
+
+    def audit(self, action: AuditUpdate) -> None:
+        """Queue a check."""
+        if action.check == "replay" and not self.spec.audit.replayable:
+            return
+        if len(self._waiting) >= MAX_WAITING:
+            self._not_made(action, f"{MAX_WAITING} others wait already")
+            return
+        self._waiting.append(action)
+        self._asked.set()
+
+    async def run(self) -> None:
+        """Make one check after the other. The process of the present one ends when this is cancelled."""
+        while True:
+            await self._asked.wait()
+            while self._waiting:
+                await self._audit(self._waiting.popleft())
+            self._asked.clear()
+
+    def retained_blobs(self) -> frozenset[Digest]:
+        """Return the blobs that the present check reads."""
+        return self._in_use
+
+    @property
+    def waiting(self) -> int:
+        """The number of checks that wait."""
+        return len(self._waiting)
+
+    async def _audit(self, action: AuditUpdate) -> None:
+        if (reason := self._obsolete(action.certificate)) is not None:
+            self._not_made(action, reason)
+            return
+        seconds = max(LEAST_SECONDS, DEADLINE_ROUNDS * self.spec.round.max_seconds)
+        try:
+            job = await self._job(action)
+            answer = await self.make(job, seconds)
+            if answer.reason:
+                raise AuditError(answer.reason)
+        except (CairnError, asyncio.TimeoutError, OSError) as e:
+            self._not_made(action, str(e) or "no answer in time")
+            return
+        finally:
+            self._in_use = frozenset()
+        self._report(action, answer)
+
+    def _obsolete(self, certificate: Certificate) -> str | None:
+        """Return why no record would carry a report on an update of this record."""
+        chain, record = self.chain, certificate.digest
+        if not chain.is_ancestor(record, chain.head):
+            return "the chain has left its record"
+        if chain.height(chain.head) - chain.height(record) >= self.spec.credit.hold_rounds:
+            return "its credit has settled"
+        return None
+
+    def _report(self, action: AuditUpdate, answer: AuditAnswer) -> None:
+        found = UpdateAudited(action.certificate.digest, action.update, action.check, answer.as_scores)
+        self.counts.made += 1
+        self.counts.failed += not found.passed
+        level, outcome = (logging.INFO, "passed") if found.passed else (logging.WARNING, "FAILED")
+        log.log(
+            level, "%s: %s %s, %s; it took %.0f s of CPU time",
+            _name(action), _CHECKS[action.check], outcome, _words(found.scores), answer.cpu_seconds,
+        )  # fmt: skip
+        self.post(found)
+
+    def _not_made(self, action: AuditUpdate, reason: str) -> None:
+        self.counts.not_made += 1
+        log.info("%s: the %s is not made: %s", _name(action), _CHECKS[action.check], reason)
+
+    # -- a job -----------------------------------------------------------------------------------------------
+
+    async def _job(self, action: AuditUpdate) -> AuditJob:
+        """Return the job of a check, with all that it needs in the store. Raise CairnError."""
+        certificate, chain = action.certificate, self.chain
+        update = _update_of(action)
+        path = chain.path(chain.root, certificate.digest)
+        header, body = update.body, certificate.record.body
+        has_rebase = action.check == "replay" and header.rebase_window > header.first_window
+        if has_rebase and len(path) < 2:
+            raise AuditError("the record before its own is not in memory")
+        at = len(path) - 1 - has_rebase
+        before = path[at].record.body
+        self._in_use = _blobs_of(path[at - 1 :] if at else path)
+        start, checkpoint, rounds = await self.files.collect(
+            self.files.starts(path[: at + 1], starts(self._policy, path[: at + 1])), path[:at]
+        )
+        self._in_use |= _blobs_of(path[start.index :]) | {start.state}
+        rebase = None
+        if has_rebase:
+            rounds_after = await self.files.round_files(path[at])
+            rebase = Rebase(rounds_after, body.base_state, chain.weight(body.parent))
+        own = next((u for u in body.updates if u.author == self.me), None) if action.check == "loss" else None
+        return AuditJob(
+            check="loss" if action.check == "loss" else "replay",
+            spec_path=spec_file(self.options.folder),
+            certificate=certificate.digest,
+            update=_claimed(update, await self.updates.ensure(header.blob, [update.author, *body.contributors])),
+            start=StateFiles(checkpoint, start.state, rounds, before.base_state, chain.weight(before.parent)),
+            rebase=rebase,
+            own=None if own is None or not self.store.has(own.body.blob)
+            else _claimed(own, self.store.path(own.body.blob)),
+            device=self.options.device if self.options.audit_device == "auto" else self.options.audit_device,
+            threads=self.options.threads,
+            shards=data_shards(self.spec, self.store),
+            private_data=self.options.private_data,
+        )  # fmt: skip
+
+
+_CHECKS = {"loss": "loss check", "replay": "replay", "appeal": "appeal"}
+
+
+def _update_of(action: AuditUpdate) -> Signed[UpdateHeader]:
+    for update in action.certificate.record.body.updates:
+        if update.digest == action.update:
+            return update
+    raise AuditError("the record lists no such update")
+
+
+def _claimed(update: Signed[UpdateHeader], blob: Path) -> ClaimedUpdate:
+    header = update.body
+    return ClaimedUpdate(update.author, header.first_window, header.rebase_window, header.end_window, blob)
+
+
+def _blobs_of(path: Sequence[Certificate]) -> frozenset[Digest]:
+    """Return the blobs of these records' states, and of all their updates."""
+    listed = (u.body.blob for c in path for u in c.record.body.updates)
+    return frozenset(listed).union(*map(applied_blobs, path))
+
+
+def _name(action: AuditUpdate) -> str:
+    body = action.certificate.record.body
+    author = next((u.author.short for u in body.updates if u.digest == action.update), "nobody")
+    return f"the update of {author} in round {body.round}"
+
+
+def _words(scores: Sequence[Score]) -> str:
+    """Return scores for people, such as "99.4% of signs agree (97% needed)"."""
+    return ", ".join(_SCORES.get(s.name, _plain)(s) for s in sorted(scores, key=_order))
+
+
+def _order(score: Score) -> tuple[bool, str]:
+    return score.name not in ("signs", "gain"), score.name
+
+
+def _plain(score: Score) -> str:
+    return f"{score.name} {score.value:.2f} ({score.threshold:.2f} needed)"
+
+
+_SCORES: dict[str, Callable[[Score], str]] = {
+    "signs": lambda s: f"{s.value:.1%} of signs agree ({s.threshold:.0%} needed)",
+    "scale": lambda s: f"norms within {s.value:.0%} ({s.threshold:.0%} needed)",
+    "gain": lambda s: f"its own windows gain {s.value:.1f} standard errors more than others ({s.threshold:.1f} needed)",
+    "quarter": lambda s: f"its worst quarter {s.value:.1f} ({s.threshold:.1f} needed)",
+}
