@@ -63,7 +63,7 @@ class World:
     ) -> World:
         """`config`: fields of the model's, over those of a tiny one; `inner`: of the spec's.
 
-        `replayable`: with the codec "sign", without error feedback.
+        `replayable`: with the codec "sign", without error feedback, and with tokens that differ from window to window.
         """
         config = plain_config(
             {
@@ -72,7 +72,9 @@ class World:
                 "max_position_embeddings": 64, "tie_word_embeddings": False, **(config or {}),
             }
         )  # fmt: skip
-        tokens = (np.arange(4096, dtype=np.uint32) * 7 % 64).astype("<u2").tobytes()
+        counted = np.arange(4096, dtype=np.uint32) * 7
+        drawn = np.random.default_rng(0).integers(0, 64, 4096, dtype=np.uint32) if replayable else 0
+        tokens = ((counted + drawn) % 64).astype("<u2").tobytes()
         shard = blob_digest(tokens)
         write_durably(folder / f"{shard}.tokens", [tokens])
         model = build_model(config, seed=1)
