@@ -68,7 +68,9 @@ def _changes(tables: Mapping[str, Any]) -> Iterator[Change]:
     yield Change(
         "round", "target_tokens", 2 * HONEST * update, "More than all can claim: rounds end by the clock, see below."
     )
-    yield Change("round", "max_update_tokens", update, "As much as an honest peer trains in a round: nobody claims more.")
+    yield Change(
+        "round", "max_update_tokens", update, "As much as an honest peer trains in a round: nobody claims more."
+    )
     yield Change("round", "max_seconds", ROUND_SECONDS, "Longer than the training: the rest is for audits.")
 
 

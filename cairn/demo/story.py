@@ -293,7 +293,10 @@ def _conclude(demo: Demo) -> int:
         say(f"FAILED: {problem}", "bold red")
     if not problems:
         convicted = ", every liar was convicted and keeps nothing" if demo.liars else ""
-        say(f"all {len(snapshots)} living peers hold the same bits{convicted}, and the loss fell as promised", "bold green")
+        say(
+            f"all {len(snapshots)} living peers hold the same bits{convicted}, and the loss fell as promised",
+            "bold green",
+        )
     return 1 if problems else 0
 
 

@@ -21,6 +21,7 @@ from protocol.errors import SpecError
 from protocol.spec import (
     MAX_INT,
     AdmissionSpec,
+    AuditSpec,
     CheckpointSpec,
     CodecSpec,
     CreditSpec,
@@ -105,6 +106,7 @@ class RunFile(Section):
     round: RoundSpec
     admission: AdmissionSpec = AdmissionSpec()
     credit: CreditSpec = CreditSpec()
+    audit: AuditSpec = AuditSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     _path: Path = PrivateAttr(default=Path("run.toml"))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from bisect import insort
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,7 @@ from protocol.spec import RunSpec
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 64
-"""Checks that wait. Beyond it the newest is dropped: the oldest are reported before their credit settles."""
+"""Checks that wait. Beyond it the least urgent is dropped."""
 
 LEAST_SECONDS = 900.0
 """Least deadline of a process, which first imports torch on cores that others use."""
@@ -45,6 +45,9 @@ DEADLINE_ROUNDS = 4
 """Deadline of a process in rounds of the spec's greatest length: an update is trained in one or two."""
 
 RunAudit = Callable[[AuditJob, float], Awaitable[AuditAnswer]]
+
+_Urgency = tuple[bool, bool, int]
+"""(the author has no stake, the check decides, order among these): the greatest is made first."""
 
 
 @dataclass
@@ -59,6 +62,10 @@ class AuditCounts:
 @dataclass(eq=False)
 class UpdateAuditor:
     """Answers `AuditUpdate` with `UpdateAudited`, by `post`. `run` works until it is cancelled.
+
+    In a young run more checks are due than peers have time for. So keys without stake come first, since all of their
+    updates are to be checked; the oldest of these first, so that the auditors of one update agree on the order. Of keys
+    with stake the newest come first: the oldest would be too late. Replays come before loss checks, since they decide.
 
     `make` makes a check by a process within a number of seconds (tests replace it).
     """
@@ -75,7 +82,8 @@ class UpdateAuditor:
 
     def __post_init__(self) -> None:
         self._policy = RoundPolicy.of(self.spec)
-        self._waiting: deque[AuditUpdate] = deque()
+        self._waiting: list[tuple[_Urgency, AuditUpdate]] = []
+        """Ascending: the most urgent is the last."""
         self._asked = asyncio.Event()
         self._in_use: frozenset[Digest] = frozenset()
         self.counts = AuditCounts()
@@ -84,18 +92,23 @@ class UpdateAuditor:
         """Queue a check."""
         if action.check == "replay" and not self.spec.audit.replayable:
             return
-        if len(self._waiting) >= MAX_WAITING:
-            self._not_made(action, f"{MAX_WAITING} others wait already")
-            return
-        self._waiting.append(action)
+        insort(self._waiting, (self._urgency(action), action), key=lambda waiting: waiting[0])
+        if len(self._waiting) > MAX_WAITING:
+            self._not_made(self._waiting.pop(0)[1], f"{MAX_WAITING} others are more urgent")
         self._asked.set()
+
+    def _urgency(self, action: AuditUpdate) -> _Urgency:
+        body = action.certificate.record.body
+        author = next((u.author for u in body.updates if u.digest == action.update), None)
+        is_new = author is None or not self.chain.stakes(body.parent).get(author)
+        return is_new, action.check != "loss", -body.round if is_new else body.round
 
     async def run(self) -> None:
         """Make one check after the other. The process of the present one ends when this is cancelled."""
         while True:
             await self._asked.wait()
             while self._waiting:
-                await self._audit(self._waiting.popleft())
+                await self._audit(self._waiting.pop()[1])
             self._asked.clear()
 
     def retained_blobs(self) -> frozenset[Digest]:
@@ -108,7 +121,7 @@ class UpdateAuditor:
         return len(self._waiting)
 
     async def _audit(self, action: AuditUpdate) -> None:
-        if (reason := self._obsolete(action.certificate)) is not None:
+        if (reason := self._obsolete(action)) is not None:
             self._not_made(action, reason)
             return
         seconds = max(LEAST_SECONDS, DEADLINE_ROUNDS * self.spec.round.max_seconds)
@@ -124,13 +137,15 @@ class UpdateAuditor:
             self._in_use = frozenset()
         self._report(action, answer)
 
-    def _obsolete(self, certificate: Certificate) -> str | None:
-        """Return why no record would carry a report on an update of this record."""
-        chain, record = self.chain, certificate.digest
+    def _obsolete(self, action: AuditUpdate) -> str | None:
+        """Return why no record would carry a report on an update, or nothing would follow from it."""
+        chain, record = self.chain, action.certificate.digest
         if not chain.is_ancestor(record, chain.head):
             return "the chain has left its record"
         if chain.height(chain.head) - chain.height(record) >= self.spec.credit.hold_rounds:
             return "its credit has settled"
+        if any(u.digest == action.update and chain.is_barred(u.author, chain.head) for u in _updates(action)):
+            return "its author is convicted already"
         return None
 
     def _report(self, action: AuditUpdate, answer: AuditAnswer) -> None:
@@ -190,8 +205,12 @@ class UpdateAuditor:
 _CHECKS = {"loss": "loss check", "replay": "replay", "appeal": "appeal"}
 
 
+def _updates(action: AuditUpdate) -> tuple[Signed[UpdateHeader], ...]:
+    return action.certificate.record.body.updates
+
+
 def _update_of(action: AuditUpdate) -> Signed[UpdateHeader]:
-    for update in action.certificate.record.body.updates:
+    for update in _updates(action):
         if update.digest == action.update:
             return update
     raise AuditError("the record lists no such update")
