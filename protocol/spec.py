@@ -318,6 +318,18 @@ class AuditSpec(Section):
         'codec.kind = "sign", codec.beta = 0 and round.exchange = "gather"',
     )
 
+    def remedy(self, codec: CodecSpec, rounds: RoundSpec) -> str:
+        """Return what to set, if updates would depend on what only their author has; empty if all is well."""
+        needed = {
+            'codec.kind = "sign"': codec.kind == "sign",
+            "codec.beta = 0": codec.beta == 0,
+            'round.exchange = "gather"': rounds.exchange == "gather",
+        }
+        if not self.replayable or all(needed.values()):
+            return ""
+        missing = ", ".join(setting for setting, holds in needed.items() if not holds)
+        return f"{missing}: set that, or audit.replayable = false"
+
 
 class CheckpointSpec(Section):
     """Retention of states, and their finalization."""
@@ -362,19 +374,9 @@ class RunSpec(Section):
             raise ValueError("data.train holds less than one window of tokens")
         if self.inner.schedule.kind != "constant" and not self.inner.schedule.total_tokens:
             raise ValueError('inner.schedule.total_tokens must be set, or inner.schedule.kind = "constant"')
-        if self.audit.replayable:
-            self._check_replayable()
+        if remedy := self.audit.remedy(self.codec, self.round):
+            raise ValueError(f"audit.replayable needs {remedy}")
         return self
-
-    def _check_replayable(self) -> None:
-        """Raise ValueError where an update would depend on what only its author has."""
-        wanted = {
-            'codec.kind = "sign"': self.codec.kind == "sign",
-            "codec.beta = 0": self.codec.beta == 0,
-            'round.exchange = "gather"': self.round.exchange == "gather",
-        }
-        if missing := [setting for setting, holds in wanted.items() if not holds]:
-            raise ValueError(f"audit.replayable needs {', '.join(missing)}: set that, or audit.replayable = false")
 
     @property
     def owner_key(self) -> PeerKey:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from protocol.ids import Digest, Round, sha256
 from protocol.messages import RoundRecord
 from protocol.rounds import events as ev
+from protocol.rounds.policy import RoundPolicy
 from tests.simulation.signer import FakeSigner, certificate
-from tests.support.rounds_bench import ME, OTHERS, RUN, Bench, blob_of
+from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, Bench, blob_of
 
 NEXT = Digest(sha256(b"next"))
 
@@ -21,8 +22,8 @@ BUSY, SLOW = OTHERS[:2]
 class Second(Bench):
     """The first round, of three, took `lasted` seconds; the second begins."""
 
-    def __init__(self, lasted: float = LASTED):
-        super().__init__()
+    def __init__(self, lasted: float = LASTED, policy: RoundPolicy = POLICY):
+        super().__init__(policy=policy)
         self.beats = 1
         for key in (BUSY, SLOW):
             self.beat(key)
