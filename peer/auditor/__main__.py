@@ -14,6 +14,9 @@ from peer.errors import AuditError
 from peer.parent_process import exit_with_parent
 from protocol.errors import CairnError
 
+CPU_NICENESS = 19
+"""An audit has the time that neither the node nor its trainer needs."""
+
 
 def main() -> int:
     """Read a job and write its answer. Return the exit code: 0 when there are scores, else 1."""
@@ -37,8 +40,12 @@ def _answer() -> AuditAnswer:
     try:
         job = _job()
         from peer.auditor.audit import audit  # torch and transformers: seconds
+        from peer.training.device import choose_device
 
-        scores = tuple(MeasuredScore(s.name, s.value, s.threshold) for s in audit(job))
+        device = choose_device(job.device, job.threads)
+        if device.type == "cpu":
+            os.nice(CPU_NICENESS)
+        scores = tuple(MeasuredScore(s.name, s.value, s.threshold) for s in audit(job, device))
     except (CairnError, OSError, RuntimeError, MemoryError) as e:
         # RuntimeError: torch's, for a device that fails.
         return AuditAnswer((), " ".join(str(e).split())[:2000] or type(e).__name__, time.process_time())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
@@ -12,24 +11,18 @@ from peer.auditor.loss_check import LossCheck
 from peer.auditor.replay import compare, replay
 from peer.errors import AuditError
 from peer.training.data import WindowReader
-from peer.training.device import choose_device, out_of_memory
+from peer.training.device import out_of_memory
 from peer.training.round_files import RoundFiles
 from peer.training.single_process import SingleProcessBackend
 from protocol.ids import Digest
 from protocol.messages import Score
 from protocol.spec import RunSpec, parse_spec
 
-CPU_NICENESS = 19
-"""An audit has the time that neither the node nor its trainer needs."""
 
-
-def audit(job: AuditJob) -> tuple[Score, ...]:
-    """Make the check of a job. Raise CairnError, and OSError for a file that cannot be read."""
+def audit(job: AuditJob, device: torch.device) -> tuple[Score, ...]:
+    """Make the check of a job on a device. Raise CairnError, and OSError for a file that cannot be read."""
     spec = parse_spec(job.spec_path.read_bytes())
     _check_fields(job, spec)
-    device = choose_device(job.device, job.threads)
-    if device.type == "cpu":
-        os.nice(CPU_NICENESS)
     try:
         return _audit(job, spec, device)
     except torch.OutOfMemoryError:

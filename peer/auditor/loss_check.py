@@ -53,6 +53,11 @@ class Gains:
         return t_value(everything, others), min(t_value(q.tolist(), others) for q in self.claimed)
 
 
+def _threshold(usual: float, own: float) -> float:
+    """Return a threshold beside what the auditor's own update shows, which may be less than nothing."""
+    return min(usual, own - (1 - OWN_SHARE) * abs(own))
+
+
 def t_value(a: Sequence[float], b: Sequence[float]) -> float:
     """Return the difference of two means of at least two values, divided by its standard error; bounded as scores."""
     error = sqrt(_variance(a) / len(a) + _variance(b) / len(b))
@@ -80,7 +85,7 @@ class LossCheck:
         least_gain, least_quarter = GAIN, QUARTER
         if own is not None and (gain < GAIN or quarter < QUARTER):
             own_gain, own_quarter = self.gains(*own).scores()
-            least_gain, least_quarter = min(GAIN, OWN_SHARE * own_gain), min(QUARTER, OWN_SHARE * own_quarter)
+            least_gain, least_quarter = _threshold(GAIN, own_gain), _threshold(QUARTER, own_quarter)
         return Score("gain", gain, least_gain), Score("quarter", quarter, least_quarter)
 
     def gains(self, update: ClaimedUpdate, blob: bytes) -> Gains:

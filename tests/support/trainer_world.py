@@ -59,11 +59,13 @@ class World:
         outer: OuterSpec | None = None,
         config: Mapping[str, Any] | None = None,
         replayable: bool = False,
+        text: np.ndarray | None = None,
         **inner,
     ) -> World:
         """`config`: fields of the model's, over those of a tiny one; `inner`: of the spec's.
 
         `replayable`: with the codec "sign", without error feedback, and with tokens that differ from window to window.
+        `text`: other training data, as tokens.
         """
         config = plain_config(
             {
@@ -74,7 +76,8 @@ class World:
         )  # fmt: skip
         counted = np.arange(4096, dtype=np.uint32) * 7
         drawn = np.random.default_rng(0).integers(0, 64, 4096, dtype=np.uint32) if replayable else 0
-        tokens = ((counted + drawn) % 64).astype("<u2").tobytes()
+        text = (counted + drawn) % 64 if text is None else text
+        tokens = text.astype("<u2").tobytes()
         shard = blob_digest(tokens)
         write_durably(folder / f"{shard}.tokens", [tokens])
         model = build_model(config, seed=1)
@@ -95,7 +98,7 @@ class World:
             model=ModelSpec(config=config, tensors=[(t.name, list(t.shape)) for t in model_layout(model).tensors]),
             genesis=BlobRef(digest=blob_digest(data).hex(), size=len(data)),
             tokenizer=nowhere,
-            data=DataSpec(window=WINDOW, train=[DataShard(digest=shard.hex(), size=len(tokens), tokens=4096)]),
+            data=DataSpec(window=WINDOW, train=[DataShard(digest=shard.hex(), size=len(tokens), tokens=len(text))]),
             inner=InnerSpec(
                 **({"optimizer": "adamw", "lr": 3e-3, "batch": BATCH, "schedule": Schedule(kind="constant")} | inner)
             ),

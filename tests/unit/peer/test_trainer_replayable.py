@@ -399,4 +399,3 @@ def test_a_saved_state_has_the_parameters_and_no_feedback(swarm):
     assert state is not None and not state.feedback and not state.progress
     for name, values in swarm.peers[1].backend.outer.local.items():
         assert torch.equal(state.position[name], values)
-

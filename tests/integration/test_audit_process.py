@@ -1,0 +1,170 @@
+"""An auditor's process: one job in, one answer out, whatever is sent and however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from peer.auditor.job import AuditAnswer, MeasuredScore, answer_line, job_line, parse_answer, parse_job
+from peer.errors import AuditError
+from peer.node.audit_process import run_audit
+from tests.support import audit_world
+from tests.support.audit_world import Audited
+from tests.support.local_trainer import closed  # noqa: F401 - a fixture
+from tests.support.waiting import LIMIT, NEVER, ended, until
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def audited(tmp_path_factory) -> Audited:
+    torch.set_num_threads(1)
+    return audit_world.make(tmp_path_factory.mktemp("audited"))
+
+
+def script(folder: Path, text: str) -> tuple[str, ...]:
+    """Return the command of a process that does this instead of audits."""
+    path = folder / "auditor.py"
+    path.write_text(text)
+    return sys.executable, str(path)
+
+
+def ask(line: bytes, *, parent: int | None = None) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-m", "peer.auditor", "--parent", str(parent or os.getpid())]
+    return subprocess.run(command, input=line, capture_output=True, timeout=LIMIT, check=False)
+
+
+async def test_a_job_is_answered_with_scores_and_the_time_that_they_took(audited):
+    replayed = await ended(run_audit(audited.job(), NEVER))
+    assert [(s.name, s.value) for s in replayed.scores] == [("scale", 1.0), ("signs", 1.0)] and not replayed.reason
+    assert replayed.cpu_seconds > 0
+    measured = await ended(run_audit(audited.job("loss", own=True), NEVER))
+    assert [s.name for s in measured.as_scores] == ["gain", "quarter"]
+
+
+async def test_a_check_that_cannot_be_made_is_answered_with_the_reason(audited, tmp_path):
+    gone = await ended(run_audit(audited.job(blob=tmp_path / "gone"), NEVER))
+    assert not gone.scores and "No such file" in gone.reason and str(tmp_path / "gone") in gone.reason
+    nowhere = await ended(run_audit(replace(audited.job(), device="cuda:99"), NEVER))
+    assert not nowhere.scores and "cuda:99" in nowhere.reason
+
+
+@pytest.mark.parametrize("line", [b"", b"{}\n", b"\xff\xfe\n", b"[1, 2]\n", b'{"check": "replay"}\n'])
+def test_what_is_no_job_is_answered_in_one_line_without_a_traceback(line):
+    done = ask(line)
+    answer = parse_answer(done.stdout)
+    assert done.returncode == 1 and done.stdout.count(b"\n") == 1 and b"Traceback" not in done.stderr
+    assert "an audit's job that does not parse" in answer.reason
+
+
+def test_a_job_is_read_strictly(audited):
+    line = job_line(audited.job())
+    assert parse_job(line) == audited.job()
+    for old, new in ((b'"check":"replay"', b'"check":"appeal"'), (b'"threads":1', b'"threads":"1"'),
+                     (b'"threads":1', b'"threads":1,"more":2'), (b'"first_window":', b'"first_window":-'),
+                     (b'"threads":1', b'"threads":NaN')):  # fmt: skip
+        assert old in line
+        with pytest.raises(AuditError, match="does not parse"):
+            parse_job(line.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    "scores, reason",
+    [((), ""), (("b", "a"), ""), (("a", "a"), ""), (("a",), "and a reason")],
+)
+def test_an_answer_has_ordered_scores_or_a_reason(scores, reason):
+    line = answer_line(AuditAnswer(tuple(MeasuredScore(name, 1.0, 0.5) for name in scores), reason))
+    with pytest.raises(AuditError, match="scores, each once and by ascending name, or a reason"):
+        parse_answer(line)
+
+
+def test_it_does_nothing_without_its_node():
+    done = ask(b"{}", parent=2**22 + 1)
+    assert (done.returncode, done.stdout) == (1, b"")
+
+
+async def test_a_process_that_answers_garbage_accuses_nobody(audited, tmp_path):
+    for said, reason in (("{}", "does not parse"), ("\\n" * 3, "does not parse"), ("", "no answer: last words")):
+        command = script(tmp_path, f"import sys; print('{said}', end=''); print('last words', file=sys.stderr)")
+        with pytest.raises(AuditError, match=reason):
+            await ended(run_audit(audited.job(), NEVER, command))
+    endless = script(tmp_path, "while True: print('x' * 65536)")
+    with pytest.raises(AuditError, match="more than"):
+        await ended(run_audit(audited.job(), NEVER, endless))
+
+
+async def test_a_process_that_dies_is_reported_with_its_last_words(audited, tmp_path):
+    command = script(tmp_path, f"import os; os.kill(os.getpid(), {int(signal.SIGKILL)})")
+    with pytest.raises(AuditError, match=r"code -9 and no answer"):
+        await ended(run_audit(audited.job(), NEVER, command))
+    with pytest.raises(AuditError, match="cannot start an auditor"):
+        await ended(run_audit(audited.job(), NEVER, (str(tmp_path / "nothing"),)))
+
+
+SLEEPER = "import os, pathlib, time; pathlib.Path('{note}').write_text(str(os.getpid())); time.sleep(3600)"
+
+
+async def test_a_process_that_hangs_is_killed_at_the_deadline(audited, tmp_path):
+    note = tmp_path / "pid"
+    with pytest.raises(AuditError, match="no answer within 0 s"):
+        await ended(run_audit(audited.job(), 0.3, script(tmp_path, SLEEPER.format(note=note))))
+    if note.exists():  # a slow machine kills it before it has begun
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(note.read_text()), 0)
+
+
+async def test_a_check_that_is_cancelled_leaves_no_process(audited, tmp_path):
+    note = tmp_path / "pid"
+    task = asyncio.create_task(run_audit(audited.job(), NEVER, script(tmp_path, SLEEPER.format(note=note))))
+    await until(lambda: note.exists() and note.read_text(), "the process runs")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await ended(task)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(note.read_text()), 0)
+
+
+async def test_a_process_ends_with_its_node(tmp_path):
+    """The node is killed while its auditor waits for the job."""
+    text = (
+        "import os, subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-m', 'peer.auditor', '--parent', str(os.getpid())],"
+        " stdin=subprocess.PIPE)\n"
+        "print(child.pid, flush=True)\n"
+        "child.wait()\n"
+    )
+    node = await asyncio.create_subprocess_exec(
+        *script(tmp_path, text), stdout=asyncio.subprocess.PIPE, cwd=os.getcwd(),
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+    )  # fmt: skip
+    assert node.stdout is not None
+    auditor = int(await ended(node.stdout.readline()))
+    # It has asked the kernel once it ignores SIGTERM.
+    mask = 1 << (signal.SIGTERM - 1)
+
+    def is_ready() -> bool:
+        status = Path(f"/proc/{auditor}/status").read_text()
+        ignored = next(line for line in status.splitlines() if line.startswith("SigIgn"))
+        return (
+            bool(int(ignored.split()[1], 16) & mask) and "peer.auditor" in Path(f"/proc/{auditor}/cmdline").read_text()
+        )
+
+    await until(is_ready, "the auditor waits for its job")
+    node.kill()
+    await ended(node.wait())
+    await until(lambda: not _runs(auditor), "the auditor ends")
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,151 @@
+"""Both checks of an audit on a tiny run: an honest update passes, and each fake is found with a margin."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from peer.auditor.audit import audit
+from peer.auditor.job import Rebase
+from peer.auditor.loss_check import GAIN, QUARTER, Gains, t_value
+from peer.errors import AuditError
+from protocol.errors import CodecError, MalformedError
+from protocol.ids import Digest
+from tests.support import audit_world
+from tests.support.audit_world import AUTHOR, CPU, OTHER, Audited, claimed, passed, scores
+from tests.support.local_trainer import closed  # noqa: F401 - a fixture
+
+FOUND_BY_REPLAY = {
+    "noise", "copy", "flipped", "huge", "tiny", "tenth_flipped", "half", "other_windows", "fresh", "stale",
+}  # fmt: skip
+FOUND_BY_LOSS = {"noise", "copy", "flipped", "half", "other_windows"}
+
+
+@pytest.fixture(scope="module")
+def audited(tmp_path_factory) -> Audited:
+    torch.set_num_threads(1)
+    return audit_world.make(tmp_path_factory.mktemp("audited"))
+
+
+@pytest.fixture(scope="module")
+def files(audited: Audited, tmp_path_factory):
+    return audit_world.fakes(audited, tmp_path_factory.mktemp("fakes"))
+
+
+def test_a_replay_of_an_honest_update_gives_the_same_bits(audited):
+    for author in (AUTHOR, OTHER):
+        found = scores(audited.job(of=author))
+        assert (found["signs"].value, found["scale"].value) == (1.0, 1.0) and passed(found)
+
+
+def test_an_update_that_was_trained_on_one_state_is_replayed_without_a_rebase(audited):
+    late = audited.loaded_at_once
+    assert late.rebase_window == late.first_window == 0
+    job = replace(audited.job("loss"), check="replay", update=claimed(late, 3))
+    found = scores(job)
+    assert found["signs"].value == 1.0
+
+
+@pytest.mark.parametrize("fake", sorted(FOUND_BY_REPLAY))
+def test_a_replay_finds_each_fake(audited, files, fake):
+    assert files.keys() == FOUND_BY_REPLAY
+    found = scores(audited.job(blob=files[fake]))
+    print(fake, {name: round(score.value, 3) for name, score in found.items()})
+    assert not passed(found)
+    # Far from the thresholds: devices add numbers in other orders.
+    assert found["signs"].value < 0.91 or found["scale"].value < 0.5
+
+
+def test_a_loss_check_passes_honest_updates_with_a_margin(audited):
+    for author in (AUTHOR, OTHER):
+        found = scores(audited.job("loss", of=author))
+        print({name: round(score.value, 2) for name, score in found.items()})
+        assert found["gain"].value > 3 * GAIN and found["quarter"].value > 3 * QUARTER
+
+
+@pytest.mark.parametrize("fake", sorted(FOUND_BY_LOSS))
+def test_a_loss_check_finds_what_was_not_trained_on_its_windows(audited, files, fake):
+    for own in (False, True):
+        found = scores(audited.job("loss", blob=files[fake], own=own))
+        print(fake, {name: round(score.value, 2) for name, score in found.items()})
+        assert not passed(found)
+
+
+def test_an_update_that_fails_is_measured_against_the_auditors_own(audited, files):
+    # The auditor's own update is noise, too: it cannot tell that the other is worse.
+    job = replace(audited.job("loss", blob=files["noise"]), own=claimed(audited.made[OTHER], OTHER, files["flipped"]))
+    found = scores(job)
+    assert found["gain"].threshold < 0 and found["quarter"].threshold < 0 and passed(found)
+    better = scores(audited.job("loss", blob=files["noise"], own=True))
+    assert (better["gain"].threshold, better["quarter"].threshold) == (GAIN, QUARTER)
+
+
+def test_thresholds_stay_where_an_update_passes(audited):
+    found = scores(audited.job("loss", own=True))
+    assert (found["gain"].threshold, found["quarter"].threshold) == (GAIN, QUARTER)
+
+
+def test_a_t_value_is_the_difference_in_standard_errors():
+    assert t_value([3.0, 5.0], [1.0, 1.0]) == pytest.approx(3.0)
+    assert t_value([1.0, 1.0], [1.0, 1.0]) == 0.0
+    assert t_value([2.0, 2.0], [1.0, 1.0]) == 1e6  # bounded, as scores are
+    quarters = tuple(torch.tensor(q) for q in ([3.0, 5.0], [3.0, 5.0], [3.0, 5.0], [0.0, 2.0]))
+    gain, worst = Gains(quarters, torch.tensor([1.0, 1.0])).scores()
+    assert gain > 2 and worst == pytest.approx(0.0)
+
+
+def test_a_replay_is_made_on_the_states_of_the_chain_alone(audited):
+    job, wrong = audited.job(), Digest(bytes(32))
+    assert job.rebase is not None
+    for other in (
+        replace(job, start=replace(job.start, state=wrong)),
+        replace(job, rebase=replace(job.rebase, state=wrong)),
+    ):
+        with pytest.raises(AuditError, match="the chain says 0000"):
+            audit(other, CPU)
+    with pytest.raises(MalformedError, match="damaged or another state"):
+        audit(replace(job, start=replace(job.start, checkpoint_digest=wrong)), CPU)
+
+
+def test_a_blob_of_another_size_is_refused(audited, tmp_path):
+    short = tmp_path / "short.blob"
+    short.write_bytes(b"CRN1")
+    with pytest.raises(CodecError, match="has 4 bytes"):
+        audit(audited.job(blob=short), CPU)
+
+
+def test_a_job_whose_fields_contradict_each_other_is_refused(audited, tmp_path):
+    job = audited.job()
+    update, rebase = job.update, job.rebase
+    assert rebase is not None
+    nobody = Rebase(replace(rebase.round, updates=rebase.round.updates[:0]), rebase.state, rebase.accepted_windows)
+    for other, reason in (
+        (replace(job, rebase=None), "if there was one, and only then"),
+        (replace(job, update=replace(update, end_window=update.first_window)), "not in order"),
+        (replace(job, update=replace(update, end_window=update.end_window - 1)), "whole steps of 4"),
+        (replace(job, own=update), "no other update beside it"),
+        (replace(job, check="loss"), "no rebase"),
+        (replace(job, rebase=nobody), "no update of its author"),
+    ):
+        with pytest.raises(AuditError, match=reason):
+            audit(other, CPU)
+
+
+def test_other_runs_have_loss_checks_and_no_replay(tmp_path):
+    other = audit_world.make(tmp_path, replayable=False)
+    assert passed(scores(other.job("loss")))
+    job = other.job()
+    assert job.rebase is None
+    with pytest.raises(AuditError, match="none can be replayed"):
+        audit(job, CPU)
+
+
+def test_a_tiny_update_has_no_loss_check(audited):
+    job = audited.job("loss")
+    few = replace(
+        job, update=replace(job.update, rebase_window=job.update.first_window, end_window=job.update.first_window + 4)
+    )
+    with pytest.raises(AuditError, match="too few"):
+        audit(few, CPU)
