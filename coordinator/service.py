@@ -104,7 +104,7 @@ class Coordinator:
         self._credit_news = asyncio.Event()
         self.ledger = ledger = LedgerThread()
 
-        self.chain = chain = IndexedChain()
+        self.chain = chain = IndexedChain(spec.credit.hold_rounds)
         self.directives = directives = DirectiveEffects(spec.round, chain)
         self.observations = RoundObservations(self._member_seconds, now)
         self._observation_file = ObservationFile(config.folder / OBSERVATIONS_FILE)

@@ -58,7 +58,8 @@ def test_a_barred_peer_says_so_and_until_when():
     handler = DirectiveHandler(peer(1).key, 32, trainer := Trainer(), [])
     running = Directive(SPEC.run_id, 1)
     handler.handle(DirectivesChanged(running, True, RoundPolicy(8, 16), Round(71)))
-    assert trainer.told[0].paused and "convicted by an audit, rests until round 71" in handler.description
+    assert trainer.told == [Orders(True, 16, 256)]
+    assert "convicted by an audit, rests until round 71" in handler.description
     handler.handle(DirectivesChanged(running, False, RoundPolicy(8, 16)))
     assert handler.description == ""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from protocol.audit_findings import describe_failures, failed_reports, failed_scores, reports_behind
-from protocol.ids import Digest, PeerKey, sha256
-from protocol.messages import Score, WorkReport
+from protocol.ids import Digest, PeerKey, Round, sha256
+from protocol.messages import AuditCheck, Score, WorkReport
 from protocol.rounds.actions import Notice
 from protocol.rounds.context import Context
 from protocol.rounds.conviction_notices import notify_convictions
@@ -58,11 +58,11 @@ def test_a_notice_without_the_audited_record_in_memory_still_says_what_it_costs(
     found = reports_behind(
         decision, (convicted.chain.certificate(r) for r in convicted.chain.ancestors(convicted.chain.head) if r)
     )
-    assert len(found) == 5 and not any(r.body.passed for r in found)
+    assert len(found) == 5 and not any(r.passed for _, r in found)
 
 
-def made(by: PeerKey, check, *scores: Score):
-    return FakeSigner(by).sign(WorkReport(RUN, 3, STATE, Digest(sha256(b"update")), check, scores))
+def made(by: PeerKey, check: AuditCheck, *scores: Score) -> tuple[PeerKey, WorkReport]:
+    return by, WorkReport(RUN, Round(3), STATE, Digest(sha256(b"update")), check, scores)
 
 
 def test_the_strongest_check_that_failed_is_described_by_its_range_and_its_strictest_threshold():
@@ -71,7 +71,7 @@ def test_the_strongest_check_that_failed_is_described_by_its_range_and_its_stric
         made(ONE, "replay", Score("scale", 0.9, 0.8), Score("signs", 0.71, 0.96)),
         made(TWO, "replay", Score("scale", 0.9, 0.8), Score("signs", 0.745, 0.97)),
     )
-    assert [r.body.check for r in failed_reports(reports)] == ["replay", "replay"]
-    (signs,) = failed_scores(failed_reports(reports))
+    assert [r.check for _, r in failed_reports(reports)] == ["replay", "replay"]
+    (signs,) = failed_scores(r for _, r in failed_reports(reports))
     assert str(signs) == "signs 0.71 to 0.745 where 0.97 is needed"
     assert describe_failures(reports[:1]) == f"the loss checks of 1 peer ({ONE.short}) found gain 0.1 where 3 is needed"
