@@ -1,4 +1,4 @@
-"""The run file of a demo with liars: the demo's own with updates that can be replayed, and time in a round to do that."""
+"""The run file of a demo with liars: the demo's own, with updates that can be replayed and time to do so."""
 
 from __future__ import annotations
 
@@ -68,9 +68,7 @@ def _changes(tables: Mapping[str, Any]) -> Iterator[Change]:
     yield Change(
         "round", "target_tokens", 2 * HONEST * update, "More than all can claim: rounds end by the clock, see below."
     )
-    yield Change(
-        "round", "max_update_tokens", update, "As much as an honest peer trains in a round: nobody claims more."
-    )
+    yield Change("round", "max_update_tokens", update, "What an honest peer trains in a round: nobody claims more.")
     yield Change("round", "max_seconds", ROUND_SECONDS, "Longer than the training: the rest is for audits.")
 
 

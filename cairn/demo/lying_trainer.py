@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from peer.channel import Start, TrainerEnd
+from peer.errors import TrainingError
 from peer.training.__main__ import main
 from peer.training.inner_optimizer import InnerOptimizer, StepResult
 from peer.training.service import TrainerService
@@ -69,8 +70,10 @@ LIES: dict[str, type[NoiseSteps] | type[HalfTheSteps]] = {"noise": NoiseSteps, "
 
 
 def deceive(trainer: Trainer, lie: str) -> Trainer:
-    """Replace the inner steps of a trainer by those of a lie, and return the trainer."""
+    """Replace the inner steps of a trainer by those of a lie, and return the trainer. Raise TrainingError."""
     inner = trainer.backend.inner
+    if not isinstance(inner, InnerOptimizer):
+        raise TrainingError("a lying trainer is one process on one device")
     steps = LIES[lie](inner)
     inner.forward_backward = steps.forward_backward
     inner.optimizer_step = steps.optimizer_step
