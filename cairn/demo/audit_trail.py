@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from peer.coordinator_client import CoordinatorClient
 from peer.store import Store
+from protocol.audit_findings import failed_reports, failed_scores, reports_behind
 from protocol.chain import Chain
-from protocol.ids import Digest, PeerKey
+from protocol.ids import PeerKey
 from protocol.message_codec import MessageDecoder
-from protocol.messages import Certificate, WorkReport
+from protocol.messages import Certificate
 from protocol.report_rule import DECIDING
 from protocol.rounds.policy import RoundPolicy
 from protocol.spec import RunSpec
@@ -25,16 +26,16 @@ STORE_BYTES = 2**40
 
 @dataclass(frozen=True, slots=True)
 class Conviction:
-    """A conviction: whose update of which round, the round of the record that convicts, the windows that it claimed.
+    """A conviction: whose update of which round, the round of the record that convicts, and the windows it claimed.
 
-    `measured` are the scores that were too low, in words, with the number of the reports that say so.
+    `reporters`: how many peers found it out. `measured`: the scores that were too low, in words.
     """
 
     author: PeerKey
     update_round: int
     decided_round: int
     windows: int
-    reports: int
+    reporters: int
     measured: str
 
 
@@ -61,52 +62,43 @@ class AuditTrail:
         for data in sent:
             self._chain.add(self._decoder.decode_certificate(data))
 
-    @property
-    def _path(self) -> tuple[Certificate, ...]:
-        return self._chain.path(self._chain.genesis, self._chain.head)
-
     def convictions(self) -> tuple[Conviction, ...]:
         """Return all convictions, the oldest first."""
-        path = self._path
-        records = {c.digest: c.record.body for c in path}
-        found = []
-        for body in records.values():
-            for decision in body.decisions:
-                if decision.convicted:
-                    about = records[decision.record]
-                    update = next(u for u in about.updates if u.author == decision.author)
-                    failed = [r for r in self._reports(path, update.digest) if not r.passed and r.check in DECIDING]
-                    found.append(
-                        Conviction(
-                            decision.author, about.round, body.round, update.body.windows, len(failed), _words(failed)
-                        )
-                    )
-        return tuple(found)
+        return convictions(self._path())
 
     def replays(self) -> dict[PeerKey, tuple[int, int]]:
         """Return how many reports of replays say of each author's updates that they passed, and that they failed."""
-        path = self._path
-        authors = {u.digest: u.author for c in path for u in c.record.body.updates}
-        found: dict[PeerKey, tuple[int, int]] = {}
-        for report in (r.body for c in path for r in c.record.body.reports):
-            if report.check in DECIDING and (author := authors.get(report.update)) is not None:
-                passed, failed = found.get(author, (0, 0))
-                found[author] = (passed + report.passed, failed + (not report.passed))
-        return found
+        return replays(self._path())
 
-    @staticmethod
-    def _reports(path: Sequence[Certificate], update: Digest) -> list[WorkReport]:
-        return [r.body for c in path for r in c.record.body.reports if r.body.update == update]
+    def _path(self) -> tuple[Certificate, ...]:
+        return self._chain.path(self._chain.genesis, self._chain.head)
 
 
-def _words(reports: Sequence[WorkReport]) -> str:
-    """Return each score that was too low: its name, its least and greatest value, and what an honest update has."""
-    low: dict[str, tuple[float, list[float]]] = {}
-    for score in (s for r in reports for s in r.scores if s.value < s.threshold):
-        low.setdefault(score.name, (score.threshold, []))[1].append(score.value)
-    return ", ".join(f"{name} {_span(values)}, honest {least:.2f} or more" for name, (least, values) in low.items())
+def convictions(path: tuple[Certificate, ...]) -> tuple[Conviction, ...]:
+    """Return the convictions that certificates state, oldest first."""
+    found = []
+    audited = {c.digest: c.record.body for c in path}
+    for at, certificate in enumerate(path):
+        for decision in certificate.record.body.decisions:
+            if decision.convicted:
+                about = audited[decision.record]
+                windows = next(u.body.windows for u in about.updates if u.author == decision.author)
+                failed = failed_reports(reports_behind(decision, reversed(path[: at + 1])))
+                found.append(
+                    Conviction(
+                        decision.author, about.round, certificate.record.body.round, windows,
+                        len({author for author, _ in failed}), "; ".join(map(str, failed_scores(r for _, r in failed))),
+                    )
+                )  # fmt: skip
+    return tuple(found)
 
 
-def _span(values: Sequence[float]) -> str:
-    ends = sorted({f"{min(values):.2f}", f"{max(values):.2f}"}, key=float)
-    return " to ".join(ends)
+def replays(path: tuple[Certificate, ...]) -> dict[PeerKey, tuple[int, int]]:
+    """Return (passed, failed): how many reports of replays say so of each author's updates."""
+    authors = {u.digest: u.author for c in path for u in c.record.body.updates}
+    found: dict[PeerKey, tuple[int, int]] = {}
+    for report in (r.body for c in path for r in c.record.body.reports):
+        if report.check in DECIDING and (author := authors.get(report.update)) is not None:
+            passed, failed = found.get(author, (0, 0))
+            found[author] = (passed + report.passed, failed + (not report.passed))
+    return found

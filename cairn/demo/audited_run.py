@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cairn.files import write_whole
 from coordinator.authoring.runfile import load_run
+from protocol.ids import PeerKey
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
-HONEST = 4
-"""Peers that share a round of the original file."""
-
-ROUNDS = 30
-HOLD_ROUNDS = 6
-ROUND_SECONDS = 10
+ROUNDS, ROUND_SECONDS = 28, 12
+HOLD_ROUNDS = 12
+"""Rounds in which an update may be audited: replays of two liars' updates take half of them on two cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +33,14 @@ class Change:
     why: str
 
 
-def write_audited_run(source: Path, out: Path) -> Path:
-    """Write the run file to `out` and return that. Raises CairnError where that fails, or `source` is no run file."""
+def write_audited_run(source: Path, out: Path, founders: Sequence[PeerKey]) -> Path:
+    """Write the run file to `out` and return that. Raises CairnError where that fails, or `source` is no run file.
+
+    `founders`: the honest peers, which share a round of the original file.
+    """
     load_run(source)  # says what is wrong with it, and where
     tables = tomllib.loads(source.read_text())
-    changes = tuple(_changes(tables))
+    changes = tuple(_changes(tables, founders))
     for change in changes:
         tables.setdefault(change.table, {})[change.field] = change.value
     data = tables["data"]
@@ -54,20 +55,19 @@ def write_audited_run(source: Path, out: Path) -> Path:
     return out
 
 
-def _changes(tables: Mapping[str, Any]) -> Iterator[Change]:
+def _changes(tables: Mapping[str, Any], founders: Sequence[PeerKey]) -> Iterator[Change]:
     step = tables.get("inner", {}).get("batch", 16) * tables["data"]["window"]
-    update = max(1, tables["round"]["target_tokens"] // HONEST // step) * step
+    update = max(1, tables["round"]["target_tokens"] // len(founders) // step) * step
+    whole = len(founders) * update
     yield Change("run", "name", f"{tables['run']['name']}-audited", "Another run than that of the demo without liars.")
-    yield Change("run", "total_tokens", ROUNDS * HONEST * update, f"{ROUNDS} rounds of {HONEST} honest peers.")
+    yield Change("run", "total_tokens", ROUNDS * whole, f"{ROUNDS} rounds of {len(founders)} honest peers.")
     yield Change("audit", "replayable", True, "Any peer can train an update again, and compare.")
     yield Change("codec", "kind", "sign", "Signs are compared.")
     yield Change("codec", "beta", 0.0, "No error feedback: nobody else has it.")
-    yield Change(
-        "credit", "hold_rounds", HOLD_ROUNDS, "Peers have stake, and so a say, once their work is this many rounds old."
-    )
-    yield Change(
-        "round", "target_tokens", 2 * HONEST * update, "More than all can claim: rounds end by the clock, see below."
-    )
+    yield Change("credit", "hold_rounds", HOLD_ROUNDS, "An update can be audited for so many rounds.")
+    why = "The honest peers have stake, and so a say, from the beginning."
+    yield Change("admission", "founders", [key.hex() for key in founders], why)
+    yield Change("round", "target_tokens", 2 * whole, "More than all can claim: rounds end by the clock, see below.")
     yield Change("round", "max_update_tokens", update, "What an honest peer trains in a round: nobody claims more.")
     yield Change("round", "max_seconds", ROUND_SECONDS, "Longer than the training: the rest is for audits.")
 

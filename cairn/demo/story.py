@@ -1,6 +1,6 @@
 """The demo from start to end: it starts the processes, kills one peer, lets another join, and checks the result.
 
-With liars nobody is killed: they join instead, once the honest peers have stake, and are to be convicted.
+With liars nobody is killed: they join instead, and are to be convicted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rich.table import Table
 
 from cairn.commands.serve import coordinator_folder
 from cairn.demo.audit_trail import AuditTrail, Conviction
-from cairn.demo.audited_run import HOLD_ROUNDS, write_audited_run
+from cairn.demo.audited_run import write_audited_run
 from cairn.demo.processes import Process, serve, stop_all, wait_for_file
 from cairn.demo.report import Judged, LossPoint, judge, loss_curve, plot
 from cairn.demo.screen import DemoScreen
@@ -26,6 +26,7 @@ from cairn.number_format import count, credits
 from coordinator.authoring.runfile import load_run
 from coordinator.checkpoints.archive import Archive, ArchivedState
 from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable, SwarmStatus
+from peer.keyfile import load_or_make
 from peer.node.enrollment import run_folder
 from peer.node.snapshot import Snapshot, read_snapshot
 from protocol.errors import CairnError
@@ -44,13 +45,16 @@ LIARS = {"mallory": "noise", "trudy": "half"}
 """Names of the liars, and their lies (`cairn.demo.lying_trainer`)."""
 
 LIES = {"noise": "sends random signs and claims a full update", "half": "makes half of its steps and claims all"}
-LIARS_AT = HOLD_ROUNDS + 2
-"""The round in which the liars join: the honest peers have stake, and so can convict."""
+LIARS_AT = 4
+"""The round in which the liars join. The honest peers are founders: they have stake, and so can convict."""
 
 MARGIN = 2.0
 """Nats by which the held-out loss must fall."""
 
 READY_SECONDS, RUN_SECONDS, END_SECONDS = 240.0, 600.0, 60.0
+AUDITED_SECONDS = 1200.0
+"""RUN_SECONDS with liars: rounds leave time for audits."""
+
 PROMPT = "The people of the United States"
 MARK = "cairn-demo"
 
@@ -102,7 +106,8 @@ def run_demo(folder: Path, run_file: Path | None, *, plain: bool, liars: int = 0
     processes: list[Process] = []
     try:
         if liars:
-            run_file = write_audited_run(run_file, folder / "run.toml")
+            founders = [load_or_make(folder / name / "identity.key").key for name in PEERS]
+            run_file = write_audited_run(run_file, folder / "run.toml", founders)
         demo = _start(folder, run_file, screen, processes)
         demo.liars = tuple(LIARS)[:liars]
         with screen.showing(demo.page):
@@ -181,13 +186,14 @@ def _join_liar(demo: Demo, name: str, processes: list[Process]) -> None:
 
 async def _watch(demo: Demo, processes: list[Process]) -> None:
     """Watch until every living peer has finished. Raises CairnError if one fails, or the run takes too long."""
-    end = time.monotonic() + RUN_SECONDS
+    seconds = AUDITED_SECONDS if demo.liars else RUN_SECONDS
+    end = time.monotonic() + seconds
     trail = AuditTrail(demo.spec) if demo.liars else None
     async with CoordinatorClient(demo.invite, timeout=5.0) as client:
         while any(demo.peers[name].running for name in demo.living):
             _check_processes(demo)
             if time.monotonic() > end:
-                raise CairnError(f"the run did not end within {RUN_SECONDS:.0f} s; see the logs in {demo.folder}")
+                raise CairnError(f"the run did not end within {seconds:.0f} s; see the logs in {demo.folder}")
             try:
                 demo.status = await client.status()
                 if trail is not None:
@@ -253,7 +259,7 @@ def _tell_convictions(demo: Demo, status: SwarmStatus, trail: AuditTrail) -> Non
 def _reason(conviction: Conviction) -> str:
     return (
         f"its update of round {conviction.update_round}, of {conviction.windows} windows, was trained again by "
-        f"{conviction.reports} peers: {conviction.measured}"
+        f"{conviction.reporters} peers: {conviction.measured}"
     )
 
 
