@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -26,6 +27,8 @@ def demo(folder: Path, run_file: Path | None, liars: int, plain: bool) -> None:
 
     With --liars the others train updates of theirs again, and find that the work was not done (docs/audits.md).
     """
+    # gRPC reads it when it is imported. It warns about processes that are started after it, but these exec at once.
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     from cairn.demo.story import run_demo
 
     sys.exit(run_demo(folder, run_file, plain=plain, liars=liars))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from peer.coordinator_client import CoordinatorClient
 from peer.store import Store
-from protocol.audit_findings import failed_reports, failed_scores, reports_behind
+from protocol.audit_findings import FailedScore, failed_reports, failed_scores, reports_behind
 from protocol.chain import Chain
 from protocol.ids import PeerKey
 from protocol.message_codec import MessageDecoder
@@ -87,10 +87,19 @@ def convictions(path: tuple[Certificate, ...]) -> tuple[Conviction, ...]:
                 found.append(
                     Conviction(
                         decision.author, about.round, certificate.record.body.round, windows,
-                        len({author for author, _ in failed}), "; ".join(map(str, failed_scores(r for _, r in failed))),
+                        len({author for author, _ in failed}), _words(failed_scores(r for _, r in failed)),
                     )
                 )  # fmt: skip
     return tuple(found)
+
+
+def _words(scores: Sequence[FailedScore]) -> str:
+    """Return the scores that were too low for people: the share of equal signs, where that was one of them."""
+    for s in scores:
+        if s.name == "signs":
+            ends = sorted({f"{s.least:.0%}", f"{s.greatest:.0%}"}, key=lambda text: float(text[:-1]))
+            return f"{' to '.join(ends)} of the signs are the same, and {s.threshold:.0%} are needed"
+    return "; ".join(map(str, scores))
 
 
 def replays(path: tuple[Certificate, ...]) -> dict[PeerKey, tuple[int, int]]:

@@ -64,7 +64,7 @@ def _changes(tables: Mapping[str, Any], founders: Sequence[PeerKey]) -> Iterator
     yield Change("audit", "replayable", True, "Any peer can train an update again, and compare.")
     yield Change("codec", "kind", "sign", "Signs are compared.")
     yield Change("codec", "beta", 0.0, "No error feedback: nobody else has it.")
-    yield Change("credit", "hold_rounds", HOLD_ROUNDS, "An update can be audited for so many rounds.")
+    yield Change("credit", "hold_rounds", HOLD_ROUNDS, "The rounds in which an update can be audited.")
     why = "The honest peers have stake, and so a say, from the beginning."
     yield Change("admission", "founders", [key.hex() for key in founders], why)
     yield Change("round", "target_tokens", 2 * whole, "More than all can claim: rounds end by the clock, see below.")

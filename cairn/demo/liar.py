@@ -1,7 +1,7 @@
 """A liar of the demo: `python -m cairn.demo.liar LIE INVITE HOME NAME`. Started by `cairn demo --liars`, never by hand.
 
 It is `cairn peer join` with a trainer that lies (`cairn.demo.lying_trainer`). The public command line has no option for
-that, and this one takes part in runs on this machine only: it is to be convicted before an audience, not to do harm.
+that. This one takes part in runs on this machine only: it is to be convicted before an audience, not to do harm.
 """
 
 from __future__ import annotations

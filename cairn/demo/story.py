@@ -101,8 +101,6 @@ def run_demo(folder: Path, run_file: Path | None, *, plain: bool, liars: int = 0
         )
     lock = _clear(folder)
     screen = DemoScreen(live=not plain and sys.stdout.isatty())
-    # gRPC warns about processes that are started after it; these exec at once, so its fork support is not needed.
-    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     processes: list[Process] = []
     try:
         if liars:
@@ -258,8 +256,8 @@ def _tell_convictions(demo: Demo, status: SwarmStatus, trail: AuditTrail) -> Non
 
 def _reason(conviction: Conviction) -> str:
     return (
-        f"its update of round {conviction.update_round}, of {conviction.windows} windows, was trained again by "
-        f"{conviction.reporters} peers: {conviction.measured}"
+        f"{conviction.reporters} peers trained its update of round {conviction.update_round} again "
+        f"({conviction.windows} windows): {conviction.measured}"
     )
 
 
@@ -358,18 +356,17 @@ def _audit_problems(demo: Demo, trail: AuditTrail) -> list[str]:
 
 
 def _audit_table(demo: Demo, trail: AuditTrail) -> Table:
-    """Return what the chain says of each peer: the reports about its replayed updates, and its conviction."""
-    convictions, replays = {c.author: c for c in reversed(trail.convictions())}, trail.replays()
+    """Return what the chain says of each peer: the reports about its replayed updates, and the verdict."""
+    found, replays = {c.author: c for c in reversed(trail.convictions())}, trail.replays()
     table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("peer")
-    for title in ("replays passed", "failed", "credits kept"):
-        table.add_column(title, justify="right")
-    table.add_column("verdict", overflow="fold")
+    for title in ("peer", "replays of its updates", "verdict"):
+        table.add_column(title)
+    table.add_column("credits kept", justify="right")
     for name in (n for n in demo.peers if (demo.folder / n / "identity.key").exists()):
         passed, failed = replays.get(demo.key(name), (0, 0))
-        conviction = convictions.get(demo.key(name))
-        verdict = f"convicted in round {conviction.decided_round}: {_reason(conviction)}" if conviction else "-"
-        table.add_row(name, str(passed), str(failed), credits(_earned(demo, name)), verdict)
+        conviction = found.get(demo.key(name))
+        verdict = f"convicted in round {conviction.decided_round}" if conviction else "-"
+        table.add_row(name, f"{passed} passed, {failed} failed", verdict, credits(_earned(demo, name)))
     return table
 
 

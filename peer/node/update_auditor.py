@@ -63,8 +63,8 @@ class AuditCounts:
 class UpdateAuditor:
     """Answers `AuditUpdate` with `UpdateAudited`, by `post`. `run` works until it is cancelled.
 
-    In a young run more checks are due than peers have time for. So keys without stake come first, since all of their
-    updates are to be checked; the oldest of these first, so that the auditors of one update agree on the order. Of keys
+    In a young run more checks are due than peers have time for. So keys without stake come first: all of their updates
+    are to be checked. Of these the oldest come first, so that the auditors of one update agree on the order. Of keys
     with stake the newest come first: the oldest would be too late. Replays come before loss checks, since they decide.
 
     `make` makes a check by a process within a number of seconds (tests replace it).

@@ -1,4 +1,4 @@
-"""The parts of `cairn demo --liars`: its liars, whose updates are valid in form, its run file, and what a chain says."""
+"""The parts of `cairn demo --liars`: its liars, whose updates are valid in form, its run file, what a chain says."""
 
 from __future__ import annotations
 
@@ -104,7 +104,10 @@ def test_a_conviction_has_its_numbers_from_the_reports_of_its_branch():
     second = record(6, "second", reports=(report("alan", liar, 0.51),), decisions=(decision,))
     (found,) = convictions((about, first, second))
     assert (found.author, found.update_round, found.decided_round) == (key("mallory"), 4, 6)
-    assert (found.windows, found.reporters) == (48, 2) and found.measured == "signs 0.5 to 0.51 where 0.97 is needed"
+    assert (found.windows, found.reporters) == (
+        48,
+        2,
+    ) and found.measured == "50% to 51% of the signs are the same, and 97% are needed"
     assert replays((about, first, second)) == {key("mallory"): (0, 2), key("ada"): (1, 0)}
     acquitted = replace(second.record.body, decisions=(replace(decision, convicted=False),))
     third = Certificate(replace(second.record, body=acquitted), ())
