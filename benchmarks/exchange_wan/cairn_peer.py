@@ -70,6 +70,7 @@ async def serve(job: Job, number: int) -> None:
             folder,
             listen=(f"/ip4/{job.ips[number]}/tcp/{PORT}",),
             device="cpu",
+            audit_device="off",
             trainer_command=(
                 sys.executable, "-m", "benchmarks.exchange_wan.stand_in", str(job.path / "job.json"), str(number),
             ),

@@ -72,6 +72,11 @@ def _device(_context: click.Context, _parameter: click.Parameter, text: str) -> 
     return text
 
 
+def _audit_device(context: click.Context, parameter: click.Parameter, text: str) -> str:
+    """Return the device of audits, or "off". Raises click.BadParameter for a malformed name."""
+    return text if text == "off" else _device(context, parameter, text)
+
+
 @click.command()
 @invite_argument
 @home_option("Where identity, runs and logs are kept.")
@@ -102,6 +107,11 @@ def _device(_context: click.Context, _parameter: click.Parameter, text: str) -> 
     is_flag=True,
     help="Let the run's owner name data on this disk, in private networks and behind your cloud accounts.",
 )
+@_auto(
+    "--audit-device",
+    help="Where to check others' updates: auto (the trainer's device), cpu, cuda:N, or off.",
+    callback=_audit_device,
+)
 @click.option("--plain", is_flag=True, help="Log lines instead of a live view (the default without a terminal).")
 @via_option
 def join(**options: Any) -> None:
@@ -129,6 +139,7 @@ class JoinOptions:
     announce: tuple[str, ...]
     disk: int
     allow_private_data: bool
+    audit_device: str
     plain: bool
     via: tuple[str, ...]
     trainer_command: tuple[str, ...] = ()
@@ -169,6 +180,7 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
         overlap=options.overlap == "on",
         threads=options.threads or os.cpu_count() or 1,
         private_data=options.allow_private_data,
+        audit_device=options.audit_device,
         trainer_command=options.trainer_command,
     )
     with Store(folder / "store", options.disk) as store:

@@ -24,7 +24,7 @@ def join_and_lie(lie: str, invite: str, home: Path, name: str) -> None:
         JoinOptions(
             invite=invite, home=home, name=name, device="cpu", parallel="auto", recompute="auto", compile="auto",
             overlap="on", threads=1, listen=("/ip4/127.0.0.1/tcp/0",), announce=(), disk=10**10,
-            allow_private_data=False, plain=True, via=(),
+            allow_private_data=False, audit_device="off", plain=True, via=(),
             trainer_command=(sys.executable, "-m", "cairn.demo.lying_trainer", lie),
         )
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The auditor's process: `python -m peer.auditor --parent PID`, one job on stdin, one answer on stdout."""
+"""The auditor's process: `python -m peer.auditor --parent PID`. For each job on stdin there is one answer on stdout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 
-from peer.auditor.job import AuditAnswer, AuditJob, MeasuredScore, answer_line, parse_job
+from peer.auditor.job import AuditAnswer, MeasuredScore, answer_line, parse_job
 from peer.channel.messages import MAX_LINE
 from peer.errors import AuditError
 from peer.parent_process import exit_with_parent
@@ -19,7 +19,7 @@ CPU_NICENESS = 19
 
 
 def main() -> int:
-    """Read a job and write its answer. Return the exit code: 0 when there are scores, else 1."""
+    """Answer one job after the other until stdin ends. Return the exit code."""
     # Ctrl-C, a service's SIGTERM and a closed terminal are for the node: it kills this process.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -27,37 +27,32 @@ def main() -> int:
     parser.add_argument("--parent", type=int, required=True, help="process id of the node")
     if not exit_with_parent(parser.parse_args().parent):
         return 1
-    # Libraries that print must not get between the node and the answer.
+    # Libraries that print must not get between the node and the answers.
     out = os.dup(1)
     os.dup2(2, 1)
-    answer = _answer()
-    with open(out, "wb") as file:
-        file.write(answer_line(answer))
-    return 0 if answer.scores else 1
+    with open(out, "wb", buffering=0) as file:
+        while line := sys.stdin.buffer.readline(MAX_LINE + 1):
+            file.write(answer_line(_answer(line)))
+    return 0
 
 
-def _answer() -> AuditAnswer:
+def _answer(line: bytes) -> AuditAnswer:
+    began = time.process_time()
     try:
-        job = _job()
+        if len(line) > MAX_LINE:
+            raise AuditError(f"a job of more than {MAX_LINE} bytes")
+        job = parse_job(line)
         from peer.auditor.audit import audit  # torch and transformers: seconds
         from peer.training.device import choose_device
 
         device = choose_device(job.device, job.threads)
         if device.type == "cpu":
-            os.nice(CPU_NICENESS)
+            os.nice(CPU_NICENESS)  # no more than that, however often
         scores = tuple(MeasuredScore(s.name, s.value, s.threshold) for s in audit(job, device))
     except (CairnError, OSError, RuntimeError, MemoryError) as e:
         # RuntimeError: torch's, for a device that fails.
-        return AuditAnswer((), " ".join(str(e).split())[:2000] or type(e).__name__, time.process_time())
-    return AuditAnswer(scores, "", time.process_time())
-
-
-def _job() -> AuditJob:
-    """Return the job on stdin, which ends after it. Raise AuditError."""
-    line = sys.stdin.buffer.read(MAX_LINE + 1)
-    if len(line) > MAX_LINE:
-        raise AuditError(f"a job of more than {MAX_LINE} bytes")
-    return parse_job(line)
+        return AuditAnswer((), " ".join(str(e).split())[:2000] or type(e).__name__, time.process_time() - began)
+    return AuditAnswer(scores, "", time.process_time() - began)
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ class MeasuredScore:
 class AuditAnswer:
     """The outcome of a job: scores by ascending name; none, with a reason, when the check could not be made.
 
-    `cpu_seconds`: CPU time of the whole process.
+    `cpu_seconds`: CPU time of the job, with imports if it was the process's first.
     """
 
     scores: Annotated[tuple[MeasuredScore, ...], Field(max_length=MAX_SCORES)]

@@ -1,4 +1,4 @@
-"""The node's side of an auditor's process: started for one job, killed at a deadline, always waited for."""
+"""The node's side of an auditor's process: started for a job, kept while others wait, killed at a deadline."""
 
 from __future__ import annotations
 
@@ -18,59 +18,85 @@ MAX_WORDS = 16 * 1024
 """Bytes of the process's last words that are kept."""
 
 
-async def run_audit(job: AuditJob, seconds: float, command: Sequence[str] = ()) -> AuditAnswer:
-    """Return the answer of a process to a job. `command` replaces `python -m peer.auditor` (for tests).
+class AuditProcess:
+    """One auditor's process at a time, for one job at a time. A process that fails is not used again."""
 
-    Raise AuditError when there is no answer within `seconds`. The process is over when this returns or is cancelled.
-    """
-    line = job_line(job)
-    argv = [*(command or (sys.executable, "-m", "peer.auditor")), "--parent", str(os.getpid())]
+    def __init__(self, command: Sequence[str] = ()):
+        """`command` replaces `python -m peer.auditor` (for tests)."""
+        self._command = command or (sys.executable, "-m", "peer.auditor")
+        self._process: asyncio.subprocess.Process | None = None
+        self._words: asyncio.Task[bytes] | None = None
+
+    async def answer(self, job: AuditJob, seconds: float) -> AuditAnswer:
+        """Return the process's answer to a job. It is started if need be.
+
+        Raise AuditError when there is none within `seconds`. The process is over when this raises or is cancelled, and
+        after an answer without scores.
+        """
+        line = job_line(job)
+        keep = False
+        try:
+            async with async_timeout.timeout(seconds):
+                process = self._process = self._process or await self._start(job.threads)
+                _, data = await asyncio.gather(_send(process.stdin, line), _receive(process.stdout))
+                if not data:
+                    raise AuditError(await self._last_words(process))
+            answer = parse_answer(data)
+            keep = not answer.reason
+            return answer
+        except asyncio.TimeoutError:
+            raise AuditError(f"no answer within {seconds:.0f} s") from None
+        finally:
+            if not keep:
+                await self.close()
+
+    async def close(self) -> None:
+        """Kill the process, and wait for its end. Idempotent."""
+        process, words = self._process, self._words
+        self._process = self._words = None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+        if words is not None:
+            words.cancel()
+
+    async def _start(self, threads: int) -> asyncio.subprocess.Process:
+        argv = [*self._command, "--parent", str(os.getpid())]
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *argv,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=trainer_environment(threads),
+                limit=MAX_ANSWER,
+                start_new_session=True,  # a Ctrl-C in the terminal is for the node
+            )
+        except OSError as e:
+            raise AuditError(f"cannot start an auditor: {e}; check {argv[0]} and the limits on processes") from None
+        self._words = asyncio.create_task(_tail(process.stderr))
+        return process
+
+    async def _last_words(self, process: asyncio.subprocess.Process) -> str:
+        code = await process.wait()
+        said = (await self._words).decode(errors="replace").strip().splitlines()[-3:] if self._words else []
+        return f"the auditor ended with code {code} and no answer: {' | '.join(said)[:500] or 'no words'}"
+
+
+async def _send(stream: asyncio.StreamWriter | None, line: bytes) -> None:
+    if stream is not None:
+        with contextlib.suppress(ConnectionError):  # it has ended: its last words say why
+            stream.write(line)
+            await stream.drain()
+
+
+async def _receive(stream: asyncio.StreamReader | None) -> bytes:
+    """Return the next line, or what came before the stream's end. Raise AuditError beyond MAX_ANSWER."""
     try:
-        process = await asyncio.create_subprocess_exec(
-            *argv,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=trainer_environment(job.threads),
-            limit=MAX_ANSWER,
-            start_new_session=True,  # a Ctrl-C in the terminal is for the node
-        )
-    except OSError as e:
-        raise AuditError(f"cannot start an auditor: {e}; check {argv[0]} and the limits on processes") from None
-    try:
-        async with async_timeout.timeout(seconds):
-            answer, words, _ = await asyncio.gather(_read(process.stdout), _tail(process.stderr), _ask(process, line))
-            code = await process.wait()
-    except asyncio.TimeoutError:
-        raise AuditError(f"no answer within {seconds:.0f} s") from None
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-    if not answer:
-        said = words.decode(errors="replace").strip().splitlines()[-3:]
-        raise AuditError(f"the auditor ended with code {code} and no answer: {' | '.join(said)[:500] or 'no words'}")
-    return parse_answer(answer)
-
-
-async def _ask(process: asyncio.subprocess.Process, line: bytes) -> None:
-    stdin = process.stdin
-    if stdin is None:
-        return
-    with contextlib.suppress(ConnectionError):  # it has ended: its answer, or its last words, say why
-        stdin.write(line)
-        await stdin.drain()
-    stdin.close()
-
-
-async def _read(stream: asyncio.StreamReader | None) -> bytes:
-    """Return all that a stream has. Raise AuditError beyond MAX_ANSWER."""
-    data = b""
-    while stream is not None and (piece := await stream.read(1 << 16)):
-        data += piece
-        if len(data) > MAX_ANSWER:
-            raise AuditError(f"an answer of more than {MAX_ANSWER} bytes")
-    return data
+        return b"" if stream is None else await stream.readline()
+    except ValueError:
+        raise AuditError(f"an answer of more than {MAX_ANSWER} bytes") from None
 
 
 async def _tail(stream: asyncio.StreamReader | None) -> bytes:

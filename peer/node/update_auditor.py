@@ -1,4 +1,4 @@
-"""The checks that the round machine asks for, made one after the other by a process each.
+"""The checks that the round machine asks for, made one after the other by a process.
 
 A check that cannot be made gives no report: the files are not to be had, the process failed, or it came too late. It is
 logged, and nobody is accused. In a run that is not replayable no replay is made.
@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from bisect import insort
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from peer.auditor.job import AuditAnswer, AuditJob, ClaimedUpdate, Rebase, StateFiles
 from peer.errors import AuditError
-from peer.node.audit_process import run_audit
+from peer.node.audit_process import AuditProcess
 from peer.node.events import Post
 from peer.node.options import NodeOptions
 from peer.node.round_blob_fetcher import RoundBlobFetcher
 from peer.node.state_fetcher import StateFetcher
 from peer.node.trainer_files import data_shards, spec_file
 from peer.store import Store
+from protocol.bounded import BoundedDict
 from protocol.chain import Chain
 from protocol.errors import CairnError
 from protocol.ids import Digest, PeerKey
@@ -36,18 +36,13 @@ from protocol.spec import RunSpec
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 64
-"""Checks that wait. Beyond it the least urgent is dropped."""
+"""Checks that wait."""
 
 LEAST_SECONDS = 900.0
 """Least deadline of a process, which first imports torch on cores that others use."""
 
 DEADLINE_ROUNDS = 4
 """Deadline of a process in rounds of the spec's greatest length: an update is trained in one or two."""
-
-RunAudit = Callable[[AuditJob, float], Awaitable[AuditAnswer]]
-
-_Urgency = tuple[bool, bool, int]
-"""(the author has no stake, the check decides, order among these): the greatest is made first."""
 
 
 @dataclass
@@ -59,15 +54,20 @@ class AuditCounts:
     not_made: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A check that waits. `is_accused`: records carry accusations of the update. `is_new`: its author has no stake."""
+
+    action: AuditUpdate
+    is_accused: bool
+    is_new: bool
+
+
 @dataclass(eq=False)
 class UpdateAuditor:
     """Answers `AuditUpdate` with `UpdateAudited`, by `post`. `run` works until it is cancelled.
 
-    In a young run more checks are due than peers have time for. So keys without stake come first: all of their updates
-    are to be checked. Of these the oldest come first, so that the auditors of one update agree on the order. Of keys
-    with stake the newest come first: the oldest would be too late. Replays come before loss checks, since they decide.
-
-    `make` makes a check by a process within a number of seconds (tests replace it).
+    `process` answers jobs (tests replace it).
     """
 
     spec: RunSpec
@@ -78,12 +78,13 @@ class UpdateAuditor:
     updates: RoundBlobFetcher
     files: StateFetcher
     post: Post
-    make: RunAudit = run_audit
+    process: AuditProcess = field(default_factory=AuditProcess)
 
     def __post_init__(self) -> None:
         self._policy = RoundPolicy.of(self.spec)
-        self._waiting: list[tuple[_Urgency, AuditUpdate]] = []
-        """Ascending: the most urgent is the last."""
+        self._waiting: list[_Waiting] = []
+        self._strange: BoundedDict[Digest, None] = BoundedDict(MAX_WAITING)
+        """Updates that failed a loss check here."""
         self._asked = asyncio.Event()
         self._in_use: frozenset[Digest] = frozenset()
         self.counts = AuditCounts()
@@ -92,24 +93,45 @@ class UpdateAuditor:
         """Queue a check."""
         if action.check == "replay" and not self.spec.audit.replayable:
             return
-        insort(self._waiting, (self._urgency(action), action), key=lambda waiting: waiting[0])
+        # Auditors are asked about the newest record, jurors about an older one.
+        is_accused = action.certificate.digest != self.chain.head
+        stakes = self.chain.stakes(action.certificate.record.body.parent)
+        is_new = bool(stakes) and not any(stakes.get(u.author) for u in _updates(action) if u.digest == action.update)
+        self._waiting.append(_Waiting(action, is_accused, is_new))
         if len(self._waiting) > MAX_WAITING:
-            self._not_made(self._waiting.pop(0)[1], f"{MAX_WAITING} others are more urgent")
+            self._not_made(self._take(last=True), f"{MAX_WAITING} others come first")
         self._asked.set()
-
-    def _urgency(self, action: AuditUpdate) -> _Urgency:
-        body = action.certificate.record.body
-        author = next((u.author for u in body.updates if u.digest == action.update), None)
-        is_new = author is None or not self.chain.stakes(body.parent).get(author)
-        return is_new, action.check != "loss", -body.round if is_new else body.round
 
     async def run(self) -> None:
         """Make one check after the other. The process of the present one ends when this is cancelled."""
         while True:
             await self._asked.wait()
-            while self._waiting:
-                await self._audit(self._waiting.pop()[1])
             self._asked.clear()
+            try:
+                while self._waiting:
+                    await self._audit(self._take())
+            finally:
+                await self.process.close()
+
+    def _take(self, *, last: bool = False) -> AuditUpdate:
+        """Remove and return the first check by rank, or the last one.
+
+        First come replays of keys without stake: all of their updates are to be replayed, whatever loss checks find.
+        Of these the oldest comes first, so that the auditors of one update agree on the order. Then come updates that
+        are accused or failed a loss check, then loss checks, then replays. Of each kind the newest round comes first:
+        where there is more to do than time, old checks would all be late.
+        """
+
+        def rank(waiting: _Waiting) -> tuple[int, int]:
+            action, round_ = waiting.action, waiting.action.certificate.record.body.round
+            if waiting.is_new and action.check != "loss":
+                return 0, round_
+            urgent = waiting.is_accused or action.update in self._strange
+            return 1 if urgent else 2 + (action.check != "loss"), -round_
+
+        found = (max if last else min)(self._waiting, key=rank)
+        self._waiting.remove(found)
+        return found.action
 
     def retained_blobs(self) -> frozenset[Digest]:
         """Return the blobs that the present check reads."""
@@ -127,7 +149,7 @@ class UpdateAuditor:
         seconds = max(LEAST_SECONDS, DEADLINE_ROUNDS * self.spec.round.max_seconds)
         try:
             job = await self._job(action)
-            answer = await self.make(job, seconds)
+            answer = await self.process.answer(job, seconds)
             if answer.reason:
                 raise AuditError(answer.reason)
         except (CairnError, asyncio.TimeoutError, OSError) as e:
@@ -150,13 +172,17 @@ class UpdateAuditor:
 
     def _report(self, action: AuditUpdate, answer: AuditAnswer) -> None:
         found = UpdateAudited(action.certificate.digest, action.update, action.check, answer.as_scores)
-        passed = all(score.value >= score.threshold for score in found.scores)
         self.counts.made += 1
-        self.counts.failed += not passed
-        level, outcome = (logging.INFO, "passed") if passed else (logging.WARNING, "FAILED")
+        passed = all(s.value >= s.threshold for s in found.scores)
+        if not passed:
+            self.counts.failed += 1
+            self._strange[action.update] = None
+        # A failed loss check accuses nobody, and honest updates fail some: it chooses what is replayed.
+        level = logging.INFO if passed or action.check == "loss" else logging.WARNING
         log.log(
-            level, "%s: %s %s, %s; it took %.0f s of CPU time",
-            _name(action), _CHECKS[action.check], outcome, _words(found.scores), answer.cpu_seconds,
+            level, "%s: %s %s, %s; it took %.1f s of CPU time",
+            _name(action), _CHECKS[action.check], "passed" if passed else "failed", _words(found.scores),
+            answer.cpu_seconds,
         )  # fmt: skip
         self.post(found)
 
@@ -250,6 +276,6 @@ def _plain(score: Score) -> str:
 _SCORES: dict[str, Callable[[Score], str]] = {
     "signs": lambda s: f"{s.value:.1%} of signs agree ({s.threshold:.0%} needed)",
     "scale": lambda s: f"norms within {s.value:.0%} ({s.threshold:.0%} needed)",
-    "gain": lambda s: f"its own windows gain {s.value:.1f} standard errors more than others ({s.threshold:.1f} needed)",
-    "quarter": lambda s: f"its worst quarter {s.value:.1f} ({s.threshold:.1f} needed)",
+    "gain": lambda s: f"its own windows gain {s.value:.2f} standard errors more than others ({s.threshold:.2f} needed)",
+    "quarter": lambda s: f"its worst quarter {s.value:.2f} ({s.threshold:.2f} needed)",
 }

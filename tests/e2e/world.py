@@ -182,16 +182,23 @@ class World:
             "--swarm", f"/ip4/127.0.0.1/tcp/{self.swarm}", "--evaluate-every", str(evaluate_every),
         )  # fmt: skip
 
-    def start_peer(self, name: str, *, device: str = "cpu", parallel: str = "auto") -> Process:
-        """Start a peer with the same home each time, so that it stays the same peer."""
+    def start_peer(
+        self, name: str, *, device: str = "cpu", parallel: str = "auto", audits: str = "off", module: str = "cairn"
+    ) -> Process:
+        """Start a peer with the same home each time, so that it stays the same peer.
+
+        `audits`: the device of its audits; each process imports torch on the cores that peers train on. `module`
+        replaces the command line.
+        """
         return self._start(
             name,
             "peer", "join", str(self.invite), "--home", str(self.folder / name), "--name", name, "--threads", "1",
             "--device", device, "--parallel", parallel, "--listen", "/ip4/127.0.0.1/tcp/0", "--plain",
+            "--audit-device", audits, module=module,
         )  # fmt: skip
 
-    def _start(self, name: str, *arguments: str) -> Process:
-        process = Process(name, arguments, self.folder)
+    def _start(self, name: str, *arguments: str, module: str = "cairn") -> Process:
+        process = Process(name, arguments, self.folder, module=module)
         self.processes[name] = process
         self.started.append(process)
         return process

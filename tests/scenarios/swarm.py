@@ -99,7 +99,8 @@ class Swarm(World):
         return self._on(
             name, name,
             "peer", "join", str(invite or self.invite), "--home", str(self.folder / name), "--name", name,
-            "--threads", "1", "--device", device, "--parallel", parallel, "--plain", environment=environment,
+            "--threads", "1", "--device", device, "--parallel", parallel, "--plain", "--audit-device", "off",
+            environment=environment,
             module="tests.scenarios.faulty" if host.faulty else "cairn",
         )  # fmt: skip
 

@@ -80,6 +80,8 @@ class ChainMaker:
         """True: records weigh their updates as a chain wants. False: as claimed, so that credits are plain."""
         self._histories: dict[PeerKey, AuthorHistory] = {}
         self._most = RoundPolicy.of(spec).chain_limits.max_update_windows
+        self.early = 0
+        """Windows of each update that were trained before its state came, of authors with one in the record before."""
         self.directive: Signed[Directive] | None = None
         """The owner's word that a record carries; headers from then on name its rollback."""
         self._carries = -1
@@ -123,8 +125,9 @@ class ChainMaker:
             start = self.admitted_at.get(identity.key, 0)
             admission = KeySigner(OWNER).sign(Admission(self.run, identity.key, start, 2**33, ""))
             first = self.next_windows.get(identity.key, 0)
+            early = self.early if first else 0
             header = UpdateHeader(
-                self.run, round_, self.head, state(round_), first, first, first + windows[identity.key], 1,
+                self.run, round_, self.head, state(round_), first, first + early, first + windows[identity.key], 1,
                 Digest(sha256(b"blob", identity.key, bytes(self.head))), 100, loss, admission.encoded, epoch=epoch,
             )  # fmt: skip
             headers.append(KeySigner(identity).sign(header))

@@ -343,7 +343,7 @@ class NodeWorld:
         decoder = MessageDecoder(self.spec.run_id, OWNER.key)
         ways_in = [address_of(self.key(n)) for n in self.nodes if n != name]
         membership = Enrollment(me, self.spec, decoder, store, None, name, admission(self.spec, me).encoded, ways_in)
-        node = self.nodes[name] = self.build(membership, NodeOptions(home, device="cpu"))
+        node = self.nodes[name] = self.build(membership, NodeOptions(home, device="cpu", audit_device="off"))
         self.run(name, node, store)
         return node
 

@@ -51,6 +51,7 @@ from protocol.messages import (
     shards_digest,
 )
 from protocol.outer import Contribution, apply
+from protocol.rebase_rule import rebase_refusal
 from protocol.reduce import Reduction, apply_reduced
 from protocol.reduce_plan import ReducePlan, committees, shard_count
 from protocol.rounds.round_state import proposer_order
@@ -291,6 +292,7 @@ def _refused() -> list[dict[str, str]]:
         "no window": setting(end_window=192),
         "no inner step": setting(inner_steps=0),
         "a window beyond 2^53": setting(end_window=2**53 + 1),
+        "a rebase window beyond 2^53": setting(rebase_window=2**53 + 1),
         "a round beyond 2^40": setting(round=2**40 + 1),
         "a loss that is not a number": setting(loss=float("nan")),
         "a digest of 31 bytes": setting(blob=bytes(31)),
@@ -369,6 +371,18 @@ def chain() -> dict[str, Any]:
 # -- rounds ---------------------------------------------------------------------------------------------------
 
 
+REBASES = [[8, rebase, 16] for rebase in (4, 8, 10, 12, 16, 20)] + [[9, 9, 17], [9, 13, 17], [8, 8, 14], [8, 12, 14]]
+"""First window, rebase window and end of updates."""
+
+
+def is_rebase(batch: int | None, continues: bool, windows: list[int]) -> bool:
+    first, rebase, end = windows
+    body = dataclasses.replace(
+        header(PEERS[1], digest("parent"), 3).body, first_window=first, rebase_window=rebase, end_window=end
+    )
+    return rebase_refusal(body, batch, continues=continues) is None
+
+
 def rounds() -> dict[str, Any]:
     keys = [identity(f"contributor {i}").key for i in range(7)]
     parents = [digest("parent"), digest("another parent")]
@@ -404,6 +418,14 @@ def rounds() -> dict[str, Any]:
             "committee": plan.committee, "update_bytes": plan.update_size, "mean_bytes": plan.mean_size,
             "reduced": {str(n): plan.is_reduced(n) for n in (0, 1, 2, 17, 18, 100)},
         },
+        "rebase_windows": [
+            {
+                "replay_batch": batch, "continues": continues,
+                "accepted": [w for w in REBASES if is_rebase(batch, continues, w)],
+                "refused": [w for w in REBASES if not is_rebase(batch, continues, w)],
+            }
+            for batch, continues in ((None, True), (4, False), (4, True))
+        ],
     }  # fmt: skip
 
 

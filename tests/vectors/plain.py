@@ -211,6 +211,16 @@ def committees(parent: bytes, attempt: int, keys: Sequence[bytes], shards: int, 
     return [sorted(table[s % len(table)] for s in range(i * size, (i + 1) * size)) for i in range(shards)]
 
 
+def accepts_rebase(batch: int | None, continues: bool, windows: Sequence[int]) -> bool:
+    """Return whether a header may have these windows (docs/rounds.md, The rebase window of an update)."""
+    first, rebase, end = windows
+    if rebase == first:
+        return batch is None or (end - first) % batch == 0
+    if batch is None or not continues:
+        return False
+    return first < rebase <= end and (rebase - first) % batch == (end - rebase) % batch == 0
+
+
 def draw_by_stake(seed: bytes, stakes: dict[bytes, int], count: int) -> list[bytes]:
     """Return the keys drawn by stake (docs/audits.md, Who audits)."""
     drawn: list[bytes] = []

@@ -1,0 +1,88 @@
+"""A peer that sends noise for the largest claims: audits find it, a jury convicts it, and it rests."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from peer.keyfile import load_or_make
+from protocol.ids import PeerKey
+from protocol.messages import AuditDecision, Signed, WorkReport
+from tests.e2e.chains import check_same
+from tests.e2e.world import World, write_run
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200), pytest.mark.long]
+
+HONEST = ["ada", "alan", "grace"]
+LIAR = "noisy"
+ROUNDS = 40
+"""Rounds within which it is convicted, on a machine of any speed: reports count for `hold_rounds`."""
+
+
+def replayable_world() -> World:
+    """Return a world whose honest peers are the founders, so that they have stake from the first round on."""
+    tables = {
+        "audit": {"replayable": True},
+        "codec": {"kind": "sign", "beta": 0.0},
+        "credit": {"hold_rounds": 16},
+        "checkpoint": {"every": 8, "keep": 3, "final_depth": 17},
+    }
+    world = World(tables=tables)
+    keys = [str(load_or_make(world.folder / name / "identity.key").key) for name in HONEST]
+    write_run(world.folder / "run", tables=tables | {"admission": {"founders": sorted(keys)}})
+    return world
+
+
+def reports_on(world: World, key: PeerKey) -> list[Signed[WorkReport]]:
+    """Return the reports that records carry on a key's updates."""
+    path = world.branch("ada").path
+    own = {(c.digest, u.digest) for c in path for u in c.record.body.updates if u.author == key}
+    return [r for c in path for r in c.record.body.reports if (r.body.record, r.body.update) in own]
+
+
+def decisions(world: World) -> list[AuditDecision]:
+    return [d for c in world.branch("ada").path for d in c.record.body.decisions]
+
+
+async def test_a_peer_that_sends_noise_is_convicted_and_rests_and_nobody_else_is_accused():
+    with replayable_world() as world:
+        world.start_coordinator()
+        await world.coordinator_ready()
+        for name in HONEST:
+            world.start_peer(name, audits="cpu")
+        await world.healthy(HONEST)
+        world.start_peer(LIAR, module="tests.e2e.lying_peer")
+        first = await world.contributes_after(LIAR, 0)
+        liar = world.key(LIAR)
+
+        def convicted() -> AuditDecision | None:
+            assert world.branch("ada").height < first + ROUNDS, world.logs(lines=60)
+            return next((d for d in decisions(world) if d.convicted), None)
+
+        decision = await world.until("a record convicts the liar", convicted, seconds=600, every=0.5)
+        assert decision.author == liar and not decision.refuted
+        failed = [r for r in reports_on(world, liar) if r.body.check == "replay"]
+        assert len({r.author for r in failed if not r.body.passed}) >= 2 and not any(r.body.passed for r in failed)
+
+        # It rests and says so, and no record lists it. Its credit is void.
+        await world.until("the liar rests", lambda: world.has_logged(LIAR, "is convicted"))
+        at = world.branch("ada").height
+        await world.round_after(HONEST, 3)
+        late = world.branch("ada").path[at + 1 :]
+        assert late and not any(liar in c.record.body.contributors for c in late)
+        status = await world.status()
+        print([(m.name, m.micro_credits_pending) for m in getattr(status, "peers", ())])
+
+        for name in HONEST:
+            replays = [r for r in reports_on(world, world.key(name)) if r.body.check == "replay"]
+            assert all(r.body.passed for r in replays)
+            print(name, len(replays), [round(s.value, 3) for r in replays for s in r.body.scores])
+        assert any(r.body.check == "replay" for n in HONEST for r in reports_on(world, world.key(n)))
+        assert [d for d in decisions(world) if d.author != liar] == []
+        check_same({name: world.branch(name) for name in HONEST})
+        counts = [s.audits for name in HONEST if (s := world.snapshot(name)) is not None]
+        assert all(c["made"] > 0 for c in counts), counts
+        print(counts, "\n".join(line for n in HONEST for line in world.log(n).splitlines() if "CPU time" in line))
+        await asyncio.to_thread(world.stop, *(n for n, p in world.processes.items() if p.running))
+    assert world.left == ([], [])

@@ -1,0 +1,310 @@
+"""The node makes the checks that its machine asks for: what it gathers, in which order, and what gives no report."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from peer.auditor.job import AuditAnswer, AuditJob, MeasuredScore
+from peer.errors import AuditError, PeerError
+from peer.node.options import NodeOptions
+from peer.node.state_fetcher import StateFetcher
+from peer.node.update_auditor import MAX_WAITING, UpdateAuditor
+from protocol.chain import Chain
+from protocol.ids import Digest, PeerKey
+from protocol.messages import AuditCheck
+from protocol.rounds.actions import AuditUpdate
+from protocol.rounds.events import UpdateAudited
+from protocol.rounds.policy import RoundPolicy
+from tests.support.coordinator_fakes import ChainMaker, make_spec, peer, state
+from tests.support.waiting import ended, until
+
+REPLAYABLE: dict[str, Any] = {
+    "audit": {"replayable": True}, "codec": {"kind": "sign", "beta": 0.0}, "credit": {"hold_rounds": 6},
+    "genesis": {"digest": state(0).hex(), "size": 524_288},
+}  # fmt: skip
+PASSED = AuditAnswer((MeasuredScore("scale", 0.99, 0.8), MeasuredScore("signs", 0.994, 0.97)), "", 12.3)
+FAILED = AuditAnswer((MeasuredScore("gain", 0.31, 3.0), MeasuredScore("quarter", -0.5, 1.0)), "", 1.0)
+
+
+class Process:
+    """An auditor's process: it answers when it may, and notes what it was asked."""
+
+    def __init__(self):
+        self.asked: list[AuditJob] = []
+        self.answers: list[AuditAnswer | Exception] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.closed = 0
+
+    async def answer(self, job: AuditJob, seconds: float) -> AuditAnswer:
+        self.asked.append(job)
+        await self.gate.wait()
+        answer = self.answers.pop(0) if self.answers else PASSED
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+class World:
+    """A chain of rounds by peers 1 and 2, and the auditor of peer 1's node; it stands in for the node's other parts."""
+
+    def __init__(self, folder: Path, rounds: int, fields: dict[str, Any], options: dict[str, Any]):
+        self.spec = make_spec(**(REPLAYABLE | fields))
+        self.made = ChainMaker(self.spec)
+        self.chain = Chain(self.spec.run_id, self.spec.genesis.name, RoundPolicy.of(self.spec).chain_limits)
+        self.held: set[Digest] = {self.spec.genesis.name}
+        self.gone: set[Digest] = set()
+        self.process = Process()
+        self.posted: list[UpdateAudited] = []
+        self.running: asyncio.Task[None] | None = None
+        me, this = peer(1).key, cast(Any, self)
+        files = StateFetcher(self.spec, me, this, this, this, this)
+        self.auditor = UpdateAuditor(
+            self.spec, me, NodeOptions(folder, **options), this, self.chain, this, files,
+            cast(Any, self.posted.append), cast(Any, self.process),
+        )  # fmt: skip
+        for _ in range(rounds):
+            self.grow()
+
+    def grow(self) -> None:
+        self.chain.add(self.made.add({1: 8, 2: 8}))
+
+    # -- the store, the network and the fetcher of blobs --------------------------------------------------------
+
+    def has(self, digest: Digest) -> bool:
+        return digest in self.held
+
+    def path(self, digest: Digest) -> Path:
+        return Path("/blobs") / digest.hex()
+
+    def providers(self, holders=(), *, state=None) -> list[PeerKey]:
+        return list(holders)
+
+    async def fetch_blob(self, digest, size, holders, *, deadline_seconds) -> None:
+        raise PeerError(f"nobody has {digest.short}")
+
+    async def ensure(self, blob, holders, kind=None) -> Path:
+        if blob in self.gone:
+            raise PeerError(f"nobody has {blob.short}")
+        self.held.add(blob)
+        return self.path(blob)
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    def ask(self, round_: int, check: AuditCheck = "replay", *, author: int = 2) -> AuditUpdate:
+        certificate = self.made.certificates[round_]
+        update = next(u for u in certificate.record.body.updates if u.author == peer(author).key)
+        action = AuditUpdate(certificate, update.digest, check)
+        self.auditor.audit(action)
+        return action
+
+    def rounds_asked(self) -> list[tuple[str, int]]:
+        by_record = {c.digest: c.record.body.round for c in self.made.certificates}
+        return [(job.check, by_record[job.certificate]) for job in self.process.asked]
+
+    async def done(self, count: int) -> None:
+        counts = self.auditor.counts
+
+        def are_done() -> bool:
+            if self.running is not None and self.running.done():
+                self.running.result()
+            return counts.made + counts.not_made >= count
+
+        await until(are_done, f"{count} checks")
+
+
+@asynccontextmanager
+async def world(folder: Path, rounds: int = 3, *, fields: dict[str, Any] | None = None, **options: Any):
+    w = World(folder, rounds, fields or {}, options)
+    running = w.running = asyncio.create_task(w.auditor.run())
+    try:
+        yield w
+    finally:
+        running.cancel()
+        await ended(asyncio.gather(running, return_exceptions=True))
+        assert w.process.closed
+
+
+async def test_a_replay_is_made_with_all_files_up_to_its_state_and_reported(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    async with world(tmp_path, device="cpu", threads=3) as w:
+        action = w.ask(2)
+        await w.done(1)
+        (job,) = w.process.asked
+        header = next(u for u in action.certificate.record.body.updates if u.digest == action.update)
+        assert (job.check, job.certificate, job.rebase, job.own) == ("replay", action.certificate.digest, None, None)
+        assert (job.update.author, job.update.first_window, job.update.end_window) == (peer(2).key, 16, 24)
+        assert job.update.blob == w.path(header.body.blob)
+        assert job.start.checkpoint == w.path(w.spec.genesis.name)
+        assert [r.round for r in job.start.rounds] == [0, 1] and len(job.start.rounds[0].updates) == 2
+        assert (job.start.state, job.start.accepted_windows) == (state(2), 32)
+        assert (job.device, job.threads, job.spec_path) == ("cpu", 3, tmp_path / "spec.json")
+        (found,) = w.posted
+        assert (found.record, found.update, found.check) == (action.certificate.digest, action.update, "replay")
+        assert found.scores == PASSED.as_scores
+    short = peer(2).key.short
+    assert (
+        f"the update of {short} in round 2: replay passed, 99.4% of signs agree (97% needed), "
+        "norms within 99% (80% needed); it took 12.3 s of CPU time" in caplog.text
+    )
+
+
+async def test_an_update_that_was_trained_across_two_states_is_replayed_from_the_first(tmp_path):
+    async with world(tmp_path) as w:
+        w.made.early = 4
+        w.grow()
+        w.ask(3)
+        await w.done(1)
+        (job,) = w.process.asked
+        assert (job.update.first_window, job.update.rebase_window, job.update.end_window) == (24, 28, 32)
+        assert (job.start.state, job.start.accepted_windows) == (state(2), 32)
+        assert [r.round for r in job.start.rounds] == [0, 1]
+        rebase = job.rebase
+        assert rebase is not None and (rebase.round.round, rebase.state, rebase.accepted_windows) == (2, state(3), 48)
+
+
+async def test_the_newest_checkpoint_that_is_held_is_the_start(tmp_path):
+    async with world(tmp_path, 6) as w:
+        w.held.add(state(4))
+        w.ask(5)
+        await w.done(1)
+        (job,) = w.process.asked
+        assert job.start.checkpoint_digest == state(4) and [r.round for r in job.start.rounds] == [4]
+
+
+async def test_a_failed_replay_is_a_warning(tmp_path, caplog):
+    async with world(tmp_path) as w:
+        w.process.answers.append(AuditAnswer((MeasuredScore("signs", 0.5, 0.97),), "", 1.0))
+        w.ask(2)
+        await w.done(1)
+    (warning,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert "in round 2: replay failed, 50.0% of signs agree (97% needed)" in warning.getMessage()
+
+
+async def test_a_loss_check_has_the_auditors_own_update_beside_it(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    async with world(tmp_path) as w:
+        own = next(u for u in w.made.certificates[2].record.body.updates if u.author == peer(1).key)
+        w.held.add(own.body.blob)
+        w.process.answers.append(FAILED)
+        w.ask(2, "loss")
+        await w.done(1)
+        (job,) = w.process.asked
+        assert job.own is not None and (job.own.author, job.own.blob) == (peer(1).key, w.path(own.body.blob))
+        assert w.posted[0].scores == FAILED.as_scores and w.auditor.counts.failed == 1
+    assert "loss check failed, its own windows gain 0.31 standard errors more than others (3.00 needed)" in caplog.text
+
+
+async def test_other_runs_have_no_replays_and_give_no_report_of_them(tmp_path):
+    async with world(tmp_path, fields={"audit": {"replayable": False}}) as w:
+        w.ask(2)
+        w.ask(2, "loss")
+        await w.done(1)
+        assert w.rounds_asked() == [("loss", 2)] and [p.check for p in w.posted] == ["loss"]
+        assert w.auditor.counts.not_made == 0 and w.auditor.waiting == 0
+
+
+async def test_what_cannot_be_had_and_what_fails_accuses_nobody(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    async with world(tmp_path) as w:
+        blob = w.made.certificates[1].record.body.updates[0].body.blob
+        w.gone.add(blob)
+        w.ask(2)
+        await w.done(1)
+        assert not w.process.asked
+        w.gone.clear()
+        w.process.answers += [AuditError("no answer within 900 s"), AuditAnswer((), "the state here is another", 1.0)]
+        w.ask(1)
+        w.ask(2)
+        await w.done(3)
+        assert not w.posted and w.auditor.counts.not_made == 3
+        w.ask(0)
+        await w.done(4)
+        assert len(w.posted) == 1  # it goes on
+    for reason in (f"nobody has {blob.short}", "no answer within 900 s", "the state here is another"):
+        assert reason in caplog.text
+
+
+async def test_checks_that_no_record_would_carry_are_not_made(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    async with world(tmp_path, 7) as w:
+        w.ask(0)
+        await w.done(1)
+        other = w.made.fork(6)
+        left = AuditUpdate(other.add({1: 4, 2: 4}), w.made.certificates[6].record.body.updates[0].digest, "loss")
+        w.auditor.audit(left)
+        await w.done(2)
+        assert not w.process.asked and not w.posted
+    assert "its credit has settled" in caplog.text and "the chain has left its record" in caplog.text
+
+
+async def test_what_is_accused_comes_first_then_loss_checks_then_replays_and_the_newest_of_each(tmp_path):
+    async with world(tmp_path, 5) as w:
+        w.process.gate.clear()
+        w.ask(4, "loss", author=1)
+        await until(lambda: w.process.asked, "the first is being made")
+        w.ask(4, "replay")
+        w.ask(4, "loss")
+        w.ask(3, "replay")  # a juror's: records carry two accusations of it
+        w.grow()
+        w.ask(5, "replay")
+        w.ask(5, "loss")
+        w.process.answers += [PASSED, PASSED, FAILED]
+        w.process.gate.set()
+        await w.done(6)
+        assert w.rounds_asked() == [
+            ("loss", 4), ("replay", 3), ("loss", 5),
+            ("replay", 5),  # its loss check has just failed
+            ("loss", 4), ("replay", 4),
+        ]  # fmt: skip
+
+
+async def test_the_queue_is_bounded(tmp_path):
+    async with world(tmp_path, 5) as w:
+        w.process.gate.clear()
+        w.ask(4, "loss")
+        await until(lambda: w.process.asked, "the first is being made")
+        for _ in range(MAX_WAITING + 5):
+            w.ask(4)
+        assert w.auditor.waiting == MAX_WAITING and w.auditor.counts.not_made == 5
+        w.ask(4, "loss")
+        assert w.auditor.waiting == MAX_WAITING
+
+
+async def test_the_blobs_of_the_present_check_stay_on_the_disk(tmp_path):
+    async with world(tmp_path, 4) as w:
+        assert not w.auditor.retained_blobs()
+        w.process.gate.clear()
+        w.ask(3)
+        await until(lambda: w.process.asked, "it is being made")
+        kept = w.auditor.retained_blobs()
+        assert {u.body.blob for c in w.made.certificates for u in c.record.body.updates} <= kept
+        assert w.spec.genesis.name in kept
+        w.process.gate.set()
+        await w.done(1)
+        await until(lambda: not w.auditor.retained_blobs(), "they may go")
+
+
+async def test_the_process_ends_when_nothing_waits(tmp_path):
+    async with world(tmp_path) as w:
+        w.ask(2, "loss")
+        w.ask(2)
+        await w.done(2)
+        await until(lambda: w.process.closed == 1, "it ends")
+
+
+async def test_audits_have_a_device_of_their_own(tmp_path):
+    async with world(tmp_path, device="cuda:1", audit_device="cpu") as w:
+        w.ask(2)
+        await w.done(1)
+        assert w.process.asked[0].device == "cpu"
+    assert NodeOptions(tmp_path).makes_audits
+    assert not NodeOptions(tmp_path, audit_device="off").makes_audits
+    assert not NodeOptions(tmp_path, observer=True).makes_audits
