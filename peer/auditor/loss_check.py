@@ -95,9 +95,9 @@ class LossCheck:
         if min(update.windows, len(compared.unclaimed)) < LEAST_WINDOWS:
             raise AuditError(f"a loss check compares {LEAST_WINDOWS} windows at least, and the update has too few")
         tokens = self.reader.read(indices)
-        outer.begin_anew(None)
+        outer.begin_again(None)
         before = inner.window_losses(tokens)
-        outer.begin_anew(blob)
+        outer.begin_again(blob)
         gains = before - inner.window_losses(tokens)
         *claimed, unclaimed = gains.split([*map(len, compared.claimed), len(compared.unclaimed)])
         return Gains(tuple(claimed), unclaimed)

@@ -44,13 +44,13 @@ def replay(
     """
     outer, first = backend.outer, update.first_window
     if rebase is None:
-        backend.begin_anew(None)
+        backend.begin_again(None)
     else:
         contributions = files.contributions(rebase.round)
         before = next((bytes(c.blob) for c in contributions if c.author == update.author), None)
         if before is None:
             raise AuditError("the update began before its state, and the record before has no update of its author")
-        backend.begin_anew(before)
+        backend.begin_again(before)
         _train(spec, backend, reader, update, first, update.rebase_window, accepted_windows)
         outer.advance(contributions)
         outer.rebase()

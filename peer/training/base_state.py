@@ -25,7 +25,7 @@ from peer.training.layers import Report
 from peer.training.owner import ThreadOwned
 from peer.training.round_files import RoundFiles
 from peer.training.saved_state import SavedFolder, SavedState, TrainerManifest
-from peer.training.windows import UndecidedUpdate
+from peer.training.windows import UndecidedUpdate, WindowAccounting
 from protocol.codec import make_codec
 from protocol.errors import CodecError
 from protocol.ids import Digest, PeerKey
@@ -89,7 +89,7 @@ class BaseState(ThreadOwned):
         self._report = report
         self._saved = self._read_saved()
         self.is_begin_due = False
-        """True in a replayable run when `begin_anew` is due, by the thread that trains: see `replayable_state`."""
+        """True in a replayable run when `begin_again` is due, by the thread that trains: see `replayable_state`."""
 
     def _read_saved(self) -> SavedState | None:
         try:
@@ -143,7 +143,7 @@ class BaseState(ThreadOwned):
             self._exchange.windows = replace(self._exchange.windows, announced=made)
         return _made(made, ask.out)
 
-    # What an update is made of. A replayable run differs in this, and in `_move` and `_take_up`.
+    # A replayable run differs in the next five methods, and in `_missed_blobs`, `_move` and `_take_up`.
 
     def _give_up_announced(self) -> None:
         """Deal with an announced update whose file disappeared; the lock is held, as for the next three."""
@@ -230,9 +230,9 @@ class BaseState(ThreadOwned):
         self._outer.rebase()
         self._settle(move)
 
-    def begin_anew(self, unsaved: Iterable[TrainerManifest]) -> None:
+    def begin_again(self, unsaved: Iterable[TrainerManifest]) -> None:
         """Continue from the update that `make_update` announced. Only in a replayable run, where `is_begin_due`."""
-        raise TrainingError("training begins anew in a replayable run only")
+        raise TrainingError("training begins again in a replayable run only")
 
     def load(self, ask: Load, unsaved: Iterable[TrainerManifest]) -> tuple[Applied, BaseMove]:
         """Replace the held state by the one in a checkpoint and the records after it. For the thread that trains.

@@ -17,7 +17,7 @@ In a replayable run (`replayable`) an update depends on public values alone. Not
 tensors are scratch memory:
 
     announce   blob = encode(anchor - local)
-    begin_anew local <- base - decode(blob), or base; anchor <- local
+    begin_again local <- base - decode(blob), or base; anchor <- local
 
 Every operation is elementwise, apart from the codec and `apply`, which work on whole flattened tensors by blocks. So
 `OuterState` does them on whole tensors, and `ShardedOuterState` on the blocks that a rank owns.
@@ -147,14 +147,14 @@ class OuterOperations(ABC):
         self._change(moved)
 
     @torch.no_grad()
-    def begin_anew(self, blob: bytes | None) -> None:
+    def begin_again(self, blob: bytes | None) -> None:
         """Give up the progress since the anchor: continue from the base less an own update, or from the base itself.
 
         Only in a replayable run, for its scratch memory. Raise CodecError, after which nothing has changed.
         """
         base = self.base
         if base is None or not self.replayable:
-            raise ValueError("training begins anew from a state that is held, in a replayable run")
+            raise ValueError("training begins again from a state that is held, in a replayable run")
         if blob is not None:
             for scratch in self.feedback.values():
                 scratch.zero_()

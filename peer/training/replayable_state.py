@@ -2,26 +2,27 @@
 
 The public values are the peer's key, its windows, certified states, and its own update in the record before. So:
 
-- When an update was announced, training begins anew, without moments, from the base less that update as decoded. What
-  was trained meanwhile is dropped: nobody else has the parameters that it began from.
+- When an update was announced, training begins again, without moments, from the base less that update as decoded.
+  Steps that were made meanwhile are dropped: nobody else has the parameters that they began from.
 - When the next record accepts that update, the progress since is moved to the new state, and the moments are kept.
   `rebase_window` marks the place. A step that was under way is dropped, so the place is between two steps.
 - On every other state training starts over, without moments, from the state itself. A missed update is not put back:
   its windows are trained again.
 - There is no error feedback.
 
-`StepLoop` uses one learning rate for each state. An auditor replays all this by the same backend's methods: `begin_anew`,
-the inner steps, `outer.advance`, `outer.rebase` and `outer.announce`.
+`StepLoop` uses one learning rate for each state. An auditor replays all this by the same methods of a backend:
+`begin_again`, the inner steps, `outer.advance`, `outer.rebase` and `outer.announce`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from peer.channel import MakeUpdate, NothingDone, UpdateMade
+from peer.channel import Applied, Load, MakeUpdate, NothingDone, UpdateMade
 from peer.training.base_state import BaseMove, BaseState
-from peer.training.saved_state import TrainerManifest
+from peer.training.saved_state import SavedState, TrainerManifest
 from peer.training.windows import UndecidedUpdate, WindowAccounting
 from protocol.errors import CodecError
 from protocol.ids import Digest
@@ -31,8 +32,13 @@ from protocol.merkle import blob_digest
 class ReplayableState(BaseState):
     """A `BaseState` whose updates are functions of public values.
 
-    After `make_update` training begins anew where `is_begin_due` says so, before the base moves.
+    After `make_update` training begins again where `is_begin_due` says so, before the base moves.
     """
+
+    _state: Digest | None = None
+    """The state under the parameters, as this peer computed it: nobody can replay work from a wrong one."""
+    _advanced: Digest | None = None
+    """The state that the base moved to."""
 
     # -- updates -----------------------------------------------------------------------------------------------
 
@@ -58,14 +64,14 @@ class ReplayableState(BaseState):
         return self._outer.announce()
 
     def _take_back(self, blob: bytes) -> None:
-        """Do nothing: until training begins anew, the progress is still there."""
+        """Do nothing: until training begins again, the progress is still there."""
 
     def _rebase_window(self, windows: WindowAccounting, first: int) -> int:
         return windows.rebase_window
 
     # -- the model ---------------------------------------------------------------------------------------------
 
-    def begin_anew(self, unsaved: Iterable[TrainerManifest]) -> None:
+    def begin_again(self, unsaved: Iterable[TrainerManifest]) -> None:
         """Continue from the announced update; start over when there is none, or its file disappeared."""
         self.assert_owner()
         mine = self._exchange.windows.announced
@@ -78,10 +84,10 @@ class ReplayableState(BaseState):
 
     def _begin(self, blob: bytes | None) -> None:
         """Put the base less the announced update under the parameters; None: the base. The lock is held."""
-        self._backend.begin_anew(blob)
+        self._backend.begin_again(blob)
         windows = self._exchange.windows
         self._exchange.windows = (
-            windows.begun_anew() if blob is not None else windows.started_over(windows.claimed_from)
+            windows.begun_again() if blob is not None else windows.started_over(windows.claimed_from)
         )
         self._exchange.loss = self._exchange.loss.restarted()
 
@@ -103,26 +109,44 @@ class ReplayableState(BaseState):
 
     # -- states ------------------------------------------------------------------------------------------------
 
+    def applied(self, began: float, record: Digest, checkpoint: Path | None) -> Applied:
+        answer = super().applied(began, record, checkpoint)
+        self._advanced = answer.state_digest
+        return answer
+
+    def load(self, ask: Load, unsaved: Iterable[TrainerManifest]) -> tuple[Applied, BaseMove]:
+        answer, move = super().load(ask, unsaved)
+        self._state = answer.state_digest
+        return answer, move
+
+    def _is_loaded(self, state: Digest | None) -> bool:
+        """Return whether the base is this state."""
+        return state is not None and self._backend.store_state(self._threads, None) == state
+
+    def manifest(self) -> SavedState | None:
+        saved = super().manifest()
+        return saved and replace(saved, state=self._state)
+
     def _missed_blobs(self, paths: Sequence[Path]) -> tuple[bytes | None, ...]:
         return ()
 
     def _move(self, move: BaseMove) -> None:
         if self.is_begin_due:
-            raise AssertionError("the base moves, and training did not begin anew after the update")
+            raise AssertionError("the base moves, and training did not begin again after the update")
         mine = self._exchange.windows.announced
         if mine is not None and mine.blob in move.accepted and mine.end == move.next_window:
             self._outer.rebase()
             self._exchange.windows = self._exchange.windows.rebased()
         else:
             self._start_over(move.next_window)
-        self.record, self.round = move.record, move.round
+        self.record, self.round, self._state = move.record, move.round, self._advanced
 
     def _take_up(self, move: BaseMove, last: Digest | None) -> None:
         """Keep all that was trained on the same state, in this process or the one before; otherwise start over."""
-        windows = self._exchange.windows
+        is_same = self.record == move.record and self._exchange.windows.claimed_from == move.next_window
         if self.record is None:
             self._resume(move)
-        elif self.record != move.record or windows.claimed_from != move.next_window:
+        elif not is_same or not self._is_loaded(self._state):
             self._start_over(move.next_window)
         self.record, self.round = move.record, move.round
 
@@ -139,6 +163,8 @@ class ReplayableState(BaseState):
         elif mine is not None:
             self._exchange.windows = windows
             self._begin(self._announced_blob(mine))
+        elif not self._is_loaded(saved.state):
+            self._start_over(move.next_window)
         else:
             self._exchange.windows = windows
             self._backend.resume(saved, everything=True)

@@ -5,7 +5,8 @@ once. All else is handed over to the thread that trains, as messages in order: t
 round leaves to do with the model.
 
 `BaseState` belongs to whichever thread deals with a request: this one for `MakeUpdate` and `Apply`, the other for
-`Load`, `SwapBase` and `BeginAnew`. This thread waits for the other's end of such a message before it adopts the base state again.
+`Load`, `SwapBase` and `BeginAgain`. This thread waits for the other's end of such a message before it adopts the base
+state again.
 
 On CUDA both threads issue to one stream: an apply's kernels run after those that the step has issued already. On a CPU,
 and with several ranks, which do one thing at a time, the training thread yields meanwhile (see `gate`).
@@ -43,7 +44,7 @@ class SwapBase:
 
 
 @dataclass(frozen=True, slots=True)
-class BeginAnew:
+class BeginAgain:
     """An update was made in a replayable run: training continues from it, or starts over when there is none."""
 
 
@@ -52,7 +53,7 @@ class SaveAfterUpdate:
     """An update was made: the state that has it as announced is to be saved."""
 
 
-Message = ToTrainer | SwapBase | BeginAnew | SaveAfterUpdate
+Message = ToTrainer | SwapBase | BeginAgain | SaveAfterUpdate
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ class RequestHandler:
                     saved.result()  # the state to be saved has the update before, not this one
                     is_made = self._make_update(trainer, message, max_windows)
                     if trainer.base.is_begin_due:
-                        settled = self._hand_over(BeginAnew())
+                        settled = self._hand_over(BeginAgain())
                     if is_made:
                         saved = self._hand_over(SaveAfterUpdate())
                 case Orders():

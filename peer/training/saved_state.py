@@ -54,12 +54,16 @@ class FeedbackEntry:
 
 @dataclass(frozen=True)
 class TrainerManifest:
-    """The record held at one time, the count of windows, and the updates in the error feedback (`restored`)."""
+    """The record held at one time, the count of windows, and the updates in the error feedback (`restored`).
+
+    `state`: in a replayable run, the digest of the state that this peer had computed then.
+    """
 
     record: DigestField
     round: Count
     windows: WindowAccounting
     restored: Mapping[DigestField, FeedbackEntry]
+    state: DigestField | None = field(default=None, kw_only=True)
     __pydantic_config__ = STRICT
 
 

@@ -32,7 +32,7 @@ from peer.training.data import DataError
 from peer.training.device import choose_device, memory_for, out_of_memory
 from peer.training.flops import mfu
 from peer.training.layers import Level
-from peer.training.request_handler import BeginAnew, Handover, Message, RequestHandler, SaveAfterUpdate, SwapBase
+from peer.training.request_handler import BeginAgain, Handover, Message, RequestHandler, SaveAfterUpdate, SwapBase
 from peer.training.time_breakdown import Activity
 from peer.training.trainer import Trainer
 from protocol.errors import CairnError
@@ -63,7 +63,7 @@ NOTES_MOST = 100
 _ACTIVITIES: dict[type, Activity] = {
     SaveAfterUpdate: Activity.SAVING,
     SwapBase: Activity.APPLYING,
-    BeginAnew: Activity.COMPRESSING,
+    BeginAgain: Activity.COMPRESSING,
     Load: Activity.APPLYING,
 }
 
@@ -204,9 +204,9 @@ class TrainerService:
             case SaveAfterUpdate():
                 # The state has the update as announced: whatever becomes of it, nothing is counted twice.
                 self.save(trainer, trainer.checkpointer.start)
-            case BeginAnew():
+            case BeginAgain():
                 with memory_for(trainer.backend.device, "go on from an update"), trainer.base.owned():
-                    trainer.begin_anew()
+                    trainer.begin_again()
             case SwapBase(move):
                 with memory_for(trainer.backend.device, "go on from a state"), trainer.base.owned():
                     trainer.swap_base(move)

@@ -110,12 +110,12 @@ class SingleProcessBackend(StateWriter):
         elif everything:
             self.outer.resume(saved.feedback, saved.progress)
 
-    def begin_anew(self, blob: bytes | None) -> None:
+    def begin_again(self, blob: bytes | None) -> None:
         """Continue, without moments, from the base less an own update's values, or from the base itself.
 
         In a replayable run, between two steps. Raise CodecError.
         """
-        self.outer.begin_anew(blob)
+        self.outer.begin_again(blob)
         self.inner.reset_moments()
 
     def close(self, *, in_order: bool = False) -> None:

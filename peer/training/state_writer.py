@@ -85,7 +85,10 @@ class StateWriter:
         return copy_size(self._state_file(), self._inner.device) - self._reserved
 
     def copy_state(self) -> None:
-        """Copy feedback, progress and moments (in a replayable run: parameters and moments). Not while one is written."""
+        """Copy feedback, progress and moments to memory. Not while a state is written.
+
+        In a replayable run: parameters and moments.
+        """
         self._copies = []  # freed first
         device, self._file = self._inner.device, self._state_file()
         self._reserved = copy_size(self._file, device)

@@ -89,8 +89,8 @@ class StepLoop(ThreadOwned):
         """Make one inner step on the batch at the present counter: tokens [batch, window + 1].
 
         `between` is called within the step, between pieces, and may call any other method. If it loses the state, moves
-        the counter or calls `drop`, the step is dropped and the result is None. Raise TrainingError after NON_FINITE_MOST
-        consecutive steps that are not finite, and when memory does not suffice.
+        the counter or calls `drop`, the step is dropped and the result is None. Raise TrainingError after
+        NON_FINITE_MOST consecutive steps that are not finite, and when memory does not suffice.
         """
         self.assert_owner()
         first, dropped = self._exchange.windows.counter, self._dropped

@@ -91,9 +91,9 @@ class Trainer:
         self.base.swap_base(move, self.checkpointer.pending)
         self.steps.follow(move)
 
-    def begin_anew(self) -> None:
+    def begin_again(self) -> None:
         """Continue training from the update that `BaseState.make_update` announced, in a replayable run."""
-        self.base.begin_anew(self.checkpointer.pending)
+        self.base.begin_again(self.checkpointer.pending)
         self.steps.drop()
 
     def load(self, ask: Load) -> Applied:

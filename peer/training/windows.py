@@ -103,7 +103,7 @@ class WindowAccounting:
 
     # -- replayable runs ---------------------------------------------------------------------------------------
 
-    def begun_anew(self) -> WindowAccounting:
+    def begun_again(self) -> WindowAccounting:
         """Return the count when training begins again after the announced update, or after all accepted windows."""
         mine = self.announced
         if mine is None:

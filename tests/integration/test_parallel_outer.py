@@ -83,6 +83,18 @@ def life(side, learn, digest, rubbish, folder: Path) -> list[str]:
         side.subtract(dense(31), 0.5, selection.to_bytes())
     blob = side.announce()
     seen.append(blob_digest(blob).hex() if blob else "")
+    # A replayable run, in which the feedback is scratch memory.
+    side.replayable = True
+    for own in (dense(40), None):
+        learn(300)
+        side.begin_again(own)
+        for seed in (301, 302):
+            learn(seed)
+            blob = side.announce()
+            seen.append(blob_digest(blob).hex() if blob else "")
+            side.advance([others[0], Contribution(KEYS[0], 1, dense(41))])
+            side.rebase()
+        seen.append(digest())
     # An error on one rank is raised on all.
     if _codec.sends_all:
         sums[2].write_bytes(sums[2].read_bytes()[:-40] + (b"\xff" if isinstance(_codec, RawCodec) else b"\x80") * 40)

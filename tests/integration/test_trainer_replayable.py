@@ -7,8 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from peer.channel import Applied, Apply, NothingDone, Ready, Stop, Stopped, TrainerLink, UpdateMade
-from peer.channel.messages import MakeUpdate, Progress
+from peer.channel import (
+    Applied,
+    Apply,
+    MakeUpdate,
+    NothingDone,
+    Orders,
+    Progress,
+    Ready,
+    Stop,
+    Stopped,
+    TrainerLink,
+    UpdateMade,
+)
 from peer.training.trainer import Trainer
 from protocol.spec import Schedule
 from tests.support.local_trainer import Heard, train, update
@@ -65,8 +76,6 @@ async def test_updates_made_while_steps_go_on_are_those_of_a_replay_to_the_bit(w
 
 
 async def test_an_update_after_the_limit_was_lowered_is_made_of_what_is_trained_again(world):
-    from peer.channel import Orders
-
     link = await TrainerLink.start(threads=1)
     try:
         node = Node(link)

@@ -64,7 +64,7 @@ def train(trainer: Trainer, steps: int) -> None:
 def make_update(trainer: Trainer, ask: MakeUpdate) -> UpdateMade | NothingDone:
     answer = trainer.base.make_update(ask, trainer.spec.max_update_windows)
     if trainer.base.is_begin_due:
-        trainer.begin_anew()
+        trainer.begin_again()
     return answer
 
 

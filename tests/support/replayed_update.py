@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Claim:
-    """What a header says of an update."""
+    """The windows of an update, as its header names them."""
 
     first: int
     rebase: int
@@ -83,7 +83,7 @@ class Replay:
             return bytes(self.codec.encode({n: anchor[n] - local[n] for n in local}))
 
     def state(self, rounds: int) -> tuple[dict[str, Tensor], int]:
-        """Return the state after so many records, and the windows accepted until then."""
+        """Return the state after this number of records, and the windows accepted until then."""
         data = bytearray(self.world.genesis.read_bytes())
         layout = state_layout(self.spec.model.layout, self.spec.outer)
         state = {n: t.clone() for n, t in tensors_from_checkpoint(layout, data).items()}
@@ -103,7 +103,7 @@ class Replay:
         return {n: state[n] - d for n, d in decoded.items()}
 
     def train(self, inner: InnerOptimizer, key: PeerKey, first: int, end: int, accepted: int) -> None:
-        """Make the steps on these windows of a key, on a state with so many accepted windows."""
+        """Make the steps on these windows of a key. `accepted`: windows that the chain of the state has accepted."""
         batch = self.spec.inner.batch
         middle = accepted * self.spec.data.window + self.spec.round.target_tokens / 2
         for counter in range(first, end, batch):

@@ -112,7 +112,7 @@ class DistributedBackend:
         self.inner = DistributedInner(self, yield_hook)
         self.outer = DistributedOuter(self)
         self.load_state = partial(self.do, Command.LOAD)
-        self.begin_anew = partial(self.do, Command.BEGIN_ANEW)
+        self.begin_again = partial(self.do, Command.BEGIN_AGAIN)
         self.copy_state = partial(self.do, Command.COPY)
         self.start_write = partial(self.do, Command.WRITE)
         self.cancel_write = partial(self.do, Command.CANCEL_WRITE)

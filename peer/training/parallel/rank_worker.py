@@ -46,7 +46,7 @@ class Command(Enum):
     SUBTRACT = "outer.subtract"
     STORE = "outer.store"
     RESUME = "resume"
-    BEGIN_ANEW = "begin_anew"
+    BEGIN_AGAIN = "begin_again"
     SAVE = "write_now"
     COPY = "copy_state"
     WRITE = "start_write"
@@ -133,9 +133,9 @@ class RankWorker(StateWriter):
         elif everything:
             self.outer.resume(groups[FEEDBACK], groups[PROGRESS])
 
-    def begin_anew(self, blob: bytes | None) -> None:
+    def begin_again(self, blob: bytes | None) -> None:
         """Continue without moments from the base less an own update's values, or from the base itself."""
-        self.outer.begin_anew(blob)
+        self.outer.begin_again(blob)
         self.inner.reset_moments()
 
     def stop(self) -> None:

@@ -31,7 +31,7 @@ from peer.errors import ChannelError, TrainingError
 from peer.training.base_state import BaseMove
 from peer.training.gate import YieldGate
 from peer.training.owner import ThreadOwned
-from peer.training.request_handler import Handover, RequestHandler, SaveAfterUpdate, SwapBase
+from peer.training.request_handler import BeginAgain, Handover, RequestHandler, SaveAfterUpdate, SwapBase
 from peer.training.time_breakdown import Activity
 from protocol.errors import CodecError
 from protocol.ids import Digest, PeerKey
@@ -213,6 +213,20 @@ def test_an_update_waits_for_what_is_to_be_saved_of_the_last_one(world):
     assert world.next(LIMIT) == SAVE and world.node.silent()
     world.done()
     assert world.node.hear() == MADE
+
+
+@pytest.mark.parametrize("answer", [MADE, NothingDone(D)])
+def test_in_a_replayable_run_training_begins_again_before_anything_is_saved_or_the_base_moves(world, answer):
+    world.trainer.base.is_begin_due, world.trainer.base.answer = True, answer
+    world.node.ask(MAKE, apply_of(0))
+    assert world.node.hear() == answer
+    assert world.next(LIMIT) == BeginAgain()
+    assert world.node.silent() and world.trainer.base.did == ["make at most 7"]
+    world.done()
+    if answer == MADE:
+        assert world.next(LIMIT) == SAVE
+        world.done()
+    assert world.node.hear() == applied_of(0)
 
 
 def test_a_settled_round_wakes_a_thread_that_waits_at_once(world):

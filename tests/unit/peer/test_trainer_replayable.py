@@ -159,7 +159,7 @@ def test_the_rate_is_a_function_of_the_chain_and_the_spec(swarm):
         swarm.decide((1, swarm.announce(1)))
 
 
-def test_training_begins_anew_from_the_state_less_the_update(swarm):
+def test_training_begins_again_from_the_state_less_the_update(swarm):
     trainer = swarm.peers[1]
     train(trainer, 2)
     made = swarm.announce(1)
@@ -210,6 +210,32 @@ def test_a_load_of_the_same_record_keeps_what_was_trained_and_of_another_does_no
     assert swarm.is_replayed(1, swarm.announce(1))
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_what_was_trained_on_a_state_that_this_peer_got_wrong_is_given_up(swarm, restarts):
+    made = []
+    for n, trainer in swarm.peers.items():
+        train(trainer, 2)
+        made.append((n, swarm.announce(n)))
+    advance = swarm.peers[1].backend.outer.advance
+
+    def drifting(contributions) -> None:
+        advance(contributions)
+        next(iter(swarm.peers[1].backend.outer.base.values())).view(-1)[0].add_(1.0)  # type: ignore[union-attr]
+
+    swarm.peers[1].backend.outer.advance = drifting  # type: ignore[method-assign]
+    swarm.decide(*made)
+    swarm.peers[1].backend.outer.advance = advance  # type: ignore[method-assign]
+    train(swarm.peers[1], 2)
+    if restarts:
+        swarm.peers[1].save()
+        swarm.join(1)
+    else:
+        swarm.load(1)  # the chain vouches for another state of the same record
+    assert swarm.peers[1].windows.counter == 2 * BATCH
+    train(swarm.peers[1], 1)
+    assert swarm.is_replayed(1, swarm.announce(1))
+
+
 def test_an_update_that_could_not_claim_all_starts_over_instead(swarm):
     trainer = swarm.peers[1]
     train(trainer, 4)
@@ -217,7 +243,7 @@ def test_an_update_that_could_not_claim_all_starts_over_instead(swarm):
     ask = MakeUpdate(0, trainer.base.record, out)  # type: ignore[arg-type]
     assert trainer.base.make_update(ask, 2 * BATCH) == NothingDone(ask.parent)
     assert trainer.base.is_begin_due and not out.exists()
-    trainer.begin_anew()
+    trainer.begin_again()
     assert trainer.windows.counter == 0 and not trainer.base.is_begin_due
     train(trainer, 2)
     made = trainer.base.make_update(ask, 2 * BATCH)
@@ -379,7 +405,7 @@ def test_an_announced_update_whose_file_disappears_while_training_has_it_start_o
 # -- other runs ---------------------------------------------------------------------------------------------------
 
 
-def test_only_a_replayable_run_begins_anew(tmp_path):
+def test_only_a_replayable_run_begins_again(tmp_path):
     usual = loaded(World.make(tmp_path))
     train(usual, 2)
     place = copied(usual.backend.outer.local)
@@ -389,7 +415,7 @@ def test_only_a_replayable_run_begins_anew(tmp_path):
     same(usual.backend.outer.local, place, atol=0)
     assert usual.backend.inner.moments()[0] == 2
     with pytest.raises(ValueError, match="replayable"):
-        usual.backend.begin_anew(None)
+        usual.backend.begin_again(None)
 
 
 def test_a_saved_state_has_the_parameters_and_no_feedback(swarm):

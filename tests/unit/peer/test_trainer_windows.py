@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peer.training.schedule import factor, step_factor
+from peer.training.schedule import factor, replayable_factor, step_factor
 from peer.training.throughput import RATE_SECONDS, MeanLoss, ThroughputMeter
 from peer.training.windows import UndecidedUpdate, WindowAccounting
 from protocol.ids import Digest, sha256
@@ -108,6 +108,70 @@ def test_the_chain_gets_every_window_once_in_order_whatever_happens(story):
         assert windows.uncovered >= 0
 
 
+# -- replayable runs -------------------------------------------------------------------------------------------
+
+
+def announced_whole(windows: WindowAccounting) -> WindowAccounting:
+    """Return the count after an update was made in a replayable run, and training began again from it."""
+    first, end, steps = windows.claim(MOST) or (0, 0, 0)
+    made = UndecidedUpdate(
+        Digest(sha256(b"parent")), Digest(sha256(b"blob")), 1, first, windows.rebase_window, end, steps, 1.0
+    )
+    return replace(windows, announced=made).begun_again()
+
+
+def test_what_was_trained_before_the_state_came_is_marked_in_the_next_update():
+    windows = WindowAccounting().trained(4).trained(4)
+    windows = announced_whole(windows)
+    assert (windows.counter, windows.uncovered, windows.steps) == (8, 0, 2)
+    windows = windows.trained(4).rebased()
+    assert windows == WindowAccounting(12, 8, 1, None, 12)
+    windows = windows.trained(4)
+    assert windows.claim(MOST) == (8, 16, 2) and windows.rebase_window == 12
+
+
+def test_what_was_trained_since_an_announcement_is_dropped_when_training_begins_again():
+    windows = announced_whole(WindowAccounting().trained(4)).trained(4).trained(4)
+    assert windows.begun_again().counter == 4 and windows.begun_again().steps == 1
+    assert WindowAccounting(20, 8, 3, None, 12).begun_again() == WindowAccounting(8, 8, 0, None, 8)
+
+
+@pytest.mark.parametrize("next_window", [0, 4, 40])
+def test_to_start_over_leaves_nothing_to_claim(next_window):
+    windows = announced_whole(WindowAccounting().trained(4)).trained(4).started_over(next_window)
+    assert windows.claim(MOST) is None and windows.announced is None
+    assert windows.trained(4).claim(MOST) == (next_window, next_window + 4, 1)
+    assert windows.rebase_window == next_window
+
+
+def test_only_an_announced_update_can_be_rebased():
+    with pytest.raises(ValueError, match="no update"):
+        WindowAccounting().trained(4).rebased()
+
+
+@given(st.lists(st.sampled_from(["train", "announce", "accept", "miss", "load"]), max_size=60))
+def test_in_a_replayable_run_each_update_claims_all_that_was_trained_since_the_chains_windows(story):
+    windows, chain, has_own = WindowAccounting(), 0, False
+    for event in story:
+        if event == "train" and windows.room(MOST) >= 4:
+            windows = windows.trained(4)
+        elif event == "announce" and windows.announced is None and windows.claim(MOST):
+            claim, rebase = windows.claim(MOST), windows.rebase_window
+            assert claim is not None and claim[:2] == (chain, windows.counter)
+            assert chain <= rebase <= windows.counter and (rebase == chain or has_own)
+            assert claim[2] == (windows.counter - chain) // 4
+            windows = announced_whole(windows)
+        elif event == "accept" and windows.announced:
+            chain, has_own = windows.announced.end, True
+            windows = windows.rebased()
+        elif event == "miss":
+            windows, has_own = windows.started_over(chain), False
+        elif event == "load":
+            chain = max(0, chain - 8)
+            windows, has_own = windows.started_over(chain), False
+        assert windows.claimed_from == chain <= windows.rebase_window <= windows.counter <= chain + 2 * MOST
+
+
 # -- schedule --------------------------------------------------------------------------------------------------
 
 COSINE = Schedule(kind="cosine", warmup_tokens=100, total_tokens=1100, min_ratio=0.1)
@@ -157,6 +221,11 @@ def test_the_factor_is_always_between_0_and_1(schedule, tokens):
 
 
 WARMING = Schedule(kind="constant", warmup_tokens=1000)
+
+
+@pytest.mark.parametrize("accepted", [0, 500, 5000])
+def test_in_a_replayable_run_the_rate_is_that_in_the_middle_of_the_round(accepted):
+    assert replayable_factor(WARMING, accepted, 100) == factor(WARMING, accepted + 50)
 
 
 def test_the_first_round_of_a_warmup_learns():
