@@ -91,6 +91,10 @@ class AuditDocket:
         """Return the end of the bar of a key in a round; None if it is not barred then."""
         return self.penalties.of(key).barred_until if self.penalties.is_barred(key, Round(round_)) else None
 
+    def barred(self, round_: int) -> list[PeerKey]:
+        """Return the keys that are barred in a round."""
+        return [key for key in self.penalties.by_key if self.penalties.is_barred(key, Round(round_))]
+
     def conviction_of(self, key: PeerKey) -> AuditCase | None:
         """Return the newest case that convicts a key, of those that are kept."""
         return self._convictions.get(key)
