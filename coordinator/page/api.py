@@ -90,7 +90,7 @@ class PageApi:
             found.sort(key=_BY[sort], reverse=descending)
         elif descending:
             found.reverse()
-        page = [json_view.peer(p) for p in found[offset : offset + limit]]
+        page = [json_view.peer(p, self.name_of) for p in found[offset : offset + limit]]
         return {"total": len(every), "matching": len(found), "offset": offset, "peers": page}
 
     def peer(self, key: PeerKey) -> dict[str, Any] | None:
@@ -121,7 +121,7 @@ class PageApi:
                     }
                 )
         return {
-            "peer": json_view.peer(shown),
+            "peer": json_view.peer(shown, self.name_of),
             "name": shown.name,
             "tokens": settled.tokens + pending.tokens,
             "rounds": settled.rounds + pending.rounds,

@@ -65,12 +65,12 @@ def event(o: Overview, now: float) -> dict[str, Any]:
 def status(o: Overview, name_of: NameOf, now: float) -> dict[str, Any]:
     """Return the state, the first peers and the newest rounds."""
     return event(o, now) | {
-        "peers": [peer(p) for p in o.peers[:FIRST_PEERS]],
+        "peers": [peer(p, name_of) for p in o.peers[:FIRST_PEERS]],
         "rounds": [round_row(r, name_of) for r in o.rounds[:FIRST_ROUNDS]],
     }
 
 
-def peer(p: PeerOverview) -> dict[str, Any]:
+def peer(p: PeerOverview, name_of: NameOf) -> dict[str, Any]:
     h = p.heartbeat
     row = {
         "peer": str(p.peer),
@@ -81,7 +81,7 @@ def peer(p: PeerOverview) -> dict[str, Any]:
         "micro_credits_pending": p.pending,
         "last_round": p.last_round,
         "absence": None if p.absence is None else absence(p.absence),
-        "conviction": None if p.conviction is None else conviction(p.conviction, barred=p.phase == "barred"),
+        "conviction": None if p.conviction is None else conviction(p.conviction, name_of, barred=p.phase == "barred"),
     }
     if h is None:
         return row | dict.fromkeys(_SAID_BY_ITSELF)
@@ -136,11 +136,11 @@ def round_page(r: RoundOverview, announced: dict[PeerKey, float], name_of: NameO
     }
 
 
-def conviction(c: AuditCase, *, barred: bool) -> dict[str, Any]:
+def conviction(c: AuditCase, name_of: NameOf, *, barred: bool) -> dict[str, Any]:
     """Return why a peer was convicted, in short: a row of peers has it."""
     stated = None if c.outcome is None else c.outcome.stated
     return {"round": stated, "update_round": c.round, "barred_until": c.barred_until, "barred": barred,
-            "message": c.finding}  # fmt: skip
+            "message": c.finding(name_of)}  # fmt: skip
 
 
 def audit_case(c: AuditCase, final: bool, name_of: NameOf) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def audit_case(c: AuditCase, final: bool, name_of: NameOf) -> dict[str, Any]:
         "round": c.round,
         "record": str(c.record),
         "update": str(c.update),
-        "finding": c.finding,
+        "finding": c.finding(name_of),
         "reports": [_report(r, name_of) for r in ordered[:SHOWN_REPORTS]],
         "reports_total": len(ordered),
         "accusers": len({r.reporter for r in c.reports if not r.body.passed and r.body.check in DECIDING}),

@@ -196,6 +196,8 @@ class World:
         chain = self.coordinator.chain
         await until(lambda: chain.head is not None and chain.head[1] == certificate.digest, every=0.005)
         self.beats()
+        for number in self.barred:
+            self.says(number, phase="paused")
         self.swarm.changed()
         return certificate
 

@@ -40,7 +40,8 @@ function summary(c) {
     low.set(s.name, [Math.min(old[0], s.value), Math.max(old[1], s.value), Math.max(old[2], s.threshold)]);
   }
   const text = [...low].map(([name, [least, most, needed]]) => `${name} ${least === most ? score(least) : `${score(least)} to ${score(most)}`}, ${score(needed)} is needed`).join("; ");
-  return el("span", {}, `${text}; measured by `, names(by));
+  const fine = new Set(c.reports.filter((r) => r.passed && r.check !== "loss").map((r) => r.peer)).size;
+  return el("span", {}, `${text}; measured by `, names(by), fine ? `; ${fine} found it good` : "");
 }
 
 // The cost of a decision, in words.
@@ -63,16 +64,16 @@ export const outcome = (c) => {
 
 function decidedRow(c, now) {
   return el("tr", {},
-    el("td", { class: "n" }, roundLink(c.decision.round)), el("td", { class: "name" }, peerLink(c)),
+    el("td", { class: "n", "data-label": "in round" }, roundLink(c.decision.round)), el("td", { class: "name" }, peerLink(c)),
     el("td", {}, outcome(c), c.decision.final ? "" : el("span", { class: "pending" }, " not final")),
-    el("td", { class: "n" }, roundLink(c.round)), el("td", { class: "names" }, summary(c), reports(c)), el("td", { class: "why" }, cost(c, now)));
+    el("td", { class: "n", "data-label": "update of round" }, roundLink(c.round)), el("td", { class: "names" }, summary(c), reports(c)), el("td", { class: "why" }, cost(c, now)));
 }
 
 export const undecidedReason = (c) => (c.accusers === 0 ? "a loss check accuses nobody: it has the update trained again"
   : c.accusers === 1 ? "one peer says so: another auditor must, before a jury looks" : "a jury trains it again");
 
 function openRow(c) {
-  return el("tr", {}, el("td", { class: "n" }, roundLink(c.round)), el("td", { class: "name" }, peerLink(c)),
+  return el("tr", {}, el("td", { class: "n", "data-label": "update of round" }, roundLink(c.round)), el("td", { class: "name" }, peerLink(c)),
     el("td", { class: "names" }, summary(c), reports(c)), el("td", { class: "why" }, undecidedReason(c)));
 }
 
@@ -80,15 +81,15 @@ export class Audits {
   constructor(root) {
     this.offset = 0;
     this.count = el("small", { role: "status" });
-    this.decided = el("div");
-    this.open = el("section");
+    this.decided = el("div", { class: "audits" });
+    this.open = el("section", { class: "audits" });
     this.before = el("button", { class: "secondary outline", onclick: () => this.turn(-PAGE) }, "Newer");
     this.after = el("button", { class: "secondary outline", onclick: () => this.turn(PAGE) }, "Older");
     root.append(
       el("div", { class: "bar" }, el("h2", {}, "Decisions ", this.count)),
       this.decided, el("div", { class: "pages", hidden: true }, this.before, this.after), this.open,
       el("p", { class: "note" }, "Peers that are drawn by chance train a part of the others' updates again and compare. Two of them must report a failure; then a jury repeats it, and more than half of its stake decides. ",
-        "All of this is in the signed records: the owner of the run decides nothing here, and cannot change it. Scores are what each reporter says that it measured."),
+        "All of this is in the signed records. The run's owner may report as auditors do, and has no more say than one of them. Scores are what each reporter says that it measured."),
     );
     this.at = 0;
     this.head = null;
@@ -117,7 +118,7 @@ export class Audits {
     if (shown === this.shown) return; // what somebody has unfolded stays so
     this.shown = shown;
     this.count.textContent = found.total ? String(found.total) : "";
-    this.decided.replaceChildren(table("Decisions", [["Round"], "Peer", "Decision", ["Its update of"], "What was measured, by whom", "What it costs"],
+    this.decided.replaceChildren(table("Decisions", [["Decided in"], "Peer", "Decision", ["Its update of"], "What was measured, by whom", "What it costs"],
       found.decided.map((c) => decidedRow(c, this.now)), "nobody was convicted or acquitted yet"));
     this.open.replaceChildren(...(found.undecided_total ? [el("h2", {}, "Failed, and not decided ", el("small", {}, String(found.undecided_total))),
       table("Failed checks without a decision", [["Its update of"], "Peer", "What was measured, by whom", "What is next"], found.undecided.map(openRow))] : []));
@@ -138,7 +139,7 @@ export function ownCases(cases, now) {
 function decidedCase(c, now) {
   const d = c.decision;
   if (!d.convicted) {
-    return el("article", { class: "case" }, el("p", {}, outcome(c), " in round ", roundLink(d.round), ": its update of round ", roundLink(c.round), " was accused, and most of a jury's stake found it good. It costs this peer nothing."), reports(c));
+    return el("article", { class: "case", "data-verdict": "acquitted" }, el("p", {}, outcome(c), " in round ", roundLink(d.round), ": its update of round ", roundLink(c.round), " was accused, and most of a jury's stake found it good. It costs this peer nothing."), reports(c));
   }
   const voided = d.micro_credits_voided === null ? "Its pending credit is void once this record is final" : `Its pending credit (${credits(d.micro_credits_voided)}) is void`;
   const rests = now < d.barred_until;
@@ -152,8 +153,8 @@ function decidedCase(c, now) {
 }
 
 function openCase(c) {
-  return el("article", { class: "case" },
+  return el("article", { class: "case", "data-verdict": "open" },
     el("p", {}, outcome(c), ": its update of round ", roundLink(c.round), " failed a check, and nothing is decided: ", summary(c), `. Next: ${undecidedReason(c)}.`),
-    el("p", {}, el("strong", {}, "What its volunteer can do: "), "if the work is honest, keep the peer running, and ask the run's owner for an appeal. An appeal repeats the work from the peer's own state and counts before replays, until there is a decision."),
+    el("p", {}, el("strong", {}, "What its volunteer can do: "), "keep it running. Less than half of a jury's stake convicts nobody, so honest work has nothing to fear from one wrong report. If it becomes two, write to the run's owner before there is a decision: the owner may report too, and a decision stands."),
     reports(c));
 }

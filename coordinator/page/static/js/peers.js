@@ -38,7 +38,7 @@ function peerRow(p, now) {
     number(away ? "–" : short(p.tokens_per_second === null ? null : Math.round(p.tokens_per_second))), number(loss(p.loss)),
     traffic(p.bytes_up, p.up_per_second), traffic(p.bytes_down, p.down_per_second),
     el("td", { class: "n" }, p.last_round === null ? "–" : el("a", { href: `#round/${p.last_round}` }, String(p.last_round))),
-    guilt?.barred ? el("td", { class: "why missed" }, convicted(guilt)) : el("td", { class: p.absence ? "why missed" : "why" }, away && !p.absence ? "" : why),
+    guilt?.barred ? el("td", { class: "why guilty" }, convicted(guilt)) : el("td", { class: p.absence ? "why missed" : "why" }, away && !p.absence ? "" : why),
     earned(p),
     el("td", { class: "device", title: p.device || null }, p.device || "–"));
 }
