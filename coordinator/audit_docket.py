@@ -5,7 +5,7 @@ No credit depends on it: the fold has the decisions itself. Final records come f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from coordinator.ledger import CarriedReport, StatedDecision
@@ -33,18 +33,22 @@ class AuditCase:
     """After a conviction: the first round in which a record may list the author again."""
 
     @property
-    def failed(self) -> bool:
-        """True if a report says that the update failed a check."""
-        return any(not report.body.passed for report in self.reports)
-
-    @property
     def is_conviction(self) -> bool:
         return self.outcome is not None and self.outcome.decision.convicted
 
-    @property
-    def finding(self) -> str:
-        """What the failed reports measured and who measured it, for people; "" if none failed."""
-        return describe_failures((r.reporter, r.body) for r in self.reports)
+    def finding(self, name_of: Callable[[PeerKey], str]) -> str:
+        """Return what the failed reports measured and who measured it, for people; "" if none failed."""
+        return describe_failures(((r.reporter, r.body) for r in self.reports), name_of)
+
+    def describe(self, name_of: Callable[[PeerKey], str]) -> str:
+        """Return whom a conviction convicts of what, and until when, as one sentence for people."""
+        found = self.finding(name_of)
+        in_round = "" if self.outcome is None else f" in round {self.outcome.stated}"
+        return (
+            f"peer {name_of(self.author)} ({self.author.short}) is convicted{in_round}: its update of round "
+            f"{self.round} was not trained as it claims{f': {found}' if found else ''}. It is barred until round "
+            f"{self.barred_until}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,10 @@ class AuditDocket:
     def barred_until(self, key: PeerKey, round_: int) -> Round | None:
         """Return the end of the bar of a key in a round; None if it is not barred then."""
         return self.penalties.of(key).barred_until if self.penalties.is_barred(key, Round(round_)) else None
+
+    def barred(self, round_: int) -> list[PeerKey]:
+        """Return the keys that are barred in a round."""
+        return [key for key in self.penalties.by_key if self.penalties.is_barred(key, Round(round_))]
 
     def conviction_of(self, key: PeerKey) -> AuditCase | None:
         """Return the newest case that convicts a key, of those that are kept."""

@@ -277,6 +277,7 @@ class Coordinator:
             losses=tuple(x.account.loss for x in o.rounds), training=o.training, diverged=o.diverged,
             disk_free=disk.free, disk_size=disk.total,
             validation_losses=self._archiver.newest_losses(), archive_problem=o.archive_problem,
+            convictions=tuple((str(c.update), c.describe(self.admitter.name_of)) for c in o.convictions),
         )  # fmt: skip
 
     async def _save_observations(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from protocol.ids import PeerKey
@@ -70,7 +70,7 @@ def failed_scores(reports: Iterable[WorkReport]) -> tuple[FailedScore, ...]:
     return tuple(found[name] for name in sorted(found))
 
 
-def describe_failures(reports: Iterable[Attributed]) -> str:
+def describe_failures(reports: Iterable[Attributed], name_of: Callable[[PeerKey], str] = lambda key: key.short) -> str:
     """Return what failed reports measured and who measured it; "" if none failed."""
     failed = failed_reports(reports)
     if not failed:
@@ -79,11 +79,11 @@ def describe_failures(reports: Iterable[Attributed]) -> str:
     scores = failed_scores(report for _, report in failed)
     measured = "; ".join(str(s) for s in scores[:MAX_NAMES])
     others = f" and {len(scores) - MAX_NAMES} other scores" if len(scores) > MAX_NAMES else ""
-    return f"the {_NAMES[failed[0][1].check]} of {_names(reporters)} found {measured}{others}"
+    return f"the {_NAMES[failed[0][1].check]} of {_names(reporters, name_of)} found {measured}{others}"
 
 
-def _names(keys: tuple[PeerKey, ...]) -> str:
-    shown = ", ".join(k.short for k in keys[:MAX_NAMES])
+def _names(keys: tuple[PeerKey, ...], name_of: Callable[[PeerKey], str]) -> str:
+    shown = ", ".join(map(name_of, keys[:MAX_NAMES]))
     more = len(keys) - MAX_NAMES
     peers = f"{len(keys)} peer{'s' * (len(keys) != 1)}"
     return f"{peers} ({shown}{f' and {more} more' if more > 0 else ''})"
