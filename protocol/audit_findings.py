@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from protocol.ids import PeerKey
 from protocol.messages import AuditDecision, Certificate, Signed, WorkReport
-from protocol.report_rule import DECIDING
 
-_NAMES = {"appeal": "appeals", "replay": "replays", "loss": "loss checks"}
+_NAMES = {"replay": "replays", "loss": "loss checks"}
 
 Attributed = tuple[PeerKey, WorkReport]
 """A work report with its author."""
@@ -49,12 +48,9 @@ def reports_behind(decision: AuditDecision, newest_first: Iterable[Certificate])
 
 
 def failed_reports(reports: Iterable[Attributed]) -> tuple[Attributed, ...]:
-    """Return the failed reports by the strongest check that has any; by a loss check only if there is no other."""
-    failed = [r for r in reports if not r[1].passed]
-    for check in (*DECIDING, "loss"):
-        if found := tuple(r for r in failed if r[1].check == check):
-            return found
-    return ()
+    """Return the failed replays; the failed loss checks if there is no replay among them."""
+    failed = tuple(r for r in reports if not r[1].passed)
+    return tuple(r for r in failed if r[1].check == "replay") or failed
 
 
 def failed_scores(reports: Iterable[WorkReport]) -> tuple[FailedScore, ...]:
