@@ -13,7 +13,6 @@ from protocol.chain import Chain
 from protocol.ids import PeerKey
 from protocol.message_codec import MessageDecoder
 from protocol.messages import Certificate
-from protocol.report_rule import DECIDING
 from protocol.rounds.policy import RoundPolicy
 from protocol.spec import RunSpec
 
@@ -107,7 +106,7 @@ def replays(path: tuple[Certificate, ...]) -> dict[PeerKey, tuple[int, int]]:
     authors = {u.digest: u.author for c in path for u in c.record.body.updates}
     found: dict[PeerKey, tuple[int, int]] = {}
     for report in (r.body for c in path for r in c.record.body.reports):
-        if report.check in DECIDING and (author := authors.get(report.update)) is not None:
+        if report.check == "replay" and (author := authors.get(report.update)) is not None:
             passed, failed = found.get(author, (0, 0))
             found[author] = (passed + report.passed, failed + (not report.passed))
     return found

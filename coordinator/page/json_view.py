@@ -17,7 +17,6 @@ from coordinator.overview import Overview, PeerOverview, RoundOverview
 from coordinator.round_observations import RoundObservation
 from protocol.ids import PeerKey
 from protocol.messages import Certificate
-from protocol.report_rule import DECIDING
 
 FIRST_PEERS, FIRST_ROUNDS = 25, 8
 """In a status: the first page of peers, and the newest rounds."""
@@ -153,7 +152,7 @@ def audit_case(c: AuditCase, final: bool, name_of: NameOf) -> dict[str, Any]:
         "finding": c.finding(name_of),
         "reports": [_report(r, name_of) for r in ordered[:SHOWN_REPORTS]],
         "reports_total": len(ordered),
-        "accusers": len({r.reporter for r in c.reports if not r.body.passed and r.body.check in DECIDING}),
+        "accusers": len({r.reporter for r in c.reports if not r.body.passed and r.body.check == "replay"}),
         "decision": None if c.outcome is None else _decision(c, c.outcome, final, name_of),
     } | _named(c.author, name_of)
 
