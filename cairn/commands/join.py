@@ -109,7 +109,7 @@ def _audit_device(context: click.Context, parameter: click.Parameter, text: str)
 )
 @_auto(
     "--audit-device",
-    help="Where to check others' updates: auto (the trainer's device), cpu, cuda:N, or off.",
+    help="Where to check others' updates: cpu, cuda:N, off, or auto: the trainer's device if checks can convict.",
     callback=_audit_device,
 )
 @click.option("--plain", is_flag=True, help="Log lines instead of a live view (the default without a terminal).")

@@ -305,6 +305,8 @@ async def test_audits_have_a_device_of_their_own(tmp_path):
         w.ask(2)
         await w.done(1)
         assert w.process.asked[0].device == "cpu"
-    assert NodeOptions(tmp_path).makes_audits
-    assert not NodeOptions(tmp_path, audit_device="off").makes_audits
-    assert not NodeOptions(tmp_path, observer=True).makes_audits
+    assert NodeOptions(tmp_path).makes_audits(replayable=True)
+    assert not NodeOptions(tmp_path).makes_audits(replayable=False)
+    assert NodeOptions(tmp_path, audit_device="cpu").makes_audits(replayable=False)
+    assert not NodeOptions(tmp_path, audit_device="off").makes_audits(replayable=True)
+    assert not NodeOptions(tmp_path, observer=True).makes_audits(replayable=True)
