@@ -74,7 +74,8 @@ class Demo:
     killed: bool = False
     liars: tuple[str, ...] = ()
     """Names of those that lie. Without any, one peer is killed and another joins late."""
-    convictions: tuple[Conviction, ...] = ()
+    convicted: set[PeerKey] = field(default_factory=set)
+    """Those whose conviction was told."""
     curve: list[LossPoint] = field(default_factory=list)
     status: SwarmStatus | None = None
 
@@ -194,8 +195,6 @@ async def _watch(demo: Demo, processes: list[Process]) -> None:
                 raise CairnError(f"the run did not end within {seconds:.0f} s; see the logs in {demo.folder}")
             try:
                 demo.status = await client.status()
-                if trail is not None:
-                    await trail.follow(client)
             except CoordinatorUnreachable as e:
                 demo.screen.say(str(e), "yellow")
                 await asyncio.sleep(1.0)
@@ -205,6 +204,10 @@ async def _watch(demo: Demo, processes: list[Process]) -> None:
                 _intervene(demo, demo.status, processes)
             else:
                 _let_liars_join(demo, demo.status, processes)
+                try:
+                    await trail.follow(client)
+                except CairnError:
+                    trail = AuditTrail(demo.spec)  # another branch has won, or nobody answers: it is read again
                 _tell_convictions(demo, demo.status, trail)
             await asyncio.sleep(0.5)
         await _wait_for_archive(demo, time.monotonic() + END_SECONDS)
@@ -244,14 +247,13 @@ def _let_liars_join(demo: Demo, status: SwarmStatus, processes: list[Process]) -
 
 
 def _tell_convictions(demo: Demo, status: SwarmStatus, trail: AuditTrail) -> None:
-    found = trail.convictions()
     names = {demo.key(name): name for name in demo.peers if (demo.folder / name / "identity.key").exists()}
-    for conviction in found:
-        if conviction not in demo.convictions:
+    for conviction in trail.convictions():
+        if conviction.author not in demo.convicted:
+            demo.convicted.add(conviction.author)
             name = names.get(conviction.author, conviction.author.short)
             demo.events.append((status.tokens, f"{name} convicted"))
             demo.screen.say(f"{name} is convicted in round {conviction.decided_round}: {_reason(conviction)}", "green")
-    demo.convictions = found
 
 
 def _reason(conviction: Conviction) -> str:
