@@ -36,7 +36,7 @@ CHEATS = (
     Cheat("three quarters of the steps", 0.25, 0.0, 1.0),
     Cheat("97% of the steps, within the tolerance of a replay", 0.03, 0.0, 0.0),
 )
-RATES = ((100_000, 30_000), (300_000, 100_000), (1_000_000, 1_000_000))
+RATES = ((150_000, 30_000), (300_000, 100_000), (1_000_000, 1_000_000))
 """Rates of loss checks and of replays in millionths: the default first."""
 
 WEIGHTS = (1 / 3, 1.0, 3.0)
