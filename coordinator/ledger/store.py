@@ -201,7 +201,7 @@ class Ledger(LedgerQueries):
         self._write_audits(account, step.number)
         if step.settled:
             self._db.query("UPDATE state SET settled = ?", (step.settled[-1] + 1,))
-            # What is reported of an update concerns nobody once its credit has settled without a decision.
+            # Reports on an update concern nobody once its credit has settled without a decision.
             self._db.query(
                 "DELETE FROM work_reports WHERE record IN (SELECT record FROM rounds WHERE number >= ? AND number <= ?)"
                 " AND NOT EXISTS (SELECT 1 FROM decisions d JOIN rounds r ON r.record = d.record "

@@ -13,8 +13,8 @@ from protocol.rounds.conviction_notices import notify_convictions
 from protocol.rounds.policy import RoundPolicy
 from protocol.stake import StakeRule
 from tests.simulation.signer import FakeSigner
+from tests.support.audited_branch import HOLD, LIAR, OTHERS, Branch, accused, report
 from tests.support.empty_chain import RUN, STATE
-from tests.unit.protocol.test_carried_reports import HOLD, LIAR, OTHERS, Branch, accused, report
 
 ONE, TWO = (PeerKey(sha256(name)) for name in (b"one", b"two"))
 
