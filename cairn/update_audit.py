@@ -1,8 +1,9 @@
 """`cairn audit update`: repeats the check of one update on this machine, beside what the chain's reports say.
 
 An observer node reads the chain from members and fetches blobs, as a newcomer does. It needs no admission, and has a
-key that is used once. Everything is verified: certificates by their votes, files by their digests, and the state that
-the check begins with by what the chain says. The job and the process that answers it are those of a peer's audits.
+key that is used once. Members serve such a key slowly, so blobs that this machine's own peer holds are taken from its
+disk. Everything is verified: certificates by their votes, files by their digests, and the state that the check begins
+with by what the chain says. The job and the process that answers it are those of a peer's audits.
 """
 
 from __future__ import annotations
@@ -22,21 +23,22 @@ import click
 
 from cairn.connection import parse_invite
 from cairn.files import private_files
+from cairn.swarm_view import put_blob
 from peer.auditor.score_words import ordered_scores, score_words
 from peer.coordinator_client import CoordinatorClient
 from peer.node.audit_process import AuditProcess
 from peer.node.builder import build_node
 from peer.node.coordinator_discovery import discover_run
-from peer.node.enrollment import COORDINATOR_ABSENT, Enrollment
+from peer.node.enrollment import COORDINATOR_ABSENT, Enrollment, run_folder
 from peer.node.node import Node
 from peer.node.options import NodeOptions
 from peer.node.trainer_files import fetch_shards, spec_file
 from peer.store import Store
 from peer.store.disk import disk
 from protocol.chain import Chain
-from protocol.errors import CairnError
+from protocol.errors import CairnError, MalformedError
 from protocol.identity import Identity
-from protocol.ids import PeerKey
+from protocol.ids import Digest, PeerKey
 from protocol.message_codec import MessageDecoder
 from protocol.messages import AuditCheck, AuditDecision, Certificate, Score, Signed, UpdateHeader, WorkReport
 from protocol.rounds.blobs import applied_blobs
@@ -55,6 +57,9 @@ SETTLE_SECONDS = 15.0
 
 POLL_SECONDS = 0.2
 
+STRANGERS_BYTES = 64 * 1024.0
+"""Bytes a second from all members to expect at least: each gives peers without an admission 256 KiB/s in all."""
+
 CHECK_SECONDS = 24 * 3600.0
 """Deadline of the check itself. Nobody waits for it but the user, who has Ctrl-C."""
 
@@ -65,7 +70,7 @@ CHECKS = {"loss": "loss check", "replay": "replay"}
 class RepeatOptions:
     """The options of the command line. `check` None: the replay where the run has it, else the loss check.
 
-    `folder` keeps what was fetched, for the next check; None: a temporary one.
+    `folder` keeps what was fetched, for the next check; None: a temporary one. `home` is that of this machine's peer.
     """
 
     invite: str
@@ -75,6 +80,7 @@ class RepeatOptions:
     device: str
     threads: int | None
     folder: Path | None
+    home: Path
     via: Sequence[str]
 
 
@@ -138,6 +144,7 @@ async def _repeat(options: RepeatOptions, folder: Path) -> tuple[RepeatedCheck, 
             _say("reading the chain from the swarm's members")
             await follow(node, running, options.round)
             audited = find_update(node.chain, node.membership.decoder, options.round, options.peer)
+            await asyncio.to_thread(take_held, node, audited, check, run_folder(options.home, spec.run_id) / "store")
             found = await make_check(node, audited, check, AuditProcess())
     return found, spec.owner_key
 
@@ -264,15 +271,49 @@ def _title(audited: AuditedUpdate) -> str:
     return f"{audited.name} ({key})" if audited.name else key
 
 
+def take_held(node: Node, audited: AuditedUpdate, check: AuditCheck, store: Path) -> None:
+    """Take what a check needs from the store of this machine's peer, as far as that has it. Nothing is written there.
+
+    Raises StoreError for our own disk.
+    """
+    chain, certificate = node.chain, audited.certificate
+    path = chain.path(chain.root, certificate.digest)
+
+    def held(digest: Digest) -> Path:
+        return store / "blobs" / digest.hex()[:2] / digest.hex()
+
+    last = len(path) - 1 - _has_rebase(audited, check)
+    states = [c.record.body.base_state for c in path[: last + 1]]
+    start = next((i for i in range(last, -1, -1) if held(states[i]).is_file()), last)
+    shards = [shard.name for shard in node.membership.spec.data.train]
+    needed = [blob for c in path[start:] if c is not certificate for blob in applied_blobs(c)]
+    for digest in (*shards, *states[start : start + 1], *needed, audited.update.body.blob):
+        if held(digest).is_file() and not node.store.has(digest):
+            with contextlib.suppress(MalformedError):  # damaged, so it is fetched
+                put_blob(node.store, digest, held(digest), link=True)
+
+
+def _has_rebase(audited: AuditedUpdate, check: AuditCheck) -> bool:
+    """Return whether a check begins with the state before that of the round."""
+    header = audited.update.body
+    return check == "replay" and header.rebase_window > header.first_window
+
+
 async def make_check(node: Node, audited: AuditedUpdate, check: AuditCheck, process: AuditProcess) -> RepeatedCheck:
     """Fetch what a check needs, make it, and read the chain's reports. Raises CairnError if it cannot be made."""
     spec, certificate, update = node.membership.spec, audited.certificate, audited.update
+    _require_kept(node, audited, check)
     _say("fetching what the check needs: a checkpoint, the rounds after it, and the update")
     try:
+        node.audit_jobs.files.allow_for(STRANGERS_BYTES)
         await fetch_shards(spec, node.store, node.network, private_data=False)
         job = await node.audit_jobs.job(certificate, update.digest, check)
     except (CairnError, asyncio.TimeoutError) as e:
-        raise CairnError(_unavailable(node, certificate, str(e) or "no member gave it in time")) from None
+        reason = str(e) or "no member gave it in time"
+        raise CairnError(
+            f"what the check needs did not come: {reason}. Try again with --folder, so that what came is kept, or on "
+            "the machine of a member of the run"
+        ) from None
     _say(f"making the {CHECKS[check]} on {job.device}; it may take as long as the update itself")
     try:
         answer = await process.answer(job, CHECK_SECONDS)
@@ -288,19 +329,17 @@ async def make_check(node: Node, audited: AuditedUpdate, check: AuditCheck, proc
     return RepeatedCheck(audited, check, answer.as_scores, answer.cpu_seconds, findings)
 
 
-def _unavailable(node: Node, certificate: Certificate, reason: str) -> str:
-    """Return the reason why files did not come, and whether waiting helps."""
-    chain, round_ = node.chain, certificate.record.body.round
+def _require_kept(node: Node, audited: AuditedUpdate, check: AuditCheck) -> None:
+    """Raise CairnError if members have dropped what a check needs, and this machine does not hold it."""
+    chain, round_ = node.chain, audited.certificate.record.body.round
     kept = retained(RoundPolicy.of(node.membership.spec), chain)
-    first = next(
-        (c.record.body.round for c in chain.path(chain.root, chain.head) if applied_blobs(c).keys() <= kept), None
-    )
-    if first is not None and round_ < first:
-        return (
-            f"the swarm no longer keeps the updates of round {round_}: members keep them from round {first} on, so "
-            f"this check cannot be repeated any more ({reason})"
+    path = chain.path(chain.root, chain.head)
+    first = next((c.record.body.round for c in path if applied_blobs(c).keys() <= kept), 0)
+    if round_ - _has_rebase(audited, check) < first and not node.store.has(audited.update.body.blob):
+        raise CairnError(
+            f"the swarm no longer keeps what a check of round {round_} needs: members keep updates from round {first} "
+            "on. So nobody can repeat it, unless a peer on this machine (--home) still holds the files"
         )
-    return f"what the check needs did not come: {reason}. Try again; name more members with --via if there are any"
 
 
 def findings_on(chain: Chain, certificate: Certificate, update: Signed[UpdateHeader]) -> ChainFindings:

@@ -60,17 +60,18 @@ def receipt(invite, files, peer, home, via) -> None:
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.", callback=device_name)
 @click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads.  [default: all]")
 @click.option("--folder", type=FOLDER, help="Keep here what is fetched, for more checks.  [default: a temporary one]")
+@home_option("Where this machine's peer, if there is one, has files that the check needs.")
 @via_option
-def update(invite, round_, peer, check, device, threads, folder, via) -> None:
+def update(invite, round_, peer, check, device, threads, folder, home, via) -> None:
     """Repeat the check of one update on this machine, and compare with what the chain's reports say.
 
-    All is read from members of the swarm. The exit code is 0 when the update passed, 1 when it failed, and 2 when the
-    check could not be made.
+    All is read from members of the swarm, or from the disk of this machine's peer. The exit code is 0 when the update
+    passed, 1 when it failed, and 2 when the check could not be made.
     """
     from cairn.update_audit import RepeatOptions, repeat_check
 
     try:
-        passed = repeat_check(RepeatOptions(invite, round_, peer, check, device, threads, folder, via))
+        passed = repeat_check(RepeatOptions(invite, round_, peer, check, device, threads, folder, home, via))
     except CairnError as e:
         click.echo(f"error: {e}", err=True)
         sys.exit(2)

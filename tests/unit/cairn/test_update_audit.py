@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,9 +22,11 @@ from cairn.update_audit import (
     follow,
     lines,
     make_check,
+    take_held,
 )
 from peer.auditor.job import AuditAnswer, MeasuredScore
 from peer.errors import PeerError
+from peer.store import Store
 from protocol.chain import Chain
 from protocol.errors import CairnError
 from protocol.ids import RunId
@@ -67,6 +70,8 @@ class World:
         self.decoder = MessageDecoder(SPEC.run_id, SPEC.owner_key)
         self.heard: dict[int, Any] = {}
         self.problem: CairnError | None = None
+        self.held = {shard.name for shard in SPEC.data.train}
+        self.store: Any = None
         for _ in range(rounds):
             self.chain.add(self.made.add({1: 8, 2: 8}))
 
@@ -77,8 +82,10 @@ class World:
             chain=self.chain,
             membership=SimpleNamespace(spec=self.spec, decoder=self.decoder),
             network=SimpleNamespace(peers=SimpleNamespace(entries=lambda: entries)),
-            store=SimpleNamespace(has=lambda name: True),
-            audit_jobs=SimpleNamespace(job=self._job, release=lambda: None),
+            store=self.store or SimpleNamespace(has=self.held.__contains__),
+            audit_jobs=SimpleNamespace(
+                job=self._job, release=lambda: None, files=SimpleNamespace(allow_for=lambda speed: None)
+            ),
         )
 
     async def _job(self, certificate: Certificate, update: Any, check: AuditCheck) -> Any:
@@ -136,9 +143,9 @@ def test_the_exit_code_says_passed_failed_or_not_made(monkeypatch, outcome, code
         return outcome
 
     monkeypatch.setattr(update_audit, "repeat_check", repeat)
-    done = cairn("audit", "update", INVITE, "--round", "3", "--peer", "ada")
+    done = cairn("audit", "update", INVITE, "--round", "3", "--peer", "ada", "--home", "/home")
     assert done.returncode == code and done.stderr == ("error: no member answers\n" if code == 2 else "")
-    assert asked == [RepeatOptions(INVITE, 3, "ada", None, "auto", None, None, ())]
+    assert asked == [RepeatOptions(INVITE, 3, "ada", None, "auto", None, None, Path("/home"), ())]
 
 
 def test_an_invite_that_is_none_is_no_result():
@@ -241,12 +248,38 @@ async def test_a_check_that_fails_to_be_made_says_nothing_of_the_update():
 async def test_what_is_no_longer_kept_is_told_from_what_did_not_come():
     w = World(60)  # a checkpoint every 5 rounds
     w.problem = PeerError("nobody has it")
-    with pytest.raises(
-        CairnError, match=r"no longer keeps the updates of round 1: members keep them from round 4\d on"
-    ):
-        await make_check(w.node, w.find(1), "loss", cast(Any, Process(answer(GOOD))))
+    process = cast(Any, Process(answer(GOOD)))
+    with pytest.raises(CairnError, match=r"no longer keeps what a check of round 1 needs: .* from round 4\d on"):
+        await make_check(w.node, w.find(1), "loss", process)
     with pytest.raises(CairnError, match="what the check needs did not come: nobody has it. Try again"):
-        await make_check(w.node, w.find(58), "loss", cast(Any, Process(answer(GOOD))))
+        await make_check(w.node, w.find(58), "loss", process)
+    w.problem = None
+    w.held.add(w.find(1).update.body.blob)  # this machine's own peer has it
+    assert (await make_check(w.node, w.find(1), "loss", process)).passed
+
+
+def test_what_this_machines_peer_holds_is_taken_from_its_disk(tmp_path):
+    w = World(0)
+    with Store(tmp_path / "peer" / "store", 1 << 30) as mine, Store(tmp_path / "store", 1 << 30) as ours:
+        blobs = {n: mine.put(f"blob {n}".encode()) for n in ("state", "before", "update", "old")}
+        w.store = ours
+        updates = [SimpleNamespace(author=AUTHOR.key, body=SimpleNamespace(blob=blobs[n])) for n in ("old", "before")]
+        bodies = [
+            SimpleNamespace(base_state=state, updates=[u])
+            for state, u in zip((digest("not held"), blobs["state"]), updates, strict=True)
+        ]
+        path = [SimpleNamespace(record=SimpleNamespace(body=b), shards=()) for b in bodies]
+        header = SimpleNamespace(blob=blobs["update"], first_window=0, rebase_window=0)
+        body = SimpleNamespace(base_state=digest("not held either"), updates=[])
+        certificate = SimpleNamespace(digest=digest("record"), record=SimpleNamespace(body=body), shards=())
+        path.append(certificate)
+        w.chain = cast(Any, SimpleNamespace(root=None, path=lambda after, to: path))
+        audited = AuditedUpdate(cast(Any, certificate), cast(Any, SimpleNamespace(body=header)), "")
+        mine_file = mine.path(blobs["before"])
+        take_held(w.node, audited, "replay", tmp_path / "peer" / "store")
+        assert {n for n, d in blobs.items() if ours.has(d)} == {"state", "before", "update"}
+        assert ours.read(blobs["before"]) == b"blob before" and mine_file.is_file()
+        take_held(w.node, audited, "replay", tmp_path / "nobody")  # without a peer nothing happens
 
 
 def test_the_result_has_the_numbers_of_this_machine_beside_those_of_the_reports():
