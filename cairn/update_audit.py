@@ -95,7 +95,7 @@ class AuditedUpdate:
 
 @dataclass(frozen=True)
 class ChainFindings:
-    """What records up to `round` say about one update, each with the record's round."""
+    """The reports and the decision on one update in records up to `round`, each with its record's round."""
 
     reports: tuple[tuple[int, Signed[WorkReport]], ...]
     decision: tuple[int, AuditDecision] | None

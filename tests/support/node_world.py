@@ -225,7 +225,7 @@ class LoopTrainer:
         self.restarts = 0
         self.notes: list[str] = []
         self.alter: Callable[[UpdateMade], UpdateMade] | None = None
-        """What it announces in place of the updates that it made."""
+        """Makes the updates that it announces from those that it made."""
         self._loop = asyncio.get_running_loop()
         self._max_windows = 0
         self._thread = ThreadPoolExecutor(1)
