@@ -11,7 +11,9 @@ from peer.keyfile import load_or_make
 from protocol.ids import PeerKey
 from protocol.messages import AuditDecision, Signed, WorkReport
 from tests.e2e.chains import check_same
+from tests.e2e.commands import cairn
 from tests.e2e.world import World, write_run
+from tests.support.waiting import LIMIT
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200)]
 
@@ -46,6 +48,12 @@ def decisions(world: World) -> list[AuditDecision]:
     return [d for c in world.branch("ada").path for d in c.record.body.decisions]
 
 
+async def repeated(world: World, round_: int, peer: str) -> tuple[int, str]:
+    """Repeat the check of an update as a stranger does."""
+    which = ("--round", str(round_), "--peer", peer, "--device", "cpu", "--threads", "1")
+    return await cairn("audit", "update", str(world.invite), *which, seconds=5 * LIMIT)
+
+
 async def test_a_peer_that_sends_noise_is_convicted_and_rests_and_nobody_else_is_accused():
     with replayable_world() as world:
         world.start_coordinator()
@@ -65,6 +73,13 @@ async def test_a_peer_that_sends_noise_is_convicted_and_rests_and_nobody_else_is
         assert decision.author == liar and not decision.refuted
         failed = [r for r in reports_on(world, liar) if r.body.check == "replay"]
         assert len({r.author for r in failed if not r.body.passed}) >= 2 and not any(r.body.passed for r in failed)
+
+        # Anybody finds the same, on a machine of their own.
+        body = next(c.record.body for c in world.branch("ada").path if c.digest == decision.record)
+        code, out = await repeated(world, body.round, LIAR)
+        assert code == 1 and out.count("FAILED") >= 4 and "convicts the author" in out, out
+        code, out = await repeated(world, body.round, str(next(k for k in body.contributors if k != liar)))
+        assert code == 0 and "result    passed" in out, out
 
         # It rests and says so, and no record lists it. Its credit is void.
         await world.until("the liar rests", lambda: world.has_logged(LIAR, "is convicted"))
