@@ -22,6 +22,7 @@ STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 MAX_ANSWER = 1024 * 1024
 """Maximum bytes of an answer."""
 
+
 @dataclass(frozen=True, slots=True)
 class ClaimedUpdate:
     """An update of the record that is audited: author, windows as in its header, and the file of its blob."""
