@@ -20,7 +20,7 @@ HEALTH = {
 }  # fmt: skip
 PHASE = {
     "training": "green", "exchanging": "cyan", "syncing": "yellow", "joining": "yellow", "paused": "cyan",
-    "silent": "dim", "gone": "dim", "banned": "red",
+    "silent": "dim", "gone": "dim", "banned": "red", "barred": "red",
 }  # fmt: skip
 FEW_ROUNDS = 5
 
@@ -97,7 +97,7 @@ def peer_table(s: Any, width: int, most: int | None = None) -> RenderableType:
     shown = s.peers if most is None else s.peers[:most]
     rows: list[list[Text | str]] = []
     for p in shown:
-        quiet = p.phase in ("silent", "gone", "banned")
+        quiet = p.phase in ("silent", "gone", "banned", "barred")
         state = f"{p.phase} {ago(p.seconds_since_heartbeat)}" if p.phase in ("silent", "gone") else p.phase
         rows.append([
             p.peer.short, "-" if p.name == p.peer.short else p.name, Text(state, style=PHASE.get(p.phase, "")),
@@ -131,6 +131,8 @@ def whole(s: Any, width: int, now: float) -> Group:
     parts = [headline(s), progress(s, width), losses(s, width), *alerts(s, now), Text(""), peer_table(s, width)]
     if (rounds := round_table(s, width)) is not None:
         parts += [Text(""), rounds]
+    if s.convictions:
+        parts += [Text(""), *(Text("BARRED ", style="bold red").append(c, style="not bold") for c in s.convictions)]
     return Group(*(p for p in parts if p is not None), Text(f"\npage  {s.page}", style="dim"))
 
 

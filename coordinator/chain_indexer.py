@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 
+from coordinator.audit_docket import MAX_DECIDED
 from coordinator.credits.plausibility import PlausibilityCheck
 from coordinator.directives import DirectiveEffects
 from coordinator.finalizer import Finalizer
 from coordinator.history import RoundHistory
 from coordinator.indexed_chain import MAX_REMEMBERED, IndexedChain
-from coordinator.ledger import Ledger
+from coordinator.ledger import CarriedReport, Ledger, StatedDecision
 from coordinator.ledger_thread import LedgerThread
 from coordinator.swarm import TRAINING_PHASES, SwarmView
 from coordinator.tasks import wait_at_most
@@ -162,7 +163,16 @@ class ChainIndexer:
         first = (last[0] if last else -1) - MAX_REMEMBERED
         recent = await self._ledger.run(lambda ledger: ledger.accounts(after=first, limit=MAX_REMEMBERED))
         self._finalizer.restore(finalization)
-        self._chain.restore(last, recent, history, first_seen, balances)
+        audits = await self._ledger.run(self._read_audits)
+        self._chain.restore(last, recent, history, first_seen, balances, *audits)
+
+    def _read_audits(self, ledger: Ledger) -> tuple[list[StatedDecision], list[CarriedReport]]:
+        """Return all decisions, and the reports on pending updates and on those of the newest decisions."""
+        decisions = ledger.decisions()
+        since = min((d.round for d in decisions[-MAX_DECIDED:]), default=None)
+        last = ledger.last()
+        pending = Round(max(0, last[0] - self._rule.hold_rounds) if last else 0)
+        return decisions, ledger.work_reports(self._run, pending if since is None else min(since, pending))
 
     async def _index_forever(self) -> None:
         while True:
@@ -226,7 +236,11 @@ class ChainIndexer:
             some = accounts[i : min(count, i + ROUNDS_PER_TRANSACTION)]
             encoded = finalization.encoded if some[-1] is newest else None
             added, balances = await self._ledger.run(lambda ledger, s=some, f=encoded: self._post(ledger, s, f))
+            decided = any(a.decisions for a in added)  # only now the credit that they void is known
+            audits = await self._ledger.run(self._read_audits) if decided else None
             self._chain.post(added, (some[-1].round, some[-1].record), balances, accounts[i + len(some) :])
+            if audits is not None:
+                self._chain.restore_audits(*audits)
         self._finalizer.adopt(finalization)
         return accounts[count:]
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
+from coordinator.audit_docket import AuditDocket, RecentRounds
 from coordinator.history import RoundHistory, RoundPoint
+from coordinator.ledger import CarriedReport, StatedDecision
 from protocol.ids import Digest, PeerKey, Round
 from protocol.ledger.credits import AccountBalance, Balance, RoundCredits, sum_credits
 
@@ -19,7 +21,8 @@ MAX_REMEMBERED = 64
 class IndexedChain:
     """The chain of one run: posted rounds are final and in the ledger, open ones are beyond them."""
 
-    def __init__(self):
+    def __init__(self, hold_rounds: int = MAX_REMEMBERED):
+        """Begin empty; `hold_rounds` is the run's (spec: `credit.hold_rounds`), at most MAX_REMEMBERED."""
         self.posted: tuple[Round, Digest] | None = None
         """The newest final round and its record."""
 
@@ -43,6 +46,9 @@ class IndexedChain:
 
         self.pending: Mapping[PeerKey, Balance] = {}
         """Credits of each peer in open rounds, and in posted rounds within the hold."""
+
+        self.audits = AuditDocket(hold_rounds)
+        """The reports and decisions of audits, of posted and open rounds."""
 
     @property
     def head(self) -> tuple[Round, Digest] | None:
@@ -81,27 +87,39 @@ class IndexedChain:
     def restore(
         self, posted: tuple[Round, Digest] | None, recent: Iterable[RoundCredits], history: RoundHistory,
         first_seen: dict[Digest, float], balances: Mapping[PeerKey, AccountBalance],
+        decisions: Sequence[StatedDecision] = (), reports: Sequence[CarriedReport] = (),
     ) -> None:  # fmt: skip
         """Take over what the ledger holds; open rounds are forgotten."""
         self.posted, self.history, self.first_seen = posted, history, first_seen
         self.recent.clear()
         self.recent.extend(recent)
         self._set(balances, ())
+        self.restore_audits(decisions, reports)
+
+    def restore_audits(self, decisions: Sequence[StatedDecision], reports: Sequence[CarriedReport]) -> None:
+        """Take over the decisions and work reports that the ledger holds of posted rounds."""
+        self.audits.restore(decisions, reports, self._recent_rounds())
 
     def post(
         self, added: Iterable[RoundCredits], posted: tuple[Round, Digest],
         balances: Mapping[PeerKey, AccountBalance], beyond: Sequence[RoundCredits],
     ) -> None:  # fmt: skip
         """Append rounds that the ledger has posted; `beyond` are the open rounds after them."""
+        added = list(added)
         for account in added:
             self.recent.append(account)
             seen_at = self.first_seen.pop(account.record, None)
             self.history.append(account.round, account.tokens, account.loss, seen_at)
         self.posted = posted
         self._set(balances, beyond)
+        self.audits.post(added, self._recent_rounds())
 
     def set_open(self, accounts: Sequence[RoundCredits]) -> None:
         self._set(self.balances, accounts)
+        self.audits.follow(self._recent_rounds())
+
+    def _recent_rounds(self) -> RecentRounds:
+        return RecentRounds(self.open, {a.record: a for a in (*self.recent, *self.open)}, self.training_round - 1)
 
     def _set(self, balances: Mapping[PeerKey, AccountBalance], beyond: Sequence[RoundCredits]) -> None:
         """Change all balances at once: no reader may see a round both settled and pending."""

@@ -31,8 +31,11 @@ class ReceivedUpdate:
 
 REASONS = frozenset((
     "late", "not fetched", "silent", "left", "syncing", "behind", "other branch", "not received", "no window",
-    "no announcement",
+    "no announcement", "convicted",
 ))  # fmt: skip
+
+
+CONVICTED = "convicted by this record: an update of before was not trained as it claims"
 
 
 def non_participants(
@@ -50,11 +53,15 @@ def non_participants(
     reported once. `announced` are the updates received for this round. `proposed` is when the record was (unix
     seconds), None if that was not observed.
     """
-    found = [
-        NonParticipation(peer, *_of_update(a, proposed)) for peer, a in sorted(announced.items()) if peer not in inside
-    ]  # fmt: skip
+    guilty = set(account.convicted)
+    found = [NonParticipation(peer, "convicted", CONVICTED) for peer in sorted(guilty)]
+    found += [
+        NonParticipation(peer, *_of_update(a, proposed))
+        for peer, a in sorted(announced.items())
+        if peer not in inside and peer not in guilty
+    ]
     for peer in sorted(members.keys() | before):
-        if peer in inside or peer in announced:
+        if peer in inside or peer in announced or peer in guilty:
             continue
         why = _of_peer(members.get(peer), account, peer in before, member_seconds)
         if why is not None:

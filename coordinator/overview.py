@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections import Counter as CountOf
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from coordinator.alerts.tracker import Alert
+from coordinator.audit_docket import AuditCase
 from coordinator.chain_indexer import ChainIndexer
 from coordinator.directives import DirectiveEffects
 from coordinator.history import tokens_per_second
 from coordinator.indexed_chain import MAX_REMEMBERED, IndexedChain
 from coordinator.non_participation import NonParticipation
-from coordinator.peer_registry import PeerRegistry
+from coordinator.peer_registry import PeerRegistry, TrackedPeer
 from coordinator.round_observations import RoundObservation, RoundObservations, TypicalDurations
 from coordinator.swarm import TRAINING_PHASES
 from protocol.chain import genesis_digest
@@ -24,7 +26,7 @@ from protocol.spec import RunSpec
 NEWEST = 20
 _ORDER = {
     "training": 0, "exchanging": 0, "paused": 0, "syncing": 1, "joining": 1, "silent": 2, "observing": 3, "gone": 4,
-    "banned": 5,
+    "banned": 5, "barred": 5,
 }  # fmt: skip
 
 
@@ -34,7 +36,7 @@ class PeerOverview:
 
     `since` is when it began what it does now (of a silent one: when it was last received), in unix seconds. `up` and
     `down` are bytes a second. `last_round` is the newest round it was in, of those in memory. `absence` is why it is
-    not in the newest one.
+    not in the newest one. `conviction` is the newest case that convicted it, of those that are kept.
     """
 
     peer: PeerKey
@@ -49,6 +51,7 @@ class PeerOverview:
     down: float = 0.0
     last_round: int | None = None
     absence: NonParticipation | None = None
+    conviction: AuditCase | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,8 @@ class Overview:
     """Names of peers that report another state than the chain names, or, at the head, than the majority."""
 
     alerts: tuple[Alert, ...] = ()
+    convictions: tuple[AuditCase, ...] = ()
+    """The newest cases that convicted somebody, newest first: at most NEWEST."""
 
     @property
     def rests(self) -> bool:
@@ -162,6 +167,7 @@ class OverviewBuilder:
             next_round_seconds=due if health == "healthy" else None,
             diverged=self._diverged(working),
             alerts=self.alerts(),
+            convictions=tuple(islice((c for c in chain.audits.decided if c.is_conviction), NEWEST)),
         )
 
     def _diverged(self, working: list[PeerOverview]) -> tuple[str, ...]:
@@ -255,9 +261,10 @@ class OverviewBuilder:
         chain = self.chain
         views, nothing = [], Balance()
         last_rounds, missing = self._rounds_of_peers()
-        for peer in dict.fromkeys([*self.registry.keys(), *chain.settled, *chain.pending]):
+        barred = chain.audits.barred(chain.training_round)
+        for peer in dict.fromkeys([*self.registry.keys(), *chain.settled, *chain.pending, *barred]):
             known = self.registry.get(peer)
-            phase = "banned" if peer in self.directives.banned else self.registry.phase(known, now)
+            phase = self._phase(peer, known, now)
             heartbeat, since = (known.heartbeat, now - known.heard_at) if known else (None, 0.0)
             settled = chain.settled.get(peer, nothing).micro_credits
             pending = chain.pending.get(peer, nothing).micro_credits
@@ -268,11 +275,18 @@ class OverviewBuilder:
             views.append(
                 PeerOverview(
                     peer, self.name_of(peer), phase, heartbeat, max(0.0, since), settled, pending, began, up, down,
-                    last_rounds.get(peer), missing.get(peer),
+                    last_rounds.get(peer), missing.get(peer), chain.audits.conviction_of(peer),
                 )
             )  # fmt: skip
         views.sort(key=lambda v: (_ORDER.get(v.phase, 6), -(v.settled + v.pending), v.peer))
         return tuple(views)
+
+    def _phase(self, peer: PeerKey, known: TrackedPeer | None, now: float) -> str:
+        if peer in self.directives.banned:
+            return "banned"
+        if self.chain.audits.barred_until(peer, self.chain.training_round) is not None:
+            return "barred"
+        return self.registry.phase(known, now)
 
     def _rounds_of_peers(self) -> tuple[dict[PeerKey, int], dict[PeerKey, NonParticipation]]:
         """Return the newest round of each peer, and why peers are not in the newest round."""

@@ -15,8 +15,8 @@ MAX_PEERS = 10_000
 GONE_AFTER = 15
 """A silent peer is gone after this number of times `round.member_seconds`."""
 
-PHASES = (*(p for p in SAID if p != "leaving"), "silent", "gone", "banned")
-"""The phases that are shown: the peer's own reports; or that it is silent, gone, or banned by the owner."""
+PHASES = (*(p for p in SAID if p != "leaving"), "silent", "gone", "banned", "barred")
+"""The phases that are shown: the peer's own reports; or silent, gone, banned by the owner, barred by a conviction."""
 
 RATE_SECONDS = 30.0
 """Seconds over which bytes are counted: exchanges come in bursts."""

@@ -35,6 +35,7 @@ from protocol.wire import coordinator_pb2_grpc as stubs
 
 log = logging.getLogger(__name__)
 
+MAX_CONVICTIONS = 8
 MAX_STATUS_PEERS = 1000
 MAX_ABSENT = 8
 MAX_LOSSES = 120
@@ -158,6 +159,8 @@ class CoordinatorService(stubs.CoordinatorServicer):
         reply.losses.extend(self._losses())
         for a in o.alerts:
             reply.alerts.add(name=a.name, since=int(a.since), message=a.message)
+        barred = [c for c in o.convictions if c.barred_until > o.round][:MAX_CONVICTIONS]
+        reply.convictions.extend(c.describe(self._admitter.name_of) for c in barred)
         self._status = (o, reply)
         return reply
 

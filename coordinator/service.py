@@ -104,7 +104,7 @@ class Coordinator:
         self._credit_news = asyncio.Event()
         self.ledger = ledger = LedgerThread()
 
-        self.chain = chain = IndexedChain()
+        self.chain = chain = IndexedChain(spec.credit.hold_rounds)
         self.directives = directives = DirectiveEffects(spec.round, chain)
         self.observations = RoundObservations(self._member_seconds, now)
         self._observation_file = ObservationFile(config.folder / OBSERVATIONS_FILE)
@@ -277,6 +277,7 @@ class Coordinator:
             losses=tuple(x.account.loss for x in o.rounds), training=o.training, diverged=o.diverged,
             disk_free=disk.free, disk_size=disk.total,
             validation_losses=self._archiver.newest_losses(), archive_problem=o.archive_problem,
+            convictions=tuple((str(c.update), c.describe(self.admitter.name_of)) for c in o.convictions),
         )  # fmt: skip
 
     async def _save_observations(self) -> None:

@@ -161,6 +161,8 @@ class SwarmStatus:
     rounds: tuple[RoundStatus, ...] = ()
     losses: tuple[float, ...] = ()
     alerts: tuple[AlertStatus, ...] = ()
+    convictions: tuple[str, ...] = ()
+    """Of peers that are barred, newest first: who, on which measurements, and until which round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +276,7 @@ class CoordinatorClient:
             m.final_round if m.HasField("final_round") else None,
             tuple(_round(r) for r in m.rounds[:20]), tuple(_number(x) for x in m.losses[:120]),
             tuple(AlertStatus(_text(a.name), a.since, _text(a.message, 600)) for a in m.alerts[:20]),
+            tuple(_text(c, 600) for c in m.convictions[:8]),
         )  # fmt: skip
 
     async def account(self, peer: PeerKey) -> PeerCredits:

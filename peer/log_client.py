@@ -46,10 +46,11 @@ Fetch = Callable[[str], Awaitable[bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Receipted:
-    """A verified receipt, and its status by the coordinator's word."""
+    """A verified receipt, and by the coordinator's word its status and what voids it ("": nothing)."""
 
     word: SignedStatement[Receipt]
     status: str
+    void_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,8 @@ class LogClient:
             if word.body.peer != peer:
                 raise MalformedError(f"the coordinator gave a receipt of {word.body.peer.short}, not of {peer.short}")
             status = _field(item, "status", _text)
-            found.append(Receipted(word, status if status in STATUSES else "unknown"))
+            why = _text(str(item.get("void_reason", ""))) if status == "voided" else ""
+            found.append(Receipted(word, status if status in STATUSES else "unknown", why))
         following = answer.get("next")
         return found, None if following is None else _field(answer, "next", _count) or None
 

@@ -134,7 +134,9 @@ def show(invite: str, peer: str, account_key: str, as_json: bool, home: Path, vi
     totals, receipts = asyncio.run(fetch())
     if as_json:
         found = [
-            dataclasses.asdict(r.word.body) | {"status": r.status, "bytes": b64url(r.word.encoded)} for r in receipts
+            dataclasses.asdict(r.word.body)
+            | {"status": r.status, "void_reason": r.void_reason, "bytes": b64url(r.word.encoded)}
+            for r in receipts
         ]
         print(json.dumps(dataclasses.asdict(totals) | {"receipts": found}, default=bytes.hex, indent=1))
     else:
@@ -182,7 +184,7 @@ def _status(r: Receipted, rounds: int) -> str:
     if r.status == "pending":
         left = max(1, b.pending_until + 1 - rounds)
         return f"pending: settles {'with the next finalized round' if left == 1 else f'in {left} finalized rounds'}"
-    return r.status
+    return f"{r.status} {r.void_reason}".rstrip()
 
 
 @account.command()

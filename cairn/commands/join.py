@@ -109,7 +109,7 @@ def _audit_device(context: click.Context, parameter: click.Parameter, text: str)
 )
 @_auto(
     "--audit-device",
-    help="Where to check others' updates: auto (the trainer's device), cpu, cuda:N, or off.",
+    help="Where to check others' updates: cpu, cuda:N, off, or auto: the trainer's device if checks can convict.",
     callback=_audit_device,
 )
 @click.option("--plain", is_flag=True, help="Log lines instead of a live view (the default without a terminal).")
@@ -124,7 +124,7 @@ def join(**options: Any) -> None:
 
 @dataclass(frozen=True)
 class JoinOptions:
-    """The options of the command line."""
+    """The options of the command line, and `trainer_command`, which replaces the trainer's (see `NodeOptions`)."""
 
     invite: str
     home: Path
@@ -142,6 +142,7 @@ class JoinOptions:
     audit_device: str
     plain: bool
     via: tuple[str, ...]
+    trainer_command: tuple[str, ...] = ()
 
 
 @private_files()
@@ -180,6 +181,7 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
         threads=options.threads or os.cpu_count() or 1,
         private_data=options.allow_private_data,
         audit_device=options.audit_device,
+        trainer_command=options.trainer_command,
     )
     with Store(folder / "store", options.disk) as store:
 

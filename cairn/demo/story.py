@@ -1,4 +1,7 @@
-"""The demo from start to end: it starts the processes, kills one peer, lets another join, and checks the result."""
+"""The demo from start to end: it starts the processes, kills one peer, lets another join, and checks the result.
+
+With liars nobody is killed: they join instead, and are to be convicted.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ from pathlib import Path
 from rich.table import Table
 
 from cairn.commands.serve import coordinator_folder
+from cairn.demo.audit_trail import AuditTrail, Conviction
+from cairn.demo.audited_run import write_audited_run
 from cairn.demo.processes import Process, serve, stop_all, wait_for_file
 from cairn.demo.report import Judged, LossPoint, judge, loss_curve, plot
 from cairn.demo.screen import DemoScreen
@@ -21,9 +26,12 @@ from cairn.number_format import count, credits
 from coordinator.authoring.runfile import load_run
 from coordinator.checkpoints.archive import Archive, ArchivedState
 from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable, SwarmStatus
+from peer.keyfile import load_or_make
 from peer.node.enrollment import run_folder
 from peer.node.snapshot import Snapshot, read_snapshot
 from protocol.errors import CairnError
+from protocol.identity import parse_key_file
+from protocol.ids import PeerKey
 from protocol.invite import Invite
 from protocol.spec import RunSpec
 
@@ -33,10 +41,20 @@ KILLED, KILL_AT = "edsger", 0.30
 LATE, LATE_AT = "barbara", 0.45
 """Shares of the run's tokens at which one peer is killed with SIGKILL and a new one joins."""
 
+LIARS = {"mallory": "noise", "trudy": "half"}
+"""Names of the liars, and their lies (`cairn.demo.lying_trainer`)."""
+
+LIES = {"noise": "sends random signs and claims a full update", "half": "makes half of its steps and claims all"}
+LIARS_AT = 4
+"""The round in which the liars join. The honest peers are founders: they have stake, and so can convict."""
+
 MARGIN = 2.0
 """Nats by which the held-out loss must fall."""
 
 READY_SECONDS, RUN_SECONDS, END_SECONDS = 240.0, 600.0, 60.0
+AUDITED_SECONDS = 1200.0
+"""RUN_SECONDS with liars: rounds leave time for audits."""
+
 PROMPT = "The people of the United States"
 MARK = "cairn-demo"
 
@@ -54,12 +72,29 @@ class Demo:
     peers: dict[str, Process] = field(default_factory=dict)
     events: list[tuple[int, str]] = field(default_factory=list)
     killed: bool = False
+    liars: tuple[str, ...] = ()
+    """Names of those that lie. Without any, one peer is killed and another joins late."""
+    convicted: set[PeerKey] = field(default_factory=set)
+    """Those whose conviction was told."""
     curve: list[LossPoint] = field(default_factory=list)
     status: SwarmStatus | None = None
 
+    @property
+    def living(self) -> list[str]:
+        """Names of the honest peers that were not killed."""
+        gone = {*self.liars, *([KILLED] if self.killed else [])}
+        return [name for name in self.peers if name not in gone]
 
-def run_demo(folder: Path, run_file: Path | None, *, plain: bool) -> int:
-    """Run the demo; return the exit code: 0 if the loss fell by the margin and all digests agree. Raises CairnError."""
+    def key(self, name: str) -> PeerKey:
+        """Return a peer's key, once it has made it."""
+        return parse_key_file((self.folder / name / "identity.key").read_text()).key
+
+
+def run_demo(folder: Path, run_file: Path | None, *, plain: bool, liars: int = 0) -> int:
+    """Run the demo; return the exit code. Raises CairnError.
+
+    It is 0 if the loss fell by the margin, all digests agree, and of `liars` liars each was convicted.
+    """
     run_file = run_file or RUN_FILE
     if not run_file.exists():
         raise CairnError(
@@ -67,11 +102,13 @@ def run_demo(folder: Path, run_file: Path | None, *, plain: bool) -> int:
         )
     lock = _clear(folder)
     screen = DemoScreen(live=not plain and sys.stdout.isatty())
-    # gRPC warns about processes that are started after it; these exec at once, so its fork support is not needed.
-    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     processes: list[Process] = []
     try:
+        if liars:
+            founders = [load_or_make(folder / name / "identity.key").key for name in PEERS]
+            run_file = write_audited_run(run_file, folder / "run.toml", founders)
         demo = _start(folder, run_file, screen, processes)
+        demo.liars = tuple(LIARS)[:liars]
         with screen.showing(demo.page):
             asyncio.run(_watch(demo, processes))
         return _conclude(demo)
@@ -139,14 +176,23 @@ def _join(demo: Demo, name: str, processes: list[Process]) -> None:
     processes.append(peer)
 
 
+def _join_liar(demo: Demo, name: str, processes: list[Process]) -> None:
+    home = str(demo.folder / name)
+    liar = Process(name, [LIARS[name], str(demo.invite), home, name], demo.folder, module="cairn.demo.liar")
+    demo.peers[name] = liar
+    processes.append(liar)
+
+
 async def _watch(demo: Demo, processes: list[Process]) -> None:
     """Watch until every living peer has finished. Raises CairnError if one fails, or the run takes too long."""
-    end = time.monotonic() + RUN_SECONDS
+    seconds = AUDITED_SECONDS if demo.liars else RUN_SECONDS
+    end = time.monotonic() + seconds
+    trail = AuditTrail(demo.spec) if demo.liars else None
     async with CoordinatorClient(demo.invite, timeout=5.0) as client:
-        while any(p.running for name, p in demo.peers.items() if name != KILLED):
+        while any(demo.peers[name].running for name in demo.living):
             _check_processes(demo)
             if time.monotonic() > end:
-                raise CairnError(f"the run did not end within {RUN_SECONDS:.0f} s; see the logs in {demo.folder}")
+                raise CairnError(f"the run did not end within {seconds:.0f} s; see the logs in {demo.folder}")
             try:
                 demo.status = await client.status()
             except CoordinatorUnreachable as e:
@@ -154,7 +200,15 @@ async def _watch(demo: Demo, processes: list[Process]) -> None:
                 await asyncio.sleep(1.0)
                 continue
             demo.screen.update(demo.status)
-            _intervene(demo, demo.status, processes)
+            if trail is None:
+                _intervene(demo, demo.status, processes)
+            else:
+                _let_liars_join(demo, demo.status, processes)
+                try:
+                    await trail.follow(client)
+                except CairnError:
+                    trail = AuditTrail(demo.spec)  # another branch has won, or nobody answers: it is read again
+                _tell_convictions(demo, demo.status, trail)
             await asyncio.sleep(0.5)
         await _wait_for_archive(demo, time.monotonic() + END_SECONDS)
         demo.status = await client.status()
@@ -182,6 +236,33 @@ def _intervene(demo: Demo, status: SwarmStatus, processes: list[Process]) -> Non
         demo.screen.say(f"{LATE} joins late, in round {status.round}: checkpoint and replay, then training", "green")
 
 
+def _let_liars_join(demo: Demo, status: SwarmStatus, processes: list[Process]) -> None:
+    if status.round < LIARS_AT:
+        return
+    for name in demo.liars:
+        if name not in demo.peers:
+            _join_liar(demo, name, processes)
+            demo.events.append((status.tokens, f"{name} joins"))
+            demo.screen.say(f"{name} joins in round {status.round}: it {LIES[LIARS[name]]}", "yellow")
+
+
+def _tell_convictions(demo: Demo, status: SwarmStatus, trail: AuditTrail) -> None:
+    names = {demo.key(name): name for name in demo.peers if (demo.folder / name / "identity.key").exists()}
+    for conviction in trail.convictions():
+        if conviction.author not in demo.convicted:
+            demo.convicted.add(conviction.author)
+            name = names.get(conviction.author, conviction.author.short)
+            demo.events.append((status.tokens, f"{name} convicted"))
+            demo.screen.say(f"{name} is convicted in round {conviction.decided_round}: {_reason(conviction)}", "green")
+
+
+def _reason(conviction: Conviction) -> str:
+    return (
+        f"{conviction.reporters} peers trained its update of round {conviction.update_round} again "
+        f"({conviction.windows} windows): {conviction.measured}"
+    )
+
+
 def _archive(demo: Demo) -> list[ArchivedState]:
     return Archive(coordinator_folder(demo.folder / "coordinator", demo.spec.name) / "checkpoints", demo.spec).all()
 
@@ -204,13 +285,24 @@ def _conclude(demo: Demo) -> int:
     judged = judge(demo.spec, shards, archived[0].folder, archived[-1].folder, PROMPT)
     picture = demo.folder / "loss.png"
     plot(demo.curve, judged, picture, demo.events)
-    snapshots = {n: _snapshot(demo, n) for n in demo.peers if n != KILLED}
+    snapshots = {n: _snapshot(demo, n) for n in demo.living}
     problems = _problems(demo, snapshots, archived, judged)
     _print(demo, snapshots, archived, judged, picture)
+    if demo.liars:
+        trail = AuditTrail(demo.spec)
+        trail.read_store(run_folder(demo.folder / PEERS[0], demo.invite.run) / "store")
+        demo.screen.print(_audit_table(demo, trail))
+        problems += _audit_problems(demo, trail)
+    else:
+        problems += _late_problems(demo)
     for problem in problems:
         say(f"FAILED: {problem}", "bold red")
     if not problems:
-        say(f"all {len(snapshots)} living peers hold the same bits, and the loss fell as promised", "bold green")
+        convicted = ", every liar was convicted and keeps nothing" if demo.liars else ""
+        say(
+            f"all {len(snapshots)} living peers hold the same bits{convicted}, and the loss fell as promised",
+            "bold green",
+        )
     return 1 if problems else 0
 
 
@@ -229,12 +321,55 @@ def _problems(
         problems.append("the archived checkpoint is not the state that the peers hold")
     if not judged.before - judged.after >= MARGIN:
         problems.append(f"the held-out loss fell by {judged.before - judged.after:.2f}, less than {MARGIN:.2f}")
+    return problems
+
+
+def _late_problems(demo: Demo) -> list[str]:
+    problems = []
     if LATE not in demo.peers:
         problems.append(f"{LATE} took no part: the run was over too soon")
-    late = next((p for p in demo.status.peers if p.name == LATE), None) if demo.status else None
-    if late is None or late.micro_credits_settled + late.micro_credits_pending == 0:
+    if not _earned(demo, LATE):
         problems.append(f"{LATE}, who joined late, earned nothing")
     return problems
+
+
+def _earned(demo: Demo, name: str) -> int:
+    """Return the micro-credits of a peer, by its name."""
+    found = (p for p in (demo.status.peers if demo.status else ()) if p.name == name)
+    return sum(p.micro_credits_settled + p.micro_credits_pending for p in found)
+
+
+def _audit_problems(demo: Demo, trail: AuditTrail) -> list[str]:
+    problems = []
+    convicted, replays = {c.author for c in trail.convictions()}, trail.replays()
+    for name in demo.liars:
+        if name not in demo.peers:
+            problems.append(f"{name} took no part: the run was over too soon")
+        elif demo.key(name) not in convicted:
+            problems.append(f"{name} lied and was not convicted")
+        elif _earned(demo, name):
+            problems.append(f"{name} was convicted and keeps {credits(_earned(demo, name))} credits")
+    for name in demo.living:
+        if demo.key(name) in convicted:
+            problems.append(f"{name} is honest and was convicted")
+        elif failed := replays.get(demo.key(name), (0, 0))[1]:
+            problems.append(f"{name} is honest and was accused by {failed} reports")
+    return problems
+
+
+def _audit_table(demo: Demo, trail: AuditTrail) -> Table:
+    """Return what the chain says of each peer: the reports about its replayed updates, and the verdict."""
+    found, replays = {c.author: c for c in reversed(trail.convictions())}, trail.replays()
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("peer", "replays of its updates", "verdict"):
+        table.add_column(title)
+    table.add_column("credits kept", justify="right")
+    for name in (n for n in demo.peers if (demo.folder / n / "identity.key").exists()):
+        passed, failed = replays.get(demo.key(name), (0, 0))
+        conviction = found.get(demo.key(name))
+        verdict = f"convicted in round {conviction.decided_round}" if conviction else "-"
+        table.add_row(name, f"{passed} passed, {failed} failed", verdict, credits(_earned(demo, name)))
+    return table
 
 
 def _print(

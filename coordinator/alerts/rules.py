@@ -20,6 +20,12 @@ DROP_SHARE = 0.3
 DROP_FORGET_SECONDS = 3600.0
 """Seconds after a drop at which the remaining number of peers becomes the normal one."""
 
+CONVICTION_SECONDS = 3600.0
+"""Seconds for which a conviction is an alert."""
+
+MAX_CONVICTIONS = 64
+"""Convictions that are remembered, the newest ones."""
+
 MIN_ROUNDS = 8
 DISK_SHARE, DISK_BYTES = 0.05, 20 * 10**9
 
@@ -53,6 +59,8 @@ class AlertInput:
     """Validation losses, newest first; NaN for a state with non-finite output."""
 
     archive_problem: str = ""
+    convictions: tuple[tuple[str, str], ...] = ()
+    """The newest convictions, newest first: an identifier of the case, and whom it convicts of what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +68,14 @@ class AlertRule:
     """A rule with its delays.
 
     `judge` gives the message, which must hold for `after` seconds to fire, and be gone for `clear` seconds to resolve.
+    `each`: another message while the alert is active is news, and fires again.
     """
 
     name: str
     judge: Callable[[Memory, AlertInput], str | None]
     after: float = 0.0
     clear: float = 0.0
+    each: bool = False
 
 
 def loss(memory: Memory, s: AlertInput) -> str | None:
@@ -185,12 +195,32 @@ def archive(memory: Memory, s: AlertInput) -> str | None:
     return s.archive_problem
 
 
+def audits(memory: Memory, s: AlertInput) -> str | None:
+    """Judge whether audits have convicted somebody within the last hour, as seen by this coordinator.
+
+    The message names those of the newest record that convicts. Convictions that are there at the first look are no
+    news.
+    """
+    known: list[str] | None = memory.get("known")
+    if known is None:
+        if not s.caught_up:
+            return None
+        known = [case for case, _ in s.convictions]
+    fresh = [(case, said) for case, said in s.convictions if case not in known]
+    memory["known"] = [*[case for case, _ in fresh], *known][:MAX_CONVICTIONS]
+    if fresh:
+        others = f"; and {len(fresh) - 1} more: see the run page" if len(fresh) > 1 else ""
+        memory["at"], memory["message"] = s.time, fresh[0][1] + others
+    return memory["message"] if s.time - memory.get("at", -math.inf) < CONVICTION_SECONDS else ""
+
+
 RULES = (
     AlertRule("loss", loss),
     AlertRule("validation", validation),
     AlertRule("stalled", stalled),
     AlertRule("digests", digests, after=10, clear=60),
     AlertRule("peers", peers),
+    AlertRule("audits", audits, each=True),
     AlertRule("disk", disk),
     AlertRule("archive", archive, after=600, clear=60),
     AlertRule("chain", chain, after=60, clear=30),

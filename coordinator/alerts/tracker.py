@@ -116,9 +116,13 @@ class AlertTracker:
             )
 
         if message:
+            is_news = rule.each and message != s.message
             s.message = message
             if s.since is None and now - (s.wrong_since or now) >= rule.after:
                 s.since, s.sent_at = s.wrong_since, now
+                yield event("fired")
+            elif s.since is not None and is_news:
+                s.sent_at = now
                 yield event("fired")
             elif s.since is not None and not 0 <= now - s.sent_at < self._repeat:
                 s.sent_at = now

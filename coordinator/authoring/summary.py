@@ -50,6 +50,11 @@ def validate(path: Path) -> list[str]:
     ]
     if run_file.audit.replayable:
         lines.append("audits: updates are replayable; there is no error feedback, and a missed round costs its work")
+    elif run_file.admission.mode != "allow":
+        lines.append(
+            "audits: none that convict. Strangers may join, and nobody can tell who claims work that was not done: "
+            "audit.replayable = true changes that, for a few per cent of loss (docs/trust.md)"
+        )
     if run_file.run.total_tokens:
         rounds = math.ceil(run_file.run.total_tokens / round_.target_tokens)
         lines.append(f"length: {run_file.run.total_tokens:,} tokens, about {rounds:,} rounds")

@@ -35,11 +35,12 @@ ReceiptStatus = Literal["pending", "settled", "voided", "not accepted"]
 
 @dataclass(frozen=True, slots=True)
 class ReceiptItem:
-    """A receipt, its signed bytes (an envelope), and its status."""
+    """A receipt, its signed bytes (an envelope), and its status. `void_reason`: what voids it; "" if nothing does."""
 
     receipt: Receipt
     encoded: bytes
     status: ReceiptStatus
+    void_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +110,9 @@ class Receipts:
             receipt = self._receipt(peer, number, what)
             made = (receipt, sign(self._owner, receipt).encoded)
         self._signed.renew(key, made)
-        status: ReceiptStatus = what.status if isinstance(what, CreditedLine) else "not accepted"
-        return ReceiptItem(*made, status)
+        if isinstance(what, RefusedUpdate):
+            return ReceiptItem(*made, "not accepted")
+        return ReceiptItem(*made, what.status, void_reason(what))
 
     def _receipt(self, peer: PeerKey, number: int, what: CreditedLine | RefusedUpdate) -> Receipt:
         if isinstance(what, RefusedUpdate):
@@ -121,6 +123,15 @@ class Receipts:
             self._run, peer, what.round, what.record, what.update, True, "", what.line.windows, what.line.tokens,
             what.line.micro_credits, number, number + self._hold,
         )  # fmt: skip
+
+
+def void_reason(line: CreditedLine) -> str:
+    """Return what voids a credit line, for people; "" if nothing does."""
+    if line.voided_in is None:
+        return ""
+    if line.convicted_for is None:
+        return f"by the owner's verdict that round {line.voided_in} carries"
+    return f"by the conviction in round {line.voided_in} for the update of round {line.convicted_for}"
 
 
 def why_not(announced: AnnouncedUpdate, account: RoundCredits, has_another: bool) -> str:

@@ -4,7 +4,24 @@
 read, `rows` the types of what is read. `store` is the ledger as the coordinator uses it.
 """
 
-from coordinator.ledger.rows import AdmissionRow, BindingRow, CreditedLine, RefusedUpdate, RoundRow
+from coordinator.ledger.rows import (
+    AdmissionRow,
+    BindingRow,
+    CarriedReport,
+    CreditedLine,
+    RefusedUpdate,
+    RoundRow,
+    StatedDecision,
+)
 from coordinator.ledger.store import Ledger
 
-__all__ = ["AdmissionRow", "BindingRow", "CreditedLine", "Ledger", "RefusedUpdate", "RoundRow"]
+__all__ = [
+    "AdmissionRow",
+    "BindingRow",
+    "CarriedReport",
+    "CreditedLine",
+    "Ledger",
+    "RefusedUpdate",
+    "RoundRow",
+    "StatedDecision",
+]

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from coordinator.ledger.database import Database, Row
-from coordinator.ledger.rows import AdmissionRow, BindingRow, CreditedLine, RefusedUpdate, RoundRow
+from coordinator.ledger.rows import (
+    AdmissionRow,
+    BindingRow,
+    CarriedReport,
+    CreditedLine,
+    RefusedUpdate,
+    RoundRow,
+    StatedDecision,
+)
 from protocol.ids import Digest, PeerKey, Round, RunId
 from protocol.ledger.audit import CreditedRound
 from protocol.ledger.credits import AccountBalance, Balance, CreditLine, CreditRule, RoundCredits
 from protocol.ledger.fold import CreditFold, PendingRound
-from protocol.messages import Verdict
+from protocol.messages import AuditDecision, Score, Verdict, WorkReport
 
 BALANCES = tuple(
     f"{kind}_{what}" for kind in ("pending", "settled", "voided") for what in ("micro", "tokens", "rounds")
@@ -108,8 +117,11 @@ class LedgerQueries:
     def history_of(self, peer: PeerKey, before: int | None = None, limit: int = 50) -> list[CreditedLine]:
         """Return a peer's lines with their status, newest first; of rounds with numbers below `before`."""
         rows = self._db.query(
-            "SELECT l.number, r.round, r.record, l.header, l.windows, l.voided_by FROM peers p "
+            "SELECT l.number, r.round, r.record, l.header, l.windows, v.round, "
+            "(SELECT min(a.round) FROM decisions d JOIN rounds a ON a.record = d.record "
+            "WHERE d.number = l.voided_by AND d.peer = l.peer AND d.convicted = 1) FROM peers p "
             "JOIN lines l ON l.peer = p.id JOIN rounds r ON r.number = l.number "
+            "LEFT JOIN rounds v ON v.number = l.voided_by "
             "WHERE p.peer = ? AND l.number < ? ORDER BY l.number DESC LIMIT ?",
             (bytes(peer), _END if before is None else before, limit),
         )
@@ -118,9 +130,43 @@ class LedgerQueries:
             CreditedLine(
                 r[0], Round(r[1]), Digest(r[2]), self._rule.line(peer, Digest(r[3]), r[4]),
                 "voided" if r[5] is not None else "settled" if r[0] < settled else "pending",
+                None if r[5] is None else Round(r[5]), None if r[6] is None else Round(r[6]),
             )
             for r in rows
         ]  # fmt: skip
+
+    def decisions(self) -> list[StatedDecision]:
+        """Return the decisions that records of the branch state, oldest first."""
+        rows = self._db.query(
+            "SELECT s.round, s.record, a.round, l.header, d.record, p.peer, d.convicted, d.refuted, "
+            "(SELECT coalesce(sum(x.micro_credits), 0) FROM lines x WHERE x.voided_by = d.number AND x.peer = d.peer) "
+            "FROM decisions d JOIN rounds s ON s.number = d.number AND s.on_branch = 1 "
+            "JOIN rounds a ON a.record = d.record JOIN peers p ON p.id = d.peer "
+            "JOIN lines l ON l.number = a.number AND l.peer = d.peer ORDER BY d.number, d.record, p.peer"
+        )
+        return [
+            StatedDecision(
+                Round(r[0]), Digest(r[1]), Round(r[2]), Digest(r[3]),
+                AuditDecision(Digest(r[4]), PeerKey(r[5]), bool(r[6]), _keys(bytes(r[7]))), int(r[8]) if r[6] else 0,
+            )
+            for r in rows
+        ]  # fmt: skip
+
+    def work_reports(self, run: RunId, since: Round) -> list[CarriedReport]:
+        """Return the work reports that records of the branch carry, in their order, about updates from a round on."""
+        rows = self._db.query(
+            "SELECT c.round, w.reporter, p.peer, a.round, w.record, w.header, w.kind, w.scores FROM work_reports w "
+            "JOIN rounds c ON c.number = w.number AND c.on_branch = 1 JOIN rounds a ON a.record = w.record "
+            "JOIN lines l ON l.number = a.number AND l.header = w.header JOIN peers p ON p.id = l.peer "
+            "WHERE a.round >= ? ORDER BY w.number, w.place",
+            (since,),
+        )
+        found = []
+        for carried, reporter, author, round_, record, update, check, text in rows:
+            scores = tuple(Score(name, value, least) for name, value, least in json.loads(text))
+            body = WorkReport(run, Round(round_), Digest(record), Digest(update), check, scores)
+            found.append(CarriedReport(Round(carried), PeerKey(reporter), PeerKey(author), body))
+        return found
 
     def active_since(self, admitted_at: Mapping[PeerKey, Callable[[], float]]) -> dict[PeerKey, float]:
         """Return when the newest final record with each peer was seen.
@@ -239,6 +285,10 @@ class LedgerQueries:
                 for number, record in held
             ],
         )  # fmt: skip
+
+
+def _keys(row: bytes) -> tuple[PeerKey, ...]:
+    return tuple(PeerKey(row[i : i + 32]) for i in range(0, len(row), 32))
 
 
 def _refused(r: Row) -> tuple[int, RefusedUpdate]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from protocol.ids import Digest, PeerKey, Round
 from protocol.ledger.credits import CreditLine, LineStatus
+from protocol.messages import AuditDecision, WorkReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +23,48 @@ class RoundRow:
 
 @dataclass(frozen=True, slots=True)
 class CreditedLine:
-    """A credit line with its status. `number` counts final rounds."""
+    """A credit line with its status. `number` counts final rounds.
+
+    `voided_in` is the round whose record voids it, `convicted_for` the round of the update for which that record
+    convicts the peer; None where a verdict of the owner voids it.
+    """
 
     number: int
     round: Round
     record: Digest
     line: CreditLine
     status: LineStatus
+    voided_in: Round | None = None
+    convicted_for: Round | None = None
 
     @property
     def update(self) -> Digest:
         return self.line.update
+
+
+@dataclass(frozen=True, slots=True)
+class CarriedReport:
+    """A work report that the record of round `carried` carries, about an update of `author`."""
+
+    carried: Round
+    reporter: PeerKey
+    author: PeerKey
+    body: WorkReport
+
+
+@dataclass(frozen=True, slots=True)
+class StatedDecision:
+    """A decision that the record `stated_by` of round `stated` states, about an update in a record of `round`.
+
+    `voided` are the micro-credits of its author that this record voids; None until it is final.
+    """
+
+    stated: Round
+    stated_by: Digest
+    round: Round
+    update: Digest
+    decision: AuditDecision
+    voided: int | None
 
 
 @dataclass(frozen=True, slots=True)

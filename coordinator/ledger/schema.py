@@ -122,6 +122,32 @@ CREATE TABLE admissions (
 );
 """
 
+AUDITS = """
+-- Work reports that final records carry, of updates that are pending or decided. `number` is the carrying round's.
+CREATE TABLE IF NOT EXISTS work_reports (
+    number   BIGINT NOT NULL REFERENCES rounds (number),
+    place    BIGINT NOT NULL,
+    record   BLOB   NOT NULL,   -- the audited record
+    header   BLOB   NOT NULL,
+    reporter BLOB   NOT NULL,
+    kind     TEXT   NOT NULL,
+    scores   TEXT   NOT NULL,   -- JSON: [[name, value, threshold], ...]
+    PRIMARY KEY (number, place)
+);
+CREATE INDEX IF NOT EXISTS work_reports_by_record ON work_reports (record);
+
+-- Decisions of juries that final records state, about the update of a peer in a record. `refuted`: keys in a row.
+CREATE TABLE IF NOT EXISTS decisions (
+    number    BIGINT NOT NULL REFERENCES rounds (number),
+    record    BLOB   NOT NULL,
+    peer      BIGINT NOT NULL REFERENCES peers (id),
+    convicted BIGINT NOT NULL,
+    refuted   BLOB   NOT NULL,
+    PRIMARY KEY (number, record, peer)
+);
+"""
+"""Made at each start: older tables with this schema version do not have them."""
+
 REFUSALS_BY_ROUND = "CREATE INDEX IF NOT EXISTS refusals_by_round ON refusals (round)"
 """Made at each start: older tables with this schema version do not have it."""
 
@@ -133,14 +159,18 @@ def prepare(db: Database, run: RunId) -> None:
     with db.transaction():
         tables = db.tables()
         if not tables:
-            text = TABLES
-            for name, theirs in _POSTGRES.items() if db.dialect == "postgresql" else ():
-                text = text.replace(name, theirs)
-            db.script(text)
+            _create(db, TABLES)
             db.query("INSERT INTO state (run, form, epoch, settled) VALUES (?, ?, 0, 0)", (bytes(run), FORM))
         else:
             _check(db, tables, run)
         db.query(REFUSALS_BY_ROUND)
+        _create(db, AUDITS)
+
+
+def _create(db: Database, text: str) -> None:
+    for name, theirs in _POSTGRES.items() if db.dialect == "postgresql" else ():
+        text = text.replace(name, theirs)
+    db.script(text)
 
 
 def _check(db: Database, tables: set[str], run: RunId) -> None:

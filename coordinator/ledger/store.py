@@ -8,6 +8,7 @@ by one thread at a time: see `ledger_thread`.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -197,8 +198,36 @@ class Ledger(LedgerQueries):
                       "VALUES (?, ?, ?, ?, ?, ?)", rows)  # fmt: skip
         for number, i in step.voided:
             self._db.query("UPDATE lines SET voided_by = ? WHERE number = ? AND line = ?", (step.number, number, i))
+        self._write_audits(account, step.number)
         if step.settled:
             self._db.query("UPDATE state SET settled = ?", (step.settled[-1] + 1,))
+            # Reports on an update concern nobody once its credit has settled without a decision.
+            self._db.query(
+                "DELETE FROM work_reports WHERE record IN (SELECT record FROM rounds WHERE number >= ? AND number <= ?)"
+                " AND NOT EXISTS (SELECT 1 FROM decisions d JOIN rounds r ON r.record = d.record "
+                "JOIN lines l ON l.number = r.number AND l.peer = d.peer "
+                "WHERE d.record = work_reports.record AND l.header = work_reports.header)",
+                (step.settled[0], step.settled[-1]),
+            )
+
+    def _write_audits(self, account: RoundCredits, number: int) -> None:
+        """Write the work reports and decisions of a round."""
+        rows = []
+        for i, report in enumerate(account.reports):
+            b = report.body
+            scores = json.dumps([[s.name, s.value, s.threshold] for s in b.scores])
+            rows.append((number, i, bytes(b.record), bytes(b.update), bytes(report.author), b.check, scores))
+        self._db.many(
+            "INSERT INTO work_reports (number, place, record, header, reporter, kind, scores) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?)",
+            rows,
+        )
+        peers = self._peer_ids(dict.fromkeys(d.author for d in account.decisions))
+        self._db.many(
+            "INSERT INTO decisions (number, record, peer, convicted, refuted) VALUES (?, ?, ?, ?, ?)",
+            [(number, bytes(d.record), peers[d.author], int(d.convicted), b"".join(d.refuted))
+             for d in account.decisions],
+        )  # fmt: skip
 
     def _time(self) -> int:
         """Return the time of the next round: a clock that was set back repeats the time of the round before."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from coordinator.audit_docket import AuditCase
 from coordinator.checkpoints.archive import FILES
 from coordinator.checkpoints.archiver import CheckpointArchiver
 from coordinator.credits.leaderboard import Grouping, Leaderboard
@@ -26,6 +27,12 @@ from protocol.ledger.credits import Balance, RoundCredits
 
 NEWEST_OF_PEER = 64
 """Newest rounds that the view of one peer covers."""
+
+AUDITS_OF_PEER = 10
+"""Cases in the view of one peer."""
+
+MAX_UNDECIDED = 25
+"""Undecided cases in one answer."""
 
 MAX_READS = 8
 """Pages of old rounds that are read from the ledger at once."""
@@ -83,7 +90,7 @@ class PageApi:
             found.sort(key=_BY[sort], reverse=descending)
         elif descending:
             found.reverse()
-        page = [json_view.peer(p) for p in found[offset : offset + limit]]
+        page = [json_view.peer(p, self.name_of) for p in found[offset : offset + limit]]
         return {"total": len(every), "matching": len(found), "offset": offset, "peers": page}
 
     def peer(self, key: PeerKey) -> dict[str, Any] | None:
@@ -91,11 +98,12 @@ class PageApi:
         chain, nothing = self.chain, Balance()
         settled, pending = chain.settled.get(key, nothing), chain.pending.get(key, nothing)
         if shown is None:
-            if not settled.rounds + pending.rounds:
+            if not settled.rounds + pending.rounds and not chain.audits.of_peer(key):
                 return None
             shown = PeerOverview(
-                key, self.name_of(key), "gone", None, 0.0, settled.micro_credits, pending.micro_credits
-            )
+                key, self.name_of(key), "gone", None, 0.0, settled.micro_credits, pending.micro_credits,
+                conviction=chain.audits.conviction_of(key),
+            )  # fmt: skip
         newest = []
         for account in chain.newest(NEWEST_OF_PEER):
             entry = next((e for e in account.lines if e.peer == key), None)
@@ -113,12 +121,28 @@ class PageApi:
                     }
                 )
         return {
-            "peer": json_view.peer(shown),
+            "peer": json_view.peer(shown, self.name_of),
             "name": shown.name,
             "tokens": settled.tokens + pending.tokens,
             "rounds": settled.rounds + pending.rounds,
             "newest": newest,
+            "audits": [self._case(c) for c in chain.audits.of_peer(key)[:AUDITS_OF_PEER]],
         }
+
+    def audits(self, offset: int, limit: int) -> dict[str, Any]:
+        """Return decided cases, newest first, and the newest undecided ones."""
+        decided, undecided = self.chain.audits.decided, self.chain.audits.undecided
+        return {
+            "total": len(decided),
+            "offset": offset,
+            "decided": [self._case(c) for c in decided[offset : offset + limit]],
+            "undecided_total": len(undecided),
+            "undecided": [self._case(c) for c in undecided[:MAX_UNDECIDED]],
+        }
+
+    def _case(self, case: AuditCase) -> dict[str, Any]:
+        final = case.outcome is not None and self.chain.is_final(case.outcome.stated)
+        return json_view.audit_case(case, final, self.name_of)
 
     async def leaderboard(self, by: Grouping, limit: int, after: str) -> list[dict[str, Any]]:
         """Return rows by "peer", "account" or "team", those with most credits first, after the row of a key."""

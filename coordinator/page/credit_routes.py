@@ -90,6 +90,7 @@ def _receipt(item: ReceiptItem) -> dict[str, Any]:
         "number": r.number,
         "pending_until": r.pending_until,
         "status": item.status,
+        "void_reason": item.void_reason,
         "bytes": _b64(item.encoded),
     }
 

@@ -179,12 +179,33 @@ ENDPOINTS: tuple[ApiEndpoint, ...] = (
                         }
                     )
                 ),
+                "audits": s.many(s.AUDIT_CASE),
             },
-            description="`newest`: rounds it was in (tokens > 0) or missed (absence says why), newest first.",
+            description="`newest`: rounds it was in (tokens > 0) or missed (absence says why), newest first; "
+            "`audits`: the newest cases about its own updates, decided ones first.",
         ),
         lambda source, key: _now(source.peer(key)),
         (Parameter("key", "the peer's key", key=True, in_path=True),),
         missing="this run knows no such peer",
+    ),
+    ApiEndpoint(
+        "/api/audits",
+        "Decisions about updates, newest first, and failed checks on which nothing is decided yet",
+        s.of(
+            {
+                "total": s.COUNT,
+                "offset": s.COUNT,
+                "decided": s.many(s.AUDIT_CASE),
+                "undecided_total": s.COUNT,
+                "undecided": s.many(s.AUDIT_CASE),
+            },
+            description="`total`: decided cases that are kept, the newest 256; `undecided`: at most 25, newest first",
+        ),
+        lambda source, offset, limit: _now(source.audits(offset, limit)),
+        (
+            Parameter("offset", "number of decided cases to skip", 0, 0, 100_000),
+            Parameter("limit", "maximum number of decided cases", 25, 1, 50),
+        ),
     ),
     ApiEndpoint(
         "/api/rounds/newest",

@@ -8,8 +8,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from coordinator.audit_docket import AuditCase
 from coordinator.credits.leaderboard import CreditSummary
 from coordinator.history import Charts
+from coordinator.ledger import CarriedReport, StatedDecision
 from coordinator.non_participation import NonParticipation
 from coordinator.overview import Overview, PeerOverview, RoundOverview
 from coordinator.round_observations import RoundObservation
@@ -21,6 +23,9 @@ FIRST_PEERS, FIRST_ROUNDS = 25, 8
 
 SHOWN = 12
 """Names in a row of rounds; the round's own view has all."""
+
+SHOWN_REPORTS = 24
+"""Reports of a case: a jury has up to 64 keys."""
 
 NameOf = Callable[[PeerKey], str]
 
@@ -59,12 +64,12 @@ def event(o: Overview, now: float) -> dict[str, Any]:
 def status(o: Overview, name_of: NameOf, now: float) -> dict[str, Any]:
     """Return the state, the first peers and the newest rounds."""
     return event(o, now) | {
-        "peers": [peer(p) for p in o.peers[:FIRST_PEERS]],
+        "peers": [peer(p, name_of) for p in o.peers[:FIRST_PEERS]],
         "rounds": [round_row(r, name_of) for r in o.rounds[:FIRST_ROUNDS]],
     }
 
 
-def peer(p: PeerOverview) -> dict[str, Any]:
+def peer(p: PeerOverview, name_of: NameOf) -> dict[str, Any]:
     h = p.heartbeat
     row = {
         "peer": str(p.peer),
@@ -75,6 +80,7 @@ def peer(p: PeerOverview) -> dict[str, Any]:
         "micro_credits_pending": p.pending,
         "last_round": p.last_round,
         "absence": None if p.absence is None else absence(p.absence),
+        "conviction": None if p.conviction is None else conviction(p.conviction, name_of, barred=p.phase == "barred"),
     }
     if h is None:
         return row | dict.fromkeys(_SAID_BY_ITSELF)
@@ -126,6 +132,48 @@ def round_page(r: RoundOverview, announced: dict[PeerKey, float], name_of: NameO
             for e in a.lines
         ],
         "absent": None if observed is None or observed.absent is None else _absent(observed.absent, name_of),
+    }
+
+
+def conviction(c: AuditCase, name_of: NameOf, *, barred: bool) -> dict[str, Any]:
+    """Return why a peer was convicted, in short: a row of peers has it."""
+    stated = None if c.outcome is None else c.outcome.stated
+    return {"round": stated, "update_round": c.round, "barred_until": c.barred_until, "barred": barred,
+            "message": c.finding(name_of)}  # fmt: skip
+
+
+def audit_case(c: AuditCase, final: bool, name_of: NameOf) -> dict[str, Any]:
+    """Return a case with its reports, failed ones first; `final`: the record that states the decision is final."""
+    ordered = sorted(c.reports, key=lambda r: r.body.passed)
+    return {
+        "round": c.round,
+        "record": str(c.record),
+        "update": str(c.update),
+        "finding": c.finding(name_of),
+        "reports": [_report(r, name_of) for r in ordered[:SHOWN_REPORTS]],
+        "reports_total": len(ordered),
+        "accusers": len({r.reporter for r in c.reports if not r.body.passed and r.body.check == "replay"}),
+        "decision": None if c.outcome is None else _decision(c, c.outcome, final, name_of),
+    } | _named(c.author, name_of)
+
+
+def _report(r: CarriedReport, name_of: NameOf) -> dict[str, Any]:
+    scores = [{"name": s.name, "value": rounded(s.value), "threshold": rounded(s.threshold)} for s in r.body.scores]
+    about = {"check": r.body.check, "passed": r.body.passed, "carried": r.carried, "scores": scores}
+    return _named(r.reporter, name_of) | about
+
+
+def _decision(c: AuditCase, d: StatedDecision, final: bool, name_of: NameOf) -> dict[str, Any]:
+    refuted = d.decision.refuted
+    return {
+        "round": d.stated,
+        "record": str(d.stated_by),
+        "final": final,
+        "convicted": d.decision.convicted,
+        "barred_until": c.barred_until if d.decision.convicted else None,
+        "micro_credits_voided": d.voided,
+        "refuted": [_named(key, name_of) for key in refuted[:SHOWN]],
+        "refuted_total": len(refuted),
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from coordinator.peer_registry import PHASES
+from protocol.messages import AUDIT_CHECKS
 
 Schema = dict[str, Any]
 
@@ -43,6 +44,54 @@ NAMED = of({"peer": KEY, "name": TEXT})
 ABSENT = of({"peer": KEY, "name": TEXT, "reason": TEXT, "message": TEXT})
 ENTRY = of({"peer": KEY, "name": TEXT, "windows": COUNT, "tokens": COUNT, "micro_credits": MICRO})
 
+CONVICTION = of(
+    {"round": maybe(COUNT), "update_round": COUNT, "barred_until": COUNT, "barred": FLAG, "message": TEXT},
+    description="The newest record that convicts it, and of which update; `barred_until`: the first round in which it "
+    "may train again; `message`: what was measured.",
+)
+
+AUDIT_CASE = of(
+    {
+        "peer": KEY,
+        "name": TEXT,
+        "round": COUNT,
+        "record": DIGEST,
+        "update": DIGEST,
+        "finding": TEXT,
+        "reports": many(
+            of(
+                {
+                    "peer": KEY,
+                    "name": TEXT,
+                    "check": {"enum": list(AUDIT_CHECKS)},
+                    "passed": FLAG,
+                    "carried": COUNT,
+                    "scores": many(of({"name": TEXT, "value": maybe(NUMBER), "threshold": maybe(NUMBER)})),
+                }
+            )
+        ),
+        "reports_total": COUNT,
+        "accusers": COUNT,
+        "decision": maybe(
+            of(
+                {
+                    "round": COUNT,
+                    "record": DIGEST,
+                    "final": FLAG,
+                    "convicted": FLAG,
+                    "barred_until": maybe(COUNT),
+                    "micro_credits_voided": maybe(MICRO),
+                    "refuted": many(NAMED),
+                    "refuted_total": COUNT,
+                }
+            )
+        ),
+    },
+    description="`peer` is the author of the audited `update` in `record`, of `round`. `reports`: failed ones first, "
+    "at most 24; `carried`: the round whose record carries it. `accusers`: keys with a failed replay. "
+    "`micro_credits_voided` is null until the deciding record is final. `refuted`: who reported the opposite.",
+)
+
 PEER = of(
     {
         "peer": KEY,
@@ -53,6 +102,7 @@ PEER = of(
         "micro_credits_pending": MICRO,
         "last_round": maybe(COUNT),
         "absence": maybe(REASON),
+        "conviction": maybe(CONVICTION),
         "seconds_since_heartbeat": maybe(SECONDS),
         "round": maybe(COUNT),
         "loss": maybe(NUMBER),
@@ -219,10 +269,11 @@ RECEIPT = of(
         "number": COUNT,
         "pending_until": COUNT,
         "status": {"enum": ["pending", "settled", "voided", "not accepted"]},
+        "void_reason": TEXT,
         "bytes": BASE64,
     },
     description="`bytes`: the envelope that the owner signed. It settles when the final round with the "
-    "number `pending_until` is there.",
+    "number `pending_until` is there. `void_reason`: the decision or verdict that voids it; empty if none does.",
 )
 
 SAMPLE = of(

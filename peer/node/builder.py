@@ -60,6 +60,7 @@ def build_node(
     codec = make_codec(spec.codec, spec.model.layout)
     reduction = Reduction(spec.codec, spec.model.layout)
 
+    makes_audits = options.makes_audits(replayable=spec.audit.replayable)
     policy = RoundPolicy.of(spec)
     limits = policy.chain_limits
     if options.observer:
@@ -75,7 +76,7 @@ def build_node(
         observer=options.observer,
         blob_size=codec.size,
         assets=assets(spec),
-        audits=options.makes_audits,
+        audits=makes_audits,
     )
     banned = partial(is_banned, chain)
     network = Network(membership, tasks, options.listen, options.announce, banned, start_swarm)
@@ -86,7 +87,7 @@ def build_node(
     relay = SliceRelay(me, store, network, reduction, codec.size, spec.round, machine, tasks)
     files = StateFetcher(spec, me, store, network, updates, reducer)
     auditor = None
-    if options.makes_audits:
+    if makes_audits:
         auditor = UpdateAuditor(spec, me, options, store, chain, updates, files, queue.post)
     retention = BlobRetention(
         spec, store, updates,

@@ -55,8 +55,15 @@ class DirectiveHandler:
 
     @property
     def description(self) -> str:
-        """The directives that concern this peer, for people; empty when there are none."""
-        return "" if self._present is None else describe(self._present.directive, self.me)
+        """The reasons why this peer rests, for people; empty when there are none."""
+        present = self._present
+        if present is None:
+            return ""
+        said = describe(present.directive, self.me)
+        if not present.barred_until:
+            return said
+        barred = f"convicted by an audit, rests until round {present.barred_until} (the log and the run page say why)"
+        return f"{said}; {barred}" if said else barred
 
 
 def is_banned(chain: Chain, key: PeerKey) -> bool:

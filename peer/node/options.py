@@ -15,7 +15,8 @@ class NodeOptions:
     An `observer` trains nothing. `parallel` is the layout over several devices. `recompute` saves memory by computing
     activations again, `compile` compiles the layers, and with `overlap` training goes on while an update is undecided.
     `private_data` allows private addresses of data. See `peer.channel.Start`. `audit_device` is where this peer checks
-    others' updates: "auto" (the trainer's device), "cpu", "cuda:N", or "off".
+    others' updates: "cpu", "cuda:N", "off", or "auto". That is the trainer's device in a replayable run, and "off" in
+    others, where checks convict nobody.
     """
 
     folder: Path
@@ -33,7 +34,7 @@ class NodeOptions:
     trainer_command: tuple[str, ...] = ()
     """Replaces the trainer's own command line, to measure the node by itself."""
 
-    @property
-    def makes_audits(self) -> bool:
-        """True when this node makes checks of others' updates. An observer is never drawn."""
-        return not self.observer and self.audit_device != "off"
+    def makes_audits(self, *, replayable: bool) -> bool:
+        """Return whether this node checks others' updates. An observer is never drawn."""
+        is_off = self.audit_device == "off" or (self.audit_device == "auto" and not replayable)
+        return not self.observer and not is_off

@@ -27,7 +27,8 @@ class Snapshot:
     `time_shares` are shares of the trainer's last minute; empty when unknown.
     `trained_windows` counts from the start of this node; windows that were trained again count again. `open_windows`
     are not covered by an update yet. `next_window` is the absolute number of the window to train next; 0 without a
-    trainer. `orders` are the owner's directives that concern this peer, for people; empty when there are none.
+    trainer. `orders` are the reasons why this peer rests, for people: a directive of the owner, or an audit's
+    conviction. It is empty when there are none.
     `audits` counts this node's checks of others' updates (`update_auditor.AuditCounts`); empty when it makes none.
     """
 

@@ -54,6 +54,15 @@ class AuditCounts:
     not_made: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A check that waits. `is_accused`: records carry accusations of the update. `is_new`: its author has no stake."""
+
+    action: AuditUpdate
+    is_accused: bool
+    is_new: bool
+
+
 @dataclass(eq=False)
 class UpdateAuditor:
     """Answers `AuditUpdate` with `UpdateAudited`, by `post`. `run` works until it is cancelled.
@@ -73,8 +82,7 @@ class UpdateAuditor:
 
     def __post_init__(self) -> None:
         self._policy = RoundPolicy.of(self.spec)
-        self._waiting: list[tuple[bool, AuditUpdate]] = []
-        """Checks, and whether records carry accusations of the update."""
+        self._waiting: list[_Waiting] = []
         self._strange: BoundedDict[Digest, None] = BoundedDict(MAX_WAITING)
         """Updates that failed a loss check here."""
         self._asked = asyncio.Event()
@@ -87,7 +95,9 @@ class UpdateAuditor:
             return
         # Auditors are asked about the newest record, jurors about an older one.
         is_accused = action.certificate.digest != self.chain.head
-        self._waiting.append((is_accused, action))
+        stakes = self.chain.stakes(action.certificate.record.body.parent)
+        is_new = bool(stakes) and not any(stakes.get(u.author) for u in _updates(action) if u.digest == action.update)
+        self._waiting.append(_Waiting(action, is_accused, is_new))
         if len(self._waiting) > MAX_WAITING:
             self._not_made(self._take(last=True), f"{MAX_WAITING} others come first")
         self._asked.set()
@@ -106,18 +116,22 @@ class UpdateAuditor:
     def _take(self, *, last: bool = False) -> AuditUpdate:
         """Remove and return the first check by rank, or the last one.
 
-        First come updates that are accused or failed a loss check, then loss checks, then replays. Of each kind the
-        newest round comes first: where there is more to do than time, old checks would all be late.
+        First come replays of keys without stake: all of their updates are to be replayed, whatever loss checks find.
+        Of these the oldest comes first, so that the auditors of one update agree on the order. Then come updates that
+        are accused or failed a loss check, then loss checks, then replays. Of each kind the newest round comes first:
+        where there is more to do than time, old checks would all be late.
         """
 
-        def rank(waiting: tuple[bool, AuditUpdate]) -> tuple[int, int]:
-            is_accused, action = waiting
-            urgent = is_accused or action.update in self._strange
-            return 0 if urgent else 1 + (action.check != "loss"), -action.certificate.record.body.round
+        def rank(waiting: _Waiting) -> tuple[int, int]:
+            action, round_ = waiting.action, waiting.action.certificate.record.body.round
+            if waiting.is_new and action.check != "loss":
+                return 0, round_
+            urgent = waiting.is_accused or action.update in self._strange
+            return 1 if urgent else 2 + (action.check != "loss"), -round_
 
         found = (max if last else min)(self._waiting, key=rank)
         self._waiting.remove(found)
-        return found[1]
+        return found.action
 
     def retained_blobs(self) -> frozenset[Digest]:
         """Return the blobs that the present check reads."""
@@ -129,7 +143,7 @@ class UpdateAuditor:
         return len(self._waiting)
 
     async def _audit(self, action: AuditUpdate) -> None:
-        if (reason := self._obsolete(action.certificate)) is not None:
+        if (reason := self._obsolete(action)) is not None:
             self._not_made(action, reason)
             return
         seconds = max(LEAST_SECONDS, DEADLINE_ROUNDS * self.spec.round.max_seconds)
@@ -145,13 +159,15 @@ class UpdateAuditor:
             self._in_use = frozenset()
         self._report(action, answer)
 
-    def _obsolete(self, certificate: Certificate) -> str | None:
-        """Return why no record would carry a report on an update of this record."""
-        chain, record = self.chain, certificate.digest
+    def _obsolete(self, action: AuditUpdate) -> str | None:
+        """Return why no record would carry a report on an update, or nothing would follow from it."""
+        chain, record = self.chain, action.certificate.digest
         if not chain.is_ancestor(record, chain.head):
             return "the chain has left its record"
         if chain.height(chain.head) - chain.height(record) >= self.spec.credit.hold_rounds:
             return "its credit has settled"
+        if any(u.digest == action.update and chain.is_barred(u.author, chain.head) for u in _updates(action)):
+            return "its author is convicted already"
         return None
 
     def _report(self, action: AuditUpdate, answer: AuditAnswer) -> None:
@@ -216,8 +232,12 @@ class UpdateAuditor:
 _CHECKS = {"loss": "loss check", "replay": "replay"}
 
 
+def _updates(action: AuditUpdate) -> tuple[Signed[UpdateHeader], ...]:
+    return action.certificate.record.body.updates
+
+
 def _update_of(action: AuditUpdate) -> Signed[UpdateHeader]:
-    for update in action.certificate.record.body.updates:
+    for update in _updates(action):
         if update.digest == action.update:
             return update
     raise AuditError("the record lists no such update")

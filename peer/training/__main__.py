@@ -6,14 +6,24 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from peer.channel.trainer_end import TrainerEnd
 from peer.errors import ChannelError
 from peer.parent_process import exit_with_parent
 
+if TYPE_CHECKING:
+    from peer.training.service import TrainerService
 
-def main() -> int:
-    """Serve the node at the other end of the descriptor. Return the exit code."""
+
+def main(
+    arguments: Sequence[str] | None = None, make_service: Callable[[TrainerEnd], TrainerService] | None = None
+) -> int:
+    """Serve the node at the other end of the descriptor. Return the exit code.
+
+    `arguments`: None for those of the process. `make_service`: None for `TrainerService`.
+    """
     # Ctrl-C, a service's SIGTERM and a closed terminal are for the node: it asks the trainer to save and stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -21,18 +31,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m peer.training", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="descriptor of the channel to the node")
     parser.add_argument("--parent", type=int, required=True, help="process id of the node")
-    arguments = parser.parse_args()
+    parsed = parser.parse_args(arguments)
     try:
-        end = TrainerEnd.from_fd(arguments.fd)
+        end = TrainerEnd.from_fd(parsed.fd)
     except ChannelError as e:
         print(f"trainer: {e}; it is started by cairn peer join, not by hand", file=sys.stderr)
         return 2
-    if not exit_with_parent(arguments.parent):
+    if not exit_with_parent(parsed.parent):
         return 1
     from peer.training.service import TrainerService  # torch and transformers: seconds
 
     try:
-        return TrainerService(end).run()
+        return (make_service or TrainerService)(end).run()
     except ChannelError as e:
         print(f"trainer: {e}", file=sys.stderr)
         return 1

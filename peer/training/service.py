@@ -96,7 +96,7 @@ class TrainerService:
             if choose_device(start.device, start.threads).type == "cpu":
                 # The node shares these cores, and peers wait for its answers: training gets the time that is left.
                 os.nice(CPU_NICENESS)
-            trainer = Trainer(start, self._note, self._lost)
+            trainer = self.make_trainer(start)
         except torch.OutOfMemoryError:
             self._end.send(Failed("start", str(out_of_memory(torch.device("cuda"), "build the model")), fatal=True))
             return 1
@@ -120,6 +120,10 @@ class TrainerService:
             return 1
         finally:
             trainer.close(in_order=in_order)
+
+    def make_trainer(self, start: Start) -> Trainer:
+        """Return the trainer that `start` describes. Raise CairnError, OSError or torch.OutOfMemoryError."""
+        return Trainer(start, self._note, self._lost)
 
     def _turn(self, trainer: Trainer) -> None:
         """Deal with pending messages, then make one inner step; without a batch, wait for a message."""

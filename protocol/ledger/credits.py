@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from protocol.ids import Digest, PeerKey, Round
-from protocol.messages import Certificate, Rollback, Verdict
+from protocol.messages import AuditDecision, Certificate, Rollback, Signed, Verdict, WorkReport
 from protocol.spec import RunSpec
 
 FLOPS_PER_MICRO_CREDIT = 10**9
@@ -65,7 +65,7 @@ class RoundCredits:
 
     `base_state` is the digest of state[round], from which the round started; `loss` is the mean of the contributors'
     own training losses, weighted by windows. Windows are as weighed. The `verdicts` and the `rollback` are those of the
-    directive that the record carries.
+    directive that the record carries. The `reports` and `decisions` of audits are the record's.
     """
 
     round: Round
@@ -76,8 +76,13 @@ class RoundCredits:
     lines: tuple[CreditLine, ...]
     verdicts: tuple[Verdict, ...] = ()
     rollback: Rollback | None = None
-    convicted: tuple[PeerKey, ...] = ()
-    """The authors that the record's decisions convict: all that is pending for them is void."""
+    reports: tuple[Signed[WorkReport], ...] = ()
+    decisions: tuple[AuditDecision, ...] = ()
+
+    @property
+    def convicted(self) -> tuple[PeerKey, ...]:
+        """The authors that the record's decisions convict: all that is pending for them is void."""
+        return tuple(d.author for d in self.decisions if d.convicted)
 
     @property
     def tokens(self) -> int:
@@ -96,7 +101,7 @@ def credits_of(certificate: Certificate, rule: CreditRule) -> RoundCredits:
     return RoundCredits(
         record.round, certificate.digest, record.parent, record.base_state, record.loss, lines,
         () if directive is None else directive.verdicts, None if directive is None else directive.rollback,
-        tuple(d.author for d in record.decisions if d.convicted),
+        record.reports, record.decisions,
     )  # fmt: skip
 
 

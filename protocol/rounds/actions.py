@@ -134,10 +134,13 @@ class DirectivesChanged:
     """The newest one known; a neutral one of sequence 0 where none is."""
 
     paused: bool
-    """The trainer must make no inner steps: the run is paused or has ended, or this peer is banned."""
+    """The trainer must make no inner steps: the run is paused or has ended, or this peer is banned or barred."""
 
     policy: RoundPolicy
     """The policy of the open round."""
+
+    barred_until: Round = Round(0)
+    """The first round in which this peer may train again after a conviction; 0 while it may."""
 
 
 @dataclass(frozen=True, slots=True)

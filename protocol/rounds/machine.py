@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Set
 
 from protocol.chain import Chain, FinalizedConflict, UnknownParent
 from protocol.errors import ChainError
-from protocol.ids import Digest, PeerKey, RunId
+from protocol.ids import Digest, PeerKey, Round, RunId
 from protocol.message_codec import Signer
 from protocol.messages import (
     Certificate,
@@ -42,6 +42,7 @@ from protocol.rounds.actions import (
 from protocol.rounds.chain_sync import Bootstrap, ChainSync
 from protocol.rounds.consensus import Consensus
 from protocol.rounds.context import Context
+from protocol.rounds.conviction_notices import notify_convictions
 from protocol.rounds.departure import Departure
 from protocol.rounds.directive_gossip import DirectiveGossip
 from protocol.rounds.exchange import ShardDuty
@@ -385,23 +386,10 @@ class RoundMachine:
             if twice is not None:
                 context.notify("warning", "equivocation", *twice)
             context.emit(StoreCertificate(certificate))
-            self._notify_decisions(certificate)
+            notify_convictions(context, certificate)
             self._hold_back_if_unsupported(certificate, head)
         self._close_dropped_round()
         return added
-
-    def _notify_decisions(self, certificate: Certificate) -> None:
-        """Tell people whom a record convicts, and what that costs."""
-        context = self._context
-        for decision in certificate.record.body.decisions:
-            if decision.convicted and certificate.digest in context.chain:
-                key, until = decision.author, context.chain.barred_until(decision.author, certificate.digest)
-                name = "this peer" if key == context.me else f"peer {key.short}"
-                text = (
-                    f"{name} is convicted: by a jury's replays its update in record {decision.record.short} was not "
-                    f"trained as it claims. Its stake and pending credit are lost, and it is barred until round {until}"
-                )
-                context.notify("warning", "convicted", text, key)
 
     def _close_dropped_round(self) -> None:
         """Close the round if its parent was cut off the tree, by a finalization or by the tree's bounds."""
@@ -602,7 +590,9 @@ class RoundMachine:
         context, before = self._context, self._published
         if before is not None and before.directive is context.directive and before.policy is context.policy:
             return
-        now = DirectivesChanged(context.directive, context.is_paused, context.policy)
+        barred_until = context.chain.barred_until(context.me, context.chain.head)
+        barred_until = barred_until if context.chain.is_barred(context.me, context.chain.head) else Round(0)
+        now = DirectivesChanged(context.directive, context.is_paused, context.policy, barred_until)
         if now != before:
             context.emit(now)
         self._published = now

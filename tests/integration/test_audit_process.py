@@ -101,7 +101,7 @@ def test_what_is_no_job_is_answered_in_one_line_without_a_traceback(line):
 def test_a_job_is_read_strictly(audited):
     line = job_line(audited.job())
     assert parse_job(line) == audited.job()
-    for old, new in ((b'"check":"replay"', b'"check":"appeal"'), (b'"threads":1', b'"threads":"1"'),
+    for old, new in ((b'"check":"replay"', b'"check":"guess"'), (b'"threads":1', b'"threads":"1"'),
                      (b'"threads":1', b'"threads":1,"more":2'), (b'"first_window":', b'"first_window":-'),
                      (b'"threads":1', b'"threads":NaN')):  # fmt: skip
         assert old in line

@@ -39,7 +39,7 @@ from protocol.ids import Digest, PeerKey, Round
 from protocol.ledger.credits import CreditRule, credits_of
 from protocol.ledger.statements import open_receipt
 from protocol.message_codec import KeySigner, encode_certificate
-from protocol.messages import Directive, Finalization, Rollback, UpdateHeader, Verdict
+from protocol.messages import AuditDecision, Directive, Finalization, Rollback, Score, UpdateHeader, Verdict
 from protocol.rounds.policy import RoundPolicy
 from protocol.wire import swarm_pb2 as wire
 from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer, state
@@ -609,6 +609,26 @@ async def test_the_commands_bind_show_export_and_check_receipts(tmp_path, monkey
         # A ledger without a swarm to ask: clean, and said. The demo's swarm is not on the network.
         done = await asyncio.to_thread(CliRunner().invoke, main, ["audit", "ledger", invite])
         assert done.exit_code == 0 and "no member of the swarm" in done.output, done.output
+
+
+async def test_account_show_names_the_conviction_that_voids_credit(tmp_path):
+    spec = make_spec(credit={"hold_rounds": 8})
+    swarm = FakeSwarm(spec)
+    audited = swarm.round({1: 30, 2: 30, 3: 30})
+    failed = [swarm.chain.report(audited, 1, by, Score("signs", 0.7, 0.97)) for by in (2, 3)]
+    swarm.round({2: 30, 3: 30}, reports=failed, decisions=[AuditDecision(audited.digest, peer(1).key, True)])
+    for _ in range(4):
+        swarm.round({2: 30, 3: 30})
+    async with running(tmp_path, spec=spec, swarm=swarm) as (c, _):
+        await settled(c, 6)
+        await until(lambda: c.chain.audits.decided[0].outcome.voided is not None, "the conviction is final")
+        invite = str(replace(c.invite(), addresses=()))
+        command = ["account", "show", invite, "--peer", str(peer(1).key)]
+        done = await asyncio.to_thread(CliRunner().invoke, main, command, env={"COLUMNS": "200"})
+        assert "voided by the conviction in round 1 for the update of round 0" in " ".join(done.output.split())
+        client = await asyncio.to_thread(CliRunner().invoke, main, ["status", invite], env={"COLUMNS": "200"})
+        said = " ".join(client.output.split())
+        assert f"({peer(1).key.short}) is convicted in round 1" in said and "barred until round 66" in said
 
 
 async def test_the_commands_say_in_one_line_what_is_missing(tmp_path):

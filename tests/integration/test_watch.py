@@ -89,6 +89,13 @@ def test_numbers_are_never_cut_and_names_give_way():
     assert "final 3" in text and "page  http://run.example.org/" in text
 
 
+def test_those_who_are_barred_are_named_with_the_reason_and_the_end():
+    made = console(160, 60, terminal=False)
+    said = "peer eve (3f2a8c1e) is convicted in round 41: the replays of 5 peers found signs 0.71. Until round 106"
+    text = "\n".join(lines_of(whole(status(convictions=(said,)), 160, 1000.0), made))
+    assert f"BARRED {said}" in text
+
+
 def test_without_a_terminal_lines_come_when_something_changes():
     clock = [1e9]
     made = console(80, 24, terminal=False)

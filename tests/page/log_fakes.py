@@ -46,7 +46,7 @@ class FakeLog:
             "micro_credits": 0 if refused else 1000 + number, "number": round_,
             "pending_until": 0 if refused else round_ + 12,
             "status": "not accepted" if refused else "pending" if round_ > 8 else "settled",
-            "bytes": base64.b64encode(b"receipt").decode(),
+            "void_reason": "", "bytes": base64.b64encode(b"receipt").decode(),
         }  # fmt: skip
 
     def routes(self) -> list[Route]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.page.log_fakes import FakeLog
-from tests.page.world import World, crowd, peer
+from tests.page.world import EVIL, FRAMED, LIAR, STRANGER, World, audited_world, crowd, peer
 from tests.support.waiting import wait_until
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install '.[test]'")
@@ -28,6 +28,7 @@ VIEWS = [
     "",
     "#peers",
     "#rounds",
+    "#audits",
     "#leaderboard",
     "#model",
     f"#peer/{peer(5).key}",
@@ -202,6 +203,64 @@ def test_names_of_strangers_are_text(world, tab):
     until(page, "document.querySelector('#view .wide tbody')?.innerText.includes('onerror')")
     assert page.evaluate("window.evil") is None and page.locator("#view img").count() == 0
     world.beats()
+
+
+@pytest.fixture(scope="module")
+def audited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    world = audited_world(tmp_path_factory.mktemp("audited"))
+    yield world
+    world.close()
+
+
+def test_decisions_are_shown_with_the_numbers_of_each_reporter_and_what_they_cost(audited, tab):
+    page = tab(audited, "#audits")
+    rows = page.locator(".audits tbody tr")
+    rows.nth(3).wait_for()
+    convicted, acquitted, accused, suspected = rows.all_inner_texts()
+    assert "convicted" in convicted and "signs 0.7 to 0.796, 0.97 is needed; measured by ada, grace" in convicted
+    assert "credits void; no stake from before; barred until round 74" in convicted
+    assert "acquitted" in acquitted and "the stake of ada, grace, who reported the opposite" in acquitted
+    assert "one peer says so" in accused and "a loss check accuses nobody" in suspected
+    assert EVIL in accused and page.locator("#view img").count() == 0, "names of scores are text"
+    page.locator(".audits summary").first.click()
+    assert "failed ada by replay: scale 0.93, at least 0.8; signs 0.7, below 0.97" in rows.first.inner_text()
+    before = page.evaluate("document.querySelector('.audits details').open")
+    audited.act(audited.round(out=tuple(audited.barred)))
+    until(page, f"document.querySelector('#message').textContent.includes('{len(audited.swarm.chain.certificates)},')")
+    assert before and page.evaluate("document.querySelector('.audits details').open"), "it stays unfolded"
+
+
+def test_the_convicted_and_the_accused_read_on_their_own_pages_what_they_can_do(audited, tab):
+    page = tab(audited, f"#peer/{peer(LIAR).key}")
+    page.wait_for_selector(".case")
+    said = text(page, "#view")
+    assert "It was convicted in round 9, and may be in no record before round 74." in said
+    assert "What its volunteer can do: leave it running" in said and "Its pending credit (" in said
+    page.wait_for_selector("section .why.missed")
+    assert "voided by the conviction in round 9 for the update of round 7" in text(page, "#view")
+    page.goto(f"{audited.url}#peer/{peer(STRANGER).key}")
+    until(page, "document.querySelector('.case')?.dataset.verdict === 'open'")
+    assert "Less than half of a jury's stake convicts nobody" in text(page, ".case")
+    page.goto(f"{audited.url}#peer/{peer(FRAMED).key}")
+    until(page, "document.querySelector('.case')?.dataset.verdict === 'acquitted'")
+    assert "It costs this peer nothing" in text(page, ".case")
+    page.goto(f"{audited.url}#peers")
+    page.wait_for_selector("td.guilty")
+    assert "convicted in round 9, barred until 74: the replays of 7 peers" in text(page, "td.guilty")
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_audits_have_no_fault_by_axe_and_stick_out_nowhere(audited, tab, dark):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    page = tab(audited, dark=dark)
+    small = tab(audited, phone=True)
+    for view in ("#audits", f"#peer/{peer(LIAR).key}", f"#peer/{peer(STRANGER).key}", "#peers"):
+        page.goto(audited.url + view)
+        page.wait_for_selector("#view .wide table")
+        assert not axe.run(page).response["violations"], view
+        small.goto(audited.url + view)
+        small.wait_for_selector("#view .wide table")
+        assert small.evaluate("document.documentElement.scrollWidth") <= 390, view
 
 
 def test_a_peers_own_page_shows_its_rounds_and_receipts_that_can_be_checked(world, tab):

@@ -22,7 +22,7 @@ from coordinator.round_observations import RoundObservation
 from coordinator.service import OBSERVATIONS_FILE, Coordinator, CoordinatorConfig
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, sha256
-from protocol.messages import Certificate, RoundRecord, Signed, UpdateHeader
+from protocol.messages import AuditDecision, Certificate, RoundRecord, Score, Signed, UpdateHeader, WorkReport
 from protocol.spec import sign_spec
 from tests.support.coordinator_fakes import ChainMaker, FakeSwarm, make_archiver, make_spec, peer, state
 from tests.support.specs import OWNER, spec_fields
@@ -77,6 +77,7 @@ class World:
         self.peers = peers
         self.port = 0
         self.random = random.Random(7)
+        self.barred: set[int] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -169,13 +170,16 @@ class World:
         heard = self.swarm.heard[peer(number).key]
         self.swarm.heard[peer(number).key] = replace(heard, heartbeat=replace(heard.heartbeat, **changes))
 
-    async def round(self, *, out: tuple[int, ...] = (), late: tuple[int, ...] = ()) -> Certificate:
-        """One round as a swarm has it: trained, announced, proposed, certified; the clock goes on by itself."""
+    async def round(self, *, out: tuple[int, ...] = (), late: tuple[int, ...] = (), **audits: Any) -> Certificate:
+        """One round as a swarm has it: trained, announced, proposed, certified; the clock goes on by itself.
+
+        `audits`: the reports and decisions that its record carries.
+        """
         assert self.coordinator is not None
         rounds = len(self.swarm.chain.certificates)
         work = {n: 1400 + 37 * (n % 29) for n in range(self.peers) if n not in out}
         tardy = self.swarm.chain.fork(rounds).add(dict.fromkeys(late, 900), loss=3.0) if late else None
-        certificate = self.swarm.chain.add(work, loss=_loss(rounds) + self.random.gauss(0, 0.02))
+        certificate = self.swarm.chain.add(work, loss=_loss(rounds) + self.random.gauss(0, 0.02), **audits)
         for _ in range(4):  # it is looked at in between, as it would be
             self.clock.shift += (ROUND_SECONDS * 0.9 + self.random.uniform(-4, 4)) / 4
             self.coordinator.overview()
@@ -192,14 +196,37 @@ class World:
         chain = self.coordinator.chain
         await until(lambda: chain.head is not None and chain.head[1] == certificate.digest, every=0.005)
         self.beats()
+        for number in self.barred:
+            self.says(number, phase="paused")
         self.swarm.changed()
         return certificate
+
+    def judge(self, author: int, *, convicted: bool = True, jury: Sequence[int] = (3, 4, 6, 7, 8)) -> AuditDecision:
+        """Let two auditors accuse the newest update of a peer, and a jury decide; two rounds."""
+        chain, out = self.swarm.chain, tuple(self.barred)
+        record = next(c for c in reversed(chain.certificates) if peer(author).key in c.record.body.contributors)
+
+        def report(by: int, failed: bool) -> Signed[WorkReport]:
+            signs = 0.7 + 0.012 * by if failed else 0.99 + 0.001 * by
+            scores = (Score("scale", 0.93 - by / 100, 0.8), Score("signs", round(signs, 4), 0.97))
+            return chain.report(record, author, by, *scores)
+
+        self.act(self.round(out=out, reports=[report(by, True) for by in (0, 1)]))
+        refuted = () if convicted else tuple(sorted(peer(n).key for n in (0, 1)))
+        decision = AuditDecision(record.digest, peer(author).key, convicted, refuted)
+        self.barred |= {author} if convicted else set()
+        reports = [report(by, convicted) for by in jury]
+        self.act(self.round(out=tuple(self.barred), reports=reports, decisions=[decision]))
+        return decision
 
     def play(self, rounds: int) -> None:
         """Add a number of rounds with the events of swarms: one peer is away, one is late, one has just come."""
 
         async def play() -> None:
             for r in range(rounds):
+                if self.barred:
+                    await self.round(out=tuple(self.barred))
+                    continue
                 if r % 7 == 3:
                     self.says(2, phase="syncing")
                 if r % 5 == 2:
@@ -209,6 +236,30 @@ class World:
 
         self.beats()
         self.act(play())
+
+
+EVIL = "<img src=x>"
+LIAR, FRAMED, SUSPECT, STRANGER = 5, 9, 2, 10
+
+
+def audited_world(folder: Path) -> World:
+    """Return a run in which one peer was convicted, one acquitted, and two are accused."""
+    spec = world_spec(credit={"hold_rounds": 8})
+    world = World(folder, FakeSwarm(spec)).start()
+    world.name_peers()
+    world.play(6)
+    world.judge(FRAMED, convicted=False)
+    world.judge(LIAR)
+    world.play(5)
+    chain = world.swarm.chain
+    newest = chain.certificates[-1]
+    reports = [
+        chain.report(newest, SUSPECT, 7, Score("gain", 0.4, 3.0), Score("quarter", -1.25, 1.0), check="loss"),
+        chain.report(newest, STRANGER, 8, Score(EVIL, 0.5, 0.97)),
+        chain.report(newest, 0, 8, Score("signs", 0.99, 0.97)),
+    ]
+    world.act(world.round(out=tuple(world.barred), reports=reports))
+    return world
 
 
 def _loss(round_: int) -> float:

@@ -33,7 +33,7 @@ STEPS, EARLY = 24, 6
 
 @dataclass(frozen=True)
 class Audited:
-    """What an auditor has: the run's files, the first record, and both updates of the second round."""
+    """The things that an auditor has: the run's files, the first record, and both updates of the second round."""
 
     world: World
     first: RoundUpdates

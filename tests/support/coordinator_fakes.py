@@ -18,18 +18,22 @@ from protocol.errors import CairnError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.ledger.credits import CreditRule, RoundCredits, credits_of
-from protocol.message_codec import KeySigner
+from protocol.message_codec import KeySigner, report_place
 from protocol.messages import (
     Admission,
+    AuditCheck,
+    AuditDecision,
     Certificate,
     Directive,
     Finalization,
     Heartbeat,
     Rollback,
     RoundRecord,
+    Score,
     Signed,
     UpdateHeader,
     Vote,
+    WorkReport,
     quorum,
 )
 from protocol.rounds.policy import RoundPolicy
@@ -114,8 +118,21 @@ class ChainMaker:
         weighed = weigh(list(zip(claims, histories, strict=True)), len(self.certificates), self._most)
         return weighed if self.weighs and weighed != tuple(claims) else ()
 
-    def add(self, work: Mapping[int, int], *, loss: float = 5.0, attempt: int = 0) -> Certificate:
-        """Add the next round, with windows by the number of the peer."""
+    def report(
+        self, certificate: Certificate, author: int, by: int, *scores: Score, check: AuditCheck = "replay"
+    ) -> Signed[WorkReport]:
+        """Return the report of peer `by` on the update of peer `author` in a record."""
+        update = next(u for u in certificate.record.body.updates if u.author == peer(author).key)
+        body = WorkReport(
+            self.run, certificate.record.body.round, certificate.digest, update.digest, check, scores
+        )  # fmt: skip
+        return KeySigner(peer(by)).sign(body)
+
+    def add(
+        self, work: Mapping[int, int], *, loss: float = 5.0, attempt: int = 0,
+        reports: Sequence[Signed[WorkReport]] = (), decisions: Sequence[AuditDecision] = (),
+    ) -> Certificate:  # fmt: skip
+        """Add the next round, with windows by the number of the peer; whatever reports and decisions it carries."""
         round_ = Round(len(self.certificates))
         identities = sorted((peer(n) for n in work), key=lambda i: i.key)
         windows = {peer(n).key: w for n, w in work.items()}
@@ -133,8 +150,9 @@ class ChainMaker:
             headers.append(KeySigner(identity).sign(header))
         carried = self.directive if round_ == self._carries else None
         body = RoundRecord(
-            self.run, round_, self.head, state(round_), attempt, tuple(headers), carried, self._weights(headers)
-        )
+            self.run, round_, self.head, state(round_), attempt, tuple(headers), carried, self._weights(headers),
+            tuple(sorted(reports, key=report_place)), tuple(sorted(decisions, key=lambda d: (d.record, d.author))),
+        )  # fmt: skip
         record = KeySigner(identities[0]).sign(body)
         votes = tuple(KeySigner(i).sign(Vote(self.run, round_, record.digest)) for i in identities)
         assert len(votes) >= quorum(len(identities))

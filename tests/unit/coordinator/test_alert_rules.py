@@ -212,3 +212,28 @@ def test_fired_and_resolved_alternate_whatever_happens_and_restarts_change_nothi
     for rule in RULES:
         what = [w for n, w in log if n == rule.name and w != "ongoing"]
         assert what == ["fired", "resolved"] * (len(what) // 2) + ["fired"] * (len(what) % 2)
+
+
+EVE, MALLORY = ("case-1", "peer eve is convicted in round 41"), ("case-2", "peer mallory is convicted in round 44")
+
+
+def test_each_conviction_is_sent_once_and_is_over_after_an_hour():
+    world = World()
+    assert world.look(2, convictions=(EVE,)) == [], "what is there at the first look is no news"
+    world.restart()
+    assert world.look(convictions=(MALLORY, EVE)) == [("audits", "fired")]
+    assert [a.message for a in world.journal.active] == [MALLORY[1]]
+    world.restart()
+    assert world.look(5, convictions=(MALLORY, EVE)) == []
+    third = ("case-3", "peer trudy is convicted in round 45")
+    assert world.look(convictions=(third, MALLORY, EVE)) == [("audits", "fired")]
+    assert world.look(5, seconds=600, health="paused", convictions=(third, MALLORY, EVE)) == []
+    assert world.look(2, seconds=600, health="paused", convictions=(third, MALLORY, EVE)) == [("audits", "resolved")]
+    assert world.look(5, seconds=9000, health="paused", convictions=(third, MALLORY, EVE)) == []
+
+
+def test_several_convictions_of_one_record_are_one_alert_and_none_is_judged_while_the_chain_is_read():
+    world = World()
+    assert world.look(caught_up=False, convictions=(EVE,)) == []
+    assert world.look(convictions=()) == [] and world.look(convictions=(MALLORY, EVE)) == [("audits", "fired")]
+    assert world.journal.active[0].message == f"{MALLORY[1]}; and 1 more: see the run page"

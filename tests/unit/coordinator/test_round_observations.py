@@ -13,6 +13,7 @@ from coordinator.peer_registry import RATE_SECONDS, PeerRegistry
 from coordinator.round_observations import MAX_WITH_ABSENCES, RoundObservations, TypicalDurations
 from protocol.ids import Digest
 from protocol.ledger.credits import CreditRule, credits_of
+from protocol.messages import AuditDecision
 from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer
 
 SPEC = make_spec()
@@ -77,6 +78,17 @@ def test_announcements_that_come_before_their_round_began_here_count_for_it():
     assert w.certified(second).commit == 1.0
 
 
+def test_whoever_a_record_convicts_is_not_said_to_be_late():
+    w = Watch()
+    audited = w.swarm.chain.add({0: 10, 1: 10})
+    w.certified(audited)
+    rival = w.swarm.chain.fork(1).add({0: 10, 1: 10})
+    w.swarm.hear(*rival.record.body.updates)
+    decision = AuditDecision(audited.digest, peer(0).key, True)
+    (absent,) = w.certified(w.swarm.chain.add({1: 10}, decisions=[decision])).absent or ()
+    assert (absent.peer, absent.reason) == (peer(0).key, "convicted")
+
+
 def test_why_a_peer_is_not_in_a_round_is_said_in_words():
     w = Watch()
     w.round(dict.fromkeys(range(10), 10))
@@ -110,7 +122,7 @@ def test_why_a_peer_is_not_in_a_round_is_said_in_words():
     # One that is gone is missed once, in the round after its last.
     del w.swarm.heard[peer(9).key]
     assert peer(9).key not in {a.peer for a in w.round({0: 10}).absent or ()}
-    assert {*why.values(), "left"} == REASONS
+    assert {*why.values(), "left", "convicted"} == REASONS
 
 
 def test_bytes_of_a_round_come_from_counters_that_may_begin_anew():

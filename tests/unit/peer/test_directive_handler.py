@@ -54,6 +54,16 @@ def test_the_trainer_and_the_users_of_the_policy_are_told_what_changes_once():
     assert handler.description == "paused by the run's owner" and handler.target_tokens == 256
 
 
+def test_a_barred_peer_says_so_and_until_when():
+    handler = DirectiveHandler(peer(1).key, 32, trainer := Trainer(), [])
+    running = Directive(SPEC.run_id, 1)
+    handler.handle(DirectivesChanged(running, True, RoundPolicy(8, 16), Round(71)))
+    assert trainer.told == [Orders(True, 16, 256)]
+    assert "convicted by an audit, rests until round 71" in handler.description
+    handler.handle(DirectivesChanged(running, False, RoundPolicy(8, 16)))
+    assert handler.description == ""
+
+
 def test_what_was_learnt_goes_once_when_the_run_was_rolled_back_while_the_peer_was_away(tmp_path):
     folder = tmp_path / "trainer"
     (folder / "compiled").mkdir(parents=True)

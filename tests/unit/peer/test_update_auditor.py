@@ -266,6 +266,32 @@ async def test_what_is_accused_comes_first_then_loss_checks_then_replays_and_the
         ]  # fmt: skip
 
 
+async def test_replays_of_keys_without_stake_come_first_and_the_oldest_of_them(tmp_path):
+    async with world(tmp_path, 5, fields={"credit": {"hold_rounds": 3}}) as w:
+        w.process.gate.clear()
+        w.ask(4, "loss", author=1)
+        await until(lambda: w.process.asked, "the first is being made")
+        for _ in range(2):
+            w.chain.add(w.made.add({1: 8, 2: 8, 3: 8}))
+        w.ask(6, "loss", author=3)
+        w.ask(6, "loss")
+        w.ask(6, "replay", author=3)
+        w.ask(5, "replay", author=3)
+        w.process.gate.set()
+        await w.done(5)
+        assert w.rounds_asked()[1:] == [("replay", 5), ("replay", 6), ("loss", 6), ("loss", 6)]
+
+
+async def test_who_is_convicted_is_not_checked_any_more(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    async with world(tmp_path) as w:
+        monkeypatch.setattr(w.chain, "is_barred", lambda author, parent: author == peer(2).key)
+        w.ask(2)
+        await w.done(1)
+        assert not w.process.asked and not w.posted
+    assert "its author is convicted already" in caplog.text
+
+
 async def test_the_queue_is_bounded(tmp_path):
     async with world(tmp_path, 5) as w:
         w.process.gate.clear()
@@ -305,6 +331,8 @@ async def test_audits_have_a_device_of_their_own(tmp_path):
         w.ask(2)
         await w.done(1)
         assert w.process.asked[0].device == "cpu"
-    assert NodeOptions(tmp_path).makes_audits
-    assert not NodeOptions(tmp_path, audit_device="off").makes_audits
-    assert not NodeOptions(tmp_path, observer=True).makes_audits
+    assert NodeOptions(tmp_path).makes_audits(replayable=True)
+    assert not NodeOptions(tmp_path).makes_audits(replayable=False)
+    assert NodeOptions(tmp_path, audit_device="cpu").makes_audits(replayable=False)
+    assert not NodeOptions(tmp_path, audit_device="off").makes_audits(replayable=True)
+    assert not NodeOptions(tmp_path, observer=True).makes_audits(replayable=True)

@@ -6,87 +6,22 @@ from dataclasses import replace
 
 import pytest
 
-from protocol.audits import AuditRule, draw_auditors
-from protocol.chain import Chain, ChainLimits
+from protocol.audits import draw_auditors
 from protocol.errors import ChainError
 from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.ledger.credits import CreditRule, credits_of
 from protocol.ledger.fold import CreditFold
 from protocol.messages import (
-    AuditCheck,
     AuditDecision,
     Certificate,
     RoundRecord,
-    Score,
-    Signed,
     UpdateHeader,
-    WorkReport,
 )
 from protocol.rounds import report_pool
 from protocol.rounds.report_pool import ReportPool
-from protocol.stake import StakeRule
 from tests.simulation.signer import FakeSigner, certificate
-from tests.support.empty_chain import KEYS, OWNER, RUN, STATE
-
-HOLD, WINDOWS = 4, 10
-LIAR = KEYS[0]
-OTHERS = KEYS[1:]
-
-
-class Branch:
-    """A chain on which six keys have stake, and its records."""
-
-    def __init__(self, rounds: int = HOLD + 3):
-        limits = ChainLimits(100, 8, stake=StakeRule(HOLD), audit=AuditRule(auditors=3, owner=OWNER.key))
-        self.chain = Chain(RUN, STATE, limits)
-        for _ in range(rounds):
-            self.add()
-
-    def record(self, *reports: Signed[WorkReport], without: PeerKey | None = None, decisions=None) -> Certificate:
-        """Return the next record: of all that may be listed, with these reports and what follows from them."""
-        chain = self.chain
-        parent, number = chain.head, chain.height(chain.head)
-        ordered = tuple(sorted(reports, key=lambda r: (r.body.record, r.body.update, r.author, r.body.check)))
-        if decisions is None:
-            decisions = chain.reports_after(parent).decisions(ordered)
-        left_out = {d.author for d in decisions if d.convicted} | {without}
-        updates = []
-        for key in KEYS:
-            if key not in left_out and not chain.is_barred(key, parent):
-                first, blob = chain.next_window(key, parent), Digest(sha256(b"blob", key, parent))
-                body = UpdateHeader(RUN, number, parent, STATE, first, first, first + WINDOWS, 1, blob, 9, 1.0, b"")
-                updates.append(FakeSigner(key).sign(body))
-        weights = chain.weights(parent, updates)
-        body = RoundRecord(RUN, number, parent, STATE, 0, tuple(updates), None, weights, ordered, decisions)
-        return certificate(FakeSigner(updates[0].author).sign(body), [u.author for u in updates])
-
-    def add(self, *reports: Signed[WorkReport]) -> Certificate:
-        made = self.record(*reports)
-        assert self.chain.add(made) and self.chain.head == made.digest
-        return made
-
-
-def update_of(record: Certificate, author: PeerKey = LIAR) -> Signed[UpdateHeader]:
-    return next(u for u in record.record.body.updates if u.author == author)
-
-
-def report(
-    record: Certificate, by: PeerKey, *, passed: bool = False, check: AuditCheck = "replay", author: PeerKey = LIAR
-) -> Signed[WorkReport]:
-    number, update = record.record.body.round, update_of(record, author).digest
-    return FakeSigner(by).sign(
-        WorkReport(RUN, number, record.digest, update, check, (Score("warm", float(passed), 0.5),))
-    )
-
-
-def accused(branch: Branch) -> tuple[Certificate, list[PeerKey], list[PeerKey]]:
-    """Return a record whose update by LIAR two auditors accuse in the next one; these two, and the others."""
-    record = branch.chain.certificate(branch.chain.head)
-    update, stakes = update_of(record), branch.chain.stakes(record.record.body.parent)
-    drawn = draw_auditors(record.digest, update.digest, LIAR, stakes, branch.chain.limits.audit)
-    made = branch.add(*(report(record, key) for key in drawn[:2]))
-    assert made.record.body.decisions == () and len(made.record.body.reports) == 2
-    return record, list(drawn[:2]), [key for key in OTHERS if key not in drawn[:2]]
+from tests.support.audited_branch import HOLD, LIAR, OTHERS, Branch, accused, report, update_of
+from tests.support.empty_chain import OWNER, RUN, STATE
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@ export function short(n) {
   return Number.isInteger(n) ? String(n) : n.toFixed(Math.abs(n) < 10 ? 2 : 0);
 }
 
+export const score = (n) => (n === null ? "–" : String(Number(n.toPrecision(3))));
+
 export function bytes(n) {
   if (n === null || n === undefined) return "–";
   for (const [top, unit] of [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"]]) if (n >= top) return (n / top).toFixed(1) + " " + unit;

@@ -1,5 +1,6 @@
 // Which view is shown, and the live stream that feeds it. A view has `status(s)` and `close()`.
 
+import { Audits } from "./audits.js";
 import { byId } from "./dom.js";
 import { showHeader, showLost } from "./header.js";
 import { Leaderboard } from "./leaderboard.js";
@@ -20,6 +21,7 @@ function make(root) {
   if (name === "round" && /^[0-9]{1,12}$/.test(which)) return new Round(root, Number(which));
   if (name === "peers") return new Peers(root);
   if (name === "rounds") return new Rounds(root);
+  if (name === "audits") return new Audits(root);
   if (name === "leaderboard") return new Leaderboard(root);
   if (name === "model") return new Model(root);
   return new Overview(root);

@@ -1,6 +1,7 @@
 // One peer, or one account: how it is, what it earned, its receipts, and how to check them.
 
 import { ask, askOr, Missing } from "./api.js";
+import { ownCases } from "./audits.js";
 import { el, facts, number, peerLink, roundLink, table } from "./dom.js";
 import { bytes, credits, duration, loss, shortKey, short } from "./format.js";
 import { isAway, phase } from "./peers.js";
@@ -46,8 +47,8 @@ class Receipts {
       }
     } }, "check");
     const file = el("a", { href: `data:application/octet-stream;base64,${r.bytes}`, download: `receipt-${r.round}-${shortKey(this.key)}.bin` }, "save");
-    const status = r.status === "pending" ? `pending until final round number ${r.pending_until}` : r.status;
-    return el("tr", {}, el("td", { class: "n" }, roundLink(r.round)), el("td", { class: r.status === "pending" ? "pending" : null }, status), el("td", { class: "why" }, r.reason || "–"),
+    const status = r.status === "pending" ? `pending until final round number ${r.pending_until}` : `${r.status} ${r.void_reason}`.trim();
+    return el("tr", {}, el("td", { class: "n" }, roundLink(r.round)), el("td", { class: r.status === "pending" ? "pending" : r.void_reason ? "why missed" : null }, status), el("td", { class: "why" }, r.reason || "–"),
       number(short(r.tokens)), number(credits(r.micro_credits)), el("td", { class: "why" }, check, " ", file, said));
   }
 }
@@ -65,12 +66,12 @@ export class Peer {
   close() { this.closed = true; }
 
   status(s) {
-    if (Date.now() - this.at > 2500) this.load(s.time);
+    if (Date.now() - this.at > 2500) this.load(s.time, s.round);
     if (s.head !== this.head && !this.receipts.rows.length) this.receipts.load();
     this.head = s.head;
   }
 
-  async load(now) {
+  async load(now, round) {
     this.at = Date.now();
     let found;
     try {
@@ -80,12 +81,14 @@ export class Peer {
       return;
     }
     if (this.closed) return;
-    const p = found.peer, away = isAway(p);
+    const p = found.peer, away = isAway(p), said = JSON.stringify([found.audits, round >= (p.conviction?.barred_until ?? 0)]);
+    if (said !== this.said) [this.said, this.cases] = [said, ownCases(found.audits, round)]; // what somebody has unfolded stays so
     const newest = found.newest[0];
-    const sentence = newest === undefined ? "" : newest.absence ? `Not in round ${newest.round}: ${newest.absence.message}. Its work is part of a later round.` : `It is in round ${newest.round}.`;
+    const sentence = p.conviction?.barred ? `It was convicted in round ${p.conviction.round}, and may be in no record before round ${p.conviction.barred_until}.` : newest === undefined ? "" : newest.absence ? `Not in round ${newest.round}: ${newest.absence.message}. Its work is part of a later round.` : `It is in round ${newest.round}.`;
     this.body.replaceChildren(
       el("h2", {}, p.name || `Peer ${shortKey(p.peer)}`),
-      el("p", { class: "message" }, phase(p), p.since === null ? "" : ` for ${duration(Math.max(0, now - p.since))}. `, sentence),
+      el("p", { class: "message" }, phase(p), p.since === null || p.phase === "barred" ? ". " : ` for ${duration(Math.max(0, now - p.since))}. `, sentence),
+      ...(this.cases ? [this.cases] : []),
       facts([["Tokens/s", away ? "–" : short(p.tokens_per_second)], ["Loss", loss(p.loss)], ["Rounds in", String(found.rounds)], ["Tokens", short(found.tokens)],
         ["Credits", credits(p.micro_credits_settled)], ["Not final", credits(p.micro_credits_pending)], ["Sent", bytes(p.bytes_up)], ["Received", bytes(p.bytes_down)]]),
       el("dl", { class: "digests" }, el("dt", {}, "Key"), el("dd", {}, el("code", {}, p.peer)), el("dt", {}, "Device"), el("dd", {}, p.device || "–"),

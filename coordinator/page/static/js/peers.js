@@ -14,7 +14,9 @@ const COLUMNS = [
 
 export const phase = (p) => el("span", { class: "phase", "data-phase": p.phase }, p.phase);
 
-export const isAway = (p) => ["silent", "gone", "banned"].includes(p.phase);
+export const convicted = (c) => `convicted in round ${c.round}, barred until ${c.barred_until}: ${c.message || "its work was not what it claims"}`;
+
+export const isAway = (p) => ["silent", "gone", "banned", "barred"].includes(p.phase);
 
 export function earned(p) {
   const cell = number(credits(p.micro_credits_settled));
@@ -29,13 +31,14 @@ function traffic(total, perSecond) {
 function peerRow(p, now) {
   const away = isAway(p);
   const why = p.absence ? p.absence.message : p.last_round === null ? "in no round lately" : "";
+  const guilt = p.conviction;
   return el("tr", { class: away ? "away" : null },
-    el("td", { class: "name" }, peerLink(p)), el("td", {}, phase(p)),
+    el("td", { class: "name" }, peerLink(p)), el("td", {}, phase(p), guilt && !guilt.barred ? el("span", { class: "note", title: guilt.message }, ` convicted in round ${guilt.round}`) : null),
     number(p.since === null ? "–" : duration(Math.max(0, now - p.since)), { title: p.since === null ? null : moment(p.since) }),
     number(away ? "–" : short(p.tokens_per_second === null ? null : Math.round(p.tokens_per_second))), number(loss(p.loss)),
     traffic(p.bytes_up, p.up_per_second), traffic(p.bytes_down, p.down_per_second),
     el("td", { class: "n" }, p.last_round === null ? "–" : el("a", { href: `#round/${p.last_round}` }, String(p.last_round))),
-    el("td", { class: p.absence ? "why missed" : "why" }, away && !p.absence ? "" : why),
+    guilt?.barred ? el("td", { class: "why guilty" }, convicted(guilt)) : el("td", { class: p.absence ? "why missed" : "why" }, away && !p.absence ? "" : why),
     earned(p),
     el("td", { class: "device", title: p.device || null }, p.device || "–"));
 }

@@ -1,0 +1,180 @@
+"""The audits of a run as its records carry them: reports, decisions, and who is barred. For people.
+
+No credit depends on it: the fold has the decisions itself. Final records come from the ledger, open ones beyond them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from coordinator.ledger import CarriedReport, StatedDecision
+from protocol.audit_findings import describe_failures
+from protocol.audit_penalties import AuditPenalties
+from protocol.audits import AuditRule
+from protocol.ids import Digest, PeerKey, Round
+from protocol.ledger.credits import RoundCredits
+
+MAX_DECIDED = 256
+"""Newest decided cases that are kept; the bars of all convictions are."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuditCase:
+    """The reports on one update, in their order, and the decision about it. `outcome` is None while there is none."""
+
+    round: Round
+    record: Digest
+    update: Digest
+    author: PeerKey
+    reports: tuple[CarriedReport, ...]
+    outcome: StatedDecision | None = None
+    barred_until: Round = Round(0)
+    """After a conviction: the first round in which a record may list the author again."""
+
+    @property
+    def is_conviction(self) -> bool:
+        return self.outcome is not None and self.outcome.decision.convicted
+
+    def finding(self, name_of: Callable[[PeerKey], str]) -> str:
+        """Return what the failed reports measured and who measured it, for people; "" if none failed."""
+        return describe_failures(((r.reporter, r.body) for r in self.reports), name_of)
+
+    def describe(self, name_of: Callable[[PeerKey], str]) -> str:
+        """Return whom a conviction convicts of what, and until when, as one sentence for people."""
+        found = self.finding(name_of)
+        in_round = "" if self.outcome is None else f" in round {self.outcome.stated}"
+        return (
+            f"peer {name_of(self.author)} ({self.author.short}) is convicted{in_round}: its update of round "
+            f"{self.round} was not trained as it claims{f': {found}' if found else ''}. It is barred until round "
+            f"{self.barred_until}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RecentRounds:
+    """The open rounds, oldest first, and all whose lines are in memory, by record."""
+
+    open: tuple[RoundCredits, ...]
+    by_record: Mapping[Digest, RoundCredits]
+    newest: int
+    """The newest round; -1 before the first."""
+
+    def author_of(self, record: Digest, update: Digest) -> PeerKey | None:
+        """Return the author of an update; None if its record is not in memory."""
+        account = self.by_record.get(record)
+        return None if account is None else next((e.peer for e in account.lines if e.update == update), None)
+
+    def update_of(self, record: Digest, author: PeerKey) -> tuple[Round, Digest] | None:
+        """Return the round of a record and the update of a peer in it; None if it is not in memory."""
+        account = self.by_record.get(record)
+        update = None if account is None else next((e.update for e in account.lines if e.peer == author), None)
+        return None if account is None or update is None else (account.round, update)
+
+
+class AuditDocket:
+    """The cases of one run. Only `IndexedChain` changes it."""
+
+    def __init__(self, hold_rounds: int, bar_rounds: int = AuditRule().bar_rounds):
+        self._hold_rounds = hold_rounds
+        self._bar_rounds = bar_rounds
+        self._final: tuple[AuditCase, ...] = ()
+        self._reports: list[CarriedReport] = []
+        """Those of final records on updates that are pending and not decided."""
+        self._penalties = AuditPenalties()
+        """After the final records."""
+        self.decided: tuple[AuditCase, ...] = ()
+        """The newest decided cases, newest first."""
+        self.undecided: tuple[AuditCase, ...] = ()
+        """Cases with a failed report and without a decision, of updates whose credit is pending; newest first."""
+        self.penalties = AuditPenalties()
+        """After all records, final or not."""
+        self._convictions: dict[PeerKey, AuditCase] = {}
+
+    def barred_until(self, key: PeerKey, round_: int) -> Round | None:
+        """Return the end of the bar of a key in a round; None if it is not barred then."""
+        return self.penalties.of(key).barred_until if self.penalties.is_barred(key, Round(round_)) else None
+
+    def barred(self, round_: int) -> list[PeerKey]:
+        """Return the keys that are barred in a round."""
+        return [key for key in self.penalties.by_key if self.penalties.is_barred(key, Round(round_))]
+
+    def conviction_of(self, key: PeerKey) -> AuditCase | None:
+        """Return the newest case that convicts a key, of those that are kept."""
+        return self._convictions.get(key)
+
+    def of_peer(self, key: PeerKey) -> list[AuditCase]:
+        """Return the cases about updates of a key, decided ones first, newest first."""
+        return [c for c in (*self.decided, *self.undecided) if c.author == key]
+
+    def restore(
+        self, decisions: Sequence[StatedDecision], reports: Iterable[CarriedReport], recent: RecentRounds
+    ) -> None:
+        """Take over what the ledger holds of final records, oldest first; then follow the open rounds."""
+        self._penalties, self._final, self._reports = AuditPenalties(), (), []
+        by_update = _grouped(reports)
+        cases = []
+        for stated in decisions:
+            self._penalties, case = self._decide(self._penalties, stated, by_update)
+            cases.append(case)
+        self._final = tuple(cases[-MAX_DECIDED:])
+        self._reports = [report for group in by_update.values() for report in group]
+        self.follow(recent)
+
+    def post(self, added: Iterable[RoundCredits], recent: RecentRounds) -> None:
+        """Take in the reports of rounds that became final. Their decisions come with the next `restore`."""
+        for account in added:
+            self._reports += _carried(account, recent)
+        self.follow(recent)
+
+    def follow(self, recent: RecentRounds) -> None:
+        """Take in the open rounds in place of those before."""
+        oldest = recent.newest - self._hold_rounds
+        self._reports = [r for r in self._reports if r.body.round >= oldest]
+        by_update = _grouped(self._reports)
+        penalties, cases = self._penalties, list(self._final)
+        for account in recent.open:
+            for report in _carried(account, recent):
+                by_update.setdefault((report.body.record, report.author), []).append(report)
+            for decision in account.decisions:
+                found = recent.update_of(decision.record, decision.author)
+                if found is not None:
+                    stated = StatedDecision(account.round, account.record, *found, decision, None)
+                    penalties, case = self._decide(penalties, stated, by_update)
+                    cases.append(case)
+        self.penalties = penalties
+        self.decided = tuple(reversed(cases[-MAX_DECIDED:]))
+        self._convictions = {c.author: c for c in cases if c.is_conviction}
+        undecided = [_case(group) for group in by_update.values() if any(not r.body.passed for r in group)]
+        self.undecided = tuple(sorted(undecided, key=lambda c: (-c.round, c.author)))
+
+    def _decide(
+        self, penalties: AuditPenalties, stated: StatedDecision,
+        by_update: dict[tuple[Digest, PeerKey], list[CarriedReport]],
+    ) -> tuple[AuditPenalties, AuditCase]:  # fmt: skip
+        """Return the penalties after a decision, and its case, whose reports are taken out of `by_update`."""
+        decision = stated.decision
+        after = penalties.after(decision, stated.stated, self._bar_rounds)
+        reports = tuple(by_update.pop((decision.record, decision.author), ()))
+        until = after.of(decision.author).barred_until if decision.convicted else Round(0)
+        case = AuditCase(stated.round, decision.record, stated.update, decision.author, reports, stated, until)
+        return after, case
+
+
+def _carried(account: RoundCredits, recent: RecentRounds) -> list[CarriedReport]:
+    """Return the reports of a round, each with the author of its update."""
+    named = [(report, recent.author_of(report.body.record, report.body.update)) for report in account.reports]
+    return [CarriedReport(account.round, r.author, author, r.body) for r, author in named if author is not None]
+
+
+def _grouped(reports: Iterable[CarriedReport]) -> dict[tuple[Digest, PeerKey], list[CarriedReport]]:
+    """Return reports by the record and the author of their update."""
+    found: dict[tuple[Digest, PeerKey], list[CarriedReport]] = {}
+    for report in reports:
+        found.setdefault((report.body.record, report.author), []).append(report)
+    return found
+
+
+def _case(reports: Sequence[CarriedReport]) -> AuditCase:
+    first = reports[0]
+    return AuditCase(first.body.round, first.body.record, first.body.update, first.author, tuple(reports))

@@ -1,0 +1,174 @@
+"""The expected gain of cheats has the signs of a simulation with the product's own draws, stakes, bars and credits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from benchmarks.audit_gain import (
+    CHEATS,
+    DECISION_ROUNDS,
+    HOLD_ROUNDS,
+    Cheat,
+    audit_chance,
+    conviction_chance,
+    expected_gain,
+    gain_table,
+)
+from protocol.audits import AuditRule, due_audits
+from protocol.chain import genesis_digest
+from protocol.ids import Digest, PeerKey, Round, sha256
+from protocol.ledger.credits import CreditRule, credits_of
+from protocol.ledger.fold import CreditFold
+from protocol.messages import AuditDecision, Certificate, RoundRecord, Signed, UpdateHeader
+from protocol.record_node import RecordNode
+from protocol.stake import STAKE_ROUNDS, StakeRule
+from tests.support.audited import RUN, STATE, key
+
+NOTHING, HALF, THREE_QUARTERS, TOLERATED = CHEATS
+DEFAULT, OFTEN = AuditRule(), AuditRule(loss_rate=300_000, replay_rate=100_000)
+CHEATER, HONEST = key("cheater"), tuple(key(n) for n in range(5))
+WINDOWS = {1 / 3: (10, 34), 1.0: (30, 30), 3.0: (150, 30)}
+"""Windows of the cheater and of each honest peer, by the cheater's weight relative to the mean."""
+ROUNDS = 120
+RUNS = 80
+STAKE = StakeRule(HOLD_ROUNDS)
+CREDIT = CreditRule(6, 10**9, 16, HOLD_ROUNDS)
+
+
+class Run:
+    """A run of one cheater and five honest peers. `work` are the windows of each peer in a round."""
+
+    def __init__(self, weight: float, rule: AuditRule, name: object):
+        mine, theirs = WINDOWS[weight]
+        self.work = {CHEATER: mine} | dict.fromkeys(HONEST, theirs)
+        self.rule = rule
+        self.name = name
+        self.node = RecordNode(genesis_digest(RUN))
+        self.fold = CreditFold(RUN, CREDIT)
+        self.next = dict.fromkeys(self.work, 0)
+
+    def fork(self, name: object) -> Run:
+        other = Run(min(WINDOWS), self.rule, name)
+        other.work, other.node, other.fold, other.next = self.work, self.node, self.fold.copy(), dict(self.next)
+        return other
+
+    def round(self, *decisions: AuditDecision) -> Certificate:
+        """Add a record by all who are not barred, and return it."""
+        number = Round(self.node.height)
+        convicted = {d.author for d in decisions}
+        authors = [k for k in sorted(self.work) if k not in convicted and not self.node.penalties.is_barred(k, number)]
+        updates = tuple(self._update(author, number) for author in authors)
+        body = RoundRecord(RUN, number, self.node.digest, STATE, 0, updates, decisions=decisions)
+        digest = Digest(sha256(repr((self.name, number)).encode(), self.node.digest))
+        made = Certificate(Signed(body, authors[0], digest, b""), ())
+        self.node = RecordNode(made.digest, self.node, made, 10**6, HOLD_ROUNDS, self.rule.bar_rounds)
+        self.fold.add(credits_of(made, CREDIT))
+        return made
+
+    def _update(self, author: PeerKey, number: Round) -> Signed[UpdateHeader]:
+        first, self.next[author] = self.next[author], self.next[author] + self.work[author]
+        digest = Digest(sha256(b"header", author, repr((self.name, number)).encode()))
+        body = UpdateHeader(RUN, number, self.node.digest, STATE, first, first, self.next[author], 1, digest, 1, 1.0, b"")
+        return Signed(body, author, digest, b"")
+
+    def cheat(self, cheat: Cheat, rng: random.Random) -> tuple[int, int]:
+        """Cheat until a conviction or ROUNDS are over; return the rounds of cheating, and the convictions."""
+        due: dict[int, Digest] = {}
+        for cheats in range(1, ROUNDS + 1):
+            stakes: Mapping[PeerKey, int] = STAKE.stakes(self.node)
+            made = self.round()
+            for audit in due_audits(made, stakes, self.rule):
+                chance = cheat.by_replay if "replay" in audit.checks else cheat.by_loss * cheat.by_replay
+                if audit.author == CHEATER and rng.random() < chance:
+                    due.setdefault(cheats + DECISION_ROUNDS, made.digest)
+            if cheats in due:
+                self.round(AuditDecision(due[cheats], CHEATER, True))
+                return cheats, 1
+        return ROUNDS, 0
+
+
+@cache
+def settled(weight: float, rule: AuditRule) -> Run:
+    """Return a run in which everybody has the full stake by honest work."""
+    run = Run(weight, rule, "honest")
+    for _ in range(STAKE_ROUNDS + HOLD_ROUNDS + 1):
+        run.round()
+    return run
+
+
+@cache
+def simulated(cheat: Cheat, weight: float, rule: AuditRule, is_newcomer: bool = False) -> tuple[int, int, int]:
+    """Return the rounds of cheating in many runs, those of them and before that were voided, and the convictions."""
+    rounds, voided, convictions = 0, 0, 0
+    for seed in range(RUNS if cheat.by_replay else 2):
+        run = Run(weight, rule, seed) if is_newcomer else settled(weight, rule).fork(seed)
+        cheats, convicted = run.cheat(cheat, random.Random(seed))
+        rounds, convictions = rounds + cheats, convictions + convicted
+        voided += run.fold.balances[CHEATER].voided.rounds
+    return rounds, voided, convictions
+
+
+def simulated_gain(cheat: Cheat, weight: float, rule: AuditRule, *, counts_bar: bool, is_newcomer: bool = False):
+    """Return the gain of a round of cheating, in credits of a round of the cheater."""
+    rounds, voided, convictions = simulated(cheat, weight, rule, is_newcomer)
+    return cheat.saved - (voided + convictions * rule.bar_rounds * counts_bar) / rounds
+
+
+@pytest.mark.parametrize("weight", WINDOWS)
+@pytest.mark.parametrize("rule", [DEFAULT, OFTEN], ids=["default", "often"])
+def test_the_chance_of_an_audit_is_that_of_the_draw(weight, rule):
+    run, found = settled(weight, rule).fork("draws"), {"loss": 0, "replay": 0}
+    count = 1000
+    made, stakes = run.round(), STAKE.stakes(run.node)
+    for n in range(count):
+        drawn = replace(made, record=replace(made.record, digest=Digest(sha256(b"draw", n.to_bytes(4, "little")))))
+        for audit in due_audits(drawn, stakes, rule):
+            for check in audit.checks if audit.author == CHEATER else ():
+                found[check] += 1
+    for check, times in found.items():
+        chance = audit_chance(rule, check, weight)
+        assert abs(times / count - chance) < 4 * (chance * (1 - chance) / count) ** 0.5 + 1e-9, check
+
+
+@pytest.mark.parametrize("cheat", CHEATS, ids=lambda c: c.name[:12])
+@pytest.mark.parametrize("weight", WINDOWS)
+@pytest.mark.parametrize("rule", [DEFAULT, OFTEN], ids=["default", "often"])
+@pytest.mark.parametrize("counts_bar", [False, True], ids=["free", "barred"])
+def test_a_simulation_has_the_sign_of_the_expected_gain(cheat, weight, rule, counts_bar):
+    expected = expected_gain(cheat, rule, weight, counts_bar=counts_bar)
+    rounds = 1 / max(1e-9, conviction_chance(cheat, rule, weight))
+    if abs(expected) < 0.1 and cheat.by_replay or rounds > ROUNDS / 2 and cheat.by_replay:
+        return  # too near to zero, or to the end of a simulated run
+    found = simulated_gain(cheat, weight, rule, counts_bar=counts_bar)
+    assert (found > 0) == (expected > 0), (found, expected)
+    assert found == pytest.approx(expected, rel=0.4, abs=0.2)
+
+
+@pytest.mark.parametrize("cheat", CHEATS, ids=lambda c: c.name[:12])
+def test_a_newcomer_gains_nothing_by_what_a_replay_finds(cheat):
+    found = simulated_gain(cheat, 1.0, DEFAULT, counts_bar=False, is_newcomer=True)
+    expected = expected_gain(cheat, DEFAULT, 1.0, is_newcomer=True)
+    assert found == pytest.approx(expected, abs=0.05)
+    assert (expected <= 0) == bool(cheat.by_replay)
+
+
+def test_what_is_said_to_pay_pays_and_what_is_said_not_to_does_not():
+    """The statements of docs/trust.md in words."""
+    assert expected_gain(NOTHING, DEFAULT, 1 / 3) > 0.4 and expected_gain(NOTHING, DEFAULT, 3.0) < 0
+    for cheat in (NOTHING, HALF, THREE_QUARTERS):
+        for weight in WINDOWS:
+            assert expected_gain(cheat, DEFAULT, weight, counts_bar=True) < 0
+            assert expected_gain(cheat, replace(DEFAULT, loss_rate=10**6, replay_rate=10**6), weight) < 0
+    for weight in WINDOWS:
+        assert expected_gain(TOLERATED, OFTEN, weight, counts_bar=True) == TOLERATED.saved
+
+
+def test_the_table_of_the_docs_is_what_the_function_computes():
+    page = (Path(__file__).resolve().parents[3] / "docs/trust.md").read_text()
+    assert "\n".join(gain_table()) in page

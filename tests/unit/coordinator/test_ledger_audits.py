@@ -1,0 +1,109 @@
+"""Work reports and decisions in the ledger: kept while they matter, read back with the credit that they void."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.credits.receipts import void_reason
+from coordinator.ledger import Ledger
+from protocol.ids import Round
+from protocol.ledger.credits import CreditRule, credits_of
+from protocol.message_codec import KeySigner
+from protocol.messages import AuditDecision, Certificate, Directive, Rollback, Score, Verdict
+from tests.support.coordinator_fakes import ChainMaker, make_spec, peer, state
+from tests.support.specs import OWNER
+
+SPEC = make_spec(credit={"hold_rounds": 3, "flops_per_parameter_token": 1000})
+RULE = CreditRule.of(SPEC)
+EVERYBODY = {n: 100 for n in range(4)}
+LIAR = 0
+
+
+class Story:
+    """A chain, and the ledger to which each of its records is posted."""
+
+    def __init__(self, place: str):
+        self.place = place
+        self.chain = ChainMaker(SPEC)
+        self.ledger = Ledger(place, SPEC)
+
+    def round(self, work: dict[int, int] | None = None, **audits) -> Certificate:
+        certificate = self.chain.add(work or EVERYBODY, **audits)
+        self.ledger.post(credits_of(certificate, RULE))
+        return certificate
+
+    def convict(self) -> Certificate:
+        """Accuse the newest update of the liar in one record, and convict it in the next; return the audited one."""
+        audited = self.round()
+        failed = [self.chain.report(audited, LIAR, by, Score("signs", 0.7, 0.97)) for by in (1, 2, 3)]
+        self.round(reports=failed[:2])
+        others = {n: 100 for n in (1, 2, 3)}
+        decision = AuditDecision(audited.digest, peer(LIAR).key, True, (peer(3).key,))
+        self.round(others, reports=failed[2:], decisions=[decision])
+        return audited
+
+    def reopen(self) -> None:
+        self.ledger.close()
+        self.ledger = Ledger(self.place, SPEC)
+
+    def reports(self) -> list[tuple[int, int, str, bool]]:
+        found = self.ledger.work_reports(SPEC.run_id, Round(0))
+        return [(r.carried, r.body.round, r.reporter.short, r.body.passed) for r in found]
+
+
+@pytest.fixture
+def story(ledger_place):
+    made = Story(ledger_place)
+    yield made
+    made.ledger.close()
+
+
+def test_a_conviction_is_read_back_with_its_reports_and_the_credit_that_it_voids(story):
+    story.round()
+    audited = story.convict()
+    story.reopen()
+    (stated,) = story.ledger.decisions()
+    update = next(u for u in audited.record.body.updates if u.author == peer(LIAR).key)
+    assert (stated.stated, stated.round, stated.update) == (3, 1, update.digest)
+    assert stated.decision == AuditDecision(audited.digest, peer(LIAR).key, True, (peer(3).key,))
+    assert stated.voided == 3 * RULE.micro_credits(100), "rounds 0 to 2 were pending"
+    assert story.reports() == [
+        (carried, 1, peer(by).key.short, False)
+        for carried, by in sorted([(2, 1), (2, 2)], key=lambda x: peer(x[1]).key) + [(3, 3)]
+    ]
+    for _ in range(8):
+        story.round({n: 100 for n in (1, 2, 3)})
+    assert len(story.reports()) == 3, "reports behind a decision are kept"
+
+
+def test_a_line_names_the_conviction_or_the_verdict_that_voids_it(story):
+    story.convict()
+    assert {void_reason(line) for line in story.ledger.history_of(peer(LIAR).key)} == {
+        "by the conviction in round 2 for the update of round 0"
+    }
+    assert {void_reason(line) for line in story.ledger.history_of(peer(1).key)} == {""}
+    named = story.round({n: 100 for n in (1, 2, 3)})
+    verdict = Verdict(named.digest, peer(1).key, "checked")
+    story.chain.carry(KeySigner(OWNER).sign(Directive(SPEC.run_id, 1, verdicts=(verdict,))))
+    story.round({n: 100 for n in (1, 2, 3)})
+    by_round = {line.round: void_reason(line) for line in story.ledger.history_of(peer(1).key)}
+    assert by_round[named.record.body.round] == "by the owner's verdict that round 4 carries"
+
+
+def test_reports_without_a_decision_are_deleted_once_their_update_has_settled(story):
+    audited = story.round()
+    story.round(reports=[story.chain.report(audited, LIAR, 1, Score("signs", 0.7, 0.97))])
+    for left in (1, 0, 0):
+        story.round()
+        assert len(story.reports()) == left
+    assert story.ledger.decisions() == []
+
+
+def test_a_decision_of_rounds_that_were_rolled_back_is_not_of_the_branch(story):
+    story.round()
+    kept = story.chain.head
+    story.convict()
+    back = Rollback(1, kept, Round(1), state(1))
+    assert story.ledger.rollback(back)
+    assert story.ledger.decisions() == [] and story.reports() == []
+    assert story.ledger.history_of(peer(LIAR).key)[-1].status == "voided", "issued credit stays as it is"

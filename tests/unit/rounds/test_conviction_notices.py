@@ -1,0 +1,77 @@
+"""Notices of convictions: the convicted is given the numbers, the round in which the bar ends, and what to do."""
+
+from __future__ import annotations
+
+import pytest
+
+from protocol.audit_findings import describe_failures, failed_reports, failed_scores, reports_behind
+from protocol.ids import Digest, PeerKey, Round, sha256
+from protocol.messages import AuditCheck, Score, WorkReport
+from protocol.rounds.actions import Notice
+from protocol.rounds.context import Context
+from protocol.rounds.conviction_notices import notify_convictions
+from protocol.rounds.policy import RoundPolicy
+from protocol.stake import StakeRule
+from tests.simulation.signer import FakeSigner
+from tests.support.audited_branch import HOLD, LIAR, OTHERS, Branch, accused, report
+from tests.support.empty_chain import RUN, STATE
+
+ONE, TWO = (PeerKey(sha256(name)) for name in (b"one", b"two"))
+
+
+def notices(branch: Branch, me: PeerKey) -> list[Notice]:
+    policy = RoundPolicy(100, 100, stake=StakeRule(HOLD))
+    context = Context(policy, RUN, FakeSigner(me), branch.chain, False, lambda size: True, 0.0)
+    notify_convictions(context, branch.chain.certificate(branch.chain.head))
+    return [a for a in context.actions if isinstance(a, Notice)]
+
+
+@pytest.fixture
+def convicted() -> Branch:
+    branch = Branch()
+    record, _, jurors = accused(branch)
+    branch.add(*(report(record, key) for key in jurors))
+    return branch
+
+
+def test_the_convicted_reads_the_numbers_how_long_it_rests_and_what_it_can_do(convicted):
+    (notice,) = notices(convicted, LIAR)
+    until = convicted.chain.barred_until(LIAR, convicted.chain.head)
+    assert (notice.level, notice.kind, notice.about) == ("error", "convicted", LIAR)
+    for said in (
+        "THIS PEER IS CONVICTED: its update of round 6 was not trained as it claims: the replays of 5 peers",
+        "found warm 0 where 0.5 is needed", f"rests until round {until} and trains again then", "leave it running",
+        "write to the run's owner",
+    ):  # fmt: skip
+        assert said in notice.text, said
+
+
+def test_others_read_who_was_convicted_and_an_acquittal_is_no_news(convicted):
+    (notice,) = notices(convicted, OTHERS[0])
+    assert notice.level == "warning" and f"peer {LIAR.short} is convicted" in notice.text and "warm 0" in notice.text
+    assert notices(Branch(), LIAR) == []
+
+
+def test_a_notice_without_the_audited_record_in_memory_still_says_what_it_costs(convicted):
+    decision = convicted.chain.certificate(convicted.chain.head).record.body.decisions[0]
+    assert reports_behind(decision, ()) == () and describe_failures(()) == ""
+    found = reports_behind(
+        decision, (convicted.chain.certificate(r) for r in convicted.chain.ancestors(convicted.chain.head) if r)
+    )
+    assert len(found) == 5 and not any(r.passed for _, r in found)
+
+
+def made(by: PeerKey, check: AuditCheck, *scores: Score) -> tuple[PeerKey, WorkReport]:
+    return by, WorkReport(RUN, Round(3), STATE, Digest(sha256(b"update")), check, scores)
+
+
+def test_the_strongest_check_that_failed_is_described_by_its_range_and_its_strictest_threshold():
+    reports = (
+        made(ONE, "loss", Score("gain", 0.1, 3.0)),
+        made(ONE, "replay", Score("scale", 0.9, 0.8), Score("signs", 0.71, 0.96)),
+        made(TWO, "replay", Score("scale", 0.9, 0.8), Score("signs", 0.745, 0.97)),
+    )
+    assert [r.check for _, r in failed_reports(reports)] == ["replay", "replay"]
+    (signs,) = failed_scores(r for _, r in failed_reports(reports))
+    assert str(signs) == "signs 0.71 to 0.745 where 0.97 is needed"
+    assert describe_failures(reports[:1]) == f"the loss checks of 1 peer ({ONE.short}) found gain 0.1 where 3 is needed"
