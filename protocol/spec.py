@@ -7,6 +7,7 @@ and signed with the owner's key. A peer accepts it only when its digest is the r
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import rfc8785
@@ -112,6 +113,16 @@ class ModelSpec(Section):
     def layout(self) -> Layout:
         """The layout that `tensors` lists. Raises MalformedError when they are not in order."""
         return Layout(tuple(TensorShape(name, tuple(shape)) for name, shape in self.tensors))
+
+
+def _chances(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the fields by which training a model throws dice, such as GPT-2's dropout of 0.1: nobody can repeat it."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from (f"{name}.{inner}" for inner in _chances(value))
+        elif isinstance(value, int | float) and value and not isinstance(value, bool):
+            if any(word in name for word in ("drop", "jitter", "noise")):
+                yield name
 
 
 def _check_plain(value: Any, field: str, depth: int = 0) -> None:
@@ -315,16 +326,19 @@ class AuditSpec(Section):
     replayable: bool = Field(
         default=False,
         description="updates depend on public values alone, so that any peer can train one again and compare; it needs "
-        'codec.kind = "sign", codec.beta = 0 and round.exchange = "gather"',
+        'codec.kind = "sign", codec.beta = 0, round.exchange = "gather", and a model without dropout or other chance',
     )
 
-    def remedy(self, codec: CodecSpec, rounds: RoundSpec) -> str:
-        """Return what to set, if updates would depend on what only their author has; empty if all is well."""
+    def remedy(self, codec: CodecSpec, rounds: RoundSpec, model: Mapping[str, Any]) -> str:
+        """Return what to set, if updates would depend on what only their author has; empty if all is well.
+
+        `model`: the model's config.
+        """
         needed = {
             'codec.kind = "sign"': codec.kind == "sign",
             "codec.beta = 0": codec.beta == 0,
             'round.exchange = "gather"': rounds.exchange == "gather",
-        }
+        } | {f"model.{name} = 0": False for name in _chances(model)}
         if not self.replayable or all(needed.values()):
             return ""
         missing = ", ".join(setting for setting, holds in needed.items() if not holds)
@@ -374,7 +388,7 @@ class RunSpec(Section):
             raise ValueError("data.train holds less than one window of tokens")
         if self.inner.schedule.kind != "constant" and not self.inner.schedule.total_tokens:
             raise ValueError('inner.schedule.total_tokens must be set, or inner.schedule.kind = "constant"')
-        if remedy := self.audit.remedy(self.codec, self.round):
+        if remedy := self.audit.remedy(self.codec, self.round, self.model.config):
             raise ValueError(f"audit.replayable needs {remedy}")
         return self
 

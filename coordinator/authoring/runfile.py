@@ -137,7 +137,7 @@ class RunFile(Section):
         step = self.inner.batch * self.data.window
         if self.round.max_update_tokens < step:
             raise ValueError(f"round.max_update_tokens: must allow one inner step, batch * window = {step} tokens")
-        if remedy := self.audit.remedy(self.codec, self.round):
+        if remedy := self.audit.remedy(self.codec, self.round, self.model):
             raise ValueError(f"audit.replayable: needs {remedy}")
         return self
 

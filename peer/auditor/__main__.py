@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
 import time
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from peer.auditor.job import AuditAnswer, MeasuredScore, answer_line, parse_job
 from peer.channel.messages import MAX_LINE
@@ -14,8 +17,14 @@ from peer.errors import AuditError
 from peer.parent_process import exit_with_parent
 from protocol.errors import CairnError
 
+if TYPE_CHECKING:
+    import torch
+
 CPU_NICENESS = 19
 """An audit has the time that neither the node nor its trainer needs."""
+
+FREE_SHARE = 0.1
+"""Share of a GPU's memory that an audit leaves to the trainer, beside what is in use."""
 
 
 def main() -> int:
@@ -27,6 +36,9 @@ def main() -> int:
     parser.add_argument("--parent", type=int, required=True, help="process id of the node")
     if not exit_with_parent(parser.parse_args().parent):
         return 1
+    # Where the machine's memory runs out, the kernel ends this process, and neither the node nor the trainer.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
     # Libraries that print must not get between the node and the answers.
     out = os.dup(1)
     os.dup2(2, 1)
@@ -48,11 +60,29 @@ def _answer(line: bytes) -> AuditAnswer:
         device = choose_device(job.device, job.threads)
         if device.type == "cpu":
             os.nice(CPU_NICENESS)  # no more than that, however often
+        else:
+            _leave_memory(device)
         scores = tuple(MeasuredScore(s.name, s.value, s.threshold) for s in audit(job, device))
     except (CairnError, OSError, RuntimeError, MemoryError) as e:
         # RuntimeError: torch's, for a device that fails.
         return AuditAnswer((), " ".join(str(e).split())[:2000] or type(e).__name__, time.process_time() - began)
     return AuditAnswer(scores, "", time.process_time() - began)
+
+
+def _leave_memory(device: torch.device) -> None:
+    """Bound this process's part of a GPU, on which the trainer may be. Raise AuditError when too little is free."""
+    import torch
+
+    torch.cuda.empty_cache()  # of the job before
+    free, whole = torch.cuda.mem_get_info(device)
+    torch.cuda.set_per_process_memory_fraction(memory_share(free, whole), device)
+
+
+def memory_share(free: int, whole: int) -> float:
+    """Return the share of a GPU that an audit may use, by its free bytes and all. Raise AuditError for none."""
+    if (share := free / whole - FREE_SHARE) <= 0:
+        raise AuditError("the GPU's memory is needed for training: --audit-device cpu checks on the CPU")
+    return share
 
 
 if __name__ == "__main__":

@@ -93,6 +93,8 @@ class InnerOptimizer:
         self.muon = muon(self._by_muon.values(), spec) if self._by_muon else None
         self._piece = spec.batch
         """Windows in one forward pass; fewer when memory runs out."""
+        self.in_bf16 = device.type == "cuda"
+        """The forward pass runs in bf16 by autocast. An audit also uses what its device usually does not."""
         self.layers = Layers(model, layers, report)
         self._report = report
         self._on_cpu = device.type == "cpu"
@@ -170,7 +172,7 @@ class InnerOptimizer:
                 self._zero_gradients()
                 return None
             tokens = piece.long()
-            with torch.autocast("cuda", dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
+            with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.in_bf16):
                 logits = self.model(input_ids=tokens[:, :-1], use_cache=False).logits
             loss = cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
             loss = loss * (len(piece) / len(windows))
@@ -198,7 +200,7 @@ class InnerOptimizer:
 
     def _window_losses(self, windows: Tensor) -> Tensor:
         tokens = windows.long()
-        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.in_bf16):
             logits = self.model(input_ids=tokens[:, :-1], use_cache=False).logits
         losses = cross_entropy(logits.transpose(1, 2).float(), tokens[:, 1:], reduction="none")
         return losses.mean(1).cpu()

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from peer.auditor.__main__ import memory_share
 from peer.auditor.job import AuditAnswer, AuditJob, MeasuredScore, answer_line, job_line, parse_answer, parse_job
 from peer.errors import AuditError
 from peer.node.audit_process import AuditProcess
@@ -65,6 +66,23 @@ async def test_jobs_are_answered_with_scores_and_the_time_that_they_took(audited
     assert not gone.scores and "No such file" in gone.reason and str(tmp_path / "gone") in gone.reason
     await process.close()
     await process.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's choice when memory runs out")
+def test_where_memory_runs_out_the_auditor_ends_first():
+    command = [sys.executable, "-m", "peer.auditor", "--parent", str(os.getpid())]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(b"{}\n")
+        process.stdin.flush()
+        assert process.stdout.readline()
+        assert Path(f"/proc/{process.pid}/oom_score_adj").read_text().strip() == "1000"
+
+
+def test_an_audit_leaves_memory_of_a_gpu_to_the_trainer():
+    assert memory_share(30, 80) == pytest.approx(0.275)
+    with pytest.raises(AuditError, match="--audit-device cpu"):
+        memory_share(8, 80)
 
 
 async def test_a_device_that_is_not_there_is_the_reason(audited):

@@ -166,6 +166,15 @@ def _trained(audited: Audited) -> dict[str, bytes]:
     }  # fmt: skip
 
 
+def in_bf16(audited: Audited) -> bytes:
+    """Return the author's honest update as a GPU makes it: the forward passes are in bf16."""
+    backend = _backend(audited, at_start=True)
+    backend.inner.in_bf16 = True
+    honest, rebase = claimed(audited.made[AUTHOR], AUTHOR), Rebase(audited.first, audited.states[1], audited.accepted)
+    spec = audited.world.spec
+    return replay(spec, backend, audited.reader(), RoundFiles.of(spec), honest, 0, rebase)
+
+
 def _backend(audited: Audited, *, at_start: bool) -> SingleProcessBackend:
     backend = SingleProcessBackend(audited.world.spec, CPU, lambda: None)
     backend.outer.replayable = True

@@ -10,6 +10,7 @@ import torch
 from peer.auditor.audit import audit
 from peer.auditor.job import Rebase
 from peer.auditor.loss_check import GAIN, QUARTER, Gains, t_value
+from peer.auditor.replay import compare
 from peer.errors import AuditError
 from protocol.errors import CodecError, MalformedError
 from protocol.ids import Digest
@@ -38,6 +39,37 @@ def test_a_replay_of_an_honest_update_gives_the_same_bits(audited):
     for author in (AUTHOR, OTHER):
         found = scores(audited.job(of=author))
         assert (found["signs"].value, found["scale"].value) == (1.0, 1.0) and passed(found)
+
+
+def test_an_honest_update_of_a_gpu_passes_on_a_cpu(audited, tmp_path, monkeypatch):
+    # A longer update would differ more: 6% of signs after 48 steps.
+    monkeypatch.setattr("peer.auditor.replay.SIGNS", 0.995)
+    file = tmp_path / "bf16.blob"
+    file.write_bytes(audit_world.in_bf16(audited))
+    scale, signs = compare(audited.codec, file.read_bytes(), [audited.made[AUTHOR].blob_path.read_bytes()])
+    assert not passed({"scale": scale, "signs": signs})
+    found = scores(audited.job(blob=file))
+    assert passed(found) and found["signs"].value == 1.0 and 0.95 < found["signs"].threshold < 0.995
+
+
+def test_replays_that_differ_by_rounding_say_how_much_an_honest_update_may_differ(audited):
+    codec, honest = audited.codec, audited.made[AUTHOR].blob_path.read_bytes()
+
+    def flipped(every: int, at: int) -> bytes:
+        values = {t.name: torch.zeros(t.shape) for t in codec.layout.tensors}
+        codec.add_to(honest, values)
+        for tensor in values.values():
+            tensor.view(-1)[at::every] *= -1
+        return bytes(codec.encode(values))
+
+    def is_passed(announced: bytes, *replays: bytes) -> bool:
+        return passed({s.name: s for s in compare(codec, announced, replays)})
+
+    other = flipped(20, 1)  # 5% apart, so 7.5% are allowed
+    assert not is_passed(flipped(14, 0), honest)
+    assert is_passed(flipped(14, 0), honest, other) and not is_passed(flipped(9, 0), honest, other)
+    with pytest.raises(AuditError, match="too far apart"):
+        compare(codec, honest, [honest, flipped(4, 0)])
 
 
 def test_an_update_that_was_trained_on_one_state_is_replayed_without_a_rebase(audited):

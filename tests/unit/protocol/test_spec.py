@@ -116,6 +116,10 @@ def problems(**changes: Any) -> list[str]:
 
 
 REPLAYABLE = {"codec": {"kind": "sign", "beta": 0}, "audit": {"replayable": True}}
+DROPOUT = {
+    "config": TINY_LLAMA | {"resid_pdrop": 0.1, "attention_dropout": 0.0, "inner": {"router_jitter_noise": 0.01}},
+    "tensors": [("a", [1])],
+}
 SHARD = {"digest": digest("shard").hex(), "size": 20_000, "tokens": 10_000}
 
 
@@ -183,6 +187,7 @@ SHARD = {"digest": digest("shard").hex(), "size": 20_000, "tokens": 10_000}
         (REPLAYABLE | table("round", exchange="reduce"), "the spec", 'needs round.exchange = "gather": set that'),
         (REPLAYABLE | table("round", exchange="auto"), "the spec", "or audit.replayable = false"),
         (REPLAYABLE | {"codec": {"kind": "sparse"}}, "the spec", 'codec.kind = "sign", codec.beta = 0: set that'),
+        (REPLAYABLE | {"model": DROPOUT}, "the spec", "model.resid_pdrop = 0, model.inner.router_jitter_noise"),
         ({"checkpoint": {"every": 0}}, "checkpoint.every", "greater than or equal to 1"),
     ],
 )  # fmt: skip
