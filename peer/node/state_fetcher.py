@@ -97,7 +97,7 @@ class StateFetcher:
                 if checkpoint is not None:
                     unavailable = start.index + len(rounds)
         what = "what leads there from a checkpoint" if unavailable >= 0 else "a checkpoint to start from"
-        raise PeerError(f"no member gave {what} ({'; '.join(errors)}); it is tried again")
+        raise PeerError(f"no member gave {what} ({'; '.join(errors)})")
 
     async def checkpoint(self, state: Digest) -> Path:
         """Return the file of a checkpoint, held. Raise CairnError."""
