@@ -97,7 +97,7 @@ def _words(scores: Sequence[FailedScore]) -> str:
     for s in scores:
         if s.name == "signs":
             ends = sorted({f"{s.least:.0%}", f"{s.greatest:.0%}"}, key=lambda text: float(text[:-1]))
-            return f"{' to '.join(ends)} of the signs are the same, and {s.threshold:.0%} are needed"
+            return f"{' to '.join(ends)} of signs agree, {s.threshold:.0%} needed"
     return "; ".join(map(str, scores))
 
 

@@ -367,7 +367,7 @@ def _audit_table(demo: Demo, trail: AuditTrail) -> Table:
     for name in (n for n in demo.peers if (demo.folder / n / "identity.key").exists()):
         passed, failed = replays.get(demo.key(name), (0, 0))
         conviction = found.get(demo.key(name))
-        verdict = f"convicted in round {conviction.decided_round}" if conviction else "-"
+        verdict = f"convicted in round {conviction.decided_round}: {conviction.measured}" if conviction else "-"
         table.add_row(name, f"{passed} passed, {failed} failed", verdict, credits(_earned(demo, name)))
     return table
 
@@ -386,7 +386,7 @@ def _print(
             snapshot = snapshots.get(p.name)
             table.add_row(
                 p.name,
-                snapshot.state[:32] if snapshot else "killed" if p.name == KILLED else "-",
+                snapshot.state[:32] if snapshot else "killed" if p.name == KILLED else p.phase,
                 str(snapshot.round if snapshot else p.round),
                 credits(p.micro_credits_settled),
                 credits(p.micro_credits_pending),

@@ -107,7 +107,7 @@ def test_a_conviction_has_its_numbers_from_the_reports_of_its_branch():
     assert (found.windows, found.reporters) == (
         48,
         2,
-    ) and found.measured == "50% to 51% of the signs are the same, and 97% are needed"
+    ) and found.measured == "50% to 51% of signs agree, 97% needed"
     assert replays((about, first, second)) == {key("mallory"): (0, 2), key("ada"): (1, 0)}
     acquitted = replace(second.record.body, decisions=(replace(decision, convicted=False),))
     third = Certificate(replace(second.record, body=acquitted), ())
