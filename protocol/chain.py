@@ -48,6 +48,7 @@ from protocol.messages import (
     UpdateHeader,
     quorum,
 )
+from protocol.rebase_rule import rebase_refusal
 from protocol.record_node import RecordNode, note_message
 from protocol.reduce_plan import GATHER, ReducePlan
 from protocol.stake import STAKE_ROUNDS, StakeRule, is_majority
@@ -83,6 +84,8 @@ class ChainLimits:
 
     stake: StakeRule = StakeRule()
     audit: AuditRule = AuditRule()
+    replay_batch: int | None = None
+    """Windows of one inner step, in a run whose updates are replayable; None in others."""
 
     @property
     def main_records(self) -> int:
@@ -427,6 +430,11 @@ class Chain:
                 return reason
         return parent.directives.record_refusal(record)
 
+    def rebase_refusal(self, header: Signed[UpdateHeader], parent: Digest) -> str | None:
+        """Return why no record after `parent` may list a header, by its `rebase_window`. Raises ChainError."""
+        continues = header.author in self._node(parent).weighed
+        return rebase_refusal(header.body, self.limits.replay_batch, continues=continues)
+
     def reports_after(self, parent: Digest) -> CarriedReports:
         """Return the rules for work reports in a record after this one. Raises ChainError."""
         return self._reports_after(self._node(parent))
@@ -705,6 +713,8 @@ class Chain:
         for u in record.body.updates:
             if u.body.first_window < self.next_window(u.author, parent.digest):
                 raise ChainError(f"peer {u.author.short} claims windows from {u.body.first_window} on a second time")
+            if (flaw := self.rebase_refusal(u, parent.digest)) is not None:
+                raise ChainError(f"record {name}: the update of {u.author.short}: {flaw}")
 
     def _reports_after(self, parent: RecordNode) -> CarriedReports:
         return CarriedReports(parent, self.limits.stake.hold_rounds, self.limits.audit, self._stakes_at)

@@ -74,7 +74,7 @@ def _encode_header(b: UpdateHeader) -> Message:
     return wire.UpdateHeader(
         run=b.run, round=b.round, parent=b.parent, base_state=b.base_state, first_window=b.first_window,
         end_window=b.end_window, inner_steps=b.inner_steps, blob=b.blob, blob_size=b.blob_size, loss=b.loss,
-        admission=b.admission, epoch=b.epoch,
+        admission=b.admission, epoch=b.epoch, rebase_window=b.rebase_window,
     )  # fmt: skip
 
 
@@ -139,9 +139,10 @@ def _decode_header(payload: bytes, decoder: MessageDecoder) -> UpdateHeader:
     m = parsed(wire.UpdateHeader(), payload)
     header = UpdateHeader(
         RunId(m.run), Round(bounded("round", m.round, MAX_ROUND)), Digest(m.parent), Digest(m.base_state),
-        bounded("first_window", m.first_window), bounded("end_window", m.end_window),
-        bounded("inner_steps", m.inner_steps), Digest(m.blob), bounded("blob_size", m.blob_size, MAX_BLOB),
-        finite("loss", m.loss), bytes(m.admission), bounded("epoch", m.epoch, MAX_EPOCH),
+        bounded("first_window", m.first_window), bounded("rebase_window", m.rebase_window),
+        bounded("end_window", m.end_window), bounded("inner_steps", m.inner_steps), Digest(m.blob),
+        bounded("blob_size", m.blob_size, MAX_BLOB), finite("loss", m.loss), bytes(m.admission),
+        bounded("epoch", m.epoch, MAX_EPOCH),
     )  # fmt: skip
     if header.windows < 1 or header.inner_steps < 1:
         raise MalformedError("an update covers at least one window and one inner step")

@@ -59,6 +59,9 @@ class UpdateHeader:
     parent: Digest
     base_state: Digest
     first_window: int
+    rebase_window: int
+    """The first window that was trained from `base_state`. `first_window` unless the run's updates are replayable: then
+    those before it were trained before that state came (docs/rounds.md)."""
     end_window: int
     inner_steps: int
     blob: Digest

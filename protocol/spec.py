@@ -309,6 +309,28 @@ class CreditSpec(Section):
     )
 
 
+class AuditSpec(Section):
+    """Audits of updates (docs/audits.md)."""
+
+    replayable: bool = Field(
+        default=False,
+        description="updates depend on public values alone, so that any peer can train one again and compare; it needs "
+        'codec.kind = "sign", codec.beta = 0 and round.exchange = "gather"',
+    )
+
+    def remedy(self, codec: CodecSpec, rounds: RoundSpec) -> str:
+        """Return what to set, if updates would depend on what only their author has; empty if all is well."""
+        needed = {
+            'codec.kind = "sign"': codec.kind == "sign",
+            "codec.beta = 0": codec.beta == 0,
+            'round.exchange = "gather"': rounds.exchange == "gather",
+        }
+        if not self.replayable or all(needed.values()):
+            return ""
+        missing = ", ".join(setting for setting, holds in needed.items() if not holds)
+        return f"{missing}: set that, or audit.replayable = false"
+
+
 class CheckpointSpec(Section):
     """Retention of states, and their finalization."""
 
@@ -339,6 +361,7 @@ class RunSpec(Section):
     round: RoundSpec
     admission: AdmissionSpec = AdmissionSpec()
     credit: CreditSpec = CreditSpec()
+    audit: AuditSpec = AuditSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
 
     @model_validator(mode="after")
@@ -351,6 +374,8 @@ class RunSpec(Section):
             raise ValueError("data.train holds less than one window of tokens")
         if self.inner.schedule.kind != "constant" and not self.inner.schedule.total_tokens:
             raise ValueError('inner.schedule.total_tokens must be set, or inner.schedule.kind = "constant"')
+        if remedy := self.audit.remedy(self.codec, self.round):
+            raise ValueError(f"audit.replayable needs {remedy}")
         return self
 
     @property

@@ -152,7 +152,7 @@ class SimulatedSwarm:
         for key in keys:
             name = Digest(sha256(b"update", key, self.head))
             body = UpdateHeader(
-                self.spec.run_id, number, self.head, base, 0, WINDOWS, 16, name, 10**7, loss, self._admission(key)
+                self.spec.run_id, number, self.head, base, 0, 0, WINDOWS, 16, name, 10**7, loss, self._admission(key)
             )  # fmt: skip
             headers.append(Signed(body, key, name, b""))
         record = RoundRecord(self.spec.run_id, number, self.head, base, 0, tuple(headers))

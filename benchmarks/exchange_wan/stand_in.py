@@ -110,7 +110,7 @@ class StandIn:
                 os.replace(self._file, message.out)
                 first, end = self._window, self._window + TARGET
                 self._end.send(
-                    UpdateMade(message.parent, message.out, self._codec.size, self._made, first, end, 1, 1.0)
+                    UpdateMade(message.parent, message.out, self._codec.size, self._made, first, first, end, 1, 1.0)
                 )
                 self._made = None
             case Orders():

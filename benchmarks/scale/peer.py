@@ -209,7 +209,9 @@ class Peer:
         blob = Digest(sha256(b"blob", self.key, action.parent))
         self.announced_at = self.world.clock.now
         self.step(
-            ev.UpdateReady(action.parent, first, self.covered, self.covered - first, blob, self.world.shape.blob, 2.5)
+            ev.UpdateReady(
+                action.parent, first, first, self.covered, self.covered - first, blob, self.world.shape.blob, 2.5
+            )
         )
         self.work()
 

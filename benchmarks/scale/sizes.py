@@ -38,7 +38,9 @@ class Sizes:
         admission = KeySigner(owner).sign(Admission(run, me.key, 1_790_000_000, 1_790_086_400, "a-name")).encoded
         number, windows = Round(1000), 1_000_000
         header = signer.sign(
-            UpdateHeader(run, number, digest, digest, windows, windows + 30, 30, digest, 125_000_000, 2.5, admission)
+            UpdateHeader(
+                run, number, digest, digest, windows, windows, windows + 30, 30, digest, 125_000_000, 2.5, admission
+            )
         )
         address = "/ip4/203.0.113.117/tcp/41123/p2p/12D3KooWGRUfYyJfW2d9HkWKvL1Xr6m8bH7fZ1Fq9YcE3tQ4vTzN"
         beat = Heartbeat(

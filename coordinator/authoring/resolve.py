@@ -226,7 +226,7 @@ def _spec(
             f"{run_file.path}: data.window: {run_file.data.window} tokens, but the documents have only "
             f"{prepared.manifest.train.tokens}: add documents or make it smaller"
         )
-    sections = ("inner", "codec", "outer", "round", "admission", "credit", "checkpoint")
+    sections = ("inner", "codec", "outer", "round", "admission", "credit", "audit", "checkpoint")
     try:
         return RunSpec(
             name=run_file.run.name,

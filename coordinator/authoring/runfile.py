@@ -21,6 +21,7 @@ from protocol.errors import SpecError
 from protocol.spec import (
     MAX_INT,
     AdmissionSpec,
+    AuditSpec,
     CheckpointSpec,
     CodecSpec,
     CreditSpec,
@@ -105,6 +106,7 @@ class RunFile(Section):
     round: RoundSpec
     admission: AdmissionSpec = AdmissionSpec()
     credit: CreditSpec = CreditSpec()
+    audit: AuditSpec = AuditSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     _path: Path = PrivateAttr(default=Path("run.toml"))
 
@@ -135,6 +137,8 @@ class RunFile(Section):
         step = self.inner.batch * self.data.window
         if self.round.max_update_tokens < step:
             raise ValueError(f"round.max_update_tokens: must allow one inner step, batch * window = {step} tokens")
+        if remedy := self.audit.remedy(self.codec, self.round):
+            raise ValueError(f"audit.replayable: needs {remedy}")
         return self
 
 
@@ -173,7 +177,8 @@ def read_text(path: Path, error: type[AuthoringError], remedy: str) -> str:
 def _fill_in(tables: dict[str, Any]) -> None:
     """Fill in the defaults that depend on other fields.
 
-    The schedule ends with the run, an update holds up to two rounds' work, and signs have their own outer step.
+    The schedule ends with the run, an update holds up to two rounds' work, signs have their own outer step, and
+    replayable updates have no error feedback.
     """
     run, window_of = tables.get("run"), tables.get("data")
     inner, round_ = tables.setdefault("inner", {}), tables.get("round")
@@ -181,7 +186,10 @@ def _fill_in(tables: dict[str, Any]) -> None:
         schedule = inner.setdefault("schedule", {})
         if isinstance(schedule, dict) and "total_tokens" in run:
             schedule.setdefault("total_tokens", run["total_tokens"])
-    codec, outer = tables.get("codec", {}), tables.setdefault("outer", {})
+    codec, outer = tables.setdefault("codec", {}), tables.setdefault("outer", {})
+    audit = tables.get("audit")
+    if isinstance(codec, dict) and isinstance(audit, dict) and audit.get("replayable") is True:
+        codec.setdefault("beta", 0.0)
     if isinstance(codec, dict) and isinstance(outer, dict):
         if codec.get("kind", CodecSpec().kind) == "sign":
             optimizer = outer.setdefault("optimizer", SIGN_OUTER.optimizer)

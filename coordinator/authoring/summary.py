@@ -48,6 +48,8 @@ def validate(path: Path) -> list[str]:
         f"memory: about {_bytes(_memory(layout, config, step))} on each GPU "
         f"({_bytes(28 * layout.numel)} of it state: weights, gradients, optimizer, base, anchor, error feedback)",
     ]
+    if run_file.audit.replayable:
+        lines.append("audits: updates are replayable; there is no error feedback, and a missed round costs its work")
     if run_file.run.total_tokens:
         rounds = math.ceil(run_file.run.total_tokens / round_.target_tokens)
         lines.append(f"length: {run_file.run.total_tokens:,} tokens, about {rounds:,} rounds")

@@ -194,6 +194,7 @@ def certificate(c: Certificate, name_of: NameOf) -> dict[str, Any]:
                 "update": str(u.digest),
                 "blob": str(u.body.blob),
                 "first_window": u.body.first_window,
+                "rebase_window": u.body.rebase_window,
                 "end_window": u.body.end_window,
                 "loss": rounded(u.body.loss),
             }

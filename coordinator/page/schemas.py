@@ -174,6 +174,7 @@ CERTIFICATE = of(
                     "update": DIGEST,
                     "blob": DIGEST,
                     "first_window": COUNT,
+                    "rebase_window": COUNT,
                     "end_window": COUNT,
                     "loss": maybe(NUMBER),
                 }

@@ -253,6 +253,7 @@ class UpdateMade(_Message):
     size: Count
     digest: DigestField
     first_window: Count
+    rebase_window: Count
     end_window: Count
     inner_steps: Count
     loss: float

@@ -176,7 +176,7 @@ class TrainerClient:
             case channel.UpdateMade():
                 self.tasks.spawn(self._keep_update(message), "own update")
             case channel.NothingDone(parent):
-                self.post(events.UpdateReady(parent, 0, 0, 0, None, 0, 0.0))
+                self.post(events.UpdateReady(parent, 0, 0, 0, 0, None, 0, 0.0))
             case channel.Applied():
                 self.tasks.spawn(self._keep_state(message), "state")
             case channel.Failed(what, reason, fatal):
@@ -226,7 +226,14 @@ class TrainerClient:
         self.post(events.BlobHeld(blob))
         self.post(
             events.UpdateReady(
-                made.parent, made.first_window, made.end_window, made.inner_steps, blob, made.size, made.loss
+                made.parent,
+                made.first_window,
+                made.rebase_window,
+                made.end_window,
+                made.inner_steps,
+                blob,
+                made.size,
+                made.loss,
             )
         )
 

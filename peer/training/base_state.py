@@ -352,4 +352,4 @@ class BaseState(ThreadOwned):
 
 
 def _made(a: UndecidedUpdate, out: Path) -> UpdateMade:
-    return UpdateMade(a.parent, out, a.size, a.blob, a.first, a.end, a.steps, a.loss)
+    return UpdateMade(a.parent, out, a.size, a.blob, a.first, a.first, a.end, a.steps, a.loss)

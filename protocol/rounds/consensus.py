@@ -283,8 +283,9 @@ class Consensus:
             return
         body = UpdateHeader(
             run=context.run, round=round_.number, parent=round_.parent, base_state=self._state(), epoch=round_.epoch,
-            first_window=event.first_window, end_window=event.end_window, inner_steps=event.inner_steps,
-            blob=event.blob, blob_size=event.blob_size, loss=event.loss, admission=admission,
+            first_window=event.first_window, rebase_window=event.rebase_window, end_window=event.end_window,
+            inner_steps=event.inner_steps, blob=event.blob, blob_size=event.blob_size, loss=event.loss,
+            admission=admission,
         )  # fmt: skip
         header = context.signer.sign(body)
         if (reason := round_.header_refusal(header, context.accepts_size)) is not None:

@@ -61,6 +61,7 @@ class UpdateReady:
 
     parent: Digest
     first_window: int
+    rebase_window: int
     end_window: int
     inner_steps: int
     blob: Digest | None

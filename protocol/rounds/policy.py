@@ -38,6 +38,8 @@ class RoundPolicy:
 
     stake: StakeRule = StakeRule()
     audit: AuditRule = AuditRule()
+    replay_batch: int | None = None
+    """Windows of one inner step, in a run whose updates are replayable; None in others."""
 
     @classmethod
     def of(cls, spec: RunSpec) -> RoundPolicy:
@@ -60,6 +62,7 @@ class RoundPolicy:
             window=window,
             stake=stake_rule(spec),
             audit=AuditRule(owner=PeerKey.parse(spec.owner)),
+            replay_batch=spec.inner.batch if spec.audit.replayable else None,
         )
 
     def under(self, changes: RoundChanges) -> RoundPolicy:
@@ -80,6 +83,7 @@ class RoundPolicy:
             window_tokens=self.window,
             stake=self.stake,
             audit=self.audit,
+            replay_batch=self.replay_batch,
         )
 
 

@@ -151,6 +151,8 @@ class RoundState:
             return f"it claims {body.windows} windows: at most {self.policy.max_update_windows} fit one update"
         if body.first_window < self.chain.next_window(header.author, self.parent):
             return f"it claims windows from {body.first_window} on, which the chain has accepted already"
+        if (reason := self.chain.rebase_refusal(header, self.parent)) is not None:
+            return reason
         if body.epoch != self.epoch:
             return "it is from before the run was rolled back, or from after it"
         if header.author in self.chain.directives(self.parent).banned:

@@ -32,7 +32,7 @@ class Admission(_message.Message):
     def __init__(self, run: _Optional[bytes] = ..., peer: _Optional[bytes] = ..., not_before: _Optional[int] = ..., not_after: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
 
 class UpdateHeader(_message.Message):
-    __slots__ = ("run", "round", "parent", "base_state", "first_window", "end_window", "inner_steps", "blob", "blob_size", "loss", "admission", "epoch")
+    __slots__ = ("run", "round", "parent", "base_state", "first_window", "end_window", "inner_steps", "blob", "blob_size", "loss", "admission", "epoch", "rebase_window")
     RUN_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,7 @@ class UpdateHeader(_message.Message):
     LOSS_FIELD_NUMBER: _ClassVar[int]
     ADMISSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REBASE_WINDOW_FIELD_NUMBER: _ClassVar[int]
     run: bytes
     round: int
     parent: bytes
@@ -57,7 +58,8 @@ class UpdateHeader(_message.Message):
     loss: float
     admission: bytes
     epoch: int
-    def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., parent: _Optional[bytes] = ..., base_state: _Optional[bytes] = ..., first_window: _Optional[int] = ..., end_window: _Optional[int] = ..., inner_steps: _Optional[int] = ..., blob: _Optional[bytes] = ..., blob_size: _Optional[int] = ..., loss: _Optional[float] = ..., admission: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
+    rebase_window: int
+    def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., parent: _Optional[bytes] = ..., base_state: _Optional[bytes] = ..., first_window: _Optional[int] = ..., end_window: _Optional[int] = ..., inner_steps: _Optional[int] = ..., blob: _Optional[bytes] = ..., blob_size: _Optional[int] = ..., loss: _Optional[float] = ..., admission: _Optional[bytes] = ..., epoch: _Optional[int] = ..., rebase_window: _Optional[int] = ...) -> None: ...
 
 class RoundRecord(_message.Message):
     __slots__ = ("run", "round", "parent", "base_state", "attempt", "updates", "directive", "weights", "reports", "decisions")

@@ -139,7 +139,8 @@ class Stranger:
         assert beat.state is not None
         body = UpdateHeader(
             run=self.spec.run_id, round=beat.round, parent=beat.head, base_state=beat.state, first_window=0,
-            end_window=8, inner_steps=1, blob=blob, blob_size=self.blob_size, loss=3.0, admission=admission,
+            rebase_window=0, end_window=8, inner_steps=1, blob=blob, blob_size=self.blob_size, loss=3.0,
+            admission=admission,
         )  # fmt: skip
         return self.signer.sign(replace(body, **changes))
 

@@ -74,11 +74,12 @@ async def test_messages_that_break_the_protocol_are_refused_with_the_reason(swar
         # The same expired admission with an update, in a new round; and what claims more than an update can be.
         beat = await liar.new_round()
         await liar.tell(liar.header(beat, expired, blob))
-        for flaw in ({"blob_size": 2**30}, {"end_window": 10**9}):
+        for flaw in ({"blob_size": 2**30}, {"end_window": 10**9}, {"rebase_window": 4}):
             beat = await liar.new_round()
             await liar.tell(liar.header(beat, good, blob, **flaw))
         await all_log(swarm, rf"the update of {liar.key.short} is refused: a blob of {2**30} bytes is no update")
         await all_log(swarm, rf"the update of {liar.key.short} is refused: it claims {10**9} windows")
+        await all_log(swarm, rf"the update of {liar.key.short} is refused: its rebase_window is 4, not 0")
         await goes_on(swarm, liar)
 
 

@@ -552,7 +552,18 @@ def _folder() -> bytes:
     headers = tuple(
         KeySigner(p).sign(
             UpdateHeader(
-                run, Round(1), parent, named, 0, 9, 1, digest(f"blob {p.key}"), 1, 3.5, admission(run_spec, p).encoded
+                run,
+                Round(1),
+                parent,
+                named,
+                0,
+                0,
+                9,
+                1,
+                digest(f"blob {p.key}"),
+                1,
+                3.5,
+                admission(run_spec, p).encoded,
             )
         )
         for p in peers

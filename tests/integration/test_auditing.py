@@ -657,7 +657,7 @@ def admit_request(number: int) -> bytes:
 
 def late_header(swarm: FakeSwarm) -> Any:
     header = UpdateHeader(
-        SPEC.run_id, Round(0), swarm.chain.head, state(0), 0, 4, 1, digest(3), 100, 5.0, b""
+        SPEC.run_id, Round(0), swarm.chain.head, state(0), 0, 0, 4, 1, digest(3), 100, 5.0, b""
     )  # fmt: skip
     return KeySigner(peer(3)).sign(header)
 

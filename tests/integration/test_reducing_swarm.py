@@ -51,7 +51,7 @@ def update(seed: int) -> bytes:
 
 
 def header(member: Member, blob: Digest) -> Signed[UpdateHeader]:
-    body = UpdateHeader(RUN, Round(0), PARENT, PARENT, 0, 1 + member.key[0] % 3, 1, blob, CODEC.size, 5.0, b"")
+    body = UpdateHeader(RUN, Round(0), PARENT, PARENT, 0, 0, 1 + member.key[0] % 3, 1, blob, CODEC.size, 5.0, b"")
     return KeySigner(member.identity).sign(body)
 
 

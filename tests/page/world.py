@@ -276,7 +276,7 @@ class QuickChain(ChainMaker):
             windows, first = work[_number(identity.key)], self.next_windows.get(identity.key, 0)
             digest = Digest(sha256(b"header", identity.key, bytes(self.head)))
             body = UpdateHeader(
-                self.run, number, self.head, state(number), first, first + windows, 1, digest, 100, loss, b""
+                self.run, number, self.head, state(number), first, first, first + windows, 1, digest, 100, loss, b""
             )
             headers.append(Signed(body, identity.key, digest, b""))
         record = RoundRecord(self.run, number, self.head, state(number), attempt, tuple(headers))

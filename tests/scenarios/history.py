@@ -90,7 +90,7 @@ class History:
         self._next[signer.key] = first + WINDOWS
         return signer.sign(
             UpdateHeader(
-                self._run, number, self._head, self._base, first, first + WINDOWS, 1, blob_digest(blob),
+                self._run, number, self._head, self._base, first, first, first + WINDOWS, 1, blob_digest(blob),
                 len(blob), 5.0, self.admissions[signer.key],
             )
         )  # fmt: skip

@@ -126,7 +126,7 @@ class Attacker(Node):
                 world.contents[blob] = frozenset()
                 windows[key] = end = first + (windows_each or most)
                 body = UpdateHeader(
-                    world.run, Round(number), parent, state, first, end, 1, blob, 1000, 0.01, ADMISSION,
+                    world.run, Round(number), parent, state, first, first, end, 1, blob, 1000, 0.01, ADMISSION,
                     chain.epoch(fork),
                 )  # fmt: skip
                 headers.append(FakeSigner(key).sign(body))

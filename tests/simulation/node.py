@@ -339,13 +339,13 @@ class Node:
         self.trainer.run(self.world.clock.now)
         made = self.trainer.make()
         if made is None:
-            self.step(ev.UpdateReady(action.parent, 0, 0, 0, None, 0, 0.0))
+            self.step(ev.UpdateReady(action.parent, 0, 0, 0, 0, None, 0, 0.0))
             return
         first, end, content = made
         blob = self.world.new_blob(self, action.parent, content)
         self.blobs.add(blob)
         self.made[blob] = action.parent
-        self.step(ev.UpdateReady(action.parent, first, end, end - first, blob, 1000, 1.0))
+        self.step(ev.UpdateReady(action.parent, first, first, end, end - first, blob, 1000, 1.0))
 
     def apply(self, action: do.ApplyRecord) -> None:
         record, name = action.certificate.record, action.certificate.digest

@@ -44,6 +44,7 @@ class FakeSigner:
                 content = (number(body.sequence),)
             case UpdateHeader():
                 content = (body.parent, body.blob, body.base_state, number(body.first_window), number(body.end_window))
+                content += (b"rebase", number(body.rebase_window)) if body.rebase_window != body.first_window else ()
                 content += (number(body.epoch),) if body.epoch else ()
             case RoundRecord():
                 content = (body.parent, number(body.attempt), *(u.digest for u in body.updates))

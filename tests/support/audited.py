@@ -17,7 +17,7 @@ def key(name: object) -> PeerKey:
 
 def header(author: PeerKey, windows: int, first: int = 0) -> Signed[UpdateHeader]:
     body = UpdateHeader(
-        RUN, Round(3), STATE, STATE, first, first + windows, 1, Digest(sha256(b"blob", author)), 1, 1.0, b""
+        RUN, Round(3), STATE, STATE, first, first, first + windows, 1, Digest(sha256(b"blob", author)), 1, 1.0, b""
     )
     return Signed(body, author, Digest(sha256(b"header", author, repr((first, windows)).encode())), b"")
 

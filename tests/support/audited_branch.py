@@ -36,7 +36,7 @@ class Branch:
         for key in KEYS:
             if key not in left_out and not chain.is_barred(key, parent):
                 first, blob = chain.next_window(key, parent), Digest(sha256(b"blob", key, parent))
-                body = UpdateHeader(RUN, number, parent, STATE, first, first + WINDOWS, 1, blob, 9, 1.0, b"")
+                body = UpdateHeader(RUN, number, parent, STATE, first, first, first + WINDOWS, 1, blob, 9, 1.0, b"")
                 updates.append(FakeSigner(key).sign(body))
         weights = chain.weights(parent, updates)
         body = RoundRecord(RUN, number, parent, STATE, 0, tuple(updates), None, weights, ordered, decisions)

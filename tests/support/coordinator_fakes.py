@@ -141,7 +141,7 @@ class ChainMaker:
             admission = KeySigner(OWNER).sign(Admission(self.run, identity.key, start, 2**33, ""))
             first = self.next_windows.get(identity.key, 0)
             header = UpdateHeader(
-                self.run, round_, self.head, state(round_), first, first + windows[identity.key], 1,
+                self.run, round_, self.head, state(round_), first, first, first + windows[identity.key], 1,
                 Digest(sha256(b"blob", identity.key, bytes(self.head))), 100, loss, admission.encoded, epoch=epoch,
             )  # fmt: skip
             headers.append(KeySigner(identity).sign(header))

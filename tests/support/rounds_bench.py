@@ -71,7 +71,8 @@ class Bench:
             run=RUN, round=Round(0), parent=self.chain.genesis, base_state=STATE, first_window=0, end_window=windows,
             inner_steps=1, blob=blob_of(key, label), blob_size=9, loss=1.0, admission=b"a",
         )  # fmt: skip
-        return FakeSigner(key).sign(UpdateHeader(**{**values, **changes}))
+        values |= changes
+        return FakeSigner(key).sign(UpdateHeader(**{"rebase_window": values["first_window"], **values}))
 
     def beat(self, key, *, windows=5, sequence=1, head=None, weight=0, phase="training", admission=b"a"):
         head = head or self.chain.genesis
@@ -82,7 +83,7 @@ class Bench:
         """Train and announce."""
         self.step(ev.TrainingProgress(windows, 1.0, 1.0))
         assert self.of(do.RequestUpdate)
-        self.step(ev.UpdateReady(self.chain.genesis, 0, windows, 5, blob_of(ME), 9, 1.0))
+        self.step(ev.UpdateReady(self.chain.genesis, 0, 0, windows, 5, blob_of(ME), 9, 1.0))
 
     def hold(self, *headers):
         """Headers arrive, and their blobs are fetched."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from protocol.ids import Digest, Round, sha256
 from protocol.messages import RoundRecord
 from protocol.rounds import events as ev
+from protocol.rounds.policy import RoundPolicy
 from tests.simulation.signer import FakeSigner, certificate
-from tests.support.rounds_bench import ME, OTHERS, RUN, Bench, blob_of
+from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, Bench, blob_of
 
 NEXT = Digest(sha256(b"next"))
 
@@ -21,8 +22,8 @@ BUSY, SLOW = OTHERS[:2]
 class Second(Bench):
     """The first round, of three, took `lasted` seconds; the second begins."""
 
-    def __init__(self, lasted: float = LASTED):
-        super().__init__()
+    def __init__(self, lasted: float = LASTED, policy: RoundPolicy = POLICY):
+        super().__init__(policy=policy)
         self.beats = 1
         for key in (BUSY, SLOW):
             self.beat(key)
@@ -42,7 +43,7 @@ class Second(Bench):
         """We, and the busy one, whose update is here."""
         self.hold(self.header(BUSY, label=b"2", **self.work(10)))
         self.step(ev.TrainingProgress(25, 1.0, 1.0))
-        self.step(ev.UpdateReady(self.first, 25, 50, 5, blob_of(ME, b"2"), 9, 1.0))
+        self.step(ev.UpdateReady(self.first, 25, 25, 50, 5, blob_of(ME, b"2"), 9, 1.0))
 
     def work(self, first_window):
         """Return the fields of a header of the second round with ten windows."""

@@ -44,8 +44,8 @@ def decoder(**options: int) -> MessageDecoder:
 
 def header(peer: Identity, **changes: Any) -> Signed[UpdateHeader]:
     body = UpdateHeader(
-        run=RUN, round=Round(3), parent=digest("parent"), base_state=digest("state"), first_window=10, end_window=20,
-        inner_steps=5, blob=digest(f"blob {peer.key.hex()}"), blob_size=1000, loss=3.5,
+        run=RUN, round=Round(3), parent=digest("parent"), base_state=digest("state"), first_window=10,
+        rebase_window=10, end_window=20, inner_steps=5, blob=digest(f"blob {peer.key.hex()}"), blob_size=1000, loss=3.5,
         admission=ADMISSIONS.get(peer.key, b""),
     )  # fmt: skip
     return KeySigner(peer).sign(dataclasses.replace(body, **changes))

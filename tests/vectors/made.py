@@ -51,6 +51,7 @@ from protocol.messages import (
     shards_digest,
 )
 from protocol.outer import Contribution, apply
+from protocol.rebase_rule import rebase_refusal
 from protocol.reduce import Reduction, apply_reduced
 from protocol.reduce_plan import ReducePlan, committees, shard_count
 from protocol.rounds.round_state import proposer_order
@@ -168,8 +169,8 @@ def admission(peer: Identity) -> Signed[Admission]:
 def header(peer: Identity, parent: Digest, round: int, **changes: Any) -> Signed[UpdateHeader]:
     body = UpdateHeader(
         run=RUN, round=Round(round), parent=parent, base_state=digest(f"state {round}"), first_window=64 * round,
-        end_window=64 * round + 10, inner_steps=5, blob=digest(f"blob {peer.key.hex()} {round}"), blob_size=1000,
-        loss=3.5, admission=admission(peer).encoded,
+        rebase_window=64 * round, end_window=64 * round + 10, inner_steps=5,
+        blob=digest(f"blob {peer.key.hex()} {round}"), blob_size=1000, loss=3.5, admission=admission(peer).encoded,
     )  # fmt: skip
     return KeySigner(peer).sign(dataclasses.replace(body, **changes))
 
@@ -291,6 +292,7 @@ def _refused() -> list[dict[str, str]]:
         "no window": setting(end_window=192),
         "no inner step": setting(inner_steps=0),
         "a window beyond 2^53": setting(end_window=2**53 + 1),
+        "a rebase window beyond 2^53": setting(rebase_window=2**53 + 1),
         "a round beyond 2^40": setting(round=2**40 + 1),
         "a loss that is not a number": setting(loss=float("nan")),
         "a digest of 31 bytes": setting(blob=bytes(31)),
@@ -369,6 +371,18 @@ def chain() -> dict[str, Any]:
 # -- rounds ---------------------------------------------------------------------------------------------------
 
 
+REBASES = [[8, rebase, 16] for rebase in (4, 8, 10, 12, 16, 20)] + [[9, 9, 17], [9, 13, 17], [8, 8, 14], [8, 12, 14]]
+"""First window, rebase window and end of updates."""
+
+
+def is_rebase(batch: int | None, continues: bool, windows: list[int]) -> bool:
+    first, rebase, end = windows
+    body = dataclasses.replace(
+        header(PEERS[1], digest("parent"), 3).body, first_window=first, rebase_window=rebase, end_window=end
+    )
+    return rebase_refusal(body, batch, continues=continues) is None
+
+
 def rounds() -> dict[str, Any]:
     keys = [identity(f"contributor {i}").key for i in range(7)]
     parents = [digest("parent"), digest("another parent")]
@@ -404,6 +418,14 @@ def rounds() -> dict[str, Any]:
             "committee": plan.committee, "update_bytes": plan.update_size, "mean_bytes": plan.mean_size,
             "reduced": {str(n): plan.is_reduced(n) for n in (0, 1, 2, 17, 18, 100)},
         },
+        "rebase_windows": [
+            {
+                "replay_batch": batch, "continues": continues,
+                "accepted": [w for w in REBASES if is_rebase(batch, continues, w)],
+                "refused": [w for w in REBASES if not is_rebase(batch, continues, w)],
+            }
+            for batch, continues in ((None, True), (4, False), (4, True))
+        ],
     }  # fmt: skip
 
 
@@ -496,7 +518,7 @@ def _tree(
             end = first + 1 + next(drawn) % 100
             round_ = chain.height(parent)
             epoch = chain.epoch(parent) + (order == "rollback")
-            body = UpdateHeader(RUN, round_, parent, digest("state"), first, end, 1, blob, 1, 1.0, b"", epoch)
+            body = UpdateHeader(RUN, round_, parent, digest("state"), first, first, end, 1, blob, 1, 1.0, b"", epoch)
             updates.append(FakeSigner(key).sign(body))
         directive = None
         if depth == 0 and i in (10, 30):

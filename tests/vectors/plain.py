@@ -77,6 +77,7 @@ FIELDS: dict[str, list[tuple[int, str, str]]] = {
         (1, "run", "bytes"), (2, "round", "int"), (3, "parent", "bytes"), (4, "base_state", "bytes"),
         (5, "first_window", "int"), (6, "end_window", "int"), (7, "inner_steps", "int"), (8, "blob", "bytes"),
         (9, "blob_size", "int"), (10, "loss", "float"), (11, "admission", "bytes"), (12, "epoch", "int"),
+        (13, "rebase_window", "int"),
     ],
     "round-record": [
         (1, "run", "bytes"), (2, "round", "int"), (3, "parent", "bytes"), (4, "base_state", "bytes"),
@@ -208,6 +209,16 @@ def committees(parent: bytes, attempt: int, keys: Sequence[bytes], shards: int, 
     table = sorted(keys, key=lambda key: sha256(b"cairn/v1/committee", parent, struct.pack(">I", attempt), key))
     size = min(size, len(table))
     return [sorted(table[s % len(table)] for s in range(i * size, (i + 1) * size)) for i in range(shards)]
+
+
+def accepts_rebase(batch: int | None, continues: bool, windows: Sequence[int]) -> bool:
+    """Return whether a header may have these windows (docs/rounds.md, The rebase window of an update)."""
+    first, rebase, end = windows
+    if rebase == first:
+        return batch is None or (end - first) % batch == 0
+    if batch is None or not continues:
+        return False
+    return first < rebase <= end and (rebase - first) % batch == (end - rebase) % batch == 0
 
 
 def draw_by_stake(seed: bytes, stakes: dict[bytes, int], count: int) -> list[bytes]:

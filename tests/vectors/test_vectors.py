@@ -159,7 +159,7 @@ def test_the_spec():
 # -- rounds, windows, credits -------------------------------------------------------------------------------------
 
 
-def test_the_order_of_proposers_and_the_draw_of_committees():
+def test_the_order_of_proposers_the_draw_of_committees_and_rebase_windows():
     vectors = read("rounds")
     keys = [bytes.fromhex(k) for k in vectors["keys"]]
     for n, votes in vectors["quorum"].items():
@@ -173,6 +173,10 @@ def test_the_order_of_proposers_and_the_draw_of_committees():
         assert [[keys.index(k) for k in members] for members in drawn] == case["members"]
     for case in vectors["shard_count"]:
         assert plain.shard_count(case["contributors"], case["update_bytes"]) == case["shards"]
+    for case in vectors["rebase_windows"]:
+        for windows in (*case["accepted"], *case["refused"]):
+            accepted = plain.accepts_rebase(case["replay_batch"], case["continues"], windows)
+            assert accepted == (windows in case["accepted"])
     auto = vectors["auto"]
     for n, is_reduced in auto["reduced"].items():
         gathered = (int(n) - 1) * auto["update_bytes"]

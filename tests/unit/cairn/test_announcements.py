@@ -35,7 +35,7 @@ class World:
         at = parent or self.chain.head
         height = self.chain.height(at) if at in self.chain else 0
         body = UpdateHeader(
-            SPEC.run_id, Round(height), at, digest("state"), 1000, 1004, 1, digest("blob"), 100, 5.0, b""
+            SPEC.run_id, Round(height), at, digest("state"), 1000, 1000, 1004, 1, digest("blob"), 100, 5.0, b""
         )  # fmt: skip
         return KeySigner(peer(number)).sign(replace(body, **changes))
 
@@ -67,7 +67,7 @@ def test_who_came_when_the_round_was_decided_is_late(world: World):
 
 def test_what_breaks_a_rule_is_named(world: World):
     at = world.chain.head
-    world.heard.receive(world.header(1, first_window=0, end_window=4))
+    world.heard.receive(world.header(1, first_window=0, rebase_window=0, end_window=4))
     world.heard.receive(world.header(3, blob_size=7))
     world.heard.receive(world.header(4, end_window=1000 + POLICY.max_update_windows + 1))
     flaws = {a.header.author: a.flaw for a in world.heard.announced(at)}

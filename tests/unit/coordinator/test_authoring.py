@@ -220,6 +220,14 @@ def test_a_folder_prepared_before_can_be_named(write, tmp_path):
         ((r'source = "documents.jsonl"', ""), r"data: write either source"),
         ((r'source = "documents.jsonl"', 'prepared = "x"'), r"vocabulary, validation_every: fixed when"),
         ((r"target_tokens = 1_000", "target_tokens = 1_000\nmax_update_tokens = 8"), r"round\.max_update_tokens: must"),
+        (
+            (r"\[round\]", "[codec]\nbeta = 0.5\n[audit]\nreplayable = true\n[round]"),
+            r"run\.toml:\d+: audit\.replayable: needs codec\.beta = 0: set that, or audit\.replayable = false",
+        ),
+        (
+            (r"\[round\]", '[audit]\nreplayable = true\n[round]\nexchange = "auto"'),
+            r'audit\.replayable: needs round\.exchange = "gather"',
+        ),
         ((r"\[inner\]", "[inner.schedule]\nkind = 'steep'\n[inner]"), r"inner\.schedule\.kind: .*'cosine'"),
         (
             (r"window = 16", 'window = 16\naddresses = ["ssh://h/x"]'),
@@ -285,6 +293,14 @@ def test_the_summary_states_what_the_spec_will_say(write, tmp_path):
     windows = int(stated.replace(",", ""))
     assert 0.3 < windows / spec.data.train_windows < 3
     assert "about 100 rounds" in text
+
+
+def test_replayable_updates_have_no_error_feedback_and_the_summary_says_what_they_cost(write, tmp_path):
+    assert not any(line.startswith("audits: ") for line in validate(write()))
+    path = write((r"\[round\]", "[audit]\nreplayable = true\n[round]"))
+    spec = resolve(load_run(path), tmp_path / "work", OWNER).spec
+    assert spec.audit.replayable and spec.codec.beta == 0
+    assert [line for line in validate(path) if line.startswith("audits: updates are replayable")]
 
 
 @pytest.mark.parametrize("mode, cost", [("open", "no cost"), ("invite", "the code"), ("allow", "only the 2 keys")])

@@ -110,6 +110,7 @@ class World:
             chain.head,
             base,
             0,
+            0,
             4,
             1,
             digest(number),
@@ -252,7 +253,7 @@ async def test_a_voided_line_is_said_and_its_receipt_stays(ledger_place):
 
 def test_a_long_reason_is_cut_to_what_a_receipt_holds():
     header = KeySigner(peer(1)).sign(
-        UpdateHeader(SPEC.run_id, 0, digest("p"), state(0), 0, 4, 1, digest(1), 100, 5.0, b"")  # type: ignore[arg-type]
+        UpdateHeader(SPEC.run_id, 0, digest("p"), state(0), 0, 0, 4, 1, digest(1), 100, 5.0, b"")  # type: ignore[arg-type]
     )
     account = credits_of(FakeSwarm(SPEC).chain.add({2: 4}), RULE)
     reason = why_not(AnnouncedUpdate(header, False, "ü" * 400), account, False)

@@ -57,7 +57,7 @@ EVERY_MESSAGE = [
     Ready("NVIDIA H200", 10**9, 4, 5),
     Progress(1, 2.5, 1e4, 3, 1e-3, False),
     Progress(1, 2.5, 1e4, 3, 1e-3, False, 0.43, Memory(2, 3), TimeShares(0.5, 0.25, 0.0, 0.25, 0.0, 0.0)),
-    UpdateMade(D, P, 1, D, 2, 3, 4, 5.5),
+    UpdateMade(D, P, 1, D, 2, 3, 4, 5, 6.5),
     NothingDone(D),
     Applied(D, D, 0.25, None),
     Stopped(True),

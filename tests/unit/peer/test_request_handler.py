@@ -40,7 +40,7 @@ from tests.support.waiting import LIMIT, NEVER, wait_until
 D, P = Digest(bytes(32)), Path("/x")
 LOAD = Load(P, D, D, 0, (), (), 0, 0)
 MAKE = MakeUpdate(0, D, P)
-MADE = UpdateMade(D, P, 1, D, 0, 4, 1, 2.0)
+MADE = UpdateMade(D, P, 1, D, 0, 0, 4, 1, 2.0)
 SAVE = SaveAfterUpdate()
 START = Start(P, P, PeerKey(bytes(32)), P, shards={})
 

@@ -253,7 +253,7 @@ def test_a_step_is_given_up_when_another_state_comes_or_the_held_one_is_lost(wor
     def between() -> None:
         if fails:
             with pytest.raises(CodecError):
-                bad = UpdateMade(GENESIS, wrong, trainer.base.codec.size, GENESIS, 0, 4, 1, 1.0)
+                bad = UpdateMade(GENESIS, wrong, trainer.base.codec.size, GENESIS, 0, 0, 4, 1, 1.0)
                 trainer.load(world.load(accepted_round(0, (2, bad))))
         else:
             trainer.load(world.load(next_window=80))

@@ -39,7 +39,9 @@ def make(
     for i, (first, end) in sorted(claims.items()):
         blob = Digest(sha256(b"blob", KEYS[i], parent, bytes([first % 251, end % 251])))
         updates.append(
-            FakeSigner(KEYS[i]).sign(UpdateHeader(run, Round(number), parent, state, first, end, 1, blob, 9, 1.0, b""))
+            FakeSigner(KEYS[i]).sign(
+                UpdateHeader(run, Round(number), parent, state, first, first, end, 1, blob, 9, 1.0, b"")
+            )
         )
     author = KEYS[min(claims)] if by is None else by
     weights = () if chain is None else chain.weights(parent, updates)
@@ -266,7 +268,7 @@ def test_memory_is_bounded_and_what_is_left_still_answers():
 def header_of(chain: Chain, who: int, parent: Digest, windows: int) -> Signed[UpdateHeader]:
     """Return a header that its author sends by itself."""
     first, blob = chain.next_window(KEYS[who], parent), Digest(sha256(b"alone", KEYS[who], parent))
-    body = UpdateHeader(RUN, chain.height(parent), parent, STATE, first, first + windows, 1, blob, 9, 1.0, b"")
+    body = UpdateHeader(RUN, chain.height(parent), parent, STATE, first, first, first + windows, 1, blob, 9, 1.0, b"")
     return FakeSigner(KEYS[who]).sign(body)
 
 

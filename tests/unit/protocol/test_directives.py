@@ -112,7 +112,7 @@ def after(chain: Chain, parent: Digest, claims: dict[int, int], *, carry=None, e
     for i, windows in sorted(claims.items()):
         first = chain.next_window(KEYS[i], parent)
         blob = Digest(sha256(b"blob", KEYS[i], parent, bytes([windows]), bytes([epoch])))
-        header = UpdateHeader(RUN, number, parent, state, first, first + windows, 1, blob, 9, 1.0, b"", epoch)
+        header = UpdateHeader(RUN, number, parent, state, first, first, first + windows, 1, blob, 9, 1.0, b"", epoch)
         updates.append(FakeSigner(KEYS[i]).sign(header))
     weights = chain.weights(parent, updates)
     body = RoundRecord(RUN, number, parent, state, 0, tuple(updates), carry, weights)

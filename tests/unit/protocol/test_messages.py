@@ -80,8 +80,8 @@ DIGESTS = st.integers(0, 9).map(digest)
 @given(
     st.builds(
         dict, round=st.integers(0, MAX_ROUND), parent=DIGESTS, base_state=DIGESTS, first_window=st.integers(0, 1000),
-        end_window=st.integers(1001, MAX_COUNT), inner_steps=st.integers(1, 2**32 - 1), blob=DIGESTS,
-        blob_size=st.integers(0, MAX_BLOB), loss=FLOATS,
+        rebase_window=COUNTS, end_window=st.integers(1001, MAX_COUNT), inner_steps=st.integers(1, 2**32 - 1),
+        blob=DIGESTS, blob_size=st.integers(0, MAX_BLOB), loss=FLOATS,
     )
 )  # fmt: skip
 def test_every_header_survives_the_wire(fields: dict[str, Any]):
@@ -119,6 +119,7 @@ def test_a_digest_is_short_only_for_asking():
     "changes",
     [{"loss": math.nan}, {"loss": math.inf}, {"loss": 1e300}, {"end_window": 10}, {"inner_steps": 0},
      {"round": MAX_ROUND + 1}, {"blob_size": MAX_BLOB + 1}, {"end_window": MAX_COUNT + 1},
+     {"rebase_window": MAX_COUNT + 1},
      {"admission": bytes(MAX_HEADER_ENVELOPE)}],
 )  # fmt: skip
 def test_nobody_signs_a_header_that_others_would_refuse(changes: dict[str, Any]):
@@ -133,6 +134,7 @@ def test_nobody_signs_a_header_that_others_would_refuse(changes: dict[str, Any])
     "changes",
     [{"run": b""}, {"run": bytes(31)}, {"run": bytes(33)}, {"parent": b"x"}, {"base_state": b""}, {"blob": b""},
      {"round": MAX_ROUND + 1}, {"round": 2**64 - 1}, {"first_window": 2**64 - 1}, {"end_window": 2**64 - 1},
+     {"rebase_window": 2**64 - 1},
      {"first_window": 20}, {"first_window": 21}, {"inner_steps": 0}, {"blob_size": MAX_BLOB + 1}, {"loss": math.nan},
      {"loss": math.inf}, {"loss": -math.inf}, {"run": bytes(OTHER_RUN)}],
 )  # fmt: skip

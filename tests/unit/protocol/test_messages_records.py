@@ -254,8 +254,8 @@ def test_the_largest_honest_messages_are_within_their_limits():
     name = "é" * (MAX_NAME // 2)
     large = KeySigner(OWNER).sign(Admission(RUN, PEERS[1].key, MAX_COUNT, MAX_COUNT, name))
     big = header(
-        PEERS[1], round=MAX_ROUND, end_window=MAX_COUNT, first_window=MAX_COUNT - 1, inner_steps=2**32 - 1,
-        blob_size=MAX_BLOB, admission=large.encoded,
+        PEERS[1], round=MAX_ROUND, end_window=MAX_COUNT, first_window=MAX_COUNT - 1, rebase_window=MAX_COUNT,
+        inner_steps=2**32 - 1, blob_size=MAX_BLOB, admission=large.encoded,
     )  # fmt: skip
     assert decoder().decode_header(big.encoded) == big
     assert len(big.encoded) <= MAX_HEADER_ENVELOPE - 64  # a field or two more

@@ -102,6 +102,8 @@ def test_every_field_counts_for_the_run_id():
         {"credit": {"hold_rounds": 13}},
         {"credit": {"max_teraflops_per_second": 1}},
         {"checkpoint": {"every": 11}},
+        {"codec": {"kind": "sign", "beta": 0}},
+        {"codec": {"kind": "sign", "beta": 0}, "audit": {"replayable": True}},
     ]
     ids = {tiny_spec().run_id} | {tiny_spec(**change).run_id for change in changes}
     assert len(ids) == 1 + len(changes)
@@ -113,6 +115,7 @@ def problems(**changes: Any) -> list[str]:
     return explain(caught.value, "run.toml").splitlines()
 
 
+REPLAYABLE = {"codec": {"kind": "sign", "beta": 0}, "audit": {"replayable": True}}
 SHARD = {"digest": digest("shard").hex(), "size": 20_000, "tokens": 10_000}
 
 
@@ -173,6 +176,13 @@ SHARD = {"digest": digest("shard").hex(), "size": 20_000, "tokens": 10_000}
         (table("round", max_members=MAX_CONTRIBUTORS + 1), "round.max_members", "less than or equal to"),
         (table("round", max_seconds=float("inf")), "round.max_seconds", "finite"),
         ({"admission": {"mode": "allow", "allow": ["me"]}}, "admission.allow.0", "should match"),
+        ({"audit": {"replayable": "maybe"}}, "audit.replayable", "valid boolean"),
+        (REPLAYABLE | {"codec": {"kind": "int8", "beta": 0}}, "the spec", 'needs codec.kind = "sign": set that'),
+        (REPLAYABLE | {"codec": {"kind": "sign", "beta": 0.5}}, "the spec", "needs codec.beta = 0: set that"),
+        (REPLAYABLE | {"codec": {}}, "the spec", "needs codec.beta = 0: set that"),
+        (REPLAYABLE | table("round", exchange="reduce"), "the spec", 'needs round.exchange = "gather": set that'),
+        (REPLAYABLE | table("round", exchange="auto"), "the spec", "or audit.replayable = false"),
+        (REPLAYABLE | {"codec": {"kind": "sparse"}}, "the spec", 'codec.kind = "sign", codec.beta = 0: set that'),
         ({"checkpoint": {"every": 0}}, "checkpoint.every", "greater than or equal to 1"),
     ],
 )  # fmt: skip
@@ -245,7 +255,7 @@ HOSTILE = {
     "many keys in each table": b"{%s}"
     % b",".join(
         b'"%s":{%s}' % (name, b",".join(b'"%d":0' % i for i in range(10_000)))
-        for name in (b"data", b"inner", b"codec", b"outer", b"round", b"admission", b"credit", b"checkpoint")
+        for name in (b"data", b"inner", b"codec", b"outer", b"round", b"admission", b"credit", b"audit", b"checkpoint")
     ),
     "an address with a query": GOOD.replace(b'"addresses":[]', b'"addresses":["http://a.example/?x="]'),
     "too large": GOOD.replace(b'"hidden_size":32', b'"hidden_size":"' + b"x" * MAX_SPEC + b'"'),

@@ -292,7 +292,7 @@ def test_a_drifted_state_is_loud_and_loaded_anew():
         b.step(ev.MessageReceived(b.header(key, base_state=other)))
         reports += [r.level for r in b.of(do.Notice) if r.kind == "drift"]
     assert reports == ["error"]
-    b.step(ev.UpdateReady(b.chain.genesis, 0, 5, 5, blob_of(ME), 9, 1.0))
+    b.step(ev.UpdateReady(b.chain.genesis, 0, 0, 5, 5, blob_of(ME), 9, 1.0))
     assert b.of(do.SyncState) and not b.said(UpdateHeader)
 
 
@@ -367,7 +367,7 @@ def test_leaving_announces_what_is_done_then_says_goodbye():
     b.step(ev.TrainingProgress(3, 1.0, 1.0))
     b.step(ev.Leave(), 1.0)
     assert b.of(do.RequestUpdate) and not b.of(do.Finished)
-    b.step(ev.UpdateReady(b.chain.genesis, 0, 3, 1, blob_of(ME), 9, 1.0))
+    b.step(ev.UpdateReady(b.chain.genesis, 0, 0, 3, 1, blob_of(ME), 9, 1.0))
     assert b.of(do.ApplyRecord) and not b.of(do.Finished)
     b.step(ev.StateReached(b.chain.head, Digest(sha256(b"next"))))
     assert b.said(Goodbye) and b.of(do.Finished)

@@ -151,7 +151,7 @@ def test_who_is_in_an_applied_record_is_forgiven_however_late_it_came():
     for key in (BUSY, SLOW):
         b.beat(key, sequence=99, head=b.chain.head, weight=35)
     b.step(ev.TrainingProgress(25, 1.0, 1.0))
-    b.step(ev.UpdateReady(b.chain.head, 25, 50, 5, blob_of(ME, b"2"), 9, 1.0))
+    b.step(ev.UpdateReady(b.chain.head, 25, 25, 50, 5, blob_of(ME, b"2"), 9, 1.0))
     awaited = b.machine.summary(b.now).awaited
     assert BUSY in awaited and SLOW not in awaited
 

@@ -141,7 +141,7 @@ def test_contributors_of_recent_records_have_the_first_turns():
     for key in OTHERS[:6]:
         b.beat(key, head=first, weight=25)
     b.step(ev.TrainingProgress(25, 1.0, 1.0))
-    b.step(ev.UpdateReady(first, 25, 50, 5, blob_of(ME, b"1"), 9, 1.0))
+    b.step(ev.UpdateReady(first, 25, 25, 50, 5, blob_of(ME, b"1"), 9, 1.0))
     b.hold(*headers)
     round_ = b.machine.open_round
     assert round_ is not None and round_.proposer_order[0] == ME and len(round_.proposer_order) == 7
