@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,6 +122,7 @@ def repeat_check(options: RepeatOptions) -> bool:
     """Make the check and print it; return whether the update passed. Raises CairnError if it cannot be made."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(private_files())
+        stack.enter_context(_quiet_node())
         folder = options.folder
         if folder is None:
             made = tempfile.TemporaryDirectory(prefix="cairn-audit-", ignore_cleanup_errors=True)
@@ -129,6 +131,18 @@ def repeat_check(options: RepeatOptions) -> bool:
     for line in lines(found, owner):
         click.echo(line)
     return found.passed
+
+
+@contextmanager
+def _quiet_node() -> Iterator[None]:
+    """Show the errors of the observer node alone: it reports every old conviction that it reads."""
+    log = logging.getLogger("peer")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 async def _repeat(options: RepeatOptions, folder: Path) -> tuple[RepeatedCheck, PeerKey]:

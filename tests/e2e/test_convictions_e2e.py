@@ -29,7 +29,7 @@ def replayable_world() -> World:
         "audit": {"replayable": True},
         "codec": {"kind": "sign", "beta": 0.0},
         "credit": {"hold_rounds": 16},
-        "checkpoint": {"every": 8, "keep": 3, "final_depth": 17},
+        "checkpoint": {"every": 8, "keep": 8, "final_depth": 17},
     }
     world = World(tables=tables)
     keys = [str(load_or_make(world.folder / name / "identity.key").key) for name in HONEST]
