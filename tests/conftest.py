@@ -75,6 +75,7 @@ TOGETHER = {
 FIRST = (
     # The swarm that tests of this folder share trains until a test of another folder comes: those with their own go
     # before, on all cores.
+    "tests/e2e/test_convictions",
     "tests/e2e/test_moved",
     "tests/e2e/test_parallel",
     "tests/e2e/test_reduce",

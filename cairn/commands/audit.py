@@ -1,4 +1,4 @@
-"""`cairn audit ...`: parses arguments and hands over to `cairn.ledger_audit`."""
+"""`cairn audit ...`: parses arguments and hands over to `cairn.ledger_audit` and `cairn.update_audit`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import sys
 
 import click
 
-from cairn.commands.options import FILE, home_option, invite_argument, via_option
+from cairn.commands.options import FILE, FOLDER, device_name, home_option, invite_argument, via_option
+from protocol.errors import CairnError
 
 HOME = home_option("Where this machine's peer has its identity.")
 
 
 @click.group()
 def audit() -> None:
-    """Check a run's credits yourself. The exit code is 0 when all is as it should be, 1 when it is not."""
+    """Check a run's credits and updates yourself. The exit code is 0 when all is as it should be, 1 when it is not."""
 
 
 @audit.command("ledger")
@@ -42,4 +43,37 @@ def receipt(invite, files, peer, home, via) -> None:
     from cairn.ledger_audit import audit_receipts
 
     if not audit_receipts(invite, files, peer, home, via=via):
+        sys.exit(1)
+
+
+@audit.command("update")
+@invite_argument
+@click.option(
+    "--round", "round_", type=click.IntRange(0, 2**53), required=True, help="The round that lists the update."
+)
+@click.option("--peer", required=True, metavar="KEY", help="Its author: the key, or how the key or the name begins.")
+@click.option(
+    "--check",
+    type=click.Choice(["replay", "loss"]),
+    help="Which check.  [default: replay if the run has it, else loss]",
+)
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.", callback=device_name)
+@click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads.  [default: all]")
+@click.option("--folder", type=FOLDER, help="Keep here what is fetched, for more checks.  [default: a temporary one]")
+@home_option("Where this machine's peer, if there is one, has files that the check needs.")
+@via_option
+def update(invite, round_, peer, check, device, threads, folder, home, via) -> None:
+    """Repeat the check of one update on this machine, and compare with what the chain's reports say.
+
+    All is read from members of the swarm, or from the disk of this machine's peer. The exit code is 0 when the update
+    passed, 1 when it failed, and 2 when the check could not be made.
+    """
+    from cairn.update_audit import RepeatOptions, repeat_check
+
+    try:
+        passed = repeat_check(RepeatOptions(invite, round_, peer, check, device, threads, folder, home, via))
+    except CairnError as e:
+        click.echo(f"error: {e}", err=True)
+        sys.exit(2)
+    if not passed:
         sys.exit(1)

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import random
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cairn.commands.options import home_option, invite_argument, parse_count, via_option
+from cairn.commands.options import device_name, home_option, invite_argument, parse_count, via_option
 from cairn.connection import parse_invite
 from cairn.files import private_files
 from cairn.logs import set_up_logging
@@ -65,23 +64,16 @@ def _parallel(_context: click.Context, _parameter: click.Parameter, text: str) -
         raise click.BadParameter(str(e).removeprefix("--parallel ")) from None
 
 
-def _device(_context: click.Context, _parameter: click.Parameter, text: str) -> str:
-    """Return the device. Raises click.BadParameter for a malformed name; the trainer checks that it exists."""
-    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", text):
-        raise click.BadParameter(f"{text[:40]!r} is not a device: write auto, cpu, cuda, or cuda:0 (cuda:1, ...)")
-    return text
-
-
 def _audit_device(context: click.Context, parameter: click.Parameter, text: str) -> str:
     """Return the device of audits, or "off". Raises click.BadParameter for a malformed name."""
-    return text if text == "off" else _device(context, parameter, text)
+    return text if text == "off" else device_name(context, parameter, text)
 
 
 @click.command()
 @invite_argument
 @home_option("Where identity, runs and logs are kept.")
 @click.option("--name", default="", help="Your name on the run's page (at most 40 bytes).")
-@_auto("--device", help="auto, cpu, cuda or cuda:N.", callback=_device)
+@_auto("--device", help="auto, cpu, cuda or cuda:N.", callback=device_name)
 @_auto(
     "--parallel",
     help="How to use many GPUs: auto, or some of dp=N, fsdp=N, tp=N, pp=N with commas, such as fsdp=4,tp=2.",

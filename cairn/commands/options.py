@@ -64,6 +64,13 @@ via_option = click.option(
 )
 
 
+def device_name(_context: click.Context, _parameter: click.Parameter, text: str) -> str:
+    """Return the device. Raises click.BadParameter for a malformed name; whoever uses it checks that it exists."""
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", text):
+        raise click.BadParameter(f"{text[:40]!r} is not a device: write auto, cpu, cuda, or cuda:0 (cuda:1, ...)")
+    return text
+
+
 def count_option(name: str, help: str):
     """Return an option for a number that may be written 130M, 1B or 7e9."""
     return click.option(

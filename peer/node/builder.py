@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from peer.node.action_handler import ActionHandler
+from peer.node.audit_jobs import AuditJobs
 from peer.node.blob_retention import BlobRetention, assets
 from peer.node.chain_store import ChainStore
 from peer.node.directive_handler import DirectiveHandler, is_banned
@@ -86,12 +87,13 @@ def build_node(
     reducer = ShardReducer(store, network, updates, reduction, codec.size, spec.outer, queue.post, tasks)
     relay = SliceRelay(me, store, network, reduction, codec.size, spec.round, machine, tasks)
     files = StateFetcher(spec, me, store, network, updates, reducer)
+    jobs = AuditJobs(spec, options, store, chain, updates, files)
     auditor = None
     if makes_audits:
-        auditor = UpdateAuditor(spec, me, options, store, chain, updates, files, queue.post)
+        auditor = UpdateAuditor(spec, me, chain, jobs, queue.post)
     retention = BlobRetention(
         spec, store, updates,
-        lambda: {*machine.retained_blobs(), *reducer.retained_blobs(), *(auditor.retained_blobs() if auditor else ())},
+        lambda: {*machine.retained_blobs(), *reducer.retained_blobs(), *jobs.in_use},
     )  # fmt: skip
 
     trainer = None
@@ -110,5 +112,5 @@ def build_node(
     folder = options.folder
     reporter = StatusReporter(membership, folder, network, machine, directives, timings, trainer, auditor, bus)
     return Node(
-        membership, network, certificates, retention, trainer, auditor, driver, requests, reporter, bus, tasks
+        membership, network, certificates, retention, trainer, jobs, auditor, driver, requests, reporter, bus, tasks
     )  # fmt: skip

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from peer.node.audit_jobs import AuditJobs
 from peer.node.blob_retention import BlobRetention
 from peer.node.chain_store import ChainStore
 from peer.node.coordinator_discovery import ask_members, pass_on
@@ -43,6 +44,7 @@ class Node:
     certificates: ChainStore
     retention: BlobRetention
     trainer: TrainerClient | None
+    audit_jobs: AuditJobs
     auditor: UpdateAuditor | None
     driver: RoundDriver
     requests: RequestServer

@@ -54,10 +54,17 @@ class StateFetcher:
     network: Network
     updates: RoundBlobFetcher
     reducer: ShardReducer
+    checkpoint_seconds: float = CHECKPOINT_SECONDS
 
     def __post_init__(self) -> None:
         self._checkpoint_size = state_layout(self.spec.model.layout, self.spec.outer).checkpoint_size
         self._turns = asyncio.Semaphore(AT_ONCE)
+
+    def allow_for(self, bytes_per_second: float) -> None:
+        """Raise the deadlines of checkpoints and updates to what a network of this speed needs."""
+        self.checkpoint_seconds = max(self.checkpoint_seconds, self._checkpoint_size / bytes_per_second)
+        at_once = AT_ONCE * self.updates.codec.size / bytes_per_second
+        self.updates.deadline_seconds = max(self.updates.deadline_seconds, at_once)
 
     def starts(self, path: Sequence[Certificate], kept: Sequence[int]) -> Iterator[StateStart]:
         """Yield the states on a path to start from, best first: the newest in our store, then those that members keep.
@@ -97,7 +104,7 @@ class StateFetcher:
                 if checkpoint is not None:
                     unavailable = start.index + len(rounds)
         what = "what leads there from a checkpoint" if unavailable >= 0 else "a checkpoint to start from"
-        raise PeerError(f"no member gave {what} ({'; '.join(errors)}); it is tried again")
+        raise PeerError(f"no member gave {what} ({'; '.join(errors)})")
 
     async def checkpoint(self, state: Digest) -> Path:
         """Return the file of a checkpoint, held. Raise CairnError."""
@@ -106,7 +113,7 @@ class StateFetcher:
             size = genesis.size if state == genesis.name else self._checkpoint_size
             log.info("fetching the checkpoint %s (%s)", state.short, decimal(size))
             providers = self.network.providers(state=state)
-            await self.network.fetch_blob(state, size, providers, deadline_seconds=CHECKPOINT_SECONDS)
+            await self.network.fetch_blob(state, size, providers, deadline_seconds=self.checkpoint_seconds)
         return self.store.path(state)
 
     async def round_files(self, certificate: Certificate) -> RoundUpdates:

@@ -19,7 +19,7 @@ from peer.store.disk import disk
 from protocol.chain import Chain
 from protocol.data_address import public_url
 from protocol.ids import PeerKey
-from protocol.spec import RunSpec
+from protocol.spec import BlobRef, RunSpec
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +35,21 @@ _SAVED_STATE = (
 
 async def fetch_assets(spec: RunSpec, store: Store, network: Network, *, private_data: bool) -> None:
     """Fetch the tokenizer, and the training shards if the spec names no address that may be used. Raise CairnError."""
-    wanted = [("tokenizer", spec.tokenizer)]
+    await _fetch("tokenizer", spec.tokenizer, store, network)
+    await fetch_shards(spec, store, network, private_data=private_data)
+
+
+async def fetch_shards(spec: RunSpec, store: Store, network: Network, *, private_data: bool) -> None:
+    """Fetch the training shards from members if the spec names no address that may be used. Raise CairnError."""
     if not any(private_data or public_url(address) for address in spec.data.addresses):
-        wanted += [("data shard", s) for s in spec.data.train]
-    for what, blob in wanted:
-        if not store.has(blob.name):
-            log.info("fetching the run's %s %s (%s)", what, blob.name.short, decimal(blob.size))
-            await network.fetch_blob(blob.name, blob.size, network.providers(), deadline_seconds=FETCH_SECONDS)
+        for shard in spec.data.train:
+            await _fetch("data shard", shard, store, network)
+
+
+async def _fetch(what: str, blob: BlobRef, store: Store, network: Network) -> None:
+    if not store.has(blob.name):
+        log.info("fetching the run's %s %s (%s)", what, blob.name.short, decimal(blob.size))
+        await network.fetch_blob(blob.name, blob.size, network.providers(), deadline_seconds=FETCH_SECONDS)
 
 
 def start_message(spec: RunSpec, store: Store, key: PeerKey, options: NodeOptions) -> Start:

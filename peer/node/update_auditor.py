@@ -8,29 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from peer.auditor.job import AuditAnswer, AuditJob, ClaimedUpdate, Rebase, StateFiles
+from peer.auditor.job import AuditAnswer
+from peer.auditor.score_words import score_words
 from peer.errors import AuditError
+from peer.node.audit_jobs import AuditJobs
 from peer.node.audit_process import AuditProcess
 from peer.node.events import Post
-from peer.node.options import NodeOptions
-from peer.node.round_blob_fetcher import RoundBlobFetcher
-from peer.node.state_fetcher import StateFetcher
-from peer.node.trainer_files import data_shards, spec_file
-from peer.store import Store
 from protocol.bounded import BoundedDict
 from protocol.chain import Chain
 from protocol.errors import CairnError
 from protocol.ids import Digest, PeerKey
-from protocol.messages import Certificate, Score, Signed, UpdateHeader
+from protocol.messages import Signed, UpdateHeader
 from protocol.rounds.actions import AuditUpdate
-from protocol.rounds.blobs import applied_blobs
 from protocol.rounds.events import UpdateAudited
-from protocol.rounds.policy import RoundPolicy
-from protocol.rounds.retention import starts
 from protocol.spec import RunSpec
 
 log = logging.getLogger(__name__)
@@ -72,21 +64,16 @@ class UpdateAuditor:
 
     spec: RunSpec
     me: PeerKey
-    options: NodeOptions
-    store: Store
     chain: Chain
-    updates: RoundBlobFetcher
-    files: StateFetcher
+    jobs: AuditJobs
     post: Post
     process: AuditProcess = field(default_factory=AuditProcess)
 
     def __post_init__(self) -> None:
-        self._policy = RoundPolicy.of(self.spec)
         self._waiting: list[_Waiting] = []
         self._strange: BoundedDict[Digest, None] = BoundedDict(MAX_WAITING)
         """Updates that failed a loss check here."""
         self._asked = asyncio.Event()
-        self._in_use: frozenset[Digest] = frozenset()
         self.counts = AuditCounts()
 
     def audit(self, action: AuditUpdate) -> None:
@@ -135,10 +122,6 @@ class UpdateAuditor:
         self._waiting.remove(found)
         return found.action
 
-    def retained_blobs(self) -> frozenset[Digest]:
-        """Return the blobs that the present check reads."""
-        return self._in_use
-
     @property
     def waiting(self) -> int:
         """The number of checks that wait."""
@@ -150,7 +133,8 @@ class UpdateAuditor:
             return
         seconds = max(LEAST_SECONDS, DEADLINE_ROUNDS * self.spec.round.max_seconds)
         try:
-            job = await self._job(action)
+            own = self.me if action.check == "loss" else None
+            job = await self.jobs.job(action.certificate, action.update, action.check, own=own)
             answer = await self.process.answer(job, seconds)
             if answer.reason:
                 raise AuditError(answer.reason)
@@ -158,7 +142,7 @@ class UpdateAuditor:
             self._not_made(action, str(e) or "no answer in time")
             return
         finally:
-            self._in_use = frozenset()
+            self.jobs.release()
         self._report(action, answer)
 
     def _obsolete(self, action: AuditUpdate) -> str | None:
@@ -183,7 +167,7 @@ class UpdateAuditor:
         level = logging.INFO if passed or action.check == "loss" else logging.WARNING
         log.log(
             level, "%s: %s %s, %s; it took %.1f s of CPU time",
-            _name(action), _CHECKS[action.check], "passed" if passed else "failed", _words(found.scores),
+            _name(action), _CHECKS[action.check], "passed" if passed else "failed", score_words(found.scores),
             answer.cpu_seconds,
         )  # fmt: skip
         self.post(found)
@@ -191,44 +175,6 @@ class UpdateAuditor:
     def _not_made(self, action: AuditUpdate, reason: str) -> None:
         self.counts.not_made += 1
         log.info("%s: the %s is not made: %s", _name(action), _CHECKS[action.check], reason)
-
-    # -- a job -----------------------------------------------------------------------------------------------
-
-    async def _job(self, action: AuditUpdate) -> AuditJob:
-        """Return the job of a check, with all that it needs in the store. Raise CairnError."""
-        certificate, chain = action.certificate, self.chain
-        update = _update_of(action)
-        path = chain.path(chain.root, certificate.digest)
-        header, body = update.body, certificate.record.body
-        has_rebase = action.check == "replay" and header.rebase_window > header.first_window
-        if has_rebase and len(path) < 2:
-            raise AuditError("the record before its own is not in memory")
-        at = len(path) - 1 - has_rebase
-        before = path[at].record.body
-        self._in_use = _blobs_of(path[at - 1 :] if at else path)
-        start, checkpoint, rounds = await self.files.collect(
-            self.files.starts(path[: at + 1], starts(self._policy, path[: at + 1])), path[:at]
-        )
-        self._in_use |= _blobs_of(path[start.index :]) | {start.state}
-        rebase = None
-        if has_rebase:
-            rounds_after = await self.files.round_files(path[at])
-            rebase = Rebase(rounds_after, body.base_state, chain.weight(body.parent))
-        own = next((u for u in body.updates if u.author == self.me), None) if action.check == "loss" else None
-        return AuditJob(
-            check=action.check,
-            spec_path=spec_file(self.options.folder),
-            certificate=certificate.digest,
-            update=_claimed(update, await self.updates.ensure(header.blob, [update.author, *body.contributors])),
-            start=StateFiles(checkpoint, start.state, rounds, before.base_state, chain.weight(before.parent)),
-            rebase=rebase,
-            own=None if own is None or not self.store.has(own.body.blob)
-            else _claimed(own, self.store.path(own.body.blob)),
-            device=self.options.device if self.options.audit_device == "auto" else self.options.audit_device,
-            threads=self.options.threads,
-            shards=data_shards(self.spec, self.store),
-            private_data=self.options.private_data,
-        )  # fmt: skip
 
 
 _CHECKS = {"loss": "loss check", "replay": "replay"}
@@ -238,46 +184,7 @@ def _updates(action: AuditUpdate) -> tuple[Signed[UpdateHeader], ...]:
     return action.certificate.record.body.updates
 
 
-def _update_of(action: AuditUpdate) -> Signed[UpdateHeader]:
-    for update in _updates(action):
-        if update.digest == action.update:
-            return update
-    raise AuditError("the record lists no such update")
-
-
-def _claimed(update: Signed[UpdateHeader], blob: Path) -> ClaimedUpdate:
-    header = update.body
-    return ClaimedUpdate(update.author, header.first_window, header.rebase_window, header.end_window, blob)
-
-
-def _blobs_of(path: Sequence[Certificate]) -> frozenset[Digest]:
-    """Return the blobs of these records' states, and of all their updates."""
-    listed = (u.body.blob for c in path for u in c.record.body.updates)
-    return frozenset(listed).union(*map(applied_blobs, path))
-
-
 def _name(action: AuditUpdate) -> str:
     body = action.certificate.record.body
     author = next((u.author.short for u in body.updates if u.digest == action.update), "nobody")
     return f"the update of {author} in round {body.round}"
-
-
-def _words(scores: Sequence[Score]) -> str:
-    """Return scores for people, such as "99.4% of signs agree (97% needed)"."""
-    return ", ".join(_SCORES.get(s.name, _plain)(s) for s in sorted(scores, key=_order))
-
-
-def _order(score: Score) -> tuple[bool, str]:
-    return score.name not in ("signs", "gain"), score.name
-
-
-def _plain(score: Score) -> str:
-    return f"{score.name} {score.value:.2f} ({score.threshold:.2f} needed)"
-
-
-_SCORES: dict[str, Callable[[Score], str]] = {
-    "signs": lambda s: f"{s.value:.1%} of signs agree ({s.threshold:.0%} needed)",
-    "scale": lambda s: f"norms within {s.value:.0%} ({s.threshold:.0%} needed)",
-    "gain": lambda s: f"its own windows gain {s.value:.2f} standard errors more than others ({s.threshold:.2f} needed)",
-    "quarter": lambda s: f"its worst quarter {s.value:.2f} ({s.threshold:.2f} needed)",
-}

@@ -204,7 +204,8 @@ def test_one_home_is_used_by_one_peer_at_a_time(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("--disk", "none"), ("--threads", "0"), ("--name", "x" * 41), ("--device", "tpu")]
+    ("option", "value"),
+    [("--disk", "none"), ("--threads", "0"), ("--name", "x" * 41), ("--device", "tpu"), ("--audit-device", "none")],
 )
 def test_an_option_out_of_range_is_named(tmp_path: Path, option: str, value: str):
     assert option in refused("peer", "join", invite(), "--home", tmp_path, option, value)

@@ -224,8 +224,8 @@ class LoopTrainer:
         self.crashed = False
         self.restarts = 0
         self.notes: list[str] = []
-        self.spoil = False
-        """Its updates break the codec's rules."""
+        self.alter: Callable[[UpdateMade], UpdateMade] | None = None
+        """Makes the updates that it announces from those that it made."""
         self._loop = asyncio.get_running_loop()
         self._max_windows = 0
         self._thread = ThreadPoolExecutor(1)
@@ -265,8 +265,10 @@ class LoopTrainer:
             if isinstance(ask, MakeUpdate):
                 most = self._max_windows or trainer.spec.max_update_windows
                 answer: FromTrainer = await self._call(trainer.base.make_update, ask, most)
-                if isinstance(answer, UpdateMade) and self.spoil:
-                    answer = _spoilt(answer)
+                if isinstance(answer, UpdateMade) and self.alter is not None:
+                    answer = self.alter(answer)
+                if trainer.base.is_begin_due:
+                    await self._call(trainer.begin_again)
             elif isinstance(ask, Load):
                 answer = await self._call(trainer.load, ask)
             elif not isinstance(ask, Apply):
@@ -300,10 +302,14 @@ class LoopTrainer:
         return not self.crashed
 
 
-def _spoilt(made: UpdateMade) -> UpdateMade:
+def spoilt(made: UpdateMade) -> UpdateMade:
     """Return the update with noise as its last records: only those who look at its end see it."""
     data = made.blob_path.read_bytes()
-    data = data[:-5000] + b"\xff" * 5000
+    return replaced(made, data[:-5000] + b"\xff" * 5000)
+
+
+def replaced(made: UpdateMade, data: bytes) -> UpdateMade:
+    """Return the update with another blob."""
     made.blob_path.write_bytes(data)
     return replace(made, digest=blob_digest(data))
 

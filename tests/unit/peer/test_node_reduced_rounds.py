@@ -6,7 +6,7 @@ import pytest
 
 from protocol.reduce_plan import shard_count
 from protocol.rounds.policy import RoundPolicy
-from tests.support.node_world import TIMERS, NodeWorld
+from tests.support.node_world import TIMERS, NodeWorld, spoilt
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
 """Updates of 1.3 MB in 8 bits: six chunks."""
@@ -120,7 +120,7 @@ async def test_an_update_that_breaks_the_rules_where_only_some_look_is_in_no_rec
     for name in ("ada", "alan", "grace", "edsger"):
         w.start(name)
     await w.until("edsger has a trainer", lambda: w.key("edsger") in w.trainers)
-    w.trainer("edsger").spoil = True
+    w.trainer("edsger").alter = spoilt
     others = ["ada", "alan", "grace"]
     await w.rounds(others, 3)
     assert w.contributed("edsger") == 0 and all(w.contributed(name) for name in others)

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from peer.auditor.job import AuditAnswer, AuditJob, MeasuredScore
 from peer.errors import AuditError, PeerError
+from peer.node.audit_jobs import AuditJobs
 from peer.node.options import NodeOptions
 from peer.node.state_fetcher import StateFetcher
 from peer.node.update_auditor import MAX_WAITING, UpdateAuditor
@@ -66,10 +67,10 @@ class World:
         self.running: asyncio.Task[None] | None = None
         me, this = peer(1).key, cast(Any, self)
         files = StateFetcher(self.spec, me, this, this, this, this)
+        jobs = AuditJobs(self.spec, NodeOptions(folder, **options), this, self.chain, this, files)
         self.auditor = UpdateAuditor(
-            self.spec, me, NodeOptions(folder, **options), this, self.chain, this, files,
-            cast(Any, self.posted.append), cast(Any, self.process),
-        )  # fmt: skip
+            self.spec, me, self.chain, jobs, cast(Any, self.posted.append), cast(Any, self.process)
+        )
         for _ in range(rounds):
             self.grow()
 
@@ -309,16 +310,16 @@ async def test_the_queue_is_bounded(tmp_path):
 
 async def test_the_blobs_of_the_present_check_stay_on_the_disk(tmp_path):
     async with world(tmp_path, 4) as w:
-        assert not w.auditor.retained_blobs()
+        assert not w.auditor.jobs.in_use
         w.process.gate.clear()
         w.ask(3)
         await until(lambda: w.process.asked, "it is being made")
-        kept = w.auditor.retained_blobs()
+        kept = w.auditor.jobs.in_use
         assert {u.body.blob for c in w.made.certificates for u in c.record.body.updates} <= kept
         assert w.spec.genesis.name in kept
         w.process.gate.set()
         await w.done(1)
-        await until(lambda: not w.auditor.retained_blobs(), "they may go")
+        await until(lambda: not w.auditor.jobs.in_use, "they may go")
 
 
 async def test_the_process_ends_when_nothing_waits(tmp_path):

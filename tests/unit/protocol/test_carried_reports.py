@@ -125,7 +125,7 @@ def test_the_convicted_are_in_no_record_while_they_are_barred(branch):
     assert "whom it convicts" in refusal(branch, certificate(FakeSigner(LIAR).sign(both), [u.author for u in listed]))
     assert chain.add(made)
     first, number = chain.next_window(LIAR, chain.head), chain.height(chain.head)
-    body = UpdateHeader(RUN, number, chain.head, STATE, first, first, first + 1, 1, STATE, 9, 1.0, b"")
+    body = UpdateHeader(RUN, number, chain.head, STATE, first, first + 1, 1, STATE, 9, 1.0, b"")
     lone = RoundRecord(RUN, number, chain.head, STATE, 0, (FakeSigner(LIAR).sign(body),))
     assert "is barred" in refusal(branch, certificate(FakeSigner(LIAR).sign(lone), [LIAR]))
 

@@ -1,0 +1,105 @@
+"""The jobs of audits, with all that they need in the store: for this node's audits, and for who repeats a check."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from peer.auditor.job import AuditJob, ClaimedUpdate, Rebase, StateFiles
+from peer.errors import AuditError
+from peer.node.options import NodeOptions
+from peer.node.round_blob_fetcher import RoundBlobFetcher
+from peer.node.state_fetcher import StateFetcher
+from peer.node.trainer_files import data_shards, spec_file
+from peer.store import Store
+from protocol.chain import Chain
+from protocol.ids import Digest, PeerKey
+from protocol.messages import AuditCheck, Certificate, Signed, UpdateHeader
+from protocol.rounds.blobs import applied_blobs
+from protocol.rounds.policy import RoundPolicy
+from protocol.rounds.retention import starts
+from protocol.spec import RunSpec
+
+
+@dataclass(eq=False)
+class AuditJobs:
+    """Makes jobs, one at a time. The file of the spec is the caller's: see `trainer_files.spec_file`."""
+
+    spec: RunSpec
+    options: NodeOptions
+    store: Store
+    chain: Chain
+    updates: RoundBlobFetcher
+    files: StateFetcher
+
+    def __post_init__(self) -> None:
+        self._policy = RoundPolicy.of(self.spec)
+        self._in_use: frozenset[Digest] = frozenset()
+
+    @property
+    def in_use(self) -> frozenset[Digest]:
+        """The blobs that the present job reads."""
+        return self._in_use
+
+    def release(self) -> None:
+        """Note that the present job is over."""
+        self._in_use = frozenset()
+
+    async def job(
+        self, certificate: Certificate, update: Digest, check: AuditCheck, *, own: PeerKey | None = None
+    ) -> AuditJob:
+        """Return the job of a check of an update of a record, with all that it needs in the store.
+
+        `own`: the author of an update of the same record that a loss check may measure beside it, if the store has it.
+        Raise CairnError, and TimeoutError.
+        """
+        chain, audited = self.chain, _update_of(certificate, update)
+        path = chain.path(chain.root, certificate.digest)
+        header, body = audited.body, certificate.record.body
+        has_rebase = check == "replay" and header.rebase_window > header.first_window
+        if has_rebase and len(path) < 2:
+            raise AuditError("the record before its own is not in memory")
+        at = len(path) - 1 - has_rebase
+        before = path[at].record.body
+        self._in_use = _blobs_of(path[at - 1 :] if at else path)
+        start, checkpoint, rounds = await self.files.collect(
+            self.files.starts(path[: at + 1], starts(self._policy, path[: at + 1])), path[:at]
+        )
+        self._in_use |= _blobs_of(path[start.index :]) | {start.state}
+        rebase = None
+        if has_rebase:
+            rounds_after = await self.files.round_files(path[at])
+            rebase = Rebase(rounds_after, body.base_state, chain.weight(body.parent))
+        beside = next((u for u in body.updates if u.author == own and self.store.has(u.body.blob)), None)
+        return AuditJob(
+            check=check,
+            spec_path=spec_file(self.options.folder),
+            certificate=certificate.digest,
+            update=_claimed(audited, await self.updates.ensure(header.blob, [audited.author, *body.contributors])),
+            start=StateFiles(checkpoint, start.state, rounds, before.base_state, chain.weight(before.parent)),
+            rebase=rebase,
+            own=None if beside is None else _claimed(beside, self.store.path(beside.body.blob)),
+            device=self.options.device if self.options.audit_device == "auto" else self.options.audit_device,
+            threads=self.options.threads,
+            shards=data_shards(self.spec, self.store),
+            private_data=self.options.private_data,
+        )
+
+
+def _update_of(certificate: Certificate, digest: Digest) -> Signed[UpdateHeader]:
+    for update in certificate.record.body.updates:
+        if update.digest == digest:
+            return update
+    raise AuditError("the record lists no such update")
+
+
+def _claimed(update: Signed[UpdateHeader], blob: Path) -> ClaimedUpdate:
+    header = update.body
+    return ClaimedUpdate(update.author, header.first_window, header.rebase_window, header.end_window, blob)
+
+
+def _blobs_of(path: Sequence[Certificate]) -> frozenset[Digest]:
+    """Return the blobs of these records' states, and of all their updates."""
+    listed = (u.body.blob for c in path for u in c.record.body.updates)
+    return frozenset(listed).union(*map(applied_blobs, path))
