@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--parent", type=int, required=True, help="process id of the node")
     if not exit_with_parent(parser.parse_args().parent):
         return 1
-    # Where the machine's memory runs out, the kernel ends this process, and neither the node nor the trainer.
+    # When the machine's memory runs out, the kernel is to end this process, and neither the node nor the trainer.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     # Libraries that print must not get between the node and the answers.

@@ -35,7 +35,7 @@ DEVIATIONS = 1.5
 """An honest update differs at most by this times the difference of two replays in different precisions."""
 
 LEAST_SIGNS = 0.75
-"""Where less than this were asked for, a replay says nothing about anybody."""
+"""If an honest update could differ more than that, a replay says nothing about anybody."""
 
 
 def replay(

@@ -103,18 +103,20 @@ class UpdateAuditor:
     def _take(self, *, last: bool = False) -> AuditUpdate:
         """Remove and return the first check by rank, or the last one.
 
-        First come replays of keys without stake: all of their updates are to be replayed, whatever loss checks find.
-        Of these the oldest comes first, so that the auditors of one update agree on the order. Then come updates that
-        are accused or failed a loss check, then loss checks, then replays. Of each kind the newest round comes first:
-        where there is more to do than time, old checks would all be late.
+        First come accused updates: many newcomers must not keep a jury from its work. Then come replays of keys without
+        stake: all of their updates are to be replayed, whatever loss checks find. Of these the oldest comes first, so
+        that the auditors of one update agree on the order. Then come updates that failed a loss check, then loss
+        checks, then replays. Of each kind the newest round comes first: with more to do than time, old checks would all
+        be late.
         """
 
         def rank(waiting: _Waiting) -> tuple[int, int]:
             action, round_ = waiting.action, waiting.action.certificate.record.body.round
-            if waiting.is_new and action.check != "loss":
-                return 0, round_
-            urgent = waiting.is_accused or action.update in self._strange
-            return 1 if urgent else 2 + (action.check != "loss"), -round_
+            if waiting.is_new and action.check != "loss" and not waiting.is_accused:
+                return 1, round_
+            if waiting.is_accused or action.update in self._strange:
+                return 0 if waiting.is_accused else 2, -round_
+            return 3 + (action.check != "loss"), -round_
 
         found = (max if last else min)(self._waiting, key=rank)
         self._waiting.remove(found)

@@ -45,9 +45,10 @@ class WorkAuditor:
         me, body = self._context.me, report.body
         if not self._is_able or report.author == me:
             return
-        accused = body.check == "replay" and not body.passed and report.author not in self._contradicted
-        if me in following.jury_of(report) or (accused and me in following.auditors_of(report)):
-            self._ask(body.record, body.update, "replay", report.author)
+        accuses = body.check == "replay" and not body.passed
+        trusted = accuses and report.author not in self._contradicted
+        if me in following.jury_of(report) or (trusted and me in following.auditors_of(report)):
+            self._ask(body.record, body.update, "replay", report.author if accuses else None)
 
     def round_begun(self, parent: Digest) -> None:
         """Make the checks of the record before the round that are ours, and repeat reports that no record carries."""

@@ -267,7 +267,7 @@ async def test_what_is_accused_comes_first_then_loss_checks_then_replays_and_the
         ]  # fmt: skip
 
 
-async def test_replays_of_keys_without_stake_come_first_and_the_oldest_of_them(tmp_path):
+async def test_replays_of_keys_without_stake_come_after_accused_updates_and_before_all_else(tmp_path):
     async with world(tmp_path, 5, fields={"credit": {"hold_rounds": 3}}) as w:
         w.process.gate.clear()
         w.ask(4, "loss", author=1)
@@ -277,10 +277,13 @@ async def test_replays_of_keys_without_stake_come_first_and_the_oldest_of_them(t
         w.ask(6, "loss", author=3)
         w.ask(6, "loss")
         w.ask(6, "replay", author=3)
-        w.ask(5, "replay", author=3)
+        w.chain.add(w.made.add({1: 8, 2: 8, 3: 8}))
+        w.ask(7, "replay", author=3)
+        w.ask(6, "replay")  # a juror's
         w.process.gate.set()
-        await w.done(5)
-        assert w.rounds_asked()[1:] == [("replay", 5), ("replay", 6), ("loss", 6), ("loss", 6)]
+        await w.done(6)
+        assert w.rounds_asked()[1:] == [("replay", 6), ("replay", 6), ("replay", 7), ("loss", 6), ("loss", 6)]
+        assert w.process.asked[1].update.author == peer(2).key
 
 
 async def test_who_is_convicted_is_not_checked_any_more(tmp_path, monkeypatch, caplog):
