@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from cairn.update_audit import RepeatedCheck, find_update, follow, lines, make_check
+from cairn.update_audit import RepeatedCheck, find_update, follow, lines, make_check, take_held
 from peer.channel import UpdateMade
 from peer.node.audit_process import AuditProcess
 from peer.node.enrollment import Enrollment
@@ -55,6 +55,9 @@ async def repeat(world: NodeWorld, checks: Sequence[tuple[int, str, AuditCheck]]
     for round_, author, check in checks:
         await follow(node, world.running["stranger"], round_)
         audited = find_update(node.chain, decoder, round_, str(world.key(author)))
+        if author == LIAR:  # as on the machine of a member
+            await asyncio.to_thread(take_held, node, audited, check, world.folder / "ada" / "store")
+            assert store.has(audited.update.body.blob)
         found.append(await asyncio.wait_for(make_check(node, audited, check, AuditProcess()), 2 * LIMIT))
     assert not node.network.is_member(world.key("stranger"))
     return found
