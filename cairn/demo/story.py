@@ -75,7 +75,7 @@ class Demo:
     liars: tuple[str, ...] = ()
     """Names of those that lie. Without any, one peer is killed and another joins late."""
     convicted: set[PeerKey] = field(default_factory=set)
-    """Those whose conviction was told."""
+    """Those whose conviction is on the screen already."""
     curve: list[LossPoint] = field(default_factory=list)
     status: SwarmStatus | None = None
 
