@@ -72,7 +72,7 @@ COLUMNS = ("round", "peer", "update", "share", "signs", "scale", "gain", "quarte
 
 @dataclass(frozen=True)
 class Rule:
-    """What an update begins with, and how much of the error is fed back.
+    """The start of an update, and how much of the error is fed back.
 
     `even`: one learning rate for each state, and the new state comes between two steps.
     """
