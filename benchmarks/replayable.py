@@ -13,8 +13,9 @@ back. `fresh moments`, `no feedback` and `public start` change one thing of it. 
 `replayable, a step dropped`. The schedule ends with the last round for all of them.
 
 Audits. In each round one peer's update is replayed, in the same float environment and in others. Then fakes of it are
-scored. `signs` is the share of equal signs. `scale` is the least ratio of the norms of a tensor, the smaller by the
-larger. `gain` and `quarter` are the t values of the loss check, on 64 claimed and 64 unclaimed windows.
+scored. `signs` is the share of equal signs. `weighted` counts each by its magnitude in the replay, relative to its
+tensor's. `scale` is the least ratio of the norms of a tensor, the smaller by the larger. `gain` and `quarter` are the t
+values of the loss check, on 64 claimed and 64 unclaimed windows.
 
 Fakes. `share`: the part of the training that was done, counted in windows.
   stop X            ends early, scaled up
@@ -67,7 +68,7 @@ GAIN, QUARTER = 3.0, 1.0
 """Thresholds of the loss check, as t values."""
 THRESHOLDS = (0.95, 0.97, 0.98, 0.99)
 """Thresholds of `signs` for which the least share of the work that passes is stated."""
-COLUMNS = ("round", "peer", "update", "share", "signs", "scale", "gain", "quarter")
+COLUMNS = ("round", "peer", "update", "share", "signs", "weighted", "scale", "gain", "quarter")
 
 
 @dataclass(frozen=True)
@@ -97,12 +98,17 @@ RULES = {
 
 @dataclass(frozen=True)
 class Environment:
-    """How floats are computed. `noise`: standard deviation of what is added to a gradient, relative to its tensor's."""
+    """How floats are computed.
+
+    `noise`: standard deviation of what is added to a gradient, relative to its tensor's root mean square. `own_noise`:
+    the same, relative to each value.
+    """
 
     threads: int = 1
     piece_tokens: int = inner_optimizer.PIECE_TOKENS
     bf16: bool = False
     noise: float = 0.0
+    own_noise: float = 0.0
 
 
 USUAL = Environment()
@@ -112,6 +118,7 @@ ENVIRONMENTS = {
     "bf16, pieces of 256": replace(USUAL, bf16=True, piece_tokens=256),
     "noise 0.001": replace(USUAL, noise=1e-3),
     "noise 0.01": replace(USUAL, noise=1e-2),
+    "noise 0.01 of each value": replace(USUAL, own_noise=1e-2),
 }
 ONCE = {"2 threads": replace(USUAL, threads=2)}
 """Environments of the first audited round only: two threads are slow on a machine with other work."""
@@ -139,9 +146,9 @@ class Swarm(Bench):
         inner_optimizer.PIECE_TOKENS = here.piece_tokens
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=here.bf16):
             step = super().gradient(windows, between)
-        if here.noise:
+        if here.noise or here.own_noise:
             for gradient in (p.grad for p in self.replica.inner.parameters.values() if p.grad is not None):
-                size = here.noise * gradient.square().mean().sqrt()
+                size = here.noise * gradient.square().mean().sqrt() + here.own_noise * gradient.abs()
                 gradient.add_(torch.randn(gradient.shape, generator=self._noise) * size)
         return step
 
@@ -215,7 +222,16 @@ def run(
             environments = ENVIRONMENTS | ONCE if round_ == min(audited) else ENVIRONMENTS
             audits += audit.rows(*made[peer], made[peer - 1][1], generator, environments)
             audits += [
-                [round_, p, "honest", 1.0, None, None, *Audit(bench, p, round_, members[p].position, state).check(sent)]
+                [
+                    round_,
+                    p,
+                    "honest",
+                    1.0,
+                    None,
+                    None,
+                    None,
+                    *Audit(bench, p, round_, members[p].position, state).check(sent),
+                ]
                 for p, (_, sent) in enumerate(made)
                 if p != peer
             ]
@@ -254,23 +270,28 @@ class Audit:
         environments: Mapping[str, Environment],
     ) -> Iterator[list[Any]]:
         """Yield a row of COLUMNS for the honest update, for its replays elsewhere, and for each fake of it."""
-        yield [self.round_, self.peer, "honest", 1.0, 1.0, 1.0, *self.check(sent)]
+
+        def row(name: str, share: float | None, update: Tensor, *, checked: bool = True) -> list[Any]:
+            scores = compared(update, sent, made.progress, self.bench.sizes)
+            return [self.round_, self.peer, name, share, *scores, *(self.check(update) if checked else (None, None))]
+
+        yield row("honest", 1.0, sent)
         replays = {name: self._train(environment=environment) for name, environment in environments.items()}
-        for name, replay in replays.items():
-            yield [self.round_, self.peer, f"in {name}", 1.0, *self._compared(sent, replay), None, None]
-        both = self._compared(replays["bf16"], replays["bf16, pieces of 256"])
-        yield [self.round_, self.peer, "both in bf16, other pieces", 1.0, *both, None, None]
+        pairs = {f"in {name}": (sent, replay) for name, replay in replays.items()}
+        pairs["both in bf16, other pieces"] = (self._decoded(replays["bf16"]), replays["bf16, pieces of 256"])
+        for name, (update, replay) in pairs.items():
+            scores = compared(update, self._decoded(replay), replay, self.bench.sizes)
+            yield [self.round_, self.peer, name, 1.0, *scores, None, None]
         for name, share, values in self._saved(made):
-            update = self.bench.encoded(values)[1]
-            yield [self.round_, self.peer, name, round(share, 4), *self._compared(sent, update), *self.check(update)]
+            yield row(name, round(share, 4), self._decoded(values))
         steps = len(self.batches)
         for taken, progress in made.partial.items():  # every early end, by the replay alone
             for way, values in (("ends", progress), ("extrapolates", _extrapolated(made, taken, steps))):
                 if values is not None:
-                    compared = self._compared(sent, self.bench.encoded(values * (steps / taken))[1])
-                    yield [self.round_, self.peer, way, round(taken / steps, 4), *compared, None, None]
+                    update = self._decoded(values * (steps / taken if way == "ends" else 1.0))
+                    yield row(way, round(taken / steps, 4), update, checked=False)
         for name, update in self._worthless(made, sent, other, generator):
-            yield [self.round_, self.peer, name, None, *self._compared(sent, update), *self.check(update)]
+            yield row(name, None, update)
 
     def _train(
         self,
@@ -280,7 +301,7 @@ class Audit:
         *,
         stale: bool = False,
     ) -> Tensor:
-        """Return the decoded update of the steps `taken` (None: all), scaled up to all of them."""
+        """Return the progress of the steps `taken` (None: all), scaled up to all of them."""
         batches = self.batches if batches is None else batches
         taken = range(len(batches)) if taken is None else taken
         mark = sum(n < self.mark for n in taken)
@@ -288,7 +309,10 @@ class Audit:
             self.start, self.state, [batches[n] for n in taken], [self.factors[n] for n in taken],
             None if stale else mark, environment,
         )  # fmt: skip
-        return self.bench.encoded(made.progress * (len(batches) / len(taken)))[1]
+        return made.progress * (len(batches) / len(taken))
+
+    def _decoded(self, progress: Tensor) -> Tensor:
+        return self.bench.encoded(progress)[1]
 
     def _saved(self, made: Trained) -> Iterator[tuple[str, float, Tensor]]:
         """Yield (name, share of the work, progress) of the fakes that save work."""
@@ -312,18 +336,15 @@ class Audit:
         self, made: Trained, sent: Tensor, other: Tensor, generator: torch.Generator
     ) -> Iterator[tuple[str, Tensor]]:
         wrong = [self.bench.windows(self.peer, self.round_ + 1000, n) for n in range(len(self.batches))]
-        yield "wrong_data", self._train(wrong)
+        yield "wrong_data", self._decoded(self._train(wrong))
         if self.mark:
-            yield "stale", self._train(stale=True)
+            yield "stale", self._decoded(self._train(stale=True))
         yield "copy", other
         yield "random", sent.abs() * torch.randn(sent.shape, generator=generator).sign()
         yield "flip", -sent
         truth = made.progress.abs()
         least = torch.cat([t <= t.quantile(0.25) for t in truth.split(self.bench.sizes)])
         yield "crafted", torch.where(least, -sent, sent)
-
-    def _compared(self, sent: Tensor, update: Tensor) -> tuple[float, float]:
-        return compared(sent, update, self.bench.sizes)
 
     def check(self, update: Tensor) -> tuple[float, float]:
         """Return the t values of the loss check: of the mean, and of the worst quarter of the update's windows."""
@@ -347,11 +368,17 @@ def _extrapolated(made: Trained, taken: int, steps: int) -> Tensor | None:
     return made.partial[taken] + slope * (steps - taken)
 
 
-def compared(one: Tensor, other: Tensor, sizes: Sequence[int]) -> tuple[float, float]:
-    """Return the share of equal signs, and the least ratio of the norms of a tensor: the smaller by the larger."""
-    signs = float((torch.signbit(one) == torch.signbit(other)).double().mean())
-    norms = [(float(a.norm()), float(b.norm())) for a, b in zip(one.split(sizes), other.split(sizes), strict=True)]
-    return round(signs, 5), round(min(min(a, b) / max(a, b) if max(a, b) else 1.0 for a, b in norms), 4)
+def compared(update: Tensor, replay: Tensor, progress: Tensor, sizes: Sequence[int]) -> tuple[float, float, float]:
+    """Return (signs, weighted, scale) of a decoded update beside a decoded replay, whose progress is given too."""
+    equal = torch.signbit(update) == torch.signbit(replay)
+    weights = torch.cat([p.abs() / (p.abs().mean() + 1e-30) for p in progress.split(sizes)]).double()
+    norms = [(float(a.norm()), float(b.norm())) for a, b in zip(update.split(sizes), replay.split(sizes), strict=True)]
+    scale = min(min(a, b) / max(a, b) if max(a, b) else 1.0 for a, b in norms)
+    return (
+        round(float(equal.double().mean()), 5),
+        round(float((weights * equal).sum() / weights.sum()), 5),
+        round(scale, 4),
+    )
 
 
 def t_values(claimed: Tensor, unclaimed: Tensor) -> tuple[float, float]:
@@ -406,8 +433,8 @@ def agreement(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for row in _rows(runs):
         if row["update"] in ("ends", "extrapolates"):
             continue
-        for score in ("signs", "scale", "gain", "quarter"):
-            if row[score] is not None:
+        for score in ("signs", "weighted", "scale", "gain", "quarter"):
+            if row.get(score) is not None:
                 kinds.setdefault(row["update"], {}).setdefault(score, []).append(row[score])
     return {kind: {score: _spread(values) for score, values in scores.items()} for kind, scores in kinds.items()}
 
@@ -479,14 +506,32 @@ def show(results: Mapping[str, Any]) -> str:
     out = [report.table(["swarm: rule", *(f"loss {n + 1}" for n in range(seeds)), "excess"], losses)]
     rows = []
     for kind, s in results["agreement"].items():
-        signs, scale, gain, quarter = (s.get(k, {}) for k in ("signs", "scale", "gain", "quarter"))
+        signs, weighted, scale, gain, quarter = (
+            s.get(k, {}) for k in ("signs", "weighted", "scale", "gain", "quarter")
+        )
         passed = results["loss_check"].get(kind, {})
         rows.append([
-            kind, signs.get("n"), *(signs.get(k) for k in ("mean", "sd", "least", "most")), scale.get("least"),
+            kind, signs.get("n"), *(signs.get(k) for k in ("mean", "sd", "least", "most")),
+            *(weighted.get(k) for k in ("mean", "least", "most")), scale.get("least"),
             gain.get("n"), *(t.get(k) for t in (gain, quarter) for k in ("mean", "least", "most")),
             *(passed[k]["passed"] if k in passed else None for k in ("alone", "with own")),
         ])  # fmt: skip
-    columns = ["update", "n", "signs", "sd", "least", "most", "scale, least", "n", "gain", "least", "most"]
+    columns = [
+        "update",
+        "n",
+        "signs",
+        "sd",
+        "least",
+        "most",
+        "weighted",
+        "least",
+        "most",
+        "scale, least",
+        "n",
+        "gain",
+        "least",
+        "most",
+    ]
     columns += ["quarter", "least", "most", "passes", "with own"]
     out.append(report.table(columns, rows))
     shares = [[f"{way}, signs >= {t}", *(s[k] for k in ("n", "mean", "least", "most"))]

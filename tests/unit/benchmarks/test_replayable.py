@@ -103,11 +103,12 @@ def test_a_dropped_step_leaves_one_less_of_each_update(setting: Setting):
     assert len(dropped.factors(0, 1)) == 9
 
 
-def test_signs_and_scale_are_of_all_values_and_of_the_tensor_that_differs_most():
-    one = torch.tensor([1.0, 1.0, 2.0, -2.0])
-    other = torch.tensor([1.0, -1.0, 4.0, -4.0])
-    assert compared(one, other, [2, 2]) == (0.75, 0.5)
-    assert compared(one, torch.zeros(4), [2, 2])[1] == 0.0
+def test_signs_weigh_alike_or_by_the_replays_magnitude_and_the_scale_is_of_the_worst_tensor():
+    progress = torch.tensor([3.0, 1.0, 5.0, -5.0])
+    replay = torch.tensor([2.0, 2.0, 5.0, -5.0])
+    update = torch.tensor([2.0, -2.0, 10.0, -10.0])
+    assert compared(update, replay, progress, [2, 2]) == (0.75, 0.875, 0.5)
+    assert compared(update, torch.zeros(4), progress, [2, 2])[2] == 0.0
 
 
 def test_the_t_value_is_the_difference_by_its_standard_error_and_the_quarter_the_worst():
