@@ -43,7 +43,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, median, stdev
 from typing import Any
@@ -56,7 +56,7 @@ from benchmarks import report
 from benchmarks.convergence.replica import Replica, split
 from benchmarks.convergence.setting import MIN_RATIO, PROFILES, WARMUP, Setting
 from benchmarks.convergence.studies import NESTEROV
-from peer.training.inner_optimizer import PIECE_TOKENS
+from peer.training.inner_optimizer import PIECE_TOKENS, StepResult
 from peer.training.schedule import step_factor
 from protocol.codec import make_codec
 from protocol.layout import is_outer_tensor
@@ -89,24 +89,27 @@ class Position:
 
 @dataclass(frozen=True)
 class Trained:
-    """The progress of an update, after half of its steps too (fp32 [parameters], downhill is positive), and its end."""
+    """The progress of an update (fp32 [parameters], downhill is positive), and its end.
+
+    `partial`: the progress after some of its steps, by their number.
+    """
 
     progress: Tensor
-    halfway: Tensor
+    partial: Mapping[int, Tensor]
     end: Position
 
 
 class Bench:
     """One model that trains any update of any peer, as the product's trainer does, and scores it."""
 
-    def __init__(self, setting: Setting, rounds: int):
-        self.setting, self.rounds = setting, rounds
+    def __init__(self, setting: Setting, rounds: int, peers: Sequence[tuple[int, int]] | None = None):
+        self.setting, self.rounds, self.peers = setting, rounds, PEERS if peers is None else peers
         self.replica = Replica(setting, LR[setting.profile.name], optimizer="muon")
         self.codec_spec = CodecSpec()
         self.outer = OuterSpec.model_validate(NESTEROV)
         self.codec = make_codec(self.codec_spec, setting.layout)
         self.sizes = [t.numel for t in setting.layout.tensors]
-        self.target = sum(steps for steps, _ in PEERS) * setting.profile.batch
+        self.target = sum(steps for steps, _ in self.peers) * setting.profile.batch
         tokens = rounds * self.target * setting.profile.window
         self.schedule = Schedule(
             kind="cosine", warmup_tokens=int(WARMUP * tokens), total_tokens=tokens, min_ratio=MIN_RATIO
@@ -114,7 +117,7 @@ class Bench:
 
     def factors(self, peer: int, round_: int) -> list[float]:
         """Return the factor of the learning rate of each step: a function of the chain, the mark and the count."""
-        (steps, mark), batch = PEERS[peer], self.setting.profile.batch
+        (steps, mark), batch = self.peers[peer], self.setting.profile.batch
         window, own = self.setting.profile.window, steps * batch
         out = []
         for n in range(steps):
@@ -128,7 +131,14 @@ class Bench:
 
     def windows(self, peer: int, round_: int, step: int) -> Tensor:
         batch = self.setting.profile.batch
-        return self.setting.windows(peer, (round_ * PEERS[peer][0] + step) * batch, batch)
+        return self.setting.windows(peer, (round_ * self.peers[peer][0] + step) * batch, batch)
+
+    def gradient(self, windows: Tensor, between: Callable[[], bool]) -> StepResult:
+        """Compute the gradient of a step. Raises FloatingPointError if it is not finite."""
+        step = self.replica.inner.forward_backward(windows, between)
+        if step is None or not step.is_finite:
+            raise FloatingPointError("the loss or the gradient is not finite")
+        return step
 
     def train(
         self,
@@ -139,10 +149,12 @@ class Bench:
         mark: int | None,
         *,
         within: bool = False,
+        kept: Container[int] | None = None,
     ) -> Trained:
         """Train from `start`; the `state` comes under the parameters before step `mark` (None: never).
 
-        With `within` it comes between two pieces of that step, as in the trainer, if it has more than one.
+        With `within` it comes between two pieces of that step, as in the trainer, if it has more than one. `kept`: the
+        numbers of steps after which the progress is kept (None: half of them).
         """
         replica, inner, anchor = self.replica, self.replica.inner, start.local
         within = within and len(batches[0]) * self.setting.profile.window > PIECE_TOKENS
@@ -164,20 +176,19 @@ class Bench:
                 rebase()
             return True
 
-        halfway = torch.zeros_like(state)
+        kept = (len(batches) // 2,) if kept is None else kept
+        partial: dict[int, Tensor] = {}
         for n, (windows, factor) in enumerate(zip(batches, factors, strict=True)):
             if mark is not None and n >= mark + within and anchor is not state:
                 rebase()
-            step = inner.forward_backward(windows, between)
-            if step is None or not step.is_finite:
-                raise FloatingPointError("the loss or the gradient is not finite")
+            step = self.gradient(windows, between)
             inner.set_rate(factor)
             inner.optimizer_step(step)
-            if n + 1 == len(batches) // 2:
-                halfway = anchor - replica.flat
+            if n + 1 in kept:
+                partial[n + 1] = anchor - replica.flat
         made, moments = inner.moments()
         end = Position(replica.flat.clone(), (made, {k: v.clone() for k, v in moments.items()}))
-        return Trained(anchor - replica.flat, halfway, end)
+        return Trained(anchor - replica.flat, partial, end)
 
     def encoded(self, values: Tensor) -> tuple[bytes, Tensor]:
         """Return an update's blob and its decoded values, fp32 [parameters]."""
@@ -343,7 +354,7 @@ class Audit:
         wrong = [bench.windows(self.peer, self.round_ + 1000, n) for n in range(len(self.batches))]
         skipped = bench.train(Position(self.state), self.state, self.batches[::2], self.factors[::2], 0).progress
         values = {
-            "half": feedback + 2 * made.halfway,
+            "half": feedback + 2 * made.partial[len(self.batches) // 2],
             "half_batch": feedback + warm,
             "mixed": feedback / 2 + warm,
             "warm": warm,
