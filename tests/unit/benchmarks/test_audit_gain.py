@@ -74,9 +74,8 @@ class Run:
     def _update(self, author: PeerKey, number: Round) -> Signed[UpdateHeader]:
         first, self.next[author] = self.next[author], self.next[author] + self.work[author]
         digest = Digest(sha256(b"header", author, repr((self.name, number)).encode()))
-        body = UpdateHeader(
-            RUN, number, self.node.digest, STATE, first, first, self.next[author], 1, digest, 1, 1.0, b""
-        )
+        end = self.next[author]
+        body = UpdateHeader(RUN, number, self.node.digest, STATE, first, first, end, 1, digest, 1, 1.0, b"")
         return Signed(body, author, digest, b"")
 
     def cheat(self, cheat: Cheat, rng: random.Random) -> tuple[int, int]:
