@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from functools import partial
 
+from cairn.commands import join
 from cairn.main import main
-from peer.node import options
 
 if __name__ == "__main__":
     command = (sys.executable, "-m", "tests.e2e.lying_trainer")
-    # The command line has no option for it. It reads the class when it joins.
-    options.NodeOptions = partial(options.NodeOptions, trainer_command=command)  # type: ignore[misc]
+    # The command line has no option for it.
+    join.JoinOptions = partial(join.JoinOptions, trainer_command=command)  # type: ignore[misc]
     main(prog_name="cairn")

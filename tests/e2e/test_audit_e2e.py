@@ -9,7 +9,6 @@ import pytest
 from tests.e2e.commands import cairn
 from tests.e2e.conftest import PEERS
 from tests.e2e.world import World
-from tests.support.waiting import LIMIT
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(1200)]
 
@@ -40,15 +39,10 @@ async def test_a_stranger_audits_the_ledger_and_a_peer_its_receipts(swarm: World
     assert code == 0 and "WRONG" not in out, out
 
 
-async def test_a_stranger_repeats_the_check_of_an_update(swarm: World):
+async def test_a_stranger_who_would_repeat_a_check_reads_why_there_is_none(swarm: World):
+    """`test_convictions_e2e` repeats checks of real peers, where these keep their updates for long enough."""
     await swarm.healthy(PEERS)
-    round_ = max(swarm.rounds_with("ada"))
-    which = (str(swarm.invite), "--round", str(round_), "--peer", "ada", "--device", "cpu", "--threads", "1")
-    code, out = await cairn("audit", "update", *which, seconds=5 * LIMIT)
-    # Two small rounds teach nothing that is sure to stand out; here the files came, and the check was made.
-    assert code in (0, 1), out
-    assert f"update    of ada ({swarm.key('ada')})" in out and f"round {round_}, windows" in out
-    assert "loss check, made on this machine" in out and out.count("score ") == 2
+    which = (str(swarm.invite), "--round", str(max(swarm.rounds_with("ada"))), "--peer", "ada")
     code, out = await cairn("audit", "update", *which, "--check", "replay")
     assert code == 2 and "this run has no replays" in out and "Traceback" not in out
     code, out = await cairn("audit", "update", str(swarm.invite), "--round", "1", "--peer", "nobody")

@@ -15,7 +15,7 @@ from tests.e2e.commands import cairn
 from tests.e2e.world import World, write_run
 from tests.support.waiting import LIMIT
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200), pytest.mark.long]
 
 HONEST = ["ada", "alan", "grace"]
 LIAR = "noisy"
