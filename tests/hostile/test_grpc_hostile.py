@@ -352,7 +352,7 @@ def test_honest_calls_are_answered_while_ten_times_as_many_bad_ones_come(world):
     for name, found in good["calls"].items():
         assert set(found["codes"]) == {"OK"}, (name, found)
         # How long they take is measured in docs/results/coordinator.md; here other work may have the processor.
-    # Where cores are shared, some connections of the bad callers do not come about in time: UNAVAILABLE.
+    # Some connections of the bad callers do not come about in time on shared cores: UNAVAILABLE.
     broken = {c.name for c in CALM} - {Code.UNAVAILABLE.name}
     assert not set(theirs) & broken and sum(theirs.values()) > 800
     assert world.server.megabytes() < before + 40
