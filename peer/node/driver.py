@@ -118,6 +118,10 @@ class RoundDriver:
 
     # -- one step --------------------------------------------------------------------------------------------
 
+    def introduce(self) -> None:
+        """Send a heartbeat before `start`."""
+        self._effects.broadcast(self._machine.introduction(self._status()))
+
     async def start(self, *, alone: bool) -> actions.Finished | None:
         """Start the machine. `alone`: no peer is known that it could wait for."""
         return await self.carry_out(self._machine.start(self._clock(), self._status(), alone=alone))

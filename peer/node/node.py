@@ -108,7 +108,9 @@ class Node:
         m, tasks, network = self.membership, self.tasks, self.network
         await network.start(self.requests.handlers())
         if self.trainer is not None:
+            introduction = tasks.spawn(self._introduce(), "introduction")
             await self.trainer.begin(network)
+            await cancel_and_wait([introduction])
             if self.auditor is not None:
                 tasks.spawn(self.auditor.run(), "audits")
             tasks.spawn(m.keep_valid(self.ask_for_coordinator), "admission")
@@ -124,6 +126,12 @@ class Node:
         if not self._leaving:
             log.warning("%s", finished.reason)
         self._finish(finished.reason)
+
+    async def _introduce(self) -> None:
+        """Send heartbeats while the run's data come, so that members serve us as one of theirs. Until cancelled."""
+        while True:
+            self.driver.introduce()
+            await asyncio.sleep(self.membership.spec.round.heartbeat_seconds)
 
     async def _stop(self) -> None:
         """Stop all parts in order, whatever fails: the trainer saves, queued messages are sent, sockets are closed."""

@@ -619,7 +619,21 @@ class RoundMachine:
         self._sequence = max(self._sequence + 1, self._status.sequence)
         return self._sequence
 
+    def introduction(self, status: LocalStatus) -> Signed[Heartbeat]:
+        """Return a heartbeat for the time before `start`, in which the driver fetches what training needs.
+
+        Others then know us as a member: to those that are none they give little of their uplink.
+        """
+        self._status = status
+        return self._heartbeat()
+
     def _beat(self) -> None:
+        context = self._context
+        context.emit(Broadcast(self._heartbeat()))
+        self._beat_at = context.now + context.policy.heartbeat_seconds
+        context.deadlines.register("heartbeat", self._beat_at)
+
+    def _heartbeat(self) -> Signed[Heartbeat]:
         context, status, sync = self._context, self._status, self._sync
         work, round_, head, phase = self._consensus.work, self._consensus.round, sync.best_record, self._update_phase()
         self._beats += 1
@@ -633,9 +647,7 @@ class RoundMachine:
             state=sync.state if head == sync.applied else None, unreachable=status.unreachable,
             directive_sequence=context.directive.sequence,
         )  # fmt: skip
-        context.emit(Broadcast(context.signer.sign(body)))
-        self._beat_at = context.now + context.policy.heartbeat_seconds
-        context.deadlines.register("heartbeat", self._beat_at)
+        return context.signer.sign(body)
 
     def _describe(self) -> str:
         """Return what the machine holds, for the report of a bug."""

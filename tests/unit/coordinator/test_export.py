@@ -140,7 +140,14 @@ class World:
 
 
 def snapshot(**fields: Any) -> Snapshot:
-    plain = {"str": "", "int": 0, "float": 0.0, "dict[str, float]": {}, "dict[str, int]": {}, "list[dict[str, float]]": []}
+    plain = {
+        "str": "",
+        "int": 0,
+        "float": 0.0,
+        "dict[str, float]": {},
+        "dict[str, int]": {},
+        "list[dict[str, float]]": [],
+    }
     plain |= {"float | None": None}
     return Snapshot(**({n: plain[str(t)] for n, t in Snapshot.__annotations__.items()} | fields))
 
