@@ -82,7 +82,7 @@ async def test_a_peer_that_sends_noise_is_convicted_and_rests_and_nobody_else_is
         assert code == 0 and "result    passed" in out, out
 
         # It rests and says so, and no record lists it. Its credit is void.
-        await world.until("the liar rests", lambda: world.has_logged(LIAR, "is convicted"))
+        await world.until("the liar rests", lambda: world.has_logged(LIAR, "THIS PEER IS CONVICTED"))
         at = world.branch("ada").height
         await world.round_after(HONEST, 3)
         late = world.branch("ada").path[at + 1 :]
