@@ -9,7 +9,7 @@ import pytest
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 ROOT = DOCS.parent
-MAX_TERMS = 65
+MAX_TERMS = 60
 
 
 def links(page: Path) -> set[Path]:
