@@ -80,6 +80,8 @@ class Fleet:
     def forget_moments(self) -> None:
         """Reset every peer's inner optimizer."""
         self.optimizer.state.clear()
+        if self.muon is not None:
+            self.muon.optimizer.state.clear()
 
 
 class Muon:

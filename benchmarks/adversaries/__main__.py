@@ -1,0 +1,236 @@
+"""The gain of hostile peers, and the cost of audits to honest ones.
+
+Honest updates are replayed on other machines (`honest`), and sixteen peers train while 3, 5 or 7 of them attack
+(`swarm`), without defences, with some, and with all. Each defence is also left out by itself beside the attack that it
+is for. A run ends when it has accepted its windows, so what the hostile make others train on counts as work.
+
+`established`: the hostile have the stake of a clean record, which is when audits are rarest. Otherwise they are
+newcomers, and each of their updates is checked.
+
+JSON keys:
+  command, commit, date, machine, setting
+  honest: a list, each with profile, parameters, seed, updates, comparisons; verdicts: comparisons by verdict (`passed`,
+    `passed second`: in the other precision; `no report`; `failed`); pairs: the same by precisions and steps, with
+    agreement of signs and ratio of norms
+  runs: a list, each with attack (null: all honest), hostile, defences, established, seed; loss (validation, nats a
+    token), loss_ratio (to the honest run of 16, same seed), ended (why it broke, or null), rounds (to the run's end),
+    rounds_audited, named_after (rounds from the first fake to the conviction of each hostile peer), honest_convicted,
+    honest_updates, refuted (auditors), fakes_accepted, fakes_credited (updates), audit_share, replay_share (of the
+    honest peers' training), cpu_seconds
+  goals: a list of goal, value, met
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import mean
+from typing import Any
+
+import torch
+
+from benchmarks import report
+from benchmarks.adversaries import honest, swarm
+from benchmarks.adversaries.lineup import ABSENT, ATTACKS, DEFENCES, NAMED_WITHIN, SMALL, SWARM, TINY
+from benchmarks.adversaries.swarm import Scenario
+
+FOR = {
+    "all but weights": "flip, largest claim",
+    "all but the clip": "huge",
+    "all but loss checks": "copy",
+    "all but replays": "noise",
+}
+"""The attack that each defence is for."""
+HONEST = ((TINY, 200), (SMALL, 24))
+"""Swarms of honest peers, and how many of their updates are compared."""
+
+
+def scenarios(seeds: Sequence[int]) -> Iterator[tuple[str, Scenario]]:
+    """Yield the runs, each with the name of its defences: the first seed with five hostile peers comes first."""
+    for seed in seeds:
+        yield "all", Scenario("", 0, DEFENCES["all"], True, seed)
+        for gone in (5, 3, 7) if seed == seeds[0] else (5,):
+            yield "all", Scenario(ABSENT, gone, DEFENCES["all"], False, seed)
+        for attack in ATTACKS:
+            for name in ("all", "weights and clip", "plain mean"):
+                yield name, Scenario(attack, 5, DEFENCES[name], True, seed)
+        for name, attack in FOR.items():
+            yield name, Scenario(attack, 5, DEFENCES[name], True, seed)
+    for hostile in (7, 3):
+        for attack in ATTACKS:
+            for name in ("all", "weights and clip", "plain mean"):
+                yield name, Scenario(attack, hostile, DEFENCES[name], True, seeds[0])
+    for attack in ATTACKS:
+        yield "all", Scenario(attack, 5, DEFENCES["all"], False, seeds[0])
+
+
+def described(name: str, s: Scenario) -> dict[str, Any]:
+    """Return the fields that say which run a row is."""
+    return {"attack": s.attack or None, "hostile": s.hostile, "defences": name, "established": s.established,
+            "seed": s.seed}  # fmt: skip
+
+
+def with_ratios(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the runs with their loss relative to the honest run of all peers with the same seed."""
+    clean = {r["seed"]: r["loss"] for r in runs if r["attack"] is None}
+    return [
+        {**r, "loss_ratio": None if r["loss"] is None or r["seed"] not in clean else r["loss"] / clean[r["seed"]]}
+        for r in runs
+    ]
+
+
+def goals(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the goals with what was measured."""
+    runs, found = results["runs"], []
+
+    def goal(text: str, value: Any, met: bool) -> None:
+        found.append({"goal": text, "value": value, "met": met})
+
+    compared = sum(h["comparisons"] for h in results["honest"])
+    failed = sum(h["verdicts"]["failed"] for h in results["honest"])
+    goal(
+        "honest updates called bad: at most 1 of 10,000, of 10,000 or more",
+        f"{failed} of {compared}",
+        compared >= 10_000 and failed * 10_000 <= compared,
+    )
+    defended = [r for r in runs if r["defences"] == "all"]
+    goal(
+        "no honest peer convicted",
+        sum(r["honest_convicted"] for r in defended),
+        not any(r["honest_convicted"] for r in defended),
+    )
+    attacked = [r for r in defended if r["attack"] not in (None, ABSENT)]
+    for attack in ATTACKS:
+        of_it = [r for r in attacked if r["attack"] == attack]
+        if of_it:
+            peers = sum(r["hostile"] for r in of_it)
+            named = sum(n <= NAMED_WITHIN for r in of_it for n in r["named_after"])
+            goal(
+                f"{attack}: 99% of hostile peers convicted within {NAMED_WITHIN} rounds",
+                f"{named} of {peers}",
+                named >= 0.99 * peers,
+            )
+            ratios = [r["loss_ratio"] for r in of_it if r["loss_ratio"] is not None]
+            goal(
+                f"{attack}: loss at most 1.05 of the honest run's",
+                max(ratios, default=None),
+                len(ratios) == len(of_it) and max(ratios, default=9) <= 1.05,
+            )
+            fakes, credited = (sum(r[k] for r in of_it) for k in ("fakes_accepted", "fakes_credited"))
+            goal(f"{attack}: no fake keeps its credit", f"{credited} of {fakes}", credited == 0)
+    honest_runs = [r for r in runs if r["attack"] is None]
+    if honest_runs:
+        share = mean(r["audit_share"] for r in honest_runs)
+        goal("audits cost at most 5% of the training", share, share <= 0.05)
+    for name, attack in FOR.items():
+        without = [r for r in runs if r["defences"] == name]
+        beside = [r for r in attacked if r["attack"] == attack and r["hostile"] == 5 and r["established"]]
+        if without and beside:
+            harm, usual = _harm(without), _harm(beside)
+            goal(
+                f"{name}: {attack} does more harm than beside all",
+                [usual, harm],
+                any(h > u for h, u in zip(harm.values(), usual.values(), strict=True)),
+            )
+    return found
+
+
+def _harm(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return what an attack did: worst loss ratio (100 if the run broke), fakes credited, mean rounds until named."""
+    ratios = [100.0 if r["loss_ratio"] is None else r["loss_ratio"] for r in runs]
+    after = [n for r in runs for n in r["named_after"]] + [
+        NAMED_WITHIN + 1 for r in runs for _ in range(r["hostile"] - len(r["named_after"]))
+    ]
+    return {"loss_ratio": round(max(ratios), 3), "fakes_credited": sum(r["fakes_credited"] for r in runs),
+            "mean_rounds": round(mean(after), 1)}  # fmt: skip
+
+
+def show(results: Mapping[str, Any]) -> str:
+    """Return the tables."""
+    rows = [[g["goal"], g["value"], "met" if g["met"] else "MISSED"]
+            for g in sorted(results["goals"], key=lambda g: g["met"])]  # fmt: skip
+    out = [report.table(["goal", "measured", ""], rows)]
+    keys = sorted({(r["attack"] or "", r["hostile"], r["established"]) for r in results["runs"]})
+    rows = []
+    for attack, hostile, established in keys:
+        some = [r for r in results["runs"]
+                if ((r["attack"] or ""), r["hostile"], r["established"]) == (attack, hostile, established)]  # fmt: skip
+        row: list[Any] = [f"{hostile} of {SWARM.peers}: {attack}" + ("" if established else ", newcomers")]
+        for name in ("plain mean", "weights and clip", "all"):
+            ratios = [r["loss_ratio"] for r in some if r["defences"] == name]
+            broke = any(r is None for r in ratios)
+            row.append(None if not ratios else "broke" if broke else round(max(r for r in ratios if r is not None), 3))
+        defended = [r for r in some if r["defences"] == "all"]
+        after = [n for r in defended for n in r["named_after"]]
+        hostile_peers, credited, fakes = (
+            sum(r[k] for r in defended) for k in ("hostile", "fakes_credited", "fakes_accepted")
+        )
+        row += [f"{len(after)} of {hostile_peers}", mean(after) if after else None, max(after, default=None)]
+        row.append(f"{credited} of {fakes}")
+        rows.append(row)
+    columns = ["attack", "plain mean", "weights and clip", "all", "convicted", "after rounds, mean", "most"]
+    out.append(report.table([*columns, "fakes credited"], rows))
+    rows = [[f"{h['profile']}, {p['precisions']}, {p['steps']} steps", p["n"], p["signs_mean"], p["signs_least"],
+             p["scale_least"], p["passed"], p["passed second"], p["no report"], p["failed"]]
+            for h in results["honest"] for p in h["pairs"]]  # fmt: skip
+    columns = ["honest replays", "n", "signs", "least", "scale, least", "passed", "passed second", "no report"]
+    out.append(report.table([*columns, "failed"], rows))
+    return "\n\n".join(out)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, save after each run. Runs that the JSON file has are kept. Return 1 when a goal is missed."""
+    parser = report.command_line(__doc__ or "", "adversaries")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--no-goals", action="store_true", help="exit with 0 though goals are missed")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {"honest": [], "runs": []}
+    if options.json and options.json.exists():
+        results = json.loads(options.json.read_text())
+    results |= {
+        "command": " ".join(["python -m benchmarks.adversaries", *(arguments or sys.argv[1:])]),
+        "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()), "machine": report.machine(),
+        "setting": {"peers": SWARM.peers, "steps": SWARM.steps, "batch": SWARM.batch, "window": SWARM.window,
+                    "rounds": SWARM.rounds, "lr": SWARM.lr},
+    }  # fmt: skip
+
+    def keep() -> None:
+        results["runs"] = with_ratios(results["runs"])
+        results["goals"] = goals(results)
+        if options.json:
+            report.save(options.json, results)
+
+    for run in _missing(options.seeds, options.quick, results["runs"]):
+        name, scenario = run
+        began = time.process_time()
+        row = described(name, scenario) | swarm.measured(scenario)
+        results["runs"].append(row | {"cpu_seconds": round(time.process_time() - began)})
+        keep()
+        print(f"{described(name, scenario)}: {row}", file=sys.stderr, flush=True)
+    done = {h["profile"] for h in results["honest"]}
+    for profile, updates in HONEST:
+        if profile.name not in done:
+            results["honest"].append(honest.measured(profile, options.seeds[0], 4 if options.quick else updates))
+            keep()
+    print(show(results))
+    return int(not options.no_goals and not all(g["met"] for g in results["goals"]))
+
+
+def _missing(seeds: Sequence[int], quick: bool, done: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Scenario]]:
+    names = ("attack", "hostile", "defences", "established", "seed")
+    have = {tuple(r[k] for k in names) for r in done}
+    every = scenarios(seeds)
+    if quick:
+        every = (pair for pair in scenarios(seeds[:1]) if pair[1].attack in ("", "noise") and pair[1].hostile < 6)
+    for name, scenario in every:
+        if tuple(described(name, scenario)[k] for k in names) not in have:
+            yield name, scenario
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,287 @@
+"""A swarm of sixteen that trains while some of its peers are hostile, audited by the rules and checks of the product.
+
+Peers train at once, in rounds without overlap, with one batched model for all. So an auditor, which trains a claim by
+itself, rounds in another way than the author did. Each check is made once and its scores are those of all honest
+auditors; its cost counts for each of them. Hostile auditors and jurors report that their allies' updates pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.adversaries.branch import Branch
+from benchmarks.adversaries.lineup import ABSENT, NAMED_WITHIN, SWARM, Defences
+from benchmarks.adversaries.world import Judge, State, World, claimed, peer_key
+from benchmarks.convergence.fleet import Fleet
+from benchmarks.convergence.setting import PROFILES, Setting
+from benchmarks.convergence.studies import NESTEROV
+from peer.auditor.job import ClaimedUpdate
+from peer.training.schedule import replayable_factor
+from protocol.assignment import windows_of
+from protocol.audits import due_audits
+from protocol.errors import CodecError
+from protocol.ids import PeerKey
+from protocol.messages import AuditCheck, Certificate, Score, Signed, UpdateHeader, WorkReport
+from protocol.outer import Contribution
+
+FIRST_ATTACK = 4
+"""The round in which hostile peers begin. Until then they train as the others do."""
+
+STALE_ROUNDS = 4
+PASSED: Mapping[AuditCheck, tuple[Score, ...]] = {
+    "loss": (Score("gain", 9.0, 3.0), Score("quarter", 9.0, 1.0)),
+    "replay": (Score("scale", 1.0, 0.8), Score("signs", 1.0, 0.97)),
+}
+"""The scores that a hostile auditor reports for its allies."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One run. `established`: the hostile begin with as much stake as the others; otherwise with none."""
+
+    attack: str
+    hostile: int
+    defences: Defences
+    established: bool
+    seed: int
+
+
+@dataclass
+class Held:
+    """The things that auditors need of a record: the state before it, accepted windows, and each update's blob."""
+
+    certificate: Certificate
+    state: State
+    accepted: int
+    blobs: Mapping[PeerKey, bytes]
+    scores: dict[tuple[PeerKey, AuditCheck], tuple[Score, ...]] = field(default_factory=dict)
+
+
+class Swarm:
+    """Sixteen peers, of whom the last `hostile` attack."""
+
+    def __init__(self, scenario: Scenario):
+        self.scenario, profile = scenario, SWARM
+        world = self.world = World(profile, scenario.seed, scenario.defences.spec(NESTEROV))
+        setting = Setting.of(replace(PROFILES["many"], peers=profile.peers, batch=profile.batch), scenario.seed)
+        self.fleet = Fleet(setting, profile.lr, profile.peers, "muon")
+        self.judge = Judge(world)
+        self.keys = [peer_key(n) for n in range(profile.peers)]
+        honest = profile.peers - scenario.hostile
+        self.hostile = set(self.keys[honest:])
+        founders = self.keys if scenario.established else self.keys[:honest]
+        self.branch = Branch(world.spec, profile, scenario.defences.rule, sorted(founders))
+        self.state = world.genesis()
+        self.flats = [world.flat(self.state)]
+        self.held: dict[bytes, Held] = {}
+        self.sent: list[dict[PeerKey, bytes]] = []
+        self.generator = torch.Generator().manual_seed(scenario.seed)
+        self.reports: list[Signed[WorkReport]] = []
+        self.dishonest: set[tuple[int, PeerKey]] = set()
+        self.named: dict[PeerKey, int] = {}
+        self.wronged: set[PeerKey] = set()
+        self.refuted: set[PeerKey] = set()
+        self.work = {"trained": 0.0, "loss": 0.0, "replay": 0.0}
+        """Windows of training, and what checks cost, in the same unit."""
+
+    # -- one round ---------------------------------------------------------------------------------------------
+
+    def play(self) -> None:
+        """Train, send, accept, audit."""
+        branch, world, now = self.branch, self.world, self.branch.round
+        accepted = branch.chain.weight(branch.head)
+        blobs = self._blobs(now, accepted)
+        updates = []
+        for key, blob in blobs.items():
+            windows = world.profile.windows
+            if (now, key) in self.dishonest and self.scenario.attack.endswith("largest claim"):
+                windows = world.profile.most
+            updates.append(branch.header(key, windows, blob))
+        certificate = branch.add(updates, self.reports)
+        self.reports = []
+        self._note(certificate, now)
+        body = certificate.record.body
+        self.held[certificate.digest] = Held(certificate, dict(self.state), accepted, blobs)
+        self.state = {n: t.clone() for n, t in self.state.items()}
+        weights = body.weighed if self.scenario.defences.weights else [u.body.windows for u in body.updates]
+        contributions = [Contribution(u.author, w, blobs[u.author]) for u, w in zip(body.updates, weights, strict=True)]
+        world.apply(self.state, contributions)
+        self.flats.append(world.flat(self.state))
+        self.sent.append({u.author: blobs[u.author] for u in body.updates})
+        self._audit(certificate)
+
+    def _blobs(self, now: int, accepted: int) -> dict[PeerKey, bytes]:
+        """Return the update of each peer that may contribute."""
+        attacks = now >= FIRST_ATTACK and self.scenario.attack not in ("", ABSENT)
+        progress, half = self._train(accepted, stale=attacks and self.scenario.attack == "stale")
+        found = {}
+        for number, key in enumerate(self.keys):
+            if self.branch.chain.is_barred(key, self.branch.head):
+                continue
+            if self.scenario.attack == ABSENT and key in self.hostile:
+                continue
+            values = progress[number]
+            self.work["trained"] += self.world.profile.windows * (key not in self.hostile)
+            if attacks and key in self.hostile:
+                self.dishonest.add((now, key))
+                made = self._attack(number, values, half[number])
+                found[key] = made if isinstance(made, bytes) else self._encoded(made)
+            else:
+                found[key] = self._encoded(values)
+        return found
+
+    def _train(self, accepted: int, *, stale: bool) -> tuple[Tensor, Tensor]:
+        """Return the progress of every peer, of all steps and of half of them: fp32 [peers, parameters]."""
+        world, profile, fleet = self.world, self.world.profile, self.fleet
+        fleet.forget_moments()
+        starts = self.flats[-1].repeat(profile.peers, 1)
+        if stale:
+            starts[len(self.keys) - self.scenario.hostile :] = self.flats[-1 - STALE_ROUNDS]
+        fleet.flat.copy_(starts)
+        factor = replayable_factor(world.spec.inner.schedule, accepted * profile.window, world.spec.round.target_tokens)
+        attacks = len(self.sent) >= FIRST_ATTACK
+        wrong = attacks and self.scenario.attack == "wrong data"
+        spread = attacks and self.scenario.attack == "half, spread"
+        half = torch.empty_like(starts)
+        for step in range(profile.steps):
+            batches = []
+            for key in self.keys:
+                first = self.branch.chain.next_window(key, self.branch.head) + step * profile.batch
+                if wrong and key in self.hostile:
+                    first = 0
+                drawn = windows_of(world.spec.seed, key, first, profile.batch, world.reader.total)
+                if spread and key in self.hostile:
+                    drawn = [*drawn[: profile.batch // 2]] * 2  # the gradient of half of the windows
+                batches.append(world.reader.read(drawn))
+            fleet.step(torch.stack(batches), factor)
+            if step + 1 == profile.steps // 2:
+                half.copy_(starts - fleet.flat)
+        return starts - fleet.flat, half
+
+    def _encoded(self, values: Tensor) -> bytes:
+        return bytes(self.world.codec.encode(self.world.named(values.clone())))
+
+    def _decoded(self, blob: bytes) -> Tensor:
+        values = {t.name: torch.zeros(t.shape) for t in self.world.codec.layout.tensors}
+        self.world.codec.add_to(blob, values)
+        return self.world.flat(values)
+
+    def _attack(self, number: int, values: Tensor, half: Tensor) -> Tensor | bytes:
+        """Return what a hostile peer sends: a blob, or values to encode."""
+        key, last = self.keys[number], self.sent[-1]
+        honest = [k for k in self.keys if k in last and k not in self.hostile]
+        other = last[honest[number % len(honest)]]
+        match self.scenario.attack:
+            case "noise":
+                signs = torch.randint(0, 2, values.shape, generator=self.generator) * 2 - 1
+                return self._decoded(other).abs() * signs
+            case "copy":
+                return other
+            case "resend":
+                return self.sent[FIRST_ATTACK - 1][key]
+            case "half":
+                return 2 * half
+            case "flip" | "flip, largest claim":
+                return -values
+            case "huge":
+                return -1e6 * values
+            case _:
+                return values
+
+    # -- audits ------------------------------------------------------------------------------------------------
+
+    def _audit(self, certificate: Certificate) -> None:
+        """Make the checks that a record asks for, as `protocol.rounds.work_auditor` does."""
+        branch, rule = self.branch, self.scenario.defences.rule
+        updates = {u.digest: u for u in certificate.record.body.updates}
+        for audit in due_audits(certificate, branch.stakes(certificate), rule):
+            for auditor in audit.auditors[:1]:
+                update, passed = updates[audit.update], True
+                checks = audit.checks
+                if "loss" in checks:
+                    passed = self._check(certificate, update, auditor, "loss")
+                if "replay" in checks or (not passed and rule.replay_rate):
+                    self._check(certificate, update, auditor, "replay")
+        following = branch.chain.reports_after(certificate.digest)
+        for report in certificate.record.body.reports:
+            if report.body.check != "replay" or report.body.passed:
+                continue
+            about = self.held[report.body.record].certificate
+            update = next(u for u in about.record.body.updates if u.digest == report.body.update)
+            for key in sorted({*following.auditors_of(report), *following.jury_of(report)} - {report.author}):
+                if key in self.keys and key != update.author:
+                    self._check(about, update, key, "replay")
+
+    def _check(self, record: Certificate, update: Signed[UpdateHeader], by: PeerKey, check: AuditCheck) -> bool:
+        """Make a check, and report it. Return whether the update passed."""
+        if by in self.hostile:
+            scores = PASSED[check]
+            if update.author not in self.hostile:
+                return True  # it does not work for others
+        else:
+            scores = self._scores(self.held[record.digest], update, by, check)
+        self.reports.append(self.branch.report(record, update, by, check, scores))
+        return all(s.value >= s.threshold for s in scores)
+
+    def _scores(self, held: Held, update: Signed[UpdateHeader], by: PeerKey, check: AuditCheck) -> tuple[Score, ...]:
+        claim, blob = _claim(update), held.blobs[update.author]
+        if (found := held.scores.get((update.author, check))) is None:
+            if check == "replay":
+                found = self.judge.replayed(held.state, claim, blob, held.accepted)
+            else:
+                mine = next((u for u in held.certificate.record.body.updates if u.author == by), None)
+                own = None if mine is None else (_claim(mine), held.blobs[by])
+                found = self.judge.loss_checked(held.state, held.certificate.digest, claim, blob, own)
+            held.scores[update.author, check] = found
+        failed = any(s.value < s.threshold for s in found)
+        # A failed check costs twice: the auditor's own update is measured, or the other precision replayed. A loss
+        # check is four forward passes over 64 windows or fewer, and a forward pass is a third of training.
+        self.work[check] += (1 + failed) * (claim.windows if check == "replay" else 4 * min(64, claim.windows) / 3)
+        return found
+
+    def _note(self, certificate: Certificate, now: int) -> None:
+        for decision in certificate.record.body.decisions:
+            self.refuted.update(decision.refuted)
+            if decision.convicted and decision.author in self.hostile:
+                self.named.setdefault(decision.author, now)
+            elif decision.convicted:
+                self.wronged.add(decision.author)
+
+
+def _claim(update: Signed[UpdateHeader]) -> ClaimedUpdate:
+    return claimed(update.author, update.body.first_window, update.body.end_window)
+
+
+def measured(scenario: Scenario) -> dict[str, Any]:
+    """Play a scenario until the run has its windows. Return its row of the results."""
+    swarm = Swarm(scenario)
+    profile, branch = SWARM, swarm.branch
+    total, most = profile.rounds * profile.target, 3 * profile.rounds
+    loss, ended, rounds = None, None, None
+    try:
+        while branch.chain.weight(branch.head) < total and branch.round < most:
+            swarm.play()
+        loss, rounds = swarm.world.loss(swarm.state), branch.round
+        seeks = scenario.defences.replays and scenario.attack not in ("", ABSENT)
+        while seeks and len(swarm.named) < len(swarm.hostile) and branch.round <= FIRST_ATTACK + NAMED_WITHIN:
+            swarm.play()
+    except (CodecError, FloatingPointError) as e:
+        ended = f"round {branch.round}: {e}"
+    honest = [k for k in swarm.keys if k not in swarm.hostile]
+    honest_updates = sum(len(sent.keys() & set(honest)) for sent in swarm.sent)
+    accepted = [(n, k) for n, sent in enumerate(swarm.sent) for k in sent if (n, k) in swarm.dishonest]
+    kept = [pair for pair in accepted if pair not in branch.voided]
+    work = swarm.work
+    return {
+        "loss": loss, "ended": ended, "rounds": rounds, "rounds_audited": branch.round,
+        "named_after": sorted(n - FIRST_ATTACK for n in swarm.named.values()),
+        "honest_convicted": len(swarm.wronged), "honest_updates": honest_updates,
+        "refuted": len(swarm.refuted), "fakes_accepted": len(accepted), "fakes_credited": len(kept),
+        "audit_share": (work["loss"] + work["replay"]) / max(1.0, work["trained"]),
+        "replay_share": work["replay"] / max(1.0, work["trained"]),
+    }  # fmt: skip
