@@ -218,7 +218,9 @@ class Swarm:
                     self._check(about, update, key, "replay")
 
     def _check(self, record: Certificate, update: Signed[UpdateHeader], by: PeerKey, check: AuditCheck) -> bool:
-        """Make a check, and report it. Return whether the update passed."""
+        """Make a check, and report it, unless its author is convicted already. Return whether the update passed."""
+        if self.branch.chain.is_barred(update.author, self.branch.head):
+            return True
         if by in self.hostile:
             scores = PASSED[check]
             if update.author not in self.hostile:
