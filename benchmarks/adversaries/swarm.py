@@ -2,7 +2,8 @@
 
 Peers train at once, in rounds without overlap, with one batched model for all. So an auditor, which trains a claim by
 itself, rounds in another way than the author did. Each check is made once and its scores are those of all honest
-auditors; its cost counts for each of them. Hostile auditors and jurors report that their allies' updates pass.
+auditors; its cost counts for each of them. Hostile auditors and jurors report nothing, which is best for them: who says
+that an ally's update passes loses its stake when a jury convicts it, and is audited in each round from then on.
 """
 
 from __future__ import annotations
@@ -33,11 +34,6 @@ FIRST_ATTACK = 4
 """The round in which hostile peers begin. Until then they train as the others do."""
 
 STALE_ROUNDS = 4
-PASSED: Mapping[AuditCheck, tuple[Score, ...]] = {
-    "loss": (Score("gain", 9.0, 3.0), Score("quarter", 9.0, 1.0)),
-    "replay": (Score("scale", 1.0, 0.8), Score("signs", 1.0, 0.97)),
-}
-"""The scores that a hostile auditor reports for its allies."""
 
 
 @dataclass(frozen=True)
@@ -222,11 +218,8 @@ class Swarm:
         if self.branch.chain.is_barred(update.author, self.branch.head):
             return True
         if by in self.hostile:
-            scores = PASSED[check]
-            if update.author not in self.hostile:
-                return True  # it does not work for others
-        else:
-            scores = self._scores(self.held[record.digest], update, by, check)
+            return True
+        scores = self._scores(self.held[record.digest], update, by, check)
         self.reports.append(self.branch.report(record, update, by, check, scores))
         return all(s.value >= s.threshold for s in scores)
 

@@ -13,7 +13,7 @@ from benchmarks.adversaries import __main__ as adversaries
 from benchmarks.adversaries.branch import HOLD_ROUNDS, Branch
 from benchmarks.adversaries.honest import MACHINES, PRECISIONS, Task, comparisons
 from benchmarks.adversaries.lineup import ABSENT, ATTACKS, DEFENCES, SWARM
-from benchmarks.adversaries.swarm import PASSED, Scenario
+from benchmarks.adversaries.swarm import Scenario
 from benchmarks.adversaries.world import peer_key
 from protocol.audits import due_audits
 from protocol.codec import make_codec
@@ -23,6 +23,7 @@ from tests.support.codec_cases import LAYOUT, noise
 from tests.support.specs import tiny_spec
 
 KEYS = sorted(peer_key(n) for n in range(5))
+PASSED = Score("gain", 9.0, 3.0), Score("quarter", 9.0, 1.0)
 FAILED = Score("scale", 1.0, 0.8), Score("signs", 0.5, 0.97)
 
 
@@ -55,7 +56,7 @@ def test_reports_that_pass_convict_nobody_and_credit_settles():
         reports = []
         for audit in due_audits(made, branch.stakes(made), branch.chain.limits.audit):
             update = next(u for u in made.record.body.updates if u.digest == audit.update)
-            reports += [branch.report(made, update, audit.auditors[0], "loss", PASSED["loss"])]
+            reports += [branch.report(made, update, audit.auditors[0], "loss", PASSED)]
     assert not branch.voided and not any(branch.chain.is_barred(k, branch.head) for k in KEYS)
     assert branch.fold.balances[KEYS[0]].settled.rounds == 2
 
