@@ -2,8 +2,8 @@
 
 Peers train at once, in rounds without overlap, with one batched model for all. So an auditor, which trains a claim by
 itself, rounds in another way than the author did. Each check is made once and its scores are those of all honest
-auditors; its cost counts for each of them. Hostile auditors and jurors report nothing, which is best for them. An auditor
-that lets an ally pass loses its stake when a jury convicts that ally, and is then audited in each round.
+auditors; its cost counts for each of them. Hostile auditors and jurors report nothing, which is best for them.
+An auditor that lets an ally pass loses its stake when a jury convicts that ally, and is then audited in each round.
 """
 
 from __future__ import annotations
