@@ -25,7 +25,7 @@ from peer.auditor.job import ClaimedUpdate
 from peer.training.schedule import replayable_factor
 from protocol.assignment import windows_of
 from protocol.audits import due_audits
-from protocol.errors import CodecError
+from protocol.errors import ChainError, CodecError
 from protocol.ids import PeerKey
 from protocol.messages import AuditCheck, Certificate, Score, Signed, UpdateHeader, WorkReport
 from protocol.outer import Contribution
@@ -265,7 +265,7 @@ def measured(scenario: Scenario) -> dict[str, Any]:
         seeks = scenario.defences.replays and scenario.attack not in ("", ABSENT)
         while seeks and len(swarm.named) < len(swarm.hostile) and branch.round <= FIRST_ATTACK + NAMED_WITHIN:
             swarm.play()
-    except (CodecError, FloatingPointError) as e:
+    except (ChainError, CodecError, FloatingPointError) as e:  # ChainError: ruined peers send the same update
         ended = f"round {branch.round}: {e}"
     honest = [k for k in swarm.keys if k not in swarm.hostile]
     honest_updates = sum(len(sent.keys() & set(honest)) for sent in swarm.sent)
