@@ -8,10 +8,11 @@ from pathlib import Path
 
 from peer.auditor.job import AuditJob, ClaimedUpdate, Rebase, StateFiles
 from peer.errors import AuditError
+from peer.node.network import Network
 from peer.node.options import NodeOptions
 from peer.node.round_blob_fetcher import RoundBlobFetcher
 from peer.node.state_fetcher import StateFetcher
-from peer.node.trainer_files import data_shards, spec_file
+from peer.node.trainer_files import data_shards, fetch_shards, spec_file, write_spec
 from peer.store import Store
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey
@@ -24,7 +25,7 @@ from protocol.spec import RunSpec
 
 @dataclass(eq=False)
 class AuditJobs:
-    """Makes jobs, one at a time. The file of the spec is the caller's: see `trainer_files.spec_file`."""
+    """Makes jobs, one at a time. `begin` comes first, unless a trainer has begun."""
 
     spec: RunSpec
     options: NodeOptions
@@ -36,6 +37,11 @@ class AuditJobs:
     def __post_init__(self) -> None:
         self._policy = RoundPolicy.of(self.spec)
         self._in_use: frozenset[Digest] = frozenset()
+
+    async def begin(self, network: Network) -> None:
+        """Fetch the data that jobs need, and write the spec for them. Raise CairnError, and TimeoutError."""
+        write_spec(self.spec, self.options.folder)
+        await fetch_shards(self.spec, self.store, network, private_data=self.options.private_data)
 
     @property
     def in_use(self) -> frozenset[Digest]:

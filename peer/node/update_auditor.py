@@ -15,6 +15,7 @@ from peer.auditor.score_words import score_words
 from peer.errors import AuditError
 from peer.node.audit_jobs import AuditJobs
 from peer.node.audit_process import AuditProcess
+from peer.node.blob_retention import BlobRetention
 from peer.node.events import Post
 from protocol.bounded import BoundedDict
 from protocol.chain import Chain
@@ -59,7 +60,7 @@ class _Waiting:
 class UpdateAuditor:
     """Answers `AuditUpdate` with `UpdateAudited`, by `post`. `run` works until it is cancelled.
 
-    `process` answers jobs (tests replace it).
+    `retention` prunes the store after each check; None where a trainer does. `process` answers jobs (tests replace it).
     """
 
     spec: RunSpec
@@ -67,6 +68,7 @@ class UpdateAuditor:
     chain: Chain
     jobs: AuditJobs
     post: Post
+    retention: BlobRetention | None = None
     process: AuditProcess = field(default_factory=AuditProcess)
 
     def __post_init__(self) -> None:
@@ -97,6 +99,8 @@ class UpdateAuditor:
             try:
                 while self._waiting:
                     await self._audit(self._take())
+                    if self.retention is not None:
+                        await self.retention.prune()
             finally:
                 await self.process.close()
 

@@ -218,7 +218,8 @@ class Notice:
 class RunCompleted:
     """The run has reached its total or was ended: stop the trainer, and keep driving the machine.
 
-    Other members may still need the last state. `Finished` follows, except for an observer.
+    Other members may still need the last state. `Finished` follows, except for the coordinator's observer. A peer that
+    holds no state gets `Finished` alone.
     """
 
     reason: str

@@ -64,6 +64,9 @@ class Node:
         self.observer = observer
         self.key = key_of(index)
         self.signer = FakeSigner(self.key)
+        self.reporter: FakeSigner | None = None if observer else self.signer
+        """The signer of its work reports. An observer with one audits without training."""
+
         self.alive = False
         self.incarnation = 0
         self.drifts = False
@@ -99,7 +102,7 @@ class Node:
         )
         self.machine = self.machine_type(
             w.policy, w.run, self.signer, chain, now=w.clock.now, observer=self.observer, blob_size=1000,
-            audits=w.audits,
+            reporter=self.reporter if w.audits else None,
         )  # fmt: skip
         self.tick_at = float("inf")
         self.trainer_record: Digest | None = None
@@ -131,7 +134,7 @@ class Node:
     def status(self) -> LocalStatus:
         """Return what the machine cannot know. At a restart the sequence grows, even within a millisecond."""
         sequence = int(self.world.clock.now * 1000) + (self.incarnation if self.booting else 0)
-        return LocalStatus(sequence, admission=b"" if self.observer else ADMISSION)
+        return LocalStatus(sequence, admission=ADMISSION)
 
     def step(self, event) -> None:
         if self.alive:

@@ -42,8 +42,8 @@ class Branch:
         body = RoundRecord(RUN, number, parent, STATE, 0, tuple(updates), None, weights, ordered, decisions)
         return certificate(FakeSigner(updates[0].author).sign(body), [u.author for u in updates])
 
-    def add(self, *reports: Signed[WorkReport]) -> Certificate:
-        made = self.record(*reports)
+    def add(self, *reports: Signed[WorkReport], without: PeerKey | None = None) -> Certificate:
+        made = self.record(*reports, without=without)
         assert self.chain.add(made) and self.chain.head == made.digest
         return made
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 from peer.auditor.job import AuditAnswer, AuditJob, MeasuredScore
@@ -69,7 +70,7 @@ class World:
         files = StateFetcher(self.spec, me, this, this, this, this)
         jobs = AuditJobs(self.spec, NodeOptions(folder, **options), this, self.chain, this, files)
         self.auditor = UpdateAuditor(
-            self.spec, me, self.chain, jobs, cast(Any, self.posted.append), cast(Any, self.process)
+            self.spec, me, self.chain, jobs, cast(Any, self.posted.append), process=cast(Any, self.process)
         )
         for _ in range(rounds):
             self.grow()
@@ -340,3 +341,19 @@ async def test_audits_have_a_device_of_their_own(tmp_path):
     assert NodeOptions(tmp_path, audit_device="cpu").makes_audits(replayable=False)
     assert not NodeOptions(tmp_path, audit_device="off").makes_audits(replayable=True)
     assert not NodeOptions(tmp_path, observer=True).makes_audits(replayable=True)
+    assert NodeOptions(tmp_path, auditor=True).makes_audits(replayable=False)
+
+
+async def test_without_a_trainer_the_store_is_pruned_after_each_check(tmp_path):
+    async with world(tmp_path) as w:
+        pruned: list[int] = []
+
+        async def prune() -> None:
+            assert not w.auditor.jobs.in_use
+            pruned.append(w.auditor.counts.made + w.auditor.counts.not_made)
+
+        w.auditor.retention = cast(Any, SimpleNamespace(prune=prune))
+        w.gone.add(w.made.certificates[1].record.body.updates[0].body.blob)
+        w.ask(2)
+        w.ask(0)
+        await until(lambda: pruned == [1, 2], "pruned after each, whether it was made or not")

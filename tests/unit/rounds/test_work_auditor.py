@@ -1,32 +1,37 @@
-"""A peer follows accusations of those whose word was right, and of those whose word it never had to doubt."""
+"""The checks that an auditor makes, and the accusations that it follows.
+
+It follows those whose word was right, and those whose word it never had to doubt.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
-from protocol.audits import draw_auditors
-from protocol.ids import PeerKey
+from protocol.audits import AuditRule, draw_auditors, due_audits
+from protocol.ids import Digest, PeerKey, sha256
 from protocol.messages import Certificate, Score
 from protocol.rounds.actions import AuditUpdate
 from protocol.rounds.events import UpdateAudited
 from protocol.rounds.report_pool import ReportPool
 from protocol.rounds.work_auditor import WorkAuditor
+from protocol.stake import STAKE_ROUNDS
 from tests.simulation.signer import FakeSigner
-from tests.support.audited_branch import OTHERS, Branch, accused, report, update_of
-from tests.support.empty_chain import RUN
+from tests.support.audited_branch import HOLD, LIAR, OTHERS, Branch, accused, report, update_of
+from tests.support.empty_chain import OWNER, RUN
 
 
 class Auditor:
-    """A work auditor of one key, and what it asks its driver for."""
+    """A work auditor that reports by one key, and what it asks its driver for."""
 
     def __init__(self, branch: Branch, me: PeerKey):
         self.asked: list[Any] = []
         context = SimpleNamespace(
-            me=me, run=RUN, chain=branch.chain, reports=ReportPool(me, branch.chain), signer=FakeSigner(me),
+            run=RUN, chain=branch.chain, reports=ReportPool(me, branch.chain),
             emit=lambda action: self.asked.append(action) if isinstance(action, AuditUpdate) else None,
         )  # fmt: skip
-        self.work = WorkAuditor(cast(Any, context), is_able=True)
+        self.work = WorkAuditor(cast(Any, context), cast(Any, FakeSigner(me)))
 
     def pass_all(self) -> None:
         """Answer that each update passed."""
@@ -52,6 +57,69 @@ def follows(branch: Branch, auditor: Auditor, me: PeerKey, accuser: PeerKey) -> 
                 auditor.work.receive(report(record, accuser, author=author))
                 return bool(auditor.asked)
     raise AssertionError("no update has both auditors")
+
+
+def asked_after(branch: Branch, me: PeerKey) -> set[tuple[Digest, str]]:
+    """Return what a key is to check of the newest record, by update."""
+    auditor = Auditor(branch, me)
+    auditor.work.round_begun(branch.chain.head)
+    return {(a.update, a.check) for a in auditor.asked}
+
+
+def due(branch: Branch, *, drawn_first: PeerKey | None = None) -> set[tuple[Digest, str]]:
+    """Return the checks of the newest record that are due; with a key only those of which it is the first auditor."""
+    record = branch.chain.certificate(branch.chain.head)
+    audits = due_audits(record, branch.chain.stakes(record.record.body.parent), branch.chain.limits.audit)
+    chosen = [a for a in audits if drawn_first is None or a.auditors[:1] == (drawn_first,)]
+    return {(a.update, check) for a in chosen for check in a.checks}
+
+
+def test_the_owner_makes_all_checks_that_are_due_and_others_those_that_they_are_drawn_for():
+    branch, found = Branch(), 0
+    for _ in range(20):
+        branch.add()
+        assert asked_after(branch, OWNER.key) == due(branch)
+        assert asked_after(branch, OTHERS[0]) == due(branch, drawn_first=OTHERS[0])
+        found += len(due(branch))
+    assert found > 10 and not asked_after(branch, PeerKey(sha256(b"without stake")))
+
+
+def test_before_anybody_has_stake_the_owner_checks_all_and_nobody_else_anything():
+    branch = Branch(2)
+    assert len(asked_after(branch, OWNER.key)) == 12 and not asked_after(branch, OTHERS[0])
+
+
+def test_the_owner_does_not_check_its_own_updates():
+    branch = Branch(2)
+    branch.chain.limits = replace(branch.chain.limits, audit=AuditRule(owner=OTHERS[0]))
+    assert len(asked_after(branch, OTHERS[0])) == 10
+
+
+def test_the_owner_replays_what_one_auditor_accuses():
+    branch = Branch()
+    record = branch.chain.certificate(branch.chain.head)
+    auditor = Auditor(branch, OWNER.key)
+    auditor.work.receive(report(record, drawn(branch, record, LIAR)[0]))
+    assert [(a.update, a.check) for a in auditor.asked] == [(update_of(record).digest, "replay")]
+
+
+def test_a_key_has_a_say_while_it_has_stake_or_work_that_may_become_stake():
+    """It may report on records whose credit is pending. The owner always has a say."""
+    branch = Branch(0)
+    assert not Auditor(branch, LIAR).work.has_say and Auditor(branch, OWNER.key).work.has_say
+    branch.add()
+    assert Auditor(branch, LIAR).work.has_say, "its work is pending"
+    for _ in range(HOLD):
+        branch.add(without=LIAR)
+    assert Auditor(branch, LIAR).work.has_say, "it has stake"
+    for _ in range(STAKE_ROUNDS - 1):
+        branch.add(without=LIAR)
+    assert branch.chain.stakes(branch.chain.head).get(LIAR)
+    for _ in range(HOLD):
+        branch.add(without=LIAR)
+        assert not branch.chain.stakes(branch.chain.head).get(LIAR)
+        last = Auditor(branch, LIAR).work.has_say
+    assert not last and Auditor(branch, OTHERS[0]).work.has_say and Auditor(branch, OWNER.key).work.has_say
 
 
 def test_an_accuser_who_was_wrong_is_not_followed_again():
