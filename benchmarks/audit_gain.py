@@ -46,7 +46,7 @@ def audit_chance(rule: AuditRule, check: AuditCheck, weight: float, stake_rounds
     `weight` is relative to the mean of the record. `stake_rounds`: the author's stake in updates like this one, at most
     64; 0 for a key without stake.
     """
-    rate = rule.rate(check) / MILLION
+    rate = rule.rate(check, 1) / MILLION  # of an update small enough for the least rate
     if not stake_rounds:
         return float(rate > 0)
     return min(1.0, max(rate / 3, rate * 64.0 / stake_rounds * weight))
