@@ -102,12 +102,14 @@ class MeasuredScore:
 class AuditAnswer:
     """The outcome of a job: scores by ascending name; none, with a reason, when the check could not be made.
 
-    `cpu_seconds`: CPU time of the job, with imports if it was the process's first.
+    `cpu_seconds`: CPU time of the job, with imports if it was the process's first. `is_uncheckable`: another attempt
+    would end in the same way, since the reason is the update and not this machine.
     """
 
     scores: Annotated[tuple[MeasuredScore, ...], Field(max_length=MAX_SCORES)]
     reason: Text = ""
     cpu_seconds: float = 0.0
+    is_uncheckable: bool = False
     __pydantic_config__ = STRICT
 
     @property

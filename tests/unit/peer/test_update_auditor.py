@@ -18,7 +18,7 @@ from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey
 from protocol.messages import AuditCheck
 from protocol.rounds.actions import AuditUpdate
-from protocol.rounds.events import UpdateAudited
+from protocol.rounds.events import AuditNotMade, UpdateAudited
 from protocol.rounds.policy import RoundPolicy
 from tests.support.coordinator_fakes import ChainMaker, make_spec, peer, state
 from tests.support.waiting import ended, until
@@ -64,13 +64,12 @@ class World:
         self.gone: set[Digest] = set()
         self.process = Process()
         self.posted: list[UpdateAudited] = []
+        self.not_made: list[AuditNotMade] = []
         self.running: asyncio.Task[None] | None = None
         me, this = peer(1).key, cast(Any, self)
         files = StateFetcher(self.spec, me, this, this, this, this)
         jobs = AuditJobs(self.spec, NodeOptions(folder, **options), this, self.chain, this, files)
-        self.auditor = UpdateAuditor(
-            self.spec, me, self.chain, jobs, cast(Any, self.posted.append), cast(Any, self.process)
-        )
+        self.auditor = UpdateAuditor(self.spec, me, self.chain, jobs, cast(Any, self.post), cast(Any, self.process))
         for _ in range(rounds):
             self.grow()
 
@@ -97,12 +96,20 @@ class World:
         self.held.add(blob)
         return self.path(blob)
 
+    def post(self, event: UpdateAudited | AuditNotMade) -> None:
+        if isinstance(event, AuditNotMade):
+            self.not_made.append(event)
+        else:
+            self.posted.append(event)
+
     # -- requests ----------------------------------------------------------------------------------------------
 
-    def ask(self, round_: int, check: AuditCheck = "replay", *, author: int = 2) -> AuditUpdate:
+    def ask(
+        self, round_: int, check: AuditCheck = "replay", *, author: int = 2, is_accused: bool = False
+    ) -> AuditUpdate:
         certificate = self.made.certificates[round_]
         update = next(u for u in certificate.record.body.updates if u.author == peer(author).key)
-        action = AuditUpdate(certificate, update.digest, check)
+        action = AuditUpdate(certificate, update.digest, check, is_accused=is_accused)
         self.auditor.audit(action)
         return action
 
@@ -233,6 +240,18 @@ async def test_what_cannot_be_had_and_what_fails_accuses_nobody(tmp_path, caplog
         assert reason in caplog.text
 
 
+async def test_the_machine_is_told_of_what_another_attempt_may_find_out_and_of_nothing_else(tmp_path):
+    async with world(tmp_path) as w:
+        action = w.ask(2)
+        w.process.answers.append(AuditError("no answer within 900 s"))
+        await w.done(1)
+        assert w.not_made == [AuditNotMade(action.certificate.digest, action.update, "replay")]
+        w.process.answers.append(AuditAnswer((), "the update has too few windows", is_uncheckable=True))
+        w.ask(2, "loss")
+        await w.done(2)
+        assert len(w.not_made) == 1 and w.auditor.counts.not_made == 2
+
+
 async def test_checks_that_no_record_would_carry_are_not_made(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     async with world(tmp_path, 7) as w:
@@ -253,7 +272,7 @@ async def test_what_is_accused_comes_first_then_loss_checks_then_replays_and_the
         await until(lambda: w.process.asked, "the first is being made")
         w.ask(4, "replay")
         w.ask(4, "loss")
-        w.ask(3, "replay")  # a juror's: records carry two accusations of it
+        w.ask(3, "replay", is_accused=True)
         w.grow()
         w.ask(5, "replay")
         w.ask(5, "loss")
@@ -279,7 +298,7 @@ async def test_replays_of_keys_without_stake_come_after_accused_updates_and_befo
         w.ask(6, "replay", author=3)
         w.chain.add(w.made.add({1: 8, 2: 8, 3: 8}))
         w.ask(7, "replay", author=3)
-        w.ask(6, "replay")  # a juror's
+        w.ask(6, "replay", is_accused=True)
         w.process.gate.set()
         await w.done(6)
         assert w.rounds_asked()[1:] == [("replay", 6), ("replay", 6), ("replay", 7), ("loss", 6), ("loss", 6)]
@@ -303,7 +322,7 @@ async def test_the_queue_is_bounded(tmp_path):
         await until(lambda: w.process.asked, "the first is being made")
         for _ in range(MAX_WAITING + 5):
             w.ask(4)
-        assert w.auditor.waiting == MAX_WAITING and w.auditor.counts.not_made == 5
+        assert w.auditor.waiting == MAX_WAITING and w.auditor.counts.not_made == len(w.not_made) == 5
         w.ask(4, "loss")
         assert w.auditor.waiting == MAX_WAITING
 
