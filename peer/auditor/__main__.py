@@ -65,8 +65,9 @@ def _answer(line: bytes) -> AuditAnswer:
         scores = tuple(MeasuredScore(s.name, s.value, s.threshold) for s in audit(job, device))
     except (CairnError, OSError, RuntimeError, MemoryError) as e:
         # RuntimeError: torch's, for a device that fails.
-        reason, seconds = " ".join(str(e).split())[:2000] or type(e).__name__, time.process_time() - began
-        return AuditAnswer((), reason, seconds, isinstance(e, UncheckableUpdate))
+        said = " ".join("".join(c if c.isprintable() else " " for c in str(e)).split())[:2000]
+        seconds = time.process_time() - began
+        return AuditAnswer((), said or type(e).__name__, seconds, isinstance(e, UncheckableUpdate))
     return AuditAnswer(scores, "", time.process_time() - began)
 
 
