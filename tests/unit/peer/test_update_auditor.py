@@ -6,10 +6,12 @@ import asyncio
 import logging
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 from peer.auditor.job import AuditAnswer, AuditJob, MeasuredScore
 from peer.errors import AuditError, PeerError
+from peer.node.audit_disk import AuditDisk
 from peer.node.audit_jobs import AuditJobs
 from peer.node.options import NodeOptions
 from peer.node.state_fetcher import StateFetcher
@@ -27,6 +29,9 @@ REPLAYABLE: dict[str, Any] = {
     "audit": {"replayable": True}, "codec": {"kind": "sign", "beta": 0.0}, "credit": {"hold_rounds": 6},
     "genesis": {"digest": state(0).hex(), "size": 524_288},
 }  # fmt: skip
+UPDATE = 1000
+"""Bytes of an update."""
+
 PASSED = AuditAnswer((MeasuredScore("scale", 0.99, 0.8), MeasuredScore("signs", 0.994, 0.97)), "", 12.3)
 FAILED = AuditAnswer((MeasuredScore("gain", 0.31, 3.0), MeasuredScore("quarter", -0.5, 1.0)), "", 1.0)
 
@@ -62,13 +67,20 @@ class World:
         self.chain = Chain(self.spec.run_id, self.spec.genesis.name, RoundPolicy.of(self.spec).chain_limits)
         self.held: set[Digest] = {self.spec.genesis.name}
         self.gone: set[Digest] = set()
+        """Updates that nobody gives."""
+        self.given: set[Digest] = set()
+        """Checkpoints that somebody gives."""
+        self.fetched: list[Digest] = []
+        self.free_bytes = 10**9
+        self.codec = SimpleNamespace(size=UPDATE)
         self.process = Process()
         self.posted: list[UpdateAudited] = []
         self.not_made: list[AuditNotMade] = []
         self.running: asyncio.Task[None] | None = None
         me, this = peer(1).key, cast(Any, self)
         files = StateFetcher(self.spec, me, this, this, this, this)
-        jobs = AuditJobs(self.spec, NodeOptions(folder, **options), this, self.chain, this, files)
+        disk = AuditDisk(self.spec, this, self.chain, files, self.drop)
+        jobs = AuditJobs(self.spec, NodeOptions(folder, **options), this, self.chain, this, files, disk)
         self.auditor = UpdateAuditor(self.spec, me, self.chain, jobs, cast(Any, self.post), cast(Any, self.process))
         for _ in range(rounds):
             self.grow()
@@ -88,13 +100,29 @@ class World:
         return list(holders)
 
     async def fetch_blob(self, digest, size, holders, *, deadline_seconds) -> None:
-        raise PeerError(f"nobody has {digest.short}")
+        if digest not in self.given:
+            raise PeerError(f"nobody has {digest.short}")
+        self._keep(digest, size)
 
     async def ensure(self, blob, holders, kind=None) -> Path:
         if blob in self.gone:
             raise PeerError(f"nobody has {blob.short}")
-        self.held.add(blob)
+        if blob not in self.held:
+            self._keep(blob, self.codec.size)
         return self.path(blob)
+
+    def _keep(self, digest: Digest, size: int) -> None:
+        self.held.add(digest)
+        self.fetched.append(digest)
+        self.free_bytes -= size
+
+    async def drop(self, blobs) -> None:
+        gone = (set(blobs) & self.held) - self.auditor.jobs.in_use
+        self.held -= gone
+        self.free_bytes += self.codec.size * len(gone)
+
+    def in_progress(self, digest: Digest) -> None:
+        return None
 
     def post(self, event: UpdateAudited | AuditNotMade) -> None:
         if isinstance(event, AuditNotMade):
@@ -359,3 +387,62 @@ async def test_audits_have_a_device_of_their_own(tmp_path):
     assert NodeOptions(tmp_path, audit_device="cpu").makes_audits(replayable=False)
     assert not NodeOptions(tmp_path, audit_device="off").makes_audits(replayable=True)
     assert not NodeOptions(tmp_path, observer=True).makes_audits(replayable=True)
+
+
+# -- disk space ------------------------------------------------------------------------------------------------------
+
+
+def reserved(w: World) -> int:
+    """Return the bytes that training keeps: of a checkpoint and two rounds of two updates."""
+    return w.auditor.jobs.files.checkpoint_bytes + 4 * UPDATE
+
+
+async def test_a_check_that_leaves_training_too_little_disk_is_not_made_and_the_log_says_what_to_do(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    async with world(tmp_path) as w:
+        needed = 5 * UPDATE  # of two rounds, and the update
+        w.free_bytes = reserved(w) + needed - 1
+        w.ask(2)
+        await w.done(1)
+        assert not w.fetched and not w.process.asked and len(w.not_made) == 1
+        w.free_bytes += 1
+        w.ask(2)
+        await w.done(2)
+        assert len(w.fetched) == 5 and len(w.process.asked) == 1
+    assert (
+        "the replay is not made: a checkpoint to start from is not available (from the state of round 0: it needs "
+        "5.0 kB of files that are not here, and training leaves 5.0 kB of this peer's disk: allow the peer more of it "
+        "(--disk), or free some)" in caplog.text
+    )
+
+
+async def test_files_of_earlier_checks_make_room_for_those_of_the_next(tmp_path):
+    async with world(tmp_path, 5) as w:
+        w.held.add(state(4))
+        w.free_bytes = reserved(w) + 3 * UPDATE
+        w.ask(2, author=1)
+        await w.done(1)
+        assert w.auditor.counts.not_made == 1  # two rounds, and the update
+        w.ask(1)
+        await w.done(2)
+        first = set(w.fetched)
+        assert len(first) == 3 and len(w.posted) == 1
+        w.ask(4)  # from the state on disk: its update alone
+        await w.done(3)
+        assert len(w.posted) == 2 and not first & w.held
+
+
+async def test_no_check_takes_more_than_a_checkpoint_and_the_rounds_to_the_next(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    rounds = {"max_members": 2, "target_tokens": 64, "max_update_tokens": 256}
+    async with world(tmp_path, 9, fields={"checkpoint": {"every": 2}, "round": rounds}) as w:
+        w.codec.size = w.auditor.jobs.files.checkpoint_bytes
+        w.free_bytes = 100 * w.codec.size
+        w.ask(7)  # fifteen updates from the genesis, which is here; a checkpoint and three rounds are as much as seven
+        await w.done(1)
+        assert not w.fetched and not w.posted
+        w.given.add(state(6))
+        w.ask(7)
+        await w.done(2)
+        assert len(w.fetched) == 4 and state(6) in w.fetched and len(w.posted) == 1
+    assert "more than a checkpoint and the rounds to the next one" in caplog.text
