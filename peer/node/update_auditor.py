@@ -20,7 +20,7 @@ from peer.node.events import Post
 from protocol.bounded import BoundedDict
 from protocol.chain import Chain
 from protocol.errors import CairnError
-from protocol.ids import Digest, PeerKey
+from protocol.ids import Digest, PeerKey, sha256
 from protocol.messages import Signed, UpdateHeader
 from protocol.rounds.actions import AuditUpdate
 from protocol.rounds.events import AuditNotMade, UpdateAudited
@@ -102,19 +102,25 @@ class UpdateAuditor:
         """Remove and return the first check by rank, or the last one.
 
         First come accused updates: many newcomers must not keep a jury from its work. Then come replays of keys without
-        stake: all of their updates are to be replayed, whatever loss checks find. Of these the oldest comes first, so
-        that the auditors of one update agree on the order. Then come updates that failed a loss check, then loss
-        checks, then replays. Of each kind the newest round comes first: with more to do than time, old checks would all
-        be late.
+        stake: all of their updates are to be replayed, whatever loss checks find. Then come updates that failed a loss
+        check, then loss checks, then replays.
+
+        Of each kind the newest round comes first. A conviction takes an auditor's replay, then another's, then those of
+        a jury, one after the other. With more to do than time, the oldest first would all begin too late for that. In a
+        round the certificate digest draws the order: an author must not be able to choose a key that comes last.
         """
 
-        def rank(waiting: _Waiting) -> tuple[int, int]:
-            action, round_ = waiting.action, waiting.action.certificate.record.body.round
-            if waiting.is_new and action.check != "loss" and not action.is_accused:
-                return 1, round_
-            if action.is_accused or action.update in self._strange:
-                return 0 if action.is_accused else 2, -round_
-            return 3 + (action.check != "loss"), -round_
+        def rank(waiting: _Waiting) -> tuple[int, int, bytes]:
+            action, certificate = waiting.action, waiting.action.certificate
+            if action.is_accused:
+                kind = 0
+            elif waiting.is_new and action.check == "replay":
+                kind = 1
+            elif action.update in self._strange:
+                kind = 2
+            else:
+                kind = 3 if action.check == "loss" else 4
+            return kind, -certificate.record.body.round, sha256(certificate.digest, action.update)
 
         found = (max if last else min)(self._waiting, key=rank)
         self._waiting.remove(found)

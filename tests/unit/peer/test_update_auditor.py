@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,9 +46,11 @@ class Process:
         self.gate = asyncio.Event()
         self.gate.set()
         self.closed = 0
+        self.on_ask: Callable[[], None] = lambda: None
 
     async def answer(self, job: AuditJob, seconds: float) -> AuditAnswer:
         self.asked.append(job)
+        self.on_ask()
         await self.gate.wait()
         answer = self.answers.pop(0) if self.answers else PASSED
         if isinstance(answer, Exception):
@@ -329,8 +332,49 @@ async def test_replays_of_keys_without_stake_come_after_accused_updates_and_befo
         w.ask(6, "replay", is_accused=True)
         w.process.gate.set()
         await w.done(6)
-        assert w.rounds_asked()[1:] == [("replay", 6), ("replay", 6), ("replay", 7), ("loss", 6), ("loss", 6)]
+        assert w.rounds_asked()[1:] == [("replay", 6), ("replay", 7), ("replay", 6), ("loss", 6), ("loss", 6)]
         assert w.process.asked[1].update.author == peer(2).key
+
+
+async def test_under_overload_newcomers_are_replayed_while_a_conviction_is_still_possible(tmp_path):
+    async with world(tmp_path, 7) as w:
+        ages: list[int] = []
+
+        def begin_round() -> None:
+            number = len(w.made.certificates)
+            newcomers = range(10 * number, 10 * number + 10)
+            w.chain.add(w.made.add({1: 8, 2: 8} | dict.fromkeys(newcomers, 8)))
+            for author in newcomers:
+                w.ask(number, author=author)
+
+        def check_is_made() -> None:  # one in each round
+            ages.append(len(w.made.certificates) - 1 - w.rounds_asked()[-1][1])
+            if len(ages) < 20:
+                begin_round()
+
+        w.process.on_ask = check_is_made
+        begin_round()
+        await until(lambda: len(ages) >= 20, "twenty rounds")
+        assert ages[:20] == [0] * 20
+
+
+async def test_an_author_cannot_choose_a_key_that_is_replayed_last(tmp_path):
+    newcomers = tuple(range(3, 9))
+    async with world(tmp_path, 4, fields={"credit": {"hold_rounds": 3}}) as w:
+        w.process.gate.clear()
+        w.ask(3, "loss", author=1)
+        await until(lambda: w.process.asked, "the first is being made")
+        numbers = []
+        for _ in range(2):
+            w.chain.add(w.made.add({1: 8, 2: 8} | dict.fromkeys(newcomers, 8)))
+            numbers.append(len(w.made.certificates) - 1)
+            for author in newcomers:
+                w.ask(numbers[-1], author=author)
+        w.process.gate.set()
+        await w.done(1 + 2 * len(newcomers))
+        assert [round_ for _, round_ in w.rounds_asked()[1:]] == sorted(numbers * len(newcomers), reverse=True)
+        authors = [job.update.author for job in w.process.asked[1:]]
+        assert authors[: len(newcomers)] != authors[len(newcomers) :]
 
 
 async def test_who_is_convicted_is_not_checked_any_more(tmp_path, monkeypatch, caplog):
