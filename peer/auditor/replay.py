@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from peer.auditor.job import ClaimedUpdate, Rebase
-from peer.errors import AuditError
+from peer.errors import AuditError, UncheckableUpdate
 from peer.training.data import WindowReader
 from peer.training.round_files import RoundFiles
 from peer.training.schedule import replayable_factor
@@ -92,7 +92,7 @@ def _train(
 def compare(codec: Codec, announced: bytes, replays: Sequence[bytes]) -> tuple[Score, ...]:
     """Return the scores of an announced update beside its replay, by ascending name. Raise CodecError.
 
-    `replays`: one, or one of each precision. Raise AuditError when those two are too far apart to tell anything.
+    `replays`: one, or one of each precision. Raise UncheckableUpdate when those two are too far apart to tell anything.
     """
     codec.check(announced)
     scale, signs = (max(like(codec, announced, replayed) for replayed in replays) for like in (_scale, _signs))
@@ -100,7 +100,9 @@ def compare(codec: Codec, announced: bytes, replays: Sequence[bytes]) -> tuple[S
     if len(replays) > 1:
         least_scale, least_signs = _least(_scale, SCALE, codec, replays), _least(_signs, SIGNS, codec, replays)
         if least_signs < LEAST_SIGNS:
-            raise AuditError("replays in fp32 and in bf16 are too far apart: the update has too many steps to compare")
+            raise UncheckableUpdate(
+                "replays in fp32 and in bf16 are too far apart: the update has too many steps to compare"
+            )
     return Score("scale", scale, least_scale), Score("signs", signs, least_signs)
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from peer.node.action_handler import ActionHandler
+from peer.node.audit_disk import AuditDisk
 from peer.node.audit_jobs import AuditJobs
 from peer.node.blob_retention import BlobRetention, assets
 from peer.node.chain_store import ChainStore
@@ -94,11 +95,13 @@ def build_node(
     reducer = ShardReducer(store, network, updates, reduction, codec.size, spec.outer, queue.post, tasks)
     relay = SliceRelay(me, store, network, reduction, codec.size, spec.round, machine, tasks)
     files = StateFetcher(spec, me, store, network, updates, reducer)
-    jobs = AuditJobs(spec, options, store, chain, updates, files)
     retention = BlobRetention(
         spec, store, updates,
         lambda: {*machine.retained_blobs(), *reducer.retained_blobs(), *jobs.in_use},
     )  # fmt: skip
+    # An observer's checks are its user's, who waits for them.
+    disk = None if options.observer else AuditDisk(spec, store, chain, files, retention.prune)
+    jobs = AuditJobs(spec, options, store, chain, updates, files, disk)
     auditor = None
     if makes_audits:
         auditor = UpdateAuditor(spec, me, chain, jobs, queue.post, None if options.trains else retention)

@@ -197,11 +197,16 @@ class SyncState:
 
 @dataclass(frozen=True, slots=True)
 class AuditUpdate:
-    """Auditor: make a check of an update (header digest) of this record, if it can. Answered by `UpdateAudited`."""
+    """Auditor: make a check of an update (header digest) of this record. Answered by `UpdateAudited`.
+
+    If it cannot be made, and another attempt may succeed, the answer is `AuditNotMade`.
+    """
 
     certificate: Certificate
     update: Digest
     check: AuditCheck
+    is_accused: bool = False
+    """An auditor has reported that the update failed a replay."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,8 +169,8 @@ class RoundMachine:
                 self._add_own_certificate(self._consensus.shard_answered(event))
             case ev.BlobUnavailable(blob):
                 context.blobs.unavailable(blob, context.now)
-            case ev.UpdateAudited():
-                self._auditor.audited(event)
+            case ev.UpdateAudited() | ev.AuditNotMade():
+                self._auditor.answered(event)
             case ev.StateReached(record, state):
                 self._state_reached(record, state)
             case ev.SyncFailed(record, reason, kept):

@@ -79,6 +79,8 @@ class Node:
         self.slices: set[tuple[Digest, int, int]] = set()
         """Of others' updates: blob, number of parts, part."""
         self.checkpoints: set[Digest] = {world.genesis_state}
+        self.attempted: set[ev.AuditNotMade] = set()
+        """The checks that it was asked for."""
 
     # -- life ------------------------------------------------------------------------------------------------
 
@@ -230,8 +232,13 @@ class Node:
         self.trainer.order(self.world.clock.now, action.paused, action.policy.max_update_windows)
 
     def audit_update(self, action: do.AuditUpdate) -> None:
-        """Make the check in half a second, and tell the truth: fakes fail it."""
-        self.answer_audit(action, passed=self.is_honest_work(action))
+        """Make the check in half a second, and tell the truth: fakes fail it. Some first attempts cannot be made."""
+        w, lost = self.world, ev.AuditNotMade(action.certificate.digest, action.update, action.check)
+        if lost not in self.attempted and w.lost_checks.random() < w.share_of_lost_checks:
+            w.clock.after(AUDIT_SECONDS, self.later, self.incarnation, lost)
+        else:
+            self.answer_audit(action, passed=self.is_honest_work(action))
+        self.attempted.add(lost)
 
     def is_honest_work(self, action: do.AuditUpdate) -> bool:
         """Return whether the update to audit was trained as it claims."""

@@ -14,6 +14,7 @@ from protocol.ids import Digest, PeerKey
 from protocol.messages import AuditDecision, WorkReport
 from protocol.record_node import RecordNode
 from protocol.rounds import actions as do
+from protocol.rounds import work_auditor
 from protocol.rounds.consensus import Consensus
 from protocol.rounds.phase import Phase
 from protocol.stake import StakeRule
@@ -22,6 +23,7 @@ from tests.simulation.attackers import (
     Deserter,
     EarlyCertifier,
     FrontRunner,
+    LiesOnce,
     LyingAuditor,
     NeverVotes,
     OverClaimer,
@@ -213,6 +215,19 @@ def test_auditors_that_lie_convict_nobody_and_save_no_ally(honest, attackers, ac
     assert not [d for d in decisions if set(d.refuted) & keys(siege, honest=True)]
 
 
+def liar_of_one_update(seed: int) -> Siege:
+    """Return a siege in which a newcomer lies once, and half of the checks cannot be made at the first attempt."""
+    liar, stake = partial(LiesOnce, late=True), StakeRule(hold_rounds=10)
+    return Siege([liar], seed=seed, begins=70.0, audits=True, share_of_lost_checks=0.5, stake=stake)
+
+
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_who_lies_once_is_convicted_though_half_of_the_checks_fail_at_first(seed):
+    siege = liar_of_one_update(seed)
+    siege.run()
+    assert {d.author for d in decisions_of(siege) if d.convicted} == keys(siege, honest=False)
+
+
 def test_without_attackers_audits_decide_nothing_and_slow_no_round():
     siege = Siege([], honest=5, audits=True)
     check_pace(siege.run(), usual(5), 1.05)
@@ -334,6 +349,15 @@ def test_without_audits_the_largest_claims_get_most_of_the_windows(honest, attac
         check_share(
             Siege([partial(OverClaimer, late=late)] * attackers, honest=honest).run(), attackers / (honest + attackers)
         )
+
+
+def test_without_other_attempts_who_lies_once_gets_away_when_half_of_the_checks_fail(monkeypatch):
+    monkeypatch.setattr(work_auditor, "MAX_ATTEMPTS", 1)
+    sieges = [liar_of_one_update(seed) for seed in range(1, 5)]
+    for siege in sieges:
+        siege.run()
+    assert [len(siege.world.fakes) for siege in sieges] == [1] * 4
+    assert not all(decisions_of(siege) for siege in sieges)
 
 
 def test_where_the_jury_is_one_key_two_auditors_that_lie_convict_the_honest():

@@ -18,10 +18,10 @@ OTHERS = KEYS[1:]
 class Branch:
     """A chain on which six keys have stake, and its records."""
 
-    def __init__(self, rounds: int = HOLD + 3):
-        limits = ChainLimits(100, 8, stake=StakeRule(HOLD), audit=AuditRule(auditors=3, owner=OWNER.key))
+    def __init__(self, rounds: int | None = None, hold: int = HOLD):
+        limits = ChainLimits(100, 8, stake=StakeRule(hold), audit=AuditRule(auditors=3, owner=OWNER.key))
         self.chain = Chain(RUN, STATE, limits)
-        for _ in range(rounds):
+        for _ in range(hold + 3 if rounds is None else rounds):
             self.add()
 
     def record(self, *reports: Signed[WorkReport], without: PeerKey | None = None, decisions=None) -> Certificate:
