@@ -13,12 +13,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from protocol.audit_windows import WINDOWS_COMPARED
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.messages import AUDIT_CHECKS, AuditCheck, Certificate
 from protocol.stake import STAKE_ROUNDS
 
 MILLION = 1_000_000
+
+WINDOWS_COMPARED = 64
+"""Windows of each kind that a loss check compares, if there are as many."""
 
 LOSS_CHECK_PASSES = 4 * WINDOWS_COMPARED
 """Forward passes over one window in a loss check: claimed and unclaimed windows, before the update and after it."""

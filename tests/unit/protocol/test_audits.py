@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.assignment import windows_of
-from protocol.audit_windows import QUARTERS, WINDOWS_COMPARED, compared_windows
-from protocol.audits import AuditRule, draw_auditors, draw_by_stake, draw_jury, due_audits
+from protocol.audit_windows import QUARTERS, compared_windows
+from protocol.audits import WINDOWS_COMPARED, AuditRule, draw_auditors, draw_by_stake, draw_jury, due_audits
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.stake import STAKE_ROUNDS
 from tests.support.audited import certificate, key

@@ -68,7 +68,7 @@ def asked_after(branch: Branch, me: PeerKey) -> set[tuple[Digest, str]]:
     """Return what a key is to check of the newest record, by update."""
     auditor = Auditor(branch, me)
     auditor.work.round_begun(branch.chain.head)
-    return {(a.update, a.check) for a in auditor.asked}
+    return {(a.update, a.check) for a in auditor.asked if a.certificate.digest == branch.chain.head}
 
 
 def due(branch: Branch, *, drawn_first: PeerKey | None = None) -> set[tuple[Digest, str]]:
@@ -149,6 +149,21 @@ def test_a_reporter_who_said_that_an_update_passes_is_still_followed_when_it_doe
     assert len(auditor.asked) == 1
     auditor.pass_all()
     assert follows(branch, auditor, me, honest)
+
+
+def test_nobody_checks_an_update_of_an_author_who_is_convicted_already():
+    branch = Branch()
+    earlier = branch.chain.certificate(branch.chain.head)
+    first, me, _ = drawn(branch, earlier, LIAR)
+    for is_convicted in (False, True):
+        auditor = Auditor(branch, me)
+        auditor.work.receive(report(earlier, first))
+        assert bool(auditor.asked) != is_convicted
+        if not is_convicted:
+            branch.add()
+            record, accusers, _ = accused(branch)
+            branch.add(*(report(record, key) for key in OTHERS if key not in accusers))
+            assert branch.chain.is_barred(LIAR, branch.chain.head)
 
 
 def first_auditor(branch: Branch, record: Certificate) -> PeerKey:
