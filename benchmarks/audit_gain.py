@@ -10,7 +10,7 @@ Honest work is worth its cost, so it neither gains nor loses. docs/trust.md has 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from protocol.audits import MILLION, AuditRule
 from protocol.messages import AuditCheck
@@ -36,9 +36,6 @@ CHEATS = (
     Cheat("three quarters of the steps", 0.25, 0.0, 1.0),
     Cheat("all but a sixth of the steps, within the tolerance of a replay", 1 / 6, 0.0, 0.0),
 )
-RATES = ((150_000, 30_000), (300_000, 100_000), (1_000_000, 1_000_000))
-"""Rates of loss checks and of replays in millionths: the default first."""
-
 WEIGHTS = (1 / 3, 1.0, 3.0)
 """Weighed windows of the peer's update, relative to the mean of its record."""
 
@@ -49,7 +46,7 @@ def audit_chance(rule: AuditRule, check: AuditCheck, weight: float, stake_rounds
     `weight` is relative to the mean of the record. `stake_rounds`: the author's stake in updates like this one, at most
     64; 0 for a key without stake.
     """
-    rate = rule.rate(check) / MILLION
+    rate = rule.rate(check, 1) / MILLION  # of an update small enough for the least rate
     if not stake_rounds:
         return float(rate > 0)
     return min(1.0, max(rate / 3, rate * 64.0 / stake_rounds * weight))
@@ -79,17 +76,16 @@ def expected_gain(
 
 
 def gain_table() -> list[str]:
-    """Return the table of docs/trust.md, as lines of Markdown: gains without the bar, and with it in brackets."""
+    """Return the table of docs/trust.md, as lines of Markdown: gains without the bar, and with it in brackets.
+
+    The rates are the protocol's: no run can choose others.
+    """
     weights = ("a third of the mean", "the mean", "three times the mean")
-    lines = [f"| cheat | loss checks, replays | newcomer | {' | '.join(weights)} |"]
-    lines.append("| --- | --- | ---: | ---: | ---: | ---: |")
+    lines = [f"| cheat | newcomer | {' | '.join(weights)} |", "| --- | ---: | ---: | ---: | ---: |"]
     for cheat in CHEATS:
-        for loss, replay in RATES:
-            rule = replace(AuditRule(), loss_rate=loss, replay_rate=replay)
-            cells = [_cell(cheat, rule, 1.0, is_newcomer=True)]
-            cells += [_cell(cheat, rule, weight, is_newcomer=False) for weight in WEIGHTS]
-            rates = f"{loss / MILLION:.0%}, {replay / MILLION:.0%}"
-            lines.append(f"| {cheat.name} | {rates} | {' | '.join(cells)} |")
+        cells = [_cell(cheat, AuditRule(), 1.0, is_newcomer=True)]
+        cells += [_cell(cheat, AuditRule(), weight, is_newcomer=False) for weight in WEIGHTS]
+        lines.append(f"| {cheat.name} | {' | '.join(cells)} |")
     return lines
 
 

@@ -11,6 +11,7 @@ from cairn import __version__
 from cairn.commands.account import account
 from cairn.commands.alert import test_alert
 from cairn.commands.audit import audit
+from cairn.commands.auditor import auditor
 from cairn.commands.checkpoint import checkpoint
 from cairn.commands.control import COMMANDS
 from cairn.commands.demo import demo
@@ -78,7 +79,7 @@ def data() -> None:
 
 
 for _group, _commands in (
-    (main, (account, audit, checkpoint, demo, export, generate, status, watch)),
+    (main, (account, audit, auditor, checkpoint, demo, export, generate, status, watch)),
     (peer, (join, invite)),
     (coordinator, (serve, test_alert)),
     (run, (validate, plan, init, *COMMANDS)),

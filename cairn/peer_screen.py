@@ -101,7 +101,9 @@ def progress_line(s: Any) -> Text:
     if s.target_tokens:
         share = min(1.0, s.round_tokens / s.target_tokens)
         text.append(f" {bar(share)} {share:4.0%}")
-    if s.device:
+    if s.phase == "observing":
+        text.append("  {made} checks made, {failed} failed, {waiting} wait".format_map(s.audits))
+    elif s.device:
         text.append(f"  loss {s.loss:.3f}" if s.loss else "  loss -")
         text.append(f"  {count(s.tokens_per_second)} tokens/s")
         if s.mfu is not None:

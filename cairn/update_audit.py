@@ -33,9 +33,7 @@ from peer.node.coordinator_discovery import discover_run
 from peer.node.enrollment import COORDINATOR_ABSENT, Enrollment, run_folder
 from peer.node.node import Node
 from peer.node.options import NodeOptions
-from peer.node.trainer_files import fetch_shards, spec_file
 from peer.store import Store
-from peer.store.disk import disk
 from protocol.chain import Chain
 from protocol.errors import CairnError, MalformedError
 from protocol.identity import Identity
@@ -152,8 +150,6 @@ async def _repeat(options: RepeatOptions, folder: Path) -> tuple[RepeatedCheck, 
         folder, device=options.device, threads=options.threads or os.cpu_count() or 1, observer=True
     )
     with Store(folder / "store", STORE_BYTES) as store:
-        with disk(f"writing {spec_file(folder)}"):
-            spec_file(folder).write_bytes(spec.canonical())
         async with _observer(spec, addresses, store, node_options) as (node, running):
             _say("reading the chain from the swarm's members")
             await follow(node, running, options.round)
@@ -315,12 +311,12 @@ def _has_rebase(audited: AuditedUpdate, check: AuditCheck) -> bool:
 
 async def make_check(node: Node, audited: AuditedUpdate, check: AuditCheck, process: AuditProcess) -> RepeatedCheck:
     """Fetch what a check needs, make it, and read the chain's reports. Raises CairnError if it cannot be made."""
-    spec, certificate, update = node.membership.spec, audited.certificate, audited.update
+    certificate, update = audited.certificate, audited.update
     _require_kept(node, audited, check)
     _say("fetching what the check needs: a checkpoint, the rounds after it, and the update")
     try:
         node.audit_jobs.files.allow_for(STRANGERS_BYTES)
-        await fetch_shards(spec, node.store, node.network, private_data=False)
+        await node.audit_jobs.begin(node.network)
         job = await node.audit_jobs.job(certificate, update.digest, check)
     except (CairnError, asyncio.TimeoutError) as e:
         reason = str(e) or "no member gave it in time"

@@ -60,6 +60,7 @@ OPTIONS = (
     ("grpc.max_send_message_length", 4 * 1024 * 1024),
     ("grpc.max_metadata_size", 8 * 1024),
     ("grpc.absolute_max_metadata_size", 16 * 1024),
+    # Beyond it a call is refused unread, which its client sees as UNAVAILABLE. Ended calls count until they are freed.
     ("grpc.max_concurrent_streams", 64),
     ("grpc.server.max_pending_requests", MAX_CALLS),
     ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_CALLS),

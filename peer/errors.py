@@ -27,3 +27,7 @@ class SavedStateError(PeerError):
 
 class AuditError(PeerError):
     """A check of an update that cannot be made: what it needs is not there, or its process failed."""
+
+
+class UncheckableUpdate(AuditError):
+    """A check that says nothing about this update, however often it is made."""

@@ -26,13 +26,9 @@ def load_or_make(path: Path | str) -> Identity:
     """
     path = Path(path).expanduser()
     try:
-        return _load(path)
+        return load(path)
     except FileNotFoundError:
         pass
-    except OSError as e:
-        raise IdentityError(
-            f"the key file {path} cannot be read: {_why(e)}; check who owns it, or name another file"
-        ) from None
     try:
         return _make(path)
     except FileExistsError:  # another process made it in between: its key is the identity
@@ -40,6 +36,18 @@ def load_or_make(path: Path | str) -> Identity:
     except OSError as e:
         raise IdentityError(
             f"no identity can be written to {path}: {_why(e)}; free some disk, or name another folder"
+        ) from None
+
+
+def load(path: Path) -> Identity:
+    """Return the identity in `path`, as `load_or_make` does. Raise FileNotFoundError, and IdentityError."""
+    try:
+        return _load(path)
+    except FileNotFoundError:
+        raise
+    except OSError as e:
+        raise IdentityError(
+            f"the key file {path} cannot be read: {_why(e)}; check who owns it, or name another file"
         ) from None
 
 

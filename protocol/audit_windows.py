@@ -9,11 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocol.assignment import windows_of
+from protocol.audits import WINDOWS_COMPARED
 from protocol.ids import Digest, PeerKey, sha256
 
 QUARTERS = 4
-WINDOWS_COMPARED = 64
-"""Windows of each kind, if there are as many."""
 
 
 @dataclass(frozen=True, slots=True)

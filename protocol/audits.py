@@ -18,6 +18,16 @@ from protocol.messages import AUDIT_CHECKS, AuditCheck, Certificate
 from protocol.stake import STAKE_ROUNDS
 
 MILLION = 1_000_000
+
+WINDOWS_COMPARED = 64
+"""Windows of each kind that a loss check compares, if there are as many."""
+
+LOSS_CHECK_PASSES = 4 * WINDOWS_COMPARED
+"""Forward passes over one window in a loss check: claimed and unclaimed windows, before the update and after it."""
+
+TRAINED_WINDOW_PASSES = 3
+"""The training of a window in forward passes: a backward pass takes two."""
+
 _DRAWS = 2**64
 
 
@@ -26,10 +36,12 @@ class AuditRule:
     """The run's rates, in millionths, and how many keys are drawn.
 
     A rate is that of an update of mean weight by a key that did as much in each round that counts as stake. None is
-    below a third of it.
+    below a third of it. A loss check costs the same for every update, so large ones are checked more often.
     """
 
     loss_rate: int = 150_000
+    loss_cost: int = 20_000
+    """Loss checks take at least this share of the training of the updates, if that makes more of them."""
     replay_rate: int = 30_000
     auditors: int = 3
     """Keys that may report on an update: two of them convict, if a jury confirms it."""
@@ -40,9 +52,12 @@ class AuditRule:
     owner: PeerKey | None = None
     """The run's owner: it may report on any update."""
 
-    def rate(self, check: AuditCheck) -> int:
-        """Return the rate of a check."""
-        return {"loss": self.loss_rate, "replay": self.replay_rate}[check]
+    def rate(self, check: AuditCheck, weighed: int) -> int:
+        """Return the rate of a check of an update, by its weighed windows."""
+        if check == "replay":
+            return self.replay_rate
+        by_cost = weighed * self.loss_cost * TRAINED_WINDOW_PASSES // LOSS_CHECK_PASSES
+        return min(MILLION, max(self.loss_rate, by_cost)) if self.loss_rate else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +79,7 @@ def due_audits(certificate: Certificate, stakes: Mapping[PeerKey, int], rule: Au
         checks: tuple[AuditCheck, ...] = tuple(
             check
             for check in AUDIT_CHECKS
-            if _is_due(draw, rule.rate(check), weighed, stakes.get(update.author, 0), len(record.updates),
+            if _is_due(draw, rule.rate(check, weighed), weighed, stakes.get(update.author, 0), len(record.updates),
                        record.windows)
         )  # fmt: skip
         if checks:

@@ -13,11 +13,13 @@ from itertools import islice
 
 from protocol.audits import AuditRule
 from protocol.ids import Digest, PeerKey
-from protocol.messages import AuditDecision, Certificate, RoundRecord, Signed, UpdateHeader, WorkReport
+from protocol.messages import AuditCheck, AuditDecision, Certificate, RoundRecord, Signed, UpdateHeader, WorkReport
 from protocol.record_node import RecordNode
 from protocol.report_rule import ACCUSERS, accusers, decide, drawn_reporters
 
 StakesAt = Callable[[RecordNode], Mapping[PeerKey, int]]
+
+NOTHING_PENDING = "it is about no update whose credit is pending here"
 
 
 @dataclass(slots=True)
@@ -51,17 +53,24 @@ class CarriedReports:
         """Return why the next record may not carry a report; None when it may."""
         body, audited = report.body, self._audited(report)
         if audited is None:
-            return "it is about no update whose credit is pending here"
+            return NOTHING_PENDING
+        return self.refusal(body.record, body.update, report.author, body.check)
+
+    def refusal(self, record: Digest, update: Digest, author: PeerKey, check: AuditCheck) -> str | None:
+        """Return why the next record may carry no report of a key about an update by a check; None when it may."""
+        audited = self._named(record, update)
+        if audited is None:
+            return NOTHING_PENDING
         if audited.is_decided:
             return "a jury has decided about its update"
-        if report.author == audited.update.author:
+        if author == audited.update.author:
             return "its author is the update's"
-        if report.author not in audited.auditors and report.author not in audited.jury:
-            return f"{report.author.short} was not drawn to report on its update"
-        if report.author not in audited.auditors and not audited.is_accused:
+        if author not in audited.auditors and author not in audited.jury:
+            return f"{author.short} was not drawn to report on its update"
+        if author not in audited.auditors and not audited.is_accused:
             return "a juror reports when records carry two accusations"
-        if any((r.author, r.body.check) == (report.author, body.check) for r in audited.reports):
-            return f"a record before carries what {report.author.short} has reported by this check"
+        if any((r.author, r.body.check) == (author, check) for r in audited.reports):
+            return f"a record before carries what {author.short} has reported by this check"
         return None
 
     def decisions(self, reports: Iterable[Signed[WorkReport]]) -> tuple[AuditDecision, ...]:
@@ -100,15 +109,17 @@ class CarriedReports:
         return None
 
     def _audited(self, report: Signed[WorkReport]) -> _AuditedUpdate | None:
-        name = report.body.record, report.body.update
-        if name not in self._found:
-            self._found[name] = self._find(report)
-        audited = self._found[name]
+        audited = self._named(report.body.record, report.body.update)
         right = audited is not None and audited.certificate.record.body.round == report.body.round
         return audited if right else None
 
-    def _find(self, report: Signed[WorkReport]) -> _AuditedUpdate | None:
-        record, update = report.body.record, report.body.update
+    def _named(self, record: Digest, update: Digest) -> _AuditedUpdate | None:
+        name = record, update
+        if name not in self._found:
+            self._found[name] = self._find(record, update)
+        return self._found[name]
+
+    def _find(self, record: Digest, update: Digest) -> _AuditedUpdate | None:
         newer: list[RoundRecord] = []
         for node in self._branch:
             if node.certificate is None or node.parent is None:

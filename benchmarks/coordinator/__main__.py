@@ -7,7 +7,7 @@ JSON keys:
   machine: processor, cores, python, torch, threads, load
   growth: a list by peers: peers, seconds, idle_percent (of a core, before anybody calls), busy_percent, megabytes,
     viewers, events (updates sent to viewers), late_ms (how late the callers themselves were at most),
-    calls: by method, p50, p99 and max in ms, calls, codes
+    calls: by method, p50, p99 and max in ms, calls, codes (REFUSED_STREAM: by the server's gRPC, unread)
   flood: calls and late_ms as above, at 10,000 peers while ten times as many bad calls come; rate (honest calls a
     second), bad (their codes), megabytes_before, megabytes_after
   hour: peers, rounds, processor_seconds (for so many rounds, a minute of simulated time each), wall_seconds,

@@ -35,6 +35,13 @@ OPTIONS = (
     ("grpc.enable_retries", 0),
 )
 
+REFUSED_STREAM = "RST_STREAM with error code 7"
+"""Details of a call whose stream the server's gRPC refused unread (RFC 9113, section 8.7).
+
+It refuses them while a connection has as many calls as it may have. Calls that have ended count until they are freed,
+so a caller that keeps to the limit meets this as well. A client without retries gives such a call UNAVAILABLE.
+"""
+
 Ask = Callable[[grpc.aio.Channel], Awaitable[Any]]
 
 
@@ -106,7 +113,8 @@ class Calls:
         try:
             await ask(self._random.choice(self._channels))
         except grpc.aio.AioRpcError as e:
-            code = e.code().name
+            refused = e.code() is grpc.StatusCode.UNAVAILABLE and REFUSED_STREAM in (e.details() or "")
+            code = "REFUSED_STREAM" if refused else e.code().name
         self.codes.setdefault(name, Counter())[code] += 1
         self.seconds.setdefault(name, []).append(time.monotonic() - due)
 

@@ -1,4 +1,7 @@
-"""`cairn peer join`: enters a run, runs the node, shows its progress, and leaves in order on Ctrl-C."""
+"""`cairn peer join`: enters a run, runs the node, shows its progress, and leaves in order on Ctrl-C.
+
+`cairn auditor` does the same with a node that trains nothing.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,17 @@ from cairn.files import private_files
 from cairn.logs import set_up_logging
 from cairn.stop_signals import stop_on_signals
 from protocol.errors import CairnError
+from protocol.identity import Identity
 from protocol.ids import RunId
 from protocol.invite import Invite
+from protocol.stake import STAKE_ROUNDS
 
 if TYPE_CHECKING:
     from cairn.peer_screen import PeerScreen
     from peer.channel import Choice
     from peer.node.enrollment import Enrollment
+    from peer.node.node import Node
+    from protocol.spec import RunSpec
 
 log = logging.getLogger("cairn.peer")
 
@@ -38,6 +45,9 @@ CREDIT_SECONDS = 15.0
 
 CREDIT_CALLS = 160.0
 """Maximum requests a second that all members together send for their credits."""
+
+SAY_SECONDS = 1.0
+"""Seconds between two looks at whether an auditor's reports can count."""
 
 _CHOICE = click.Choice(["auto", "on", "off"])
 _auto = partial(click.option, default="auto", show_default=True)
@@ -69,10 +79,37 @@ def _audit_device(context: click.Context, parameter: click.Parameter, text: str)
     return text if text == "off" else device_name(context, parameter, text)
 
 
+_MEMBER_OPTIONS = (
+    invite_argument,
+    home_option("Where identity, runs and logs are kept."),
+    click.option("--name", default="", help="Your name on the run's page (at most 40 bytes)."),
+    click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads.  [default: all]"),
+    click.option(
+        "--listen", multiple=True, metavar="MULTIADDR", help="Where to listen.  [default: any free port, TCP and UDP]"
+    ),
+    click.option("--announce", multiple=True, metavar="MULTIADDR", help="Addresses to announce, if not those found."),
+    click.option(
+        "--disk", default="50G", show_default=True, metavar="SIZE", help="The most disk space to use.", callback=_disk
+    ),
+    click.option(
+        "--allow-private-data",
+        is_flag=True,
+        help="Let the run's owner name data on this disk, in private networks and behind your cloud accounts.",
+    ),
+    click.option("--plain", is_flag=True, help="Log lines instead of a live view (the default without a terminal)."),
+    via_option,
+)
+
+
+def member_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the argument and the options of every member, whether it trains or only audits."""
+    for option in reversed(_MEMBER_OPTIONS):
+        command = option(command)
+    return command
+
+
 @click.command()
-@invite_argument
-@home_option("Where identity, runs and logs are kept.")
-@click.option("--name", default="", help="Your name on the run's page (at most 40 bytes).")
+@member_options
 @_auto("--device", help="auto, cpu, cuda or cuda:N.", callback=device_name)
 @_auto(
     "--parallel",
@@ -86,26 +123,11 @@ def _audit_device(context: click.Context, parameter: click.Parameter, text: str)
 )
 @_auto("--compile", type=_CHOICE, help="Compile the model's layers with torch.compile. auto: on a GPU.")
 @click.option("--overlap", type=click.Choice(["on", "off"]), default="on", hidden=True)  # to measure what it saves
-@click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads of the trainer.  [default: all]")
-@click.option(
-    "--listen", multiple=True, metavar="MULTIADDR", help="Where to listen.  [default: any free port, TCP and UDP]"
-)
-@click.option("--announce", multiple=True, metavar="MULTIADDR", help="Addresses to announce, if not those found.")
-@click.option(
-    "--disk", default="50G", show_default=True, metavar="SIZE", help="The most disk space to use.", callback=_disk
-)
-@click.option(
-    "--allow-private-data",
-    is_flag=True,
-    help="Let the run's owner name data on this disk, in private networks and behind your cloud accounts.",
-)
 @_auto(
     "--audit-device",
     help="Where to check others' updates: cpu, cuda:N, off, or auto: the trainer's device if checks can convict.",
     callback=_audit_device,
 )
-@click.option("--plain", is_flag=True, help="Log lines instead of a live view (the default without a terminal).")
-@via_option
 def join(**options: Any) -> None:
     """Join the run that INVITE names, and train until Ctrl-C.
 
@@ -116,25 +138,30 @@ def join(**options: Any) -> None:
 
 @dataclass(frozen=True)
 class JoinOptions:
-    """The options of the command line, and `trainer_command`, which replaces the trainer's (see `NodeOptions`)."""
+    """The options of the command line, and `trainer_command`, which replaces the trainer's (see `NodeOptions`).
+
+    An `auditor` trains nothing; with `owner` it reports by the key of the run's owner.
+    """
 
     invite: str
     home: Path
     name: str
     device: str
-    parallel: str
-    recompute: Choice
-    compile: Choice
-    overlap: str
     threads: int | None
     listen: tuple[str, ...]
     announce: tuple[str, ...]
     disk: int
     allow_private_data: bool
-    audit_device: str
     plain: bool
     via: tuple[str, ...]
+    parallel: str = "auto"
+    recompute: Choice = "auto"
+    compile: Choice = "auto"
+    overlap: str = "on"
+    audit_device: str = "auto"
     trainer_command: tuple[str, ...] = ()
+    auditor: bool = False
+    owner: Identity | None = None
 
 
 @private_files()
@@ -173,6 +200,7 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
         threads=options.threads or os.cpu_count() or 1,
         private_data=options.allow_private_data,
         audit_device=options.audit_device,
+        auditor=options.auditor,
         trainer_command=options.trainer_command,
     )
     with Store(folder / "store", options.disk) as store:
@@ -202,29 +230,67 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
             key = membership.identity.key
             log.info("run %s (%s); this peer is %s%s", membership.spec.name, invite.run.short, key.short,
                      f' "{options.name}"' if options.name else "")  # fmt: skip
-            node = build_node(membership, node_options)
-            running = asyncio.create_task(node.run())
-            asking = asyncio.create_task(_ask_for_credits(membership, screen, lambda: node.reporter.latest.members))
-            with screen.showing(lambda: node.reporter.latest):  # drawn by another thread
-                await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
-                if not running.done():
-                    log.info("leaving: announcing what is done, saving the rest (at most 10 s)")
-                    node.leave()
-                asking.cancel()
-                try:
-                    await running
-                finally:
-                    await membership.close()
-            end = node.snapshot()
-            print(
-                f"{end.finished or 'stopped'}: round {end.round}, state {end.state[:16] or 'none'}, "
-                f"{end.own_updates} updates made; the same command resumes"
-            )
+            try:
+                if options.auditor:
+                    _begin_audits(membership.spec, options.owner)
+                node = build_node(membership, node_options, owner=options.owner)
+                await _run(node, screen, stopping, auditor=options.auditor)
+            finally:
+                await membership.close()
             return node.must_restart and not stop.is_set()
 
         while await take_part():
             log.warning("starting again: the run goes on from further back than this peer remembered")
         stopping.cancel()
+
+
+async def _run(node: Node, screen: PeerScreen, stopping: asyncio.Future[Any], *, auditor: bool) -> None:
+    """Run a node until it ends, `stopping` is done, or an auditor's reports cannot count. Raises CairnError."""
+    running = asyncio.create_task(node.run())
+    beside = asyncio.create_task(
+        _require_say(node)
+        if auditor
+        else _ask_for_credits(node.membership, screen, lambda: node.reporter.latest.members)
+    )
+    with screen.showing(lambda: node.reporter.latest):  # drawn by another thread
+        await asyncio.wait([running, stopping, *([beside] if auditor else [])], return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            log.info("leaving%s (at most 10 s)", "" if auditor else ": announcing what is done, saving the rest")
+            node.leave()
+        beside.cancel()
+        await running
+    end = node.snapshot()
+    made = f"{end.audits['made']} checks" if auditor else f"{end.own_updates} updates"
+    print(
+        f"{end.finished or 'stopped'}: round {end.round}, state {end.state[:16] or 'none'}, {made} made; the same "
+        "command resumes"
+    )
+    if auditor and beside.done() and not beside.cancelled():
+        beside.result()
+
+
+def _begin_audits(spec: RunSpec, owner: Identity | None) -> None:
+    """Tell the user what an auditor's reports can do here. Raises CairnError if `owner` is not the run's."""
+    if owner is not None and owner.key != spec.owner_key:
+        raise CairnError(
+            f"--owner-key: {owner.key.short} is not the key of this run's owner ({spec.owner_key.short}). The key is "
+            "owner.key in the run's folder, which `cairn coordinator serve` prints"
+        )
+    log.info("auditing without training; reports are signed by the %s key", "peer's" if owner is None else "owner's")
+    if not spec.audit.replayable:
+        log.warning("this run has no replays (audit.replayable is false): its loss checks convict nobody")
+
+
+async def _require_say(node: Node) -> None:
+    """Wait until no report of this auditor can count any more. Then raise CairnError, with what to do."""
+    while node.machine.has_say:  # noqa: ASYNC110
+        await asyncio.sleep(SAY_SECONDS)
+    credit = node.membership.spec.credit
+    raise CairnError(
+        f"{node.membership.identity.key.short} has no stake in this run, so no record carries its reports. A key has "
+        f"stake by work of the last {STAKE_ROUNDS} rounds, once its credit has settled ({credit.hold_rounds} rounds). "
+        "Train with it (`cairn peer join INVITE`); its peer audits as well. The run's owner needs no stake: --owner-key"
+    )
 
 
 def credit_seconds(members: int) -> float:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from peer.auditor.job import AuditAnswer, MeasuredScore, answer_line, parse_job
 from peer.channel.messages import MAX_LINE
-from peer.errors import AuditError
+from peer.errors import AuditError, UncheckableUpdate
 from peer.parent_process import exit_with_parent
 from protocol.errors import CairnError
 
@@ -65,7 +65,9 @@ def _answer(line: bytes) -> AuditAnswer:
         scores = tuple(MeasuredScore(s.name, s.value, s.threshold) for s in audit(job, device))
     except (CairnError, OSError, RuntimeError, MemoryError) as e:
         # RuntimeError: torch's, for a device that fails.
-        return AuditAnswer((), " ".join(str(e).split())[:2000] or type(e).__name__, time.process_time() - began)
+        said = " ".join("".join(c if c.isprintable() else " " for c in str(e)).split())[:2000]
+        seconds = time.process_time() - began
+        return AuditAnswer((), said or type(e).__name__, seconds, isinstance(e, UncheckableUpdate))
     return AuditAnswer(scores, "", time.process_time() - began)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from peer.auditor.job import AuditJob
 from peer.auditor.loss_check import LossCheck
-from peer.auditor.replay import compare, replay
+from peer.auditor.replay import Replayed, compare, replay
 from peer.errors import AuditError
 from peer.training.data import WindowReader
 from peer.training.device import out_of_memory
@@ -47,11 +47,11 @@ def _audit(job: AuditJob, spec: RunSpec, device: torch.device) -> tuple[Score, .
         own = None if job.own is None else (job.own, files.update(job.own.blob))
         return LossCheck(spec, job.certificate, backend, reader).scores(job.update, announced, own)
 
-    def replayed() -> bytes:
-        blob = replay(spec, backend, reader, files, job.update, job.start.accepted_windows, job.rebase)
+    def replayed() -> Replayed:
+        found = replay(spec, backend, reader, files, job.update, job.start.accepted_windows, job.rebase)
         if job.rebase is not None:
             _check_state(backend, job.rebase.state, job.threads)
-        return blob
+        return found
 
     replays = [replayed()]
     scores = compare(backend.outer.codec, announced, replays)

@@ -5,22 +5,32 @@ Parsing is strict (pydantic), as on the trainer's channel. Tensors and blobs are
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError
 
-from peer.channel.messages import MAX_LINE, Count, DigestField, PeerKeyField, RoundUpdates, Text
+from peer.channel.messages import MAX_LINE, Count, DigestField, PeerKeyField, RoundUpdates
 from peer.errors import AuditError
+from protocol.checks import text
 from protocol.errors import MalformedError
 from protocol.messages import MAX_SCORE, MAX_SCORE_NAME, MAX_SCORES, AuditCheck, Score
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-MAX_ANSWER = 1024 * 1024
-"""Maximum bytes of an answer."""
+MAX_ANSWER = 64 * 1024
+"""Maximum bytes of an answer: scores or a reason. A megabyte of wrong fields would take 140 MB to report."""
+
+MAX_REASON = 8000
+"""Maximum bytes of the reason why a check could not be made."""
+
+MAX_PROBLEM = 200
+"""Characters that an error shows of one wrong field: its name may be whatever was sent."""
+
+ScoreName = Annotated[str, Field(min_length=1), AfterValidator(lambda name: text("a name", name, MAX_SCORE_NAME))]
+Reason = Annotated[str, AfterValidator(lambda reason: text("a reason", reason, MAX_REASON))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +58,7 @@ class StateFiles:
 
     checkpoint: Path
     checkpoint_digest: DigestField
-    rounds: tuple[RoundUpdates, ...]
+    rounds: Annotated[tuple[RoundUpdates, ...], FailFast()]
     state: DigestField
     accepted_windows: Count
     __pydantic_config__ = STRICT
@@ -83,7 +93,7 @@ class AuditJob:
     own: ClaimedUpdate | None = None
     device: Annotated[str, Field(max_length=40)] = "auto"
     threads: Annotated[int, Field(ge=1, le=4096)] = 1
-    shards: Annotated[dict[str, str], Field(max_length=65_536)] = Field(default_factory=dict)  # type: ignore[assignment]
+    shards: Annotated[dict[str, str], Field(max_length=65_536)] = field(default_factory=dict)
     private_data: bool = False
     __pydantic_config__ = STRICT
 
@@ -92,7 +102,7 @@ class AuditJob:
 class MeasuredScore:
     """A score as in a work report (`protocol.messages.Score`)."""
 
-    name: Annotated[str, Field(min_length=1, max_length=MAX_SCORE_NAME)]
+    name: ScoreName
     value: Annotated[float, Field(ge=-MAX_SCORE, le=MAX_SCORE)]
     threshold: Annotated[float, Field(ge=-MAX_SCORE, le=MAX_SCORE)]
     __pydantic_config__ = STRICT
@@ -102,12 +112,14 @@ class MeasuredScore:
 class AuditAnswer:
     """The outcome of a job: scores by ascending name; none, with a reason, when the check could not be made.
 
-    `cpu_seconds`: CPU time of the job, with imports if it was the process's first.
+    `cpu_seconds`: CPU time of the job, with imports if it was the process's first. `is_uncheckable`: another attempt
+    would end in the same way, since the reason is the update and not this machine.
     """
 
-    scores: Annotated[tuple[MeasuredScore, ...], Field(max_length=MAX_SCORES)]
-    reason: Text = ""
+    scores: Annotated[tuple[MeasuredScore, ...], FailFast(), Field(max_length=MAX_SCORES)]
+    reason: Reason = ""
     cpu_seconds: float = 0.0
+    is_uncheckable: bool = False
     __pydantic_config__ = STRICT
 
     @property
@@ -158,7 +170,11 @@ def _parse(adapter: TypeAdapter, line: bytes, what: str):
     try:
         return adapter.validate_json(line)
     except ValidationError as e:
-        problems = "; ".join(f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in e.errors()[:5])
+        problems = "; ".join(f"{_shown('.'.join(map(str, p['loc'])))}: {_shown(p['msg'])}" for p in e.errors()[:5])
         raise AuditError(f"an audit's {what} that does not parse: {problems}") from None
     except MalformedError as e:
         raise AuditError(f"an audit's {what} that does not parse: {e}") from None
+
+
+def _shown(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text[:MAX_PROBLEM])

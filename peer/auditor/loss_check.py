@@ -18,7 +18,7 @@ from math import sqrt
 from torch import Tensor
 
 from peer.auditor.job import ClaimedUpdate
-from peer.errors import AuditError
+from peer.errors import UncheckableUpdate
 from peer.training.data import WindowReader
 from peer.training.single_process import SingleProcessBackend
 from protocol.audit_windows import ComparedWindows, compared_windows
@@ -89,11 +89,11 @@ class LossCheck:
         return Score("gain", gain, least_gain), Score("quarter", quarter, least_quarter)
 
     def gains(self, update: ClaimedUpdate, blob: bytes) -> Gains:
-        """Return what an update gains. Raise AuditError, DataError, CodecError and torch.OutOfMemoryError."""
+        """Return what an update gains. Raise UncheckableUpdate, DataError, CodecError and torch.OutOfMemoryError."""
         compared, outer, inner = self._windows(update), self.backend.outer, self.backend.inner
         indices = [*(w for quarter in compared.claimed for w in quarter), *compared.unclaimed]
         if min(update.windows, len(compared.unclaimed)) < LEAST_WINDOWS:
-            raise AuditError(f"a loss check compares {LEAST_WINDOWS} windows at least, and the update has too few")
+            raise UncheckableUpdate(f"a loss check compares at least {LEAST_WINDOWS} windows: the update has too few")
         tokens = self.reader.read(indices)
         outer.begin_again(None)
         before = inner.window_losses(tokens)

@@ -4,7 +4,9 @@ In a replayable run an update is a function of its author's key, its windows, tw
 update in the record before (docs/trainer.md). So an honest one is found again, up to how devices round. Steps are the
 trainer's own: `InnerOptimizer` and `OuterState`.
 
-`signs` is the share of equal signs. `scale` is, of the tensor that differs most, the smaller norm over the larger.
+`signs` is the share of equal signs. Rows of an embedding whose tokens did not come had no gradient: weight decay alone
+decides their signs, which anybody can foresee. So it is the share of all values, or of those without these rows, if
+that is less. `scale` is, of the tensor that differs most, the smaller norm over the larger.
 
 CPUs train in fp32 and GPUs in bf16, which grows apart: after 48 steps of Muon 94% of signs were equal. So an update
 that fails is replayed in the other precision, too. The better of both counts, and how far the two replays are apart
@@ -13,12 +15,14 @@ says how much an honest update may differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from peer.auditor.job import ClaimedUpdate, Rebase
-from peer.errors import AuditError
+from peer.errors import AuditError, UncheckableUpdate
 from peer.training.data import WindowReader
 from peer.training.round_files import RoundFiles
 from peer.training.schedule import replayable_factor
@@ -38,6 +42,14 @@ LEAST_SIGNS = 0.75
 """If an honest update could differ more than that, a replay says nothing about anybody."""
 
 
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """The blob that an honest author announces. `rows`: as by `InnerOptimizer.rows_with_gradient`."""
+
+    blob: bytes
+    rows: Mapping[str, Tensor]
+
+
 def replay(
     spec: RunSpec,
     backend: SingleProcessBackend,
@@ -46,8 +58,8 @@ def replay(
     update: ClaimedUpdate,
     accepted_windows: int,
     rebase: Rebase | None,
-) -> bytes:
-    """Return the blob that an honest author announces.
+) -> Replayed:
+    """Return the update that an honest author announces.
 
     The backend's base is the state that the author's first step began with. `accepted_windows`: those of all peers up
     to it. Raise CodecError, DataError, AuditError, TrainingError and OSError.
@@ -66,7 +78,7 @@ def replay(
         outer.rebase()
         first, accepted_windows = update.rebase_window, rebase.accepted_windows
     _train(spec, backend, reader, update, first, update.end_window, accepted_windows)
-    return outer.announce()
+    return Replayed(outer.announce(), backend.inner.rows_with_gradient())
 
 
 def _train(
@@ -89,10 +101,13 @@ def _train(
             inner.optimizer_step(step)
 
 
-def compare(codec: Codec, announced: bytes, replays: Sequence[bytes]) -> tuple[Score, ...]:
+_Likeness = Callable[[Codec, bytes, Replayed], float]
+
+
+def compare(codec: Codec, announced: bytes, replays: Sequence[Replayed]) -> tuple[Score, ...]:
     """Return the scores of an announced update beside its replay, by ascending name. Raise CodecError.
 
-    `replays`: one, or one of each precision. Raise AuditError when those two are too far apart to tell anything.
+    `replays`: one, or one of each precision. Raise UncheckableUpdate when those two are too far apart to tell anything.
     """
     codec.check(announced)
     scale, signs = (max(like(codec, announced, replayed) for replayed in replays) for like in (_scale, _signs))
@@ -100,27 +115,35 @@ def compare(codec: Codec, announced: bytes, replays: Sequence[bytes]) -> tuple[S
     if len(replays) > 1:
         least_scale, least_signs = _least(_scale, SCALE, codec, replays), _least(_signs, SIGNS, codec, replays)
         if least_signs < LEAST_SIGNS:
-            raise AuditError("replays in fp32 and in bf16 are too far apart: the update has too many steps to compare")
+            raise UncheckableUpdate(
+                "replays in fp32 and in bf16 are too far apart: the update has too many steps to compare"
+            )
     return Score("scale", scale, least_scale), Score("signs", signs, least_signs)
 
 
-def _least(like: Callable[[Codec, bytes, bytes], float], usual: float, codec: Codec, replays: Sequence[bytes]) -> float:
+def _least(like: _Likeness, usual: float, codec: Codec, replays: Sequence[Replayed]) -> float:
     """Return the threshold by how much two replays are like each other."""
-    return max(0.0, min(usual, 1 - DEVIATIONS * (1 - like(codec, *replays))))
+    first, second = replays
+    return max(0.0, min(usual, 1 - DEVIATIONS * (1 - like(codec, first.blob, second))))
 
 
-def _signs(codec: Codec, a: bytes, b: bytes) -> float:
-    """Return the share of equal signs."""
-    equal = 0
-    for index in range(len(codec.layout.tensors)):
-        one, two = codec.decode_tensor(a, index).values, codec.decode_tensor(b, index).values
-        equal += int((torch.signbit(one) == torch.signbit(two)).sum())
-    return equal / codec.layout.numel
+def _signs(codec: Codec, announced: bytes, replayed: Replayed) -> float:
+    """Return the share of equal signs of all values, or of those that had a gradient, if that is less."""
+    equal = counted = equal_of_these = 0
+    for index, tensor in enumerate(codec.layout.tensors):
+        one, two = codec.decode_tensor(announced, index).values, codec.decode_tensor(replayed.blob, index).values
+        same = torch.signbit(one) == torch.signbit(two)
+        equal += int(same.sum())
+        if (rows := replayed.rows.get(tensor.name)) is not None:
+            same = same.view(len(rows), -1)[rows]
+        counted += same.numel()
+        equal_of_these += int(same.sum())
+    return min(equal / codec.layout.numel, equal_of_these / max(1, counted))
 
 
-def _scale(codec: Codec, a: bytes, b: bytes) -> float:
+def _scale(codec: Codec, announced: bytes, replayed: Replayed) -> float:
     """Return the ratio of two norms of the tensor that differs most."""
-    return min(map(_ratio, codec.sum_squares(a), codec.sum_squares(b)))
+    return min(map(_ratio, codec.sum_squares(announced), codec.sum_squares(replayed.blob)))
 
 
 def _ratio(a: float, b: float) -> float:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, PlainSerializer, PlainValidator, TypeAdapter, ValidationError
+from pydantic import ConfigDict, FailFast, Field, PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError
 
 from peer.errors import ChannelError
@@ -80,8 +80,8 @@ class RoundUpdates(_Message):
 
     round: Count
     record: DigestField
-    updates: tuple[UpdateFile, ...]
-    parts: tuple[Path, ...] = ()
+    updates: Annotated[tuple[UpdateFile, ...], FailFast()]
+    parts: Annotated[tuple[Path, ...], FailFast()] = ()
 
 
 @dataclass(frozen=True, slots=True)

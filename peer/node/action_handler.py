@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 class ActionHandler:
     """The `RoundEffects` of a node, which describes the methods.
 
-    `trainer` is None for an observer, whose machine asks for no update and no state. `auditor` is None where the
+    `trainer` is None for a node without one, whose machine asks for no update and no state. `auditor` is None where the
     machine was made without audits.
     """
 

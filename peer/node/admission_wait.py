@@ -39,7 +39,7 @@ async def wait_until_admitted(membership: Enrollment, options: NodeOptions) -> N
 
     Raise CairnError when the coordinator refuses the peer, or when the observer cannot go on.
     """
-    node = build_node(membership, replace(options, observer=True))
+    node = build_node(membership, replace(options, observer=True, auditor=False))
     running = asyncio.ensure_future(node.run())
     fetching = asyncio.ensure_future(_fetch_meanwhile(membership, node, running, options.private_data))
     try:

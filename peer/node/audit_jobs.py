@@ -8,10 +8,12 @@ from pathlib import Path
 
 from peer.auditor.job import AuditJob, ClaimedUpdate, Rebase, StateFiles
 from peer.errors import AuditError
+from peer.node.audit_disk import AuditDisk
+from peer.node.network import Network
 from peer.node.options import NodeOptions
 from peer.node.round_blob_fetcher import RoundBlobFetcher
-from peer.node.state_fetcher import StateFetcher
-from peer.node.trainer_files import data_shards, spec_file
+from peer.node.state_fetcher import StateFetcher, StateStart
+from peer.node.trainer_files import data_shards, fetch_shards, spec_file, write_spec
 from peer.store import Store
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey
@@ -24,7 +26,10 @@ from protocol.spec import RunSpec
 
 @dataclass(eq=False)
 class AuditJobs:
-    """Makes jobs, one at a time. The file of the spec is the caller's: see `trainer_files.spec_file`."""
+    """Makes jobs, one at a time. `begin` comes first, unless a trainer has begun.
+
+    `disk` bounds what is fetched; None: by the store's limit alone.
+    """
 
     spec: RunSpec
     options: NodeOptions
@@ -32,10 +37,16 @@ class AuditJobs:
     chain: Chain
     updates: RoundBlobFetcher
     files: StateFetcher
+    disk: AuditDisk | None = None
 
     def __post_init__(self) -> None:
         self._policy = RoundPolicy.of(self.spec)
         self._in_use: frozenset[Digest] = frozenset()
+
+    async def begin(self, network: Network) -> None:
+        """Fetch the data that jobs need, and write the spec for them. Raise CairnError, and TimeoutError."""
+        write_spec(self.spec, self.options.folder)
+        await fetch_shards(self.spec, self.store, network, private_data=self.options.private_data)
 
     @property
     def in_use(self) -> frozenset[Digest]:
@@ -62,11 +73,17 @@ class AuditJobs:
             raise AuditError("the record before its own is not in memory")
         at = len(path) - 1 - has_rebase
         before = path[at].record.body
-        self._in_use = _blobs_of(path[at - 1 :] if at else path)
-        start, checkpoint, rounds = await self.files.collect(
-            self.files.starts(path[: at + 1], starts(self._policy, path[: at + 1])), path[:at]
-        )
-        self._in_use |= _blobs_of(path[start.index :]) | {start.state}
+
+        async def make_room(start: StateStart) -> None:
+            self._in_use = _blobs_of(path[start.index :]) | {start.state}
+            if self.disk is not None:
+                missing = self.files.missing(start, path[: at + has_rebase])
+                if not self.store.has(header.blob):
+                    missing[header.blob] = self.updates.codec.size
+                await self.disk.make_room(missing)
+
+        possible = self.files.starts(path[: at + 1], starts(self._policy, path[: at + 1]))
+        start, checkpoint, rounds = await self.files.collect(possible, path[:at], make_room)
         rebase = None
         if has_rebase:
             rounds_after = await self.files.round_files(path[at])

@@ -57,7 +57,8 @@ class AuditProcess:
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-            await process.wait()
+            # asyncio sees the end of a process when its pipes have ended, and stops reading one that is full.
+            await asyncio.gather(process.wait(), _tail(process.stdout))
         if words is not None:
             words.cancel()
 

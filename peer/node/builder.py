@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from peer.node.action_handler import ActionHandler
+from peer.node.audit_disk import AuditDisk
 from peer.node.audit_jobs import AuditJobs
 from peer.node.blob_retention import BlobRetention, assets
 from peer.node.chain_store import ChainStore
@@ -34,6 +35,7 @@ from peer.node.trainer_supervisor import TrainerSupervisor
 from peer.node.update_auditor import UpdateAuditor
 from peer.swarm import Swarm
 from protocol.codec import make_codec
+from protocol.identity import Identity
 from protocol.message_codec import KeySigner
 from protocol.reduce import Reduction
 from protocol.rounds.machine import RoundMachine
@@ -48,12 +50,14 @@ def build_node(
     options: NodeOptions,
     bus: NodeEvents | None = None,
     *,
+    owner: Identity | None = None,
     start_swarm: Callable[..., Any] = Swarm.start,
     supervise: Callable[..., TrainerSupervisor] = TrainerSupervisor,
 ) -> Node:
     """Return a node that is ready to run. Raise StoreError.
 
-    `bus` receives the node's events. `start_swarm` and `supervise` replace the network and the trainer's process.
+    `bus` receives the node's events. The key of `owner`, the run's, signs the reports on audits instead of the node's
+    own. `start_swarm` and `supervise` replace the network and the trainer's process.
     """
     spec, store, me = membership.spec, membership.store, membership.identity.key
     bus = bus or NodeEvents()
@@ -62,6 +66,10 @@ def build_node(
     reduction = Reduction(spec.codec, spec.model.layout)
 
     makes_audits = options.makes_audits(replayable=spec.audit.replayable)
+    signer = KeySigner(membership.identity)
+    reporter = None
+    if makes_audits:
+        reporter = signer if owner is None else KeySigner(owner)
     policy = RoundPolicy.of(spec)
     limits = policy.chain_limits
     if options.observer:
@@ -71,13 +79,13 @@ def build_node(
     machine = RoundMachine(
         policy,
         spec.run_id,
-        KeySigner(membership.identity),
+        signer,
         chain,
         now=time.monotonic(),
-        observer=options.observer,
+        observer=not options.trains,
         blob_size=codec.size,
         assets=assets(spec),
-        audits=makes_audits,
+        reporter=reporter,
     )
     banned = partial(is_banned, chain)
     network = Network(membership, tasks, options.listen, options.announce, banned, start_swarm)
@@ -87,17 +95,19 @@ def build_node(
     reducer = ShardReducer(store, network, updates, reduction, codec.size, spec.outer, queue.post, tasks)
     relay = SliceRelay(me, store, network, reduction, codec.size, spec.round, machine, tasks)
     files = StateFetcher(spec, me, store, network, updates, reducer)
-    jobs = AuditJobs(spec, options, store, chain, updates, files)
-    auditor = None
-    if makes_audits:
-        auditor = UpdateAuditor(spec, me, chain, jobs, queue.post)
     retention = BlobRetention(
         spec, store, updates,
         lambda: {*machine.retained_blobs(), *reducer.retained_blobs(), *jobs.in_use},
     )  # fmt: skip
+    # An observer's checks are its user's, who waits for them.
+    disk = None if options.observer else AuditDisk(spec, store, chain, files, retention.prune)
+    jobs = AuditJobs(spec, options, store, chain, updates, files, disk)
+    auditor = None
+    if makes_audits:
+        auditor = UpdateAuditor(spec, me, chain, jobs, queue.post, None if options.trains else retention)
 
     trainer = None
-    if not options.observer:
+    if options.trains:
         loader = StateLoader(spec, me, store, chain, updates, files, queue.post)
         trainer = TrainerClient(
             spec, me, options, store, chain, updates, retention, loader, tasks, queue.post, supervise
@@ -106,7 +116,7 @@ def build_node(
     handler = ActionHandler(
         store, network, packets, certificates, updates, reducer, directives, trainer, auditor, queue, tasks, bus
     )  # fmt: skip
-    status = partial(local_status, membership, network, trainer)
+    status = partial(local_status, membership, network, trainer, is_peer=not options.observer)
     driver = RoundDriver(machine, handler, queue, bus, timings, status=status)
     requests = RequestServer(membership, packets, network, machine, certificates, relay, queue, bus)
     folder = options.folder

@@ -37,7 +37,10 @@ HARD_STOP_SECONDS = 10.0
 
 @dataclass(eq=False)
 class Node:
-    """One member of one run. `run` returns when the run is over, or after `leave`. An observer has no trainer."""
+    """One member of one run. `run` returns when the run is over, or after `leave`.
+
+    An observer has no trainer, nor has a peer that audits without training.
+    """
 
     membership: Enrollment
     network: Network
@@ -107,9 +110,12 @@ class Node:
     async def _start_and_drive(self) -> None:
         m, tasks, network = self.membership, self.tasks, self.network
         await network.start(self.requests.handlers())
-        if self.trainer is not None:
+        if self.trainer is not None or self.auditor is not None:
             introduction = tasks.spawn(self._introduce(), "introduction")
-            await self.trainer.begin(network)
+            if self.trainer is not None:
+                await self.trainer.begin(network)
+            else:
+                await self.audit_jobs.begin(network)
             await cancel_and_wait([introduction])
             if self.auditor is not None:
                 tasks.spawn(self.auditor.run(), "audits")

@@ -12,9 +12,10 @@ from peer.channel import Choice
 class NodeOptions:
     """A node's folder, the multiaddresses at which it listens and which it announces, and its trainer's settings.
 
-    An `observer` trains nothing. `parallel` is the layout over several devices. `recompute` saves memory by computing
-    activations again, `compile` compiles the layers, and with `overlap` training goes on while an update is undecided.
-    `private_data` allows private addresses of data. See `peer.channel.Start`. `audit_device` is where this peer checks
+    An `observer` trains nothing, and is no peer. An `auditor` is a peer that trains nothing: it checks others' updates
+    on `device`. `parallel` is the layout over several devices. `recompute` saves memory by computing activations again,
+    `compile` compiles the layers, and with `overlap` training goes on while an update is undecided. `private_data`
+    allows private addresses of data. See `peer.channel.Start`. `audit_device` is where a peer that trains checks
     others' updates: "cpu", "cuda:N", "off", or "auto". That is the trainer's device in a replayable run, and "off" in
     others, where checks convict nobody.
     """
@@ -28,13 +29,19 @@ class NodeOptions:
     compile: Choice = "auto"
     threads: int = 1
     observer: bool = False
+    auditor: bool = False
     overlap: bool = True
     private_data: bool = False
     audit_device: str = "auto"
     trainer_command: tuple[str, ...] = ()
     """Replaces the trainer's own command line, to measure the node by itself."""
 
+    @property
+    def trains(self) -> bool:
+        """True for a node with a trainer."""
+        return not self.observer and not self.auditor
+
     def makes_audits(self, *, replayable: bool) -> bool:
-        """Return whether this node checks others' updates. An observer is never drawn."""
+        """Return whether this node checks others' updates."""
         is_off = self.audit_device == "off" or (self.audit_device == "auto" and not replayable)
-        return not self.observer and not is_off
+        return not self.observer and (self.auditor or not is_off)

@@ -29,7 +29,8 @@ class Snapshot:
     are not covered by an update yet. `next_window` is the absolute number of the window to train next; 0 without a
     trainer. `orders` are the reasons why this peer rests, for people: a directive of the owner, or an audit's
     conviction. It is empty when there are none.
-    `audits` counts this node's checks of others' updates (`update_auditor.AuditCounts`); empty when it makes none.
+    `audits` counts this node's checks of others' updates (`update_auditor.AuditCounts`), and those that wait. It is
+    empty when it makes none.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)

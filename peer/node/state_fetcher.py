@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -57,12 +57,12 @@ class StateFetcher:
     checkpoint_seconds: float = CHECKPOINT_SECONDS
 
     def __post_init__(self) -> None:
-        self._checkpoint_size = state_layout(self.spec.model.layout, self.spec.outer).checkpoint_size
+        self.checkpoint_bytes = state_layout(self.spec.model.layout, self.spec.outer).checkpoint_size
         self._turns = asyncio.Semaphore(AT_ONCE)
 
     def allow_for(self, bytes_per_second: float) -> None:
         """Raise the deadlines of checkpoints and updates to what a network of this speed needs."""
-        self.checkpoint_seconds = max(self.checkpoint_seconds, self._checkpoint_size / bytes_per_second)
+        self.checkpoint_seconds = max(self.checkpoint_seconds, self.checkpoint_bytes / bytes_per_second)
         at_once = AT_ONCE * self.updates.codec.size / bytes_per_second
         self.updates.deadline_seconds = max(self.updates.deadline_seconds, at_once)
 
@@ -77,11 +77,26 @@ class StateFetcher:
             body = path[i].record.body
             yield StateStart(i, body.parent, body.round, body.base_state)
 
+    def missing(self, start: StateStart, path: Sequence[Certificate]) -> dict[Digest, int]:
+        """Return the blobs that are not held of what `collect` collects from a start, with their sizes in bytes."""
+        sizes = {start.state: self._checkpoint_size(start.state)}
+        for certificate in path[start.index :]:
+            updates = certificate.record.body.updates
+            for shard, blob in enumerate(certificate.shards):
+                sizes[blob] = self.reducer.format_of(len(updates), shard).size
+            if not certificate.shards:
+                sizes |= {u.body.blob: self.updates.codec.size for u in updates}
+        return {blob: size for blob, size in sizes.items() if not self.store.has(blob)}
+
     async def collect(
-        self, starts: Iterable[StateStart], path: Sequence[Certificate]
+        self,
+        starts: Iterable[StateStart],
+        path: Sequence[Certificate],
+        make_room: Callable[[StateStart], Awaitable[None]] | None = None,
     ) -> tuple[StateStart, Path, tuple[RoundUpdates, ...]]:
         """Return the first start from which all is available, its checkpoint, and the rounds of the path after it.
 
+        `make_room` is called before anything is fetched for a start. A PeerError of its own rules that start out.
         Raise PeerError when there is none, StoreFull, and CodecError for a record that lists an invalid update.
         """
         errors: list[str] = []
@@ -93,6 +108,8 @@ class StateFetcher:
             rounds: list[RoundUpdates] = []
             checkpoint = None
             try:
+                if make_room is not None:
+                    await make_room(start)
                 checkpoint = await self.checkpoint(start.state)
                 for certificate in path[start.index :]:
                     rounds.append(await self.round_files(certificate))
@@ -104,17 +121,20 @@ class StateFetcher:
                 if checkpoint is not None:
                     unavailable = start.index + len(rounds)
         what = "what leads there from a checkpoint" if unavailable >= 0 else "a checkpoint to start from"
-        raise PeerError(f"no member gave {what} ({'; '.join(errors)})")
+        raise PeerError(f"{what} is not available ({'; '.join(errors)})")
 
     async def checkpoint(self, state: Digest) -> Path:
         """Return the file of a checkpoint, held. Raise CairnError."""
         if not self.store.has(state):
-            genesis = self.spec.genesis
-            size = genesis.size if state == genesis.name else self._checkpoint_size
+            size = self._checkpoint_size(state)
             log.info("fetching the checkpoint %s (%s)", state.short, decimal(size))
             providers = self.network.providers(state=state)
             await self.network.fetch_blob(state, size, providers, deadline_seconds=self.checkpoint_seconds)
         return self.store.path(state)
+
+    def _checkpoint_size(self, state: Digest) -> int:
+        genesis = self.spec.genesis
+        return genesis.size if state == genesis.name else self.checkpoint_bytes
 
     async def round_files(self, certificate: Certificate) -> RoundUpdates:
         """Return the files that a record's state is made of; those that are not held are fetched.

@@ -24,14 +24,16 @@ log = logging.getLogger(__name__)
 SNAPSHOT_SECONDS = 1.0
 
 
-def local_status(membership: Enrollment, network: Network, trainer: TrainerClient | None) -> LocalStatus:
-    """Return the part of our heartbeats that the machine does not know. An observer has no trainer."""
+def local_status(
+    membership: Enrollment, network: Network, trainer: TrainerClient | None, *, is_peer: bool
+) -> LocalStatus:
+    """Return the part of our heartbeats that the machine does not know. An observer is no peer."""
     return LocalStatus(
         sequence=int(time.time() * 1000),
         bytes_up=network.bytes_up,
         bytes_down=network.bytes_down,
         addresses=tuple(network.addresses),
-        admission=b"" if trainer is None else membership.admission,
+        admission=membership.admission if is_peer else b"",
         device="" if trainer is None else trainer.device,
         unreachable=network.relay.unreachable(),
     )
@@ -100,7 +102,7 @@ class StatusReporter:
             open_windows=progress.windows,
             next_window=progress.next_window,
             orders=self.directives.description,
-            audits=asdict(self.auditor.counts) if self.auditor else {},
+            audits=asdict(self.auditor.counts) | {"waiting": self.auditor.waiting} if self.auditor else {},
         )
 
     async def keep_writing(self) -> None:

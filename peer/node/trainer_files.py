@@ -54,11 +54,8 @@ async def _fetch(what: str, blob: BlobRef, store: Store, network: Network) -> No
 
 def start_message(spec: RunSpec, store: Store, key: PeerKey, options: NodeOptions) -> Start:
     """Return the trainer's first message; the spec is written to a file for it. Raise StoreError."""
-    path = spec_file(options.folder)
-    with disk(f"writing {path}"):
-        path.write_bytes(spec.canonical())
     return Start(
-        spec_path=path,
+        spec_path=write_spec(spec, options.folder),
         store=options.folder / "store",
         identity_key=key,
         state_folder=options.folder / "trainer",
@@ -74,8 +71,16 @@ def start_message(spec: RunSpec, store: Store, key: PeerKey, options: NodeOption
 
 
 def spec_file(folder: Path) -> Path:
-    """Return the file in a node's folder that `start_message` writes the spec to."""
+    """Return the file in a node's folder that `write_spec` writes."""
     return folder / "spec.json"
+
+
+def write_spec(spec: RunSpec, folder: Path) -> Path:
+    """Write the spec to a file in a node's folder, for other processes, and return the file. Raise StoreError."""
+    path = spec_file(folder)
+    with disk(f"writing {path}"):
+        path.write_bytes(spec.canonical())
+    return path
 
 
 def data_shards(spec: RunSpec, store: Store) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """The checks that the round machine asks for, made one after the other by a process.
 
 A check that cannot be made gives no report: the files are not to be had, the process failed, or it came too late. It is
-logged, and nobody is accused. In a run that is not replayable no replay is made.
+logged, and nobody is accused. The machine receives `AuditNotMade`, since it may ask again. In a run that is not
+replayable no replay is made.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ from dataclasses import dataclass, field
 
 from peer.auditor.job import AuditAnswer
 from peer.auditor.score_words import score_words
-from peer.errors import AuditError
+from peer.errors import AuditError, UncheckableUpdate
 from peer.node.audit_jobs import AuditJobs
 from peer.node.audit_process import AuditProcess
+from peer.node.blob_retention import BlobRetention
 from peer.node.events import Post
 from protocol.bounded import BoundedDict
 from protocol.chain import Chain
 from protocol.errors import CairnError
-from protocol.ids import Digest, PeerKey
+from protocol.ids import Digest, PeerKey, sha256
 from protocol.messages import Signed, UpdateHeader
 from protocol.rounds.actions import AuditUpdate
-from protocol.rounds.events import UpdateAudited
+from protocol.rounds.events import AuditNotMade, UpdateAudited
 from protocol.spec import RunSpec
 
 log = logging.getLogger(__name__)
@@ -48,18 +50,17 @@ class AuditCounts:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A check that waits. `is_accused`: records carry accusations of the update. `is_new`: its author has no stake."""
+    """A check that waits. `is_new`: the update's author has no stake."""
 
     action: AuditUpdate
-    is_accused: bool
     is_new: bool
 
 
 @dataclass(eq=False)
 class UpdateAuditor:
-    """Answers `AuditUpdate` with `UpdateAudited`, by `post`. `run` works until it is cancelled.
+    """Answers `AuditUpdate` with `UpdateAudited` or `AuditNotMade`, by `post`. `run` works until it is cancelled.
 
-    `process` answers jobs (tests replace it).
+    `retention` prunes the store after each check; None where a trainer does. `process` answers jobs (tests replace it).
     """
 
     spec: RunSpec
@@ -67,6 +68,7 @@ class UpdateAuditor:
     chain: Chain
     jobs: AuditJobs
     post: Post
+    retention: BlobRetention | None = None
     process: AuditProcess = field(default_factory=AuditProcess)
 
     def __post_init__(self) -> None:
@@ -80,11 +82,9 @@ class UpdateAuditor:
         """Queue a check."""
         if action.check == "replay" and not self.spec.audit.replayable:
             return
-        # Auditors are asked about the newest record, jurors about an older one.
-        is_accused = action.certificate.digest != self.chain.head
         stakes = self.chain.stakes(action.certificate.record.body.parent)
         is_new = bool(stakes) and not any(stakes.get(u.author) for u in _updates(action) if u.digest == action.update)
-        self._waiting.append(_Waiting(action, is_accused, is_new))
+        self._waiting.append(_Waiting(action, is_new))
         if len(self._waiting) > MAX_WAITING:
             self._not_made(self._take(last=True), f"{MAX_WAITING} others come first")
         self._asked.set()
@@ -97,6 +97,8 @@ class UpdateAuditor:
             try:
                 while self._waiting:
                     await self._audit(self._take())
+                    if self.retention is not None:
+                        await self.retention.prune()
             finally:
                 await self.process.close()
 
@@ -104,19 +106,25 @@ class UpdateAuditor:
         """Remove and return the first check by rank, or the last one.
 
         First come accused updates: many newcomers must not keep a jury from its work. Then come replays of keys without
-        stake: all of their updates are to be replayed, whatever loss checks find. Of these the oldest comes first, so
-        that the auditors of one update agree on the order. Then come updates that failed a loss check, then loss
-        checks, then replays. Of each kind the newest round comes first: with more to do than time, old checks would all
-        be late.
+        stake: all of their updates are to be replayed, whatever loss checks find. Then come updates that failed a loss
+        check, then loss checks, then replays.
+
+        Of each kind the newest round comes first. A conviction takes an auditor's replay, then another's, then those of
+        a jury, one after the other. With more to do than time, the oldest first would all begin too late for that. In a
+        round the certificate digest draws the order: an author must not be able to choose a key that comes last.
         """
 
-        def rank(waiting: _Waiting) -> tuple[int, int]:
-            action, round_ = waiting.action, waiting.action.certificate.record.body.round
-            if waiting.is_new and action.check != "loss" and not waiting.is_accused:
-                return 1, round_
-            if waiting.is_accused or action.update in self._strange:
-                return 0 if waiting.is_accused else 2, -round_
-            return 3 + (action.check != "loss"), -round_
+        def rank(waiting: _Waiting) -> tuple[int, int, bytes]:
+            action, certificate = waiting.action, waiting.action.certificate
+            if action.is_accused:
+                kind = 0
+            elif waiting.is_new and action.check == "replay":
+                kind = 1
+            elif action.update in self._strange:
+                kind = 2
+            else:
+                kind = 3 if action.check == "loss" else 4
+            return kind, -certificate.record.body.round, sha256(certificate.digest, action.update)
 
         found = (max if last else min)(self._waiting, key=rank)
         self._waiting.remove(found)
@@ -137,9 +145,9 @@ class UpdateAuditor:
             job = await self.jobs.job(action.certificate, action.update, action.check, own=own)
             answer = await self.process.answer(job, seconds)
             if answer.reason:
-                raise AuditError(answer.reason)
+                raise UncheckableUpdate(answer.reason) if answer.is_uncheckable else AuditError(answer.reason)
         except (CairnError, asyncio.TimeoutError, OSError) as e:
-            self._not_made(action, str(e) or "no answer in time")
+            self._not_made(action, str(e) or "no answer in time", may_ask_again=not isinstance(e, UncheckableUpdate))
             return
         finally:
             self.jobs.release()
@@ -172,9 +180,11 @@ class UpdateAuditor:
         )  # fmt: skip
         self.post(found)
 
-    def _not_made(self, action: AuditUpdate, reason: str) -> None:
+    def _not_made(self, action: AuditUpdate, reason: str, *, may_ask_again: bool = True) -> None:
         self.counts.not_made += 1
         log.info("%s: the %s is not made: %s", _name(action), _CHECKS[action.check], reason)
+        if may_ask_again:
+            self.post(AuditNotMade(action.certificate.digest, action.update, action.check))
 
 
 _CHECKS = {"loss": "loss check", "replay": "replay"}

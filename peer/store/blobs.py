@@ -70,6 +70,13 @@ class BlobStore:
         with self._lock:
             return sum(state.room for state in self._states.values())
 
+    @property
+    def free_bytes(self) -> int:
+        """Bytes for more blobs, by the limit and by the disk. Raises StoreError."""
+        with disk(f"reading the size of the disk of {self.folder}"):
+            free = shutil.disk_usage(self.folder).free
+        return max(0, min(self.limit_bytes - self.used_bytes, free))
+
     def has(self, digest: Digest) -> bool:
         """Return whether the whole blob is here."""
         return isinstance(self._states.get(digest), WholeBlob)

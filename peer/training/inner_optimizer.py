@@ -242,6 +242,14 @@ class InnerOptimizer:
         for optimizer in self._optimizers:
             optimizer.state.clear()
 
+    def rows_with_gradient(self) -> dict[str, Tensor]:
+        """Return which rows of embeddings and heads had a gradient since the moments were reset: bool, on the CPU.
+
+        Weight decay alone moves the others: rows of tokens that did not come.
+        """
+        states = ((name, state) for name, state in self._states() if name in self._by_adamw)
+        return {n: s["exp_avg_sq"].any(1).cpu() for n, s in states if s and s["exp_avg_sq"].ndim == 2}
+
     def _states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for name, parameter in self.parameters.items():
             optimizer = self.muon if self.muon and name in self._by_muon else self.adamw

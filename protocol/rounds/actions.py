@@ -197,11 +197,16 @@ class SyncState:
 
 @dataclass(frozen=True, slots=True)
 class AuditUpdate:
-    """Auditor: make a check of an update (header digest) of this record, if it can. Answered by `UpdateAudited`."""
+    """Auditor: make a check of an update (header digest) of this record. Answered by `UpdateAudited`.
+
+    If it cannot be made, and another attempt may succeed, the answer is `AuditNotMade`.
+    """
 
     certificate: Certificate
     update: Digest
     check: AuditCheck
+    is_accused: bool = False
+    """An auditor has reported that the update failed a replay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +223,8 @@ class Notice:
 class RunCompleted:
     """The run has reached its total or was ended: stop the trainer, and keep driving the machine.
 
-    Other members may still need the last state. `Finished` follows, except for an observer.
+    Other members may still need the last state. `Finished` follows, except for the coordinator's observer. A peer that
+    holds no state gets `Finished` alone.
     """
 
     reason: str

@@ -39,6 +39,7 @@ class Context:
         signer: Signer,
         chain: Chain,
         observer: bool,
+        is_peer: bool,
         accepts_size: Callable[[int], bool],
         now: float,
     ):
@@ -53,6 +54,11 @@ class Context:
         self.me: PeerKey = signer.key
         self.chain = chain
         self.observer = observer
+        """It follows the chain, and trains nothing."""
+
+        self.is_peer = is_peer
+        """It is admitted, serves only what is decided, and ends with the run. The coordinator's observer is no peer."""
+
         self.accepts_size = accepts_size
         self.members = Members(policy, self.me, self._chain_rank)
         self.blobs = BlobTracker(_blob_bound(policy), policy.heartbeat_seconds / 4)

@@ -135,13 +135,16 @@ class Departure:
     def _stop(self, reason: str, *, again: bool = False) -> None:
         """Stop at once: nobody wants to receive our messages any more."""
         self.is_over = True
-        self._context.emit(RunCompleted(reason) if self._context.observer else Finished(reason, again))
+        self._context.emit(Finished(reason, again) if self._context.is_peer else RunCompleted(reason))
 
     def _complete(self, reason: str) -> None:
-        """Stop training, and stay for those who need the last state."""
+        """Stop training, and stay for those who need the last state. An observer has no state to give."""
+        if self._context.observer:
+            self._stop(reason)
+            return
         self.is_over = True
         self._context.emit(RunCompleted(reason))
-        if not self._context.observer and self._completed is None:
+        if self._completed is None:
             self._completed = (reason, self._context.now)
             self._check_at, self._sent = self._context.now + QUIET_SECONDS, -QUIET_BYTES
 

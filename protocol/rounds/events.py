@@ -120,6 +120,15 @@ class UpdateAudited:
 
 
 @dataclass(frozen=True, slots=True)
+class AuditNotMade:
+    """`AuditUpdate` could not be done: there was no file, no memory or no time. It may be requested again."""
+
+    record: Digest
+    update: Digest
+    check: AuditCheck
+
+
+@dataclass(frozen=True, slots=True)
 class StateReached:
     """The trainer holds the state after `record` (the newest record of an `ApplyRecord` or `SyncState`)."""
 
@@ -156,6 +165,7 @@ Event = (
     | ShardReduced
     | ShardUnavailable
     | UpdateAudited
+    | AuditNotMade
     | StateReached
     | SyncFailed
     | Leave

@@ -66,7 +66,7 @@ class RoundMachine:
     """One peer's state machine of the protocol. Events and the peer's status come in with `step`; actions come out.
 
     Before the driver serves a blob, it asks `serve_refusal`: the rule of commit-then-reveal is there. Other queries:
-    `next_tick`, `phase`, `chain`, `slices_for`, `retained_blobs`, `summary` and `sizes`.
+    `next_tick`, `phase`, `chain`, `has_say`, `slices_for`, `retained_blobs`, `summary` and `sizes`.
     """
 
     def __init__(
@@ -81,19 +81,21 @@ class RoundMachine:
         blob_size: int | Callable[[int], bool] | None = None,
         status: LocalStatus | None = None,
         assets: Set[Digest] = frozenset(),
-        audits: bool = False,
+        reporter: Signer | None = None,
     ):
         """`chain` is loaded with what the store holds, and is the machine's from now on. Anybody may have `assets`.
 
         `blob_size` is the size in bytes of updates of the run's codec: a number, or a predicate; None accepts any size.
-        `audits`: the driver can make the checks of `AuditUpdate`.
+        `reporter` signs the reports on the checks of `AuditUpdate`; None: the driver cannot make them. An `observer`
+        with one is a peer that audits without training.
         """
         accepts_size = blob_size if callable(blob_size) else (lambda size: blob_size in (None, size))
-        self._context = Context(policy, run, signer, chain, observer, accepts_size, now)
+        is_peer = not observer or reporter is not None
+        self._context = Context(policy, run, signer, chain, observer, is_peer, accepts_size, now)
         self._status = status or LocalStatus()
         self._sync = StateSync(self._context)
         self._consensus = Consensus(self._context, self._sync)
-        self._auditor = WorkAuditor(self._context, is_able=audits)
+        self._auditor = WorkAuditor(self._context, reporter)
         self._directives = DirectiveGossip(self._context)
         self._departure = Departure(self._context)
         self._chain_sync = ChainSync(policy.max_members + 64, policy.heartbeat_seconds)
@@ -167,8 +169,8 @@ class RoundMachine:
                 self._add_own_certificate(self._consensus.shard_answered(event))
             case ev.BlobUnavailable(blob):
                 context.blobs.unavailable(blob, context.now)
-            case ev.UpdateAudited():
-                self._auditor.audited(event)
+            case ev.UpdateAudited() | ev.AuditNotMade():
+                self._auditor.answered(event)
             case ev.StateReached(record, state):
                 self._state_reached(record, state)
             case ev.SyncFailed(record, reason, kept):
@@ -202,15 +204,16 @@ class RoundMachine:
         """Return why a blob must not be given to a peer now; None when it may.
 
         The banned get nothing. Commit, then reveal: updates of an undecided round are only for those that announced
-        their own, or they could be copied. While no round is open here, nobody can be known to have announced. Own
-        updates from before a restart may be of an undecided round, so all get only what the chain has applied.
+        their own, or they could be copied. While no round is open here, or it is only followed, nobody can be known to
+        have announced. Own updates from before a restart may be of an undecided round, so all get only what the chain
+        has applied.
         """
         context, round_ = self._context, self._consensus.round
         if context.is_banned(requester):
             return "the run's owner has banned you"
-        if context.observer:
+        if not context.is_peer:
             return None  # it holds what is decided only
-        if round_ is None:
+        if round_ is None or context.observer:
             if blob in self._applied_blobs():
                 return None
             return "no round is open here yet, and no record on the chain has applied this blob: ask again later"
@@ -229,6 +232,11 @@ class RoundMachine:
         if self._applied_at != chain.head:
             self._applied_at, self._applied = chain.head, self._assets | retained(self._context.base, chain)
         return self._applied
+
+    @property
+    def has_say(self) -> bool:
+        """False once it is known that no record will carry a report of ours: see `WorkAuditor.has_say`."""
+        return not self._sync.joined or self._auditor.has_say
 
     def slices_for(self, blob: Digest, member: PeerKey) -> list[ShardDuty]:
         """Return the shards that a member is to make with an update, with each one's proposal and committee."""
@@ -341,7 +349,7 @@ class RoundMachine:
         text = f"the run's owner has rolled the run back to round {back.round}, record {back.record.short}"
         if context.chain.is_rolled_back_past_root:
             text += ": that is further back than is remembered here"
-            context.notify("warning", "rollback", text + (". Start the coordinator again" if context.observer else ""))
+            context.notify("warning", "rollback", text + ("" if context.is_peer else ". Start the coordinator again"))
             self._departure.strand(text)
             return
         context.notify("warning", "rollback", text)
@@ -541,7 +549,8 @@ class RoundMachine:
         for message in self._future.pop(round_.number):
             if isinstance(message.body, Vote | ShardAttestation) or message.body.parent == parent:
                 self._add_own_certificate(consensus.receive(message))
-        self._auditor.round_begun(parent)
+        if self._sync.joined:  # until then an observer passes records of long ago
+            self._auditor.round_begun(parent)
         self._departure.reached_total(context.chain.weight(parent))
         self._beat()
 
@@ -643,7 +652,7 @@ class RoundMachine:
             round=context.chain.height(head), head=head, weight=context.chain.weight(head),
             windows=work.windows, tokens_per_second=work.tokens_per_second, loss=work.loss,
             bytes_up=status.bytes_up, bytes_down=status.bytes_down, known_headers=known, addresses=status.addresses,
-            admission=b"" if context.observer else status.admission, device=status.device,
+            admission=status.admission if context.is_peer else b"", device=status.device,
             state=sync.state if head == sync.applied else None, unreachable=status.unreachable,
             directive_sequence=context.directive.sequence,
         )  # fmt: skip

@@ -2,37 +2,81 @@
 
 The first auditor that is drawn for an update makes the checks that are due, and replays what its loss check found
 strange. The other auditors replay what one of them accuses, and jurors what two accuse. So an honest update costs the
-swarm one check and not three. The checks themselves are the driver's: `AuditUpdate`, answered by `UpdateAudited`.
+swarm one check and not three. The owner's auditor makes all checks that are due, and replays what anybody accuses. The
+checks themselves are the driver's: `AuditUpdate`, answered by `UpdateAudited` or `AuditNotMade`.
+
+A check that could not be made is requested again in later rounds, while a record may still carry its report. A peer
+that was away, or has started again, catches up: it requests the checks of all records whose reports may still be
+carried. It repeats none whose report a record carries, and makes none of an author that is convicted already.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
 
 from protocol.audits import due_audits
 from protocol.bounded import BoundedDict
 from protocol.carried_reports import CarriedReports
 from protocol.ids import Digest, PeerKey
+from protocol.message_codec import Signer
 from protocol.messages import AuditCheck, Signed, WorkReport
 from protocol.rounds.actions import AuditUpdate, Broadcast
 from protocol.rounds.context import Context
-from protocol.rounds.events import UpdateAudited
+from protocol.rounds.events import AuditNotMade, UpdateAudited
 
 MAX_ASKED = 1024
 """Checks that are remembered, so that none is made twice."""
 
+MAX_ATTEMPTS = 5
+"""Requests for one check. After attempt n fails, the next comes 2^(n - 1) rounds later: the last after 15 rounds."""
+
 MAX_CONTRADICTED = 1024
 """Accusers that are remembered because their accusation was wrong."""
 
+UPDATES_AT_ONCE = 1024
+"""Updates of earlier records that are looked at in one round: the draws of many take long."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A check that was requested. `accuser`: the one on whose word it was. `is_accused`: as in `AuditUpdate`."""
+
+    accuser: PeerKey | None = None
+    is_accused: bool = False
+    attempts: int = 1
+    again_at: int | None = None
+    """The round in which to request it again, after an attempt that failed."""
+
 
 class WorkAuditor:
-    """The checks that this peer makes. `is_able`: its driver can make them; otherwise it only passes reports on."""
+    """The checks that this peer makes. `reporter` signs its reports; without one it only passes others' on."""
 
-    def __init__(self, context: Context, *, is_able: bool):
+    def __init__(self, context: Context, reporter: Signer | None):
         self._context = context
-        self._is_able = is_able
-        self._asked: BoundedDict[tuple[Digest, Digest, AuditCheck], PeerKey | None] = BoundedDict(MAX_ASKED)
-        """The checks that were asked for, each with the accuser on whose word it was."""
+        self._reporter = reporter
+        self._asked: BoundedDict[tuple[Digest, Digest, AuditCheck], _Asked] = BoundedDict(MAX_ASKED)
+        self._seen: set[Digest] = set()
+        """Records of the branch whose checks were requested, as far as reports on them may still be carried."""
         self._contradicted: BoundedDict[PeerKey, None] = BoundedDict(MAX_CONTRADICTED)
         """Accusers of an update that passed our own replay: their word alone starts no other one here."""
+
+    @property
+    def has_say(self) -> bool:
+        """False while no record may carry a report by our key, and none will by the work that it has done.
+
+        Every report of the owner may be carried. Another key needs stake at a record whose credit is pending, or an
+        update in one of these records, which may become stake.
+        """
+        reporter, chain = self._reporter, self._context.chain
+        if reporter is None or reporter.key == chain.limits.audit.owner:
+            return reporter is not None
+        return any(
+            chain.stakes(record).get(reporter.key)
+            or (record != chain.root and reporter.key in chain.certificate(record).record.body.contributors)
+            for record in islice(chain.ancestors(chain.head), chain.limits.stake.hold_rounds)
+        )
 
     def receive(self, report: Signed[WorkReport]) -> None:
         """Take in a report of anybody."""
@@ -42,58 +86,123 @@ class WorkAuditor:
 
     def _follow(self, report: Signed[WorkReport], following: CarriedReports) -> None:
         """Replay an update that a report accuses, if that is ours to do."""
-        me, body = self._context.me, report.body
-        if not self._is_able or report.author == me:
+        body = report.body
+        if self._reporter is None:
+            return
+        if report.author == (me := self._reporter.key):
+            if body.check == "loss" and not body.passed:
+                self._ask(following, body.record, body.update, "replay", _Asked())
             return
         accuses = body.check == "replay" and not body.passed
         trusted = accuses and report.author not in self._contradicted
         if me in following.jury_of(report) or (trusted and me in following.auditors_of(report)):
-            self._ask(body.record, body.update, "replay", report.author if accuses else None)
+            asked = _Asked(report.author if accuses else None, is_accused=True)
+            self._ask(following, body.record, body.update, "replay", asked)
 
     def round_begun(self, parent: Digest) -> None:
-        """Make the checks of the record before the round that are ours, and repeat reports that no record carries."""
+        """Request the checks of the records up to `parent` that are ours, and repeat reports that no record carries."""
         context, chain = self._context, self._context.chain
         context.reports.prune()
-        for report in context.reports.by(context.me):
-            context.emit(Broadcast(report))
-        if parent == chain.root or not self._is_able:
+        if self._reporter is None:
             return
-        certificate = chain.certificate(parent)
-        stakes, rule = chain.stakes(certificate.record.body.parent), chain.limits.audit
-        for audit in due_audits(certificate, stakes, rule):
-            if context.me in audit.auditors[:1]:
-                for check in audit.checks:
-                    self._ask(parent, audit.update, check)
+        me = self._reporter.key
+        for report in context.reports.by(me):
+            context.emit(Broadcast(report))
         following = chain.reports_after(parent)
+        for record in self._unseen(parent):
+            self._request_checks(record, following)
+        self._request_again(parent, following)
+
+    def _unseen(self, parent: Digest) -> Iterator[Digest]:
+        """Yield the records up to `parent`, newest first, whose checks have not been requested; not too many."""
+        chain, updates = self._context.chain, 0
+        branch = [r for r in islice(chain.ancestors(parent), chain.limits.stake.hold_rounds) if r != chain.root]
+        self._seen.intersection_update(branch)
+        for record in branch:
+            if record not in self._seen:
+                updates += len(chain.certificate(record).record.body.updates)
+                if updates > UPDATES_AT_ONCE and record != parent:
+                    return
+                self._seen.add(record)
+                yield record
+
+    def _request_checks(self, record: Digest, following: CarriedReports) -> None:
+        """Request the checks of a record that are due and ours, and those that its reports have us make."""
+        chain = self._context.chain
+        certificate, rule = chain.certificate(record), chain.limits.audit
+        me = None if self._reporter is None else self._reporter.key
+        for audit in due_audits(certificate, chain.stakes(certificate.record.body.parent), rule):
+            if me in audit.auditors[:1] or (me == rule.owner and me != audit.author):
+                for check in audit.checks:
+                    self._ask(following, record, audit.update, check, _Asked())
         for report in certificate.record.body.reports:
             self._follow(report, following)
 
-    def audited(self, event: UpdateAudited) -> None:
+    def _request_again(self, parent: Digest, following: CarriedReports) -> None:
+        """Request the checks again that could not be made, and whose time has come."""
+        chain = self._context.chain
+        number = chain.height(parent)
+        due = [n for n, asked in self._asked.items() if asked.again_at is not None and asked.again_at <= number]
+        for record, update, check in due:
+            if self._is_wanted(following, record, update, check):
+                asked = self._asked[record, update, check]
+                self._request(record, update, check, replace(asked, attempts=asked.attempts + 1, again_at=None))
+
+    def answered(self, event: UpdateAudited | AuditNotMade) -> None:
+        """Follow the driver's answer to a request."""
+        if isinstance(event, UpdateAudited):
+            self._audited(event)
+        else:
+            self._not_made(event)
+
+    def _audited(self, event: UpdateAudited) -> None:
         """Report what a check measured. An update that fails a loss check is replayed."""
         context, chain = self._context, self._context.chain
-        if event.record not in chain:
+        if event.record not in chain or self._reporter is None:
             return
         number = chain.certificate(event.record).record.body.round
-        report = context.signer.sign(
+        report = self._reporter.sign(
             WorkReport(context.run, number, event.record, event.update, event.check, event.scores)
         )
-        accuser = self._asked.get((event.record, event.update, event.check))
-        if accuser is not None and report.body.passed:
-            self._contradicted[accuser] = None
-        if event.check == "loss" and not report.body.passed:
-            self._ask(event.record, event.update, "replay")
+        asked = self._asked.get((event.record, event.update, event.check))
+        if asked is not None and asked.accuser is not None and report.body.passed:
+            self._contradicted[asked.accuser] = None
+        self._follow(report, chain.reports_after(chain.head))
         if context.reports.add(report):
             context.emit(Broadcast(report))
 
-    def _ask(self, record: Digest, update: Digest, check: AuditCheck, accuser: PeerKey | None = None) -> None:
-        if (record, update, check) not in self._asked:
-            self._asked[record, update, check] = accuser
-            self._context.emit(AuditUpdate(self._context.chain.certificate(record), update, check))
+    def _not_made(self, event: AuditNotMade) -> None:
+        """Have a check that could not be made requested again later."""
+        name = event.record, event.update, event.check
+        asked, chain = self._asked.get(name), self._context.chain
+        if asked is not None and asked.attempts < MAX_ATTEMPTS:
+            again_at = chain.height(chain.head) + 2 ** (asked.attempts - 1)
+            self._asked[name] = replace(asked, again_at=again_at)
+
+    def _ask(self, following: CarriedReports, record: Digest, update: Digest, check: AuditCheck, asked: _Asked) -> None:
+        """Request a check that was not requested before, if a record may still carry its report."""
+        if (record, update, check) not in self._asked and self._is_wanted(following, record, update, check):
+            self._request(record, update, check, asked)
+
+    def _is_wanted(self, following: CarriedReports, record: Digest, update: Digest, check: AuditCheck) -> bool:
+        """Return whether a record may carry our report, and the update's author is not convicted: that voids it too."""
+        reporter, chain = self._reporter, self._context.chain
+        if reporter is None or following.refusal(record, update, reporter.key, check) is not None:
+            return False
+        author = next(u.author for u in chain.certificate(record).record.body.updates if u.digest == update)
+        return not chain.is_barred(author, chain.head)
+
+    def _request(self, record: Digest, update: Digest, check: AuditCheck, asked: _Asked) -> None:
+        self._asked[record, update, check] = asked
+        self._context.emit(
+            AuditUpdate(self._context.chain.certificate(record), update, check, is_accused=asked.is_accused)
+        )
 
     def sizes(self) -> dict[str, tuple[int, int]]:
         """Return the size and the bound of each container."""
         sizes = {
             "checks of updates": (len(self._asked), MAX_ASKED),
+            "records with checks": (len(self._seen), self._context.chain.limits.stake.hold_rounds),
             "wrong accusers": (len(self._contradicted), MAX_CONTRADICTED),
         }
         return sizes | self._context.reports.sizes()

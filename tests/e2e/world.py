@@ -197,6 +197,18 @@ class World:
             "--audit-device", audits, module=module,
         )  # fmt: skip
 
+    def start_auditor(self, name: str, *, owner_key: Path | None = None) -> Process:
+        """Start an auditor without training; with a file of the owner's key it reports as the owner."""
+        return self._start(name, "auditor", *self.auditor_arguments(name, owner_key))
+
+    def auditor_arguments(self, name: str, owner_key: Path | None = None) -> list[str]:
+        """Return the arguments of `cairn auditor`."""
+        owner = [] if owner_key is None else ["--owner-key", str(owner_key)]
+        return [
+            str(self.invite), "--home", str(self.folder / name), "--name", name, "--threads", "1", "--device", "cpu",
+            "--listen", "/ip4/127.0.0.1/tcp/0", "--plain", *owner,
+        ]  # fmt: skip
+
     def _start(self, name: str, *arguments: str, module: str = "cairn") -> Process:
         process = Process(name, arguments, self.folder, module=module)
         self.processes[name] = process

@@ -7,7 +7,8 @@ import io
 import json
 import random
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
@@ -18,6 +19,22 @@ from coordinator.checkpoints.archive import config_json
 from coordinator.errors import CoordinatorError
 from coordinator.page.credit_routes import CREDIT_ENDPOINTS
 from coordinator.page.endpoints import ENDPOINTS
+from peer.auditor.job import (
+    MAX_ANSWER,
+    AuditAnswer,
+    AuditJob,
+    ClaimedUpdate,
+    MeasuredScore,
+    Rebase,
+    StateFiles,
+    answer_line,
+    job_line,
+    parse_answer,
+    parse_job,
+)
+from peer.auditor.score_words import score_words
+from peer.channel import RoundUpdates, UpdateFile
+from peer.errors import AuditError
 from peer.log_client import LogClient
 from peer.node.packet_decoder import PacketDecoder
 from peer.swarm.addresses import dial_addresses
@@ -36,7 +53,7 @@ from protocol.layout import Layout, checkpoint_header_size
 from protocol.ledger import statements
 from protocol.merkle import CHUNK, blob_digest
 from protocol.message_codec import KINDS, KeySigner, MessageDecoder, encode_certificate
-from protocol.messages import Certificate, Finalization, RoundRecord, UpdateHeader, Vote
+from protocol.messages import Certificate, Finalization, RoundRecord, Signed, UpdateHeader, Vote, WorkReport
 from protocol.reduce import Reduction
 from protocol.spec import CodecSpec, open_spec, parse_spec, sign_spec
 from protocol.wire import coordinator_pb2, ledger_pb2
@@ -61,6 +78,7 @@ from tests.vectors import made
 MAX_SPEC_MEBIBYTES = 128
 """A spec of 1 MiB, with all its objects and the problems that are found in it."""
 
+T = TypeVar("T")
 NOW = 1_700_000_000.0
 SIGNERS = {i.key: i for i in (OWNER, STRANGER, *PEERS)}
 PAYLOADS: dict[str, type[Message]] = {
@@ -463,6 +481,62 @@ def _answers() -> Parser:
     )  # fmt: skip
 
 
+# -- an auditor's process ------------------------------------------------------------------------------------------
+
+
+def _read_line(parse: Callable[[bytes], T], data: bytes) -> T:
+    """Return what a line says. The error of another one must be short, and safe for a log."""
+    try:
+        return parse(data)
+    except AuditError as e:
+        assert len(str(e)) < 2000 and str(e).isprintable(), repr(str(e)[:200])
+        raise
+
+
+def _audit_jobs() -> Parser:
+    blob = Path("/home/ada/.cairn/runs/tiny/store/blobs/ab/abcd")
+    update = ClaimedUpdate(PEERS[0].key, 10, 14, 22, blob)
+    gathered = RoundUpdates(3, digest("record"), (UpdateFile(PEERS[0].key, 4, blob), UpdateFile(PEERS[1].key, 8, blob)))
+    reduced = RoundUpdates(4, digest("another"), (), (blob, blob))
+    start = StateFiles(blob, digest("checkpoint"), (gathered, reduced), digest("state"), 12)
+    replay = AuditJob(
+        "replay", Path("/spec.json"), digest("certificate"), update, start, Rebase(gathered, digest("state"), 24)
+    )
+    shards = {digest("shard").hex(): str(blob), digest("other").hex(): ""}
+    loss = AuditJob(
+        "loss", Path("/spec.json"), digest("certificate"), update, start, own=update, device="cuda:1", threads=4,
+        shards=shards, private_data=True,
+    )  # fmt: skip
+
+    def parse(data: bytes) -> None:
+        job = _read_line(parse_job, data)
+        assert parse_job(job_line(job)) == job
+
+    return Parser("audit jobs", [job_line(replay), job_line(loss)], mutate_json, parse, (AuditError,), mebibytes=128)
+
+
+def _audit_answers() -> Parser:
+    scores = MeasuredScore("scale", 0.99, 0.8), MeasuredScore("signs", 0.994, 0.97)
+    samples = [AuditAnswer(scores, "", 12.3), AuditAnswer((), "the disk is full", 0.5, is_uncheckable=True)]
+
+    def parse(data: bytes) -> None:
+        answer = _read_line(parse_answer, data)
+        assert parse_answer(answer_line(answer)) == answer
+        assert answer.reason.isprintable() and score_words(answer.as_scores).isprintable()
+        if answer.scores:  # then the node signs them, and all peers must accept what it signs
+            body = WorkReport(RUN, Round(3), digest("record"), digest("update"), "replay", answer.as_scores)
+            assert _decoded(KeySigner(PEERS[0]).sign(body).encoded).body == body
+
+    def mutate(rng: random.Random, data: bytes) -> bytes:
+        return mutate_json(rng, data)[:MAX_ANSWER]  # the node reads no more
+
+    return Parser("audit answers", [answer_line(a) for a in samples], mutate, parse, (AuditError,))
+
+
+def _decoded(data: bytes) -> Signed:
+    return PacketDecoder(MessageDecoder(RUN, OWNER.key)).decode_message(data, NOW)
+
+
 # -- checkpoints ---------------------------------------------------------------------------------------------------
 
 
@@ -587,8 +661,8 @@ def _folder() -> bytes:
 
 MAKERS: tuple[Callable[[], Parser], ...] = (
     _messages, _packets, _certificates, _compact_records, _coordinator_addresses, _dht_values, _admission_requests,
-    _statements, _blobs, _shards, _specs, _invites, _addresses, _frames, _queries, _answers,
-    _checkpoint_headers, _folders,
+    _statements, _blobs, _shards, _specs, _invites, _addresses, _frames, _queries, _answers, _audit_jobs,
+    _audit_answers, _checkpoint_headers, _folders,
 )  # fmt: skip
 
 

@@ -62,10 +62,18 @@ async def test_jobs_are_answered_with_scores_and_the_time_that_they_took(audited
     again = await ended(process.answer(audited.job(), NEVER))
     # The same in a process that had other jobs, which has imported torch.
     assert again.scores == replayed.scores and 0 < again.cpu_seconds < replayed.cpu_seconds
-    gone = await ended(process.answer(audited.job(blob=tmp_path / "gone"), NEVER))
+    await process.close()
+    await process.close()
+
+
+async def test_a_reason_is_one_printable_line_and_says_whether_another_attempt_may_help(audited, tmp_path):
+    gone = await answer_of(audited.job(blob=tmp_path / "gone\x1b[2J\n"))
     assert not gone.scores and "No such file" in gone.reason and str(tmp_path / "gone") in gone.reason
-    await process.close()
-    await process.close()
+    assert gone.reason.isprintable() and not gone.is_uncheckable
+    job = audited.job("loss")
+    first = job.update.first_window
+    few = await answer_of(replace(job, update=replace(job.update, rebase_window=first, end_window=first + 4)))
+    assert not few.scores and "too few" in few.reason and few.is_uncheckable
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's choice when memory runs out")
@@ -117,6 +125,31 @@ def test_an_answer_has_ordered_scores_or_a_reason(scores, reason):
     line = answer_line(AuditAnswer(tuple(MeasuredScore(name, 1.0, 0.5) for name in scores), reason))
     with pytest.raises(AuditError, match="scores, each once and by ascending name, or a reason"):
         parse_answer(line)
+
+
+@pytest.mark.parametrize("line", [
+    b'{"scores":[{"name":"si\\u001bgns","value":1,"threshold":1}]}', b'{"scores":[],"reason":"\\u001b[2J"}',
+])  # fmt: skip
+def test_what_could_not_be_signed_or_shown_is_no_answer(line):
+    with pytest.raises(AuditError, match="not printable"):
+        parse_answer(line)
+
+
+def test_an_error_shows_little_of_what_was_sent_and_nothing_that_a_terminal_obeys():
+    with pytest.raises(AuditError, match="does not parse") as e:
+        parse_answer(b'{"scores":[],"reason":"x","' + b"9" * 100_000 + b'":1,"\\u001b[2J":2}')
+    assert len(str(e.value)) < 2000 and str(e.value).isprintable()
+
+
+def test_of_many_wrong_items_one_is_reported(audited):
+    """Some hundred thousand that were all reported took more memory than a machine has."""
+    with pytest.raises(AuditError, match=r"parse: scores.0.name: Field required;") as e:
+        parse_answer(b'{"scores":[' + b"{}," * 1000 + b"{}]}")
+    assert "scores.1" not in str(e.value)
+    line = job_line(audited.job("loss"))
+    for old, name in ((b'"rounds":[', "rounds"), (b'"updates":[', "updates")):
+        with pytest.raises(AuditError, match=rf"{name}\.0: Input should be an object$"):
+            parse_job(line.replace(old, old + b"1,2,3,", 1))
 
 
 def test_it_ends_with_its_input():

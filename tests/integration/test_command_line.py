@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from cairn.commands.join import JoinOptions
 from protocol.ids import Digest, RunId
 from protocol.invite import HostPort, Invite
 from tests.support.command_line import cairn, refused
@@ -122,7 +123,7 @@ def test_a_mistake_in_a_run_file_names_the_field(run_file: Path, old: str, new: 
 
 
 @pytest.mark.parametrize("text", ["", "hello", "cairn1:abc", "cairn9:abc", invite()[:-3], invite().replace("A", "B")])
-@pytest.mark.parametrize("command", [("peer", "join"), ("status",)])
+@pytest.mark.parametrize("command", [("peer", "join"), ("auditor",), ("status",)])
 def test_what_is_no_invite_is_said_to_be_none(tmp_path: Path, command, text: str):
     assert "invite" in refused(*command, text, env={"CAIRN_HOME": str(tmp_path)})
 
@@ -134,7 +135,7 @@ def test_a_large_swarm_asks_for_its_credits_less_often():
 
 
 def test_an_invite_is_read_from_stdin_where_others_cannot_see_it(tmp_path: Path):
-    for command in (("peer", "join"), ("peer", "invite"), ("status",), ("watch",), ("account", "show")):
+    for command in (("peer", "join"), ("auditor",), ("peer", "invite"), ("status",), ("watch",), ("account", "show")):
         said = refused(*command, "-", env={"CAIRN_HOME": str(tmp_path)}, input="cairn1:abc\n")
         assert "invite" in said and "'-'" not in said
     assert "127.0.0.1:9" in refused("peer", "join", "-", "--home", tmp_path, input=f"{invite()}\n")
@@ -209,6 +210,29 @@ def test_one_home_is_used_by_one_peer_at_a_time(tmp_path: Path):
 )
 def test_an_option_out_of_range_is_named(tmp_path: Path, option: str, value: str):
     assert option in refused("peer", "join", invite(), "--home", tmp_path, option, value)
+
+
+def test_an_auditor_without_training_reports_by_the_peers_key_or_the_owners(tmp_path: Path, monkeypatch):
+    from peer.keyfile import load_or_make
+
+    asked: list[JoinOptions] = []
+    monkeypatch.setattr("cairn.commands.auditor.join_run", asked.append)
+    assert cairn("auditor", invite(), "--home", tmp_path, "--device", "cuda:1").returncode == 0
+    key = tmp_path / "owner.key"
+    owner = load_or_make(key)
+    assert cairn("auditor", invite(), "--home", tmp_path, "--owner-key", key).returncode == 0
+    assert [o.auditor for o in asked] == [True, True] and asked[0].device == "cuda:1"
+    assert asked[0].owner is None and asked[1].owner is not None and asked[1].owner.key == owner.key
+
+
+@pytest.mark.parametrize("content", [None, "not a key"])
+def test_an_owners_key_that_is_none_is_named_and_stays_as_it_is(tmp_path: Path, content: str | None):
+    key = tmp_path / "owner.key"
+    if content is not None:
+        key.write_text(content)
+    said = refused("auditor", invite(), "--home", tmp_path, "--owner-key", key)
+    assert str(key) in said and "--owner-key" in said and "coordinator serve" in said
+    assert (key.read_text() if key.exists() else None) == content
 
 
 def test_an_unknown_command_is_named():

@@ -13,7 +13,6 @@ from peer.channel import UpdateMade
 from peer.node.audit_process import AuditProcess
 from peer.node.enrollment import Enrollment
 from peer.node.options import NodeOptions
-from peer.node.trainer_files import spec_file
 from peer.store import Store
 from protocol.codec import make_codec
 from protocol.message_codec import MessageDecoder
@@ -48,7 +47,6 @@ async def repeat(world: NodeWorld, checks: Sequence[tuple[int, str, AuditCheck]]
     ways_in = [address_of(world.key(n)) for n in NAMES]
     membership = Enrollment(identity("stranger"), world.spec, decoder, store, None, "", b"", ways_in)
     node = world.build(membership, NodeOptions(home, observer=True, device="cpu"))
-    spec_file(home).write_bytes(world.spec.canonical())
     world.run("stranger", node, store)
     await node.started(world.running["stranger"])
     found = []

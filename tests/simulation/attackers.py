@@ -284,6 +284,21 @@ class OverClaimer(Attacker):
         super().broadcast(message)
 
 
+class LiesOnce(OverClaimer):
+    """Claims the most windows in one update, the first one that it makes from `begins` on."""
+
+    has_lied = False
+
+    @property
+    def betrays(self) -> bool:
+        return super().betrays and not self.has_lied
+
+    def step(self, event) -> None:
+        lies = self.betrays and isinstance(event, ev.UpdateReady) and event.blob is not None
+        super().step(event)
+        self.has_lied = self.has_lied or lies
+
+
 class LyingAuditor(OverClaimer):
     """Claims the most, accuses all honest updates that it audits, and finds nothing wrong with its allies'.
 

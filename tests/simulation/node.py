@@ -64,6 +64,9 @@ class Node:
         self.observer = observer
         self.key = key_of(index)
         self.signer = FakeSigner(self.key)
+        self.reporter: FakeSigner | None = None if observer else self.signer
+        """The signer of its work reports. An observer with one audits without training."""
+
         self.alive = False
         self.incarnation = 0
         self.drifts = False
@@ -76,6 +79,8 @@ class Node:
         self.slices: set[tuple[Digest, int, int]] = set()
         """Of others' updates: blob, number of parts, part."""
         self.checkpoints: set[Digest] = {world.genesis_state}
+        self.attempted: set[ev.AuditNotMade] = set()
+        """The checks that it was asked for."""
 
     # -- life ------------------------------------------------------------------------------------------------
 
@@ -99,7 +104,7 @@ class Node:
         )
         self.machine = self.machine_type(
             w.policy, w.run, self.signer, chain, now=w.clock.now, observer=self.observer, blob_size=1000,
-            audits=w.audits,
+            reporter=self.reporter if w.audits else None,
         )  # fmt: skip
         self.tick_at = float("inf")
         self.trainer_record: Digest | None = None
@@ -131,7 +136,7 @@ class Node:
     def status(self) -> LocalStatus:
         """Return what the machine cannot know. At a restart the sequence grows, even within a millisecond."""
         sequence = int(self.world.clock.now * 1000) + (self.incarnation if self.booting else 0)
-        return LocalStatus(sequence, admission=b"" if self.observer else ADMISSION)
+        return LocalStatus(sequence, admission=ADMISSION)
 
     def step(self, event) -> None:
         if self.alive:
@@ -227,8 +232,13 @@ class Node:
         self.trainer.order(self.world.clock.now, action.paused, action.policy.max_update_windows)
 
     def audit_update(self, action: do.AuditUpdate) -> None:
-        """Make the check in half a second, and tell the truth: fakes fail it."""
-        self.answer_audit(action, passed=self.is_honest_work(action))
+        """Make the check in half a second, and tell the truth: fakes fail it. Some first attempts cannot be made."""
+        w, lost = self.world, ev.AuditNotMade(action.certificate.digest, action.update, action.check)
+        if lost not in self.attempted and w.lost_checks.random() < w.share_of_lost_checks:
+            w.clock.after(AUDIT_SECONDS, self.later, self.incarnation, lost)
+        else:
+            self.answer_audit(action, passed=self.is_honest_work(action))
+        self.attempted.add(lost)
 
     def is_honest_work(self, action: do.AuditUpdate) -> bool:
         """Return whether the update to audit was trained as it claims."""

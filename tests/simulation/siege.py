@@ -27,12 +27,14 @@ class Siege:
 
     def __init__(
         self, attackers: Sequence[Make], *, honest: int = 4, seed: int = 1, begins: float = 40.0,
-        seconds: float = 80.0, finals: int | None = None, audits: bool = False, **policy,
+        seconds: float = 80.0, finals: int | None = None, audits: bool = False,
+        share_of_lost_checks: float = 0.0, **policy,
     ):  # fmt: skip
         peers = honest + len(attackers)
         self.world = World(
-            seed, peers, Weather(delay=0.03, jitter=0.01), policy=policy_for(peers, **policy), audits=audits
-        )
+            seed, peers, Weather(delay=0.03, jitter=0.01), policy=policy_for(peers, **policy), audits=audits,
+            share_of_lost_checks=share_of_lost_checks,
+        )  # fmt: skip
         for _ in range(honest):
             self.world.add(Node, speed=2.0)
         for make in attackers:

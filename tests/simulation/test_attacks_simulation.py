@@ -9,17 +9,21 @@ from functools import cache, partial
 
 import pytest
 
-from protocol.audits import AuditRule
+from protocol.audits import AuditRule, due_audits
 from protocol.ids import Digest, PeerKey
-from protocol.messages import AuditDecision
+from protocol.messages import AuditDecision, WorkReport
 from protocol.record_node import RecordNode
+from protocol.rounds import actions as do
+from protocol.rounds import work_auditor
 from protocol.rounds.consensus import Consensus
+from protocol.rounds.phase import Phase
 from protocol.stake import StakeRule
 from tests.simulation.attackers import (
     Censor,
     Deserter,
     EarlyCertifier,
     FrontRunner,
+    LiesOnce,
     LyingAuditor,
     NeverVotes,
     OverClaimer,
@@ -37,8 +41,9 @@ from tests.simulation.checkers import (
     check_pace,
     check_share,
 )
-from tests.simulation.node import key_of
+from tests.simulation.node import Node, key_of
 from tests.simulation.siege import Siege
+from tests.simulation.world import OWNER
 
 SLOWEST = 1.5
 """A round under an attack by less than a third of the stake takes at most this times its usual seconds."""
@@ -181,6 +186,12 @@ def decisions_of(siege: Siege) -> list[AuditDecision]:
     return [d for c in chain.path(chain.root, chain.head) for d in c.record.body.decisions]
 
 
+def reports_of(siege: Siege, key: PeerKey) -> list[WorkReport]:
+    """Return the reports of a key that the chain of the first honest peer carries."""
+    chain = siege.world.honest[0].machine.chain
+    return [r.body for c in chain.path(chain.root, chain.head) for r in c.record.body.reports if r.author == key]
+
+
 def keys(siege: Siege, *, honest: bool) -> set[PeerKey]:
     return {node.key for node in siege.world.nodes if node.honest is honest}
 
@@ -204,6 +215,19 @@ def test_auditors_that_lie_convict_nobody_and_save_no_ally(honest, attackers, ac
     assert not [d for d in decisions if set(d.refuted) & keys(siege, honest=True)]
 
 
+def liar_of_one_update(seed: int) -> Siege:
+    """Return a siege in which a newcomer lies once, and half of the checks cannot be made at the first attempt."""
+    liar, stake = partial(LiesOnce, late=True), StakeRule(hold_rounds=10)
+    return Siege([liar], seed=seed, begins=70.0, audits=True, share_of_lost_checks=0.5, stake=stake)
+
+
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_who_lies_once_is_convicted_though_half_of_the_checks_fail_at_first(seed):
+    siege = liar_of_one_update(seed)
+    siege.run()
+    assert {d.author for d in decisions_of(siege) if d.convicted} == keys(siege, honest=False)
+
+
 def test_without_attackers_audits_decide_nothing_and_slow_no_round():
     siege = Siege([], honest=5, audits=True)
     check_pace(siege.run(), usual(5), 1.05)
@@ -212,6 +236,76 @@ def test_without_attackers_audits_decide_nothing_and_slow_no_round():
     assert reports and all(r.passed for r in reports) and not decisions_of(siege)
     made = [(r.record, r.update, r.check) for r in reports]
     assert len(made) == len(set(made)), "two auditors checked one update that nobody accused"
+
+
+# -- an auditor that trains nothing, and reports by the owner's key ------------------------------------------------
+
+
+def with_owners_auditor(siege: Siege, *, is_honest: bool = True) -> Node:
+    """Add an auditor without training that reports by the owner's key. If not honest, it accuses all that it checks."""
+    auditor = siege.world.add(Node if is_honest else Accuser, observer=True)
+    auditor.reporter = OWNER
+    return auditor
+
+
+class Accuser(Node):
+    """Accuses everybody."""
+
+    def audit_update(self, action: do.AuditUpdate) -> None:
+        self.answer_audit(action, passed=False)
+
+
+FEW = AuditRule(auditors=1, owner=OWNER.key)
+"""One drawn auditor, so that nobody is convicted unless the owner reports, too."""
+
+
+def test_the_owners_auditor_convicts_with_one_other_auditor_and_the_jury():
+    siege = Siege([OverClaimer], audits=True, audit=FEW)
+    auditor = with_owners_auditor(siege)
+    siege.run()
+    assert {d.author for d in decisions_of(siege) if d.convicted} == keys(siege, honest=False)
+    assert not any(d.refuted for d in decisions_of(siege))
+    assert auditor.machine.phase is Phase.OBSERVING
+    without = Siege([OverClaimer], audits=True, audit=FEW)
+    without.run()
+    assert not decisions_of(without)
+
+
+def test_the_owners_auditor_alone_convicts_nobody():
+    siege = Siege([OverClaimer], audits=True, audit=FEW)
+    with_owners_auditor(siege)
+    for node in siege.world.nodes:
+        node.reporter = node.reporter if node.observer else None
+    siege.run()
+    failed = [r for r in reports_of(siege, OWNER.key) if not r.passed]
+    assert {r.check for r in failed} == {"loss", "replay"} and not decisions_of(siege)
+
+
+def test_an_owner_that_accuses_everybody_convicts_nobody():
+    siege = Siege([], honest=5, audits=True, audit=AuditRule(owner=OWNER.key))
+    with_owners_auditor(siege, is_honest=False)
+    siege.run()
+    assert any(not r.passed for r in reports_of(siege, OWNER.key)) and not decisions_of(siege)
+
+
+def test_the_owners_auditor_checks_all_that_is_due_and_no_round_waits_for_it():
+    siege = Siege([], honest=5, audits=True, audit=AuditRule(owner=OWNER.key))
+    auditor = with_owners_auditor(siege)
+    check_pace(siege.run(), usual(5), 1.05)
+    chain, rule = siege.world.honest[0].machine.chain, siege.world.policy.audit
+    path = chain.path(chain.root, chain.head)
+    due = {
+        (c.digest, audit.update, check)
+        for c in path[2 : -siege.world.policy.stake.hold_rounds]
+        for audit in due_audits(c, chain.stakes(c.record.body.parent), rule)
+        for check in audit.checks
+    }
+    told = {(r.record, r.update, r.check) for r in reports_of(siege, OWNER.key)}
+    assert len(due) > 20 and due <= told
+    # It is a member that announces nothing, and no record lists it.
+    assert auditor.key not in {u.author for c in path for u in c.record.body.updates}
+    members = siege.world.honest[0].machine.summary(siege.world.clock.now).members
+    assert [m.heartbeat.phase for m in members if m.key == auditor.key] == ["observing"]
 
 
 # -- controls: without the rule the checker says so, and the threshold is where it should be -------------------
@@ -255,6 +349,15 @@ def test_without_audits_the_largest_claims_get_most_of_the_windows(honest, attac
         check_share(
             Siege([partial(OverClaimer, late=late)] * attackers, honest=honest).run(), attackers / (honest + attackers)
         )
+
+
+def test_without_other_attempts_who_lies_once_gets_away_when_half_of_the_checks_fail(monkeypatch):
+    monkeypatch.setattr(work_auditor, "MAX_ATTEMPTS", 1)
+    sieges = [liar_of_one_update(seed) for seed in range(1, 5)]
+    for siege in sieges:
+        siege.run()
+    assert [len(siege.world.fakes) for siege in sieges] == [1] * 4
+    assert not all(decisions_of(siege) for siege in sieges)
 
 
 def test_where_the_jury_is_one_key_two_auditors_that_lie_convict_the_honest():

@@ -49,6 +49,7 @@ class World:
         policy: RoundPolicy | None = None,
         verbose: bool = False,
         audits: bool = False,
+        share_of_lost_checks: float = 0.0,
     ):
         self.seed = seed
         self.rng = random.Random(seed)
@@ -56,6 +57,10 @@ class World:
         self.audits = audits
         """Peers make the checks that they are drawn for."""
 
+        self.share_of_lost_checks = share_of_lost_checks
+        """Share of the checks whose first attempt fails, drawn by `lost_checks`."""
+
+        self.lost_checks = random.Random(seed * 13 + 5)
         self.clock = Clock()
         self.network = Network(self.clock, random.Random(seed * 7 + 1), weather or Weather())
         self.run = RunId(sha256(b"run", bytes(str(seed), "ascii")))

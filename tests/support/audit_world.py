@@ -78,11 +78,12 @@ def claimed(made: UpdateMade, author: int, blob: Path | None = None) -> ClaimedU
                          blob or made.blob_path)  # fmt: skip
 
 
-def make(folder: Path, *, replayable: bool = True) -> Audited:
-    """Train two rounds. The data are random tokens, so an update helps its own windows alone."""
+def make(folder: Path, *, replayable: bool = True, vocabulary: int = 64) -> Audited:
+    """Train two rounds. The data are random tokens below 64, so an update helps its own windows alone."""
     text = np.random.default_rng(1).integers(0, 64, 16_384).astype(np.uint32)
     world = World.make(
-        folder, replayable=replayable, text=text, optimizer="muon", lr=1e-2, outer=OuterSpec(),
+        folder, replayable=replayable, text=text, config={"vocab_size": vocabulary}, outer=OuterSpec(),
+        optimizer="muon", lr=1e-2,
         schedule=Schedule(kind="cosine", warmup_tokens=100, total_tokens=20_000),
     )  # fmt: skip
     trainers = {n: loaded(world, n) for n in (AUTHOR, OTHER)}
@@ -172,7 +173,7 @@ def in_bf16(audited: Audited) -> bytes:
     backend.inner.in_bf16 = True
     honest, rebase = claimed(audited.made[AUTHOR], AUTHOR), Rebase(audited.first, audited.states[1], audited.accepted)
     spec = audited.world.spec
-    return replay(spec, backend, audited.reader(), RoundFiles.of(spec), honest, 0, rebase)
+    return replay(spec, backend, audited.reader(), RoundFiles.of(spec), honest, 0, rebase).blob
 
 
 def _backend(audited: Audited, *, at_start: bool) -> SingleProcessBackend:
@@ -187,7 +188,7 @@ def _backend(audited: Audited, *, at_start: bool) -> SingleProcessBackend:
 def _retrained(audited: Audited, update: ClaimedUpdate, rebase: Rebase | None, *, at_start: bool) -> bytes:
     spec, files = audited.world.spec, RoundFiles.of(audited.world.spec)
     backend = _backend(audited, at_start=at_start)
-    return replay(spec, backend, audited.reader(), files, update, 0 if at_start else audited.accepted, rebase)
+    return replay(spec, backend, audited.reader(), files, update, 0 if at_start else audited.accepted, rebase).blob
 
 
 def _stale(audited: Audited, update: ClaimedUpdate) -> bytes:
@@ -200,4 +201,4 @@ def _stale(audited: Audited, update: ClaimedUpdate) -> bytes:
     values = {n: torch.zeros_like(t) for n, t in local.local.items()}
     local.codec.add_to(before, values)
     local.base = {n: t - values[n] if n in values else t for n, t in base.items()}
-    return replay(spec, backend, audited.reader(), files, update, 0, None)
+    return replay(spec, backend, audited.reader(), files, update, 0, None).blob

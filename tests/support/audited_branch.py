@@ -18,10 +18,10 @@ OTHERS = KEYS[1:]
 class Branch:
     """A chain on which six keys have stake, and its records."""
 
-    def __init__(self, rounds: int = HOLD + 3):
-        limits = ChainLimits(100, 8, stake=StakeRule(HOLD), audit=AuditRule(auditors=3, owner=OWNER.key))
+    def __init__(self, rounds: int | None = None, hold: int = HOLD):
+        limits = ChainLimits(100, 8, stake=StakeRule(hold), audit=AuditRule(auditors=3, owner=OWNER.key))
         self.chain = Chain(RUN, STATE, limits)
-        for _ in range(rounds):
+        for _ in range(hold + 3 if rounds is None else rounds):
             self.add()
 
     def record(self, *reports: Signed[WorkReport], without: PeerKey | None = None, decisions=None) -> Certificate:
@@ -42,8 +42,8 @@ class Branch:
         body = RoundRecord(RUN, number, parent, STATE, 0, tuple(updates), None, weights, ordered, decisions)
         return certificate(FakeSigner(updates[0].author).sign(body), [u.author for u in updates])
 
-    def add(self, *reports: Signed[WorkReport]) -> Certificate:
-        made = self.record(*reports)
+    def add(self, *reports: Signed[WorkReport], without: PeerKey | None = None) -> Certificate:
+        made = self.record(*reports, without=without)
         assert self.chain.add(made) and self.chain.head == made.digest
         return made
 

@@ -353,9 +353,9 @@ class NodeWorld:
         self.run(name, node, store)
         return node
 
-    def build(self, membership: Enrollment, options: NodeOptions) -> Node:
+    def build(self, membership: Enrollment, options: NodeOptions, *, owner: Identity | None = None) -> Node:
         """Build a node in this world's network, with a trainer in this process."""
-        return build_node(membership, options, start_swarm=LoopSwarm.start, supervise=self._supervise)
+        return build_node(membership, options, owner=owner, start_swarm=LoopSwarm.start, supervise=self._supervise)
 
     def _supervise(self, start: Start, **how: Any) -> Any:
         trainer = self.trainers[start.identity_key] = LoopTrainer(start, **how)

@@ -36,13 +36,14 @@ def blob_of(key: PeerKey, label: bytes = b"") -> Digest:
 class Bench:
     """A machine at the genesis, past joining, with shorthands."""
 
-    def __init__(self, *, observer=False, policy=POLICY, ready=True, alone=True):
+    def __init__(self, *, observer=False, policy=POLICY, ready=True, alone=True, reporter=None):
         self.now = 0.0
         self.chain = Chain(RUN, STATE, policy.chain_limits)
         status = LocalStatus(admission=b"me")
         self.machine = RoundMachine(
-            policy, RUN, FakeSigner(ME), self.chain, now=0.0, observer=observer, blob_size=9, status=status
-        )
+            policy, RUN, FakeSigner(ME), self.chain, now=0.0, observer=observer, blob_size=9, status=status,
+            reporter=reporter,
+        )  # fmt: skip
         self.actions = self.machine.start(0.0, alone=alone)
         self.note_directives()
         if ready and alone and not observer:

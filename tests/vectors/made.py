@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from protocol.assignment import windows_of
-from protocol.audits import draw_by_stake
+from protocol.audits import AuditRule, draw_auditors, draw_by_stake, draw_jury, due_audits
 from protocol.chain import Chain, ChainLimits, genesis_digest
 from protocol.codec import Codec, make_codec
 from protocol.codec.bits import pack
@@ -61,6 +61,7 @@ from protocol.state import state_digest
 from protocol.update_weights import AuthorHistory, weigh
 from protocol.wire import swarm_pb2 as wire
 from tests.simulation.signer import FakeSigner, certificate
+from tests.support.audited import certificate as audited_certificate
 from tests.support.specs import tiny_spec
 
 # -- where values come from ----------------------------------------------------------------------------------
@@ -437,6 +438,26 @@ def audits() -> dict[str, Any]:
             {"seed": seed.hex(), "count": n, "keys": [key.hex() for key in draw_by_stake(seed, stakes, n)]}
             for n in (1, 3, 9) for seed in (digest("seed"), digest("another seed"))
         ],
+        "due": [_due(name, weighed) for name in range(8) for weighed in ((64, 64, 300, 20), (700, 2000, 5000, 900))],
+    }  # fmt: skip
+
+
+def _due(name: int, windows: Sequence[int]) -> dict[str, Any]:
+    """Return the audits that are due for a record of four authors: one without stake, and clean and short records."""
+    authors = sorted(identity(f"contributor {i}").key for i in range(4))
+    rounds = (0, 64, 64, 9)
+    stakes = {key: n * r for key, n, r in zip(authors, windows, rounds, strict=True)}
+    made = audited_certificate(f"{name} {windows}", dict(zip(authors, windows, strict=True)))
+    due = {audit.author: audit for audit in due_audits(made, stakes, AuditRule())}
+    drawn = [(made.digest, u.digest, stakes, AuditRule()) for u in made.record.body.updates]
+    return {
+        "certificate": made.digest.hex(), "authors": [key.hex() for key in authors],
+        "headers": [u.digest.hex() for u in made.record.body.updates], "weighed": list(windows),
+        "stakes": list(stakes.values()),
+        "checks": [list(due[key].checks) if key in due else [] for key in authors],
+        "auditors": [[authors.index(k) for k in draw_auditors(c, u, key, s, r)]
+                     for key, (c, u, s, r) in zip(authors, drawn, strict=True)],
+        "jury": [[authors.index(k) for k in draw_jury(*args)] for args in drawn],
     }  # fmt: skip
 
 

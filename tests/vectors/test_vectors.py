@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from cryptography.exceptions import InvalidSignature
 
+from coordinator.admission import MAX_REQUEST
 from protocol.codec import make_codec
 from protocol.coordinator_address import KIND, MAX_COORDINATOR_ADDRESS_ENVELOPE
 from protocol.errors import CodecError, ProtocolError
@@ -27,7 +28,7 @@ from tests.vectors.__main__ import FOLDER, as_text
 from tests.vectors.made import VECTORS
 
 REMEDY = "run `python -m tests.vectors`, and look at the difference"
-MAX_BYTES = 385_000
+MAX_BYTES = 400_000
 
 
 def read(name: str) -> dict[str, Any]:
@@ -65,7 +66,7 @@ def test_the_table_of_kinds_in_the_docs_is_the_code_s():
     rows = re.findall(r"^\| `([a-z-]+)` \| .* \| (\d+) \|$", (FOLDER.parent / "wire.md").read_text(), re.M)
     limits = {kind.name: kind.limit for kind in KINDS.values()}
     limits |= {"receipt": MAX_RECEIPT, "bind-account": MAX_BINDING, "bind-peer": 256}
-    limits |= {"run-spec": MAX_SPEC + 1024, KIND: MAX_COORDINATOR_ADDRESS_ENVELOPE}
+    limits |= {"run-spec": MAX_SPEC + 1024, KIND: MAX_COORDINATOR_ADDRESS_ENVELOPE, "admission-request": MAX_REQUEST}
     assert {kind: int(limit) for kind, limit in rows} == limits
     assert f"at most {MAX_CERTIFICATE:,} bytes" in (FOLDER.parent / "wire.md").read_text().replace("\n", " ")
 
@@ -189,6 +190,21 @@ def test_the_draw_of_auditors():
     for case in vectors["draws"]:
         drawn = plain.draw_by_stake(bytes.fromhex(case["seed"]), stakes, case["count"])
         assert [key.hex() for key in drawn] == case["keys"]
+
+
+def test_the_checks_that_are_due_and_who_makes_them():
+    for case in read("audits")["due"]:
+        certificate, headers = bytes.fromhex(case["certificate"]), map(bytes.fromhex, case["headers"])
+        authors = [bytes.fromhex(key) for key in case["authors"]]
+        stakes = dict(zip(authors, case["stakes"], strict=True))
+        updates = list(zip(authors, case["weighed"], case["stakes"], strict=True))
+        assert plain.due_checks(certificate, updates) == case["checks"]
+        for author, header, auditors, jury in zip(authors, headers, case["auditors"], case["jury"], strict=True):
+            others = {key: stake for key, stake in stakes.items() if key != author}
+            drawn = plain.draw_by_stake(b"cairn/v1/auditors" + certificate + header, others, 3)
+            assert [authors.index(key) for key in drawn] == auditors
+            drawn = plain.draw_by_stake(b"cairn/v1/jury" + certificate + header, stakes, 64)
+            assert [authors.index(key) for key in drawn] == jury
 
 
 @pytest.mark.parametrize("case", cases("weighing"), ids=lambda c: c["name"])

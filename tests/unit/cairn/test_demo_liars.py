@@ -14,7 +14,7 @@ from cairn.demo.audited_run import write_audited_run
 from cairn.demo.liar import main as join_as_liar
 from cairn.demo.lying_trainer import deceive
 from coordinator.authoring.runfile import load_run
-from peer.auditor.replay import compare
+from peer.auditor.replay import Replayed, compare
 from peer.training.trainer import Trainer
 from protocol.errors import CairnError
 from protocol.ids import Digest, Round, RunId, sha256
@@ -48,7 +48,7 @@ def test_a_lie_is_an_update_that_the_codec_accepts_and_a_replay_does_not_find_ag
         trainer.base.codec.check(blobs[-1])
         assert not before.equal(trainer.backend.outer.local["model.embed_tokens.weight"])
         codec = trainer.base.codec
-    scores = {s.name: s.value for s in compare(codec, blobs[1], blobs[:1])}
+    scores = {s.name: s.value for s in compare(codec, blobs[1], [Replayed(blobs[0], {})])}
     assert least < scores["signs"] < most
 
 

@@ -65,6 +65,13 @@ async def test_the_link_is_told_once_when_the_coordinator_answers(caplog, monkey
     assert asked["status"] == 2 and view.earnings is not None and view.earnings.rounds == 2
 
 
+def test_an_auditor_without_training_shows_its_checks():
+    shown = dict(phase="observing", round=7, target_tokens=0, device="", members=2, total_tokens=0, orders="")
+    audits = {"made": 5, "failed": 1, "not_made": 2, "waiting": 3}
+    line = progress_line(SimpleNamespace(**shown, audits=audits)).plain
+    assert line == "observing  round 7  5 checks made, 1 failed, 3 wait  3 peers"
+
+
 def test_what_the_owner_has_ordered_is_in_the_line_that_is_always_seen():
     shown = dict(phase="paused", round=7, target_tokens=0, device="", members=2, total_tokens=0, orders="")
     assert "owner" not in progress_line(SimpleNamespace(**shown)).plain

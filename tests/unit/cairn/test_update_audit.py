@@ -84,9 +84,13 @@ class World:
             network=SimpleNamespace(peers=SimpleNamespace(entries=lambda: entries)),
             store=self.store or SimpleNamespace(has=self.held.__contains__),
             audit_jobs=SimpleNamespace(
-                job=self._job, release=lambda: None, files=SimpleNamespace(allow_for=lambda speed: None)
+                begin=self._begin, job=self._job, release=lambda: None,
+                files=SimpleNamespace(allow_for=lambda speed: None),
             ),
-        )
+        )  # fmt: skip
+
+    async def _begin(self, network: Any) -> None:
+        """Hold the data already."""
 
     async def _job(self, certificate: Certificate, update: Any, check: AuditCheck) -> Any:
         if self.problem is not None:

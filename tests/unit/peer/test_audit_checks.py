@@ -10,7 +10,7 @@ import torch
 from peer.auditor.audit import audit
 from peer.auditor.job import Rebase
 from peer.auditor.loss_check import GAIN, QUARTER, Gains, t_value
-from peer.auditor.replay import compare
+from peer.auditor.replay import Replayed, compare
 from peer.errors import AuditError
 from protocol.errors import CodecError, MalformedError
 from protocol.ids import Digest
@@ -46,7 +46,9 @@ def test_an_honest_update_of_a_gpu_passes_on_a_cpu(audited, tmp_path, monkeypatc
     monkeypatch.setattr("peer.auditor.replay.SIGNS", 0.995)
     file = tmp_path / "bf16.blob"
     file.write_bytes(audit_world.in_bf16(audited))
-    scale, signs = compare(audited.codec, file.read_bytes(), [audited.made[AUTHOR].blob_path.read_bytes()])
+    scale, signs = compare(
+        audited.codec, file.read_bytes(), [Replayed(audited.made[AUTHOR].blob_path.read_bytes(), {})]
+    )
     assert not passed({"scale": scale, "signs": signs})
     found = scores(audited.job(blob=file))
     assert passed(found) and found["signs"].value == 1.0 and 0.95 < found["signs"].threshold < 0.995
@@ -63,13 +65,45 @@ def test_replays_that_differ_by_rounding_say_how_much_an_honest_update_may_diffe
         return bytes(codec.encode(values))
 
     def is_passed(announced: bytes, *replays: bytes) -> bool:
-        return passed({s.name: s for s in compare(codec, announced, replays)})
+        return passed({s.name: s for s in compare(codec, announced, [Replayed(r, {}) for r in replays])})
 
     other = flipped(20, 1)  # 5% apart, so 7.5% are allowed
     assert not is_passed(flipped(14, 0), honest)
     assert is_passed(flipped(14, 0), honest, other) and not is_passed(flipped(9, 0), honest, other)
     with pytest.raises(AuditError, match="too far apart"):
-        compare(codec, honest, [honest, flipped(4, 0)])
+        compare(codec, honest, [Replayed(honest, {}), Replayed(flipped(4, 0), {})])
+
+
+def test_rows_whose_tokens_did_not_come_agree_for_nothing(tmp_path):
+    """Of 4,096 tokens 64 come. A fake has random signs where there was a gradient, and decays the other rows."""
+    audited = audit_world.make(tmp_path, vocabulary=4096)
+    codec, honest = audited.codec, audited.made[AUTHOR].blob_path.read_bytes()
+    name, chance = "model.embed_tokens.weight", torch.Generator().manual_seed(3)
+    values = {t.name: torch.zeros(t.shape) for t in codec.layout.tensors}
+    codec.add_to(honest, values)
+    rest = values[name][64:].clone()
+    for tensor in values.values():
+        tensor *= torch.randint(0, 2, tensor.shape, generator=chance) * 2 - 1
+    values[name][64:] = rest
+    file = tmp_path / "fake.blob"
+    file.write_bytes(codec.encode(values))
+    _, plain = compare(codec, file.read_bytes(), [Replayed(honest, {})])
+    found = scores(audited.job(blob=file))
+    print(f"{plain.value:.3f} of all signs agree, the score is {found['signs'].value:.3f}")
+    assert plain.value > 0.7 and found["signs"].value < 0.52 and not passed(found)
+    assert scores(audited.job())["signs"].value == 1.0
+
+
+def test_other_signs_in_rows_whose_tokens_did_not_come_count_against_an_update(tmp_path):
+    audited = audit_world.make(tmp_path, vocabulary=256)
+    codec, honest = audited.codec, audited.made[AUTHOR].blob_path.read_bytes()
+    values = {t.name: torch.zeros(t.shape) for t in codec.layout.tensors}
+    codec.add_to(honest, values)
+    values["model.embed_tokens.weight"][64:] *= -1
+    file = tmp_path / "reversed.blob"
+    file.write_bytes(codec.encode(values))
+    found = scores(audited.job(blob=file))
+    assert found["signs"].value == pytest.approx(1 - 192 * 32 / codec.layout.numel, abs=1e-3) and not passed(found)
 
 
 def test_an_update_that_was_trained_on_one_state_is_replayed_without_a_rebase(audited):

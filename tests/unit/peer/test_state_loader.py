@@ -205,7 +205,9 @@ async def test_without_any_checkpoint_the_machine_hears_why():
         w.states.sync(w.resync(12))
         await w.next()
         assert w.asked == [] and len(w.failed) == 1
-        assert w.failed[0].record == w.chain.head and "no member gave a checkpoint" in w.failed[0].reason
+        assert (
+            w.failed[0].record == w.chain.head and "a checkpoint to start from is not available" in w.failed[0].reason
+        )
         assert w.failed[0].kept  # the trainer has received nothing of it
 
 

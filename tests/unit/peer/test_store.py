@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -255,6 +257,17 @@ def test_pruning_keeps_what_it_is_told_and_what_is_arriving(tmp_path):
     with Store(tmp_path, BIG) as store:
         assert store.prune({kept}) == [blob_digest(data)]
         assert store.used_bytes == 4
+
+
+def test_free_room_is_bounded_by_the_limit_and_by_the_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5000))
+    with Store(tmp_path, 4000) as store:
+        store.put(data_of(1000))
+        assert store.free_bytes == 3000
+    with Store(tmp_path, BIG) as store:
+        assert store.free_bytes == 5000
+    with Store(tmp_path, 10) as store:
+        assert store.free_bytes == 0
 
 
 def test_many_threads_put_read_and_remove_without_harm(store):

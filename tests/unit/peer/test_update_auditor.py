@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 from peer.auditor.job import AuditAnswer, AuditJob, MeasuredScore
 from peer.errors import AuditError, PeerError
+from peer.node.audit_disk import AuditDisk
 from peer.node.audit_jobs import AuditJobs
 from peer.node.options import NodeOptions
 from peer.node.state_fetcher import StateFetcher
@@ -18,7 +21,7 @@ from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey
 from protocol.messages import AuditCheck
 from protocol.rounds.actions import AuditUpdate
-from protocol.rounds.events import UpdateAudited
+from protocol.rounds.events import AuditNotMade, UpdateAudited
 from protocol.rounds.policy import RoundPolicy
 from tests.support.coordinator_fakes import ChainMaker, make_spec, peer, state
 from tests.support.waiting import ended, until
@@ -27,6 +30,9 @@ REPLAYABLE: dict[str, Any] = {
     "audit": {"replayable": True}, "codec": {"kind": "sign", "beta": 0.0}, "credit": {"hold_rounds": 6},
     "genesis": {"digest": state(0).hex(), "size": 524_288},
 }  # fmt: skip
+UPDATE = 1000
+"""Bytes of an update."""
+
 PASSED = AuditAnswer((MeasuredScore("scale", 0.99, 0.8), MeasuredScore("signs", 0.994, 0.97)), "", 12.3)
 FAILED = AuditAnswer((MeasuredScore("gain", 0.31, 3.0), MeasuredScore("quarter", -0.5, 1.0)), "", 1.0)
 
@@ -40,9 +46,11 @@ class Process:
         self.gate = asyncio.Event()
         self.gate.set()
         self.closed = 0
+        self.on_ask: Callable[[], None] = lambda: None
 
     async def answer(self, job: AuditJob, seconds: float) -> AuditAnswer:
         self.asked.append(job)
+        self.on_ask()
         await self.gate.wait()
         answer = self.answers.pop(0) if self.answers else PASSED
         if isinstance(answer, Exception):
@@ -62,14 +70,22 @@ class World:
         self.chain = Chain(self.spec.run_id, self.spec.genesis.name, RoundPolicy.of(self.spec).chain_limits)
         self.held: set[Digest] = {self.spec.genesis.name}
         self.gone: set[Digest] = set()
+        """Updates that nobody gives."""
+        self.given: set[Digest] = set()
+        """Checkpoints that somebody gives."""
+        self.fetched: list[Digest] = []
+        self.free_bytes = 10**9
+        self.codec = SimpleNamespace(size=UPDATE)
         self.process = Process()
         self.posted: list[UpdateAudited] = []
+        self.not_made: list[AuditNotMade] = []
         self.running: asyncio.Task[None] | None = None
         me, this = peer(1).key, cast(Any, self)
         files = StateFetcher(self.spec, me, this, this, this, this)
-        jobs = AuditJobs(self.spec, NodeOptions(folder, **options), this, self.chain, this, files)
+        disk = AuditDisk(self.spec, this, self.chain, files, self.drop)
+        jobs = AuditJobs(self.spec, NodeOptions(folder, **options), this, self.chain, this, files, disk)
         self.auditor = UpdateAuditor(
-            self.spec, me, self.chain, jobs, cast(Any, self.posted.append), cast(Any, self.process)
+            self.spec, me, self.chain, jobs, cast(Any, self.post), process=cast(Any, self.process)
         )
         for _ in range(rounds):
             self.grow()
@@ -89,20 +105,44 @@ class World:
         return list(holders)
 
     async def fetch_blob(self, digest, size, holders, *, deadline_seconds) -> None:
-        raise PeerError(f"nobody has {digest.short}")
+        if digest not in self.given:
+            raise PeerError(f"nobody has {digest.short}")
+        self._keep(digest, size)
 
     async def ensure(self, blob, holders, kind=None) -> Path:
         if blob in self.gone:
             raise PeerError(f"nobody has {blob.short}")
-        self.held.add(blob)
+        if blob not in self.held:
+            self._keep(blob, self.codec.size)
         return self.path(blob)
+
+    def _keep(self, digest: Digest, size: int) -> None:
+        self.held.add(digest)
+        self.fetched.append(digest)
+        self.free_bytes -= size
+
+    async def drop(self, blobs) -> None:
+        gone = (set(blobs) & self.held) - self.auditor.jobs.in_use
+        self.held -= gone
+        self.free_bytes += self.codec.size * len(gone)
+
+    def in_progress(self, digest: Digest) -> None:
+        return None
+
+    def post(self, event: UpdateAudited | AuditNotMade) -> None:
+        if isinstance(event, AuditNotMade):
+            self.not_made.append(event)
+        else:
+            self.posted.append(event)
 
     # -- requests ----------------------------------------------------------------------------------------------
 
-    def ask(self, round_: int, check: AuditCheck = "replay", *, author: int = 2) -> AuditUpdate:
+    def ask(
+        self, round_: int, check: AuditCheck = "replay", *, author: int = 2, is_accused: bool = False
+    ) -> AuditUpdate:
         certificate = self.made.certificates[round_]
         update = next(u for u in certificate.record.body.updates if u.author == peer(author).key)
-        action = AuditUpdate(certificate, update.digest, check)
+        action = AuditUpdate(certificate, update.digest, check, is_accused=is_accused)
         self.auditor.audit(action)
         return action
 
@@ -233,6 +273,18 @@ async def test_what_cannot_be_had_and_what_fails_accuses_nobody(tmp_path, caplog
         assert reason in caplog.text
 
 
+async def test_the_machine_is_told_of_what_another_attempt_may_find_out_and_of_nothing_else(tmp_path):
+    async with world(tmp_path) as w:
+        action = w.ask(2)
+        w.process.answers.append(AuditError("no answer within 900 s"))
+        await w.done(1)
+        assert w.not_made == [AuditNotMade(action.certificate.digest, action.update, "replay")]
+        w.process.answers.append(AuditAnswer((), "the update has too few windows", is_uncheckable=True))
+        w.ask(2, "loss")
+        await w.done(2)
+        assert len(w.not_made) == 1 and w.auditor.counts.not_made == 2
+
+
 async def test_checks_that_no_record_would_carry_are_not_made(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     async with world(tmp_path, 7) as w:
@@ -253,7 +305,7 @@ async def test_what_is_accused_comes_first_then_loss_checks_then_replays_and_the
         await until(lambda: w.process.asked, "the first is being made")
         w.ask(4, "replay")
         w.ask(4, "loss")
-        w.ask(3, "replay")  # a juror's: records carry two accusations of it
+        w.ask(3, "replay", is_accused=True)
         w.grow()
         w.ask(5, "replay")
         w.ask(5, "loss")
@@ -279,11 +331,52 @@ async def test_replays_of_keys_without_stake_come_after_accused_updates_and_befo
         w.ask(6, "replay", author=3)
         w.chain.add(w.made.add({1: 8, 2: 8, 3: 8}))
         w.ask(7, "replay", author=3)
-        w.ask(6, "replay")  # a juror's
+        w.ask(6, "replay", is_accused=True)
         w.process.gate.set()
         await w.done(6)
-        assert w.rounds_asked()[1:] == [("replay", 6), ("replay", 6), ("replay", 7), ("loss", 6), ("loss", 6)]
+        assert w.rounds_asked()[1:] == [("replay", 6), ("replay", 7), ("replay", 6), ("loss", 6), ("loss", 6)]
         assert w.process.asked[1].update.author == peer(2).key
+
+
+async def test_under_overload_newcomers_are_replayed_while_a_conviction_is_still_possible(tmp_path):
+    async with world(tmp_path, 7) as w:
+        ages: list[int] = []
+
+        def begin_round() -> None:
+            number = len(w.made.certificates)
+            newcomers = range(10 * number, 10 * number + 10)
+            w.chain.add(w.made.add({1: 8, 2: 8} | dict.fromkeys(newcomers, 8)))
+            for author in newcomers:
+                w.ask(number, author=author)
+
+        def check_is_made() -> None:  # one in each round
+            ages.append(len(w.made.certificates) - 1 - w.rounds_asked()[-1][1])
+            if len(ages) < 20:
+                begin_round()
+
+        w.process.on_ask = check_is_made
+        begin_round()
+        await until(lambda: len(ages) >= 20, "twenty rounds")
+        assert ages[:20] == [0] * 20
+
+
+async def test_an_author_cannot_choose_a_key_that_is_replayed_last(tmp_path):
+    newcomers = tuple(range(3, 9))
+    async with world(tmp_path, 4, fields={"credit": {"hold_rounds": 3}}) as w:
+        w.process.gate.clear()
+        w.ask(3, "loss", author=1)
+        await until(lambda: w.process.asked, "the first is being made")
+        numbers = []
+        for _ in range(2):
+            w.chain.add(w.made.add({1: 8, 2: 8} | dict.fromkeys(newcomers, 8)))
+            numbers.append(len(w.made.certificates) - 1)
+            for author in newcomers:
+                w.ask(numbers[-1], author=author)
+        w.process.gate.set()
+        await w.done(1 + 2 * len(newcomers))
+        assert [round_ for _, round_ in w.rounds_asked()[1:]] == sorted(numbers * len(newcomers), reverse=True)
+        authors = [job.update.author for job in w.process.asked[1:]]
+        assert authors[: len(newcomers)] != authors[len(newcomers) :]
 
 
 async def test_who_is_convicted_is_not_checked_any_more(tmp_path, monkeypatch, caplog):
@@ -303,7 +396,7 @@ async def test_the_queue_is_bounded(tmp_path):
         await until(lambda: w.process.asked, "the first is being made")
         for _ in range(MAX_WAITING + 5):
             w.ask(4)
-        assert w.auditor.waiting == MAX_WAITING and w.auditor.counts.not_made == 5
+        assert w.auditor.waiting == MAX_WAITING and w.auditor.counts.not_made == len(w.not_made) == 5
         w.ask(4, "loss")
         assert w.auditor.waiting == MAX_WAITING
 
@@ -340,3 +433,78 @@ async def test_audits_have_a_device_of_their_own(tmp_path):
     assert NodeOptions(tmp_path, audit_device="cpu").makes_audits(replayable=False)
     assert not NodeOptions(tmp_path, audit_device="off").makes_audits(replayable=True)
     assert not NodeOptions(tmp_path, observer=True).makes_audits(replayable=True)
+    assert NodeOptions(tmp_path, auditor=True).makes_audits(replayable=False)
+
+
+async def test_without_a_trainer_the_store_is_pruned_after_each_check(tmp_path):
+    async with world(tmp_path) as w:
+        pruned: list[int] = []
+
+        async def prune() -> None:
+            assert not w.auditor.jobs.in_use
+            pruned.append(w.auditor.counts.made + w.auditor.counts.not_made)
+
+        w.auditor.retention = cast(Any, SimpleNamespace(prune=prune))
+        w.gone.add(w.made.certificates[1].record.body.updates[0].body.blob)
+        w.ask(2)
+        w.ask(0)
+        await until(lambda: pruned == [1, 2], "pruned after each, whether it was made or not")
+
+
+# -- disk space ------------------------------------------------------------------------------------------------------
+
+
+def reserved(w: World) -> int:
+    """Return the bytes that training keeps: of a checkpoint and two rounds of two updates."""
+    return w.auditor.jobs.files.checkpoint_bytes + 4 * UPDATE
+
+
+async def test_a_check_that_leaves_training_too_little_disk_is_not_made_and_the_log_says_what_to_do(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    async with world(tmp_path) as w:
+        needed = 5 * UPDATE  # of two rounds, and the update
+        w.free_bytes = reserved(w) + needed - 1
+        w.ask(2)
+        await w.done(1)
+        assert not w.fetched and not w.process.asked and len(w.not_made) == 1
+        w.free_bytes += 1
+        w.ask(2)
+        await w.done(2)
+        assert len(w.fetched) == 5 and len(w.process.asked) == 1
+    assert (
+        "the replay is not made: a checkpoint to start from is not available (from the state of round 0: it needs "
+        "5.0 kB of files that are not here, and training leaves 5.0 kB of this peer's disk: allow the peer more of it "
+        "(--disk), or free some)" in caplog.text
+    )
+
+
+async def test_files_of_earlier_checks_make_room_for_those_of_the_next(tmp_path):
+    async with world(tmp_path, 5) as w:
+        w.held.add(state(4))
+        w.free_bytes = reserved(w) + 3 * UPDATE
+        w.ask(2, author=1)
+        await w.done(1)
+        assert w.auditor.counts.not_made == 1  # two rounds, and the update
+        w.ask(1)
+        await w.done(2)
+        first = set(w.fetched)
+        assert len(first) == 3 and len(w.posted) == 1
+        w.ask(4)  # from the state on disk: its update alone
+        await w.done(3)
+        assert len(w.posted) == 2 and not first & w.held
+
+
+async def test_no_check_takes_more_than_a_checkpoint_and_the_rounds_to_the_next(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    rounds = {"max_members": 2, "target_tokens": 64, "max_update_tokens": 256}
+    async with world(tmp_path, 9, fields={"checkpoint": {"every": 2}, "round": rounds}) as w:
+        w.codec.size = w.auditor.jobs.files.checkpoint_bytes
+        w.free_bytes = 100 * w.codec.size
+        w.ask(7)  # fifteen updates from the genesis, which is here; a checkpoint and three rounds are as much as seven
+        await w.done(1)
+        assert not w.fetched and not w.posted
+        w.given.add(state(6))
+        w.ask(7)
+        await w.done(2)
+        assert len(w.fetched) == 4 and state(6) in w.fetched and len(w.posted) == 1
+    assert "more than a checkpoint and the rounds to the next one" in caplog.text

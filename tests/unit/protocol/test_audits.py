@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.assignment import windows_of
-from protocol.audit_windows import QUARTERS, WINDOWS_COMPARED, compared_windows
-from protocol.audits import AuditRule, draw_auditors, draw_by_stake, draw_jury, due_audits
+from protocol.audit_windows import QUARTERS, compared_windows
+from protocol.audits import WINDOWS_COMPARED, AuditRule, draw_auditors, draw_by_stake, draw_jury, due_audits
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.stake import STAKE_ROUNDS
 from tests.support.audited import certificate, key
@@ -35,6 +35,16 @@ def test_the_rate_falls_with_a_clean_record_and_rises_with_weight():
     assert 0.26 < share_due(everybody, full | {EIGHT[0]: 50 * STAKE_ROUNDS}, EIGHT[0]) < 0.34
     assert share_due(everybody | {EIGHT[0]: 400}, full, EIGHT[0]) == 1
     assert 0.03 < share_due(everybody, full | {EIGHT[0]: 10**9}, EIGHT[0]) < 0.07  # never less than a third
+
+
+def test_large_updates_are_checked_more_often_for_the_same_share_of_the_work():
+    rates = {windows: RULE.rate("loss", windows) for windows in (1, 640, 1_280, 4_266, 4_267, 10**9)}
+    assert rates == {1: 150_000, 640: 150_000, 1_280: 300_000, 4_266: 999_843, 4_267: 1_000_000, 10**9: 1_000_000}
+    assert {RULE.rate("replay", windows) for windows in rates} == {30_000}
+    everybody = dict.fromkeys(EIGHT, 1_280)
+    full = dict.fromkeys(EIGHT, 1_280 * STAKE_ROUNDS)
+    assert 0.26 < share_due(everybody, full, EIGHT[0]) < 0.34
+    assert 0.015 < share_due(everybody, full, EIGHT[0], "replay") < 0.045
 
 
 @given(st.dictionaries(st.sampled_from(EIGHT), st.integers(1, 10**9), min_size=1), STAKES, st.integers())

@@ -102,6 +102,14 @@ def test_a_banned_peer_stops_at_once_and_an_observer_never():
         assert not b.step(ev.Tick(), float(second)) or not b.of(do.Finished)
 
 
+@pytest.mark.parametrize("order", [dict(run_status="ended"), dict(banned=(ME,))])
+def test_an_auditor_without_training_ends_with_the_run_and_waits_for_nobody(order):
+    b = Bench(observer=True, reporter=FakeSigner(ME))
+    b.beat(OTHERS[0])
+    b.step(ev.MessageReceived(FakeSigner(OTHERS[9]).sign(Directive(RUN, 1, **order))))
+    assert len(b.of(do.Finished)) == 1 and not b.of(do.RunCompleted)
+
+
 def test_leaving_after_the_run_is_over_finishes_once():
     b = completed(behind=True)
     b.step(ev.Leave(), QUIET_SECONDS)

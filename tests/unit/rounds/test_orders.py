@@ -114,8 +114,9 @@ def test_a_replayed_heartbeat_is_no_reason_to_tell_its_author_the_word_again():
         assert not beat(1, 0, 1.1 + i * 1.5)
 
 
-def test_who_cannot_follow_a_rollback_because_it_goes_too_far_back_trains_no_more_and_begins_again():
-    b = Bench()
+@pytest.mark.parametrize("kind", [{}, {"observer": True, "reporter": FakeSigner(ME)}], ids=["trainer", "auditor"])
+def test_who_cannot_follow_a_rollback_because_it_goes_too_far_back_trains_no_more_and_begins_again(kind):
+    b = Bench(**kind)
     b.chain.limits = replace(b.chain.limits, min_main_records=1, max_records=2)
     made = []
     for number in range(6):

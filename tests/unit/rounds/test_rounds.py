@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from protocol.audits import AuditRule
 from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.messages import Directive, Finalization, Goodbye, Heartbeat, RoundRecord, UpdateHeader, Vote
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from protocol.rounds.machine import RoundMachine
-from protocol.rounds.policy import RoundPolicy
+from protocol.rounds.policy import LocalStatus, RoundPolicy
 from tests.simulation.signer import FakeSigner, certificate
 from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, STATE, Bench, blob_of
 
@@ -399,6 +402,52 @@ def test_an_observer_follows_and_says_nothing_but_heartbeats():
     assert b.of(do.StoreCertificate) and b.chain.head == made.record.digest
     assert not b.of(do.FetchBlob) and not b.of(do.ApplyRecord)
     assert b.said(Heartbeat)[-1].phase == "observing" and b.said(Heartbeat)[-1].admission == b""
+
+
+def test_an_auditor_without_training_is_a_member_that_announces_nothing_and_serves_what_is_decided():
+    b = Bench(observer=True, reporter=FakeSigner(OTHERS[9]))
+    beat = b.machine.introduction(LocalStatus(admission=b"me")).body
+    headers = [b.header(k) for k in OTHERS[:3]]
+    b.step(ev.TrainingProgress(50, 1.0, 1.0))
+    for h in headers:
+        b.step(ev.MessageReceived(h))
+        assert not b.of(do.RequestUpdate)
+    assert (beat.phase, beat.admission, beat.windows, beat.state) == ("observing", b"me", 0, None)
+    own, theirs = blob_of(ME, b"announced before it audited"), headers[0].body.blob
+    for blob in (own, theirs):
+        assert "no round is open here" in b.machine.serve_refusal(blob, OTHERS[0])
+    made = certificate(b.record(OTHERS[0], headers), OTHERS[:3])
+    b.step(ev.CertificateReceived(made, OTHERS[0]))
+    assert not b.of(do.FetchBlob) and not b.said(Vote) and not b.said(RoundRecord)
+    assert b.machine.serve_refusal(theirs, OTHERS[5]) is None and b.machine.serve_refusal(own, OTHERS[0])
+
+
+def test_an_auditor_that_catches_up_checks_no_records_of_long_ago():
+    owner = FakeSigner(OTHERS[9])
+    policy = replace(POLICY, audit=AuditRule(owner=owner.key))
+    b = Bench(observer=True, reporter=owner, policy=policy, alone=False)
+    first = certificate(b.record(OTHERS[0], [b.header(OTHERS[0])]), OTHERS[:1])
+    b.step(ev.CertificateReceived(first, OTHERS[0]))
+    assert b.chain.head == first.digest and not b.of(do.AuditUpdate)
+    b.step(ev.Tick(), 10.0)
+    h = b.header(OTHERS[0], 20, b"1", round=Round(1), parent=first.digest, first_window=10, end_window=20)
+    body = RoundRecord(RUN, Round(1), first.digest, STATE, 0, (h,))
+    second = certificate(FakeSigner(OTHERS[0]).sign(body), OTHERS[:1])
+    b.step(ev.CertificateReceived(second, OTHERS[0]))
+    assert [(a.certificate.digest, a.check) for a in b.of(do.AuditUpdate)] == [
+        (second.digest, "loss"), (second.digest, "replay")
+    ]  # fmt: skip
+
+
+def test_no_round_waits_for_a_member_that_only_follows():
+    b = Bench()
+    b.beat(OTHERS[0], phase="observing", windows=0)
+    b.announce()
+    assert len(b.machine.summary(b.now).members) == 1 and not b.machine.summary(b.now).awaited
+    b = Bench()
+    b.beat(OTHERS[0])
+    b.announce()
+    assert b.machine.summary(b.now).awaited == (OTHERS[0],)
 
 
 def test_messages_of_the_next_round_that_come_early_are_kept():

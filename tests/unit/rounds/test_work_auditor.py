@@ -1,40 +1,50 @@
-"""A peer follows accusations of those whose word was right, and of those whose word it never had to doubt."""
+"""A peer requests the checks that are its own, and again those that could not be made, and follows honest accusers."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
-from protocol.audits import draw_auditors
-from protocol.ids import PeerKey
-from protocol.messages import Certificate, Score
+from protocol.audits import AuditRule, draw_auditors, due_audits
+from protocol.ids import Digest, PeerKey, sha256
+from protocol.messages import AuditCheck, Certificate, Score, Signed, WorkReport
 from protocol.rounds.actions import AuditUpdate
-from protocol.rounds.events import UpdateAudited
+from protocol.rounds.events import AuditNotMade, UpdateAudited
 from protocol.rounds.report_pool import ReportPool
-from protocol.rounds.work_auditor import WorkAuditor
+from protocol.rounds.work_auditor import MAX_ATTEMPTS, WorkAuditor
+from protocol.stake import STAKE_ROUNDS
 from tests.simulation.signer import FakeSigner
-from tests.support.audited_branch import OTHERS, Branch, accused, report, update_of
-from tests.support.empty_chain import RUN
+from tests.support.audited_branch import HOLD, LIAR, OTHERS, Branch, accused, report, update_of
+from tests.support.empty_chain import KEYS, OWNER, RUN
 
 
 class Auditor:
-    """A work auditor of one key, and what it asks its driver for."""
+    """A work auditor that reports by one key, and what it asks its driver for."""
 
     def __init__(self, branch: Branch, me: PeerKey):
         self.asked: list[Any] = []
         context = SimpleNamespace(
-            me=me, run=RUN, chain=branch.chain, reports=ReportPool(me, branch.chain), signer=FakeSigner(me),
+            run=RUN, chain=branch.chain, reports=ReportPool(me, branch.chain),
             emit=lambda action: self.asked.append(action) if isinstance(action, AuditUpdate) else None,
         )  # fmt: skip
-        self.work = WorkAuditor(cast(Any, context), is_able=True)
+        self.work = WorkAuditor(cast(Any, context), cast(Any, FakeSigner(me)))
 
     def pass_all(self) -> None:
         """Answer that each update passed."""
         for action in self.asked:
-            self.work.audited(
+            self.work.answered(
                 UpdateAudited(action.certificate.digest, action.update, action.check, (Score("signs", 1.0, 0.97),))
             )
         self.asked.clear()
+
+    def requested(self) -> list[AuditUpdate]:
+        """Return what it has asked for since the last call."""
+        asked, self.asked = self.asked, []
+        return asked
+
+    def fail(self, action: AuditUpdate) -> None:
+        self.work.answered(AuditNotMade(action.certificate.digest, action.update, action.check))
 
 
 def drawn(branch: Branch, record: Certificate, author: PeerKey) -> tuple[PeerKey, ...]:
@@ -52,6 +62,69 @@ def follows(branch: Branch, auditor: Auditor, me: PeerKey, accuser: PeerKey) -> 
                 auditor.work.receive(report(record, accuser, author=author))
                 return bool(auditor.asked)
     raise AssertionError("no update has both auditors")
+
+
+def asked_after(branch: Branch, me: PeerKey) -> set[tuple[Digest, str]]:
+    """Return what a key is to check of the newest record, by update."""
+    auditor = Auditor(branch, me)
+    auditor.work.round_begun(branch.chain.head)
+    return {(a.update, a.check) for a in auditor.asked if a.certificate.digest == branch.chain.head}
+
+
+def due(branch: Branch, *, drawn_first: PeerKey | None = None) -> set[tuple[Digest, str]]:
+    """Return the checks of the newest record that are due; with a key only those of which it is the first auditor."""
+    record = branch.chain.certificate(branch.chain.head)
+    audits = due_audits(record, branch.chain.stakes(record.record.body.parent), branch.chain.limits.audit)
+    chosen = [a for a in audits if drawn_first is None or a.auditors[:1] == (drawn_first,)]
+    return {(a.update, check) for a in chosen for check in a.checks}
+
+
+def test_the_owner_makes_all_checks_that_are_due_and_others_those_that_they_are_drawn_for():
+    branch, found = Branch(), 0
+    for _ in range(20):
+        branch.add()
+        assert asked_after(branch, OWNER.key) == due(branch)
+        assert asked_after(branch, OTHERS[0]) == due(branch, drawn_first=OTHERS[0])
+        found += len(due(branch))
+    assert found > 10 and not asked_after(branch, PeerKey(sha256(b"without stake")))
+
+
+def test_before_anybody_has_stake_the_owner_checks_all_and_nobody_else_anything():
+    branch = Branch(2)
+    assert len(asked_after(branch, OWNER.key)) == 12 and not asked_after(branch, OTHERS[0])
+
+
+def test_the_owner_does_not_check_its_own_updates():
+    branch = Branch(2)
+    branch.chain.limits = replace(branch.chain.limits, audit=AuditRule(owner=OTHERS[0]))
+    assert len(asked_after(branch, OTHERS[0])) == 10
+
+
+def test_the_owner_replays_what_one_auditor_accuses():
+    branch = Branch()
+    record = branch.chain.certificate(branch.chain.head)
+    auditor = Auditor(branch, OWNER.key)
+    auditor.work.receive(report(record, drawn(branch, record, LIAR)[0]))
+    assert [(a.update, a.check) for a in auditor.asked] == [(update_of(record).digest, "replay")]
+
+
+def test_a_key_has_a_say_while_it_has_stake_or_work_that_may_become_stake():
+    """It may report on records whose credit is pending. The owner always has a say."""
+    branch = Branch(0)
+    assert not Auditor(branch, LIAR).work.has_say and Auditor(branch, OWNER.key).work.has_say
+    branch.add()
+    assert Auditor(branch, LIAR).work.has_say, "its work is pending"
+    for _ in range(HOLD):
+        branch.add(without=LIAR)
+    assert Auditor(branch, LIAR).work.has_say, "it has stake"
+    for _ in range(STAKE_ROUNDS - 1):
+        branch.add(without=LIAR)
+    assert branch.chain.stakes(branch.chain.head).get(LIAR)
+    for _ in range(HOLD):
+        branch.add(without=LIAR)
+        assert not branch.chain.stakes(branch.chain.head).get(LIAR)
+        last = Auditor(branch, LIAR).work.has_say
+    assert not last and Auditor(branch, OTHERS[0]).work.has_say and Auditor(branch, OWNER.key).work.has_say
 
 
 def test_an_accuser_who_was_wrong_is_not_followed_again():
@@ -76,3 +149,135 @@ def test_a_reporter_who_said_that_an_update_passes_is_still_followed_when_it_doe
     assert len(auditor.asked) == 1
     auditor.pass_all()
     assert follows(branch, auditor, me, honest)
+
+
+def test_nobody_checks_an_update_of_an_author_who_is_convicted_already():
+    branch = Branch()
+    earlier = branch.chain.certificate(branch.chain.head)
+    first, me, _ = drawn(branch, earlier, LIAR)
+    for is_convicted in (False, True):
+        auditor = Auditor(branch, me)
+        auditor.work.receive(report(earlier, first))
+        assert bool(auditor.asked) != is_convicted
+        if not is_convicted:
+            branch.add()
+            record, accusers, _ = accused(branch)
+            branch.add(*(report(record, key) for key in OTHERS if key not in accusers))
+            assert branch.chain.is_barred(LIAR, branch.chain.head)
+
+
+def first_auditor(branch: Branch, record: Certificate) -> PeerKey:
+    return drawn(branch, record, update_of(record).author)[0]
+
+
+def attempts(branch: Branch, auditor: Auditor, wanted: AuditUpdate, rounds: int) -> list[int]:
+    """Return the rounds, counted from here, in which a check is requested that fails each time."""
+    found = []
+    for after in range(1, rounds + 1):
+        branch.add()
+        auditor.work.round_begun(branch.chain.head)
+        if wanted in auditor.requested():
+            found.append(after)
+            auditor.fail(wanted)
+    return found
+
+
+def test_a_check_that_could_not_be_made_is_requested_again_more_and_more_rarely():
+    branch = Branch(hold=64)
+    record = branch.chain.certificate(branch.chain.head)
+    auditor = Auditor(branch, first_auditor(branch, record))
+    auditor.work.round_begun(record.digest)
+    wanted = next(a for a in auditor.requested() if a.certificate is record and a.check == "replay")
+    auditor.fail(wanted)
+    again = attempts(branch, auditor, wanted, 40)
+    assert again == [1, 3, 7, 15] and len(again) + 1 == MAX_ATTEMPTS
+
+
+def test_a_check_is_not_requested_again_when_no_record_would_carry_its_report():
+    branch = Branch()
+    record = branch.chain.certificate(branch.chain.head)
+    auditor = Auditor(branch, first_auditor(branch, record))
+    auditor.work.round_begun(record.digest)
+    wanted = next(a for a in auditor.requested() if a.certificate is record and a.check == "replay")
+    auditor.fail(wanted)
+    assert attempts(branch, auditor, wanted, 12) == [1, 3]  # HOLD rounds after its own, the credit has settled
+
+
+def test_what_two_accuse_is_requested_again_as_accused_and_not_after_a_decision():
+    branch = Branch()
+    record, accusers, others = accused(branch)
+    auditor = Auditor(branch, others[0])
+    auditor.work.round_begun(branch.chain.head)
+    (wanted,) = [a for a in auditor.requested() if a.certificate is record and a.is_accused]
+    auditor.fail(wanted)
+    branch.add()
+    auditor.work.round_begun(branch.chain.head)
+    assert wanted in auditor.requested()
+    auditor.fail(wanted)
+    branch.add(*(report(record, key) for key in others[1:]))
+    assert branch.chain.certificate(branch.chain.head).record.body.decisions
+    assert attempts(branch, auditor, wanted, 3) == []
+
+
+def checks_by(branch: Branch, me: PeerKey) -> set[tuple[int, PeerKey, AuditCheck]]:
+    """Return the checks, by round and author, that a peer requests which starts now and has seen nothing."""
+    auditor = Auditor(branch, me)
+    auditor.work.round_begun(branch.chain.head)
+    return {(a.certificate.record.body.round, author_of(a), a.check) for a in auditor.requested()}
+
+
+def author_of(action: AuditUpdate) -> PeerKey:
+    return next(u.author for u in action.certificate.record.body.updates if u.digest == action.update)
+
+
+def test_who_starts_again_requests_the_checks_of_all_records_whose_reports_may_still_be_carried():
+    branch = Branch()
+    records = [branch.add() for _ in range(HOLD + 2)]
+    due: dict[PeerKey, set[tuple[int, PeerKey, AuditCheck]]] = {key: set() for key in KEYS}
+    for record in records[-HOLD:]:
+        stakes = branch.chain.stakes(record.record.body.parent)
+        for audit in due_audits(record, stakes, branch.chain.limits.audit):
+            due[audit.auditors[0]] |= {(record.record.body.round, audit.author, check) for check in audit.checks}
+    assert any(len({round_ for round_, _, _ in each}) > 1 for each in due.values())
+    assert {key: checks_by(branch, key) for key in KEYS} == due
+
+
+def test_who_starts_again_does_not_repeat_what_records_carry_of_it_and_replays_what_failed_its_loss_check():
+    branch = Branch()
+    record = branch.chain.certificate(branch.chain.head)
+    me, author = first_auditor(branch, record), update_of(record).author
+    number = record.record.body.round
+
+    def mine(*reports: Signed[WorkReport]) -> set[AuditCheck]:
+        if reports:
+            branch.add(*reports)
+        return {check for round_, by, check in checks_by(branch, me) if (round_, by) == (number, author)}
+
+    assert mine() == {"loss", "replay"}
+    assert mine(report(record, me, check="replay", passed=True)) == {"loss"}
+    assert mine(report(record, me, check="loss", passed=True)) == set()
+
+
+def test_a_failed_loss_check_that_a_record_carries_has_its_author_replay_the_update_after_a_start():
+    branch = Branch()
+    record = branch.chain.certificate(branch.chain.head)
+    _, second, _ = drawn(branch, record, update_of(record).author)  # no check of it is due for this one
+    branch.add(report(record, second, check="loss"))
+    auditor = Auditor(branch, second)
+    auditor.work.round_begun(branch.chain.head)
+    wanted = [a for a in auditor.requested() if a.certificate is record and a.update == update_of(record).digest]
+    assert [(a.check, a.is_accused) for a in wanted] == [("replay", False)]
+
+
+def test_nothing_is_requested_twice_by_who_was_there():
+    branch = Branch()
+    auditor = Auditor(branch, OTHERS[0])
+    seen: set[tuple[Any, Any, Any]] = set()
+    for _ in range(2 * HOLD):
+        branch.add()
+        auditor.work.round_begun(branch.chain.head)
+        for action in auditor.requested():
+            name = action.certificate.digest, action.update, action.check
+            assert name not in seen
+            seen.add(name)
+    assert seen

@@ -1,0 +1,106 @@
+"""A node that audits without training: real nodes, and an auditor's process that finds all updates honest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+from peer.auditor.job import AuditAnswer, AuditJob, MeasuredScore
+from peer.node.enrollment import Enrollment
+from peer.node.node import Node
+from peer.node.options import NodeOptions
+from peer.store import Store
+from protocol.identity import Identity
+from protocol.message_codec import KeySigner, MessageDecoder
+from protocol.messages import Directive, WorkReport
+from protocol.rounds import events
+from protocol.rounds.phase import Phase
+from tests.support.node_world import TIMERS, NodeWorld, address_of
+from tests.support.specs import OWNER, admission, identity
+from tests.support.trainer_world import BATCH, WINDOW
+from tests.support.waiting import ended
+
+REPLAYABLE: dict[str, Any] = {
+    "round": {"target_tokens": 10 * BATCH * WINDOW, "max_update_tokens": 40 * BATCH * WINDOW, **TIMERS},
+    "codec": {"kind": "sign", "beta": 0.0},
+    "audit": {"replayable": True},
+    "checkpoint": {"every": 4, "keep": 2},
+}
+
+
+class Process:
+    """An auditor's process that passes each update, and checks that it has been given all files."""
+
+    def __init__(self):
+        self.asked: list[AuditJob] = []
+
+    async def answer(self, job: AuditJob, seconds: float) -> AuditAnswer:
+        files = [job.spec_path, job.update.blob, job.start.checkpoint]
+        files += [u.blob for r in job.start.rounds for u in r.updates] + [Path(p) for p in job.shards.values()]
+        assert all(f.is_file() for f in files), files
+        self.asked.append(job)
+        return AuditAnswer((MeasuredScore("scale", 1.0, 0.8), MeasuredScore("signs", 1.0, 0.97)), "", 1.0)
+
+    async def close(self) -> None:
+        """Do nothing: there is no process."""
+
+
+def start_auditor(world: NodeWorld, *, owner: Identity | None) -> tuple[Node, Process]:
+    """Start an auditor whose disk is empty."""
+    me, home = identity("watcher"), world.folder / "watcher"
+    home.mkdir()
+    store, decoder = Store(home / "store", 1 << 40), MessageDecoder(world.spec.run_id, OWNER.key)
+    ways_in = [address_of(world.key(n)) for n in world.nodes]
+    membership = Enrollment(me, world.spec, decoder, store, None, "", admission(world.spec, me).encoded, ways_in)
+    node = world.build(membership, NodeOptions(home, device="cpu", auditor=True), owner=owner)
+    assert node.auditor is not None
+    process = Process()
+    node.auditor.process = cast(Any, process)
+    world.run("watcher", node, store)
+    return node, process
+
+
+def reports(world: NodeWorld) -> list[tuple[WorkReport, Any]]:
+    """Return the reports that records carry, with their authors."""
+    return [(r.body, r.author) for c in world.path("ada") for r in c.record.body.reports]
+
+
+async def test_the_owners_auditor_fetches_all_it_needs_reports_by_the_owners_key_and_ends_with_the_run(tmp_path):
+    world = NodeWorld(tmp_path, **REPLAYABLE)
+    try:
+        world.start("ada")
+        await world.rounds(["ada"], 1)
+        node, process = start_auditor(world, owner=OWNER)
+        await world.until("records carry its reports", lambda: len(reports(world)) >= 4)
+        told = reports(world)
+        assert {author for _, author in told} == {OWNER.key} and {r.check for r, _ in told} == {"loss", "replay"}
+        assert process.asked[0].device == "cpu" and all(r.passed for r, _ in told)
+
+        # A member that holds no state and announces nothing; no record lists it, and no round waits for it.
+        (member,) = (m for m in world.nodes["ada"].machine.summary(0.0).members if m.key == world.key("watcher"))
+        assert (member.heartbeat.phase, member.heartbeat.state) == ("observing", None)
+        assert world.nodes["ada"].network.is_member(world.key("watcher")) and node.machine.phase is Phase.OBSERVING
+        assert not world.contributed("watcher") and world.key("watcher") not in world.trainers
+        first = process.asked[0].update.blob
+        await world.until("its store is pruned of what no check needs any more", lambda: not first.exists())
+
+        order = Directive(world.spec.run_id, 1, run_status="ended")
+        node.post(events.MessageReceived(KeySigner(OWNER).sign(order)))
+        await ended(world.running["watcher"])
+        assert "ended by its owner" in node.snapshot().finished and node.snapshot().audits["made"] >= 4
+    finally:
+        await world.close()
+
+
+async def test_an_auditor_whose_key_never_trained_has_no_say(tmp_path):
+    world = NodeWorld(tmp_path, **REPLAYABLE)
+    try:
+        world.start("ada")
+        await world.rounds(["ada"], 2)
+        node, process = start_auditor(world, owner=None)
+        assert node.machine.has_say  # it knows no chain yet
+        await world.until("it knows that it has none", lambda: not node.machine.has_say)
+        assert not process.asked and not reports(world)
+        assert world.nodes["ada"].machine.phase is not Phase.LEFT
+    finally:
+        await world.close()
