@@ -24,7 +24,7 @@ import torch
 from benchmarks.adversaries.lineup import SMALL, TINY, Profile
 from benchmarks.adversaries.world import Judge, State, World, claimed, peer_key, scratch_folder
 from peer.auditor.job import ClaimedUpdate
-from peer.auditor.replay import compare
+from peer.auditor.replay import Replayed, compare
 from peer.errors import AuditError
 from peer.training import inner_optimizer
 from protocol.outer import Contribution
@@ -85,7 +85,7 @@ def tasks_of(world: World, rounds: int, folder: Path) -> Iterator[Task]:
             first = round_ * steps * batch
             task = Task(f"{round_}-{peer}", path, accepted, peer, first, first + steps * batch)
             yield task
-            made.append(Contribution(peer_key(peer), steps * batch, judge.honest(state, task.claim, accepted)))
+            made.append(Contribution(peer_key(peer), steps * batch, judge.honest(state, task.claim, accepted).blob))
         state = {name: values.clone() for name, values in state.items()}
         world.apply(state, made)
         accepted += sum(c.windows for c in made)
@@ -100,8 +100,8 @@ def train_tasks(world: World, machine: Machine, tasks: Sequence[Task], folder: P
         if loaded[0] != task.state:
             loaded = task.state, torch.load(task.state)
         for precision in PRECISIONS:
-            blob = judge.honest(loaded[1], task.claim, task.accepted, in_bf16=precision == "bf16")
-            (folder / f"{task.name}-{precision}").write_bytes(blob)
+            made = judge.honest(loaded[1], task.claim, task.accepted, in_bf16=precision == "bf16")
+            (folder / f"{task.name}-{precision}").write_bytes(made.blob)
 
 
 def comparisons(world: World, tasks: Sequence[Task], folder: Path) -> Iterator[dict[str, Any]]:
@@ -114,14 +114,14 @@ def comparisons(world: World, tasks: Sequence[Task], folder: Path) -> Iterator[d
         for author, auditor in product(blobs, blobs):
             if author == auditor:
                 continue
-            replays = [blobs[auditor]]
+            replays = [Replayed(blobs[auditor], {})]  # tied embeddings: each row has a gradient
             scores = {s.name: s for s in compare(world.codec, blobs[author], replays)}
             row = {"task": task.name, "steps": (task.end - task.first) // world.profile.batch,
                    "author": " ".join(author), "auditor": " ".join(auditor),
                    "signs": scores["signs"].value, "scale": scores["scale"].value, "verdict": "passed"}  # fmt: skip
             if any(s.value < s.threshold for s in scores.values()):
                 machine, precision = auditor
-                replays.append(blobs[machine, "bf16" if precision == "fp32" else "fp32"])
+                replays.append(Replayed(blobs[machine, "bf16" if precision == "fp32" else "fp32"], {}))
                 try:
                     again = compare(world.codec, blobs[author], replays)
                     row["verdict"] = "failed" if any(s.value < s.threshold for s in again) else "passed second"

@@ -17,7 +17,7 @@ from benchmarks.convergence.corpus import corpus
 from benchmarks.convergence.studies import NESTEROV
 from peer.auditor.job import ClaimedUpdate
 from peer.auditor.loss_check import LossCheck
-from peer.auditor.replay import compare, replay
+from peer.auditor.replay import Replayed, compare, replay
 from peer.training.data import WindowReader
 from peer.training.round_files import RoundFiles
 from peer.training.single_process import SingleProcessBackend
@@ -137,8 +137,8 @@ class Judge:
         self.backend = SingleProcessBackend(world.spec, CPU, lambda: None)
         self.files = RoundFiles.of(world.spec)
 
-    def honest(self, state: State, claim: ClaimedUpdate, accepted: int, *, in_bf16: bool = False) -> bytes:
-        """Return the blob that an honest author announces. `accepted`: windows of the chain up to the state."""
+    def honest(self, state: State, claim: ClaimedUpdate, accepted: int, *, in_bf16: bool = False) -> Replayed:
+        """Return what an honest author announces. `accepted`: windows of the chain up to the state."""
         self.backend.outer.base = state
         self.backend.inner.in_bf16 = in_bf16
         return replay(self.world.spec, self.backend, self.world.reader, self.files, claim, accepted, None)
