@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -14,6 +16,12 @@ from pathlib import Path
 
 from peer.parent_process import exit_with_parent
 from protocol.errors import CairnError
+
+FIRST_PORT = 10_000
+"""The least port that `free_ports` returns."""
+
+PORT_TRIES = 512
+"""Ports that `free_ports` looks at."""
 
 
 class Process:
@@ -96,15 +104,29 @@ def stop_all(processes: Sequence[Process], seconds: float = 15.0) -> None:
 
 
 def free_ports(n: int) -> list[int]:
-    """Return ports of loopback that are free now."""
-    sockets = [socket.socket() for _ in range(n)]
-    try:
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in sockets]
-    finally:
-        for s in sockets:
-            s.close()
+    """Return ports of loopback that are free now. Raises CairnError.
+
+    They are below those that the system gives to outgoing connections: one of these could have the port before the
+    process that it is for, which may start seconds later.
+    """
+    found: dict[int, None] = {}
+    for port in random.SystemRandom().sample(range(FIRST_PORT, _first_ephemeral_port()), PORT_TRIES):
+        if len(found) == n:
+            break
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            found[port] = None
+    if len(found) < n:
+        raise CairnError("this machine has no free ports on 127.0.0.1: stop other programs that listen there")
+    return list(found)
+
+
+def _first_ephemeral_port() -> int:
+    """Return the first port that the system gives to outgoing connections; Linux's default where it is not known."""
+    with contextlib.suppress(OSError, ValueError):
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+        return max(first, FIRST_PORT + PORT_TRIES)
+    return 32_768
 
 
 def wait_for_file(path: Path, process: Process, seconds: float) -> str:
