@@ -48,7 +48,7 @@ FOR = {
 """Defences with one left out: the attack that the missing one is for, and the defences to compare with."""
 LARGE = 640
 """Windows of the largest update whose loss checks are as rare as those of a small one."""
-HONEST = ((TINY, 200), (SMALL, 24))
+HONEST = ((TINY, 120), (SMALL, 12))
 """Swarms of honest peers, and how many of their updates are compared."""
 
 
@@ -222,6 +222,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.json:
             report.save(options.json, results)
 
+    done = {h["profile"] for h in results["honest"]}
+    for profile, updates in HONEST:
+        if profile.name not in done:
+            results["honest"].append(honest.measured(profile, options.seeds[0], 4 if options.quick else updates))
+            keep()
     for run in _missing(options.seeds, options.quick, results["runs"]):
         name, scenario = run
         began = time.process_time()
@@ -229,11 +234,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results["runs"].append(row | {"cpu_seconds": round(time.process_time() - began)})
         keep()
         print(f"{described(name, scenario)}: {row}", file=sys.stderr, flush=True)
-    done = {h["profile"] for h in results["honest"]}
-    for profile, updates in HONEST:
-        if profile.name not in done:
-            results["honest"].append(honest.measured(profile, options.seeds[0], 4 if options.quick else updates))
-            keep()
     print(show(results))
     return int(not options.no_goals and not all(g["met"] for g in results["goals"]))
 
