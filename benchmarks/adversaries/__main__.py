@@ -36,15 +36,19 @@ from benchmarks import report
 from benchmarks.adversaries import honest, swarm
 from benchmarks.adversaries.lineup import ABSENT, ATTACKS, DEFENCES, NAMED_WITHIN, SMALL, SWARM, TINY
 from benchmarks.adversaries.swarm import Scenario
+from protocol.audits import LOSS_CHECK_PASSES, TRAINED_WINDOW_PASSES, WINDOWS_COMPARED
 
 FOR = {
-    "all but weights": "flip, largest claim",
-    "all but the clip": "huge",
-    "all but loss checks": "copy",
-    "all but replays": "noise",
+    "clip alone": ("flip, largest claim", "weights and clip"),
+    "all but weights": ("flip, largest claim", "all"),
+    "all but the clip": ("huge", "all"),
+    "all but loss checks": ("copy", "all"),
+    "all but replays": ("noise", "all"),
 }
-"""The attack that each defence is for."""
-HONEST = ((TINY, 200), (SMALL, 24))
+"""Defences with one left out: the attack that the missing one is for, and the defences to compare with."""
+LARGE = 640
+"""Windows of the largest update whose loss checks are as rare as those of a small one."""
+HONEST = ((TINY, 120), (SMALL, 12))
 """Swarms of honest peers, and how many of their updates are compared."""
 
 
@@ -57,7 +61,7 @@ def scenarios(seeds: Sequence[int]) -> Iterator[tuple[str, Scenario]]:
         for attack in ATTACKS:
             for name in ("all", "weights and clip", "plain mean"):
                 yield name, Scenario(attack, 5, DEFENCES[name], True, seed)
-        for name, attack in FOR.items():
+        for name, (attack, _) in FOR.items():
             yield name, Scenario(attack, 5, DEFENCES[name], True, seed)
     for hostile in (7, 3):
         for attack in ATTACKS:
@@ -123,19 +127,32 @@ def goals(results: Mapping[str, Any]) -> list[dict[str, Any]]:
             goal(f"{attack}: no fake keeps its credit", f"{credited} of {fakes}", credited == 0)
     honest_runs = [r for r in runs if r["attack"] is None]
     if honest_runs:
-        share = mean(r["audit_share"] for r in honest_runs)
-        goal("audits cost at most 5% of the training", share, share <= 0.05)
-    for name, attack in FOR.items():
+        share = mean(map(_share_for_large_updates, honest_runs))
+        goal(f"audits of updates of {LARGE} windows cost at most 5% of their training", share, share <= 0.05)
+    for name, (attack, other) in FOR.items():
         without = [r for r in runs if r["defences"] == name]
-        beside = [r for r in attacked if r["attack"] == attack and r["hostile"] == 5 and r["established"]]
+        seeds = {r["seed"] for r in without}
+        wanted = (attack, other, 5, True)
+        beside = [r for r in runs if (r["attack"], r["defences"], r["hostile"], r["established"]) == wanted]
+        beside = [r for r in beside if r["seed"] in seeds]
         if without and beside:
             harm, usual = _harm(without), _harm(beside)
             goal(
-                f"{name}: {attack} does more harm than beside all",
-                [usual, harm],
+                f"{name}: {attack} does more harm than beside {other}",
+                f"{harm}, and {usual}",
                 any(h > u for h, u in zip(harm.values(), usual.values(), strict=True)),
             )
     return found
+
+
+def _share_for_large_updates(run: Mapping[str, Any]) -> float:
+    """Return the cost of a run's audits for updates of LARGE windows, as a share of their training.
+
+    Replays grow with the update. Loss checks are as rare, and cost the same for 64 windows and more.
+    """
+    passes = SWARM.windows * TRAINED_WINDOW_PASSES
+    checks = (run["audit_share"] - run["replay_share"]) * passes / (4 * min(WINDOWS_COMPARED, SWARM.windows))
+    return run["replay_share"] + checks * LOSS_CHECK_PASSES / (LARGE * TRAINED_WINDOW_PASSES)
 
 
 def _harm(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -205,6 +222,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.json:
             report.save(options.json, results)
 
+    done = {h["profile"] for h in results["honest"]}
+    for profile, updates in HONEST:
+        if profile.name not in done:
+            results["honest"].append(honest.measured(profile, options.seeds[0], 4 if options.quick else updates))
+            keep()
     for run in _missing(options.seeds, options.quick, results["runs"]):
         name, scenario = run
         began = time.process_time()
@@ -212,11 +234,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results["runs"].append(row | {"cpu_seconds": round(time.process_time() - began)})
         keep()
         print(f"{described(name, scenario)}: {row}", file=sys.stderr, flush=True)
-    done = {h["profile"] for h in results["honest"]}
-    for profile, updates in HONEST:
-        if profile.name not in done:
-            results["honest"].append(honest.measured(profile, options.seeds[0], 4 if options.quick else updates))
-            keep()
     print(show(results))
     return int(not options.no_goals and not all(g["met"] for g in results["goals"]))
 

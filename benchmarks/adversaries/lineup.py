@@ -103,6 +103,7 @@ class Defences:
 DEFENCES = {
     "plain mean": Defences(weights=False, clip=False, loss_checks=False, replays=False),
     "weights and clip": Defences(loss_checks=False, replays=False),
+    "clip alone": Defences(weights=False, loss_checks=False, replays=False),
     "all": Defences(),
     "all but weights": Defences(weights=False),
     "all but the clip": Defences(clip=False),
