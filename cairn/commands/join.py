@@ -282,9 +282,14 @@ def _begin_audits(spec: RunSpec, owner: Identity | None) -> None:
 
 
 async def _require_say(node: Node) -> None:
-    """Wait until no report of this auditor can count any more. Then raise CairnError, with what to do."""
-    while node.machine.has_say:  # noqa: ASYNC110
+    """Wait until no report of this auditor can count any more. Then raise CairnError, with what to do.
+
+    The chain may still be arriving, so that has to be the case for as long as a silent peer stays a member.
+    """
+    without_say = 0.0
+    while without_say < node.membership.spec.round.member_seconds:
         await asyncio.sleep(SAY_SECONDS)
+        without_say = 0.0 if node.machine.has_say else without_say + SAY_SECONDS
     credit = node.membership.spec.credit
     raise CairnError(
         f"{node.membership.identity.key.short} has no stake in this run, so no record carries its reports. A key has "

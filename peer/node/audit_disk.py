@@ -30,6 +30,8 @@ class AuditDisk:
     chain: Chain
     files: StateFetcher
     drop: Callable[[Collection[Digest]], Awaitable[object]]
+    trains: bool = True
+    """Without a trainer nothing is left free for it."""
 
     def __post_init__(self) -> None:
         self._fetched: dict[Digest, int] = {}
@@ -48,6 +50,8 @@ class AuditDisk:
     @property
     def room_bytes(self) -> int:
         """Bytes of the store that training leaves, which needs room for a checkpoint and the updates of its rounds."""
+        if not self.trains:
+            return self.store.free_bytes
         head, codec = self.chain.head, self.files.updates.codec
         updates = 0 if head == self.chain.root else len(self.chain.certificate(head).record.body.updates)
         return self.store.free_bytes - self.files.checkpoint_bytes - ROUNDS_OF_TRAINING * updates * codec.size
@@ -67,9 +71,10 @@ class AuditDisk:
         if size > min(self.room_bytes, self.most_bytes - sum(self._fetched.values())):
             await self.drop(self._fetched.keys())
         if size > (room := max(0, self.room_bytes)):
+            left = "are left beside training" if self.trains else "are free"
             raise AuditError(
-                f"it needs {decimal(size)} of files that are not here, and training leaves {decimal(room)} of this "
-                "peer's disk: allow the peer more of it (--disk), or free some"
+                f"it needs {decimal(size)} of files that are not here, and {decimal(room)} of this peer's disk {left}: "
+                "allow the peer more of it (--disk), or free some"
             )
         self._fetched |= missing
 

@@ -100,7 +100,7 @@ def build_node(
         lambda: {*machine.retained_blobs(), *reducer.retained_blobs(), *jobs.in_use},
     )  # fmt: skip
     # An observer's checks are its user's, who waits for them.
-    disk = None if options.observer else AuditDisk(spec, store, chain, files, retention.prune)
+    disk = None if options.observer else AuditDisk(spec, store, chain, files, retention.prune, options.trains)
     jobs = AuditJobs(spec, options, store, chain, updates, files, disk)
     auditor = None
     if makes_audits:

@@ -22,7 +22,7 @@ from protocol.bounded import BoundedDict
 from protocol.chain import Chain
 from protocol.errors import CairnError
 from protocol.ids import Digest, PeerKey, sha256
-from protocol.messages import Signed, UpdateHeader
+from protocol.messages import AuditCheck, Signed, UpdateHeader
 from protocol.rounds.actions import AuditUpdate
 from protocol.rounds.events import AuditNotMade, UpdateAudited
 from protocol.spec import RunSpec
@@ -73,20 +73,23 @@ class UpdateAuditor:
 
     def __post_init__(self) -> None:
         self._waiting: list[_Waiting] = []
+        self._present: tuple[Digest, Digest, AuditCheck] | None = None
+        """The check that is being made."""
         self._strange: BoundedDict[Digest, None] = BoundedDict(MAX_WAITING)
         """Updates that failed a loss check here."""
         self._asked = asyncio.Event()
         self.counts = AuditCounts()
 
     def audit(self, action: AuditUpdate) -> None:
-        """Queue a check."""
-        if action.check == "replay" and not self.spec.audit.replayable:
+        """Queue a check; one that waits already gets the rank of this request."""
+        if (action.check == "replay" and not self.spec.audit.replayable) or _key(action) == self._present:
             return
+        self._waiting = [w for w in self._waiting if _key(w.action) != _key(action)]
         stakes = self.chain.stakes(action.certificate.record.body.parent)
         is_new = bool(stakes) and not any(stakes.get(u.author) for u in _updates(action) if u.digest == action.update)
         self._waiting.append(_Waiting(action, is_new))
         if len(self._waiting) > MAX_WAITING:
-            self._not_made(self._take(last=True), f"{MAX_WAITING} others come first")
+            self._not_made(self._take(last=True), f"{MAX_WAITING} others come first", may_ask_again=False)
         self._asked.set()
 
     async def run(self) -> None:
@@ -96,10 +99,14 @@ class UpdateAuditor:
             self._asked.clear()
             try:
                 while self._waiting:
-                    await self._audit(self._take())
+                    action = self._take()
+                    self._present = _key(action)
+                    await self._audit(action)
+                    self._present = None
                     if self.retention is not None:
                         await self.retention.prune()
             finally:
+                self._present = None
                 await self.process.close()
 
     def _take(self, *, last: bool = False) -> AuditUpdate:
@@ -143,11 +150,14 @@ class UpdateAuditor:
         try:
             own = self.me if action.check == "loss" else None
             job = await self.jobs.job(action.certificate, action.update, action.check, own=own)
-            answer = await self.process.answer(job, seconds)
+            try:
+                answer = await self.process.answer(job, seconds)
+            except asyncio.TimeoutError:  # another attempt would take as long
+                raise UncheckableUpdate(f"no answer in {seconds:.0f} s") from None
             if answer.reason:
                 raise UncheckableUpdate(answer.reason) if answer.is_uncheckable else AuditError(answer.reason)
         except (CairnError, asyncio.TimeoutError, OSError) as e:
-            self._not_made(action, str(e) or "no answer in time", may_ask_again=not isinstance(e, UncheckableUpdate))
+            self._not_made(action, str(e) or "not in time", may_ask_again=not isinstance(e, UncheckableUpdate))
             return
         finally:
             self.jobs.release()
@@ -188,6 +198,10 @@ class UpdateAuditor:
 
 
 _CHECKS = {"loss": "loss check", "replay": "replay"}
+
+
+def _key(action: AuditUpdate) -> tuple[Digest, Digest, AuditCheck]:
+    return action.certificate.digest, action.update, action.check
 
 
 def _updates(action: AuditUpdate) -> tuple[Signed[UpdateHeader], ...]:

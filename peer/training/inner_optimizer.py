@@ -243,9 +243,9 @@ class InnerOptimizer:
             optimizer.state.clear()
 
     def rows_with_gradient(self) -> dict[str, Tensor]:
-        """Return which rows of embeddings and heads had a gradient since the moments were reset: bool, on the CPU.
+        """Return which rows of AdamW's matrices had a gradient since the moments were reset: bool, on the CPU.
 
-        Weight decay alone moves the others: rows of tokens that did not come.
+        Weight decay alone moves the others: rows of an embedding whose tokens did not come.
         """
         states = ((name, state) for name, state in self._states() if name in self._by_adamw)
         return {n: s["exp_avg_sq"].any(1).cpu() for n, s in states if s and s["exp_avg_sq"].ndim == 2}

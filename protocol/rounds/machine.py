@@ -235,8 +235,9 @@ class RoundMachine:
 
     @property
     def has_say(self) -> bool:
-        """False once it is known that no record will carry a report of ours: see `WorkAuditor.has_say`."""
-        return not self._sync.joined or self._auditor.has_say
+        """False when no record of our chain, which may still arrive, lets us report: see `WorkAuditor.has_say`."""
+        chain = self._context.chain
+        return not self._sync.joined or chain.head == chain.root or self._auditor.has_say
 
     def slices_for(self, blob: Digest, member: PeerKey) -> list[ShardDuty]:
         """Return the shards that a member is to make with an update, with each one's proposal and committee."""

@@ -144,9 +144,11 @@ class WorkAuditor:
         number = chain.height(parent)
         due = [n for n, asked in self._asked.items() if asked.again_at is not None and asked.again_at <= number]
         for record, update, check in due:
+            asked = self._asked[record, update, check]
             if self._is_wanted(following, record, update, check):
-                asked = self._asked[record, update, check]
                 self._request(record, update, check, replace(asked, attempts=asked.attempts + 1, again_at=None))
+            else:
+                self._asked[record, update, check] = replace(asked, again_at=None)
 
     def answered(self, event: UpdateAudited | AuditNotMade) -> None:
         """Follow the driver's answer to a request."""
@@ -180,9 +182,20 @@ class WorkAuditor:
             self._asked[name] = replace(asked, again_at=again_at)
 
     def _ask(self, following: CarriedReports, record: Digest, update: Digest, check: AuditCheck, asked: _Asked) -> None:
-        """Request a check that was not requested before, if a record may still carry its report."""
-        if (record, update, check) not in self._asked and self._is_wanted(following, record, update, check):
+        """Request a check that was not requested before, if a record may still carry its report.
+
+        An accusation requests one again that has no report: it comes before others then, and at once after failures.
+        """
+        old = self._asked.get((record, update, check))
+        is_raised = old is not None and asked.is_accused and not old.is_accused
+        is_due = old is None or (is_raised and not self._has_report(record, update, check))
+        if is_due and self._is_wanted(following, record, update, check):
             self._request(record, update, check, asked)
+
+    def _has_report(self, record: Digest, update: Digest, check: AuditCheck) -> bool:
+        """Return whether we have reported what a check measured, and no record carries it yet."""
+        own = () if self._reporter is None else self._context.reports.by(self._reporter.key)
+        return any((r.body.record, r.body.update, r.body.check) == (record, update, check) for r in own)
 
     def _is_wanted(self, following: CarriedReports, record: Digest, update: Digest, check: AuditCheck) -> bool:
         """Return whether a record may carry our report, and the update's author is not convicted: that voids it too."""

@@ -12,11 +12,12 @@ from typing import Any, cast
 
 from peer.auditor.job import AuditAnswer, AuditJob, MeasuredScore
 from peer.errors import AuditError, PeerError
+from peer.node import update_auditor
 from peer.node.audit_disk import AuditDisk
 from peer.node.audit_jobs import AuditJobs
 from peer.node.options import NodeOptions
 from peer.node.state_fetcher import StateFetcher
-from peer.node.update_auditor import MAX_WAITING, UpdateAuditor
+from peer.node.update_auditor import UpdateAuditor
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey
 from protocol.messages import AuditCheck
@@ -389,16 +390,19 @@ async def test_who_is_convicted_is_not_checked_any_more(tmp_path, monkeypatch, c
     assert "its author is convicted already" in caplog.text
 
 
-async def test_the_queue_is_bounded(tmp_path):
+async def test_the_queue_is_bounded_and_has_each_check_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(update_auditor, "MAX_WAITING", 4)
     async with world(tmp_path, 5) as w:
         w.process.gate.clear()
         w.ask(4, "loss")
         await until(lambda: w.process.asked, "the first is being made")
-        for _ in range(MAX_WAITING + 5):
-            w.ask(4)
-        assert w.auditor.waiting == MAX_WAITING and w.auditor.counts.not_made == len(w.not_made) == 5
         w.ask(4, "loss")
-        assert w.auditor.waiting == MAX_WAITING
+        assert w.auditor.waiting == 0
+        for round_ in (4, 4, 4, 3, 2, 1):
+            w.ask(round_)
+        assert w.auditor.waiting == 4 and not w.auditor.counts.not_made
+        w.ask(0)
+        assert w.auditor.waiting == 4 and w.auditor.counts.not_made == 1 and not w.not_made
 
 
 async def test_the_blobs_of_the_present_check_stay_on_the_disk(tmp_path):
@@ -473,8 +477,8 @@ async def test_a_check_that_leaves_training_too_little_disk_is_not_made_and_the_
         assert len(w.fetched) == 5 and len(w.process.asked) == 1
     assert (
         "the replay is not made: a checkpoint to start from is not available (from the state of round 0: it needs "
-        "5.0 kB of files that are not here, and training leaves 5.0 kB of this peer's disk: allow the peer more of it "
-        "(--disk), or free some)" in caplog.text
+        "5.0 kB of files that are not here, and 5.0 kB of this peer's disk are left beside training: allow the peer "
+        "more of it (--disk), or free some)" in caplog.text
     )
 
 

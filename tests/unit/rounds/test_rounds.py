@@ -422,7 +422,7 @@ def test_an_auditor_without_training_is_a_member_that_announces_nothing_and_serv
     assert b.machine.serve_refusal(theirs, OTHERS[5]) is None and b.machine.serve_refusal(own, OTHERS[0])
 
 
-def test_an_auditor_that_catches_up_checks_no_records_of_long_ago():
+def test_an_auditor_that_catches_up_checks_records_once_it_has_joined_the_newest_first():
     owner = FakeSigner(OTHERS[9])
     policy = replace(POLICY, audit=AuditRule(owner=owner.key))
     b = Bench(observer=True, reporter=owner, policy=policy, alone=False)
@@ -435,8 +435,8 @@ def test_an_auditor_that_catches_up_checks_no_records_of_long_ago():
     second = certificate(FakeSigner(OTHERS[0]).sign(body), OTHERS[:1])
     b.step(ev.CertificateReceived(second, OTHERS[0]))
     assert [(a.certificate.digest, a.check) for a in b.of(do.AuditUpdate)] == [
-        (second.digest, "loss"), (second.digest, "replay")
-    ]  # fmt: skip
+        (made.digest, check) for made in (second, first) for check in ("loss", "replay")
+    ]
 
 
 def test_no_round_waits_for_a_member_that_only_follows():

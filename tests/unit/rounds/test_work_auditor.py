@@ -182,6 +182,23 @@ def attempts(branch: Branch, auditor: Auditor, wanted: AuditUpdate, rounds: int)
     return found
 
 
+def test_an_accusation_requests_a_check_at_once_that_could_not_be_made():
+    branch = Branch()
+    auditor = Auditor(branch, OWNER.key)
+    wanted, record = None, branch.chain.certificate(branch.chain.head)
+    while wanted is None:
+        record = branch.add()
+        auditor.work.round_begun(record.digest)
+        due_now = (a for a in auditor.requested() if a.certificate.digest == record.digest)
+        wanted = next((a for a in due_now if a.check == "replay"), None)
+    auditor.fail(wanted)
+    author = next(u.author for u in record.record.body.updates if u.digest == wanted.update)
+    accusers = drawn(branch, record, author)
+    for accuser in accusers[:2]:  # the second changes nothing any more
+        auditor.work.receive(report(record, accuser, author=author))
+    assert [(a.update, a.check, a.is_accused) for a in auditor.requested()] == [(wanted.update, "replay", True)]
+
+
 def test_a_check_that_could_not_be_made_is_requested_again_more_and_more_rarely():
     branch = Branch(hold=64)
     record = branch.chain.certificate(branch.chain.head)
