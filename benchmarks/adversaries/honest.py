@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from benchmarks.adversaries.lineup import SMALL, TINY, Profile
 from benchmarks.adversaries.world import Judge, State, World, claimed, peer_key, scratch_folder
@@ -78,8 +79,8 @@ def tasks_of(world: World, rounds: int, folder: Path) -> Iterator[Task]:
     judge, state, accepted = Judge(world), world.genesis(), 0
     batch = world.profile.batch
     for round_ in range(rounds):
-        path = folder / f"state{round_}.pt"
-        torch.save(state, path)
+        path = folder / f"state{round_}.safetensors"
+        save_file(state, path)
         made = []
         for peer, steps in enumerate(STEPS):
             first = round_ * steps * batch
@@ -98,7 +99,7 @@ def train_tasks(world: World, machine: Machine, tasks: Sequence[Task], folder: P
     judge, loaded = Judge(world), (Path(), State())
     for task in tasks:
         if loaded[0] != task.state:
-            loaded = task.state, torch.load(task.state)
+            loaded = task.state, load_file(task.state)
         for precision in PRECISIONS:
             made = judge.honest(loaded[1], task.claim, task.accepted, in_bf16=precision == "bf16")
             (folder / f"{task.name}-{precision}").write_bytes(made.blob)

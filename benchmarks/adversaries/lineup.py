@@ -6,16 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from benchmarks.convergence.setting import PROFILES
 from protocol.audits import AuditRule
 from protocol.spec import OuterSpec
-
-
-def _llama(hidden: int, intermediate: int, heads: int, window: int) -> dict[str, Any]:
-    return {
-        "model_type": "llama", "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": 2,
-        "num_attention_heads": heads, "num_key_value_heads": heads, "max_position_embeddings": window,
-        "tie_word_embeddings": True,
-    }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,9 +42,9 @@ class Profile:
         return 4 * self.windows
 
 
-SWARM = Profile("swarm", _llama(64, 172, 4, 64), 512, 64, peers=16, batch=4, steps=6, rounds=20, lr=1e-2)
-TINY = Profile("0.13M", _llama(64, 172, 4, 64), 512, 64, peers=4, batch=4, steps=36, rounds=14, lr=1e-2)
-SMALL = Profile("1.1M", _llama(192, 512, 6, 128), 1024, 128, peers=4, batch=4, steps=36, rounds=14, lr=8e-3)
+SWARM = Profile("swarm", PROFILES["many"].model, 512, 64, peers=16, batch=4, steps=6, rounds=20, lr=1e-2)
+TINY = Profile("0.13M", PROFILES["many"].model, 512, 64, peers=4, batch=4, steps=36, rounds=14, lr=1e-2)
+SMALL = Profile("1.1M", PROFILES["small"].model, 1024, 128, peers=4, batch=4, steps=36, rounds=14, lr=8e-3)
 
 ATTACKS = {
     "noise": "random signs, at an honest size",

@@ -24,7 +24,7 @@ from benchmarks.convergence.studies import NESTEROV
 from peer.auditor.job import ClaimedUpdate
 from peer.training.schedule import replayable_factor
 from protocol.assignment import windows_of
-from protocol.audits import due_audits
+from protocol.audits import TRAINED_WINDOW_PASSES, WINDOWS_COMPARED, due_audits
 from protocol.errors import ChainError, CodecError
 from protocol.ids import PeerKey
 from protocol.messages import AuditCheck, Certificate, Score, Signed, UpdateHeader, WorkReport
@@ -236,7 +236,9 @@ class Swarm:
         failed = any(s.value < s.threshold for s in found)
         # A failed check costs twice: the auditor's own update is measured, or the other precision replayed. A loss
         # check is four forward passes over 64 windows or fewer, and a forward pass is a third of training.
-        self.work[check] += (1 + failed) * (claim.windows if check == "replay" else 4 * min(64, claim.windows) / 3)
+        self.work[check] += (1 + failed) * (
+            claim.windows if check == "replay" else 4 * min(WINDOWS_COMPARED, claim.windows) / TRAINED_WINDOW_PASSES
+        )
         return found
 
     def _note(self, certificate: Certificate, now: int) -> None:
