@@ -46,8 +46,8 @@ def credits_apart(
     settled = final if 0 < spec.total_tokens <= posted else final - spec.credit.hold_rounds
     expected: dict[str, list[int]] = {}
     for c in branch.path[:until]:
-        for u in c.record.body.updates:
-            flops = 6 * spec.model.layout.numel * u.body.windows * spec.data.window
+        for u, windows in zip(c.record.body.updates, c.record.body.weighed, strict=True):
+            flops = 6 * spec.model.layout.numel * windows * spec.data.window
             expected.setdefault(str(u.author), [0, 0])[c.record.body.round > settled] += flops // 10**9
     for key, of in expected.items():
         if found.get(key) != tuple(of):
