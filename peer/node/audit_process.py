@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import async_timeout
 
-from peer.auditor.job import MAX_ANSWER, AuditAnswer, AuditJob, job_line, parse_answer
+from peer.auditor.job import MAX_ANSWER, AuditAnswer, Job, job_line, parse_answer
 from peer.channel.link import trainer_environment
 from peer.errors import AuditError
 
@@ -27,7 +27,7 @@ class AuditProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._words: asyncio.Task[bytes] | None = None
 
-    async def answer(self, job: AuditJob, seconds: float) -> AuditAnswer:
+    async def answer(self, job: Job, seconds: float) -> AuditAnswer:
         """Return the process's answer to a job. It is started if need be.
 
         Raise AuditError when there is none within `seconds`. The process is over when this raises or is cancelled, and
