@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError
@@ -30,7 +30,7 @@ MAX_REASON = 8000
 MAX_SCREENED = 16
 """Updates of a record that a screen compares: more change little, and each has to be decoded."""
 
-SCREENED_BACK = (1, 2, 4, 8)
+SCREENED_BACK = (1, 4)
 """The earlier records that a screen compares with, in rounds before the update's own."""
 
 MAX_PROBLEM = 200
@@ -120,10 +120,11 @@ class ScreenJob:
         Field(max_length=len(SCREENED_BACK)),
     ]
     threads: Annotated[int, Field(ge=1, le=4096)] = 1
+    check: Literal["screen"] = "screen"
     __pydantic_config__ = STRICT
 
 
-Job = AuditJob | ScreenJob
+Job = Annotated[AuditJob | ScreenJob, Field(discriminator="check")]
 
 
 @dataclass(frozen=True, slots=True)

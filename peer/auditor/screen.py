@@ -102,5 +102,6 @@ def compare_signs(updates: Tensor, earlier: Sequence[Tensor]) -> tuple[Score, ..
 
 def agreement(update: Tensor, total: Tensor) -> float:
     """Return the share of signs that are those of a sum, of the values where both have one."""
-    compared = (total != 0) & (update != 0)
-    return float((update[compared] == total[compared].sign()).double().mean()) if compared.any() else CHANCE
+    products = update * total.sign().to(torch.int8)  # 1 where both have a sign and these are equal, -1 if they are not
+    compared = int(products.count_nonzero())
+    return (1 + int(products.sum(dtype=torch.int64)) / compared) / 2 if compared else CHANCE

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -51,12 +52,12 @@ class AuditProcess:
                 await self.close()
 
     async def close(self) -> None:
-        """Kill the process, and wait for its end. Idempotent."""
+        """Kill the process with all that it has started, and wait for its end. Idempotent."""
         process, words = self._process, self._words
         self._process = self._words = None
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)  # it leads a session of its own
             # asyncio sees the end of a process when its pipes have ended, and stops reading one that is full.
             await asyncio.gather(process.wait(), _tail(process.stdout))
         if words is not None:
