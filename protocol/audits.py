@@ -12,12 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.messages import AUDIT_CHECKS, AuditCheck, Certificate
 from protocol.stake import STAKE_ROUNDS
 
 MILLION = 1_000_000
+
+UpdateCheck = AuditCheck | Literal["screen"]
+"""A check of an update. A screen trains nothing, is made of each update, and only chooses what is replayed."""
+
+SCREENED_UPDATES = 3
+"""Least updates of a record that are screened: each is compared with at least two others."""
 
 WINDOWS_COMPARED = 64
 """Windows of each kind that a loss check compares, if there are as many."""

@@ -16,7 +16,8 @@ JSON keys:
     token), loss_ratio (to the honest run of 16, same seed), ended (why it broke, or null), rounds (to the run's end),
     rounds_audited, named_after (rounds from the first fake to the conviction of each hostile peer), honest_convicted,
     honest_updates, refuted (auditors), fakes_accepted, fakes_credited (updates), audit_share, replay_share (of the
-    honest peers' training), cpu_seconds
+    honest peers' training), screen_share (CPU time of screens, of all training's), cpu_seconds,
+    commit
   goals: a list of goal, value, met
 """
 
@@ -27,6 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from statistics import mean
 from typing import Any
 
@@ -42,7 +44,8 @@ FOR = {
     "clip alone": ("flip, largest claim", "weights and clip"),
     "all but weights": ("flip, largest claim", "all"),
     "all but the clip": ("huge", "all"),
-    "all but loss checks": ("copy", "all"),
+    "all but screens": ("stale", "all"),
+    "all but loss checks": ("half", "all"),
     "all but replays": ("noise", "all"),
 }
 """Defences with one left out: the attack that the missing one is for, and the defences to compare with."""
@@ -148,11 +151,12 @@ def goals(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _share_for_large_updates(run: Mapping[str, Any]) -> float:
     """Return the cost of a run's audits for updates of LARGE windows, as a share of their training.
 
-    Replays grow with the update. Loss checks are as rare, and cost the same for 64 windows and more.
+    Replays grow with the update. Loss checks are as rare, and cost the same for 64 windows and more. Screens do, too.
     """
     passes = SWARM.windows * TRAINED_WINDOW_PASSES
     checks = (run["audit_share"] - run["replay_share"]) * passes / (4 * min(WINDOWS_COMPARED, SWARM.windows))
-    return run["replay_share"] + checks * LOSS_CHECK_PASSES / (LARGE * TRAINED_WINDOW_PASSES)
+    loss = checks * LOSS_CHECK_PASSES / (LARGE * TRAINED_WINDOW_PASSES)
+    return run["replay_share"] + loss + run["screen_share"] * SWARM.windows / LARGE
 
 
 def _harm(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -202,6 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, save after each run. Runs that the JSON file has are kept. Return 1 when a goal is missed."""
     parser = report.command_line(__doc__ or "", "adversaries")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="runs that are played at once")
     parser.add_argument("--no-goals", action="store_true", help="exit with 0 though goals are missed")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -227,15 +232,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if profile.name not in done:
             results["honest"].append(honest.measured(profile, options.seeds[0], 4 if options.quick else updates))
             keep()
-    for run in _missing(options.seeds, options.quick, results["runs"]):
-        name, scenario = run
-        began = time.process_time()
-        row = described(name, scenario) | swarm.measured(scenario)
-        results["runs"].append(row | {"cpu_seconds": round(time.process_time() - began)})
-        keep()
-        print(f"{described(name, scenario)}: {row}", file=sys.stderr, flush=True)
+    missing = list(_missing(options.seeds, options.quick, results["runs"]))
+    with ProcessPoolExecutor(options.processes, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for row in pool.map(_row, *zip(*missing, strict=True)) if missing else ():
+            results["runs"].append(row | {"commit": results["commit"]})
+            keep()
+            print(row, file=sys.stderr, flush=True)
     print(show(results))
     return int(not options.no_goals and not all(g["met"] for g in results["goals"]))
+
+
+def _row(name: str, scenario: Scenario) -> dict[str, Any]:
+    began = time.process_time()
+    row = described(name, scenario) | swarm.measured(scenario)
+    return row | {"cpu_seconds": round(time.process_time() - began)}
 
 
 def _missing(seeds: Sequence[int], quick: bool, done: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Scenario]]:

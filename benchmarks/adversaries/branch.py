@@ -23,7 +23,6 @@ from protocol.messages import (
 from protocol.spec import RunSpec
 from protocol.stake import STAKE_ROUNDS, StakeRule
 
-HOLD_ROUNDS = 12
 STATE = Digest(sha256(b"state"))
 """The name of every state: the rules that are simulated here do not read it."""
 
@@ -33,7 +32,7 @@ class Branch:
 
     def __init__(self, spec: RunSpec, profile: Profile, rule: AuditRule, founders: Iterable[PeerKey]):
         """Begin a run in which the founders have the stake of a clean record."""
-        stake = StakeRule(HOLD_ROUNDS, tuple(founders), STAKE_ROUNDS * profile.windows)
+        stake = StakeRule(spec.credit.hold_rounds, tuple(founders), STAKE_ROUNDS * profile.windows)
         limits = ChainLimits(profile.most, profile.peers, stake=stake, audit=rule, replay_batch=profile.batch)
         self.run = spec.run_id
         self.chain = Chain(self.run, STATE, limits)

@@ -62,6 +62,9 @@ ATTACKS = {
 
 ABSENT = "absent"
 """Instead of an attack: the hostile peers are not there."""
+HOLD_ROUNDS = 32
+"""The run's `credit.hold_rounds`: a fake that is found later keeps its credit."""
+
 NAMED_WITHIN = 30
 """Rounds within which a hostile peer is to be convicted."""
 
@@ -72,6 +75,7 @@ class Defences:
 
     weights: bool = True
     clip: bool = True
+    screens: bool = True
     loss_checks: bool = True
     replays: bool = True
 
@@ -94,12 +98,13 @@ class Defences:
 
 
 DEFENCES = {
-    "plain mean": Defences(weights=False, clip=False, loss_checks=False, replays=False),
-    "weights and clip": Defences(loss_checks=False, replays=False),
-    "clip alone": Defences(weights=False, loss_checks=False, replays=False),
+    "plain mean": Defences(weights=False, clip=False, screens=False, loss_checks=False, replays=False),
+    "weights and clip": Defences(screens=False, loss_checks=False, replays=False),
+    "clip alone": Defences(weights=False, screens=False, loss_checks=False, replays=False),
     "all": Defences(),
     "all but weights": Defences(weights=False),
     "all but the clip": Defences(clip=False),
+    "all but screens": Defences(screens=False),
     "all but loss checks": Defences(loss_checks=False),
     "all but replays": Defences(replays=False),
 }

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from random import Random
+from time import process_time
 from typing import Any
 
 import torch
@@ -21,10 +23,11 @@ from benchmarks.adversaries.world import Judge, State, World, claimed, peer_key
 from benchmarks.convergence.fleet import Fleet
 from benchmarks.convergence.setting import PROFILES, Setting
 from benchmarks.convergence.studies import NESTEROV
-from peer.auditor.job import ClaimedUpdate
+from peer.auditor.job import SCREENED_BACK, ClaimedUpdate
+from peer.auditor.screen import chosen_tensors, compare_signs, signs
 from peer.training.schedule import replayable_factor
 from protocol.assignment import windows_of
-from protocol.audits import TRAINED_WINDOW_PASSES, WINDOWS_COMPARED, due_audits
+from protocol.audits import TRAINED_WINDOW_PASSES, WINDOWS_COMPARED, draw_auditors, due_audits
 from protocol.errors import ChainError, CodecError
 from protocol.ids import PeerKey
 from protocol.messages import AuditCheck, Certificate, Score, Signed, UpdateHeader, WorkReport
@@ -84,6 +87,13 @@ class Swarm:
         self.refuted: set[PeerKey] = set()
         self.work = {"trained": 0.0, "loss": 0.0, "replay": 0.0}
         """Windows of training, and what checks cost, in the same unit."""
+        self.seconds = {"trained": 0.0, "screens": 0.0}
+        """CPU time of all training, and of screens."""
+        self.tensors = chosen_tensors(world.codec, profile.vocabulary, Random(scenario.seed))
+        self.decoding_seconds = 0.0
+        """CPU time of decoding the newest record's updates."""
+        self.signs: list[dict[PeerKey, Tensor]] = []
+        """Of each record, the signs of its updates."""
 
     # -- one round ---------------------------------------------------------------------------------------------
 
@@ -114,7 +124,9 @@ class Swarm:
     def _blobs(self, now: int, accepted: int) -> dict[PeerKey, bytes]:
         """Return the update of each peer that may contribute."""
         attacks = now >= FIRST_ATTACK and self.scenario.attack not in ("", ABSENT)
+        began = process_time()
         progress, half = self._train(accepted, stale=attacks and self.scenario.attack == "stale")
+        self.seconds["trained"] += process_time() - began
         found = {}
         for number, key in enumerate(self.keys):
             if self.branch.chain.is_barred(key, self.branch.head):
@@ -193,14 +205,18 @@ class Swarm:
 
     def _audit(self, certificate: Certificate) -> None:
         """Make the checks that a record asks for, as `protocol.rounds.work_auditor` does."""
-        branch, rule = self.branch, self.scenario.defences.rule
-        updates = {u.digest: u for u in certificate.record.body.updates}
-        for audit in due_audits(certificate, branch.stakes(certificate), rule):
-            for auditor in audit.auditors[:1]:
-                update, passed = updates[audit.update], True
-                checks = audit.checks
+        branch, rule, stakes = self.branch, self.scenario.defences.rule, self.branch.stakes(certificate)
+        due = {audit.update: audit.checks for audit in due_audits(certificate, stakes, rule)}
+        blobs, began = self.held[certificate.digest].blobs, process_time()
+        self.signs.append({u.author: signs(self.world.codec, blobs[u.author], self.tensors)
+                           for u in certificate.record.body.updates})  # fmt: skip
+        self.decoding_seconds = process_time() - began
+        for update in certificate.record.body.updates:
+            checks = due.get(update.digest, ())
+            for auditor in draw_auditors(certificate.digest, update.digest, update.author, stakes, rule)[:1]:
+                passed = "replay" in checks or self._screened(update, auditor)
                 if "loss" in checks:
-                    passed = self._check(certificate, update, auditor, "loss")
+                    passed = self._check(certificate, update, auditor, "loss") and passed
                 if "replay" in checks or (not passed and rule.replay_rate):
                     self._check(certificate, update, auditor, "replay")
         following = branch.chain.reports_after(certificate.digest)
@@ -212,6 +228,20 @@ class Swarm:
             for key in sorted({*following.auditors_of(report), *following.jury_of(report)} - {report.author}):
                 if key in self.keys and key != update.author:
                     self._check(about, update, key, "replay")
+
+    def _screened(self, update: Signed[UpdateHeader], by: PeerKey) -> bool:
+        """Screen an update of the newest record as the product does. Return whether it passed."""
+        if not self.scenario.defences.screens or by in self.hostile:
+            return True
+        began = process_time()
+        of_round = self.signs[-1]
+        others = [s for author, s in of_round.items() if author != update.author]
+        earlier = [torch.stack(list(self.signs[-1 - back].values())).sum(0, dtype=torch.int16)
+                   for back in SCREENED_BACK if back < len(self.signs)]  # fmt: skip
+        scores = compare_signs(torch.stack([of_round[update.author], *others]), earlier)
+        # Auditors do not share what they have decoded: each decodes all updates of these records.
+        self.seconds["screens"] += process_time() - began + (1 + len(earlier)) * self.decoding_seconds
+        return all(s.value >= s.threshold for s in scores)
 
     def _check(self, record: Certificate, update: Signed[UpdateHeader], by: PeerKey, check: AuditCheck) -> bool:
         """Make a check, and report it, unless its author is convicted already. Return whether the update passed."""
@@ -281,4 +311,5 @@ def measured(scenario: Scenario) -> dict[str, Any]:
         "refuted": len(swarm.refuted), "fakes_accepted": len(accepted), "fakes_credited": len(kept),
         "audit_share": (work["loss"] + work["replay"]) / max(1.0, work["trained"]),
         "replay_share": work["replay"] / max(1.0, work["trained"]),
+        "screen_share": swarm.seconds["screens"] / swarm.seconds["trained"],
     }  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.adversaries.lineup import Profile
+from benchmarks.adversaries.lineup import HOLD_ROUNDS, Profile
 from benchmarks.convergence.corpus import corpus
 from benchmarks.convergence.studies import NESTEROV
 from peer.auditor.job import ClaimedUpdate
@@ -79,6 +79,7 @@ class World:
                 "target_tokens": p.target * p.window, "max_update_tokens": p.most * p.window, "exchange": "gather",
             },
             "audit": {"replayable": True},
+            "credit": {"hold_rounds": HOLD_ROUNDS},
         }  # fmt: skip
         self.spec = RunSpec.model_validate(fields)
         self.codec: Codec = make_codec(self.spec.codec, layout)

@@ -9,13 +9,15 @@ import signal
 import sys
 import time
 from pathlib import Path
+from random import SystemRandom
 from typing import TYPE_CHECKING
 
-from peer.auditor.job import AuditAnswer, MeasuredScore, answer_line, parse_job
+from peer.auditor.job import AuditAnswer, Job, MeasuredScore, ScreenJob, answer_line, parse_job
 from peer.channel.messages import MAX_LINE
 from peer.errors import AuditError, UncheckableUpdate
 from peer.parent_process import exit_with_parent
 from protocol.errors import CairnError
+from protocol.messages import Score
 
 if TYPE_CHECKING:
     import torch
@@ -54,21 +56,31 @@ def _answer(line: bytes) -> AuditAnswer:
         if len(line) > MAX_LINE:
             raise AuditError(f"a job of more than {MAX_LINE} bytes")
         job = parse_job(line)
-        from peer.auditor.audit import audit  # torch and transformers: seconds
-        from peer.training.device import choose_device
-
-        device = choose_device(job.device, job.threads)
-        if device.type == "cpu":
-            os.nice(CPU_NICENESS)  # no more than that, however often
-        else:
-            _leave_memory(device)
-        scores = tuple(MeasuredScore(s.name, s.value, s.threshold) for s in audit(job, device))
+        scores = tuple(MeasuredScore(s.name, s.value, s.threshold) for s in _scores(job))
     except (CairnError, OSError, RuntimeError, MemoryError) as e:
         # RuntimeError: torch's, for a device that fails.
         said = " ".join("".join(c if c.isprintable() else " " for c in str(e)).split())[:2000]
         seconds = time.process_time() - began
         return AuditAnswer((), said or type(e).__name__, seconds, isinstance(e, UncheckableUpdate))
     return AuditAnswer(scores, "", time.process_time() - began)
+
+
+def _scores(job: Job) -> tuple[Score, ...]:
+    """Make the check. Raise CairnError, OSError, RuntimeError and MemoryError."""
+    if isinstance(job, ScreenJob):
+        from peer.auditor.screen import screen  # torch: seconds
+
+        os.nice(CPU_NICENESS)  # no more than that, however often
+        return screen(job, SystemRandom())
+    from peer.auditor.audit import audit  # transformers, too
+    from peer.training.device import choose_device
+
+    device = choose_device(job.device, job.threads)
+    if device.type == "cpu":
+        os.nice(CPU_NICENESS)
+    else:
+        _leave_memory(device)
+    return audit(job, device)
 
 
 def _leave_memory(device: torch.device) -> None:

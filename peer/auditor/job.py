@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError
 
 from peer.channel.messages import MAX_LINE, Count, DigestField, PeerKeyField, RoundUpdates
 from peer.errors import AuditError
+from protocol.audits import SCREENED_UPDATES
 from protocol.checks import text
 from protocol.errors import MalformedError
 from protocol.messages import MAX_SCORE, MAX_SCORE_NAME, MAX_SCORES, AuditCheck, Score
@@ -25,6 +26,12 @@ MAX_ANSWER = 64 * 1024
 
 MAX_REASON = 8000
 """Maximum bytes of the reason why a check could not be made."""
+
+MAX_SCREENED = 16
+"""Updates of a record that a screen compares: more change little, and each has to be decoded."""
+
+SCREENED_BACK = (1, 4)
+"""The earlier records that a screen compares with, in rounds before the update's own."""
 
 MAX_PROBLEM = 200
 """Characters that an error shows of one wrong field: its name may be whatever was sent."""
@@ -99,6 +106,28 @@ class AuditJob:
 
 
 @dataclass(frozen=True, slots=True)
+class ScreenJob:
+    """The screen of one update: the blobs of its record's updates, its own first, and those of earlier records.
+
+    `spec_path`, `threads`: as in `AuditJob`.
+    """
+
+    spec_path: Path
+    updates: Annotated[tuple[Path, ...], FailFast(), Field(min_length=SCREENED_UPDATES, max_length=MAX_SCREENED)]
+    earlier: Annotated[
+        tuple[Annotated[tuple[Path, ...], FailFast(), Field(max_length=MAX_SCREENED)], ...],
+        FailFast(),
+        Field(max_length=len(SCREENED_BACK)),
+    ]
+    threads: Annotated[int, Field(ge=1, le=4096)] = 1
+    check: Literal["screen"] = "screen"
+    __pydantic_config__ = STRICT
+
+
+Job = Annotated[AuditJob | ScreenJob, Field(discriminator="check")]
+
+
+@dataclass(frozen=True, slots=True)
 class MeasuredScore:
     """A score as in a work report (`protocol.messages.Score`)."""
 
@@ -128,11 +157,11 @@ class AuditAnswer:
         return tuple(Score(s.name, s.value, s.threshold) for s in self.scores)
 
 
-_JOB = TypeAdapter(AuditJob)
+_JOB = TypeAdapter(Job)
 _ANSWER = TypeAdapter(AuditAnswer)
 
 
-def job_line(job: AuditJob) -> bytes:
+def job_line(job: Job) -> bytes:
     """Return a job as one line. Raise AuditError when it is longer than MAX_LINE, or not to be written as JSON."""
     return _line(_JOB, job, MAX_LINE)
 
@@ -152,7 +181,7 @@ def _line(adapter: TypeAdapter, message: object, most: int) -> bytes:
     return line
 
 
-def parse_job(line: bytes) -> AuditJob:
+def parse_job(line: bytes) -> Job:
     """Return the job in a line. Raise AuditError, which names the wrong fields."""
     return _parse(_JOB, line, "job")
 

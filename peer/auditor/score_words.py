@@ -25,5 +25,7 @@ _WORDS: dict[str, Callable[[Score], str]] = {
     "signs": lambda s: f"{s.value:.1%} of signs agree ({s.threshold:.0%} needed)",
     "scale": lambda s: f"norms within {s.value:.0%} ({s.threshold:.0%} needed)",
     "gain": lambda s: f"its own windows gain {s.value:.2f} standard errors more than others ({s.threshold:.2f} needed)",
+    "agreement": lambda s: f"{s.value:.1%} of signs agree with its round ({s.threshold:.1%} needed)",
+    "fresh": lambda s: f"{s.value:+.1%} beside an earlier round ({s.threshold:+.1%} needed)",
     "quarter": lambda s: f"its worst quarter {s.value:.2f} ({s.threshold:.2f} needed)",
 }

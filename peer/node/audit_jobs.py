@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import SystemRandom
 
-from peer.auditor.job import AuditJob, ClaimedUpdate, Rebase, StateFiles
-from peer.errors import AuditError
+from peer.auditor.job import MAX_SCREENED, SCREENED_BACK, AuditJob, ClaimedUpdate, Rebase, ScreenJob, StateFiles
+from peer.errors import AuditError, UncheckableUpdate
 from peer.node.audit_disk import AuditDisk
 from peer.node.network import Network
 from peer.node.options import NodeOptions
@@ -15,6 +16,7 @@ from peer.node.round_blob_fetcher import RoundBlobFetcher
 from peer.node.state_fetcher import StateFetcher, StateStart
 from peer.node.trainer_files import data_shards, fetch_shards, spec_file, write_spec
 from peer.store import Store
+from protocol.audits import SCREENED_UPDATES
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey
 from protocol.messages import AuditCheck, Certificate, Signed, UpdateHeader
@@ -42,6 +44,7 @@ class AuditJobs:
     def __post_init__(self) -> None:
         self._policy = RoundPolicy.of(self.spec)
         self._in_use: frozenset[Digest] = frozenset()
+        self._chooser = SystemRandom()
 
     async def begin(self, network: Network) -> None:
         """Fetch the data that jobs need, and write the spec for them. Raise CairnError, and TimeoutError."""
@@ -56,6 +59,24 @@ class AuditJobs:
     def release(self) -> None:
         """Note that the present job is over."""
         self._in_use = frozenset()
+
+    def screen(self, certificate: Certificate, update: Digest) -> ScreenJob:
+        """Return the job of a screen, of what the store has. Raise UncheckableUpdate when that is too little."""
+        audited, path = _update_of(certificate, update), self.chain.path(self.chain.root, certificate.digest)
+        record = [audited, *self._held(certificate, MAX_SCREENED - 1, without=audited.author)]
+        if len(record) < SCREENED_UPDATES or not self.store.has(audited.body.blob):
+            raise UncheckableUpdate("the store does not have enough updates of its round to compare it with")
+        earlier = [self._held(path[-1 - back], MAX_SCREENED) for back in SCREENED_BACK if back < len(path)]
+        self._in_use = frozenset(u.body.blob for updates in [record, *earlier] for u in updates)
+        paths = [tuple(self.store.path(u.body.blob) for u in updates) for updates in [record, *earlier] if updates]
+        return ScreenJob(spec_file(self.options.folder), paths[0], tuple(paths[1:]), self.options.threads)
+
+    def _held(
+        self, certificate: Certificate, most: int, *, without: PeerKey | None = None
+    ) -> Sequence[Signed[UpdateHeader]]:
+        """Return at most that many of a record's updates whose blobs are here, drawn when there are more."""
+        held = [u for u in certificate.record.body.updates if u.author != without and self.store.has(u.body.blob)]
+        return held if len(held) <= most else self._chooser.sample(held, most)
 
     async def job(
         self, certificate: Certificate, update: Digest, check: AuditCheck, *, own: PeerKey | None = None

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
 import async_timeout
 
-from peer.auditor.job import MAX_ANSWER, AuditAnswer, AuditJob, job_line, parse_answer
+from peer.auditor.job import MAX_ANSWER, AuditAnswer, Job, job_line, parse_answer
 from peer.channel.link import trainer_environment
 from peer.errors import AuditError
 
@@ -27,7 +28,7 @@ class AuditProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._words: asyncio.Task[bytes] | None = None
 
-    async def answer(self, job: AuditJob, seconds: float) -> AuditAnswer:
+    async def answer(self, job: Job, seconds: float) -> AuditAnswer:
         """Return the process's answer to a job. It is started if need be.
 
         Raise AuditError when there is none within `seconds`. The process is over when this raises or is cancelled, and
@@ -51,12 +52,12 @@ class AuditProcess:
                 await self.close()
 
     async def close(self) -> None:
-        """Kill the process, and wait for its end. Idempotent."""
+        """Kill the process with all that it has started, and wait for its end. Idempotent."""
         process, words = self._process, self._words
         self._process = self._words = None
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)  # it leads a session of its own
             # asyncio sees the end of a process when its pipes have ended, and stops reading one that is full.
             await asyncio.gather(process.wait(), _tail(process.stdout))
         if words is not None:

@@ -11,18 +11,19 @@ import asyncio
 import logging
 from dataclasses import dataclass, field
 
-from peer.auditor.job import AuditAnswer
+from peer.auditor.job import AuditAnswer, Job
 from peer.auditor.score_words import score_words
 from peer.errors import AuditError, UncheckableUpdate
 from peer.node.audit_jobs import AuditJobs
 from peer.node.audit_process import AuditProcess
 from peer.node.blob_retention import BlobRetention
 from peer.node.events import Post
+from protocol.audits import UpdateCheck
 from protocol.bounded import BoundedDict
 from protocol.chain import Chain
 from protocol.errors import CairnError
 from protocol.ids import Digest, PeerKey, sha256
-from protocol.messages import AuditCheck, Signed, UpdateHeader
+from protocol.messages import Signed, UpdateHeader
 from protocol.rounds.actions import AuditUpdate
 from protocol.rounds.events import AuditNotMade, UpdateAudited
 from protocol.spec import RunSpec
@@ -31,6 +32,9 @@ log = logging.getLogger(__name__)
 
 MAX_WAITING = 64
 """Checks that wait."""
+
+SCREENS_TOGETHER = 4
+"""Screens for which a process is started. Fewer wait for another check: a start takes longer than they do."""
 
 LEAST_SECONDS = 900.0
 """Least deadline of a process, which first imports torch on cores that others use."""
@@ -73,16 +77,18 @@ class UpdateAuditor:
 
     def __post_init__(self) -> None:
         self._waiting: list[_Waiting] = []
-        self._present: tuple[Digest, Digest, AuditCheck] | None = None
+        self._present: tuple[Digest, Digest, UpdateCheck] | None = None
         """The check that is being made."""
         self._strange: BoundedDict[Digest, None] = BoundedDict(MAX_WAITING)
-        """Updates that failed a loss check here."""
+        """Updates that failed a screen or a loss check here."""
         self._asked = asyncio.Event()
         self.counts = AuditCounts()
 
     def audit(self, action: AuditUpdate) -> None:
         """Queue a check; one that waits already gets the rank of this request."""
-        if (action.check == "replay" and not self.spec.audit.replayable) or _key(action) == self._present:
+        if _key(action) == self._present or (action.check != "loss" and not self.spec.audit.replayable):
+            return
+        if action.check == "screen" and action.certificate.shards:  # only slices of the updates are here
             return
         self._waiting = [w for w in self._waiting if _key(w.action) != _key(action)]
         stakes = self.chain.stakes(action.certificate.record.body.parent)
@@ -90,7 +96,9 @@ class UpdateAuditor:
         self._waiting.append(_Waiting(action, is_new))
         if len(self._waiting) > MAX_WAITING:
             self._not_made(self._take(last=True), f"{MAX_WAITING} others come first", may_ask_again=False)
-        self._asked.set()
+        screens = sum(w.action.check == "screen" for w in self._waiting)
+        if screens >= SCREENS_TOGETHER or screens < len(self._waiting):
+            self._asked.set()
 
     async def run(self) -> None:
         """Make one check after the other. The process of the present one ends when this is cancelled."""
@@ -113,8 +121,8 @@ class UpdateAuditor:
         """Remove and return the first check by rank, or the last one.
 
         First come accused updates: many newcomers must not keep a jury from its work. Then come replays of keys without
-        stake: all of their updates are to be replayed, whatever loss checks find. Then come updates that failed a loss
-        check, then loss checks, then replays.
+        stake: all of their updates are to be replayed, whatever else is found. Then come updates that failed another
+        check, then screens, which are cheap, then loss checks, then replays.
 
         Of each kind the newest round comes first. A conviction takes an auditor's replay, then another's, then those of
         a jury, one after the other. With more to do than time, the oldest first would all begin too late for that. In a
@@ -130,7 +138,7 @@ class UpdateAuditor:
             elif action.update in self._strange:
                 kind = 2
             else:
-                kind = 3 if action.check == "loss" else 4
+                kind = {"screen": 3, "loss": 4, "replay": 5}[action.check]
             return kind, -certificate.record.body.round, sha256(certificate.digest, action.update)
 
         found = (max if last else min)(self._waiting, key=rank)
@@ -148,8 +156,7 @@ class UpdateAuditor:
             return
         seconds = max(LEAST_SECONDS, DEADLINE_ROUNDS * self.spec.round.max_seconds)
         try:
-            own = self.me if action.check == "loss" else None
-            job = await self.jobs.job(action.certificate, action.update, action.check, own=own)
+            job = await self._job(action)
             try:
                 answer = await self.process.answer(job, seconds)
             except asyncio.TimeoutError:  # another attempt would take as long
@@ -162,6 +169,12 @@ class UpdateAuditor:
         finally:
             self.jobs.release()
         self._report(action, answer)
+
+    async def _job(self, action: AuditUpdate) -> Job:
+        if action.check == "screen":
+            return self.jobs.screen(action.certificate, action.update)
+        own = self.me if action.check == "loss" else None
+        return await self.jobs.job(action.certificate, action.update, action.check, own=own)
 
     def _obsolete(self, action: AuditUpdate) -> str | None:
         """Return why no record would carry a report on an update, or nothing would follow from it."""
@@ -181,8 +194,9 @@ class UpdateAuditor:
         if not passed:
             self.counts.failed += 1
             self._strange[action.update] = None
-        # A failed loss check accuses nobody, and honest updates fail some: it chooses what is replayed.
-        level = logging.INFO if passed or action.check == "loss" else logging.WARNING
+        # A failed screen or loss check accuses nobody, and honest updates fail some: it chooses what is replayed.
+        level = logging.WARNING if action.check == "replay" and not passed else logging.INFO
+        level = logging.DEBUG if action.check == "screen" and passed else level
         log.log(
             level, "%s: %s %s, %s; it took %.1f s of CPU time",
             _name(action), _CHECKS[action.check], "passed" if passed else "failed", score_words(found.scores),
@@ -197,10 +211,10 @@ class UpdateAuditor:
             self.post(AuditNotMade(action.certificate.digest, action.update, action.check))
 
 
-_CHECKS = {"loss": "loss check", "replay": "replay"}
+_CHECKS = {"screen": "screen", "loss": "loss check", "replay": "replay"}
 
 
-def _key(action: AuditUpdate) -> tuple[Digest, Digest, AuditCheck]:
+def _key(action: AuditUpdate) -> tuple[Digest, Digest, UpdateCheck]:
     return action.certificate.digest, action.update, action.check
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from protocol.audits import UpdateCheck
 from protocol.ids import Digest, PeerKey, Round
-from protocol.messages import AuditCheck, Certificate, Directive, Rollback, RoundRecord, Signed
+from protocol.messages import Certificate, Directive, Rollback, RoundRecord, Signed
 from protocol.rounds.policy import RoundPolicy
 
 
@@ -204,7 +205,7 @@ class AuditUpdate:
 
     certificate: Certificate
     update: Digest
-    check: AuditCheck
+    check: UpdateCheck
     is_accused: bool = False
     """An auditor has reported that the update failed a replay."""
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from protocol.audits import UpdateCheck
 from protocol.ids import Digest, PeerKey
-from protocol.messages import AuditCheck, Certificate, Directive, Finalization, Score, Signed
+from protocol.messages import Certificate, Directive, Finalization, Score, Signed
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ class UpdateAudited:
 
     record: Digest
     update: Digest
-    check: AuditCheck
+    check: UpdateCheck
     scores: tuple[Score, ...]
 
 
@@ -125,7 +126,7 @@ class AuditNotMade:
 
     record: Digest
     update: Digest
-    check: AuditCheck
+    check: UpdateCheck
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,10 @@
 """A peer's part in audits: the checks that it is drawn for, and its reports until a record carries them.
 
-The first auditor that is drawn for an update makes the checks that are due, and replays what its loss check found
-strange. The other auditors replay what one of them accuses, and jurors what two accuse. So an honest update costs the
-swarm one check and not three. The owner's auditor makes all checks that are due, and replays what anybody accuses. The
-checks themselves are the driver's: `AuditUpdate`, answered by `UpdateAudited` or `AuditNotMade`.
+The first auditor that is drawn for an update screens it, makes the checks that are due, and replays what its screen or
+its loss check found strange. The other auditors replay what one of them accuses, and jurors what two accuse. So an
+honest update costs the swarm one check and not three. The owner's auditor makes all checks that are due, and replays
+what anybody accuses. The checks themselves are the driver's: `AuditUpdate`, answered by `UpdateAudited` or
+`AuditNotMade`.
 
 A check that could not be made is requested again in later rounds, while a record may still carry its report. A peer
 that was away, or has started again, catches up: it requests the checks of all records whose reports may still be
@@ -12,22 +13,22 @@ carried. It repeats none whose report a record carries, and makes none of an aut
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from protocol.audits import due_audits
+from protocol.audits import SCREENED_UPDATES, UpdateCheck, draw_auditors, due_audits
 from protocol.bounded import BoundedDict
 from protocol.carried_reports import CarriedReports
 from protocol.ids import Digest, PeerKey
 from protocol.message_codec import Signer
-from protocol.messages import AuditCheck, Signed, WorkReport
+from protocol.messages import Signed, WorkReport
 from protocol.rounds.actions import AuditUpdate, Broadcast
 from protocol.rounds.context import Context
 from protocol.rounds.events import AuditNotMade, UpdateAudited
 
-MAX_ASKED = 1024
-"""Checks that are remembered, so that none is made twice."""
+MAX_ASKED = 16_384
+"""Checks that are remembered while their reports may be carried, so that none is made twice."""
 
 MAX_ATTEMPTS = 5
 """Requests for one check. After attempt n fails, the next comes 2^(n - 1) rounds later: the last after 15 rounds."""
@@ -56,7 +57,7 @@ class WorkAuditor:
     def __init__(self, context: Context, reporter: Signer | None):
         self._context = context
         self._reporter = reporter
-        self._asked: BoundedDict[tuple[Digest, Digest, AuditCheck], _Asked] = BoundedDict(MAX_ASKED)
+        self._asked: BoundedDict[tuple[Digest, Digest, UpdateCheck], _Asked] = BoundedDict(MAX_ASKED)
         self._seen: set[Digest] = set()
         """Records of the branch whose checks were requested, as far as reports on them may still be carried."""
         self._contradicted: BoundedDict[PeerKey, None] = BoundedDict(MAX_CONTRADICTED)
@@ -118,6 +119,8 @@ class WorkAuditor:
         chain, updates = self._context.chain, 0
         branch = [r for r in islice(chain.ancestors(parent), chain.limits.stake.hold_rounds) if r != chain.root]
         self._seen.intersection_update(branch)
+        for name in [n for n in self._asked if n[0] not in self._seen and n[0] not in branch]:
+            del self._asked[name]
         for record in branch:
             if record not in self._seen:
                 updates += len(chain.certificate(record).record.body.updates)
@@ -131,12 +134,30 @@ class WorkAuditor:
         chain = self._context.chain
         certificate, rule = chain.certificate(record), chain.limits.audit
         me = None if self._reporter is None else self._reporter.key
-        for audit in due_audits(certificate, chain.stakes(certificate.record.body.parent), rule):
+        due = due_audits(certificate, chain.stakes(certificate.record.body.parent), rule)
+        replayed = set[Digest]()
+        for audit in due:
             if me in audit.auditors[:1] or (me == rule.owner and me != audit.author):
                 for check in audit.checks:
                     self._ask(following, record, audit.update, check, _Asked())
+                replayed.update({audit.update} if "replay" in audit.checks else ())
+        self._request_screens(record, following, replayed)
         for report in certificate.record.body.reports:
             self._follow(report, following)
+
+    def _request_screens(self, record: Digest, following: CarriedReports, replayed: Collection[Digest]) -> None:
+        """Request the screens of a record's updates that are ours to check, but of those that we replay anyway."""
+        chain = self._context.chain
+        certificate, rule = chain.certificate(record), chain.limits.audit
+        updates, stakes = certificate.record.body.updates, chain.stakes(certificate.record.body.parent)
+        me = None if self._reporter is None else self._reporter.key
+        if len(updates) < SCREENED_UPDATES or not rule.replay_rate:
+            return
+        for update in updates:
+            if update.author == me or update.digest in replayed:
+                continue
+            if me == rule.owner or me in draw_auditors(record, update.digest, update.author, stakes, rule)[:1]:
+                self._ask(following, record, update.digest, "screen", _Asked())
 
     def _request_again(self, parent: Digest, following: CarriedReports) -> None:
         """Request the checks again that could not be made, and whose time has come."""
@@ -162,6 +183,11 @@ class WorkAuditor:
         context, chain = self._context, self._context.chain
         if event.record not in chain or self._reporter is None:
             return
+        following = chain.reports_after(chain.head)
+        if event.check == "screen":
+            if any(s.value < s.threshold for s in event.scores):
+                self._ask(following, event.record, event.update, "replay", _Asked())
+            return
         number = chain.certificate(event.record).record.body.round
         report = self._reporter.sign(
             WorkReport(context.run, number, event.record, event.update, event.check, event.scores)
@@ -169,7 +195,7 @@ class WorkAuditor:
         asked = self._asked.get((event.record, event.update, event.check))
         if asked is not None and asked.accuser is not None and report.body.passed:
             self._contradicted[asked.accuser] = None
-        self._follow(report, chain.reports_after(chain.head))
+        self._follow(report, following)
         if context.reports.add(report):
             context.emit(Broadcast(report))
 
@@ -181,7 +207,9 @@ class WorkAuditor:
             again_at = chain.height(chain.head) + 2 ** (asked.attempts - 1)
             self._asked[name] = replace(asked, again_at=again_at)
 
-    def _ask(self, following: CarriedReports, record: Digest, update: Digest, check: AuditCheck, asked: _Asked) -> None:
+    def _ask(
+        self, following: CarriedReports, record: Digest, update: Digest, check: UpdateCheck, asked: _Asked
+    ) -> None:
         """Request a check that was not requested before, if a record may still carry its report.
 
         An accusation requests one again that has no report: it comes before others then, and at once after failures.
@@ -192,20 +220,24 @@ class WorkAuditor:
         if is_due and self._is_wanted(following, record, update, check):
             self._request(record, update, check, asked)
 
-    def _has_report(self, record: Digest, update: Digest, check: AuditCheck) -> bool:
+    def _has_report(self, record: Digest, update: Digest, check: UpdateCheck) -> bool:
         """Return whether we have reported what a check measured, and no record carries it yet."""
         own = () if self._reporter is None else self._context.reports.by(self._reporter.key)
         return any((r.body.record, r.body.update, r.body.check) == (record, update, check) for r in own)
 
-    def _is_wanted(self, following: CarriedReports, record: Digest, update: Digest, check: AuditCheck) -> bool:
-        """Return whether a record may carry our report, and the update's author is not convicted: that voids it too."""
+    def _is_wanted(self, following: CarriedReports, record: Digest, update: Digest, check: UpdateCheck) -> bool:
+        """Return whether a record may carry our report, and the update's author is not convicted: that voids it too.
+
+        A screen is followed by the report of a replay, if by any.
+        """
         reporter, chain = self._reporter, self._context.chain
-        if reporter is None or following.refusal(record, update, reporter.key, check) is not None:
+        reported = "replay" if check == "screen" else check
+        if reporter is None or following.refusal(record, update, reporter.key, reported) is not None:
             return False
         author = next(u.author for u in chain.certificate(record).record.body.updates if u.digest == update)
         return not chain.is_barred(author, chain.head)
 
-    def _request(self, record: Digest, update: Digest, check: AuditCheck, asked: _Asked) -> None:
+    def _request(self, record: Digest, update: Digest, check: UpdateCheck, asked: _Asked) -> None:
         self._asked[record, update, check] = asked
         self._context.emit(
             AuditUpdate(self._context.chain.certificate(record), update, check, is_accused=asked.is_accused)

@@ -26,6 +26,7 @@ from peer.auditor.job import (
     ClaimedUpdate,
     MeasuredScore,
     Rebase,
+    ScreenJob,
     StateFiles,
     answer_line,
     job_line,
@@ -508,11 +509,20 @@ def _audit_jobs() -> Parser:
         shards=shards, private_data=True,
     )  # fmt: skip
 
+    screen = ScreenJob(Path("/spec.json"), (blob, blob, blob), ((blob, blob), (blob,)), threads=2)
+
     def parse(data: bytes) -> None:
         job = _read_line(parse_job, data)
         assert parse_job(job_line(job)) == job
 
-    return Parser("audit jobs", [job_line(replay), job_line(loss)], mutate_json, parse, (AuditError,), mebibytes=128)
+    return Parser(
+        "audit jobs",
+        [job_line(replay), job_line(loss), job_line(screen)],
+        mutate_json,
+        parse,
+        (AuditError,),
+        mebibytes=128,
+    )
 
 
 def _audit_answers() -> Parser:

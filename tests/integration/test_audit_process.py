@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from peer.auditor.__main__ import memory_share
-from peer.auditor.job import AuditAnswer, AuditJob, MeasuredScore, answer_line, job_line, parse_answer, parse_job
+from peer.auditor.job import AuditAnswer, Job, MeasuredScore, ScreenJob, answer_line, job_line, parse_answer, parse_job
 from peer.errors import AuditError
 from peer.node.audit_process import AuditProcess
 from tests.support import audit_world
@@ -44,7 +44,7 @@ def ask(line: bytes, *, parent: int | None = None) -> subprocess.CompletedProces
     return subprocess.run(command, input=line, capture_output=True, timeout=LIMIT, check=False)
 
 
-async def answer_of(job: AuditJob, seconds: float = NEVER, command: Sequence[str] = ()) -> AuditAnswer:
+async def answer_of(job: Job, seconds: float = NEVER, command: Sequence[str] = ()) -> AuditAnswer:
     """Return the answer of a new process."""
     process = AuditProcess(command)
     try:
@@ -74,6 +74,21 @@ async def test_a_reason_is_one_printable_line_and_says_whether_another_attempt_m
     first = job.update.first_window
     few = await answer_of(replace(job, update=replace(job.update, rebase_window=first, end_window=first + 4)))
     assert not few.scores and "too few" in few.reason and few.is_uncheckable
+
+
+async def test_a_process_that_its_own_child_outlives_is_over_when_it_is_closed(audited, tmp_path):
+    """The child holds the pipe of answers, so waiting for the pipe's end would take as long as the child."""
+    lines = "import subprocess, sys", "subprocess.Popen(['sleep', '3600'])", "sys.stdin.readline()", "print('nothing')"
+    command = script(tmp_path, "\n".join(lines))
+    with pytest.raises(AuditError, match="does not parse"):
+        await answer_of(audited.job(), command=command)
+
+
+async def test_a_screen_is_answered_without_a_model(audited):
+    blobs = tuple(made.blob_path for made in audited.made.values()) + (audited.loaded_at_once.blob_path,)
+    earlier = tuple(u.blob for u in audited.first.updates)
+    found = await answer_of(ScreenJob(audited.job().spec_path, blobs, (earlier,)))
+    assert [s.name for s in found.scores] == ["agreement", "fresh"] and not found.reason
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's choice when memory runs out")

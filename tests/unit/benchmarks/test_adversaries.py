@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from benchmarks.adversaries import __main__ as adversaries
-from benchmarks.adversaries.branch import HOLD_ROUNDS, Branch
+from benchmarks.adversaries.branch import Branch
 from benchmarks.adversaries.honest import MACHINES, PRECISIONS, Task, comparisons
-from benchmarks.adversaries.lineup import ABSENT, ATTACKS, DEFENCES, SWARM
+from benchmarks.adversaries.lineup import ABSENT, ATTACKS, DEFENCES, HOLD_ROUNDS, SWARM
 from benchmarks.adversaries.swarm import Scenario
 from benchmarks.adversaries.world import peer_key
 from protocol.audits import due_audits
@@ -28,7 +28,7 @@ FAILED = Score("scale", 1.0, 0.8), Score("signs", 0.5, 0.97)
 
 
 def a_branch() -> Branch:
-    return Branch(tiny_spec(), SWARM, DEFENCES["all"].rule, KEYS)
+    return Branch(tiny_spec(credit={"hold_rounds": HOLD_ROUNDS}), SWARM, DEFENCES["all"].rule, KEYS)
 
 
 def updates(branch: Branch) -> list[Signed[UpdateHeader]]:
@@ -72,7 +72,7 @@ def row(scenario: Scenario, defences: str = "all", **changes: Any) -> dict[str, 
     usual = {
         "loss": 4.0, "ended": None, "rounds": 20, "rounds_audited": 20, "named_after": [3] * scenario.hostile,
         "honest_convicted": 0, "honest_updates": 100, "refuted": 0, "fakes_accepted": 9, "fakes_credited": 0,
-        "audit_share": 0.04, "replay_share": 0.03,
+        "audit_share": 0.04, "replay_share": 0.03, "screen_share": 0.01,
     }  # fmt: skip
     if scenario.attack in ("", ABSENT):
         usual["named_after"] = []

@@ -10,17 +10,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from peer.auditor.job import AuditAnswer, AuditJob, MeasuredScore
+from peer.auditor.job import AuditAnswer, AuditJob, MeasuredScore, ScreenJob
 from peer.errors import AuditError, PeerError
 from peer.node import update_auditor
 from peer.node.audit_disk import AuditDisk
 from peer.node.audit_jobs import AuditJobs
 from peer.node.options import NodeOptions
 from peer.node.state_fetcher import StateFetcher
-from peer.node.update_auditor import UpdateAuditor
+from peer.node.update_auditor import SCREENS_TOGETHER, UpdateAuditor
+from protocol.audits import UpdateCheck
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey
-from protocol.messages import AuditCheck
 from protocol.rounds.actions import AuditUpdate
 from protocol.rounds.events import AuditNotMade, UpdateAudited
 from protocol.rounds.policy import RoundPolicy
@@ -42,7 +42,7 @@ class Process:
     """An auditor's process: it answers when it may, and notes what it was asked."""
 
     def __init__(self):
-        self.asked: list[AuditJob] = []
+        self.asked: list[Any] = []
         self.answers: list[AuditAnswer | Exception] = []
         self.gate = asyncio.Event()
         self.gate.set()
@@ -139,7 +139,7 @@ class World:
     # -- requests ----------------------------------------------------------------------------------------------
 
     def ask(
-        self, round_: int, check: AuditCheck = "replay", *, author: int = 2, is_accused: bool = False
+        self, round_: int, check: UpdateCheck = "replay", *, author: int = 2, is_accused: bool = False
     ) -> AuditUpdate:
         certificate = self.made.certificates[round_]
         update = next(u for u in certificate.record.body.updates if u.author == peer(author).key)
@@ -512,3 +512,64 @@ async def test_no_check_takes_more_than_a_checkpoint_and_the_rounds_to_the_next(
         await w.done(2)
         assert len(w.fetched) == 4 and state(6) in w.fetched and len(w.posted) == 1
     assert "more than a checkpoint and the rounds to the next one" in caplog.text
+
+
+def grow_by_three(w: World, rounds: int) -> None:
+    for _ in range(rounds):
+        w.chain.add(w.made.add({1: 8, 2: 8, 3: 8}))
+
+
+def blob_of(action: AuditUpdate) -> Digest:
+    return next(u.body.blob for u in action.certificate.record.body.updates if u.digest == action.update)
+
+
+def hold_all(w: World) -> None:
+    w.held |= {u.body.blob for c in w.made.certificates for u in c.record.body.updates}
+
+
+async def test_a_screen_has_the_updates_that_the_store_has_and_fetches_none(tmp_path):
+    async with world(tmp_path, 0, threads=2) as w:
+        grow_by_three(w, 10)
+        hold_all(w)
+        records = [c.record.body for c in w.made.certificates]
+        w.held.discard(records[8].updates[0].body.blob)
+        *_, action = [w.ask(9, "screen", author=author) for author in (1, 3)] + [w.ask(n, "screen") for n in (8, 9)]
+        await w.done(4)
+        (job,) = [job for job in w.process.asked if job.updates[0] == w.path(blob_of(action))]
+        assert isinstance(job, ScreenJob)
+        audited = next(u for u in records[9].updates if u.digest == action.update)
+        others = [w.path(u.body.blob) for u in records[9].updates if u is not audited]
+        assert sorted(job.updates[1:]) == sorted(others)
+        assert [len(paths) for paths in job.earlier] == [2, 3]
+        assert {*job.earlier[1]} == {w.path(u.body.blob) for u in records[5].updates}
+        assert (job.threads, w.fetched) == (2, [])
+
+
+async def test_a_few_screens_alone_start_no_process(tmp_path):
+    async with world(tmp_path, 0) as w:
+        grow_by_three(w, SCREENS_TOGETHER)
+        hold_all(w)
+        for round_ in range(SCREENS_TOGETHER - 1):
+            w.ask(round_, "screen")
+        await asyncio.sleep(0)
+        assert w.auditor.waiting == SCREENS_TOGETHER - 1 and not w.process.asked
+        w.ask(SCREENS_TOGETHER - 1, "screen")
+        await w.done(SCREENS_TOGETHER)
+        assert len(w.process.asked) == SCREENS_TOGETHER
+
+
+async def test_an_update_without_others_beside_it_is_not_screened_and_not_asked_for_again(tmp_path):
+    async with world(tmp_path) as w:
+        hold_all(w)
+        w.ask(1, "loss")
+        w.ask(2, "screen")
+        await w.done(2)
+        assert len(w.process.asked) == 1 and not w.not_made
+
+
+async def test_where_updates_cannot_be_replayed_none_is_screened(tmp_path):
+    async with world(tmp_path, fields={"audit": {"replayable": False}, "codec": {"kind": "sign"}}) as w:
+        w.ask(2, "screen")
+        w.ask(2, "loss")
+        await w.done(1)
+        assert len(w.process.asked) == 1 and not w.auditor.waiting

@@ -6,9 +6,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
-from protocol.audits import AuditRule, draw_auditors, due_audits
+from protocol.audits import AuditRule, UpdateCheck, draw_auditors, due_audits
 from protocol.ids import Digest, PeerKey, sha256
-from protocol.messages import AuditCheck, Certificate, Score, Signed, WorkReport
+from protocol.messages import Certificate, Score, Signed, WorkReport
 from protocol.rounds.actions import AuditUpdate
 from protocol.rounds.events import AuditNotMade, UpdateAudited
 from protocol.rounds.report_pool import ReportPool
@@ -24,8 +24,9 @@ class Auditor:
 
     def __init__(self, branch: Branch, me: PeerKey):
         self.asked: list[Any] = []
+        self.reports = ReportPool(me, branch.chain)
         context = SimpleNamespace(
-            run=RUN, chain=branch.chain, reports=ReportPool(me, branch.chain),
+            run=RUN, chain=branch.chain, reports=self.reports,
             emit=lambda action: self.asked.append(action) if isinstance(action, AuditUpdate) else None,
         )  # fmt: skip
         self.work = WorkAuditor(cast(Any, context), cast(Any, FakeSigner(me)))
@@ -65,10 +66,20 @@ def follows(branch: Branch, auditor: Auditor, me: PeerKey, accuser: PeerKey) -> 
 
 
 def asked_after(branch: Branch, me: PeerKey) -> set[tuple[Digest, str]]:
-    """Return what a key is to check of the newest record, by update."""
+    """Return what a key is to check of the newest record, by update; screens are left out."""
+    return {(a.update, a.check) for a in requested_after(branch, me) if a.check != "screen"}
+
+
+def screened_after(branch: Branch, me: PeerKey) -> set[PeerKey]:
+    """Return the authors whose updates of the newest record a key is to screen."""
+    return {author_of(a) for a in requested_after(branch, me) if a.check == "screen"}
+
+
+def requested_after(branch: Branch, me: PeerKey) -> list[AuditUpdate]:
+    """Return the checks of the newest record that a peer requests which starts now."""
     auditor = Auditor(branch, me)
     auditor.work.round_begun(branch.chain.head)
-    return {(a.update, a.check) for a in auditor.asked if a.certificate.digest == branch.chain.head}
+    return [a for a in auditor.asked if a.certificate.digest == branch.chain.head]
 
 
 def due(branch: Branch, *, drawn_first: PeerKey | None = None) -> set[tuple[Digest, str]]:
@@ -87,6 +98,41 @@ def test_the_owner_makes_all_checks_that_are_due_and_others_those_that_they_are_
         assert asked_after(branch, OTHERS[0]) == due(branch, drawn_first=OTHERS[0])
         found += len(due(branch))
     assert found > 10 and not asked_after(branch, PeerKey(sha256(b"without stake")))
+
+
+def test_each_update_is_screened_by_its_first_auditor_and_by_the_owner_unless_they_replay_it():
+    branch, replayed_any = Branch(), False
+    for _ in range(20):
+        record = branch.add()
+        by = {key: screened_after(branch, key) for key in KEYS}
+        for author in KEYS:
+            update = update_of(record, author).digest
+            first = drawn(branch, record, author)[0]
+            replays = (update, "replay") in due(branch)
+            replayed_any |= replays
+            assert [key for key in KEYS if author in by[key]] == ([] if replays else [first])
+            assert (author in screened_after(branch, OWNER.key)) is not replays
+    assert replayed_any
+
+
+def test_a_screen_is_not_reported_and_a_failed_one_has_its_update_replayed():
+    branch = Branch(20)
+    auditor = Auditor(branch, OWNER.key)
+    auditor.work.round_begun(branch.chain.head)
+    screens = [a for a in auditor.requested() if a.check == "screen"]
+    assert len(screens) > 2
+    for action, value in zip(screens, [0.4] + [0.6] * len(screens), strict=False):
+        scores = (Score("agreement", value, 0.5),)
+        auditor.work.answered(UpdateAudited(action.certificate.digest, action.update, "screen", scores))
+    assert [(a.update, a.check) for a in auditor.requested()] == [(screens[0].update, "replay")]
+    assert not auditor.reports.by(OWNER.key)
+
+
+def test_a_record_of_few_updates_is_not_screened(monkeypatch):
+    branch = Branch(20)
+    assert screened_after(branch, OWNER.key)
+    monkeypatch.setattr("protocol.rounds.work_auditor.SCREENED_UPDATES", len(KEYS) + 1)
+    assert not screened_after(branch, OWNER.key)
 
 
 def test_before_anybody_has_stake_the_owner_checks_all_and_nobody_else_anything():
@@ -236,11 +282,12 @@ def test_what_two_accuse_is_requested_again_as_accused_and_not_after_a_decision(
     assert attempts(branch, auditor, wanted, 3) == []
 
 
-def checks_by(branch: Branch, me: PeerKey) -> set[tuple[int, PeerKey, AuditCheck]]:
-    """Return the checks, by round and author, that a peer requests which starts now and has seen nothing."""
+def checks_by(branch: Branch, me: PeerKey) -> set[tuple[int, PeerKey, UpdateCheck]]:
+    """Return the checks but screens, by round and author, that a peer requests which starts now."""
     auditor = Auditor(branch, me)
     auditor.work.round_begun(branch.chain.head)
-    return {(a.certificate.record.body.round, author_of(a), a.check) for a in auditor.requested()}
+    return {(a.certificate.record.body.round, author_of(a), a.check)
+            for a in auditor.requested() if a.check != "screen"}  # fmt: skip
 
 
 def author_of(action: AuditUpdate) -> PeerKey:
@@ -250,7 +297,7 @@ def author_of(action: AuditUpdate) -> PeerKey:
 def test_who_starts_again_requests_the_checks_of_all_records_whose_reports_may_still_be_carried():
     branch = Branch()
     records = [branch.add() for _ in range(HOLD + 2)]
-    due: dict[PeerKey, set[tuple[int, PeerKey, AuditCheck]]] = {key: set() for key in KEYS}
+    due: dict[PeerKey, set[tuple[int, PeerKey, UpdateCheck]]] = {key: set() for key in KEYS}
     for record in records[-HOLD:]:
         stakes = branch.chain.stakes(record.record.body.parent)
         for audit in due_audits(record, stakes, branch.chain.limits.audit):
@@ -265,7 +312,7 @@ def test_who_starts_again_does_not_repeat_what_records_carry_of_it_and_replays_w
     me, author = first_auditor(branch, record), update_of(record).author
     number = record.record.body.round
 
-    def mine(*reports: Signed[WorkReport]) -> set[AuditCheck]:
+    def mine(*reports: Signed[WorkReport]) -> set[UpdateCheck]:
         if reports:
             branch.add(*reports)
         return {check for round_, by, check in checks_by(branch, me) if (round_, by) == (number, author)}
