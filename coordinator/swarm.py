@@ -40,6 +40,9 @@ class AnnouncedUpdate:
 class SwarmView(Protocol):
     """The chain and the members, as an observer holds them."""
 
+    updates_problem: str
+    """What is missing between the newest archived state and the head, for people; empty when nothing is."""
+
     @property
     def head(self) -> Digest:
         """The newest record of the chain by fork choice, or the genesis."""

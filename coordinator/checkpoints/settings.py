@@ -63,6 +63,7 @@ class ArchiveTable(PolicyTable):
     """[archive]."""
 
     reserve: Bytes = 10**9
+    updates: Bytes = 20 * 10**9
     address: Annotated[str, Field(max_length=4096)] = ""
     mbits: Annotated[float, Field(ge=0)] = 0.0
     copies: PolicyTable | None = None

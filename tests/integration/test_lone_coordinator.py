@@ -1,0 +1,72 @@
+"""Everybody has left, and only the coordinator is there: whoever comes then goes on from the head."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from cairn.kept_updates import KeptUpdates
+from cairn.swarm_view import ObserverView
+from coordinator.checkpoints.archive import Archive
+from coordinator.checkpoints.settings import ArchiveTable
+from protocol.chain import genesis_digest
+from tests.support.node_world import TIMERS, NodeWorld
+from tests.support.specs import identity
+from tests.support.trainer_world import BATCH, WINDOW
+
+ROUND = {"target_tokens": 10 * BATCH * WINDOW, "max_update_tokens": 40 * BATCH * WINDOW, **TIMERS}
+NAMES = {identity(name).key: name for name in ("ada", "bob", "cyd")}
+CHECKPOINT = {"every": 4, "keep": 1, "final_depth": 2}
+
+
+class Owner:
+    """The observer of `cairn coordinator serve` with its archive, in a world of nodes."""
+
+    def __init__(self, world: NodeWorld, folder: Path, **settings: Any):
+        self.world = world
+        self.node = world.observe()
+        spec, store = world.spec, self.node.store
+        self.archive = Archive(folder / "checkpoints", spec)
+        self.archive.add(
+            store.path(spec.genesis.name), store.path(spec.tokenizer.name), round=0, state=spec.genesis.name,
+            record=genesis_digest(spec.run_id), tokens=0,
+        )  # fmt: skip
+        self.view = ObserverView(self.node, spec, self.archive)
+        self.kept = KeptUpdates(self.node, self.view, ArchiveTable(**settings), lambda key: NAMES[key])
+        self.tasks = [asyncio.create_task(work) for work in (self.view.keep_archive(), self.kept.run())]
+
+    async def stop(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+    @property
+    def height(self) -> int:
+        return self.node.chain.height(self.node.chain.head)
+
+    @property
+    def archived(self) -> int:
+        return max(a.round for a in self.archive.all())
+
+
+async def test_a_newcomer_reaches_the_head_and_trains_on_after_all_have_left(tmp_path: Path):
+    world = NodeWorld(tmp_path, round=ROUND, checkpoint=CHECKPOINT)
+    owner = None
+    try:
+        for name in ("ada", "bob"):
+            world.start(name)
+        owner = Owner(world, tmp_path)
+        await world.until("rounds after an archived state", lambda: owner.height >= owner.archived + 2 > 6)
+        await world.leave("ada", "bob")
+        left = owner.height
+        world.nodes["observer"] = owner.node
+        assert left > owner.archived
+        world.start("cyd")
+        await world.until("cyd has trained on", lambda: owner.height >= left + 2, 60)
+        path = world.path("cyd")
+        assert path[left].record.body.contributors == (world.key("cyd"),)
+    finally:
+        if owner is not None:
+            await owner.stop()
+        await world.close()
