@@ -1,6 +1,6 @@
-"""What leads from the newest archived state to the head: the coordinator's observer keeps it for those who come.
+"""The updates that lead from the newest archived state to the head, kept by the coordinator's observer for newcomers.
 
-A newcomer replays it from that state. So a run goes on for it when no member is there.
+A newcomer replays them from that state. So a run goes on for it when no member is there.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class KeptUpdates:
     """The blobs that are applied after the newest archived state, fetched soon after each record.
 
     `settings.updates` bounds them in bytes, and `settings.reserve` bytes of the disk stay free. When a newer state is
-    archived, those before it are removed. `name_of` gives names for messages. What is missing is in
-    `view.updates_problem`.
+    archived, those before it are removed. `name_of` gives names for messages. `view.updates_problem` says what
+    is missing.
     """
 
     def __init__(self, node: Node, view: ObserverView, settings: ArchiveTable, name_of: Callable[[PeerKey], str]):
@@ -102,7 +102,7 @@ class KeptUpdates:
         if not self._most_bytes:
             return ""
         waiting = None if self._view.archive_problem else self._view.unarchived_checkpoint()
-        # What leads to a state that is about to be archived is not needed any more.
+        # A state that is about to be archived makes those before it needless.
         path = self._since(self._view.held_state() if waiting is None else self._node.chain.height(waiting[1]))
         if problem := self._room_problem(path):
             return problem
@@ -162,7 +162,7 @@ class KeptUpdates:
         here = self._node.network.peers.entries()
         if any(key in here for key in contributors):
             return f"{what} do not come: {failure.reason}" if failure.count >= PATIENCE else ""
-        names = ", ".join(self._name_of(key) for key in contributors[:NAMED])
+        names = ", ".join(sorted(map(self._name_of, contributors))[:NAMED])
         more = f" and {len(contributors) - NAMED} more" if len(contributors) > NAMED else ""
         return f"{what} are held by nobody here: {names}{more} have them"
 
@@ -171,5 +171,5 @@ class KeptUpdates:
         if problem and problem != self._view.updates_problem:
             log.warning("%s. Until then a newcomer cannot go on from the head while no member is here", problem)
         elif self._view.updates_problem and not problem:
-            log.info("what leads from the newest archived state to the head is here again")
+            log.info("the updates from the newest archived state to the head are here again")
         self._view.updates_problem = problem

@@ -63,7 +63,7 @@ class ObserverView:
 
     @property
     def problem(self) -> str:
-        """What is not here of the newest state, and of what leads from there to the head; empty when all is."""
+        """Why the newest state, or an update between it and the head, is not here; empty when all are."""
         return "; ".join(p for p in (self.archive_problem, self.updates_problem) if p)
 
     @property

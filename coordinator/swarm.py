@@ -41,7 +41,7 @@ class SwarmView(Protocol):
     """The chain and the members, as an observer holds them."""
 
     updates_problem: str
-    """What is missing between the newest archived state and the head, for people; empty when nothing is."""
+    """Why an update between the newest archived state and the head is not here, for people; empty when all are."""
 
     @property
     def head(self) -> Digest:

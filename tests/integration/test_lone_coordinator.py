@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,23 +53,49 @@ class Owner:
         return max(a.round for a in self.archive.all())
 
 
-async def test_a_newcomer_reaches_the_head_and_trains_on_after_all_have_left(tmp_path: Path):
-    world = NodeWorld(tmp_path, round=ROUND, checkpoint=CHECKPOINT)
+@asynccontextmanager
+async def deserted(folder: Path) -> AsyncIterator[tuple[NodeWorld, Owner]]:
+    """Yield a world that ada and bob have left in order, past an archived state: only the coordinator is there."""
+    world = NodeWorld(folder, round=ROUND, checkpoint=CHECKPOINT)
     owner = None
     try:
         for name in ("ada", "bob"):
             world.start(name)
-        owner = Owner(world, tmp_path)
+        owner = Owner(world, folder)
         await world.until("rounds after an archived state", lambda: owner.height >= owner.archived + 2 > 6)
         await world.leave("ada", "bob")
-        left = owner.height
+        assert owner.height > owner.archived
+        await owner.stop()
+        await world.kill("observer")
+        owner = Owner(world, folder)  # it finds again what it kept
         world.nodes["observer"] = owner.node
-        assert left > owner.archived
-        world.start("cyd")
-        await world.until("cyd has trained on", lambda: owner.height >= left + 2, 60)
-        path = world.path("cyd")
-        assert path[left].record.body.contributors == (world.key("cyd"),)
+        yield world, owner
     finally:
         if owner is not None:
             await owner.stop()
         await world.close()
+
+
+async def test_a_newcomer_reaches_the_head_and_trains_on_after_all_have_left(tmp_path: Path):
+    async with deserted(tmp_path) as (world, owner):
+        left = owner.height
+        world.start("cyd")
+        await world.until("cyd has trained on", lambda: owner.height >= left + 2, 60)
+        assert world.path("cyd")[left].record.body.contributors == (world.key("cyd"),)
+
+
+async def test_without_the_updates_of_the_last_round_a_newcomer_goes_on_before_it_and_says_so_in_few_lines(
+    tmp_path: Path, caplog
+):
+    async with deserted(tmp_path) as (world, owner):
+        left = owner.height
+        last = {u.body.blob for u in owner.node.chain.certificate(owner.node.chain.head).record.body.updates}
+        world.internet.withheld = lambda giver, blob: blob in last
+        caplog.clear()
+        caplog.set_level(logging.INFO)
+        world.start("cyd")
+        await world.until("cyd has trained on", lambda: len(world.path("cyd")) >= left + 1, 120)
+        assert world.path("cyd")[left - 1].record.body.contributors == (world.key("cyd"),)
+        said = "\n".join(r.getMessage() for r in caplog.records)
+        for line in ("was not reached", "did not come", "nobody gives the update of"):
+            assert said.count(line) == 1, said
