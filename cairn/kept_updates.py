@@ -44,18 +44,18 @@ class _Failure:
 
 
 class KeptUpdates:
-    """The blobs that are applied after the newest archived state, fetched soon after each record.
+    """The blobs that are applied after the newest archived state. While few members are here, they are fetched.
 
-    `settings.updates` bounds them in bytes, and `settings.reserve` bytes of the disk stay free. When a newer state is
-    archived, those before it are removed. `name_of` gives names for messages. `view.updates_problem` says what
-    is missing.
+    `settings` is [archive] of coordinator.toml. When a newer state is archived, those before it are removed. `name_of`
+    gives names for messages. `view.updates_problem` says what is missing.
     """
 
     def __init__(self, node: Node, view: ObserverView, settings: ArchiveTable, name_of: Callable[[PeerKey], str]):
         self._node = node
         self._view = view
         self._files = node.audit_jobs.files
-        self._most_bytes, self._reserve = settings.updates, settings.reserve
+        self._few_members, self._most_bytes = settings.few_members, settings.updates
+        self._reserve = settings.reserve
         self._name_of = name_of
         self._news = asyncio.Event()
         self._protected: frozenset[Digest] = frozenset()
@@ -98,8 +98,11 @@ class KeptUpdates:
             await self._node.retention.prune()
 
     async def _fetch(self) -> str:
-        """Fetch what is missing, the newest round first: it is needed for the longest. Return what is wrong."""
-        if not self._most_bytes:
+        """Fetch what is missing, the newest round first: it is needed for the longest. Return what is wrong.
+
+        Many members will not all be gone before a newer state is archived; a few may.
+        """
+        if not self._most_bytes or self._count_members() > self._few_members:
             return ""
         waiting = None if self._view.archive_problem else self._view.unarchived_checkpoint()
         # A state that is about to be archived makes those before it needless.
@@ -112,6 +115,11 @@ class KeptUpdates:
                 if self._news.is_set():
                     break  # the head, or the newest archived state, may have changed
         return self._missing_problem([c for c in path if not self._is_here(c)])
+
+    def _count_members(self) -> int:
+        member_seconds = self._node.membership.spec.round.member_seconds
+        heard = self._view.heartbeats().values()
+        return sum(bool(h.heartbeat.admission) and h.seconds_since <= member_seconds for h in heard)
 
     def _room_problem(self, path: Sequence[Certificate]) -> str:
         sizes = {blob: size for certificate in path for blob, size in self._files.blob_sizes(certificate).items()}

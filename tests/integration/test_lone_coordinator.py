@@ -61,8 +61,8 @@ async def deserted(folder: Path) -> AsyncIterator[tuple[NodeWorld, Owner]]:
     try:
         for name in ("ada", "bob"):
             world.start(name)
-        owner = Owner(world, folder)
-        await world.until("rounds after an archived state", lambda: owner.height >= owner.archived + 2 > 6)
+        first = owner = Owner(world, folder)
+        await world.until("rounds after an archived state", lambda: first.height >= first.archived + 2 > 6)
         await world.leave("ada", "bob")
         assert owner.height > owner.archived
         await owner.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from cairn.kept_updates import KeptUpdates
 from coordinator.checkpoints.settings import ArchiveTable
 from peer.errors import PeerError
 from peer.store import StoreFull
-from protocol.ids import Digest
+from protocol.ids import Digest, PeerKey
 from protocol.messages import Certificate
 from tests.support.coordinator_fakes import peer
 from tests.support.observer_world import SPEC, Observed
@@ -36,13 +37,13 @@ class Kept(Observed):
         self.asked: list[int] = []
         self.blobs: set[Digest] = set()
         self.protected: frozenset[Digest] = frozenset()
-        self.here: dict[Any, Any] = {}
+        self.here: list[int] = []
         self.free = 10**12
         node = cast(Any, self.node)
         node.membership = SimpleNamespace(spec=SPEC)
         node.audit_jobs = SimpleNamespace(files=self)
         node.retention = SimpleNamespace(protect_blobs=self._protect, prune=self._prune)
-        node.network.peers = SimpleNamespace(entries=lambda: self.here)
+        node.network.peers = SimpleNamespace(entries=self._entries)
         node.store = self
         self.kept = KeptUpdates(node, self.view, ArchiveTable(**settings), lambda key: NAMES[key])
 
@@ -66,6 +67,11 @@ class Kept(Observed):
     def path(self, digest: Digest) -> Path:
         return self.node.folder / "blob"
 
+    def _entries(self) -> dict[PeerKey, SimpleNamespace]:
+        """Return those of `here`, of whom a heartbeat has just come."""
+        heartbeat = SimpleNamespace(body=SimpleNamespace(admission=b"admitted"))
+        return {peer(n).key: SimpleNamespace(heartbeat=heartbeat, last_news=time.monotonic()) for n in self.here}
+
     def _protect(self, blobs: frozenset[Digest]) -> None:
         self.protected = blobs
 
@@ -74,8 +80,8 @@ class Kept(Observed):
 
     def of(self, *numbers: int) -> set[Digest]:
         """Return the blobs of these rounds."""
-        chain = self.chain
-        return {blob for n in numbers for blob in self.blob_sizes(chain.certificate(chain.main_chain_at(n + 1)))}
+        path = self.chain.path(self.chain.root, self.chain.head)
+        return {blob for n in numbers for blob in self.blob_sizes(path[n])}
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -116,6 +122,17 @@ async def test_the_rounds_since_the_newest_archived_state_are_kept_and_no_others
         assert k.asked.count(6) == k.asked.count(5) == 1 and k.view.updates_problem == ""
 
 
+async def test_nothing_is_fetched_while_many_members_are_here_and_all_of_it_when_few_are_left(tmp_path: Path):
+    k = make(tmp_path, 3, few_members=2)
+    k.here = [1, 2, 3]
+    async with k.running():
+        await until(lambda: k.protected == k.of(0, 1, 2), "it has looked")
+        await asyncio.sleep(0.05)
+        assert k.asked == [] and k.view.updates_problem == ""
+        k.here = [1, 3]
+        await until(lambda: k.blobs == k.of(0, 1, 2), "all are here")
+
+
 async def test_a_blob_that_the_disk_lost_is_fetched_again(tmp_path: Path):
     k = make(tmp_path, 2)
     async with k.running():
@@ -139,7 +156,7 @@ async def test_who_has_what_nobody_here_gives_is_said_once_in_plain_words(tmp_pa
 
 async def test_while_contributors_are_here_one_failure_is_no_news_and_two_are(tmp_path: Path, caplog):
     k = make(tmp_path, 1)
-    k.given, k.here = (lambda number: False), {peer(2).key: None}
+    k.given, k.here = (lambda number: False), [2]
     async with k.running():
         await until(lambda: bool(k.view.updates_problem), "it is said")
         assert len(k.asked) >= 2
