@@ -172,7 +172,8 @@ class KeptUpdates:
             return f"{what} do not come: {failure.reason}" if failure.count >= PATIENCE else ""
         names = ", ".join(sorted(map(self._name_of, contributors))[:NAMED])
         more = f" and {len(contributors) - NAMED} more" if len(contributors) > NAMED else ""
-        return f"{what} are held by nobody here: {names}{more} have them"
+        have = "has" if len(contributors) == 1 else "have"
+        return f"{what} are held by nobody here: {names}{more} {have} them"
 
     def _report(self, problem: str) -> None:
         """Show a problem, and log it once for as long as it stays the same."""

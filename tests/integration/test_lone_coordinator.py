@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from cairn.kept_updates import KeptUpdates
 from cairn.swarm_view import ObserverView
 from coordinator.checkpoints.archive import Archive
@@ -20,6 +22,7 @@ from tests.support.trainer_world import BATCH, WINDOW
 
 ROUND = {"target_tokens": 10 * BATCH * WINDOW, "max_update_tokens": 40 * BATCH * WINDOW, **TIMERS}
 NAMES = {identity(name).key: name for name in ("ada", "bob", "cyd")}
+REDUCED = {"round": ROUND | {"exchange": "reduce", "committee": 2}, "codec": {"kind": "int8"}}
 CHECKPOINT = {"every": 4, "keep": 1, "final_depth": 2}
 
 
@@ -54,9 +57,9 @@ class Owner:
 
 
 @asynccontextmanager
-async def deserted(folder: Path) -> AsyncIterator[tuple[NodeWorld, Owner]]:
+async def deserted(folder: Path, **fields: Any) -> AsyncIterator[tuple[NodeWorld, Owner]]:
     """Yield a world that ada and bob have left in order, past an archived state: only the coordinator is there."""
-    world = NodeWorld(folder, round=ROUND, checkpoint=CHECKPOINT)
+    world = NodeWorld(folder, **{"round": ROUND, "checkpoint": CHECKPOINT, **fields})
     owner = None
     try:
         for name in ("ada", "bob"):
@@ -76,12 +79,15 @@ async def deserted(folder: Path) -> AsyncIterator[tuple[NodeWorld, Owner]]:
         await world.close()
 
 
-async def test_a_newcomer_reaches_the_head_and_trains_on_after_all_have_left(tmp_path: Path):
-    async with deserted(tmp_path) as (world, owner):
+@pytest.mark.parametrize("fields", [{}, REDUCED], ids=["gathered", "reduced"])
+async def test_a_newcomer_reaches_the_head_and_trains_on_after_all_have_left(tmp_path: Path, fields: dict[str, Any]):
+    async with deserted(tmp_path, **fields) as (world, owner):
         left = owner.height
         world.start("cyd")
         await world.until("cyd has trained on", lambda: owner.height >= left + 2, 60)
-        assert world.path("cyd")[left].record.body.contributors == (world.key("cyd"),)
+        path = world.path("cyd")
+        assert path[left].record.body.contributors == (world.key("cyd"),)
+        assert all(bool(c.shards) == bool(fields) for c in path[:left])
 
 
 async def test_without_the_updates_of_the_last_round_a_newcomer_goes_on_before_it_and_says_so_in_few_lines(
