@@ -36,7 +36,18 @@ NAMED = 5
 """Contributors that a message names."""
 
 
-@dataclass
+@dataclass(frozen=True)
+class _Problem:
+    """A problem for people. It is logged once for as long as `topic` stays the same; "": there is none."""
+
+    topic: str = ""
+    text: str = ""
+
+
+NONE = _Problem()
+
+
+@dataclass(frozen=True)
 class _Failure:
     count: int
     retry_at: float
@@ -62,6 +73,7 @@ class KeptUpdates:
         self._checked: set[Digest] = set()
         """Records whose blobs were compared with their digests since the start."""
         self._failures: dict[Digest, _Failure] = {}
+        self._problem = NONE
 
     async def run(self) -> None:
         """Follow the chain and the archive, for ever."""
@@ -75,7 +87,7 @@ class KeptUpdates:
                     await self._protect()
                     self._report(await self._fetch())
                 except StoreError as e:  # it is tried again
-                    self._report(str(e))
+                    self._report(_Problem("disk", str(e)))
         finally:
             unsubscribe()
 
@@ -97,17 +109,17 @@ class KeptUpdates:
         if before - self._protected:
             await self._node.retention.prune()
 
-    async def _fetch(self) -> str:
+    async def _fetch(self) -> _Problem:
         """Fetch what is missing, the newest round first: it is needed for the longest. Return what is wrong.
 
         Many members will not all be gone before a newer state is archived; a few may.
         """
         if not self._most_bytes or self._count_members() > self._few_members:
-            return ""
+            return NONE
         waiting = None if self._view.archive_problem else self._view.unarchived_checkpoint()
         # A state that is about to be archived makes those before it needless.
         path = self._since(self._view.held_state() if waiting is None else self._node.chain.height(waiting[1]))
-        if problem := self._room_problem(path):
+        if (problem := self._room_problem(path)) is not NONE:
             return problem
         for certificate in reversed(path):
             if not self._is_here(certificate) and self._is_due(certificate):
@@ -121,18 +133,20 @@ class KeptUpdates:
         heard = self._view.heartbeats().values()
         return sum(bool(h.heartbeat.admission) and h.seconds_since <= member_seconds for h in heard)
 
-    def _room_problem(self, path: Sequence[Certificate]) -> str:
+    def _room_problem(self, path: Sequence[Certificate]) -> _Problem:
         sizes = {blob: size for certificate in path for blob, size in self._files.blob_sizes(certificate).items()}
         total, store = sum(sizes.values()), self._node.store
         if total > self._most_bytes:
-            return (
+            return _Problem(
+                "bound",
                 f"the updates since round {path[0].record.body.round} take {decimal(total)}, and archive.updates "
-                f"allows {decimal(self._most_bytes)}: no more are kept until a newer state is archived"
+                f"allows {decimal(self._most_bytes)}: no more are kept until a newer state is archived",
             )
         missing = sum(size for blob, size in sizes.items() if not store.has(blob))
         if missing and missing + self._reserve > (free := store.free_bytes):
-            return f"the disk has no room for {decimal(missing)} of updates ({decimal(free)} are free): free some"
-        return ""
+            text = f"the disk has no room for {decimal(missing)} of updates ({decimal(free)} are free): free some"
+            return _Problem("disk", text)
+        return NONE
 
     def _is_here(self, certificate: Certificate) -> bool:
         return certificate.digest in self._checked and all(
@@ -158,10 +172,10 @@ class KeptUpdates:
             self._failures.pop(record, None)
             self._checked.add(record)
 
-    def _missing_problem(self, missing: Sequence[Certificate]) -> str:
+    def _missing_problem(self, missing: Sequence[Certificate]) -> _Problem:
         failed = [c for c in missing if c.digest in self._failures]
         if not failed:
-            return ""
+            return NONE
         first, last, failure = failed[0], failed[-1], self._failures[failed[0].digest]
         contributors = first.record.body.contributors
         what = f"the updates of round {first.record.body.round}"
@@ -169,16 +183,17 @@ class KeptUpdates:
             what = f"the updates of rounds {first.record.body.round} to {last.record.body.round}"
         here = self._node.network.peers.entries()
         if any(key in here for key in contributors):
-            return f"{what} do not come: {failure.reason}" if failure.count >= PATIENCE else ""
+            text = f"{what} do not come: {failure.reason}"
+            return _Problem(f"late {first.digest}", text) if failure.count >= PATIENCE else NONE
         names = ", ".join(sorted(map(self._name_of, contributors))[:NAMED])
         more = f" and {len(contributors) - NAMED} more" if len(contributors) > NAMED else ""
         have = "has" if len(contributors) == 1 else "have"
-        return f"{what} are held by nobody here: {names}{more} {have} them"
+        return _Problem(f"gone {first.digest}", f"{what} are held by nobody here: {names}{more} {have} them")
 
-    def _report(self, problem: str) -> None:
-        """Show a problem, and log it once for as long as it stays the same."""
-        if problem and problem != self._view.updates_problem:
-            log.warning("%s. Until then a newcomer cannot go on from the head while no member is here", problem)
-        elif self._view.updates_problem and not problem:
-            log.info("the updates from the newest archived state to the head are here again")
-        self._view.updates_problem = problem
+    def _report(self, problem: _Problem) -> None:
+        """Show a problem, and log a new one."""
+        if problem.topic and problem.topic != self._problem.topic:
+            log.warning("%s. Until then a newcomer cannot go on from the head while no member is here", problem.text)
+        elif self._problem.topic and not problem.topic:
+            log.info("newcomers can go on from the head again")
+        self._problem, self._view.updates_problem = problem, problem.text

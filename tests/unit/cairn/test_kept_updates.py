@@ -161,6 +161,9 @@ async def test_while_contributors_are_here_one_failure_is_no_news_and_two_are(tm
         await until(lambda: bool(k.view.updates_problem), "it is said")
         assert len(k.asked) >= 2
         assert k.view.updates_problem == "the updates of round 0 do not come: no holder is left"
+        k.reason = PeerError("not in 4 s")
+        await until(lambda: k.view.updates_problem.endswith("not in 4 s"), "the newest reason is shown")
+        assert len(lines(caplog)) == 1
 
 
 @pytest.mark.parametrize(
