@@ -55,10 +55,16 @@ class ObserverView:
         self._news = asyncio.Event()
         self.archive_problem = ""
         """The reason why the newest checkpoint is not archived, for people; empty when it is."""
+        self.updates_problem = ""
         size = make_codec(spec.codec, spec.model.layout).size
         self._announcements = Announcements(node.chain, RoundPolicy.of(spec), lambda n: n == size)
         node.bus.subscribe(MessageVerified, lambda event: self._announcements.receive(event.message))
         node.bus.subscribe(MachineStepped, lambda _: self._changed())
+
+    @property
+    def problem(self) -> str:
+        """Why the newest state, or an update between it and the head, is not here; empty when all are."""
+        return "; ".join(p for p in (self.archive_problem, self.updates_problem) if p)
 
     @property
     def head(self) -> Digest:
@@ -160,7 +166,7 @@ class ObserverView:
         while True:
             await wait_at_most(self._news, 5.0)
             self._news.clear()
-            newest = self._newest_checkpoint()
+            newest = self.unarchived_checkpoint()
             if newest is None or (failed is not None and newest[0] == failed[0] and time.monotonic() < failed[1]):
                 continue
             state, record, tokens = newest
@@ -214,8 +220,8 @@ class ObserverView:
                 await asyncio.to_thread(put_blob, store, archived.state, archived.folder / MODEL, link=True)
         await self._node.keep_checkpoint(archived.state)
 
-    def _newest_checkpoint(self) -> tuple[Digest, Digest, int] | None:
-        """Return state, record and accepted tokens of the newest checkpoint to archive."""
+    def unarchived_checkpoint(self) -> tuple[Digest, Digest, int] | None:
+        """Return state, record and accepted tokens of the newest checkpoint; None if it is archived."""
         chain, every = self._node.chain, self._spec.checkpoint.every
         for record in chain.ancestors(chain.head):
             if record == chain.root:

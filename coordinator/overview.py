@@ -121,6 +121,7 @@ class OverviewBuilder:
     observations: RoundObservations
     name_of: Callable[[PeerKey], str]
     alerts: Callable[[], tuple[Alert, ...]]
+    updates_problem: Callable[[], str]
     _last_rounds: tuple[Digest | None, dict[PeerKey, int]] = field(default=(None, {}), init=False)
     _rounds: dict[Digest, RoundOverview] = field(default_factory=dict, init=False)
     _round: int = field(default=-1, init=False)
@@ -207,7 +208,8 @@ class OverviewBuilder:
         if not working:
             if training == 0:
                 return "waiting", "no peer is training yet"
-            return "idle", f"no peer is training; the chain stands at round {training}"
+            missing = f"; {problem}" if (problem := self.updates_problem()) else ""
+            return "idle", f"no peer is training; the chain stands at round {training}{missing}"
         who = f"{len(working)} peer{'s' if len(working) != 1 else ''} training"
         if not self.indexer.caught_up:
             return "catching up", f"{who}; the coordinator has read the chain up to round {training} and goes on"

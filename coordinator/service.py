@@ -134,7 +134,7 @@ class Coordinator:
         )  # fmt: skip
         self._builder = OverviewBuilder(
             spec, chain, indexer, directives, self.peers, self.observations, self.admitter.name_of,
-            lambda: self._watcher.active,
+            lambda: self._watcher.active, lambda: view.updates_problem,
         )  # fmt: skip
         self._metrics = Metrics(MetricSources(
             overview=self.overview, viewers=lambda: len(self.feed), folder=config.folder,

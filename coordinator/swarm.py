@@ -40,6 +40,9 @@ class AnnouncedUpdate:
 class SwarmView(Protocol):
     """The chain and the members, as an observer holds them."""
 
+    updates_problem: str
+    """Why an update between the newest archived state and the head is not here, for people; empty when all are."""
+
     @property
     def head(self) -> Digest:
         """The newest record of the chain by fork choice, or the genesis."""

@@ -7,7 +7,9 @@ import ipaddress
 import logging
 import resource
 import secrets
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +23,6 @@ from protocol.errors import CairnError, MalformedError
 from protocol.invite import HostPort, Invite
 
 if TYPE_CHECKING:
-    from cairn.swarm_view import ObserverView
     from coordinator.authoring.resolve import ResolvedRun
     from coordinator.checkpoints.settings import CheckpointSettings
     from coordinator.service import Coordinator, CoordinatorConfig
@@ -147,6 +148,7 @@ def _allow_many_files() -> None:
 async def _serve(
     options: ServeOptions, config: CoordinatorConfig, store: Store, owner: Identity, resolved: ResolvedRun
 ) -> None:
+    from cairn.kept_updates import KeptUpdates
     from cairn.swarm_view import ObserverView, put_blob
     from coordinator.checkpoints.archive import Archive
     from coordinator.checkpoints.archiver import CheckpointArchiver
@@ -197,9 +199,10 @@ async def _serve(
     view = ObserverView(node, spec, archive)
     shards = [resolved.blobs[s.name] for s in spec.data.validation if s.name in resolved.blobs]
     archiver = CheckpointArchiver(
-        archive, evaluations, spec, view, settings, shards=shards, fetch_problem=lambda: view.archive_problem
+        archive, evaluations, spec, view, settings, shards=shards, fetch_problem=lambda: view.problem
     )
     coordinator = Coordinator(config, spec, resolved.spec_envelope, owner, view, archiver)
+    kept = KeptUpdates(node, view, settings.archive, coordinator.admitter.name_of)
     running = asyncio.create_task(node.run())
     stopping = asyncio.create_task(until.wait())
     starting = asyncio.create_task(node.started(running))
@@ -207,7 +210,7 @@ async def _serve(
         await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
-            await _coordinate(coordinator, view, config, spec, [running, stopping])
+            await _coordinate(coordinator, config, spec, [view.keep_archive, kept.run], [running, stopping])
     finally:
         for task in (stopping, starting):
             task.cancel()
@@ -220,25 +223,24 @@ async def _serve(
 
 async def _coordinate(
     coordinator: Coordinator,
-    view: ObserverView,
     config: CoordinatorConfig,
     spec: RunSpec,
+    work: Sequence[Callable[[], Coroutine[Any, Any, None]]],
     ends: list[asyncio.Task[Any]],
 ) -> None:
-    """Serve until one of these tasks ends. Raises CairnError when it cannot start."""
+    """Serve, and do the observer's work, until one of these tasks ends. Raises CairnError when it cannot start."""
     await coordinator.start()
-    keeping = asyncio.create_task(view.keep_archive())
-    inviting = asyncio.create_task(_keep_invite(coordinator, config))
+    tasks = [asyncio.create_task(each()) for each in (*work, partial(_keep_invite, coordinator, config))]
     try:
         _announce(coordinator, spec, config)
-        await asyncio.wait([keeping, inviting, *ends], return_when=asyncio.FIRST_COMPLETED)
-        for task in (keeping, inviting):
+        await asyncio.wait([*tasks, *ends], return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
             if task.done():
                 task.result()
     finally:
-        keeping.cancel()
-        inviting.cancel()
-        await asyncio.gather(keeping, inviting, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await coordinator.stop()
 
 

@@ -63,6 +63,8 @@ class ArchiveTable(PolicyTable):
     """[archive]."""
 
     reserve: Bytes = 10**9
+    updates: Bytes = 20 * 10**9
+    few_members: Count = 8
     address: Annotated[str, Field(max_length=4096)] = ""
     mbits: Annotated[float, Field(ge=0)] = 0.0
     copies: PolicyTable | None = None

@@ -35,6 +35,7 @@ class BlobRetention:
     def __post_init__(self) -> None:
         self._states: deque[Digest] = deque(maxlen=self.spec.checkpoint.keep + 1)
         self._new_updates: deque[Digest] = deque(maxlen=NEW_UPDATES)
+        self._protected: frozenset[Digest] = frozenset()
 
     def protect_update(self, digest: Digest) -> None:
         """Protect an update that this node has just made: the machine may not have processed it yet."""
@@ -45,12 +46,17 @@ class BlobRetention:
         if digest not in self._states:
             self._states.append(digest)
 
+    def protect_blobs(self, blobs: frozenset[Digest]) -> None:
+        """Protect these blobs, in place of those of the call before: an observer's user keeps them for others."""
+        self._protected = blobs
+
     async def prune(self, among: Collection[Digest] | None = None) -> list[Digest]:
         """Remove the blobs that nobody needs, partial ones included, and return them. `among`: of these alone.
 
         They are selected at once; blobs that arrive later stay. Raise StoreError.
         """
-        gone = self.store.unreferenced({*assets(self.spec), *self._states, *self._new_updates, *self.retained()})
+        kept = {*assets(self.spec), *self._states, *self._new_updates, *self._protected, *self.retained()}
+        gone = self.store.unreferenced(kept)
         if among is not None:
             gone = [digest for digest in gone if digest in among]
         await asyncio.to_thread(lambda: [self.store.remove(digest) for digest in gone])

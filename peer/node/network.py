@@ -229,6 +229,12 @@ class Network:
         """Return whether a peer is a member, the coordinator's observer, or one that we entered by."""
         return self.peers.is_member(key) or key in self._entry_peers or key in self._coordinator_observers()
 
+    def is_alone_with_coordinator(self) -> bool:
+        """Return whether the coordinator's observer is here, and no member has been heard from lately."""
+        entries, since = self.peers.entries(), self.clock() - self.membership.spec.round.member_seconds
+        others = any(e.is_member and e.last_direct >= since for e in entries.values())
+        return not others and not self._coordinator_observers().isdisjoint(entries)
+
     def _coordinator_observers(self) -> frozenset[PeerKey]:
         record = self.membership.locator.newest
         return frozenset() if record is None else _named_by(tuple(record.body.addresses))

@@ -16,6 +16,7 @@ from peer.node.coordinator_discovery import ask_members, pass_on
 from peer.node.driver import RoundDriver
 from peer.node.enrollment import Enrollment
 from peer.node.events import NodeEvents, RunOver
+from peer.node.last_member import serve_coordinator
 from peer.node.network import Network
 from peer.node.request_server import RequestServer
 from peer.node.snapshot import Snapshot
@@ -149,6 +150,8 @@ class Node:
             if self.trainer is not None:
                 saved = await self.trainer.stop()
                 log.info("the trainer has saved its state" if saved else "the trainer left without saving")
+                if self._leaving:
+                    await serve_coordinator(self.network)
 
     # -- for the rest of the process -------------------------------------------------------------------------
 

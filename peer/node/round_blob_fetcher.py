@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Protocol
 
 from peer.mapped import mapped_file
 from peer.node.events import Post
+from peer.node.failure_log import FailureLog
 from peer.node.network import Network
 from peer.node.tasks import Tasks
 from peer.store import BlobMissing, Store, StoreFull
@@ -55,6 +57,7 @@ class RoundBlobFetcher:
     def __post_init__(self) -> None:
         self._tasks: dict[Digest, asyncio.Task[None]] = {}
         self._checked: set[tuple[Digest, BlobFormat]] = set()
+        self._failures = FailureLog()
 
     def apply_policy(self, policy: RoundPolicy) -> None:
         self.deadline_seconds = policy.exchange_seconds
@@ -92,9 +95,16 @@ class RoundBlobFetcher:
         except StoreFull:
             raise  # no other attempt helps: the user must act
         except (CairnError, asyncio.TimeoutError) as e:
-            log.info("blob %s did not come: %s", blob.short, e)
+            self._log_failure(blob, str(e) or "no answer in time")
             return BlobUnavailable(blob)
         return BlobHeld(blob)
+
+    def _log_failure(self, blob: Digest, reason: str) -> None:
+        count = self._failures.failed(time.monotonic())
+        if count == 1:
+            log.info("blob %s did not come: %s", blob.short, reason)
+        elif count:
+            log.info("%d more requests for blobs failed; the last: blob %s: %s", count, blob.short, reason)
 
     async def ensure(self, blob: Digest, holders: Sequence[PeerKey], blob_format: BlobFormat | None = None) -> Path:
         """Return the file of a blob, held and checked. By default the blob is an update.

@@ -81,12 +81,15 @@ class StateFetcher:
         """Return the blobs that are not held of what `collect` collects from a start, with their sizes in bytes."""
         sizes = {start.state: self._checkpoint_size(start.state)}
         for certificate in path[start.index :]:
-            updates = certificate.record.body.updates
-            for shard, blob in enumerate(certificate.shards):
-                sizes[blob] = self.reducer.format_of(len(updates), shard).size
-            if not certificate.shards:
-                sizes |= {u.body.blob: self.updates.codec.size for u in updates}
+            sizes |= self.blob_sizes(certificate)
         return {blob: size for blob, size in sizes.items() if not self.store.has(blob)}
+
+    def blob_sizes(self, certificate: Certificate) -> dict[Digest, int]:
+        """Return the blobs that a record's state is made of, with their sizes in bytes."""
+        updates = certificate.record.body.updates
+        if not certificate.shards:
+            return {u.body.blob: self.updates.codec.size for u in updates}
+        return {blob: self.reducer.format_of(len(updates), i).size for i, blob in enumerate(certificate.shards)}
 
     async def collect(
         self,

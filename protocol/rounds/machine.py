@@ -52,7 +52,7 @@ from protocol.rounds.gathered_exchange import GatheredExchange
 from protocol.rounds.header_repair import known_headers, pass_on_headers
 from protocol.rounds.phase import InvariantError, Phase, check_transition, phase_of
 from protocol.rounds.policy import LocalStatus, RoundPolicy
-from protocol.rounds.retention import retained
+from protocol.rounds.retention import retained, retained_states
 from protocol.rounds.round_state import RoundState
 from protocol.rounds.state_sync import StateSync
 from protocol.rounds.summary import Summary, summarise
@@ -248,9 +248,11 @@ class RoundMachine:
         """Return the checkpoints and blobs that the store must keep for this machine and for other members.
 
         They are the last checkpoints, all blobs applied since the oldest of them, those of the open round, and own
-        updates that may still return to the error feedback.
+        updates that may still return to the error feedback. An observer that is no peer keeps the checkpoints alone.
         """
         context = self._context
+        if not context.is_peer:
+            return retained_states(context.base, context.chain)
         final = -1 if context.chain.finalization is None else context.chain.finalization.body.round
         return retained(context.base, context.chain) | self._consensus.blobs() | set(context.own.since(final + 1))
 

@@ -31,14 +31,24 @@ def starts(policy: RoundPolicy, path: Sequence[Certificate]) -> tuple[int, ...]:
 
 def retained(policy: RoundPolicy, chain: Chain) -> set[Digest]:
     """Return the checkpoints to keep, and all blobs that were applied since the oldest of them."""
+    path, marks = _recent(policy, chain)
+    keep = {path[i].record.body.base_state for i in marks}
+    for certificate in path[marks[0] if len(marks) > policy.checkpoint_keep else 0 :]:
+        keep.update(applied_blobs(certificate))
+    return keep
+
+
+def retained_states(policy: RoundPolicy, chain: Chain) -> set[Digest]:
+    """Return the checkpoints to keep."""
+    path, marks = _recent(policy, chain)
+    return {path[i].record.body.base_state for i in marks}
+
+
+def _recent(policy: RoundPolicy, chain: Chain) -> tuple[tuple[Certificate, ...], list[int]]:
+    """Return the end of the chain, and the places in it of the records that name a checkpoint to keep."""
     height = chain.height(chain.head) - policy.checkpoint_every * (policy.checkpoint_keep + 2)
     start = chain.ancestor_at(chain.head, max(chain.height(chain.root), height)) or chain.root
     path = chain.path(start, chain.head)
     marks = [i for i, certificate in enumerate(path) if certificate.record.body.round % policy.checkpoint_every == 0]
     # One checkpoint more than `checkpoint_keep`: a member that is fetching the oldest must not see it vanish.
-    recent = marks[-(policy.checkpoint_keep + 1) :]
-    keep = {path[i].record.body.base_state for i in recent}
-    since = recent[0] if len(marks) > policy.checkpoint_keep else 0
-    for certificate in path[since:]:
-        keep.update(applied_blobs(certificate))
-    return keep
+    return path, marks[-(policy.checkpoint_keep + 1) :]

@@ -372,8 +372,10 @@ class StateSync:
         self._failures += 1
         pause = min(MAX_PAUSE, context.policy.heartbeat_seconds * 2 ** (self._failures - 1))
         self._retry_at = context.now + pause
-        text = f"the state after record {head.short} was not reached: {reason}; again in {pause:.0f} s"
-        context.notify("warning", "apply-failed", text)
+        if self._failures & (self._failures - 1) == 0:  # the first, second, fourth, ... in a row
+            tries = "" if self._failures == 1 else f" ({self._failures} times)"
+            text = f"the state after record {head.short} was not reached{tries}: {reason}; again in {pause:.0f} s"
+            context.notify("warning", "apply-failed", text)
         if head not in chain or head == chain.root:
             return
         # Without a place to return to, the fault may be anywhere on the branch: the head before it would fail as well.

@@ -565,6 +565,8 @@ async def test_the_state_comes_first_and_in_words(tmp_path):
         for n in range(4):
             swarm.beat(n, seconds_since=30)
         await says("idle", "no peer is training")
+        swarm.updates_problem = "the updates of round 1 are held by nobody here: ada, bob have them"
+        await says("idle", f"the chain stands at round 2; {swarm.updates_problem}")
         swarm.round({0: 6000, 1: 6000})
         await says("finished", "tokens are trained")
 

@@ -183,6 +183,7 @@ class FakeSwarm:
         self.directives: list[Signed[Directive]] = []
         self.offered: list[Digest] = []
         """States that were offered to peers; asked for another than those in `blobs`, it is refused."""
+        self.updates_problem = ""
         self.held: int | None = None
         """The newest round whose state is held; None: the newest of all."""
         self.unbacked: set[Digest] = set()

@@ -353,6 +353,28 @@ class NodeWorld:
         self.run(name, node, store)
         return node
 
+    def observe(self) -> Node:
+        """Start an observer like that of `cairn coordinator serve`: without admission and without a trainer."""
+        home = self.folder / "observer"
+        home.mkdir(exist_ok=True)
+        store = Store(home / "store", 1 << 40)
+        for data in (self.tokenizer, self.genesis.read_bytes()):
+            store.put(data)
+        ways_in = [address_of(self.key(n)) for n in self.nodes if n != "observer"]
+        decoder = MessageDecoder(self.spec.run_id, OWNER.key)
+        membership = Enrollment(identity("observer"), self.spec, decoder, store, None, "coordinator", b"", ways_in)
+        node = self.build(membership, NodeOptions(home, observer=True))
+        self.run("observer", node, store)
+        return node
+
+    async def leave(self, *names: str) -> None:
+        """Have these stop in order, at once, and wait until they are gone: nobody enters by them any more."""
+        for name in names:
+            self.nodes[name].leave()
+        await asyncio.gather(*(self.running.pop(name) for name in names))
+        for name in names:
+            del self.nodes[name]
+
     def build(self, membership: Enrollment, options: NodeOptions, *, owner: Identity | None = None) -> Node:
         """Build a node in this world's network, with a trainer in this process."""
         return build_node(membership, options, owner=owner, start_swarm=LoopSwarm.start, supervise=self._supervise)

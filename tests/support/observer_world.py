@@ -58,6 +58,6 @@ class Observed:
             self.chain.add(self.made.add(work))
 
     async def archive_newest(self) -> None:
-        newest = self.view._newest_checkpoint()
+        newest = self.view.unarchived_checkpoint()
         assert newest is not None
         await self.view.archive(*newest)

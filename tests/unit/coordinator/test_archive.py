@@ -108,11 +108,11 @@ def observed(tmp_path: Path) -> Observed:
 async def test_what_is_archived_may_be_made_final_and_the_observer_keeps_it(observed: Observed):
     o = observed
     o.rounds(4, {1: 2})
-    assert o.view._newest_checkpoint() is None and o.view.held_state() == 0
+    assert o.view.unarchived_checkpoint() is None and o.view.held_state() == 0
     o.rounds(3, {1: 2})
     await o.archive_newest()
     assert o.view.held_state() == 5 and o.node.held == [state(5)] == o.node.fetched
-    assert o.view._newest_checkpoint() is None  # there already
+    assert o.view.unarchived_checkpoint() is None  # there already
 
 
 async def test_a_chain_that_turned_below_an_archived_state_is_archived_anew_and_the_lost_state_goes(observed: Observed):
@@ -133,7 +133,7 @@ async def test_a_chain_that_turned_below_an_archived_state_is_archived_anew_and_
         (0, genesis_digest(SPEC.run_id)), (5, o.made.certificates[4].record.digest),
     ]  # fmt: skip
     assert lost.record not in {a.record for a in o.archive.all()}
-    assert o.view._newest_checkpoint() is None
+    assert o.view.unarchived_checkpoint() is None
 
 
 async def test_a_lost_state_of_a_higher_round_does_not_stand_in_the_way_of_finals(observed: Observed):

@@ -376,6 +376,21 @@ async def test_there_is_always_room_for_the_coordinators_observer_and_it_is_no_s
     await net.stop(0.1)
 
 
+async def test_the_last_member_is_alone_with_the_coordinator_and_with_nobody_else():
+    w = await world()
+    net, watcher = w.network, heartbeat(OBSERVER, admission=b"")
+    w.membership.locator.newest = coordinator_address()
+    assert not net.is_alone_with_coordinator()
+    hear(net, watcher)
+    hear(net, heartbeat(identity("stranger"), admission=b""))
+    assert net.is_alone_with_coordinator()
+    hear(net, heartbeat(PEERS[1]))
+    assert not net.is_alone_with_coordinator()
+    w.passed = SPEC.round.member_seconds + 1  # it has lost its power
+    assert A in net.peers.peers() and net.is_alone_with_coordinator()
+    await net.stop(0.1)
+
+
 async def test_strangers_who_take_calls_and_do_not_answer_hold_up_no_member(monkeypatch):
     monkeypatch.setattr(network_module, "NONMEMBER_SENDS", 2)
     net, swarm = await network()

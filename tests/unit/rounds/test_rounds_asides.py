@@ -147,15 +147,18 @@ def test_a_move_that_fails_though_all_is_held_is_tried_less_and_less():
     made = b.hears(b"a")
     for blob in blobs(made):
         b.step(ev.BlobHeld(blob))
-    tried = []
+    tried, said = [], []
     while b.now < 60 * PATIENCE:
         if b.of(do.SyncState):
             tried.append(b.now)
             b.step(ev.SyncFailed(made.digest, "nobody has a checkpoint", kept=True))
+            said += [r.text for r in b.of(do.Notice) if r.kind == "apply-failed"]
             assert b.chain.head == b.first
         b.step(ev.Tick(), b.now + 0.5)
     pauses = [later - earlier for earlier, later in zip(tried, tried[1:], strict=False)]
     assert [round(p / PATIENCE) for p in pauses] == [1, 2, 4, 8, 16]
+    assert len(tried) == 6 and len(said) == 3, "the first, the second and the fourth"
+    assert "(4 times): nobody has a checkpoint" in said[-1]
 
 
 def test_a_bad_update_that_is_given_when_it_is_asked_for_again_drops_its_record():

@@ -1,0 +1,43 @@
+"""The last member to leave stays while the coordinator fetches the newest updates from it: nobody else has them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Protocol
+
+log = logging.getLogger(__name__)
+
+QUIET_SECONDS, QUIET_BYTES = 2.0, 16_384
+"""It leaves once it has sent no more than this in that time."""
+
+MAX_STAY_SECONDS = 30.0
+"""The longest time that it stays."""
+
+POLL_SECONDS = 0.1
+
+
+class Serving(Protocol):
+    """The part of a `Network` that this needs."""
+
+    @property
+    def bytes_up(self) -> int: ...
+    def is_alone_with_coordinator(self) -> bool: ...
+
+
+async def serve_coordinator(network: Serving) -> None:
+    """Return once the coordinator has what it fetches from us, or another member is here to give it."""
+    now = time.monotonic()
+    end, sent, quiet_since, said = now + MAX_STAY_SECONDS, network.bytes_up, now, False
+    while network.is_alone_with_coordinator() and now < min(end, quiet_since + QUIET_SECONDS):
+        await asyncio.sleep(POLL_SECONDS)
+        now = time.monotonic()
+        if network.bytes_up - sent > QUIET_BYTES:
+            sent, quiet_since = network.bytes_up, now
+            if not said:
+                said = True
+                log.info(
+                    "the last member here: the coordinator gets the newest updates first (at most %.0f s)",
+                    MAX_STAY_SECONDS,
+                )

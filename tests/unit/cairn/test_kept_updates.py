@@ -1,0 +1,199 @@
+"""The observer keeps the updates since the newest archived state, within its bound, and says what it has not got."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from cairn.kept_updates import KeptUpdates
+from coordinator.checkpoints.settings import ArchiveTable
+from peer.errors import PeerError
+from peer.store import StoreFull
+from protocol.ids import Digest, PeerKey
+from protocol.messages import Certificate
+from tests.support.coordinator_fakes import peer
+from tests.support.observer_world import SPEC, Observed
+from tests.support.waiting import until
+
+SIZE = 1000
+NAMES = {peer(1).key: "ada", peer(2).key: "bob"}
+
+
+class Kept(Observed):
+    """A chain with two contributors a round; a state is archived every 5 rounds. `given`: the rounds that come."""
+
+    def __init__(self, folder: Path, **settings: Any):
+        super().__init__(folder)
+        self.given: Callable[[int], bool] = lambda number: True
+        self.reason: Exception = PeerError("no holder is left")
+        self.asked: list[int] = []
+        self.blobs: set[Digest] = set()
+        self.protected: frozenset[Digest] = frozenset()
+        self.here: list[int] = []
+        self.free = 10**12
+        node = cast(Any, self.node)
+        node.membership = SimpleNamespace(spec=SPEC)
+        node.audit_jobs = SimpleNamespace(files=self)
+        node.retention = SimpleNamespace(protect_blobs=self._protect, prune=self._prune)
+        node.network.peers = SimpleNamespace(entries=self._entries)
+        node.store = self
+        self.kept = KeptUpdates(node, self.view, ArchiveTable(**settings), lambda key: NAMES[key])
+
+    def blob_sizes(self, certificate: Certificate) -> dict[Digest, int]:
+        return {u.body.blob: SIZE for u in certificate.record.body.updates}
+
+    async def round_files(self, certificate: Certificate) -> None:
+        number = certificate.record.body.round
+        self.asked.append(number)
+        if not self.given(number):
+            raise self.reason
+        self.blobs |= set(self.blob_sizes(certificate))
+
+    def has(self, digest: Digest) -> bool:
+        return digest in self.blobs
+
+    @property
+    def free_bytes(self) -> int:
+        return self.free
+
+    def path(self, digest: Digest) -> Path:
+        return self.node.folder / "blob"
+
+    def _entries(self) -> dict[PeerKey, SimpleNamespace]:
+        """Return those of `here`, of whom a heartbeat has just come."""
+        heartbeat = SimpleNamespace(body=SimpleNamespace(admission=b"admitted"))
+        return {peer(n).key: SimpleNamespace(heartbeat=heartbeat, last_news=time.monotonic()) for n in self.here}
+
+    def _protect(self, blobs: frozenset[Digest]) -> None:
+        self.protected = blobs
+
+    async def _prune(self) -> None:
+        self.blobs &= self.protected
+
+    def of(self, *numbers: int) -> set[Digest]:
+        """Return the blobs of these rounds."""
+        path = self.chain.path(self.chain.root, self.chain.head)
+        return {blob for n in numbers for blob in self.blob_sizes(path[n])}
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        task = asyncio.create_task(self.kept.run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("cairn.kept_updates.wait_at_most", lambda event, seconds: asyncio.sleep(0.005))
+    monkeypatch.setattr("cairn.kept_updates.RETRY_SECONDS", 0.01)
+
+
+def make(folder: Path, rounds: int, **settings: Any) -> Kept:
+    k = Kept(folder, **settings)
+    k.rounds(rounds, {1: 2, 2: 2})
+    return k
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+
+
+async def test_the_rounds_since_the_newest_archived_state_are_kept_and_no_others(tmp_path: Path):
+    k = make(tmp_path, 4)
+    async with k.running():
+        await until(lambda: k.blobs == k.of(0, 1, 2, 3), "all are here")
+        assert k.asked == [3, 2, 1, 0]  # the newest is needed for the longest
+        k.rounds(3, {1: 2, 2: 2})
+        await until(lambda: k.of(5, 6) <= k.blobs, "those after the state of round 5 are here")
+        assert k.protected == k.of(*range(7)) and 4 not in k.asked  # round 4 leads to a state that is being archived
+        await k.archive_newest()
+        await until(lambda: k.blobs == k.of(5, 6) == k.protected, "those before the archived state are gone")
+        assert k.asked.count(6) == k.asked.count(5) == 1 and k.view.updates_problem == ""
+
+
+async def test_nothing_is_fetched_while_many_members_are_here_and_all_of_it_when_few_are_left(tmp_path: Path):
+    k = make(tmp_path, 3, few_members=2)
+    k.here = [1, 2, 3]
+    async with k.running():
+        await until(lambda: k.protected == k.of(0, 1, 2), "it has looked")
+        await asyncio.sleep(0.05)
+        assert k.asked == [] and k.view.updates_problem == ""
+        k.here = [1, 3]
+        await until(lambda: k.blobs == k.of(0, 1, 2), "all are here")
+
+
+async def test_a_blob_that_the_disk_lost_is_fetched_again(tmp_path: Path):
+    k = make(tmp_path, 2)
+    async with k.running():
+        await until(lambda: k.blobs == k.of(0, 1), "all are here")
+        k.blobs -= k.of(1)
+        await until(lambda: k.blobs == k.of(0, 1), "all are here again")
+
+
+async def test_who_has_what_nobody_here_gives_is_said_once_in_plain_words(tmp_path: Path, caplog):
+    k = make(tmp_path, 4)
+    k.given = lambda number: number not in (1, 2)
+    async with k.running():
+        await until(lambda: k.asked.count(1) >= 5, "it has tried five times")
+        said = "the updates of rounds 1 to 2 are held by nobody here: ada, bob have them"
+        assert k.view.updates_problem == k.view.problem == said
+        assert k.blobs == k.of(0, 3) and len(lines(caplog)) <= 2  # of round 2 alone, for a moment
+        assert said in lines(caplog)[-1] and "newcomer" in lines(caplog)[-1]
+        k.given = lambda number: True
+        await until(lambda: k.view.updates_problem == "" and k.blobs == k.of(0, 1, 2, 3), "ada is back")
+
+
+async def test_while_contributors_are_here_one_failure_is_no_news_and_two_are(tmp_path: Path, caplog):
+    k = make(tmp_path, 1)
+    k.given, k.here = (lambda number: False), [2]
+    async with k.running():
+        await until(lambda: bool(k.view.updates_problem), "it is said")
+        assert len(k.asked) >= 2
+        assert k.view.updates_problem == "the updates of round 0 do not come: no holder is left"
+        k.reason = PeerError("not in 4 s")
+        await until(lambda: k.view.updates_problem.endswith("not in 4 s"), "the newest reason is shown")
+        assert len(lines(caplog)) == 1
+
+
+@pytest.mark.parametrize(
+    "settings, free, problem",
+    [
+        ({"updates": 3 * SIZE}, 10**12, "the updates since round 0 take 4.0 kB, and archive.updates allows 3.0 kB"),
+        ({"reserve": SIZE}, 4 * SIZE, "the disk has no room for 4.0 kB of updates (4.0 kB are free)"),
+    ],
+)
+async def test_more_than_fits_is_not_fetched_and_said_once(tmp_path: Path, caplog, settings, free, problem):
+    k = make(tmp_path, 2, **settings)
+    k.free = free
+    async with k.running():
+        await until(lambda: bool(k.view.updates_problem), "it is said")
+        await asyncio.sleep(0.1)
+        assert k.asked == [] and k.view.updates_problem.startswith(problem) and len(lines(caplog)) == 1
+
+
+async def test_a_disk_that_cannot_be_written_is_said_and_ends_nothing(tmp_path: Path):
+    k = make(tmp_path, 1)
+    k.given, k.reason = (lambda number: False), StoreFull("blob 1a2b needs 5 bytes: allow it more disk")
+    async with k.running():
+        await until(lambda: k.view.updates_problem == str(k.reason), "it is said")
+        k.given = lambda number: True
+        await until(lambda: k.blobs == k.of(0) and not k.view.updates_problem, "it goes on")
+
+
+async def test_an_owner_who_allows_nothing_keeps_nothing(tmp_path: Path):
+    k = make(tmp_path, 3, updates=0)
+    k.blobs = k.of(1)  # of an earlier start
+    async with k.running():
+        await asyncio.sleep(0.05)
+        assert k.asked == [] and k.protected == frozenset() and k.view.updates_problem == ""
