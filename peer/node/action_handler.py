@@ -100,6 +100,10 @@ class ActionHandler:
         assert self.trainer is not None
         self.trainer.move(action)
 
+    def keep_state(self, action: actions.KeepState) -> None:
+        assert self.trainer is not None
+        self.trainer.keep_state(action)
+
     def audit_update(self, action: actions.AuditUpdate) -> None:
         assert self.auditor is not None
         self.auditor.audit(action)
