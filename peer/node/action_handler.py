@@ -122,7 +122,7 @@ class ActionHandler:
             log.info("%s", action.reason)
         elif not self._completed:
             self._completed = True
-            self.end_of_run.completed()
+            self.end_of_run.complete()
             self.bus.post(RunOver(action.reason))
             log.warning("%s: staying until the others and the coordinator have its last state", action.reason)
             self.tasks.spawn(self.trainer.stop(), "end of training")

@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 3.0
 """Seconds between two requests to the coordinator while its answer matters, on average."""
 
+LATE_SECONDS = 10.0
+"""Seconds without the last state after which people are told so."""
+
 SAFE = (
     f"at most {MAX_STAY_SECONDS / 60:.0f} min. Ctrl-C is safe: what this peer has stays on its disk, and the same "
     "command goes on"
@@ -38,20 +41,22 @@ class EndOfRun:
 
     membership: Enrollment
     machine: RoundMachine
-    is_awaited: bool = field(default=False, init=False)
-    """This peer holds the last state, and the coordinator is not known to have it."""
-
     info: RunInfo | None = field(default=None, init=False)
     """The coordinator's words about a run that is over and whose last state it has; None while it has not said so."""
 
+    _is_completed: bool = field(default=False, init=False)
     _late_since: float | None = field(default=None, init=False)
     _said: set[str] = field(default_factory=set, init=False)
 
-    def completed(self) -> None:
+    def complete(self) -> None:
         """Note that the run is over for this peer, which stays for those who need the last state."""
-        view = self._view()
-        holds_last = view.state is not None and view.head == view.chain_head != self.machine.chain.genesis
-        self.is_awaited = holds_last and self.membership.client is not None
+        self._is_completed = self.membership.client is not None
+
+    @property
+    def is_awaited(self) -> bool:
+        """True when this peer may have the last state of a run that is over, and the coordinator may lack it."""
+        chain = self.machine.chain
+        return self._is_completed and self.info is None and chain.head != chain.genesis
 
     async def run(self, ask_members: Callable[[], Awaitable[None]], leave: Callable[[str], None]) -> None:
         """Ask the coordinator at the end of the run, until cancelled.
@@ -62,13 +67,14 @@ class EndOfRun:
         while True:
             await asyncio.sleep(POLL_SECONDS * random.uniform(0.75, 1.25))
             view = self._view()
+            if self._is_late(view):
+                if (why := await self._reason_to_leave(view, ask_members)) is not None:
+                    leave(why)
+                    return
+                continue
+            self._late_since = None
             if self.is_awaited:
                 await self._hand_over(view, ask_members)
-            elif not self._is_late(view):
-                self._late_since = None
-            elif (why := await self._reason_to_leave(view, ask_members)) is not None:
-                leave(why)
-                return
 
     def _view(self) -> Summary:
         return self.machine.summary(time.monotonic())
@@ -78,7 +84,7 @@ class EndOfRun:
     async def _hand_over(self, view: Summary, ask_members: Callable[[], Awaitable[None]]) -> None:
         info, problem = await self._ask(ask_members)
         if info is not None and self._is_archived(info, view):
-            self.info, self.is_awaited = info, False
+            self.info = info
             log.info("the coordinator has the last state")
             return
         what = f"the coordinator does not answer ({problem}), and" if problem else "the coordinator"
@@ -114,7 +120,8 @@ class EndOfRun:
         if info is not None and info.over and (info.last is None or info.last.state is not None):
             self.info = info
             return f"the run is {info.over}"
-        self._say("the run is over, and nobody here has its last state: waiting for a member who has it", "late")
+        if now - self._late_since > LATE_SECONDS:
+            self._say("the run is over, and nobody here has its last state: waiting for a member who has it", "late")
         return None
 
     # -- the coordinator -------------------------------------------------------------------------------------

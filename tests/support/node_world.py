@@ -138,6 +138,11 @@ class LoopSwarm:
         reply = self._other(to).handlers.on_chain_request(self.key, request)
         return reply if isinstance(reply, wire.ChainReply) else await reply
 
+    async def request_coordinator_address(
+        self, peer: PeerKey, request: wire.CoordinatorAddressRequest
+    ) -> wire.CoordinatorAddressReply:
+        return self._other(peer).handlers.on_coordinator_address(request)
+
     async def fetch_blob(
         self,
         digest: Digest,
