@@ -44,18 +44,20 @@ class RestingStateClaims:
         ordered = directive is not None and directive.body.run_status != "running"
         return chain.head != chain.root and (ordered or self.is_finished)
 
-    def receive(self, message: Signed) -> None:
-        """Remember a verified message if it is such a heartbeat, and ignore any other."""
+    def receive(self, message: Signed) -> bool:
+        """Remember a verified message if it is such a heartbeat. Return whether it is its author's first."""
         body = message.body
         if not isinstance(body, Heartbeat) or body.state is None or body.head != self._chain.head or not self.rests:
-            return
+            return False
         # A peer that is not at rest yet may be about to certify another record, and has not written the state.
         if not self.is_finished and body.phase != "paused":
-            return
+            return False
         self._follow_head()
         known = self._claims.get(message.author)
-        if message.author in self._contributors and (known is None or known.body.sequence < body.sequence):
-            self._claims[message.author] = message
+        if message.author not in self._contributors or (known is not None and known.body.sequence >= body.sequence):
+            return False
+        self._claims[message.author] = message
+        return known is None
 
     def _follow_head(self) -> None:
         head = self._chain.head

@@ -59,7 +59,7 @@ class ObserverView:
         self._announcements = Announcements(node.chain, RoundPolicy.of(spec), lambda n: n == size)
         node.bus.subscribe(MessageVerified, lambda event: self._announcements.receive(event.message))
         self._resting = RestingStateClaims(node.chain, spec)
-        node.bus.subscribe(MessageVerified, lambda event: self._resting.receive(event.message))
+        node.bus.subscribe(MessageVerified, self._note_claim)
         node.bus.subscribe(MachineStepped, lambda _: self._changed())
 
     @property
@@ -145,6 +145,10 @@ class ObserverView:
 
     def has_blob(self, digest: Digest) -> bool:
         return self._node.store.has(digest)
+
+    def _note_claim(self, event: MessageVerified) -> None:
+        if self._resting.receive(event.message):
+            self._news.set()
 
     def _changed(self) -> None:
         chain = self._node.chain

@@ -62,7 +62,12 @@ async def test_the_last_state_of_a_run_that_its_owner_ends_is_archived_before_pe
     for name in PEERS:
         world.start(name)
     await world.rounds(PEERS, 2)
-    await world.order("ended")
+    folder = str(world.folder / "coordinator")
+    asked = await world.command("run", "end", folder, answer="n\n")
+    assert "The newest archived state is that of round 0. The coordinator gets the last one from the 2 peers" in asked
+    assert world.view.directive is None and "Aborted" in asked
+    said = await world.command("run", "end", folder, "--yes")
+    assert "waiting until the coordinator has the last state" in said and "is archived in" in said, said
     for name in PEERS:
         await ended(world.left(name))
         assert not world.nodes[name].end_of_run.is_awaited
@@ -187,7 +192,9 @@ async def test_an_ended_run_admits_those_who_may_bring_its_last_state_and_nobody
     for name in PEERS:
         world.nodes[name].leave()
         await ended(world.left(name))
-    await world.order("ended")
+    asked = await world.command("run", "end", str(world.folder / "coordinator"), answer="y\n")
+    assert "Nobody is here: what was trained since is lost, unless peers that took part join again" in asked
+    assert "is not archived: ask" in asked, asked
     contributors = world.view.certificate(world.view.head).record.body.contributors
     await until(lambda: "is not archived: ask" in world.coordinator.overview().missing_state, "somebody is asked for")
     refusal = world.coordinator.control.refusal

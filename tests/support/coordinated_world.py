@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 from typing import Any
 
 from cairn.swarm_view import ObserverView
+from coordinator.authoring.resolve import SPEC
 from coordinator.checkpoints.archive import Archive
 from coordinator.checkpoints.archiver import CheckpointArchiver
 from coordinator.checkpoints.evaluations import EvaluationLog
@@ -17,6 +19,7 @@ from peer.node.enrollment import Enrollment
 from peer.node.node import Node
 from peer.node.options import NodeOptions
 from peer.store import Store
+from protocol.identity import to_key_file
 from protocol.invite import Invite
 from protocol.message_codec import KeySigner, MessageDecoder
 from protocol.messages import Directive
@@ -69,6 +72,10 @@ class CoordinatedWorld(NodeWorld):
         await self.coordinator.start()
         self._keeping = asyncio.create_task(view.keep_archive())
         self.invite = self.coordinator.invite()
+        (home / "owner.key").write_text(to_key_file(OWNER))
+        (home / "invite").write_text(f"{self.invite}\n")
+        (home / "run").mkdir(exist_ok=True)
+        (home / "run" / SPEC).write_bytes(sign_spec(OWNER, self.spec).encoded)
 
     async def stop_serving(self) -> None:
         """Stop the coordinator, as Ctrl-C does."""
@@ -86,6 +93,15 @@ class CoordinatedWorld(NodeWorld):
         node.membership.client = CoordinatorClient(self.invite, timeout=5.0, attempts=1)
         self._clients.append(node.membership.client)
         return node
+
+    async def command(self, *words: str, answer: str = "") -> str:
+        """Run a `cairn` command with this answer on its standard input; return all that it prints."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "cairn", *words,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+        )  # fmt: skip
+        said, _ = await process.communicate(answer.encode())
+        return said.decode()
 
     async def order(self, run_status: str) -> None:
         """Let the owner pause, end or resume the run."""
