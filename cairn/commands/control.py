@@ -141,7 +141,7 @@ async def _wait_for_last_state(run: OwnedRun) -> None:
     """Wait until the coordinator has the state that the run ends with, while somebody is there who may give it."""
     from peer.coordinator_client import CoordinatorClient
 
-    end_at = time.monotonic() + LAST_STATE_SECONDS
+    began = time.monotonic()
     click.echo("waiting until the coordinator has the last state; Ctrl-C ends only this wait")
     async with CoordinatorClient(run.invite, timeout=8.0) as client:
         while True:
@@ -154,7 +154,9 @@ async def _wait_for_last_state(run: OwnedRun) -> None:
             if at_rest and last is not None and last.state is not None:
                 click.echo(f"the last state, of round {last.round}, is archived in {run.folder / 'checkpoints'}")
                 return
-            if not here or time.monotonic() > end_at:
+            waited = time.monotonic() - began
+            # The status may be of a moment before the order.
+            if waited > LAST_STATE_SECONDS or (not here and (info.over or waited > SPREAD_SECONDS)):
                 click.echo(f"{status.health}: {status.message}", err=True)
                 return
             await asyncio.sleep(LOOK_SECONDS)

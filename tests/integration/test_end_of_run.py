@@ -22,7 +22,11 @@ from tests.support.trainer_world import BATCH, WINDOW
 from tests.support.waiting import ended, until
 
 PEERS = ("ada", "grace")
-ROUND = {"target_tokens": 10 * BATCH * WINDOW, "max_update_tokens": 40 * BATCH * WINDOW, **TIMERS}
+TARGET = 10 * BATCH * WINDOW
+ROUND = {"target_tokens": TARGET, "max_update_tokens": TARGET, **TIMERS}
+TOTAL = 6 * TARGET
+"""Three rounds of two peers at least: the coordinator can be stopped before the end."""
+
 CHECKPOINT = {"every": 50, "keep": 2, "final_depth": 3}
 """No round of these tests is a checkpoint by its number."""
 
@@ -102,7 +106,7 @@ async def test_the_state_of_a_paused_run_is_archived_and_the_run_goes_on_from_it
 
 
 async def test_peers_stay_for_a_coordinator_that_is_away_at_the_end(make, caplog):
-    world = make(total_tokens=2 * ROUND["target_tokens"])
+    world = make(total_tokens=TOTAL)
     await world.serve()
     for name in PEERS:
         world.start(name)
@@ -119,7 +123,7 @@ async def test_peers_stay_for_a_coordinator_that_is_away_at_the_end(make, caplog
 
 
 async def test_those_who_have_the_last_state_are_named_and_may_come_one_after_the_other(make):
-    world = make(total_tokens=2 * ROUND["target_tokens"])
+    world = make(total_tokens=TOTAL)
     await world.serve()
     for name in PEERS:
         world.start(name)
@@ -164,7 +168,7 @@ async def enter(world: CoordinatedWorld, name: str) -> Enrollment:
 
 
 async def test_who_comes_after_the_end_is_not_admitted_and_who_missed_the_end_leaves(make):
-    world = make(total_tokens=2 * ROUND["target_tokens"])
+    world = make(total_tokens=TOTAL)
     await world.serve()
     for name in PEERS:
         world.start(name)
@@ -172,14 +176,14 @@ async def test_who_comes_after_the_end_is_not_admitted_and_who_missed_the_end_le
     for name in PEERS:
         await ended(world.left(name))
     last = await archived_last(world)
-    with pytest.raises(RunIsOver, match="is finished: all 1.3k tokens are trained, in [0-9]+ rounds") as told:
+    with pytest.raises(RunIsOver, match="is finished: all 3.8k tokens are trained, in [0-9]+ rounds") as told:
         await enter(world, "barbara")
     found = told.value.info.last
     assert found is not None and (found.state, found.round) == (last.state, last.round)
     # Admitted before the end, it never got what leads to the last state.
     late = world.start("barbara")
     await ended(world.left("barbara"))
-    assert late.end_of_run.info is not None and "is finished: all 1.3k tokens" in late.snapshot().finished
+    assert late.end_of_run.info is not None and "is finished: all 3.8k tokens" in late.snapshot().finished
     assert not late.snapshot().state
 
 
