@@ -1,4 +1,4 @@
-"""What a volunteer gets of a run that is over: where its model is, and a verified copy of its last state."""
+"""The model of a run that is over, for a volunteer: its address, and a verified copy of the last state."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The end of a run at one peer: whether the coordinator has its last state, and whether this peer can still reach it.
 
-A peer that holds the last state stays until the coordinator has it, as far as the machine lets it. A peer that lacks it
+A peer that holds the last state stays until the coordinator has it, as far as the machine lets it. A peer without it
 leaves when nobody gives it any more.
 """
 
@@ -27,7 +27,7 @@ POLL_SECONDS = 3.0
 """Seconds between two requests to the coordinator while its answer matters, on average."""
 
 LATE_SECONDS = 10.0
-"""Seconds without the last state after which people are told so."""
+"""Seconds without the last state after which the log says so."""
 
 SAFE = (
     f"at most {MAX_STAY_SECONDS / 60:.0f} min. Ctrl-C is safe: what this peer has stays on its disk, and the same "
@@ -37,7 +37,7 @@ SAFE = (
 
 @dataclass(eq=False)
 class EndOfRun:
-    """What one peer knows of its run's end, apart from its machine. `run` asks the coordinator when that matters."""
+    """One peer's view of its run's end, apart from its machine's. `run` asks the coordinator when that matters."""
 
     membership: Enrollment
     machine: RoundMachine
@@ -54,7 +54,7 @@ class EndOfRun:
 
     @property
     def is_awaited(self) -> bool:
-        """True when this peer may have the last state of a run that is over, and the coordinator may lack it."""
+        """True when this peer may have the last state of a run that is over, and the coordinator may not have it."""
         chain = self.machine.chain
         return self._is_completed and self.info is None and chain.head != chain.genesis
 
@@ -88,7 +88,7 @@ class EndOfRun:
             log.info("the coordinator has the last state")
             return
         what = f"the coordinator does not answer ({problem}), and" if problem else "the coordinator"
-        self._say(f"{what} has not got the last state: staying for it", "lacks" if problem else "fetches")
+        self._say(f"{what} has not got the last state: staying for it", "absent" if problem else "fetching")
 
     def _is_archived(self, info: RunInfo, view: Summary) -> bool:
         """Return whether the coordinator has the state that we hold, or follows another branch than we do."""
@@ -97,10 +97,10 @@ class EndOfRun:
             return False
         return last.record == view.head or last.record not in chain or not chain.is_ancestor(last.record, view.head)
 
-    # -- a peer that lacks it --------------------------------------------------------------------------------
+    # -- a peer without it -----------------------------------------------------------------------------------
 
     def _is_late(self, view: Summary) -> bool:
-        """Return whether the run is over, by the chain, and this peer lacks the last state."""
+        """Return whether the run is over, by the chain, and this peer does not hold the last state."""
         chain, total = self.machine.chain, self.membership.spec.total_tokens
         directive = chain.newest_directive
         ended = directive is not None and directive.body.run_status == "ended"

@@ -54,7 +54,7 @@ def run_folder(home: Path, run: RunId) -> Path:
 
 
 class RunIsOver(PeerError):
-    """The run is over, and this peer has nothing that the coordinator lacks."""
+    """The run is over, and this peer has nothing that the coordinator still needs."""
 
     def __init__(self, info: RunInfo):
         super().__init__(f"the run {info.spec.name} is {info.over}")
@@ -89,8 +89,8 @@ class Enrollment:
         Members at the addresses of the invite, of earlier visits and of `via` are asked for the coordinator's address
         when it does not answer. When members answer and the coordinator does not, the membership has no admission yet
         (`seconds_left` is 0): see `admission_wait`.
-        Raise PeerError, with what to do, when nobody gives a spec; CoordinatorRefused when the peer is refused;
-        RunIsOver when the run is over, unless this peer may have the last state and the coordinator lacks it.
+        Raise PeerError, with what to do, when nobody gives a spec; CoordinatorRefused when the peer is refused. Raise
+        RunIsOver when the run is over, unless this peer may bring the last state.
         """
         identity = load_or_make(home / "identity.key")
         client = CoordinatorClient(invite)
@@ -292,7 +292,7 @@ class _RunSearch:
 
 
 def _may_bring_state(info: RunInfo, store: Store) -> bool:
-    """Return whether the coordinator lacks the last state of a run in which this peer has been."""
+    """Return whether the coordinator is without the last state of a run in which this peer has been."""
     return info.last is not None and info.last.state is None and next(store.certificates(), None) is not None
 
 

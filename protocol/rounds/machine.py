@@ -504,7 +504,7 @@ class RoundMachine:
         return announced or self._sync.is_busy or self._sync.is_keeping
 
     def _is_behind(self) -> bool:
-        """Return whether our trainer lacks the newest state. The genesis is an asset of the run."""
+        """Return whether our trainer is without the newest state. The genesis is an asset of the run."""
         return self._sync.is_behind and self._context.chain.head != self._context.chain.genesis
 
     def _is_anybody_behind(self) -> bool:

@@ -1,4 +1,4 @@
-"""The end of a run: its last state reaches the coordinator, and whoever comes too late is told so."""
+"""The end of a run: its last state reaches the coordinator, and whoever comes too late hears so."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_what_does_not_verify_leaves_nothing(world: CheckpointWorld, tmp_path: P
 
 
 class Offer:
-    """What a volunteer with an empty folder is offered."""
+    """The offer to a volunteer with an empty folder."""
 
     def __init__(self, world: CheckpointWorld, folder: Path):
         self.made = world.final(5)

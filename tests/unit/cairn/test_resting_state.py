@@ -1,4 +1,4 @@
-"""Who says which state a run ends with, and who else is needed for it."""
+"""Claims of the state that a run ends with, and the peers that are still needed for it."""
 
 from __future__ import annotations
 
