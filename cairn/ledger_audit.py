@@ -230,11 +230,14 @@ def _peer_key(text: str, home: Path) -> PeerKey:
 
 def _lines(a: AuditResult) -> list[str]:
     r = a.report
+    final = "nothing is finalized yet" if not r.rounds else "no member was there to say up to which round it is final"
+    if a.final is not None:
+        final = f"finalized up to round {a.final}"
     lines = [
         f"rounds   {r.rounds} final rounds, {r.lines} accepted updates",
         f"chain    {sum(a.from_members.values())} certificates from {len(a.from_members)} members"
         + (f", {a.from_coordinator} from the coordinator" if a.from_coordinator else "")
-        + (f"; finalized up to round {a.final}" if a.final is not None else "; nothing is finalized yet"),
+        + f"; {final}",
         f"credits  {credits(r.issued)} issued: {credits(r.settled)} settled, {credits(r.pending)} pending, "
         f"{credits(r.voided)} voided; {len(r.balances)} peers",
     ]

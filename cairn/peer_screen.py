@@ -24,11 +24,17 @@ LINE_SECONDS = 30.0
 _PAGE = re.compile(r"https?://[A-Za-z0-9._~:\[\]-]+(/[A-Za-z0-9._~/-]*)?")
 
 
-def own_page(page: str, key: PeerKey) -> str:
-    """Return the address of a peer on the run's page; "" when the coordinator's page is no valid address."""
+def page_address(page: str) -> str:
+    """Return the address of the run's page with a slash at its end; "" when the coordinator's word is no address."""
     if not _PAGE.fullmatch(page):
         return ""
-    return f"{page}{'' if page.endswith('/') else '/'}#peer/{key}"
+    return page if page.endswith("/") else f"{page}/"
+
+
+def own_page(page: str, key: PeerKey) -> str:
+    """Return the address of a peer on the run's page; "" when the coordinator's page is no valid address."""
+    address = page_address(page)
+    return f"{address}#peer/{key}" if address else ""
 
 
 @dataclass(frozen=True, slots=True)

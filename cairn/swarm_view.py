@@ -8,14 +8,14 @@ import logging
 import os
 import shutil
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cairn.announcements import Announcements
+from cairn.resting_state import RestingStateClaims
 from coordinator.checkpoints.archive import MODEL, Archive, ArchivedState
-from coordinator.swarm import AnnouncedUpdate, ReceivedHeartbeat
+from coordinator.swarm import AnnouncedUpdate, ReceivedHeartbeat, RestingState
 from coordinator.tasks import wait_at_most
 from peer.node.events import MachineStepped, MessageVerified
 from peer.node.node import Node
@@ -25,7 +25,7 @@ from protocol.codec import make_codec
 from protocol.errors import CairnError
 from protocol.ids import Digest, PeerKey
 from protocol.message_codec import encode_certificate
-from protocol.messages import Certificate, Directive, Finalization, Heartbeat, Signed, quorum
+from protocol.messages import Certificate, Directive, Finalization, Signed
 from protocol.rounds import events
 from protocol.rounds.policy import RoundPolicy
 from protocol.spec import RunSpec
@@ -59,6 +59,8 @@ class ObserverView:
         size = make_codec(spec.codec, spec.model.layout).size
         self._announcements = Announcements(node.chain, RoundPolicy.of(spec), lambda n: n == size)
         node.bus.subscribe(MessageVerified, lambda event: self._announcements.receive(event.message))
+        self._resting = RestingStateClaims(node.chain, spec)
+        node.bus.subscribe(MessageVerified, self._note_claim)
         node.bus.subscribe(MachineStepped, lambda _: self._changed())
 
     @property
@@ -150,6 +152,10 @@ class ObserverView:
     def has_blob(self, digest: Digest) -> bool:
         return self._node.store.has(digest)
 
+    def _note_claim(self, event: MessageVerified) -> None:
+        if self._resting.receive(event.message):
+            self._news.set()
+
     def _changed(self) -> None:
         chain = self._node.chain
         now = (chain.head, *(None if m is None else m.digest for m in (chain.finalization, chain.newest_directive)))
@@ -227,7 +233,7 @@ class ObserverView:
             if record == chain.root:
                 return None
             body = chain.certificate(record).record.body
-            if record == chain.head and (last := self._last_state(record)) is not None:
+            if record == chain.head and (last := self._last_state()) is not None:
                 return None if self._is_archived(last[1], last[0]) else last
             if body.round % every == 0 and body.round:
                 if self._is_archived(body.parent, body.base_state):
@@ -244,37 +250,24 @@ class ObserverView:
         first = chain.height(chain.root)
         return [a for a in self._archive.all() if a.round >= first and chain.main_chain_at(a.round) != a.record]
 
-    def _last_state(self, head: Digest) -> tuple[Digest, Digest, int] | None:
-        """Return the state after a run's last record.
+    def _last_state(self) -> tuple[Digest, Digest, int] | None:
+        """Return state, record and tokens of a run that rests, once enough contributors claim that state."""
+        found = self._resting.agreed()
+        return None if found is None else (found[0], self._node.chain.head, self._resting.tokens)
 
-        No later record vouches for it. So more than two thirds of the last record's contributors must state in their
-        signed heartbeats that they hold it.
-        """
-        chain, window = self._node.chain, self._spec.data.window
-        tokens = chain.weight(head) * window
-        if not self._spec.total_tokens or tokens < self._spec.total_tokens:
-            return None
-        claims = Counter(h.body.state for h in self._claims(head))
-        for state, claimed in claims.most_common(1):
-            if state is not None and claimed >= quorum(len(chain.certificate(head).record.body.contributors)):
-                return state, head, tokens
-        return None
-
-    def _claims(self, head: Digest) -> list[Signed[Heartbeat]]:
-        """Return the contributors' heartbeats that name this record as their head."""
-        entries = self._node.network.peers.entries()
-        contributors = self._node.chain.certificate(head).record.body.contributors
-        return [e.heartbeat for k in contributors if (e := entries.get(k)) and e.heartbeat.body.head == head]
+    def resting_state(self) -> RestingState | None:
+        head = self._node.chain.head
+        return self._resting.resting_state(next((a.state for a in self._archive.all() if a.record == head), None))
 
     def _proof_of_last_state(self, record: Digest, state: Digest) -> tuple[bytes, list[bytes]]:
-        """Return the proof of the run's last state: its certificate, and the heartbeats that state it.
+        """Return the proof of the state of a run that rests: its record's certificate, and the heartbeats that name it.
 
         An earlier state needs none: both are empty.
         """
-        if record != self._node.chain.head:
+        found = self._resting.agreed()
+        if record != self._node.chain.head or found is None or found[0] != state:
             return b"", []
-        certificate = self._node.chain.certificate(record)
-        return encode_certificate(certificate), [h.encoded for h in self._claims(record) if h.body.state == state]
+        return encode_certificate(self._node.chain.certificate(record)), [h.encoded for h in found[1]]
 
 
 def put_blob(store: Store, digest: Digest, path: Path, *, link: bool = False) -> None:

@@ -170,7 +170,12 @@ class RunControl:
         why = f" ({body.reason})" if body.reason else ""
         if peer in body.banned:
             return f"the run's owner has banned this key{why}: write to the owner if you think that it is a mistake"
-        return f"the run has been ended by its owner{why}" if body.run_status == "ended" else None
+        if body.run_status != "ended":
+            return None
+        last = self.view.resting_state()
+        if last is not None and last.state is None and peer in last.contributors:
+            return None  # it may be all that has the last state
+        return f"the run has been ended by its owner{why}"
 
     async def _roll_back(self, directive: Signed[Directive]) -> None:
         """Take the ledger to the branch that the chain follows now, as far as it has posted the other one."""

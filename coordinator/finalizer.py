@@ -79,9 +79,11 @@ class Finalizer:
         return next((i for i in range(len(path), count, -1) if self._view.count_backed(path[i - 1 : i])), count)
 
     def _ends_run(self, accounts: Sequence[RoundCredits]) -> bool:
-        """Return whether these rounds end the run: nothing will be built on them."""
-        total = self._spec.total_tokens
+        """Return whether these rounds end the run, so that nothing is built on them unless the owner resumes it."""
+        total, directive = self._spec.total_tokens, self._view.directive
         at_head = bool(accounts) and accounts[-1].record == self._view.head
+        if directive is not None and directive.body.run_status == "ended":
+            return at_head
         return at_head and 0 < total <= self._chain.history.tokens + sum(a.tokens for a in accounts)
 
     def sign(self, round_: Round, record: Digest) -> Signed[Finalization]:

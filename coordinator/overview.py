@@ -16,7 +16,7 @@ from coordinator.indexed_chain import MAX_REMEMBERED, IndexedChain
 from coordinator.non_participation import NonParticipation
 from coordinator.peer_registry import PeerRegistry, TrackedPeer
 from coordinator.round_observations import RoundObservation, RoundObservations, TypicalDurations
-from coordinator.swarm import TRAINING_PHASES
+from coordinator.swarm import TRAINING_PHASES, RestingState
 from protocol.chain import genesis_digest
 from protocol.ids import Digest, PeerKey
 from protocol.ledger.credits import Balance, RoundCredits
@@ -24,6 +24,9 @@ from protocol.messages import Heartbeat
 from protocol.spec import RunSpec
 
 NEWEST = 20
+MAX_ASKED = 8
+"""Names of peers that are to come again."""
+
 _ORDER = {
     "training": 0, "exchanging": 0, "paused": 0, "syncing": 1, "joining": 1, "silent": 2, "observing": 3, "gone": 4,
     "banned": 5, "barred": 5,
@@ -68,7 +71,8 @@ class RoundOverview:
 class Overview:
     """Everything that is shown.
 
-    `round` is the one being trained; `state` is the newest state digest that the chain names.
+    `round` is the one being trained; `state` is the newest state digest that the chain names, or the archived last one
+    of a run that is over or paused.
     """
 
     name: str
@@ -96,12 +100,19 @@ class Overview:
     validation_loss: float | None = None
     archive_problem: str = ""
     """Why states are not archived, copied or evaluated; empty when all is well."""
+    missing_state: str = ""
+    """Why the last state of a run that is over or paused is not archived, and who can help; empty otherwise."""
     diverged: tuple[str, ...] = ()
     """Names of peers that report another state than the chain names, or, at the head, than the majority."""
 
     alerts: tuple[Alert, ...] = ()
     convictions: tuple[AuditCase, ...] = ()
     """The newest cases that convicted somebody, newest first: at most NEWEST."""
+
+    @property
+    def over(self) -> str:
+        """How the run ended, in words; empty while it goes on or is paused."""
+        return {"finished": f"finished: {self.message}", "ended": self.message}.get(self.health, "")
 
     @property
     def rests(self) -> bool:
@@ -122,6 +133,7 @@ class OverviewBuilder:
     name_of: Callable[[PeerKey], str]
     alerts: Callable[[], tuple[Alert, ...]]
     updates_problem: Callable[[], str]
+    resting_state: Callable[[], RestingState | None]
     _last_rounds: tuple[Digest | None, dict[PeerKey, int]] = field(default=(None, {}), init=False)
     _rounds: dict[Digest, RoundOverview] = field(default_factory=dict, init=False)
     _round: int = field(default=-1, init=False)
@@ -141,10 +153,18 @@ class OverviewBuilder:
             self._moved_at = now  # nobody can be late
         points = chain.points(last=16)
         tokens = points[-1].tokens if points else 0
-        rate = tokens_per_second(points, now) if self.indexer.caught_up else 0.0
+        is_finished = 0 < spec.total_tokens <= tokens
+        rests = is_finished or (self.directives.order is not None and not working)
+        rate = tokens_per_second(points, now) if self.indexer.caught_up and not rests else 0.0
         loss = points[-1].loss if points else None
         due = self._next_round(working, head[1] if head else genesis_digest(self.spec.run_id), now)
         health, message = self._health(working, training, tokens, loss, rate, due, now)
+        last = self.resting_state()
+        if missing := self._missing_state(last, now):
+            message += f"; {missing}"
+        state, state_round = (newest[0].base_state, newest[0].round) if newest else (spec.genesis.name, 0)
+        if last is not None and last.state is not None:
+            state, state_round = last.state, last.round
         return Overview(
             name=spec.name,
             run=str(self.spec.run_id),
@@ -152,8 +172,8 @@ class OverviewBuilder:
             message=message,
             round=training,
             head=head[1] if head else genesis_digest(self.spec.run_id),
-            state=newest[0].base_state if newest else spec.genesis.name,
-            state_round=newest[0].round if newest else 0,
+            state=state,
+            state_round=state_round,
             tokens=tokens,
             total_tokens=spec.total_tokens,
             tokens_per_second=rate,
@@ -165,11 +185,26 @@ class OverviewBuilder:
             pending=sum(b.micro_credits for b in chain.pending.values()),
             final_round=chain.posted[0] if chain.posted else None,
             problem=self.indexer.problem,
+            missing_state=missing,
             next_round_seconds=due if health == "healthy" else None,
             diverged=self._diverged(working),
             alerts=self.alerts(),
             convictions=tuple(islice((c for c in chain.audits.decided if c.is_conviction), NEWEST)),
         )
+
+    def _missing_state(self, last: RestingState | None, now: float) -> str:
+        """Return who must come again so that the last state is archived; "" when it is, or while the run goes on."""
+        if last is None or last.state is not None:
+            return ""
+        text = f"the last state, of round {last.round}, is not archived"
+        absent = [p for p in last.wanted if self.registry.phase(self.registry.get(p), now) in ("silent", "gone")]
+        needed = last.needed - (len(last.wanted) - len(absent))
+        if needed <= 0:
+            return f"{text} yet: it is being fetched"
+        names = [self.name_of(p) for p in absent[:MAX_ASKED]]
+        more = f" and {len(absent) - len(names)} more" if len(absent) > len(names) else ""
+        some = f"{needed} of " if needed < len(absent) else ""
+        return f"{text}: ask {some}{', '.join(names)}{more} to join again"
 
     def _diverged(self, working: list[PeerOverview]) -> tuple[str, ...]:
         """Return the names of peers with another state than the chain names.

@@ -119,8 +119,13 @@ class CoordinatorService(stubs.CoordinatorServicer):
         return await self.run_reply()
 
     async def run_reply(self) -> wire.GetRunReply:
-        """Return the spec, and where the swarm and the page are."""
-        return wire.GetRunReply(spec=self._spec_envelope, addresses=self._addresses(), page=self._page_url())
+        """Return the spec, where the swarm and the page are, and what became of a run that is over."""
+        reply = wire.GetRunReply(
+            spec=self._spec_envelope, addresses=self._addresses(), page=self._page_url(), over=self._overview().over
+        )
+        if (last := self._view.resting_state()) is not None:
+            reply.last.record, reply.last.round, reply.last.state = last.record, last.round, last.state or b""
+        return reply
 
     async def Admit(self, request: wire.AdmitRequest, context) -> wire.AdmitReply:
         address = caller_of(context.peer())

@@ -134,7 +134,7 @@ class Coordinator:
         )  # fmt: skip
         self._builder = OverviewBuilder(
             spec, chain, indexer, directives, self.peers, self.observations, self.admitter.name_of,
-            lambda: self._watcher.active, lambda: view.updates_problem,
+            lambda: self._watcher.active, lambda: view.updates_problem, view.resting_state,
         )  # fmt: skip
         self._metrics = Metrics(MetricSources(
             overview=self.overview, viewers=lambda: len(self.feed), folder=config.folder,
@@ -259,9 +259,10 @@ class Coordinator:
             began = time.monotonic()
             self.peers.update(self._view.heartbeats(), now)
             round_, loss = self._archiver.validation or (None, None)
+            built = self._builder.build(now)
             overview = replace(
-                self._builder.build(now), validation_round=round_, validation_loss=loss,
-                archive_problem=self._archiver.problem,
+                built, validation_round=round_, validation_loss=loss,
+                archive_problem="; ".join(p for p in (self._archiver.problem, built.missing_state) if p),
             )  # fmt: skip
             self._overview = (now, overview)
             self._overview_seconds = max(0.25, 10 * (time.monotonic() - began))

@@ -37,6 +37,22 @@ class AnnouncedUpdate:
     flaw: str
 
 
+@dataclass(frozen=True, slots=True)
+class RestingState:
+    """The state after the newest record, with which `round` would begin, of a run that is over or paused.
+
+    `state` is its digest once it is archived. Until then at least `needed` of the peers in `wanted` must come again:
+    contributors of the record, who alone can say which state that is.
+    """
+
+    record: Digest
+    round: int
+    state: Digest | None
+    contributors: tuple[PeerKey, ...] = ()
+    wanted: tuple[PeerKey, ...] = ()
+    needed: int = 0
+
+
 class SwarmView(Protocol):
     """The chain and the members, as an observer holds them."""
 
@@ -139,6 +155,13 @@ class SwarmView(Protocol):
 
         Those that this observer has no more in memory count. Nothing else becomes final: an owner cut off with a few
         peers must not bind the others to their branch.
+        """
+        ...
+
+    def resting_state(self) -> RestingState | None:
+        """Return the state after the newest record of a run that is over or paused; None of one that goes on.
+
+        It is also None before the first record: the genesis is archived from the start.
         """
         ...
 

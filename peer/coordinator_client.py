@@ -73,13 +73,28 @@ class WrongCoordinator(PeerError):
 
 
 @dataclass(frozen=True, slots=True)
+class RestingState:
+    """The state after the newest record of a run that is over or paused; `state` is its digest once it is archived."""
+
+    record: Digest
+    round: int
+    state: Digest | None
+
+
+@dataclass(frozen=True, slots=True)
 class RunInfo:
-    """A run's verified spec, its signed envelope, multiaddresses of its swarm, and the address of its page."""
+    """A run's verified spec, its signed envelope, multiaddresses of its swarm, and the address of its page.
+
+    By the coordinator's word: `over` says how the run ended (empty: it goes on, or is paused), and `last` is the state
+    of a run that is over or paused.
+    """
 
     spec: RunSpec
     encoded: bytes
     addresses: tuple[str, ...]
     page: str
+    over: str = ""
+    last: RestingState | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +248,12 @@ class CoordinatorClient:
         request = wire.GetRunRequest(run=bytes(self._invite.run))
         reply: wire.GetRunReply = await self._call(lambda stub, t: stub.GetRun(request, timeout=t), attempts)
         self._spec = open_spec(reply.spec, self._invite.run)
-        return RunInfo(self._spec, reply.spec, usable_addresses(reply.addresses), _text(reply.page, 300))
+        last = None
+        if reply.HasField("last"):
+            m = reply.last
+            last = RestingState(Digest(m.record), m.round, Digest(m.state) if m.state else None)
+        addresses = usable_addresses(reply.addresses)
+        return RunInfo(self._spec, reply.spec, addresses, _text(reply.page, 300), _text(reply.over, 600), last)
 
     async def admit(
         self, identity: Identity, name: str = "", *, code: str | None = None, nonce: int = 0

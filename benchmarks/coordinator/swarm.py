@@ -109,6 +109,9 @@ class SimulatedSwarm:
     def count_backed(self, path: Sequence[Digest]) -> int:
         return len(path)
 
+    def resting_state(self) -> None:
+        """Return None: the run goes on."""
+
     def has_blob(self, digest: Digest) -> bool:
         return False
 

@@ -24,7 +24,13 @@ from protocol.message_codec import KeySigner, MessageDecoder
 from protocol.messages import MAX_BANNED, MAX_REASON, Directive, Rollback, RoundChanges
 
 if TYPE_CHECKING:
+    from peer.coordinator_client import PeerStatus, SwarmStatus
     from protocol.spec import RunSpec
+
+LAST_STATE_SECONDS = 660.0
+"""Maximum seconds to wait until the coordinator has the last state: peers stay for ten minutes."""
+
+LOOK_SECONDS = 1.0
 
 SPREAD_SECONDS = 10.0
 """Maximum seconds to wait until all peers have received a directive."""
@@ -80,27 +86,85 @@ YES = click.option("--yes", is_flag=True, help="Do not ask.")
 @_options
 def pause(run: Path, home: Path, reason: str) -> None:
     """Pause the run: peers that have announced an update finish the open round, then nobody trains."""
-    _set_status(run, home, "paused", reason, "pausing at once, in round {round}: peers keep their progress")
+    _set_status(_open_run(run, home), "paused", reason, "pausing at once, in round {round}: peers keep their progress")
 
 
 @click.command()
 @_options
 def resume(run: Path, home: Path, reason: str) -> None:
     """Continue after a pause, or after an end (peers that have left must be started again)."""
-    _set_status(run, home, "running", reason, "continuing with round {round}")
+    _set_status(_open_run(run, home), "running", reason, "continuing with round {round}")
 
 
 @click.command()
 @YES
 @_options
 def end(run: Path, home: Path, reason: str, yes: bool) -> None:
-    """End the run: all peers save their work, and leave."""
+    """End the run: all peers save their work, and leave once the coordinator has the last state."""
+    opened = _open_run(run, home)
     if not yes:
-        click.confirm("End the run? All peers leave, and must be started again to continue", abort=True)
-    _set_status(run, home, "ended", reason, "ending with round {round}: peers save, and leave")
+        what = asyncio.run(_what_ends(opened))
+        click.confirm(f"End the run? {what} All peers leave, and must be started again to continue", abort=True)
+    if _set_status(opened, "ended", reason, "ending with round {round}: peers save, and leave"):
+        asyncio.run(_wait_for_last_state(opened))
 
 
-def _set_status(path: Path, home: Path, run_status: str, reason: str, message: str) -> None:
+async def _what_ends(run: OwnedRun) -> str:
+    """Return what becomes of the training since the newest archived state. Raises CairnError."""
+    from coordinator.checkpoints.archive import Archive
+    from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable
+
+    newest = max((a.round for a in Archive(run.folder / "checkpoints", run.spec).all()), default=0)
+    archived = f"The newest archived state is that of round {newest}."
+    async with CoordinatorClient(run.invite, timeout=8.0, attempts=1) as client:
+        try:
+            status = await client.status()
+        except CoordinatorUnreachable:
+            return (
+                f"The coordinator does not answer: it ends the run at its next start. {archived} What was trained "
+                "since is lost if no peer has stayed until then."
+            )
+    if newest >= status.round:
+        return archived
+    here = len(_present(status))
+    if not here:
+        return f"{archived} Nobody is here: what was trained since is lost, unless peers that took part join again."
+    return f"{archived} The coordinator gets the last one from the {here} peer{'' if here == 1 else 's'} here first."
+
+
+def _present(status: SwarmStatus) -> list[PeerStatus]:
+    """Return the peers that train, or would if the run went on."""
+    return [p for p in status.peers if p.phase in ("training", "exchanging", "paused")]
+
+
+async def _wait_for_last_state(run: OwnedRun) -> None:
+    """Wait until the coordinator has the state that the run ends with, while somebody is there who may give it."""
+    from peer.coordinator_client import CoordinatorClient
+
+    began = time.monotonic()
+    click.echo("waiting until the coordinator has the last state; Ctrl-C ends only this wait")
+    async with CoordinatorClient(run.invite, timeout=8.0) as client:
+        while True:
+            info, status = await client.get_run(), await client.status()
+            here = _present(status)
+            last, at_rest = info.last, bool(info.over) and all(p.phase == "paused" for p in here)
+            if at_rest and last is None:
+                click.echo("the run ends before its first round")
+                return
+            if at_rest and last is not None and last.state is not None:
+                click.echo(f"the last state, of round {last.round}, is archived in {run.folder / 'checkpoints'}")
+                return
+            waited = time.monotonic() - began
+            # The status may be of a moment before the order.
+            if waited > LAST_STATE_SECONDS or (not here and (info.over or waited > SPREAD_SECONDS)):
+                click.echo(f"{status.health}: {status.message}", err=True)
+                return
+            await asyncio.sleep(LOOK_SECONDS)
+
+
+def _set_status(run: OwnedRun, run_status: str, reason: str, message: str) -> bool:
+    """Order a status. Return whether the coordinator has published the order, now."""
+
     def change(status: RunStatus) -> Directive | None:
         if status.body.run_status == run_status:
             click.echo(f"the run is {run_status} already")
@@ -108,7 +172,7 @@ def _set_status(path: Path, home: Path, run_status: str, reason: str, message: s
         click.echo(message.format(round=status.round if status.round is not None else "that is open then"))
         return replace(status.body, run_status=run_status, since=int(time.time()), reason=reason)
 
-    _order(_open_run(path, home), change)
+    return _order(run, change)
 
 
 @click.command()
@@ -256,12 +320,12 @@ def _open_run(path: Path, home: Path) -> OwnedRun:
     return OwnedRun(folder, owner, spec, invite)
 
 
-def _order(run: OwnedRun, change: DirectiveChange) -> None:
-    """Sign and send a directive, and print the result. Raises CairnError."""
-    asyncio.run(_send(run, change))
+def _order(run: OwnedRun, change: DirectiveChange) -> bool:
+    """Sign and send a directive, and print the result. Return whether it was published now. Raises CairnError."""
+    return asyncio.run(_send(run, change))
 
 
-async def _send(run: OwnedRun, change: DirectiveChange) -> None:
+async def _send(run: OwnedRun, change: DirectiveChange) -> bool:
     from coordinator.directive_file import DirectiveFile
     from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable
 
@@ -281,15 +345,16 @@ async def _send(run: OwnedRun, change: DirectiveChange) -> None:
         newest = max((d.body for d in directives), key=lambda b: b.precedence, default=Directive(run.spec.run_id, 0))
         body = change(RunStatus(newest, number))
         if body is None:
-            return
+            return False
         body = replace(body, sequence=max(newest.sequence + 1, int(time.time() * 1000)))
         directive = KeySigner(run.owner).sign(body)
         if number is None:
             file.append(directive)
             click.echo(f"the order is left in {run.folder}: the coordinator publishes it when it is started again")
-            return
+            return False
         await client.publish_directive(directive.encoded)
         await _wait_until_spread(client)
+        return True
 
 
 async def _wait_until_spread(client: Any) -> None:

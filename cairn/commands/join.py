@@ -32,6 +32,7 @@ from protocol.stake import STAKE_ROUNDS
 if TYPE_CHECKING:
     from cairn.peer_screen import PeerScreen
     from peer.channel import Choice
+    from peer.coordinator_client import RunInfo
     from peer.node.enrollment import Enrollment
     from peer.node.node import Node
     from protocol.spec import RunSpec
@@ -181,7 +182,7 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
     from cairn.peer_screen import PeerScreen
     from peer.node.admission_wait import wait_until_admitted
     from peer.node.builder import build_node
-    from peer.node.enrollment import Enrollment, run_folder
+    from peer.node.enrollment import Enrollment, RunIsOver, run_folder
     from peer.node.options import NodeOptions
     from peer.store import Store
 
@@ -217,6 +218,13 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
 
         stopping = asyncio.ensure_future(stop.wait())
 
+        async def offer(info: RunInfo) -> None:
+            """Tell of the model of a run that is over."""
+            from cairn.finished_run import offer_model  # not imported by those who train
+
+            if not options.auditor:
+                await offer_model(info, folder, store, options.disk, stopping)
+
         async def take_part() -> bool:
             """Run the node until it ends; return whether it must start again."""
             entering = asyncio.ensure_future(enter())
@@ -226,7 +234,12 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
                 await asyncio.gather(entering, return_exceptions=True)
                 print("stopped before the run was entered; the same command tries again")
                 return False
-            membership = entering.result()
+            try:
+                membership = entering.result()
+            except RunIsOver as e:
+                print(e)
+                await offer(e.info)
+                return False
             key = membership.identity.key
             log.info("run %s (%s); this peer is %s%s", membership.spec.name, invite.run.short, key.short,
                      f' "{options.name}"' if options.name else "")  # fmt: skip
@@ -237,6 +250,8 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
                 await _run(node, screen, stopping, auditor=options.auditor)
             finally:
                 await membership.close()
+            if node.end_of_run.info is not None:
+                await offer(node.end_of_run.info)
             return node.must_restart and not stop.is_set()
 
         while await take_part():
@@ -261,10 +276,11 @@ async def _run(node: Node, screen: PeerScreen, stopping: asyncio.Future[Any], *,
         await running
     end = node.snapshot()
     made = f"{end.audits['made']} checks" if auditor else f"{end.own_updates} updates"
-    print(
-        f"{end.finished or 'stopped'}: round {end.round}, state {end.state[:16] or 'none'}, {made} made; the same "
-        "command resumes"
-    )
+    over = node.end_of_run
+    after = "; the same command resumes" if over.info is None else ""
+    if over.is_awaited:
+        after = "; the coordinator has not got the last state: run the same command again later"
+    print(f"{end.finished or 'stopped'}: round {end.round}, state {end.state[:16] or 'none'}, {made} made{after}")
     if auditor and beside.done() and not beside.cancelled():
         beside.result()
 

@@ -28,5 +28,6 @@ from peer.channel.messages import (
     ToTrainer,
     UpdateFile,
     UpdateMade,
+    WriteState,
 )
 from peer.channel.trainer_end import TrainerEnd

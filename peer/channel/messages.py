@@ -191,6 +191,13 @@ class Apply(_Message):
 
 
 @dataclass(frozen=True, slots=True)
+class WriteState(_Message):
+    """Write the checkpoint of the held state to `out`. Answered by Applied or Failed("write")."""
+
+    out: Path
+
+
+@dataclass(frozen=True, slots=True)
 class Orders(_Message):
     """The owner's changes, in force until the next such message. Not answered.
 
@@ -294,20 +301,20 @@ class Note(_Message):
 
 @dataclass(frozen=True, slots=True)
 class Failed(_Message):
-    """A request (start, load, update, apply) or training itself (train) failed. `reason` says why, and what to do.
+    """A request (start, load, update, apply, write) or training itself (train) failed: why, and what to do.
 
     `fatal`: the trainer exits after this. After a failed load or apply that is not fatal it needs a Load.
     """
 
-    what: Literal["start", "load", "update", "apply", "train", "channel"]
+    what: Literal["start", "load", "update", "apply", "write", "train", "channel"]
     reason: Text
     fatal: bool
 
 
-ToTrainer = Start | Load | MakeUpdate | Apply | Orders | Stop
+ToTrainer = Start | Load | MakeUpdate | Apply | WriteState | Orders | Stop
 FromTrainer = Ready | Progress | UpdateMade | NothingDone | Applied | Stopped | Note | Failed
 
-_KINDS = (Start, Load, MakeUpdate, Apply, Orders, Stop) + (
+_KINDS = (Start, Load, MakeUpdate, Apply, WriteState, Orders, Stop) + (
     Ready, Progress, UpdateMade, NothingDone, Applied, Stopped, Note, Failed,
 )  # fmt: skip
 _ADAPTERS: dict[str, TypeAdapter[Any]] = {kind.__name__: TypeAdapter(kind) for kind in _KINDS}

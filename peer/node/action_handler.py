@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from peer.node.chain_store import ChainStore
 from peer.node.directive_handler import DirectiveHandler
+from peer.node.end_of_run import EndOfRun
 from peer.node.events import EventQueue, NodeEvents, RunOver
 from peer.node.network import Network
 from peer.node.outbox import NETWORK_ERRORS
@@ -43,6 +44,7 @@ class ActionHandler:
     directives: DirectiveHandler
     trainer: TrainerClient | None
     auditor: UpdateAuditor | None
+    end_of_run: EndOfRun
     queue: EventQueue
     tasks: Tasks
     bus: NodeEvents
@@ -100,6 +102,10 @@ class ActionHandler:
         assert self.trainer is not None
         self.trainer.move(action)
 
+    def keep_state(self, action: actions.KeepState) -> None:
+        assert self.trainer is not None
+        self.trainer.keep_state(action)
+
     def audit_update(self, action: actions.AuditUpdate) -> None:
         assert self.auditor is not None
         self.auditor.audit(action)
@@ -116,6 +122,7 @@ class ActionHandler:
             log.info("%s", action.reason)
         elif not self._completed:
             self._completed = True
+            self.end_of_run.complete()
             self.bus.post(RunOver(action.reason))
-            log.warning("%s: staying until the others have its last state", action.reason)
+            log.warning("%s: staying until the others and the coordinator have its last state", action.reason)
             self.tasks.spawn(self.trainer.stop(), "end of training")

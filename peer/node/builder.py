@@ -15,6 +15,7 @@ from peer.node.blob_retention import BlobRetention, assets
 from peer.node.chain_store import ChainStore
 from peer.node.directive_handler import DirectiveHandler, is_banned
 from peer.node.driver import RoundDriver
+from peer.node.end_of_run import EndOfRun
 from peer.node.enrollment import Enrollment
 from peer.node.events import EventQueue, NodeEvents
 from peer.node.network import Network
@@ -113,14 +114,16 @@ def build_node(
             spec, me, options, store, chain, updates, retention, loader, tasks, queue.post, supervise
         )  # fmt: skip
     directives = DirectiveHandler(me, spec.data.window, trainer, (updates, network.peers))
+    end = EndOfRun(membership, machine)
     handler = ActionHandler(
-        store, network, packets, certificates, updates, reducer, directives, trainer, auditor, queue, tasks, bus
+        store, network, packets, certificates, updates, reducer, directives, trainer, auditor, end, queue, tasks, bus
     )  # fmt: skip
-    status = partial(local_status, membership, network, trainer, is_peer=not options.observer)
+    status = partial(local_status, membership, network, trainer, end, is_peer=not options.observer)
     driver = RoundDriver(machine, handler, queue, bus, timings, status=status)
     requests = RequestServer(membership, packets, network, machine, certificates, relay, queue, bus)
     folder = options.folder
     reporter = StatusReporter(membership, folder, network, machine, directives, timings, trainer, auditor, bus)
     return Node(
-        membership, network, certificates, retention, trainer, jobs, auditor, driver, requests, reporter, bus, tasks
+        membership, network, certificates, retention, trainer, jobs, auditor, driver, requests, reporter, end, bus,
+        tasks,
     )  # fmt: skip

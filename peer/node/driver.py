@@ -71,6 +71,9 @@ class RoundEffects(Protocol):
     def move(self, action: actions.ApplyRecord | actions.SyncState) -> None:
         """Move the trainer to another state."""
 
+    def keep_state(self, action: actions.KeepState) -> None:
+        """Have the trainer write the state that it holds to the store."""
+
     def audit_update(self, action: actions.AuditUpdate) -> None:
         """Make a check of an update. Only machines with `audits` ask for it."""
 
@@ -187,6 +190,8 @@ class RoundDriver:
                 effects.request_chain(action)
             case actions.ApplyRecord() | actions.SyncState():
                 effects.move(action)
+            case actions.KeepState():
+                effects.keep_state(action)
             case actions.DirectivesChanged():
                 effects.on_directives_changed(action)
             case actions.AuditUpdate():

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable, WrongCoordinator
+from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable, RunInfo, WrongCoordinator
 from peer.errors import PeerError
 from peer.keyfile import load_or_make
 from peer.node.coordinator_discovery import SPEC, CoordinatorLocator, DiscoveredRun, discover_run
@@ -53,6 +53,14 @@ def run_folder(home: Path, run: RunId) -> Path:
     return home / "runs" / run.hex()[:12]
 
 
+class RunIsOver(PeerError):
+    """The run is over, and this peer has nothing that the coordinator still needs."""
+
+    def __init__(self, info: RunInfo):
+        super().__init__(f"the run {info.spec.name} is {info.over}")
+        self.info = info
+
+
 @dataclass
 class Enrollment:
     """A peer's right to take part in its run, and what it needs to enter. Close it at the end.
@@ -81,7 +89,8 @@ class Enrollment:
         Members at the addresses of the invite, of earlier visits and of `via` are asked for the coordinator's address
         when it does not answer. When members answer and the coordinator does not, the membership has no admission yet
         (`seconds_left` is 0): see `admission_wait`.
-        Raise PeerError, with what to do, when nobody gives a spec; CoordinatorRefused when the peer is refused.
+        Raise PeerError, with what to do, when nobody gives a spec; CoordinatorRefused when the peer is refused. Raise
+        RunIsOver when the run is over, unless this peer may bring the last state.
         """
         identity = load_or_make(home / "identity.key")
         client = CoordinatorClient(invite)
@@ -107,6 +116,8 @@ class Enrollment:
                 store.write_value(SPEC, encoded)
             if search.found is not None and search.found.coordinator_address is not None:
                 self.locator.accept(search.found.coordinator_address.encoded)
+            if search.info is not None and search.info.over and not _may_bring_state(search.info, store):
+                raise RunIsOver(search.info)
             self.addresses = list(dict.fromkeys(search.addresses))
             absent = search.absent
             if absent is None:
@@ -235,7 +246,8 @@ class Enrollment:
 class _RunSearch:
     """The search for a run's signed spec: at the coordinator, then at members, then at the address that members give.
 
-    `absent` is the reason why the coordinator did not answer (None: it did), `found` the answers of members.
+    `absent` is the reason why the coordinator did not answer (None: it did), `info` its answer, `found` those of
+    members.
     """
 
     client: CoordinatorClient
@@ -244,6 +256,7 @@ class _RunSearch:
     addresses: list[str]
     found: DiscoveredRun | None = None
     absent: CairnError | None = None
+    info: RunInfo | None = None
 
     async def spec(self, *, patient: bool) -> bytes:
         """Return the signed spec. `patient`: only ask the coordinator, with all attempts; the admission still holds.
@@ -274,8 +287,13 @@ class _RunSearch:
         except COORDINATOR_ABSENT as e:
             self.absent = e
             return
-        self.absent = None
+        self.absent, self.info = None, reply
         self.encoded, self.addresses = reply.encoded, [*reply.addresses, *self.addresses]
+
+
+def _may_bring_state(info: RunInfo, store: Store) -> bool:
+    """Return whether the coordinator is without the last state of a run in which this peer has been."""
+    return info.last is not None and info.last.state is None and next(store.certificates(), None) is not None
 
 
 def known_addresses(store: Store) -> list[str]:

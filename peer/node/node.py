@@ -14,6 +14,7 @@ from peer.node.blob_retention import BlobRetention
 from peer.node.chain_store import ChainStore
 from peer.node.coordinator_discovery import ask_members, pass_on
 from peer.node.driver import RoundDriver
+from peer.node.end_of_run import EndOfRun
 from peer.node.enrollment import Enrollment
 from peer.node.events import NodeEvents, RunOver
 from peer.node.last_member import serve_coordinator
@@ -53,6 +54,7 @@ class Node:
     driver: RoundDriver
     requests: RequestServer
     reporter: StatusReporter
+    end_of_run: EndOfRun
     bus: NodeEvents
     tasks: Tasks
     must_restart: bool = field(default=False, init=False)
@@ -104,6 +106,11 @@ class Node:
         self.driver.post(events.Leave())
         asyncio.get_running_loop().call_later(HARD_STOP_SECONDS, self._finish, "left")
 
+    def _leave_because(self, reason: str) -> None:
+        log.warning("%s", reason)
+        self.bus.post(RunOver(reason))
+        self.leave()
+
     def _finish(self, reason: str) -> None:
         self.bus.post(RunOver(reason))
         self._finished.set()
@@ -121,6 +128,8 @@ class Node:
             if self.auditor is not None:
                 tasks.spawn(self.auditor.run(), "audits")
             tasks.spawn(m.keep_valid(self.ask_for_coordinator), "admission")
+        if self.trainer is not None and m.client is not None:
+            tasks.spawn(self.end_of_run.run(self.ask_for_coordinator, self._leave_because), "end of the run")
         tasks.spawn(network.discover(), "discovery")
         tasks.spawn(network.keep_running(), "swarm")
         tasks.spawn(pass_on(network, m.locator), "coordinator address")

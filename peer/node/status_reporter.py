@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from peer.node.directive_handler import DirectiveHandler
+from peer.node.end_of_run import EndOfRun
 from peer.node.enrollment import Enrollment
 from peer.node.events import NodeEvents, RunOver
 from peer.node.network import Network
@@ -25,7 +26,7 @@ SNAPSHOT_SECONDS = 1.0
 
 
 def local_status(
-    membership: Enrollment, network: Network, trainer: TrainerClient | None, *, is_peer: bool
+    membership: Enrollment, network: Network, trainer: TrainerClient | None, end: EndOfRun, *, is_peer: bool
 ) -> LocalStatus:
     """Return the part of our heartbeats that the machine does not know. An observer is no peer."""
     return LocalStatus(
@@ -36,6 +37,7 @@ def local_status(
         admission=membership.admission if is_peer else b"",
         device="" if trainer is None else trainer.device,
         unreachable=network.relay.unreachable(),
+        is_awaited=end.is_awaited,
     )
 
 

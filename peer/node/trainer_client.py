@@ -30,7 +30,7 @@ from peer.store import Store, StoreError
 from protocol.chain import Chain
 from protocol.ids import PeerKey
 from protocol.rounds import events
-from protocol.rounds.actions import ApplyRecord, RequestUpdate, SyncState
+from protocol.rounds.actions import ApplyRecord, KeepState, RequestUpdate, SyncState
 from protocol.spec import RunSpec
 
 log = logging.getLogger(__name__)
@@ -130,6 +130,15 @@ class TrainerClient:
             # `_on_lost` informs the machine that the state is gone.
             log.warning("no update for round %d: %s", action.round, e)
 
+    def keep_state(self, action: KeepState) -> None:
+        self.tasks.spawn(self._keep_held_state(action), "held state")
+
+    async def _keep_held_state(self, action: KeepState) -> None:
+        try:
+            await self.send(channel.WriteState(self.store.scratch / f"held-{action.record.short}.safetensors"))
+        except TrainerDied as e:
+            log.warning("the state of the resting run was not written: %s", e)
+
     def order(self, orders: channel.Orders) -> None:
         """Give the trainer its orders; trainers that are started later receive them too."""
         self._orders = orders
@@ -183,6 +192,8 @@ class TrainerClient:
                 log.error("trainer: %s", reason)
                 if what in ("load", "apply") and not fatal:
                     self._verifying = self.tasks.spawn(self._move_failed(reason), "verification")
+                elif what == "write" and not fatal:
+                    self.post(events.SyncFailed(self.chain.head, reason, kept=True))
                 elif what == "update" and not fatal:
                     self.post(events.SyncFailed(self.chain.head, reason))
             case channel.Note(level, _, text):

@@ -135,7 +135,7 @@ class TrainerSupervisor:
     async def send(self, message: channel.ToTrainer) -> None:
         """Send a message once the process is ready. Raise TrainerDied when it is lost first, as `on_lost` reports."""
         link = await asyncio.shield(self._ready_link)
-        if isinstance(message, channel.Apply | channel.Load | channel.MakeUpdate):
+        if isinstance(message, channel.Apply | channel.Load | channel.MakeUpdate | channel.WriteState):
             replay = len(message.replay) if isinstance(message, channel.Load) else 1
             seconds = ANSWER_SECONDS + REPLAY_SECONDS * replay
             self._arm_watchdog(f"has not answered {type(message).__name__} for {seconds:.0f} s", seconds)

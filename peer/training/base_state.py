@@ -215,6 +215,12 @@ class BaseState(ThreadOwned):
         digest = self._backend.store_state(self._threads, checkpoint)
         return Applied(record, digest, time.monotonic() - began, checkpoint)
 
+    def write(self, out: Path) -> Applied:
+        """Write the checkpoint of the held state. For the thread that trains. Raise TrainingError when none is held."""
+        if self.record is None or not self._exchange.holds_state:
+            raise TrainingError("no state is held")
+        return self.applied(time.monotonic(), self.record, out)
+
     def swap_base(self, move: BaseMove, unsaved: Iterable[TrainerManifest]) -> None:
         """Put the advanced base under the model's parameters, and settle own updates and windows by it.
 

@@ -10,6 +10,7 @@ import os
 import queue
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from peer.channel import (
     Stop,
     Stopped,
     TrainerEnd,
+    WriteState,
 )
 from peer.errors import ChannelError, SavedStateError, TrainingError
 from peer.training.data import DataError
@@ -212,6 +214,8 @@ class TrainerService:
                     trainer.swap_base(move)
             case Load():
                 self._load(trainer, message)
+            case WriteState(out):
+                self._write_state(trainer, out)
             case Orders():
                 trainer.steps.set_orders(message)
             case Stop():
@@ -230,6 +234,15 @@ class TrainerService:
             except (CairnError, OSError) as e:
                 answer = Failed("load", str(e), fatal=False)
         self._send_notes()
+        self._end.send(answer)
+
+    def _write_state(self, trainer: Trainer, out: Path) -> None:
+        with memory_for(trainer.backend.device, "write a checkpoint"):
+            try:
+                with trainer.base.owned():
+                    answer: FromTrainer = trainer.base.write(out)
+            except (CairnError, OSError) as e:
+                answer = Failed("write", f"the held state was not written: {e}", fatal=False)
         self._end.send(answer)
 
     def _continue_saving(self, trainer: Trainer) -> None:

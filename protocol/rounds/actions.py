@@ -197,6 +197,17 @@ class SyncState:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepState:
+    """Trainer: write the held state, which is that after `record`, to the store as a checkpoint.
+
+    The run rests, so others may need it and no record names it. Answered by `StateReached`, or by `SyncFailed` with
+    `kept=True`.
+    """
+
+    record: Digest
+
+
+@dataclass(frozen=True, slots=True)
 class AuditUpdate:
     """Auditor: make a check of an update (header digest) of this record. Answered by `UpdateAudited`.
 
@@ -259,6 +270,7 @@ Action = (
     | DirectivesChanged
     | ApplyRecord
     | SyncState
+    | KeepState
     | AuditUpdate
     | Notice
     | RunCompleted

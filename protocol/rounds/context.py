@@ -116,6 +116,11 @@ class Context:
         """True when the owner wants no update of ours."""
         return self.directive.run_status != "running" or self.is_excluded(self.me)
 
+    @property
+    def run_rests(self) -> bool:
+        """True when the owner has paused or ended the run: it may be that no record follows the newest."""
+        return self.directive.run_status != "running"
+
     def emit(self, action: Action) -> None:
         self.actions.append(action)
 

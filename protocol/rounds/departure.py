@@ -8,12 +8,13 @@ from protocol.messages import Goodbye
 from protocol.rounds.actions import Broadcast, Finished, RunCompleted
 from protocol.rounds.context import Context
 from protocol.rounds.directive_gossip import because
+from protocol.rounds.policy import LocalStatus
 
 QUIET_SECONDS, QUIET_BYTES = 5.0, 200_000
 """After the run's last round a peer stays until it has sent less than this in that time, and nobody is behind."""
 
 MAX_STAY_SECONDS = 600.0
-"""The longest time that it stays for those who are behind."""
+"""The longest time that it stays for those who are behind, or for a coordinator without the last state."""
 
 
 class Departure:
@@ -106,8 +107,11 @@ class Departure:
             self._reached_total = True
             self._complete(f"the run has reached its {total} windows")
 
-    def follow_directive(self, is_occupied: Callable[[], bool]) -> None:
-        """Stop when a directive says so, but not before the open round that we announced in is decided."""
+    def follow_directive(self, is_occupied: Callable[[], bool], is_behind: Callable[[], bool]) -> None:
+        """Stop when a directive says so, but not before the open round that we announced in is decided.
+
+        At the end of the run a peer that is still on the way to the last state goes on: it may be all that has it.
+        """
         context, directive = self._context, self._context.directive
         banned = context.is_banned(context.me)
         if (
@@ -120,6 +124,9 @@ class Departure:
         longest = context.policy.exchange_seconds + context.policy.patience_seconds
         if is_occupied() and not context.deadlines.due("order", self._ordered_at + longest):
             return
+        if not banned and not context.observer and is_behind():
+            if not context.deadlines.due("order", self._ordered_at + MAX_STAY_SECONDS):
+                return
         reason = (
             "the run has been ended by its owner" if directive.run_status == "ended" else "banned by the run's owner"
         )
@@ -148,14 +155,14 @@ class Departure:
             self._completed = (reason, self._context.now)
             self._check_at, self._sent = self._context.now + QUIET_SECONDS, -QUIET_BYTES
 
-    def stay(self, anybody_behind: Callable[[], bool], bytes_up: int) -> None:
+    def stay(self, anybody_behind: Callable[[], bool], status: LocalStatus) -> None:
         """Finish once nobody needs the last state any more: nobody is behind, and little was sent lately."""
         if self._completed is None or self.has_left or not self._context.deadlines.due("stay", self._check_at):
             return
         reason, since = self._completed
-        busy, self._sent = bytes_up - self._sent > QUIET_BYTES, bytes_up
+        busy, self._sent = status.bytes_up - self._sent > QUIET_BYTES, status.bytes_up
         self._check_at = self._context.now + QUIET_SECONDS
-        if (busy or anybody_behind()) and self._context.now < since + MAX_STAY_SECONDS:
+        if (busy or status.is_awaited or anybody_behind()) and self._context.now < since + MAX_STAY_SECONDS:
             self._context.deadlines.register("stay", self._check_at)
             return
         self._completed = None

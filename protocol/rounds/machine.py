@@ -477,7 +477,7 @@ class RoundMachine:
             self._sync.reconsider(self._is_supported)
             self._beat()
         self._leave_if_due()
-        self._departure.stay(self._is_anybody_behind, self._status.bytes_up)
+        self._departure.stay(self._is_anybody_behind, self._status)
         self._publish_directives()
         self._update_phase()
         self.next_tick = float("inf") if self._departure.has_left else context.deadlines.next_tick
@@ -494,14 +494,20 @@ class RoundMachine:
             consensus.stop_exchange()
         else:
             self._add_own_certificate(consensus.advance(hurry=self._departure.is_hurrying))
-        self._departure.follow_directive(self._is_occupied)
+        if context.run_rests and not context.observer and sync.joined and not self._is_occupied():
+            sync.keep()
+        self._departure.follow_directive(self._is_occupied, self._is_behind)
         return changed or head != context.chain.head
 
     def _is_occupied(self) -> bool:
-        """Return whether the trainer owes us an answer, or the round that we announced in is open."""
+        """Return whether the trainer owes us an answer or a checkpoint, or the round that we announced in is open."""
         round_ = self._consensus.round
         announced = self._consensus.is_working and round_ is not None and round_.announced_at is not None
-        return announced or self._sync.is_busy
+        return announced or self._sync.is_busy or self._sync.is_keeping
+
+    def _is_behind(self) -> bool:
+        """Return whether our trainer is without the newest state. The genesis is an asset of the run."""
+        return self._sync.is_behind and self._context.chain.head != self._context.chain.genesis
 
     def _is_anybody_behind(self) -> bool:
         head = self._sync.best_record

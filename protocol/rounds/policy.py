@@ -107,3 +107,5 @@ class LocalStatus:
     admission: bytes = b""
     device: str = ""
     unreachable: tuple[int, ...] = ()
+    is_awaited: bool = False
+    """The coordinator is not known to have the last state of a run that is over for us."""

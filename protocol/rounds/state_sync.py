@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from protocol.ids import Digest, Round
 from protocol.messages import Certificate, Rollback
-from protocol.rounds.actions import ApplyRecord, RequestUpdate, SyncState
+from protocol.rounds.actions import ApplyRecord, KeepState, RequestUpdate, SyncState
 from protocol.rounds.blobs import BlobRole, applied_blobs
 from protocol.rounds.branch_quarantine import MAX_QUARANTINED, BranchQuarantine
 from protocol.rounds.context import MAX_SYNC_PATH, Context
@@ -54,6 +54,12 @@ class StateSync:
         """The parent for whose round the trainer makes an update."""
 
         self._making_round = Round(0)
+        self._kept: Digest | None = None
+        """The last record whose state the trainer was asked to write to the store."""
+
+        self.is_keeping = False
+        """The trainer owes us an answer to `KeepState`."""
+
         self._last_good: Digest | None = None
         """The last record whose state was reached."""
 
@@ -247,7 +253,7 @@ class StateSync:
         missed, regained = context.own.plan_move(context.chain, self.applied, record)
         self.sync_target = record
         next_window, weight = context.chain.next_window(context.me, record), context.chain.weight(record)
-        keep = is_checkpoint(context.base, context.chain.height(record), weight)
+        keep = self._is_kept(record)
         context.emit(ApplyRecord(certificate, missed, next_window, weight, regained, keep))
         return True
 
@@ -270,10 +276,27 @@ class StateSync:
         context.emit(
             SyncState(
                 path, missed, chain.next_window(context.me, head), weight, regained, back, self.reset,
-                starts(context.base, path), is_checkpoint(context.base, chain.height(head), weight),
+                starts(context.base, path), self._is_kept(head),
             )
         )  # fmt: skip
         return True
+
+    def _is_kept(self, record: Digest) -> bool:
+        """Return whether the trainer is to write the state after a record to the store, and note that it is asked."""
+        context, chain = self._context, self._context.chain
+        keep = is_checkpoint(context.base, chain.height(record), chain.weight(record))
+        keep = keep or (context.run_rests and record != chain.genesis)
+        if keep:
+            self._kept = record
+        return keep
+
+    def keep(self) -> None:
+        """Have the trainer write the state that it holds to the store, unless that is done: the run rests."""
+        held = self.applied
+        if held is None or held in (self._kept, self._context.chain.genesis) or self.is_busy or not self.holds_state:
+            return
+        self._kept, self.is_keeping = held, True
+        self._context.emit(KeepState(held))
 
     def _wait_for_blobs(self, path: tuple[Certificate, ...], head: Digest) -> bool:
         """Wait while blobs of the path are fetched; quarantine a branch whose blobs stay unavailable.
@@ -347,7 +370,9 @@ class StateSync:
     # -- the trainer's answers -------------------------------------------------------------------------------
 
     def reached(self, record: Digest, state: Digest) -> bool:
-        """Note that the trainer holds the state after `record`. Return False when that was not requested."""
+        """Note that the trainer holds the state after `record`. Return False when no move to it was requested."""
+        if record == self._kept:
+            self.is_keeping = False
         if record != self.sync_target:
             return False
         self.sync_target = None
@@ -363,6 +388,7 @@ class StateSync:
     def failed(self, record: Digest, reason: str, kept: bool) -> None:
         """Note that a move failed. Unless the trainer `kept` its state, it holds nothing that can be relied on."""
         context, chain = self._context, self._context.chain
+        self.is_keeping = False
         if kept and record != self.sync_target:
             return  # another move has been requested meanwhile
         head = self.sync_target or chain.head

@@ -12,14 +12,28 @@ class GetRunRequest(_message.Message):
     def __init__(self, run: _Optional[bytes] = ...) -> None: ...
 
 class GetRunReply(_message.Message):
-    __slots__ = ("spec", "addresses", "page")
+    __slots__ = ("spec", "addresses", "page", "over", "last")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     PAGE_FIELD_NUMBER: _ClassVar[int]
+    OVER_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
     spec: bytes
     addresses: _containers.RepeatedScalarFieldContainer[str]
     page: str
-    def __init__(self, spec: _Optional[bytes] = ..., addresses: _Optional[_Iterable[str]] = ..., page: _Optional[str] = ...) -> None: ...
+    over: str
+    last: RestingState
+    def __init__(self, spec: _Optional[bytes] = ..., addresses: _Optional[_Iterable[str]] = ..., page: _Optional[str] = ..., over: _Optional[str] = ..., last: _Optional[_Union[RestingState, _Mapping]] = ...) -> None: ...
+
+class RestingState(_message.Message):
+    __slots__ = ("record", "round", "state")
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    record: bytes
+    round: int
+    state: bytes
+    def __init__(self, record: _Optional[bytes] = ..., round: _Optional[int] = ..., state: _Optional[bytes] = ...) -> None: ...
 
 class AdmitRequest(_message.Message):
     __slots__ = ("request",)

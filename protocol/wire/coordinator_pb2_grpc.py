@@ -75,7 +75,7 @@ class CoordinatorServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def GetRun(self, request, context):
-        """Return the run's spec, and addresses of the swarm and of the page.
+        """Return the run's spec, addresses of the swarm and of the page, and what became of a run that is over.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

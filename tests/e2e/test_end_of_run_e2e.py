@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
+from cairn.checkpoints import find_checkpoint
 from coordinator.checkpoints.archive import read_manifest
+from peer.node.enrollment import ADMISSION
 from tests.e2e.chains import check_same
 from tests.e2e.world import LIMIT, World
 
@@ -65,6 +67,20 @@ async def test_at_the_end_of_a_run_all_finish_and_its_model_can_be_loaded_and_us
         command = [sys.executable, "-m", "cairn", "generate", str(folder), "--prompt", "once upon", "--tokens", "20"]
         text = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=LIMIT)
         assert text.returncode == 0 and text.stdout.startswith("once upon") and len(text.stdout) > 15, text
+
+        world.start_peer("late")
+        await world.until("a newcomer is told, and leaves", lambda: not world.processes["late"].running, seconds=120)
+        said = world.processes["late"].output.read_text()
+        assert world.processes["late"].code == 0 and "Traceback" not in said, said
+        model = f"http://127.0.0.1:{world.page}/#model"
+        assert "is finished" in said and model in said, said
+        assert not (world.peer_folder("late") / "store" / "values" / ADMISSION).exists()
+        # It has a verified copy, which came by HTTP, where `cairn export` looks; the others have their own state.
+        fetched = find_checkpoint(world.peer_folder("late"))
+        assert fetched.origin.state == sheet.state and f"cairn export {world.peer_folder('late')}" in said
+        for name in PEERS:
+            assert model in world.processes[name].output.read_text(), world.logs(name)
+            assert find_checkpoint(world.peer_folder(name)).origin.state == sheet.state
 
         await asyncio.to_thread(world.stop, "coordinator")
         assert world.processes["coordinator"].code == 0

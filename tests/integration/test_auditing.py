@@ -230,6 +230,8 @@ async def test_a_swarm_where_nobody_answers_is_said(tmp_path, monkeypatch):
         found = await w.audit()
         assert found.clean and found.from_coordinator == 8
         assert any("no member of the swarm" in x for x in found.warnings)
+        text = "\n".join(_lines(found))
+        assert "8 final rounds" in text and "; no member was there to say up to which round it is final" in text
 
 
 async def test_receipts_are_those_of_the_certificates(tmp_path, monkeypatch):

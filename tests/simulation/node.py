@@ -195,6 +195,9 @@ class Node:
     def move(self, action: do.ApplyRecord | do.SyncState) -> None:
         self.queue.append(action)
 
+    def keep_state(self, action: do.KeepState) -> None:
+        self.queue.append(action)
+
     def reduce_shard(self, action: do.ReduceShard) -> None:
         self.committee_work.begin(action)
 
@@ -345,6 +348,8 @@ class Node:
                 self.apply(action)
             case do.SyncState():
                 self.resync(action)
+            case do.KeepState():
+                self.write_state(action)
         self.work()
 
     def make_update(self, action: do.RequestUpdate) -> None:
@@ -358,6 +363,12 @@ class Node:
         self.blobs.add(blob)
         self.made[blob] = action.parent
         self.step(ev.UpdateReady(action.parent, first, first, end, end - first, blob, 1000, 1.0))
+
+    def write_state(self, action: do.KeepState) -> None:
+        if self.trainer_record != action.record or self.trainer.state is None:
+            raise AssertionError(f"peer {self.index} was told to write a state that its trainer does not hold")
+        self.checkpoints.add(self.trainer.state)
+        self.step(ev.StateReached(action.record, self.trainer.state))
 
     def apply(self, action: do.ApplyRecord) -> None:
         record, name = action.certificate.record, action.certificate.digest

@@ -12,7 +12,7 @@ from coordinator.checkpoints.archiver import CheckpointArchiver
 from coordinator.checkpoints.evaluations import EvaluationLog
 from coordinator.checkpoints.settings import CheckpointSettings
 from coordinator.overview import Overview, PeerOverview
-from coordinator.swarm import AnnouncedUpdate, ReceivedHeartbeat, SwarmView
+from coordinator.swarm import AnnouncedUpdate, ReceivedHeartbeat, RestingState, SwarmView
 from protocol.chain import genesis_digest
 from protocol.errors import CairnError
 from protocol.identity import Identity
@@ -186,6 +186,7 @@ class FakeSwarm:
         self.updates_problem = ""
         self.held: int | None = None
         """The newest round whose state is held; None: the newest of all."""
+        self.resting: RestingState | None = None
         self.unbacked: set[Digest] = set()
         """Records that most of the stake is not for."""
         self._callbacks: list[Callable[[], None]] = []
@@ -262,6 +263,9 @@ class FakeSwarm:
 
     def count_backed(self, path: Sequence[Digest]) -> int:
         return next((i for i, record in enumerate(path) if record in self.unbacked), len(path))
+
+    def resting_state(self) -> RestingState | None:
+        return self.resting
 
     def has_blob(self, digest: Digest) -> bool:
         return digest in self.blobs

@@ -29,6 +29,7 @@ from peer.channel import (
     Start,
     ToTrainer,
     UpdateMade,
+    WriteState,
 )
 from peer.errors import TrainerDied
 from peer.node.builder import build_node
@@ -136,6 +137,11 @@ class LoopSwarm:
     async def request_chain(self, to: PeerKey, request: wire.ChainRequest, timeout: float = 20) -> wire.ChainReply:
         reply = self._other(to).handlers.on_chain_request(self.key, request)
         return reply if isinstance(reply, wire.ChainReply) else await reply
+
+    async def request_coordinator_address(
+        self, peer: PeerKey, request: wire.CoordinatorAddressRequest
+    ) -> wire.CoordinatorAddressReply:
+        return self._other(peer).handlers.on_coordinator_address(request)
 
     async def fetch_blob(
         self,
@@ -259,7 +265,7 @@ class LoopTrainer:
             self._max_windows = ask.max_update_windows
             await self._call(trainer.steps.set_orders, ask)
             return
-        what = {MakeUpdate: "update", Apply: "apply", Load: "load"}[type(ask)]
+        what = {MakeUpdate: "update", Apply: "apply", Load: "load", WriteState: "write"}[type(ask)]
         move = None
         try:
             if isinstance(ask, MakeUpdate):
@@ -271,6 +277,8 @@ class LoopTrainer:
                     await self._call(trainer.begin_again)
             elif isinstance(ask, Load):
                 answer = await self._call(trainer.load, ask)
+            elif isinstance(ask, WriteState):
+                answer = await self._call(trainer.base.write, ask.out)
             elif not isinstance(ask, Apply):
                 raise TypeError(f"{type(ask).__name__} is not asked for here")
             else:

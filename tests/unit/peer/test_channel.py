@@ -34,6 +34,7 @@ from peer.channel import (
     TrainerLink,
     UpdateFile,
     UpdateMade,
+    WriteState,
 )
 from peer.channel import messages as channel_messages
 from peer.channel.messages import from_line, to_line
@@ -53,6 +54,7 @@ EVERY_MESSAGE = [
     MakeUpdate(1, D, P),
     Apply(ROUND, (P, P), 1, 2, None),
     Apply(REDUCED, (), 1, 2, None),
+    WriteState(P),
     Stop(),
     Ready("NVIDIA H200", 10**9, 4, 5),
     Progress(1, 2.5, 1e4, 3, 1e-3, False),

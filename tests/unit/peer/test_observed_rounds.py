@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from cairn.swarm_view import ObserverView
-from coordinator.checkpoints.archive import Archive
-from coordinator.service import Coordinator, CoordinatorConfig
-from protocol.spec import sign_spec
-from tests.support.coordinator_fakes import make_archiver
-from tests.support.node_world import TIMERS, NodeWorld
-from tests.support.specs import OWNER
+from tests.support.coordinated_world import CoordinatedWorld
+from tests.support.node_world import TIMERS
 from tests.support.trainer_world import BATCH, WINDOW
 
 ROUND = {"target_tokens": 10 * BATCH * WINDOW, "max_update_tokens": 40 * BATCH * WINDOW, **TIMERS}
 
 
-async def test_the_observer_sees_how_each_rounds_time_splits_and_who_announced(tmp_path, monkeypatch):
-    world = NodeWorld(tmp_path, round=ROUND)
-    coordinator = None
+async def test_the_observer_sees_how_each_rounds_time_splits_and_who_announced(tmp_path):
+    world = CoordinatedWorld(tmp_path, round=ROUND)
     try:
+        await world.serve()
         for name in ("ada", "grace"):
             world.start(name)
-        node = world.observe()
-        view = ObserverView(node, world.spec, Archive(tmp_path / "archive", world.spec))
-        archiver = make_archiver(world.spec, tmp_path, view)
-        config = CoordinatorConfig(tmp_path, listen_host="127.0.0.1", listen_port=0, page_host="127.0.0.1", page_port=0)
-        coordinator = Coordinator(config, world.spec, sign_spec(OWNER, world.spec).encoded, OWNER, view, archiver)
-        await coordinator.start()
-        made = coordinator
+        node = world.nodes["observer"]
+        made = world.coordinator
 
         def whole():
             return [s for s in made.observations if None not in (s.train, s.exchange, s.commit, s.whole)]
@@ -42,7 +32,5 @@ async def test_the_observer_sees_how_each_rounds_time_splits_and_who_announced(t
             lambda: any(a.peer == world.key("grace") for s in made.observations for a in s.absent or ()),
         )
     finally:
-        if coordinator is not None:
-            await coordinator.stop()
         world.running.pop("grace", None)
         await world.close()

@@ -19,7 +19,7 @@ from protocol.rounds.reduced_exchange import ReducedExchange
 from tests.simulation.hostile import Withholder
 from tests.simulation.network import Weather
 from tests.simulation.node import Node
-from tests.simulation.signer import FakeSigner
+from tests.simulation.signer import FakeSigner, certificate
 from tests.simulation.world import REDUCE, World, policy_for
 from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, Bench
 
@@ -88,6 +88,68 @@ def test_it_stays_while_it_sends_much():
 
 def test_it_does_not_stay_without_end():
     assert seconds_until_finished(completed(behind=True)) == MAX_STAY_SECONDS
+
+
+def test_it_stays_for_a_coordinator_without_the_last_state_and_no_longer():
+    b = completed(behind=False)
+    for second in range(1, 100):
+        b.now = float(second)
+        b.actions = b.machine.step(ev.Tick(), b.now, LocalStatus(is_awaited=second < 42))
+        if b.of(do.Finished):
+            break
+        b.beat(OTHERS[0], head=b.chain.head, sequence=1 + second)
+    assert 42 <= b.now <= 42 + QUIET_SECONDS
+
+
+@pytest.mark.parametrize("run_status", ["paused", "ended"])
+def test_while_the_run_rests_the_held_state_is_written_once_before_anybody_leaves(run_status):
+    b = Bench()
+    b.announce()
+    b.step(ev.StateReached(b.chain.head, NEXT))
+    assert not b.of(do.KeepState)
+    b.step(ev.MessageReceived(FakeSigner(OTHERS[9]).sign(Directive(RUN, 1, run_status=run_status))), 1.0)
+    assert [a.record for a in b.of(do.KeepState)] == [b.chain.head] and not b.of(do.RunCompleted)
+    b.step(ev.Tick(), 2.0)
+    assert not b.of(do.KeepState) and not b.of(do.RunCompleted)
+    b.step(ev.StateReached(b.chain.head, NEXT), 3.0)
+    assert not b.of(do.KeepState) and bool(b.of(do.RunCompleted)) == (run_status == "ended")
+
+
+def test_a_state_that_cannot_be_written_keeps_nobody():
+    b = Bench()
+    b.announce()
+    b.step(ev.StateReached(b.chain.head, NEXT))
+    b.step(ev.MessageReceived(FakeSigner(OTHERS[9]).sign(Directive(RUN, 1, run_status="ended"))), 1.0)
+    b.step(ev.SyncFailed(b.chain.head, "the disk is full", kept=True), 2.0)
+    assert b.of(do.RunCompleted) and not b.of(do.KeepState) and b.machine.phase == "paused"
+
+
+def test_a_record_of_the_open_round_is_applied_and_written_before_the_end():
+    b = Bench()
+    b.beat(OTHERS[0])
+    b.announce()
+    b.step(ev.MessageReceived(FakeSigner(OTHERS[9]).sign(Directive(RUN, 1, run_status="ended"))), 1.0)
+    assert not b.of(do.KeepState) and not b.of(do.RunCompleted), "its round is open"
+    theirs = b.header(OTHERS[0])
+    b.hold(theirs)
+    record = b.record(OTHERS[0], [b.mine, theirs])
+    b.step(ev.CertificateReceived(certificate(record, [OTHERS[0], ME]), OTHERS[0]))
+    (move,) = b.of(do.ApplyRecord)
+    assert move.is_checkpoint
+    b.step(ev.StateReached(move.certificate.digest, NEXT))
+    assert b.of(do.RunCompleted) and not b.of(do.KeepState)
+
+
+def test_who_is_on_the_way_to_the_last_state_of_an_ended_run_goes_on():
+    b = Bench()
+    theirs = b.header(OTHERS[0])
+    b.step(ev.CertificateReceived(certificate(b.record(OTHERS[0], [theirs]), [OTHERS[0]]), OTHERS[0]))
+    b.step(ev.MessageReceived(FakeSigner(OTHERS[9]).sign(Directive(RUN, 1, run_status="ended"))), 1.0)
+    assert not b.of(do.RunCompleted)
+    b.step(ev.BlobHeld(theirs.body.blob), 2.0)
+    (move,) = b.of(do.ApplyRecord)
+    b.step(ev.StateReached(move.certificate.digest, NEXT), 3.0)
+    assert b.of(do.RunCompleted)
 
 
 def test_a_banned_peer_stops_at_once_and_an_observer_never():

@@ -1,0 +1,112 @@
+"""The model of a run that is over, for a volunteer: its address, and a verified copy of the last state."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cairn.number_format import byte_size
+from cairn.peer_screen import page_address
+from coordinator.checkpoints.archive import read_manifest
+from coordinator.checkpoints.copies import file_reader
+from coordinator.checkpoints.verification import ReadFile, VerificationError, verify_checkpoint
+from peer.coordinator_client import RunInfo
+from peer.store import Store
+from protocol.errors import CairnError
+from protocol.ids import Digest, RunId
+from protocol.state import state_layout
+
+RESERVE = 10**9
+"""Bytes of the disk that a copy leaves free."""
+
+FETCH_SECONDS = 3600.0
+"""Maximum seconds to fetch a last state."""
+
+
+class FetchStopped(CairnError):
+    """The user wants no copy, or it takes too long."""
+
+
+async def offer_model(info: RunInfo, folder: Path, store: Store, most: int, stopping: asyncio.Future[Any]) -> None:
+    """Print where the model of a run is that is over, and fetch its last state unless the peer's folder has it.
+
+    `most`: maximum bytes of a copy. `stopping` is done when the user wants no more.
+    """
+    page, last = page_address(info.page), info.last
+    if page:
+        click.echo(f"model    {page}#model")
+    if last is None or last.state is None:
+        return
+    copy = folder / "checkpoints" / f"round-{last.round:06d}"
+    address = f"{page}checkpoints/{copy.name}"
+    kept = read_manifest(copy)
+    if not store.has(last.state) and (kept is None or kept.state != last.state):
+        try:
+            if not page:
+                raise CairnError("the coordinator gives no address of its page")
+            size = state_layout(info.spec.model.layout, info.spec.outer).checkpoint_size
+            _check_room(folder, size, most)
+            click.echo(f"fetching the last state ({byte_size(size)}) to {copy}; Ctrl-C stops that")
+            await _until_stopped(address, info.spec.run_id, last.state, copy, stopping)
+        except CairnError as e:
+            click.echo(f"the last state was not fetched: {e}. The files are on the page", err=True)
+            return
+    click.echo(f"yours    cairn export {folder} my-model")
+
+
+def _check_room(folder: Path, size: int, most: int) -> None:
+    """Raise CairnError unless a copy of this many bytes may be made here."""
+    free = shutil.disk_usage(folder).free
+    if size > most or size + RESERVE > free:
+        raise CairnError(
+            f"it has {byte_size(size)}, and {byte_size(most)} are allowed (--disk), {byte_size(free)} free on this disk"
+        )
+
+
+async def _until_stopped(address: str, run: RunId, state: Digest, copy: Path, stopping: asyncio.Future[Any]) -> None:
+    """Fetch a copy until `stopping` is done. Raises CairnError."""
+    stopped = threading.Event()
+    fetching = asyncio.ensure_future(asyncio.to_thread(fetch_archived, address, run, state, copy, stopped))
+    await asyncio.wait([fetching, stopping], timeout=FETCH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+    stopped.set()  # the thread ends at its next chunk
+    await fetching
+
+
+def fetch_archived(address: str, run: RunId, state: Digest, copy: Path, stopped: threading.Event) -> None:
+    """Copy an archived state from an address into a folder, which appears whole and verified or not at all.
+
+    Until `stopped` is set. Raises CairnError.
+    """
+    draft = copy.with_name(f".{copy.name}.partial")
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        found = verify_checkpoint(_keeping(file_reader(address), draft, stopped), run=run, names=None)
+        if found.archived.state != state:
+            raise VerificationError(f"{address}: state {found.archived.state.short}, not the run's last, {state.short}")
+        shutil.rmtree(copy, ignore_errors=True)
+        draft.rename(copy)
+    except OSError as e:
+        raise CairnError(f"{copy} cannot be written: {(e.strerror or str(e)).lower()}") from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _keeping(read: ReadFile, folder: Path, stopped: threading.Event) -> ReadFile:
+    """Return a function that reads like `read`, and keeps each file in a folder."""
+
+    def kept(name: str) -> Iterator[bytes]:
+        with open(folder / name, "wb") as file:
+            for chunk in read(name):
+                if stopped.is_set():
+                    raise FetchStopped("it was stopped, or took too long")
+                file.write(chunk)
+                yield chunk
+
+    return kept

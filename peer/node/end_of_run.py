@@ -1,0 +1,147 @@
+"""The end of a run at one peer: whether the coordinator has its last state, and whether this peer can still reach it.
+
+A peer that holds the last state stays until the coordinator has it, as far as the machine lets it. A peer without it
+leaves when nobody gives it any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from peer.coordinator_client import RunInfo
+from peer.node.enrollment import COORDINATOR_ABSENT, Enrollment
+from protocol.errors import CairnError
+from protocol.rounds.departure import MAX_STAY_SECONDS
+from protocol.rounds.machine import RoundMachine
+from protocol.rounds.summary import Summary
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 3.0
+"""Seconds between two requests to the coordinator while its answer matters, on average."""
+
+LATE_SECONDS = 10.0
+"""Seconds without the last state after which the log says so."""
+
+SAFE = (
+    f"at most {MAX_STAY_SECONDS / 60:.0f} min. Ctrl-C is safe: what this peer has stays on its disk, and the same "
+    "command goes on"
+)
+
+
+@dataclass(eq=False)
+class EndOfRun:
+    """One peer's view of its run's end, apart from its machine's. `run` asks the coordinator when that matters."""
+
+    membership: Enrollment
+    machine: RoundMachine
+    info: RunInfo | None = field(default=None, init=False)
+    """The coordinator's words about a run that is over and whose last state it has; None while it has not said so."""
+
+    _is_completed: bool = field(default=False, init=False)
+    _late_since: float | None = field(default=None, init=False)
+    _said: set[str] = field(default_factory=set, init=False)
+
+    def complete(self) -> None:
+        """Note that the run is over for this peer, which stays for those who need the last state."""
+        self._is_completed = self.membership.client is not None
+
+    @property
+    def is_awaited(self) -> bool:
+        """True when this peer may have the last state of a run that is over, and the coordinator may not have it."""
+        chain = self.machine.chain
+        return self._is_completed and self.info is None and chain.head != chain.genesis
+
+    async def run(self, ask_members: Callable[[], Awaitable[None]], leave: Callable[[str], None]) -> None:
+        """Ask the coordinator at the end of the run, until cancelled.
+
+        `ask_members` looks for the coordinator's newer address. `leave` is called with the reason when the last state
+        cannot be reached.
+        """
+        while True:
+            await asyncio.sleep(POLL_SECONDS * random.uniform(0.75, 1.25))
+            view = self._view()
+            if self._is_late(view):
+                if (why := await self._reason_to_leave(view, ask_members)) is not None:
+                    leave(why)
+                    return
+                continue
+            self._late_since = None
+            if self.is_awaited:
+                await self._hand_over(view, ask_members)
+
+    def _view(self) -> Summary:
+        return self.machine.summary(time.monotonic())
+
+    # -- a peer that holds the last state --------------------------------------------------------------------
+
+    async def _hand_over(self, view: Summary, ask_members: Callable[[], Awaitable[None]]) -> None:
+        info, problem = await self._ask(ask_members)
+        if info is not None and self._is_archived(info, view):
+            self.info = info
+            log.info("the coordinator has the last state")
+            return
+        what = f"the coordinator does not answer ({problem}), and" if problem else "the coordinator"
+        self._say(f"{what} has not got the last state: staying for it", "absent" if problem else "fetching")
+
+    def _is_archived(self, info: RunInfo, view: Summary) -> bool:
+        """Return whether the coordinator has the state that we hold, or follows another branch than we do."""
+        last, chain = info.last, self.machine.chain
+        if not info.over or last is None or last.state is None:
+            return False
+        return last.record == view.head or last.record not in chain or not chain.is_ancestor(last.record, view.head)
+
+    # -- a peer without it -----------------------------------------------------------------------------------
+
+    def _is_late(self, view: Summary) -> bool:
+        """Return whether the run is over, by the chain, and this peer does not hold the last state."""
+        chain, total = self.machine.chain, self.membership.spec.total_tokens
+        directive = chain.newest_directive
+        ended = directive is not None and directive.body.run_status == "ended"
+        is_over = ended or 0 < total <= view.chain_weight * self.membership.spec.data.window
+        holds_last = view.state is not None and view.head == view.chain_head
+        return is_over and not holds_last and view.chain_head != chain.genesis
+
+    async def _reason_to_leave(self, view: Summary, ask_members: Callable[[], Awaitable[None]]) -> str | None:
+        """Return why waiting for the last state is in vain; None while somebody may still bring it."""
+        now = time.monotonic()
+        self._late_since = now if self._late_since is None else self._late_since
+        if now - self._late_since > MAX_STAY_SECONDS:
+            return "the run is over, and nobody gave this peer the last state"
+        if any(m.heartbeat.head == view.chain_head and m.heartbeat.state is not None for m in view.members):
+            return None  # it gives us what leads there
+        info, _ = await self._ask(ask_members)
+        if info is not None and info.over and (info.last is None or info.last.state is not None):
+            self.info = info
+            return f"the run is {info.over}"
+        if now - self._late_since > LATE_SECONDS:
+            self._say("the run is over, and nobody here has its last state: waiting for a member who has it", "late")
+        return None
+
+    # -- the coordinator -------------------------------------------------------------------------------------
+
+    async def _ask(self, ask_members: Callable[[], Awaitable[None]]) -> tuple[RunInfo | None, str]:
+        """Return the coordinator's answer, or None and why there is none."""
+        client = self.membership.client
+        if client is None:
+            return None, "this peer has none"
+        try:
+            return await client.get_run(attempts=1), ""
+        except COORDINATOR_ABSENT as e:
+            with contextlib.suppress(CairnError):
+                await ask_members()
+            return None, str(e)
+        except CairnError as e:
+            return None, str(e)
+
+    def _say(self, text: str, topic: str) -> None:
+        """Log a sentence once for each topic, with how long it may take."""
+        if topic not in self._said:
+            self._said.add(topic)
+            log.warning("%s, %s", text, SAFE)
