@@ -182,6 +182,7 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
     from peer.node.admission_wait import wait_until_admitted
     from peer.node.builder import build_node
     from peer.node.enrollment import Enrollment, run_folder
+    from peer.node.machine_check import check_machine
     from peer.node.options import NodeOptions
     from peer.store import Store
 
@@ -206,7 +207,10 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
     with Store(folder / "store", options.disk) as store:
 
         async def enter() -> Enrollment:
-            membership = await Enrollment.enter(invite, options.home, store, name=options.name, via=options.via)
+            membership = await Enrollment.enter(
+                invite, options.home, store, name=options.name, via=options.via,
+                check=lambda spec: check_machine(spec, node_options, store),
+            )  # fmt: skip
             if not membership.seconds_left():
                 try:
                     await wait_until_admitted(membership, node_options)
