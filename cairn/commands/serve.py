@@ -121,7 +121,7 @@ def serve_run(options: ServeOptions) -> None:
     # The store's lock comes first: its holder is the one coordinator of this folder.
     with Store(folder / "store", OBSERVER_BYTES) as store:
         owner = load_or_make(folder / "owner.key")
-        resolved = resolve(run_file, folder / "run", owner, report=lambda line: log.info("%s", line))
+        resolved = resolve(run_file, folder / "run", owner, report=lambda line: log.info("%s", line), held=store.has)
         config = CoordinatorConfig(
             folder=folder,
             listen_host=listen[0],
@@ -195,7 +195,7 @@ async def _serve(
     )
     node = build_node(membership, NodeOptions(folder, (options.swarm,), announce, observer=True))
     view = ObserverView(node, spec, archive)
-    shards = [resolved.blobs[s.name] for s in spec.data.validation if s.name in resolved.blobs]
+    shards = [store.path(s.name) for s in spec.data.validation]
     archiver = CheckpointArchiver(
         archive, evaluations, spec, view, settings, shards=shards, fetch_problem=lambda: view.archive_problem
     )

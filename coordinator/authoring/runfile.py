@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_args
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_validator
 
 from coordinator.authoring.errors import AuthoringError, RunFileError
-from coordinator.authoring.prepare import SHARD_TOKENS, check_choices
+from coordinator.authoring.prepare import SHARD_TOKENS, TOKENIZER, check_choices
 from protocol.data_address import check_address
 from protocol.errors import SpecError
 from protocol.spec import (
@@ -69,6 +69,8 @@ class DataTable(Section):
             raise ValueError("write either source (documents) or prepared (a folder made by `cairn data prepare`)")
         if self.source is not None:
             check_choices(self.vocabulary, self.tokenizer, self.validation_every, self.validation)
+            if self.shard_tokens <= self.window:
+                raise ValueError(f"shard_tokens: a window of {self.window} tokens and the next do not fit: write more")
         for address in self.addresses:
             try:
                 check_address(address)
@@ -76,7 +78,9 @@ class DataTable(Section):
                 raise ValueError(f"addresses: {e}") from None
         if self.prepared is not None:
             allowed = ("prepared", "window", "addresses")
-            also = [name for name in DataTable.model_fields if name in self.model_fields_set and name not in allowed]
+            # By value: what a run began with is read back with every field set.
+            fields = DataTable.model_fields.items()
+            also = [n for n, field in fields if n not in allowed and getattr(self, n) != field.default]
             if also:
                 raise ValueError(f"{', '.join(also)}: fixed when the folder was prepared; remove it here")
         return self
@@ -124,6 +128,18 @@ class RunFile(Section):
     def weights(self) -> Path | None:
         """The folder of the initial weights; None if they are drawn."""
         return self.folder / Path(self.run.weights).expanduser() if self.run.weights else None
+
+    @property
+    def prepared(self) -> Path | None:
+        """The folder of prepared data; None if documents are named."""
+        return None if self.data.prepared is None else self.folder / Path(self.data.prepared).expanduser()
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """The file of a given tokenizer, or of the prepared folder; None if one is to be trained."""
+        if self.prepared is not None:
+            return self.prepared / TOKENIZER
+        return self.folder / Path(self.data.tokenizer).expanduser() if self.data.tokenizer else None
 
     @model_validator(mode="after")
     def _consistent(self):

@@ -1,6 +1,6 @@
 """Checks that this machine has devices: `python -m peer.training.machine_check OPTIONS`. Started by a node.
 
-The node itself loads no CUDA. What the trainer would refuse at its start is found here, before anything is fetched.
+The node itself loads no CUDA. This finds what the trainer would refuse at its start, before anything is fetched.
 """
 
 from __future__ import annotations

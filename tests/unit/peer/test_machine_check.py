@@ -1,4 +1,4 @@
-"""A machine that cannot take part in a run is told so before its peer is admitted and fetches anything."""
+"""A machine that cannot take part in a run is refused before its peer is admitted and fetches anything."""
 
 from __future__ import annotations
 
