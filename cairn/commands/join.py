@@ -55,10 +55,13 @@ _auto = partial(click.option, default="auto", show_default=True)
 
 def _disk(_context: click.Context, _parameter: click.Parameter, text: str) -> int:
     """Return the bytes in "50G", "800M" or "123456". Raises click.BadParameter."""
-    size = parse_count(text, "--disk")
+    try:
+        size = parse_count(text, "--disk")
+    except click.BadParameter:
+        size = 0
     if size < 10**6:
         raise click.BadParameter(
-            f"{text!r} is not a size of at least 1M: write for example 800M or 50G", param_hint="--disk"
+            f"{text[:40]!r} is not a size of at least 1M: write for example 800M or 50G", param_hint="--disk"
         )
     return size
 
@@ -263,12 +266,12 @@ async def _run(node: Node, screen: PeerScreen, stopping: asyncio.Future[Any], *,
             node.leave()
         beside.cancel()
         await running
+    from protocol.rounds.departure import BANNED
+
     end = node.snapshot()
     made = f"{end.audits['made']} checks" if auditor else f"{end.own_updates} updates"
-    print(
-        f"{end.finished or 'stopped'}: round {end.round}, state {end.state[:16] or 'none'}, {made} made; the same "
-        "command resumes"
-    )
+    after = "" if end.finished.startswith(BANNED) else "; the same command resumes"
+    print(f"{end.finished or 'stopped'}: round {end.round}, state {end.state[:16] or 'none'}, {made} made{after}")
     if auditor and beside.done() and not beside.cancelled():
         beside.result()
 

@@ -15,6 +15,9 @@ QUIET_SECONDS, QUIET_BYTES = 5.0, 200_000
 MAX_STAY_SECONDS = 600.0
 """The longest time that it stays for those who are behind."""
 
+BANNED = "banned by the run's owner"
+"""The beginning of the reason why a banned peer stops."""
+
 
 class Departure:
     """The end of one peer's part in the run: it decides when the peer stops, and when its driver may stop."""
@@ -120,9 +123,7 @@ class Departure:
         longest = context.policy.exchange_seconds + context.policy.patience_seconds
         if is_occupied() and not context.deadlines.due("order", self._ordered_at + longest):
             return
-        reason = (
-            "the run has been ended by its owner" if directive.run_status == "ended" else "banned by the run's owner"
-        )
+        reason = "the run has been ended by its owner" if directive.run_status == "ended" else BANNED
         if banned:
             self._stop(reason + because(directive))
         else:
