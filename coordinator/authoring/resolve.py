@@ -59,8 +59,8 @@ def resolve(
 ) -> ResolvedRun:
     """Begin or continue the run of a run.toml in a folder.
 
-    `held` returns whether the coordinator's store has a blob: a run that has begun does not need the file of such a
-    blob any more, and `ResolvedRun.blobs` may lack it.
+    `held` returns whether the coordinator's store has a blob. A run that has begun does not need the file of such a
+    blob any more, and `ResolvedRun.blobs` may be without it.
 
     Raises RunFileError, SpecError or DataInputError for errors in the files, RunChangedError if the run began with
     other files, and AuthoringError for the folder. Each message begins with the name of the file.

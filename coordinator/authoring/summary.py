@@ -27,7 +27,7 @@ COUNTED = 2**20
 """Bytes of text that are prepared, for exact numbers."""
 
 MOST_PER_TOKEN = 32
-"""More bytes than a token of any text has on average: a larger corpus has a window for sure."""
+"""More bytes than a token of ordinary text has on average: a larger corpus has a window."""
 
 
 def validate(path: Path) -> list[str]:
@@ -63,7 +63,7 @@ def validate(path: Path) -> list[str]:
     elif run_file.admission.mode != "allow":
         lines.append(
             "audits: none that convict. Strangers may join, and nobody can tell who claims work that was not done: "
-            "audit.replayable = true changes that, for a few per cent of loss (docs/trust.md)"
+            "audit.replayable = true changes that, for a few per cent of loss"
         )
     if run_file.run.total_tokens:
         rounds = math.ceil(run_file.run.total_tokens / round_.target_tokens)

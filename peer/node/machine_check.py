@@ -64,11 +64,14 @@ async def check_devices(spec: RunSpec, options: NodeOptions) -> None:
     if not asked:
         return
     command = [sys.executable, "-m", "peer.training.machine_check", "--parent", str(os.getpid())]
-    process = await asyncio.create_subprocess_exec(
-        *command, "--spec", str(write_spec(spec, options.folder)), *asked,
-        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-        env=trainer_environment(1), start_new_session=True,
-    )  # fmt: skip
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command, "--spec", str(write_spec(spec, options.folder)), *asked,
+            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+            env=trainer_environment(1), start_new_session=True,
+        )  # fmt: skip
+    except OSError as e:
+        raise PeerError(f"cannot start a process: {e}; check the limits on processes and memory") from None
     try:
         async with async_timeout.timeout(CHECK_SECONDS):
             said, _ = await process.communicate()

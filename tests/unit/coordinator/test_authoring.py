@@ -227,8 +227,15 @@ def test_a_folder_prepared_before_can_be_named(write, tmp_path):
 @pytest.mark.parametrize(
     ("edit", "says"),
     [
-        ((r"target_tokens = 1_000", ""), r"run\.toml:\d+: round\.target_tokens: is missing"),
+        ((r"target_tokens = 1_000", ""), r"run\.toml:\d+: round\.target_tokens: is missing: `cairn run plan"),
         ((r"lr = 0\.002", "lrr = 0.002"), r"run\.toml:23: inner\.lrr: is not a field; did you mean lr\?"),
+        ((r"lr = 0\.002", "learning_rate = 0.002"), r"inner\.learning_rate: is not a field; did you mean lr\?"),
+        ((r"batch = 4", "batch_size = 4"), r"inner\.batch_size: is not a field; did you mean batch\?"),
+        (
+            (r"lr = 0\.002", "total_tokens = 2"),
+            r"inner\.total_tokens: is not a field; did you mean run\.total_tokens\?",
+        ),
+        ((r"lr = 0\.002", "zzz = 2"), r"inner\.zzz: is not a field: remove it"),
         ((r"lr = 0\.002", "lr = -1"), r"run\.toml:23: inner\.lr: .*greater than 0 \(found '-1'\)"),
         ((r"lr = 0\.002", "lr = nan"), r"inner\.lr: .*finite"),
         ((r"\[inner\]", "[iner]"), r"run\.toml:22: iner: is not a field; did you mean inner\?"),
@@ -262,8 +269,9 @@ def test_a_folder_prepared_before_can_be_named(write, tmp_path):
     ],
 )
 def test_a_bad_run_file_names_file_line_field_and_remedy(write, edit, says):
-    with pytest.raises(RunFileError, match=says):
+    with pytest.raises(RunFileError, match=says) as e:
         load_run(write(edit))
+    assert len(str(e.value).splitlines()) == 1, "a second problem is reported that is none"
 
 
 @pytest.mark.parametrize(
