@@ -26,7 +26,7 @@ rollback. RECORD (hexadecimal) is the newest final record that it left, if it le
 MAX_LINE = 128 * 1024
 MAX_FILE = 256 * 1024 * 1024
 FULL = 4 * 1024 * 1024
-"""Bytes from which only the newest directive, the first of each rollback and of each ban, and "done" lines are kept."""
+"""Bytes from which only the newest directive is kept, those that began a rollback, ban, pause or end, and "done"."""
 
 
 class DirectiveFile:
@@ -93,12 +93,14 @@ class DirectiveFile:
         in_order = sorted(directives, key=lambda d: d.body.precedence)
         still_banned = set(in_order[-1].body.banned)
         kept: list[Signed[Directive]] = []
-        epoch, banned = 0, set[PeerKey]()
+        epoch, banned, rest = 0, set[PeerKey](), ("running", 0)
         for d in in_order:
-            # A ban's reason is in the directive that gave it.
-            if d.body.epoch > epoch or still_banned & (set(d.body.banned) - banned) or d is in_order[-1]:
+            new = (d.body.run_status, d.body.since)
+            # The reason of a ban, a pause or an end is in the directive that gave it.
+            ordered = bool(still_banned & (set(d.body.banned) - banned)) or new != rest
+            if d.body.epoch > epoch or ordered or d is in_order[-1]:
                 kept.append(d)
-            epoch, banned = d.body.epoch, set(d.body.banned)
+            epoch, banned, rest = d.body.epoch, set(d.body.banned), new
         return [*map(_line, kept), *(_done_line(epoch, left) for epoch, left in done.items())]
 
 

@@ -150,7 +150,7 @@ async def test_a_ban_and_a_rest_keep_their_own_reasons_after_other_orders_and_a_
             for number, said in enumerate(reasons, 1):
                 with pytest.raises(CoordinatorRefused, match=said):
                     await c.admit(peer(number), "x")
-        assert coordinator.overview().message.endswith("UTC: enough")
+        assert coordinator.directives.order[1].endswith("UTC: enough")
 
     async with running(tmp_path) as (coordinator, _):
         async with client(coordinator) as c:
