@@ -69,7 +69,9 @@ def _settings(
 @click.option("--code", default="", help='The invite code, for a run whose admission.mode is "invite".')
 @click.option("--ledger", default="", envvar="CAIRN_LEDGER", metavar="URL", help="postgresql://..., not a file.")
 @click.option("--webhook", multiple=True, metavar="URL", help="Send alerts there; may be repeated (or alerts.toml).")
-@click.option("--settings", type=FILE, help="[default: coordinator.toml beside it]")
+@click.option(
+    "--settings", type=FILE, help="Archive, evaluation and samples, as TOML.  [default: coordinator.toml beside it]"
+)
 @click.option("--archive", metavar="ADDRESS", help="Copy finalized checkpoints there (fsspec).")
 @click.option("--keep", metavar="POLICY", help="E.g. newest=5,every=100,best=3,bytes=200G.")
 @click.option(
