@@ -15,7 +15,7 @@ import click
 
 from cairn.connection import CoordinatorConnection, connect
 from cairn.number_format import credits
-from peer.keyfile import load_or_make
+from peer.keyfile import load
 from peer.log_client import BALANCES_PAGE, LogClient
 from protocol.errors import CairnError, MalformedError, ProtocolError
 from protocol.ids import PeerKey, from_b64url
@@ -159,12 +159,13 @@ def audit_receipts(text: str, files: Sequence[Path], peer: str, home: Path, *, v
 
     Raises CairnError.
     """
+    given = [_receipt_bytes(f) for f in files]
+    key = None if files else _peer_key(peer, home)
 
     async def work() -> list[str]:
         async with connect(text, via) as r:
-            words = [open_receipt(_receipt_bytes(f), r.spec.run_id, r.spec.owner_key) for f in files]
-            if not files:
-                key = _peer_key(peer, home)
+            words = [open_receipt(data, r.spec.run_id, r.spec.owner_key) for data in given]
+            if key is not None:
                 words = [item.word for item in (await r.log.receipts(key, limit=50))[0]]
             wrong = []
             for word in words:
@@ -223,9 +224,10 @@ def _peer_key(text: str, home: Path) -> PeerKey:
     if text:
         return PeerKey.parse(text)
     path = home / "identity.key"
-    if not path.exists():
-        raise CairnError(f"there is no {path}: name a peer with --peer, or receipts in files")
-    return load_or_make(path).key
+    try:
+        return load(path).key
+    except FileNotFoundError:
+        raise CairnError(f"there is no {path}: name a peer with --peer, or receipts in files") from None
 
 
 def _lines(a: AuditResult) -> list[str]:

@@ -24,8 +24,14 @@ BURST, LIBRARY_BURST = 1000, 20
 LINES_PER_SECOND = 0.1
 """Lines that one statement may log in the long run."""
 
+REPEAT_SECONDS, MAX_REPEAT_SECONDS = 60.0, 3600.0
+"""Seconds in which a statement does not log the same text again. They double while it goes on, up to the second."""
+
 MAX_STATEMENTS = 4096
 """Statements that are remembered: more than the program has."""
+
+MAX_TEXTS = 4096
+"""Texts that are remembered."""
 
 MAX_CHARACTERS = 2000
 """Length of a message. Some quote what a stranger sent."""
@@ -40,8 +46,15 @@ class _Statement:
     left_out: int = 0
 
 
+@dataclass(slots=True)
+class _Text:
+    again_at: float
+    pause: float
+    left_out: int = 0
+
+
 class LineLimit(logging.Filter):
-    """Limits the lines of each logging statement, and their length.
+    """Limits the lines of each logging statement, their length, and how often a text is repeated.
 
     A statement is a place in the code, with the `kind` of a report of the round machine. A stranger chooses neither.
     The next line that passes says how many were left out. One filter serves several handlers: a record counts once.
@@ -52,6 +65,7 @@ class LineLimit(logging.Filter):
         self._clock = clock
         self._lock = threading.Lock()  # handlers filter before they take theirs
         self._statements: BoundedDict[tuple[str, str, int, str], _Statement] = BoundedDict(MAX_STATEMENTS)
+        self._texts: BoundedDict[tuple[tuple[str, str, int, str], int], _Text] = BoundedDict(MAX_TEXTS)
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether this line is logged."""
@@ -62,14 +76,14 @@ class LineLimit(logging.Filter):
 
     def _passes(self, record: logging.LogRecord) -> bool:
         """Return whether this line is logged, and make it ready: of bounded length, whatever its arguments are."""
-        with self._lock:
-            left_out = self._count(record)
-        if left_out is None:
-            return False
         try:
             message = record.getMessage()
         except Exception as e:  # noqa: BLE001 - a mistake of the caller, whom a line of the log must not stop
             message = f"a line that cannot be formatted, of {record.pathname}:{record.lineno}: {type(e).__name__}"
+        with self._lock:
+            left_out = self._count(record, hash(message))
+        if left_out is None:
+            return False
         if len(message) > MAX_CHARACTERS:
             message = message[:MAX_CHARACTERS] + "..."
         if left_out:
@@ -81,8 +95,11 @@ class LineLimit(logging.Filter):
             record.exc_text = text if len(text) <= MAX_TRACEBACK else f"{text[:half]}\n...\n{text[-half:]}"
         return True
 
-    def _count(self, record: logging.LogRecord) -> int | None:
-        """Count a line of its statement; return how many before it were left out, or None for one that is."""
+    def _count(self, record: logging.LogRecord, text: int) -> int | None:
+        """Count a line of its statement; return how many before it were left out, or None for one that is.
+
+        `text`: the hash of the line.
+        """
         key = (record.name, record.pathname, record.lineno, getattr(record, "kind", ""))
         now = self._clock()
         statement = self._statements.get(key)
@@ -90,12 +107,22 @@ class LineLimit(logging.Filter):
             burst = BURST if record.name.partition(".")[0] in OWN else LIBRARY_BURST
             statement = _Statement(TokenBucket(LINES_PER_SECOND, burst, now))
         self._statements.renew(key, statement)
+        said = self._texts.get((key, text))
+        if said is not None and now < said.again_at:
+            said.left_out += 1
+            return None
         statement.lines.refill(now)
         if statement.lines.tokens < 1:
             statement.left_out += 1
             return None
         statement.lines.charge(1)
         left_out, statement.left_out = statement.left_out, 0
+        pause = REPEAT_SECONDS
+        if said is not None:
+            left_out += said.left_out
+            if said.left_out:
+                pause = min(2 * said.pause, MAX_REPEAT_SECONDS)
+        self._texts.renew((key, text), _Text(now + pause, pause))
         return left_out
 
 

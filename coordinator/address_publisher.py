@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from coordinator.swarm import SwarmView
 from protocol.coordinator_address import CoordinatorAddress, next_coordinator_address
 from protocol.errors import MalformedError
 from protocol.identity import Identity
 from protocol.invite import Invite
-from protocol.messages import MAX_ADDRESS
+from protocol.messages import MAX_ADDRESS, Signed
 
 log = logging.getLogger(__name__)
 
 MAX_OWN = 4
 AGAIN_SECONDS = 30.0
 """Seconds between two publications: the same record for new members, a new one when something has changed."""
+
+CONTRADICTED = 2
+"""Newer records in a row after which another coordinator must be there."""
 
 
 @dataclass(eq=False)
@@ -29,15 +33,33 @@ class AddressPublisher:
     view: SwarmView
     invite: Callable[[], Invite]
     now: Callable[[], float]
+    _published: Signed[Any] | None = field(default=None, init=False)
+    _contradicted: int = field(default=0, init=False)
 
     async def announce(self) -> None:
         """Publish the record once. Raises MalformedError for addresses that others would refuse."""
         invite = self.invite()
         own = tuple(a for a in self.view.own_addresses() if len(a) <= MAX_ADDRESS)[:MAX_OWN]
         now = CoordinatorAddress(invite.run, int(self.now() * 1000), invite.coordinators, invite.fingerprint, own)
-        await self.view.publish_coordinator_address(
-            next_coordinator_address(self.owner, self.view.coordinator_address, now)
-        )
+        newest = self.view.coordinator_address
+        self._note(newest)
+        self._published = next_coordinator_address(self.owner, newest, now)
+        await self.view.publish_coordinator_address(self._published)
+
+    def _note(self, newest: Signed[Any] | None) -> None:
+        """Report that another coordinator publishes records too.
+
+        One newer record may be late: of a coordinator that has stopped, whose clock was ahead.
+        """
+        if newest is None or self._published is None or newest.body.sequence <= self._published.body.sequence:
+            self._contradicted = 0
+            return
+        self._contradicted += 1
+        if self._contradicted == CONTRADICTED:
+            log.error(
+                "another coordinator with this run's owner.key is at %s: two of them contradict each other. Stop one",
+                " or ".join(map(str, newest.body.coordinators)),
+            )
 
     async def publish_forever(self) -> None:
         """Publish the record every AGAIN_SECONDS."""

@@ -68,8 +68,10 @@ class RunControl:
             stored.append(theirs)
         if not stored:
             return
-        newest = max(stored, key=lambda d: d.body.precedence)
-        self._apply(newest)
+        in_order = sorted(stored, key=lambda d: d.body.precedence)
+        for directive in in_order:
+            self._apply(directive)  # each, since a ban's reason is in the directive that gave it
+        newest = in_order[-1]
         await self.view.publish_directive(newest)
         await self.indexer.note_verdicts(newest.body.verdicts)
         for epoch in range(1, newest.body.epoch + 1):
@@ -166,15 +168,15 @@ class RunControl:
         """Return why a peer is not admitted; None when no directive forbids it."""
         if self.newest is None:
             return None
-        body = self.newest.body
-        why = f" ({body.reason})" if body.reason else ""
-        if peer in body.banned:
+        if (reason := self.effects.bans.get(peer)) is not None:
+            why = f" ({reason})" if reason else ""
             return f"the run's owner has banned this key{why}: write to the owner if you think that it is a mistake"
-        if body.run_status != "ended":
+        if self.newest.body.run_status != "ended":
             return None
         last = self.view.resting_state()
         if last is not None and last.state is None and peer in last.contributors:
             return None  # it may be all that has the last state
+        why = f" ({self.effects.order_reason})" if self.effects.order_reason else ""
         return f"the run has been ended by its owner{why}"
 
     async def _roll_back(self, directive: Signed[Directive]) -> None:

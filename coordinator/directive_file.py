@@ -10,7 +10,7 @@ from pathlib import Path
 from coordinator.durable import LineFile
 from coordinator.errors import CoordinatorError
 from protocol.errors import MalformedError, ProtocolError
-from protocol.ids import Digest
+from protocol.ids import Digest, PeerKey
 from protocol.message_codec import MessageDecoder
 from protocol.messages import Directive, Signed
 
@@ -26,7 +26,7 @@ rollback. RECORD (hexadecimal) is the newest final record that it left, if it le
 MAX_LINE = 128 * 1024
 MAX_FILE = 256 * 1024 * 1024
 FULL = 4 * 1024 * 1024
-"""Bytes from which only the newest directive and the first of each rollback are kept, with the "done" lines."""
+"""Bytes from which only the newest directive is kept, those that began a rollback, ban, pause or end, and "done"."""
 
 
 class DirectiveFile:
@@ -88,14 +88,19 @@ class DirectiveFile:
     def _needed(self) -> list[bytes]:
         """Return the lines that `RunControl` reads after a restart."""
         directives, done = self.read()
-        first: dict[int, Signed[Directive]] = {}
-        for d in directives:
-            if d.body.epoch:
-                first.setdefault(d.body.epoch, d)
-        kept = list(first.values())
-        newest = max(directives, key=lambda d: d.body.precedence, default=None)
-        if newest is not None and newest not in kept:
-            kept.append(newest)
+        if not directives:
+            return []
+        in_order = sorted(directives, key=lambda d: d.body.precedence)
+        still_banned = set(in_order[-1].body.banned)
+        kept: list[Signed[Directive]] = []
+        epoch, banned, rest = 0, set[PeerKey](), ("running", 0)
+        for d in in_order:
+            new = (d.body.run_status, d.body.since)
+            # The reason of a ban, a pause or an end is in the directive that gave it.
+            ordered = bool(still_banned & (set(d.body.banned) - banned)) or new != rest
+            if d.body.epoch > epoch or ordered or d is in_order[-1]:
+                kept.append(d)
+            epoch, banned, rest = d.body.epoch, set(d.body.banned), new
         return [*map(_line, kept), *(_done_line(epoch, left) for epoch, left in done.items())]
 
 

@@ -6,7 +6,7 @@ import time
 from dataclasses import asdict
 
 from coordinator.indexed_chain import IndexedChain
-from protocol.ids import PeerKey
+from protocol.ids import PeerKey, RunId
 from protocol.messages import Directive, RoundChanges
 from protocol.spec import RoundSpec
 
@@ -39,7 +39,12 @@ class DirectiveEffects:
         self.order: tuple[str, str] | None = None
         """The run is "paused" or "ended" by its owner, and that as a message; None while it runs."""
 
-        self.banned: frozenset[PeerKey] = frozenset()
+        self.bans: dict[PeerKey, str] = {}
+        """The banned keys, each with the reason for its ban. A directive has the reason of its own order alone."""
+
+        self._last = Directive(RunId(bytes(32)), 0)
+        self.order_reason = ""
+        """The reason of the pause or end."""
 
     @property
     def round_policy(self) -> RoundSpec:
@@ -48,8 +53,16 @@ class DirectiveEffects:
 
     def apply(self, directive: Directive) -> None:
         self._policy.change(directive.changes, directive.from_round, self._chain.training_round)
-        self.banned, self.order = frozenset(directive.banned), None
+        last, self._last = self._last, directive
+        is_as_before = (last.run_status, last.since) == (directive.run_status, directive.since)
+        if not is_as_before:
+            self.order_reason = directive.reason
+        # While the run rests, a ban without a reason repeats that of the rest.
+        is_repeated = directive.run_status != "running" and directive.reason == last.reason
+        why = "" if is_repeated else directive.reason
+        self.bans = {key: self.bans.get(key, why) for key in directive.banned}
+        self.order = None
         if directive.run_status != "running":
             since = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(directive.since))
-            why = f": {directive.reason}" if directive.reason else ""
+            why = f": {self.order_reason}" if self.order_reason else ""
             self.order = (directive.run_status, f"{directive.run_status} by the run's owner since {since}{why}")

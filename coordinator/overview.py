@@ -319,7 +319,7 @@ class OverviewBuilder:
         return tuple(views)
 
     def _phase(self, peer: PeerKey, known: TrackedPeer | None, now: float) -> str:
-        if peer in self.directives.banned:
+        if peer in self.directives.bans:
             return "banned"
         if self.chain.audits.barred_until(peer, self.chain.training_round) is not None:
             return "barred"

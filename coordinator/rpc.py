@@ -284,7 +284,7 @@ async def start_server(
         await server.stop(None)
         raise PortTakenError(
             f"cannot listen on {listen} for peers: another program (or coordinator) has the port, or the address is "
-            "not this machine's; stop it, or choose another port"
+            "not this machine's; stop it, or choose another port with --grpc"
         )
     await server.start()
     return server, bound

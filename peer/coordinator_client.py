@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import math
 import random
 import socket
@@ -24,6 +25,7 @@ from typing import TypeVar
 
 import grpc
 import grpc.aio
+from cryptography import x509
 
 from peer.errors import PeerError
 from protocol.coordinator_address import CoordinatorAddress
@@ -70,6 +72,10 @@ class CoordinatorRefused(PeerError):
 
 class WrongCoordinator(PeerError):
     """The server at this address is not the coordinator that the invite means."""
+
+
+class WrongClock(PeerError):
+    """By this machine's clock the coordinator's certificate is not valid: every connection would fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,6 +394,7 @@ class CoordinatorClient:
                         f"({sha256(der).hex()[:16]}, not {expected.hex()[:16]}): the invite is old, or "
                         "someone answers in the coordinator's place; ask the run's owner for the current invite"
                     )
+                _check_clock(endpoint, der, datetime.datetime.now(datetime.timezone.utc))
                 pem = ssl.DER_cert_to_PEM_cert(der).encode()
                 credentials = grpc.ssl_channel_credentials(root_certificates=pem)
                 channel = grpc.aio.secure_channel(str(endpoint), credentials, options=_OPTIONS)
@@ -427,6 +434,22 @@ def server_certificate(endpoint: HostPort) -> bytes:
     if not der or len(der) > MAX_CERTIFICATE:
         raise WrongCoordinator(f"what answers at {endpoint} shows no usable certificate: it is not a coordinator")
     return der
+
+
+def _check_clock(endpoint: HostPort, der: bytes, now: datetime.datetime) -> None:
+    """Raise WrongClock if the certificate is not valid now, WrongCoordinator if it cannot be read."""
+    try:
+        certificate = x509.load_der_x509_certificate(der)
+        begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    except ValueError:
+        raise WrongCoordinator(f"the certificate of the coordinator at {endpoint} cannot be read") from None
+    if begins <= now <= ends:
+        return
+    which = f"not valid before {begins:%Y-%m-%d %H:%M}" if now < begins else f"valid until {ends:%Y-%m-%d %H:%M}"
+    raise WrongClock(
+        f"this machine's clock may be wrong: it says {now:%Y-%m-%d %H:%M} UTC, and the certificate of the coordinator "
+        f"at {endpoint} is {which}: set the clock (for example with NTP), then try again"
+    )
 
 
 def _silent(endpoint: HostPort, why: str) -> CoordinatorUnreachable:

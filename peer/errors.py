@@ -9,6 +9,10 @@ class PeerError(CairnError):
     """The root of a peer's own failures."""
 
 
+class NotInSwarm(PeerError):
+    """libp2p's daemon is not running yet, or is being started again: no peer is at fault."""
+
+
 class ChannelError(PeerError):
     """The channel between node and trainer broke: closed, silent for too long, or a line that is no message."""
 

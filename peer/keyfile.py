@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 MAX_KEY_FILE = 4096
 """A key file is about 130 bytes; nothing longer is read."""
 
+RESTORE_OR_RENEW = "restore it from a copy, or move it away and a new identity is made at the next start"
+
 
 def load_or_make(path: Path | str) -> Identity:
     """Return the identity in `path`; make one there, durably and with mode 0600, when there is no such file.
@@ -26,23 +28,26 @@ def load_or_make(path: Path | str) -> Identity:
     """
     path = Path(path).expanduser()
     try:
-        return load(path)
+        return load(path, RESTORE_OR_RENEW)
     except FileNotFoundError:
         pass
     try:
         return _make(path)
     except FileExistsError:  # another process made it in between: its key is the identity
-        return _load(path)
+        return _load(path, RESTORE_OR_RENEW)
     except OSError as e:
         raise IdentityError(
             f"no identity can be written to {path}: {_why(e)}; free some disk, or name another folder"
         ) from None
 
 
-def load(path: Path) -> Identity:
-    """Return the identity in `path`, as `load_or_make` does. Raise FileNotFoundError, and IdentityError."""
+def load(path: Path, remedy: str = "restore it from a copy, or name another file") -> Identity:
+    """Return the identity in `path`, as `load_or_make` does. Raise FileNotFoundError, and IdentityError.
+
+    `remedy` is for a file that is no key.
+    """
     try:
-        return _load(path)
+        return _load(path, remedy)
     except FileNotFoundError:
         raise
     except OSError as e:
@@ -51,12 +56,12 @@ def load(path: Path) -> Identity:
         ) from None
 
 
-def _load(path: Path) -> Identity:
+def _load(path: Path, remedy: str) -> Identity:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     with os.fdopen(fd, "rb") as file:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
-            raise IdentityError(f"{path} is not a file: move it away and a new identity is made at the next start")
+            raise IdentityError(f"{path} is not a file: {remedy}")
         if info.st_mode & 0o077:
             _close_to_others(path, fd, info)
         data = file.read(MAX_KEY_FILE + 1)
@@ -65,7 +70,7 @@ def _load(path: Path) -> Identity:
             raise IdentityError("it is too long for a key file")
         return parse_key_file(data.decode("ascii", errors="replace"))
     except IdentityError as e:
-        raise IdentityError(f"{path}: {e}") from None
+        raise IdentityError(f"{path}: {e}: {remedy}") from None
 
 
 def _close_to_others(path: Path, fd: int, info: os.stat_result) -> None:

@@ -58,10 +58,8 @@ def parse_key_file(text: str) -> Identity:
     """Return the identity in a key file's text. Raises IdentityError."""
     lines = text.strip().splitlines()
     if len(lines) != 3 or lines[0] != f"-----BEGIN {_PEM_LABEL}-----" or lines[2] != f"-----END {_PEM_LABEL}-----":
-        raise IdentityError("this is not a Cairn key file; move it away and a new identity is made at the next start")
+        raise IdentityError("this is not a Cairn key file")
     try:
         return Identity(bytes.fromhex(lines[1]))
     except (ValueError, IdentityError):
-        raise IdentityError(
-            "the key file is damaged: restore it from a copy, or move it away for a new identity"
-        ) from None
+        raise IdentityError("the key file is damaged") from None

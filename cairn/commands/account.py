@@ -8,6 +8,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ import click
 from cairn.commands.options import FILE, home_option, invite_argument, via_option
 from cairn.connection import connect, parse_invite
 from cairn.number_format import count, credits
-from peer.keyfile import load_or_make
+from peer.keyfile import load, load_or_make
 from protocol.errors import CairnError, MalformedError
 from protocol.identity import Identity
 from protocol.ids import PeerKey, b64url, from_b64url
@@ -205,8 +206,8 @@ def export(invite: str, out: Path, force: bool, via: tuple[str, ...]) -> None:
         from coordinator.credits.export import exported
 
         size = 0
-        async with connect(invite, via) as r:
-            with draft.open("wb") as file:
+        with draft.open("wb") as file:  # first: a place that cannot be written to shows at once
+            async with connect(invite, via) as r:
                 async for block in exported(r.log, form):
                     size += file.write(block)
         return size
@@ -217,7 +218,8 @@ def export(invite: str, out: Path, force: bool, via: tuple[str, ...]) -> None:
     except OSError as e:
         raise CairnError(f"{out} cannot be written: {(e.strerror or str(e)).lower()}") from None
     finally:
-        draft.unlink(missing_ok=True)
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
     click.echo(f"{out}: {size:,} bytes")
 
 
@@ -231,9 +233,10 @@ def _account(path: Path) -> Identity:
 
 
 def _read(path: Path, remedy: str) -> Identity:
-    if not path.exists():
-        raise CairnError(f"there is no {path}: {remedy}")
-    return load_or_make(path)
+    try:
+        return load(path)
+    except FileNotFoundError:
+        raise CairnError(f"there is no {path}: {remedy}") from None
 
 
 def _key(text: str, option: str) -> PeerKey:

@@ -17,7 +17,7 @@ import click
 
 from cairn.commands.options import home_option
 from protocol.errors import CairnError, MalformedError
-from protocol.identity import Identity, parse_key_file
+from protocol.identity import Identity
 from protocol.ids import PeerKey, Round
 from protocol.invite import Invite
 from protocol.message_codec import KeySigner, MessageDecoder
@@ -186,7 +186,9 @@ def ban(run: Path, keys: set[PeerKey], home: Path, reason: str) -> None:
         if len(banned) > MAX_BANNED:
             raise CairnError(f"at most {MAX_BANNED} peers can be banned: let the run admit by invite, or by list")
         click.echo(f"banning {', '.join(k.short for k in sorted(keys))} at once; {_in_force(status)}")
-        return replace(status.body, banned=banned, reason=reason or status.body.reason)
+        # The pause or end of a run that rests keeps its reason.
+        rest = "" if status.body.run_status == "running" else status.body.reason
+        return replace(status.body, banned=banned, reason=reason or rest)
 
     _order(_open_run(run, home), change)
 
@@ -299,14 +301,15 @@ COMMANDS = (pause, resume, ban, unban, policy, end, rollback)
 
 def _open_run(path: Path, home: Path) -> OwnedRun:
     """Return the run of a folder, or of a run.toml. Raises CairnError."""
-    from cairn.commands.serve import coordinator_folder
+    from cairn.commands.serve import RESTORE_OWNER, coordinator_folder
     from coordinator.authoring.resolve import SPEC
     from coordinator.authoring.runfile import load_run
+    from peer.keyfile import load
     from protocol.spec import open_spec
 
     folder = path if path.is_dir() else coordinator_folder(home, load_run(path).run.name)
     try:
-        owner = parse_key_file((folder / "owner.key").read_text())
+        owner = load(folder / "owner.key", RESTORE_OWNER)
         invite = Invite.parse((folder / "invite").read_text().strip())
         spec = open_spec((folder / "run" / SPEC).read_bytes(), invite.run)
     except OSError as e:

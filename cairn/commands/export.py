@@ -6,14 +6,14 @@ from pathlib import Path
 
 import click
 
-from cairn.commands.options import FILE
+from cairn.commands.options import FILE, PLACE
 from cairn.number_format import byte_size
 from protocol.errors import CairnError, MalformedError
 
 
 @click.command()
-@click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("checkpoint", type=PLACE)
+@click.argument("out", type=PLACE)
 @click.option("--force", is_flag=True, help="Replace the model that is in OUT.")
 @click.option(
     "--spec", type=FILE, help="The run's spec.json or spec.signed, for a checkpoint file that lies elsewhere."

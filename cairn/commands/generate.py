@@ -7,11 +7,12 @@ from pathlib import Path
 
 import click
 
+from cairn.commands.options import PLACE
 from protocol.errors import CairnError
 
 
 @click.command()
-@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("checkpoint", type=PLACE)
 @click.option("--prompt", required=True, help="The beginning of the text.")
 @click.option("--tokens", type=click.IntRange(1, 100_000), default=100, show_default=True, help="How much to write.")
 @click.option("--temperature", type=click.FloatRange(0, 10), default=0.8, show_default=True, help="0: the likeliest.")

@@ -56,10 +56,13 @@ _auto = partial(click.option, default="auto", show_default=True)
 
 def _disk(_context: click.Context, _parameter: click.Parameter, text: str) -> int:
     """Return the bytes in "50G", "800M" or "123456". Raises click.BadParameter."""
-    size = parse_count(text, "--disk")
+    try:
+        size = parse_count(text, "--disk")
+    except click.BadParameter:
+        size = 0
     if size < 10**6:
         raise click.BadParameter(
-            f"{text!r} is not a size of at least 1M: write for example 800M or 50G", param_hint="--disk"
+            f"{text[:40]!r} is not a size of at least 1M: write for example 800M or 50G", param_hint="--disk"
         )
     return size
 
@@ -183,6 +186,7 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
     from peer.node.admission_wait import wait_until_admitted
     from peer.node.builder import build_node
     from peer.node.enrollment import Enrollment, RunIsOver, run_folder
+    from peer.node.machine_check import check_machine
     from peer.node.options import NodeOptions
     from peer.store import Store
 
@@ -207,7 +211,10 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
     with Store(folder / "store", options.disk) as store:
 
         async def enter() -> Enrollment:
-            membership = await Enrollment.enter(invite, options.home, store, name=options.name, via=options.via)
+            membership = await Enrollment.enter(
+                invite, options.home, store, name=options.name, via=options.via,
+                check=lambda spec: check_machine(spec, node_options, store),
+            )  # fmt: skip
             if not membership.seconds_left():
                 try:
                     await wait_until_admitted(membership, node_options)
@@ -274,10 +281,12 @@ async def _run(node: Node, screen: PeerScreen, stopping: asyncio.Future[Any], *,
             node.leave()
         beside.cancel()
         await running
+    from protocol.rounds.departure import BANNED
+
     end = node.snapshot()
     made = f"{end.audits['made']} checks" if auditor else f"{end.own_updates} updates"
     over = node.end_of_run
-    after = "; the same command resumes" if over.info is None else ""
+    after = "; the same command resumes" if over.info is None and not end.finished.startswith(BANNED) else ""
     if over.is_awaited:
         after = "; the coordinator has not got the last state: run the same command again later"
     print(f"{end.finished or 'stopped'}: round {end.round}, state {end.state[:16] or 'none'}, {made} made{after}")

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
 from protocol.errors import CairnError
 from protocol.invite import MAX_INVITE
 
-FILE = click.Path(dir_okay=False, path_type=Path)
-FOLDER = click.Path(file_okay=False, path_type=Path)
+
+class _NamedPath(click.Path):
+    """A path that need not exist, but can be looked up: its name is not too long, and its folder not closed to us."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = super().convert(value, param, ctx)
+        try:
+            os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as e:
+            self.fail(f"{str(path)[:80]!r}: {(e.strerror or str(e)).lower()}: name another place", param, ctx)
+        return path
+
+
+FILE = _NamedPath(dir_okay=False, path_type=Path)
+FOLDER = _NamedPath(file_okay=False, path_type=Path)
+PLACE = _NamedPath(path_type=Path)
+"""A file or a folder."""
 
 MEMBER_ADDRESS = re.compile(r"/[a-z0-9]+/[^/ ]+/(tcp/[0-9]+|udp/[0-9]+/quic-v1)/p2p/[1-9A-HJ-NP-Za-km-z]{40,64}")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from cairn.commands.options import FILE, count_option
+from cairn.commands.options import FILE, PLACE, count_option
 from cairn.files import write_new
 
 PARAMETERS = 10**9
@@ -90,9 +90,7 @@ def plan(
 
 
 @click.command()
-@click.option(
-    "--from", "folder", required=True, type=click.Path(path_type=Path), help="A model's folder, with safetensors."
-)
+@click.option("--from", "folder", required=True, type=PLACE, help="A model's folder, with safetensors.")
 @click.option("--out", required=True, type=FILE, help="The run.toml to write.")
 @PEERS
 @UPLINK

@@ -19,7 +19,7 @@ from cairn.commands.options import FILE, home_option
 from cairn.files import private_files, write_whole
 from cairn.logs import set_up_logging
 from cairn.stop_signals import stop_on_signals
-from protocol.errors import CairnError, MalformedError
+from protocol.errors import CairnError, IdentityError, MalformedError
 from protocol.invite import HostPort, Invite
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ PRIVATE = 0o600
 
 INVITE_SECONDS = 10.0
 """Seconds between two updates of the invite in the folder."""
+
+RESTORE_OWNER = "restore it from your copy: nobody can go on with the run without it"
 
 
 def _settings(
@@ -68,7 +70,9 @@ def _settings(
 @click.option("--code", default="", help='The invite code, for a run whose admission.mode is "invite".')
 @click.option("--ledger", default="", envvar="CAIRN_LEDGER", metavar="URL", help="postgresql://..., not a file.")
 @click.option("--webhook", multiple=True, metavar="URL", help="Send alerts there; may be repeated (or alerts.toml).")
-@click.option("--settings", type=FILE, help="[default: coordinator.toml beside it]")
+@click.option(
+    "--settings", type=FILE, help="Archive, evaluation and samples, as TOML.  [default: coordinator.toml beside it]"
+)
 @click.option("--archive", metavar="ADDRESS", help="Copy finalized checkpoints there (fsspec).")
 @click.option("--keep", metavar="POLICY", help="E.g. newest=5,every=100,best=3,bytes=200G.")
 @click.option(
@@ -110,7 +114,6 @@ def serve_run(options: ServeOptions) -> None:
     from coordinator.authoring.resolve import resolve
     from coordinator.authoring.runfile import load_run
     from coordinator.service import CoordinatorConfig
-    from peer.keyfile import load_or_make
     from peer.store import Store
 
     _allow_many_files()
@@ -121,8 +124,8 @@ def serve_run(options: ServeOptions) -> None:
     set_up_logging(folder / "coordinator.log")
     # The store's lock comes first: its holder is the one coordinator of this folder.
     with Store(folder / "store", OBSERVER_BYTES) as store:
-        owner = load_or_make(folder / "owner.key")
-        resolved = resolve(run_file, folder / "run", owner, report=lambda line: log.info("%s", line))
+        owner = _owner(folder)
+        resolved = resolve(run_file, folder / "run", owner, report=lambda line: log.info("%s", line), held=store.has)
         config = CoordinatorConfig(
             folder=folder,
             listen_host=listen[0],
@@ -135,6 +138,20 @@ def serve_run(options: ServeOptions) -> None:
             alerts=load_config(folder, options.webhook),
         )
         asyncio.run(_serve(options, config, store, owner, resolved))
+
+
+def _owner(folder: Path) -> Identity:
+    """Return the owner's key; it is made only for a run that has not begun. Raises IdentityError."""
+    from coordinator.authoring.resolve import SPEC
+    from peer.keyfile import load, load_or_make
+
+    path = folder / "owner.key"
+    if not (folder / "run" / SPEC).exists():
+        return load_or_make(path)
+    try:
+        return load(path, RESTORE_OWNER)
+    except FileNotFoundError:
+        raise IdentityError(f"{path} is missing, the key of the run that began here: {RESTORE_OWNER}") from None
 
 
 def _allow_many_files() -> None:
@@ -197,7 +214,7 @@ async def _serve(
     )
     node = build_node(membership, NodeOptions(folder, (options.swarm,), announce, observer=True))
     view = ObserverView(node, spec, archive)
-    shards = [resolved.blobs[s.name] for s in spec.data.validation if s.name in resolved.blobs]
+    shards = [store.path(s.name) for s in spec.data.validation]
     archiver = CheckpointArchiver(
         archive, evaluations, spec, view, settings, shards=shards, fetch_problem=lambda: view.problem
     )

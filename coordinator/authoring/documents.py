@@ -25,6 +25,10 @@ MAX_LINE = 256 * 1024 * 1024
 SEGMENT = 256 * 1024
 """Maximum characters of a segment."""
 
+NAME_FIELD = "name the one that holds the text with --field, in a run.toml as data.field"
+
+_KINDS = {list: "a list", dict: "an object", bool: "true or false"}
+
 
 @dataclass(frozen=True, slots=True)
 class DocumentFile:
@@ -205,12 +209,13 @@ def _read_jsonl(source: DocumentFile, field: str) -> Iterator[str]:
 def _text_of(row: dict, field: str, where: str) -> str:
     if field not in row:
         there = ", ".join(map(repr, list(row)[:10])) or "nothing"
-        raise DataInputError(f"{where}: no field {field!r}: there is {there}; name the one that holds the text")
+        raise DataInputError(f"{where}: no field {field!r}: there is {there}; {NAME_FIELD}")
     text = row[field]
     if text is None:
         return ""
     if not isinstance(text, str):
-        raise DataInputError(f"{where}: field {field!r} holds a {type(text).__name__}, not text")
+        kind = _KINDS.get(type(text), "a number")
+        raise DataInputError(f"{where}: field {field!r} holds {kind}, not text; {NAME_FIELD}")
     text.encode()  # a lone surrogate has no UTF-8 form
     return text
 
@@ -227,9 +232,7 @@ def _read_parquet(source: DocumentFile, field: str) -> Iterator[str]:
         columns = table.schema_arrow.names
         if field not in columns:
             there = ", ".join(map(repr, columns[:10]))
-            raise DataInputError(
-                f"{source.name}: no column {field!r}: there is {there}; name the one that holds the text"
-            )
+            raise DataInputError(f"{source.name}: no column {field!r}: there is {there}; {NAME_FIELD}")
         row = 0
         for batch in table.iter_batches(batch_size=64, columns=[field]):
             for value in batch.column(0).to_pylist():

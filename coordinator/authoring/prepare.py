@@ -129,11 +129,7 @@ def prepare(
         raise DataInputError(str(e)) from None
     if shard_tokens < 2 or shard_tokens * 4 > MAX_BLOB:
         raise DataInputError(f"shard_tokens = {shard_tokens}: write a number from 2 to {MAX_BLOB // 4}")
-    base = base or Path.cwd()
-    train, held_out = find_sources(inputs, base), find_sources(validation, base)
-    twice = {(s.path) for s in train} & {s.path for s in held_out}
-    if twice:
-        raise DataInputError(f"{min(twice)} is both for training and for validation")
+    train, held_out = find_documents(inputs, validation, base or Path.cwd())
     given = tokens.load(tokenizer, end_of_text) if tokenizer else None
     settings = PrepareSettings(
         field=field,
@@ -169,6 +165,17 @@ def prepare(
     return Prepared(out, manifest, reused=False)
 
 
+def find_documents(
+    inputs: Sequence[str], validation: Sequence[str], base: Path
+) -> tuple[list[DocumentFile], list[DocumentFile]]:
+    """Return the files for training, and those of which every document is held out. Raises DataInputError."""
+    train, held_out = find_sources(inputs, base), find_sources(validation, base)
+    twice = {s.path for s in train} & {s.path for s in held_out}
+    if twice:
+        raise DataInputError(f"{min(twice)} is both for training and for validation")
+    return train, held_out
+
+
 def check_choices(vocabulary: object, tokenizer: object, validation_every: int, validation: Sequence[str]) -> None:
     """Raise ValueError unless there is one tokenizer, and at most one rule for what is held out."""
     if (vocabulary is None) == (tokenizer is None):
@@ -177,6 +184,15 @@ def check_choices(vocabulary: object, tokenizer: object, validation_every: int, 
         raise ValueError("write either validation_every or validation, not both")
     if validation_every == 1:
         raise ValueError("validation_every = 1 would hold out every document: write 2 or more")
+
+
+def check_held_out(every: int, documents: int) -> None:
+    """Raise DataInputError if `validation_every` holds out none of these documents."""
+    if documents < every:
+        raise DataInputError(
+            f"validation_every = {every}, but there are only {documents} documents: none is held out; write a smaller "
+            "number, or name files for validation"
+        )
 
 
 def load_prepared(folder: Path) -> Prepared:
@@ -246,11 +262,7 @@ def _write(
             writer.close()
     if not counts[0]:
         raise DataInputError("no text to train on in these documents")
-    if settings.validation_every and not documents[1]:
-        raise DataInputError(
-            f"validation_every = {settings.validation_every}, but there are only {documents[0]} documents: none is "
-            "held out; write a smaller number, or name files for validation"
-        )
+    check_held_out(settings.validation_every, sum(documents))
     report(f"{sum(documents):,} documents, {sum(counts):,} tokens, {documents[1]:,} documents held out")
     made = [
         DataSplit(shards=s, documents=d, tokens=c, text_bytes=b)

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from coordinator import durable
+from coordinator.authoring.data_check import check_tokenizer, check_vocabulary, check_windows, passes_warning
 from coordinator.authoring.errors import AuthoringError, DataInputError, RunChangedError, RunFileError
 from coordinator.authoring.prepare import Prepared, load_prepared, prepare
 from coordinator.authoring.runfile import RunFile, differences
@@ -34,7 +35,6 @@ from protocol.spec import (
     explain,
     parse_spec,
     sign_spec,
-    windows_in,
 )
 
 SPEC, RUN, DATA, GENESIS = "spec.signed", "run.json", "data", "genesis.safetensors"
@@ -50,8 +50,17 @@ class ResolvedRun:
     blobs: dict[Digest, Path]
 
 
-def resolve(run_file: RunFile, workdir: Path, owner: Identity, report: Report = lambda line: None) -> ResolvedRun:
+def resolve(
+    run_file: RunFile,
+    workdir: Path,
+    owner: Identity,
+    report: Report = lambda line: None,
+    held: Callable[[Digest], bool] = lambda blob: False,
+) -> ResolvedRun:
     """Begin or continue the run of a run.toml in a folder.
+
+    `held` returns whether the coordinator's store has a blob. A run that has begun does not need the file of such a
+    blob any more, and `ResolvedRun.blobs` may be without it.
 
     Raises RunFileError, SpecError or DataInputError for errors in the files, RunChangedError if the run began with
     other files, and AuthoringError for the folder. Each message begins with the name of the file.
@@ -61,9 +70,14 @@ def resolve(run_file: RunFile, workdir: Path, owner: Identity, report: Report = 
     except OSError as e:
         raise AuthoringError(f"{workdir}: cannot be made: {e.strerror or e}") from None
     if (workdir / SPEC).exists():
-        return _continued(run_file, workdir, owner, report)
-    check_weights(run_file)  # before documents are prepared, which may take hours
-    prepared = _data(run_file, workdir, report, replace=True)
+        return _continued(run_file, workdir, owner, report, held)
+    # Before documents are prepared, which may take hours.
+    check_weights(run_file)
+    check_tokenizer(run_file)
+    prepared = prepare_data(run_file, workdir / DATA, report, replace=True)
+    check_windows(run_file, prepared.manifest)
+    if warning := passes_warning(run_file, prepared.manifest.train.tokens):
+        report(warning)
     config, layout = _model(run_file, prepared)
     genesis = _genesis(run_file, config, layout, workdir, report)
     spec = _spec(run_file, owner, config, layout, prepared, genesis)
@@ -110,8 +124,13 @@ def _genesis(run_file: RunFile, config: dict[str, Any], layout: Layout, workdir:
         raise WeightsError(f"{run_file.path}: run.weights: {e}") from None
 
 
-def _continued(run_file: RunFile, workdir: Path, owner: Identity, report: Report) -> ResolvedRun:
-    """Return the run that began here. Raises RunChangedError if the files have changed since."""
+def _continued(
+    run_file: RunFile, workdir: Path, owner: Identity, report: Report, held: Callable[[Digest], bool]
+) -> ResolvedRun:
+    """Return the run that began here. Raises RunChangedError if the files have changed since.
+
+    The documents, and the folder of the weights, may be gone.
+    """
     try:
         sent = (workdir / SPEC).read_bytes()
         envelope = open_envelope(sent, KIND, limit=MAX_SPEC + 1024)
@@ -131,12 +150,21 @@ def _continued(run_file: RunFile, workdir: Path, owner: Identity, report: Report
     changed = list(differences(before, run_file.model_dump(mode="json")))
     if changed:
         raise RunChangedError(f"{run_file.path}: changed since the run began: {'; '.join(changed)}: {remedy}")
+    blobs: dict[Digest, Path] = {}
     try:
-        prepared = _data(run_file, workdir, report, replace=False)
+        prepared = prepare_data(run_file, workdir / DATA, report, replace=False)
     except RunChangedError as e:
         raise RunChangedError(f"{run_file.path}: the data changed since the run began: {e}") from None
-    if _data_spec(run_file, prepared) != spec.data or prepared.manifest.tokenizer != spec.tokenizer:
-        raise RunChangedError(f"{prepared.folder}: holds other data than the run began with: {remedy}")
+    except DataInputError as e:
+        if not all(held(ref.name) for ref in (spec.tokenizer, *spec.data.train, *spec.data.validation)):
+            raise
+        report(f"{e}. The run goes on with the data that it began with, which the coordinator's store has")
+    else:
+        if _data_spec(run_file, prepared) != spec.data or prepared.manifest.tokenizer != spec.tokenizer:
+            raise RunChangedError(f"{prepared.folder}: holds other data than the run began with: {remedy}")
+        blobs = prepared.blobs
+    if held(spec.genesis.name):
+        return ResolvedRun(spec, sent, blobs)
     if not _is_blob(workdir / GENESIS, spec.genesis):
         report("writing the genesis checkpoint again: the file is missing or damaged")
         if _genesis(run_file, spec.model.config, spec.model.layout, workdir, report) != spec.genesis:
@@ -144,21 +172,24 @@ def _continued(run_file: RunFile, workdir: Path, owner: Identity, report: Report
             raise AuthoringError(
                 f"{workdir / GENESIS}: missing or damaged, and {why} other weights: restore the file from a copy"
             )
-    return ResolvedRun(spec, sent, prepared.blobs | {spec.genesis.name: workdir / GENESIS})
+    return ResolvedRun(spec, sent, blobs | {spec.genesis.name: workdir / GENESIS})
 
 
-def _data(run_file: RunFile, workdir: Path, report: Report, *, replace: bool) -> Prepared:
-    """Return the prepared data that a run file names, or prepare its documents in the working folder."""
+def prepare_data(run_file: RunFile, folder: Path, report: Report = lambda line: None, *, replace: bool) -> Prepared:
+    """Return the prepared data that a run file names, or prepare its documents in a folder.
+
+    Raises DataInputError, and RunChangedError if the folder has other data and `replace` is not given.
+    """
     data = run_file.data
-    if data.prepared is not None:
-        return load_prepared(run_file.folder / Path(data.prepared).expanduser())
     try:
+        if run_file.prepared is not None:
+            return load_prepared(run_file.prepared)
         return prepare(
             data.sources,
-            workdir / DATA,
+            folder,
             field=data.field,
             vocabulary=data.vocabulary,
-            tokenizer=run_file.folder / Path(data.tokenizer).expanduser() if data.tokenizer else None,
+            tokenizer=run_file.tokenizer,
             end_of_text=data.end_of_text,
             validation_every=data.validation_every,
             validation=data.validation,
@@ -174,12 +205,7 @@ def _data(run_file: RunFile, workdir: Path, report: Report, *, replace: bool) ->
 def _model(run_file: RunFile, prepared: Prepared) -> tuple[dict[str, Any], Layout]:
     """Return the model's full config, with the fields of the tokenizer filled in, and its layout."""
     manifest = prepared.manifest
-    vocabulary = run_file.model.get("vocab_size")
-    if type(vocabulary) is int and vocabulary < manifest.vocabulary:
-        raise RunFileError(
-            f"{run_file.path}: model.vocab_size: {vocabulary} is less than the tokenizer's {manifest.vocabulary} "
-            "tokens: remove the line, and it is filled in"
-        )
+    check_vocabulary(run_file, manifest.vocabulary)
     end = manifest.end_of_text_id
     return model_of(run_file, {"vocab_size": manifest.vocabulary, "bos_token_id": end, "eos_token_id": end})
 
@@ -220,12 +246,6 @@ def _data_spec(run_file: RunFile, prepared: Prepared) -> DataSpec:
 def _spec(
     run_file: RunFile, owner: Identity, config: dict[str, Any], layout: Layout, prepared: Prepared, genesis: BlobRef
 ) -> RunSpec:
-    shards = prepared.manifest.train.shards
-    if not any(windows_in(s.tokens, run_file.data.window) for s in shards):
-        raise RunFileError(
-            f"{run_file.path}: data.window: {run_file.data.window} tokens, but the documents have only "
-            f"{prepared.manifest.train.tokens}: add documents or make it smaller"
-        )
     sections = ("inner", "codec", "outer", "round", "admission", "credit", "audit", "checkpoint")
     try:
         return RunSpec(

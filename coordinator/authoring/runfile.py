@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_args
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_validator
 
 from coordinator.authoring.errors import AuthoringError, RunFileError
-from coordinator.authoring.prepare import SHARD_TOKENS, check_choices
+from coordinator.authoring.prepare import SHARD_TOKENS, TOKENIZER, check_choices
 from protocol.data_address import check_address
 from protocol.errors import SpecError
 from protocol.spec import (
@@ -69,6 +69,8 @@ class DataTable(Section):
             raise ValueError("write either source (documents) or prepared (a folder made by `cairn data prepare`)")
         if self.source is not None:
             check_choices(self.vocabulary, self.tokenizer, self.validation_every, self.validation)
+            if self.shard_tokens <= self.window:
+                raise ValueError(f"shard_tokens: a window of {self.window} tokens and the next do not fit: write more")
         for address in self.addresses:
             try:
                 check_address(address)
@@ -76,7 +78,9 @@ class DataTable(Section):
                 raise ValueError(f"addresses: {e}") from None
         if self.prepared is not None:
             allowed = ("prepared", "window", "addresses")
-            also = [name for name in DataTable.model_fields if name in self.model_fields_set and name not in allowed]
+            # By value: what a run began with is read back with every field set.
+            fields = DataTable.model_fields.items()
+            also = [n for n, field in fields if n not in allowed and getattr(self, n) != field.default]
             if also:
                 raise ValueError(f"{', '.join(also)}: fixed when the folder was prepared; remove it here")
         return self
@@ -125,6 +129,18 @@ class RunFile(Section):
         """The folder of the initial weights; None if they are drawn."""
         return self.folder / Path(self.run.weights).expanduser() if self.run.weights else None
 
+    @property
+    def prepared(self) -> Path | None:
+        """The folder of prepared data; None if documents are named."""
+        return None if self.data.prepared is None else self.folder / Path(self.data.prepared).expanduser()
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """The file of a given tokenizer, or of the prepared folder; None if one is to be trained."""
+        if self.prepared is not None:
+            return self.prepared / TOKENIZER
+        return self.folder / Path(self.data.tokenizer).expanduser() if self.data.tokenizer else None
+
     @model_validator(mode="after")
     def _consistent(self):
         if not isinstance(self.model.get("model_type"), str):
@@ -169,9 +185,16 @@ def read_text(path: Path, error: type[AuthoringError], remedy: str) -> str:
             raise error(f"{path}: larger than {MAX_FILE >> 10} KiB: {remedy}")
         return path.read_bytes().decode()
     except OSError as e:
-        raise error(f"{path}: cannot be read: {e.strerror or e}") from None
+        raise error(f"{path}: cannot be read: {(e.strerror or str(e)).lower()}: {remedy}") from None
     except UnicodeDecodeError:
         raise error(f"{path}: not UTF-8 text: {remedy}") from None
+
+
+FILLED_IN = {
+    ("inner", "schedule", "total_tokens"): frozenset({("run", "total_tokens")}),
+    ("round", "max_update_tokens"): frozenset({("round", "target_tokens"), ("data", "window"), ("inner", "batch")}),
+}
+"""Fields that follow from others: a mistake in one of those is not reported at these as well."""
 
 
 def _fill_in(tables: dict[str, Any]) -> None:
@@ -207,14 +230,18 @@ def _fill_in(tables: dict[str, Any]) -> None:
 
 def _problems(error: ValidationError, path: Path, text: str) -> Iterator[str]:
     """Yield one line for each problem: file:line: field: problem (value)."""
-    for e in error.errors():
+    errors = error.errors()
+    wrong = {e["loc"] for e in errors}
+    for e in errors:
+        if wrong & FILLED_IN.get(e["loc"], frozenset()):
+            continue
         loc = [p for p in e["loc"] if p not in ("str", "list[str]")]
         field, message = ".".join(map(str, loc)), e["msg"].removeprefix("Value error, ")
         if e["type"] == "missing":
-            message = "is missing: see docs/runs.md for what it means"
+            message = "is missing: `cairn run plan --out FILE` writes every field with its meaning"
         elif e["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(str(loc[-1]), _fields_at(loc[:-1]), n=1)
-            message = f"is not a field; did you mean {near[0]}?" if near else "is not a field: remove it"
+            meant = _meant(str(loc[-1]), loc[:-1])
+            message = f"is not a field; did you mean {meant}?" if meant else "is not a field: remove it"
         elif e["type"] != "value_error":
             message = f"{message} (found {str(e['input'])[:60]!r})"
         elif not loc and ": " in message:  # a check over several tables begins with the name of its field
@@ -222,6 +249,19 @@ def _problems(error: ValidationError, path: Path, text: str) -> Iterator[str]:
             loc = field.split(".")
         line = _line_of(loc, text)
         yield f"{path}{f':{line}' if line else ''}: {field or 'the file'}: {message}"
+
+
+def _meant(name: str, table: list[Any]) -> str:
+    """Return the field that an unknown one of a table may stand for, with its table if that is another; else ""."""
+    fields = _fields_at(table)
+    if near := difflib.get_close_matches(name, fields, n=1):
+        return near[0]
+    words = name.split("_")
+    initials = "".join(word[:1] for word in words)
+    if alike := [f for f in fields if f == initials or f in words or name in f.split("_")]:
+        return alike[0]
+    elsewhere = [t for t in RunFile.model_fields if [t] != table and name in _fields_at([t])]
+    return f"{elsewhere[0]}.{name}" if elsewhere else ""
 
 
 def _fields_at(loc: list[Any]) -> list[str]:

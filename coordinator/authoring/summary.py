@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import tempfile
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 from coordinator.admission import cost_to_attackers
 from coordinator.authoring import tokens
-from coordinator.authoring.documents import DocumentFile, find_sources, read_documents
+from coordinator.authoring.data_check import check_tokenizer, check_windows, passes_warning
+from coordinator.authoring.documents import DocumentFile, read_documents
 from coordinator.authoring.errors import DataInputError
-from coordinator.authoring.prepare import load_prepared
-from coordinator.authoring.resolve import check_weights, model_of
+from coordinator.authoring.prepare import Prepared, check_held_out, find_documents
+from coordinator.authoring.resolve import check_weights, model_of, prepare_data
 from coordinator.authoring.runfile import RunFile, load_run
 from protocol.codec import make_codec
 from protocol.layout import Layout
@@ -20,14 +23,21 @@ from protocol.spec import windows_in
 SAMPLED = 4096
 """Maximum number of segments (of at most 256 Ki characters) that are read from each file."""
 
+COUNTED = 2**20
+"""Bytes of text that are prepared, for exact numbers."""
+
+MOST_PER_TOKEN = 32
+"""More bytes than a token of ordinary text has on average: a larger corpus has a window."""
+
 
 def validate(path: Path) -> list[str]:
-    """Check a run.toml, its model and the readability of its data; return the lines of a summary for people.
+    """Check a run.toml, its model and its data; return the lines of a summary for people.
 
-    Only the headers of initial weights are read. Data are not prepared: without a prepared folder the numbers of tokens
-    are estimates, and the lines say so. Raises the errors of `load_run` and `resolve`.
+    Only the headers of initial weights are read. A small corpus is prepared, and removed again; of a large one the
+    numbers of tokens are estimates, and the lines say so. Raises the errors of `load_run` and `resolve`.
     """
     run_file = load_run(path)
+    check_tokenizer(run_file)
     vocabulary, data_lines = _data(run_file)
     config, layout = model_of(run_file, {"vocab_size": vocabulary})
     weights = check_weights(run_file, config, layout)
@@ -53,7 +63,7 @@ def validate(path: Path) -> list[str]:
     elif run_file.admission.mode != "allow":
         lines.append(
             "audits: none that convict. Strangers may join, and nobody can tell who claims work that was not done: "
-            "audit.replayable = true changes that, for a few per cent of loss (docs/trust.md)"
+            "audit.replayable = true changes that, for a few per cent of loss"
         )
     if run_file.run.total_tokens:
         rounds = math.ceil(run_file.run.total_tokens / round_.target_tokens)
@@ -64,46 +74,75 @@ def validate(path: Path) -> list[str]:
 
 
 def _data(run_file: RunFile) -> tuple[int, list[str]]:
-    """Return the size of the vocabulary, and lines about the data. Raises DataInputError."""
+    """Return the size of the vocabulary, and lines about the data. Raises AuthoringError."""
+    if run_file.prepared is not None:
+        return _counted(run_file, prepare_data(run_file, run_file.folder, replace=False))
     data = run_file.data
     try:
-        if data.prepared is not None:
-            manifest = load_prepared(run_file.folder / Path(data.prepared).expanduser()).manifest
-            train, validation = (
-                sum(windows_in(s.tokens, data.window) for s in split.shards)
-                for split in (manifest.train, manifest.validation)
-            )
-            documents = manifest.train.documents + manifest.validation.documents
-            return manifest.vocabulary, [
-                f"data: {train:,} windows to train on, {validation:,} to validate on, from {documents:,} documents; "
-                f"vocabulary {manifest.vocabulary:,}"
-            ]
-        sources = find_sources(data.sources, run_file.folder)
-        held_out = find_sources(data.validation, run_file.folder)
-        given = run_file.folder / Path(data.tokenizer).expanduser() if data.tokenizer else None
-        vocabulary = tokens.load(given, data.end_of_text).size if given else data.vocabulary or 0
-        size, complete = _text_bytes(sources, data.field)
-        _text_bytes(held_out, data.field)
+        sources, held_out = find_documents(data.sources, data.validation, run_file.folder)
+        text = _sample(sources, data.field)
+        others = _sample(held_out, data.field)
+        if text.complete:
+            check_held_out(data.validation_every, text.documents)
+        if run_file.tokenizer is None:
+            vocabulary = data.vocabulary or 0
+        else:
+            vocabulary = tokens.load(run_file.tokenizer, data.end_of_text).size
     except DataInputError as e:
         raise DataInputError(f"{run_file.path}: data: {e}") from None
-    if not size:
+    if not text.size:
         raise DataInputError(f"{run_file.path}: data.source: no text in these documents")
-    windows = int(size / _bytes_per_token(vocabulary) / data.window)
-    return vocabulary, [
-        f"data: {len(sources)} files{'' if complete else ', of which the beginnings were read'}; "
-        f"{'about' if complete else 'more than'} {windows:,} windows (estimated: `cairn data prepare` counts them); "
-        f"vocabulary {vocabulary:,}"
+    if text.complete and others.complete and text.size + others.size <= max(COUNTED, MOST_PER_TOKEN * data.window):
+        with tempfile.TemporaryDirectory() as folder:
+            return _counted(run_file, prepare_data(run_file, Path(folder), replace=False))
+    trained_on = int(text.size / _bytes_per_token(vocabulary))
+    lines = [
+        f"data: {len(sources)} files{'' if text.complete else ', of which the beginnings were read'}; "
+        f"{'about' if text.complete else 'more than'} {trained_on // data.window:,} windows (estimated: "
+        f"`cairn data prepare` counts them); vocabulary {vocabulary:,}"
     ]
+    if text.complete and (warning := passes_warning(run_file, trained_on)):
+        lines.append(warning)
+    return vocabulary, lines
 
 
-def _text_bytes(sources: list[DocumentFile], field: str) -> tuple[int, bool]:
-    """Return the UTF-8 bytes of the sampled text, and whether that is all of it."""
-    size, complete = 0, True
+def _counted(run_file: RunFile, prepared: Prepared) -> tuple[int, list[str]]:
+    """Return the size of the vocabulary, and lines about data that are prepared. Raises RunFileError."""
+    manifest = prepared.manifest
+    check_windows(run_file, manifest)
+    train, validation = (
+        sum(windows_in(s.tokens, run_file.data.window) for s in split.shards)
+        for split in (manifest.train, manifest.validation)
+    )
+    documents = manifest.train.documents + manifest.validation.documents
+    lines = [
+        f"data: {train:,} windows to train on, {validation:,} to validate on, from {documents:,} documents; "
+        f"vocabulary {manifest.vocabulary:,}"
+    ]
+    if warning := passes_warning(run_file, manifest.train.tokens):
+        lines.append(warning)
+    return manifest.vocabulary, lines
+
+
+@dataclass(frozen=True)
+class _Text:
+    """The sampled text of files: bytes of UTF-8, documents, and whether that is all of it."""
+
+    size: int
+    documents: int
+    complete: bool
+
+
+def _sample(sources: list[DocumentFile], field: str) -> _Text:
+    """Read the beginnings of files. Raises DataInputError."""
+    size, documents, complete = 0, 0, True
     for source in sources:
         segments = read_documents(source, field)
-        size += sum(len(p.text.encode()) for p in islice(segments, SAMPLED))
+        for segment in islice(segments, SAMPLED):
+            size += len(segment.text.encode())
+            documents += segment.last
         complete = complete and next(segments, None) is None
-    return size, complete
+    return _Text(size, documents, complete)
 
 
 def _bytes_per_token(vocabulary: int) -> float:

@@ -81,21 +81,17 @@ def train(segments: Iterable[TextSegment], vocabulary: int) -> RunTokenizer:
     return _made(tokenizer, tokenizer.to_str().encode(), END_OF_TEXT, "the trained tokenizer")
 
 
+def vocabulary_of(path: Path) -> dict[str, int]:
+    """Return the tokens of a tokenizer.json with their numbers. Raises DataInputError."""
+    return _read(path)[0].get_vocab(with_added_tokens=True)
+
+
 def load(path: Path, end: str | None) -> RunTokenizer:
     """Load a tokenizer.json. `end` names its end-of-text token; by default a usual name is searched for.
 
     Raises DataInputError.
     """
-    try:
-        if path.stat().st_size > MAX_TOKENIZER:
-            raise DataInputError(f"{path}: a tokenizer of more than {MAX_TOKENIZER >> 20} MiB")
-        file = path.read_bytes()
-    except OSError as e:
-        raise DataInputError(f"{path}: the tokenizer cannot be read: {e.strerror or e}") from None
-    try:
-        tokenizer = Tokenizer.from_str(file.decode())
-    except Exception as e:  # noqa: BLE001 - tokenizers raises plain Exception; the cause is passed on
-        raise DataInputError(f"{path}: not a tokenizer.json that the tokenizers library reads: {e}") from None
+    tokenizer, file = _read(path)
     if end is None:
         end = next((t for t in KNOWN_ENDS if tokenizer.token_to_id(t) is not None), None)
         if end is None:
@@ -104,6 +100,20 @@ def load(path: Path, end: str | None) -> RunTokenizer:
                 "name it as end_of_text"
             )
     return _made(tokenizer, file, end, str(path))
+
+
+def _read(path: Path) -> tuple[Tokenizer, bytes]:
+    """Return the tokenizer in a file, and the file's bytes. Raises DataInputError."""
+    try:
+        if path.stat().st_size > MAX_TOKENIZER:
+            raise DataInputError(f"{path}: a tokenizer of more than {MAX_TOKENIZER >> 20} MiB")
+        file = path.read_bytes()
+    except OSError as e:
+        raise DataInputError(f"{path}: the tokenizer cannot be read: {e.strerror or e}") from None
+    try:
+        return Tokenizer.from_str(file.decode()), file
+    except Exception as e:  # noqa: BLE001 - tokenizers raises plain Exception; the cause is passed on
+        raise DataInputError(f"{path}: not a tokenizer.json that the tokenizers library reads: {e}") from None
 
 
 def _made(tokenizer: Tokenizer, file: bytes, end: str, where: str) -> RunTokenizer:

@@ -84,7 +84,7 @@ class PageServer:
             sock.close()
             raise PortTakenError(
                 f"cannot listen on {host}:{port} for the page ({e.strerror or e}): stop the program that has the port, "
-                "or choose another one"
+                "or choose another one with --page"
             ) from None
         bound: int = sock.getsockname()[1]
         self._task = asyncio.create_task(self._server.serve(sockets=[sock]), name="page")

@@ -83,12 +83,21 @@ class Enrollment:
         self.locator = CoordinatorLocator(self.store, self.spec, self.client)
 
     @classmethod
-    async def enter(cls, invite: Invite, home: Path, store: Store, *, name: str, via: Sequence[str] = ()) -> Enrollment:
+    async def enter(
+        cls,
+        invite: Invite,
+        home: Path,
+        store: Store,
+        *,
+        name: str,
+        via: Sequence[str] = (),
+        check: Callable[[RunSpec], Awaitable[None]] | None = None,
+    ) -> Enrollment:
         """Enter a run by its coordinator, or without it by the spec and the admission that an earlier visit stored.
 
         Members at the addresses of the invite, of earlier visits and of `via` are asked for the coordinator's address
         when it does not answer. When members answer and the coordinator does not, the membership has no admission yet
-        (`seconds_left` is 0): see `admission_wait`.
+        (`seconds_left` is 0): see `admission_wait`. `check` is called before admission: what it raises ends the entry.
         Raise PeerError, with what to do, when nobody gives a spec; CoordinatorRefused when the peer is refused. Raise
         RunIsOver when the run is over, unless this peer may bring the last state.
         """
@@ -119,6 +128,8 @@ class Enrollment:
             if search.info is not None and search.info.over and not _may_bring_state(search.info, store):
                 raise RunIsOver(search.info)
             self.addresses = list(dict.fromkeys(search.addresses))
+            if check is not None:
+                await check(self.spec)
             absent = search.absent
             if absent is None:
                 try:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from peer.errors import PeerError
+from peer.errors import NotInSwarm
 from peer.node.compact_records import CompactRecords
 from peer.node.enrollment import Enrollment
 from peer.node.introducer import Introducer
@@ -194,9 +194,9 @@ class Network:
 
     @property
     def swarm(self) -> Swarm:
-        """The running swarm. Raise PeerError when there is none."""
+        """The running swarm. Raise NotInSwarm when there is none."""
         if self._swarm is None:
-            raise PeerError("libp2p's daemon is not running (yet)")
+            raise NotInSwarm("libp2p's daemon is not running (yet)")
         return self._swarm
 
     @property

@@ -7,6 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 
+from peer.errors import NotInSwarm
 from peer.node.tasks import cancel_and_wait
 from protocol.bounded import BoundedDict
 from protocol.errors import CairnError
@@ -73,6 +74,8 @@ class Outbox:
                 try:
                     await self._transport(to, packet, SEND_SECONDS)
                     self.failures.pop(to, None)
+                except NotInSwarm:
+                    queue.clear()  # these messages are outdated once the daemon runs
                 except NETWORK_ERRORS as e:
                     why = str(e) or type(e).__name__
                     if to not in self.failures:

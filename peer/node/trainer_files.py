@@ -19,7 +19,7 @@ from peer.store.disk import disk
 from protocol.chain import Chain
 from protocol.data_address import public_url
 from protocol.ids import PeerKey
-from protocol.spec import BlobRef, RunSpec
+from protocol.spec import BlobRef, DataShard, RunSpec
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +41,14 @@ async def fetch_assets(spec: RunSpec, store: Store, network: Network, *, private
 
 async def fetch_shards(spec: RunSpec, store: Store, network: Network, *, private_data: bool) -> None:
     """Fetch the training shards from members if the spec names no address that may be used. Raise CairnError."""
-    if not any(private_data or public_url(address) for address in spec.data.addresses):
-        for shard in spec.data.train:
-            await _fetch("data shard", shard, store, network)
+    for shard in fetched_shards(spec, private_data=private_data):
+        await _fetch("data shard", shard, store, network)
+
+
+def fetched_shards(spec: RunSpec, *, private_data: bool) -> list[DataShard]:
+    """Return the training shards that a peer fetches from members: none if it may read them at an address."""
+    readable = any(private_data or public_url(address) for address in spec.data.addresses)
+    return [] if readable else list(spec.data.train)
 
 
 async def _fetch(what: str, blob: BlobRef, store: Store, network: Network) -> None:

@@ -7,6 +7,9 @@ from peer.channel import Progress
 FIRST_LINE_SECONDS, LINE_SECONDS = 60.0, 300.0
 """Seconds until the first line after the trainer began, and between the following ones."""
 
+RESTING = 0.995
+"""Share of waiting from which the trainer rests, as in a pause: one line says so."""
+
 _LABELS = {
     "training": "training",
     "data": "waiting for data",
@@ -22,6 +25,8 @@ class UsageLog:
 
     def __init__(self) -> None:
         self._due: float | None = None
+        self._is_resting = False
+        self._has_said_unknown = False
 
     def line(self, progress: Progress, now: float) -> str:
         """Return the line to log now: shares of the last minute above 0.5%, memory and MFU. Mostly empty."""
@@ -30,10 +35,17 @@ class UsageLog:
         if now < self._due or progress.spent is None:
             return ""
         self._due = now + LINE_SECONDS
+        was_resting, self._is_resting = self._is_resting, progress.spent.waiting >= RESTING
+        if was_resting and self._is_resting:
+            return ""
         shares = [(getattr(progress.spent, name), label) for name, label in _LABELS.items()]
         listed = ", ".join(f"{share:.0%} {label}" for share, label in shares if share >= 0.005)
         parts = [f"of the last minute: {listed}"]
         if progress.memory is not None:
             parts.append(f"{progress.memory.used / 1e9:.1f} of {progress.memory.whole / 1e9:.1f} GB of memory")
-        parts.append("MFU not known for this device or model" if progress.mfu is None else f"MFU {progress.mfu:.0%}")
+        if progress.mfu is not None:
+            parts.append(f"MFU {progress.mfu:.0%}")
+        elif not self._has_said_unknown:
+            self._has_said_unknown = True
+            parts.append("MFU not known for this device or model")
         return "; ".join(parts)

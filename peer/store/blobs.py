@@ -319,7 +319,7 @@ class BlobStore:
         if used + size > self.limit_bytes:
             raise StoreFull(
                 f"blob {digest.short} needs {size:,} bytes, and {used:,} of the {self.limit_bytes:,} that the store "
-                "may use are taken: allow it more disk"
+                "may use are taken: allow it more disk (--disk)"
             )
 
     def _register(self, digest: Digest, size: int, leaves: Sequence[bytes]) -> None:

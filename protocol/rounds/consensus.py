@@ -164,7 +164,9 @@ class Consensus:
             return
         round_.equivocate(second, listed=listed)
         context.members.equivocated.penalise(author, round_.number)
-        if round_.report_once(author):
+        if author == context.me:
+            context.notify_twin()
+        elif round_.report_once(author):
             context.notify("warning", "equivocation", f"peer {author.short} announced two updates", author)
         if context.members.is_my_turn(second.digest, 0):
             context.emit(Broadcast(round_.headers[author]))

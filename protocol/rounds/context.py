@@ -124,6 +124,14 @@ class Context:
     def emit(self, action: Action) -> None:
         self.actions.append(action)
 
+    def notify_twin(self) -> None:
+        """Report a message by our own key that is not ours."""
+        text = (
+            "another machine uses a copy of this one's key: the two contradict each other, and the work of neither "
+            "counts. Stop one of them, or start it with another home folder"
+        )
+        self.notify("error", "twin", text, self.me)
+
     def notify(self, level: str, kind: str, text: str, about: PeerKey | None = None) -> None:
         """Report something to a person: of one kind and peer, the first in a round. Faults can be repeated."""
         if about is not None:

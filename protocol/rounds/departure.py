@@ -16,6 +16,9 @@ QUIET_SECONDS, QUIET_BYTES = 5.0, 200_000
 MAX_STAY_SECONDS = 600.0
 """The longest time that it stays for those who are behind, or for a coordinator without the last state."""
 
+BANNED = "banned by the run's owner"
+"""The beginning of the reason why a banned peer stops."""
+
 
 class Departure:
     """The end of one peer's part in the run: it decides when the peer stops, and when its driver may stop."""
@@ -127,9 +130,7 @@ class Departure:
         if not banned and not context.observer and is_behind():
             if not context.deadlines.due("order", self._ordered_at + MAX_STAY_SECONDS):
                 return
-        reason = (
-            "the run has been ended by its owner" if directive.run_status == "ended" else "banned by the run's owner"
-        )
+        reason = "the run has been ended by its owner" if directive.run_status == "ended" else BANNED
         if banned:
             self._stop(reason + because(directive))
         else:

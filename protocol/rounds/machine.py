@@ -300,6 +300,8 @@ class RoundMachine:
     def _receive_heartbeat(self, message: Signed[Heartbeat]) -> None:
         context, beat, source = self._context, message.body, message.author
         if source == context.me:
+            if self._beats and beat.sequence > self._sequence:  # newer than any that we have sent
+                context.notify_twin()
             return
         self._directives.inform(source, beat)
         if context.is_excluded(source) or beat.admission and not context.members.add_heartbeat(message, context.now):

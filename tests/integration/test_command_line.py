@@ -188,6 +188,30 @@ def test_a_run_file_that_changed_after_the_run_began_is_refused(run_file: Path, 
     assert "changed" in said and "target_tokens" in said
 
 
+@pytest.mark.parametrize("content", [None, "not a key"])
+def test_a_run_that_has_begun_gets_no_other_owner(run_file: Path, tmp_path: Path, taken_port: int, content: str | None):
+    serve = ("coordinator", "serve", run_file, "--home", tmp_path, "--grpc", f"127.0.0.1:{taken_port}",
+             "--page", "127.0.0.1:0", "--swarm", "/ip4/127.0.0.1/tcp/0")  # fmt: skip
+    refused(*serve)  # begins the run, then fails at the port
+    key = tmp_path / "coordinated" / "tiny" / "owner.key"
+    key.unlink()
+    if content is not None:
+        key.write_text(content)
+    commands = (serve,) if content is None else (serve, ("run", "pause", run_file, "--home", tmp_path))
+    for command in commands:
+        said = refused(*command)
+        assert str(key) in said and "restore it from your copy" in said and "identity" not in said
+        assert (key.read_text() if key.exists() else None) == content
+
+
+def test_a_run_that_has_begun_is_served_again_without_its_documents(run_file: Path, tmp_path: Path, taken_port: int):
+    serve = ("coordinator", "serve", run_file, "--home", tmp_path, "--grpc", f"127.0.0.1:{taken_port}",
+             "--page", "127.0.0.1:0", "--swarm", "/ip4/127.0.0.1/tcp/0")  # fmt: skip
+    refused(*serve)  # begins the run, then fails at the port
+    (tmp_path / "text.txt").unlink()
+    assert str(taken_port) in refused(*serve)
+
+
 # -- a peer's own machine ------------------------------------------------------------------------------------
 
 

@@ -133,6 +133,36 @@ async def test_the_banned_and_newcomers_of_an_ended_run_are_refused_with_the_rea
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("full", [1, 2**20])
+async def test_a_ban_and_a_rest_keep_their_own_reasons_after_other_orders_and_a_restart(tmp_path, monkeypatch, full):
+    monkeypatch.setattr("coordinator.directive_file.FULL", full)  # bytes that the file may have before it is shortened
+    one, two, three = (peer(i).key for i in (1, 2, 3))
+    orders = (
+        {"banned": (one,), "reason": "sends noise"},
+        {"banned": (one,), "reason": "enough", "run_status": "ended", "since": 1},
+        {"banned": (one, two), "reason": "enough", "run_status": "ended", "since": 1},  # a ban without a reason
+        {"banned": (one, two, three), "reason": "floods", "run_status": "ended", "since": 1},
+    )
+
+    async def check(coordinator) -> None:
+        async with client(coordinator) as c:
+            reasons = (r"key \(sends noise\):", "key:", r"key \(floods\):", r"\(enough\)$")
+            for number, said in enumerate(reasons, 1):
+                with pytest.raises(CoordinatorRefused, match=said):
+                    await c.admit(peer(number), "x")
+        assert coordinator.directives.order[1].endswith("UTC: enough")
+
+    async with running(tmp_path) as (coordinator, _):
+        async with client(coordinator) as c:
+            for number, fields in enumerate(orders, 1):
+                fields["banned"] = tuple(sorted(fields["banned"]))
+                await c.publish_directive(word(number, **fields).encoded)
+        await check(coordinator)
+    async with running(tmp_path, swarm=FakeSwarm(SPEC)) as (coordinator, _):
+        await check(coordinator)
+
+
+@pytest.mark.asyncio
 async def test_a_rollback_takes_the_ledger_back_once_and_only_to_a_state_that_is_archived(tmp_path):
     swarm = FakeSwarm(SPEC)
     for i in range(8):

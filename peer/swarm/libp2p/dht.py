@@ -27,6 +27,7 @@ from hivemind.dht.validation import RecordValidatorBase
 from hivemind.p2p import PeerID
 from hivemind.utils import MSGPackSerializer
 
+from peer.swarm.errors import short_report
 from peer.swarm.libp2p.daemon import Daemon, sender_key
 from protocol.bounded import BoundedDict
 from protocol.envelope import open_envelope
@@ -271,7 +272,7 @@ class DhtPresence:
                 return []
             return _values(MSGPackSerializer.loads(result.value))
         except Exception as e:  # noqa: BLE001 - whatever a stranger's answer makes hivemind and msgpack raise
-            log.info("a DHT node gave no usable answer: %s", e or type(e).__name__)
+            log.info("a DHT node gave no usable answer: %s", short_report(str(e)) or type(e).__name__)
             return []
 
     async def _near(self) -> list[PeerID]:

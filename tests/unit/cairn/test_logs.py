@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from cairn.logs import BURST, LIBRARY_BURST, MAX_CHARACTERS, MAX_TRACEBACK, LineLimit, set_up_logging
+from cairn.logs import (
+    BURST,
+    LIBRARY_BURST,
+    MAX_CHARACTERS,
+    MAX_TRACEBACK,
+    REPEAT_SECONDS,
+    LineLimit,
+    set_up_logging,
+)
 
 
 class Screen(logging.Handler):
@@ -46,8 +54,8 @@ def test_a_flood_of_one_statement_is_cut_in_file_and_terminal_and_others_are_not
 def test_a_line_of_a_library_is_logged_a_few_times(tmp_path: Path, screen: Screen):
     """uvicorn warns of every invalid request, and of every upgrade that is asked for."""
     set_up_logging(tmp_path / "coordinator.log", terminal=screen)
-    for _ in range(1000):
-        logging.getLogger("uvicorn.error").warning("Invalid HTTP request received.")
+    for i in range(1000):
+        logging.getLogger("uvicorn.error").warning("Invalid HTTP request %d received.", i)
     assert len(screen.lines) == LIBRARY_BURST
 
 
@@ -60,7 +68,7 @@ def record(text: str, kind: str = "", line: int = 1) -> logging.LogRecord:
 def test_later_a_line_passes_again_and_says_how_many_did_not():
     now = 0.0
     limit = LineLimit(lambda: now)
-    assert sum(limit.filter(record("a")) for _ in range(3 * BURST)) == BURST
+    assert sum(limit.filter(record(f"a{i}")) for i in range(3 * BURST)) == BURST
     now = 10.0
     first, second = record("b"), record("c")
     assert limit.filter(first) and not limit.filter(second)
@@ -69,16 +77,41 @@ def test_later_a_line_passes_again_and_says_how_many_did_not():
 
 def test_reports_of_one_kind_do_not_hide_those_of_another():
     limit = LineLimit(lambda: 0.0)
-    for _ in range(2 * BURST):
-        limit.filter(record("a", "refused"))
+    for i in range(2 * BURST):
+        limit.filter(record(f"a{i}", "refused"))
     assert not limit.filter(record("a", "refused")) and limit.filter(record("a", "drift"))
+
+
+def test_the_same_text_is_logged_once_and_then_ever_more_rarely_with_a_count():
+    now = 0.0
+    limit = LineLimit(lambda: now)
+    passed: list[tuple[float, str]] = []
+    while now < 1000:
+        for text in ("blob a did not come", "blob b did not come"):
+            line = record(text)
+            if limit.filter(line):
+                passed.append((now, line.getMessage()))
+        now += 5.0
+    times = [0.0, REPEAT_SECONDS, 3 * REPEAT_SECONDS, 7 * REPEAT_SECONDS, 15 * REPEAT_SECONDS]
+    assert [t for t, _ in passed] == [t for t in times for _ in "ab"]
+    assert passed[0][1] == "blob a did not come"
+    assert passed[4][1] == "blob a did not come (23 such lines before it were left out)"
+
+
+def test_a_text_that_comes_now_and_then_is_always_logged():
+    now = 0.0
+    limit = LineLimit(lambda: now)
+    for _ in range(10):
+        line = record("the coordinator does not answer")
+        assert limit.filter(line) and "left out" not in line.getMessage()
+        now += REPEAT_SECONDS
 
 
 def test_a_long_text_is_cut_and_a_record_counts_once_for_all_handlers():
     limit = LineLimit(lambda: 0.0)
     long = record("x" * 100_000)
     assert limit.filter(long) and limit.filter(long) and len(long.getMessage()) == MAX_CHARACTERS + 3
-    assert sum(limit.filter(record("a")) for _ in range(2 * BURST)) == BURST - 1
+    assert sum(limit.filter(record(f"a{i}")) for i in range(2 * BURST)) == BURST - 1
 
 
 def test_a_line_that_cannot_be_formatted_does_no_harm_to_its_caller(tmp_path: Path, screen: Screen):

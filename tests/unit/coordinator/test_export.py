@@ -24,7 +24,7 @@ import tests.support.coordinator_fakes as fakes
 from cairn.checkpoints import find_checkpoint
 from coordinator.authoring import tokens
 from coordinator.authoring.documents import TextSegment
-from coordinator.authoring.errors import RunChangedError
+from coordinator.authoring.errors import RunChangedError, RunFileError
 from coordinator.authoring.resolve import ResolvedRun, resolve
 from coordinator.authoring.runfile import load_run
 from coordinator.authoring.weights import WeightsError, read, read_headers
@@ -580,6 +580,23 @@ def test_pickles_are_found_out_before_documents_are_prepared(model: Path, tmp_pa
         resolve(load_run(path), tmp_path / "second", OWNER)
     assert not (tmp_path / "second" / "data").exists()
     assert "pickle" in refused("run", "validate", path)
+
+
+def test_a_tokenizer_that_is_not_the_weights_own_is_refused_before_documents_are_prepared(model: Path, tmp_path: Path):
+    path = init(model, tmp_path)
+    text = path.read_text()
+    (tmp_path / "other.json").write_bytes(tokens.train(iter([TextSegment("zap zip zop " * 50, True)]), 280).file)
+    for mistake, says in (
+        ('tokenizer = "other.json"', r"data\.tokenizer: not the tokenizer of run\.weights: token 2\d\d is"),
+        ("vocabulary = 280", r'data\.vocabulary: .* their own tokenizer only: write tokenizer = "'),
+    ):
+        edited = text.replace('\ntokenizer = "model/tokenizer.json"\n', f"\n{mistake}\n")
+        path.write_text(edited.replace('\nend_of_text = "<|endoftext|>"\n', "\n"))
+        assert edited != text
+        assert re.search(says, refused("run", "validate", path))
+        with pytest.raises(RunFileError, match=says):
+            resolve(load_run(path), tmp_path / "second", OWNER)
+        assert not (tmp_path / "second" / "data").exists()
 
 
 def test_what_a_folder_holds_is_told_without_reading_it(model: Path):

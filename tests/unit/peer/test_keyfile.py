@@ -8,7 +8,7 @@ import stat
 
 import pytest
 
-from peer.keyfile import load_or_make
+from peer.keyfile import load, load_or_make
 from protocol.errors import IdentityError
 
 
@@ -40,8 +40,10 @@ def test_a_damaged_key_is_an_error_with_a_remedy_and_stays_as_it_is(tmp_path, co
     path = tmp_path / "key"
     path.write_bytes(content)
     path.chmod(0o600)
-    with pytest.raises(IdentityError, match="key"):
+    with pytest.raises(IdentityError, match="key file: restore it from a copy, or move it away"):
         load_or_make(path)
+    with pytest.raises(IdentityError, match="key file: restore it from a copy, or name another file"):
+        load(path)
     assert path.read_bytes() == content
 
 

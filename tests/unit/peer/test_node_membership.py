@@ -109,6 +109,15 @@ async def test_who_enters_has_the_spec_an_admission_and_every_address_also_for_t
     assert store.read_value(ADMISSION) == m.admission
 
 
+async def test_what_this_machine_lacks_is_said_before_an_admission_is_asked_for(store, client, tmp_path):
+    async def check(spec) -> None:
+        raise PeerError(f"{spec.name}: no such device")
+
+    with pytest.raises(PeerError, match=f"{RUN.name}: no such device"):
+        await Enrollment.enter(INVITE, tmp_path, store, name="me", check=check)
+    assert client.asked == 0 and client.closed
+
+
 @pytest.mark.parametrize("run, admitted", [(AWAY, None), (OTHER, None), (None, AWAY), (None, OTHER)])
 async def test_without_the_coordinator_the_admission_of_an_earlier_visit_will_do(
     store, client, tmp_path, caplog, run, admitted

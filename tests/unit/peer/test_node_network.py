@@ -11,6 +11,7 @@ from typing import Any, cast
 import base58
 import pytest
 
+from peer.errors import NotInSwarm
 from peer.node import introducer as introducer_module
 from peer.node import network as network_module
 from peer.node import outbox as outbox_module
@@ -123,6 +124,16 @@ async def test_who_cannot_be_reached_is_named_once_and_tried_again(error, caplog
     box.send(A, HEADERS[:1])
     await box.flush(LIMIT)
     assert w.messages(A) == [HEADERS[0].encoded] and not box.failures
+
+
+async def test_while_the_daemon_does_not_run_no_peer_is_blamed(caplog):
+    w = Wire()
+    w.error = NotInSwarm("libp2p's daemon is not running (yet)")
+    box = Outbox(w)
+    with caplog.at_level("INFO"):
+        box.send(A, HEADERS[:1])
+        await box.flush(LIMIT)
+    assert not caplog.records and not box.failures
 
 
 async def test_failures_remembered_are_bounded(monkeypatch):

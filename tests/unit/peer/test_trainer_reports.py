@@ -338,8 +338,12 @@ def test_the_log_says_it_after_a_minute_and_then_every_five():
 def test_what_is_not_known_is_said_as_such():
     said = UsageLog()
     assert said.line(progress(spent=None), 0.0) == "" == said.line(progress(spent=None), 1e6)
-    line = said.line(progress(spent=TimeShares(0, 0, 0, 0, 0, 1.0)), 1e6)
+    rest = progress(spent=TimeShares(0, 0, 0, 0, 0, 1.0))
+    line = said.line(rest, 1e6)
     assert line == "of the last minute: 100% waiting for the swarm; MFU not known for this device or model"
+    assert said.line(rest, 2e6) == "", "a rest is said once"
+    assert "MFU" not in (line := said.line(progress(), 3e6)) and "96% training" in line
+    assert said.line(rest, 4e6) == "of the last minute: 100% waiting for the swarm"
 
 
 def test_the_progress_line_has_the_mfu_when_it_is_known_and_fits_a_terminal():

@@ -204,6 +204,20 @@ def test_two_headers_of_one_author_are_reported_once_and_the_first_is_kept():
     assert b.machine.summary(0).headers == (first,)
 
 
+def test_a_machine_with_a_copy_of_our_key_is_reported_by_its_update_or_its_heartbeats():
+    b = Bench()
+    b.announce()
+    b.step(ev.MessageReceived(b.header(ME, 7, b"other")))
+    assert [(r.level, r.kind) for r in b.of(do.Notice)] == [("error", "twin")]
+    b = Bench()
+    b.beat(ME, sequence=0)  # our own, from before
+    assert not b.of(do.Notice)
+    b.beat(ME, sequence=10**6)
+    assert [r.kind for r in b.of(do.Notice)] == ["twin"]
+    b.beat(ME, sequence=10**6 + 1)
+    assert not b.of(do.Notice)
+
+
 @pytest.mark.parametrize(
     "changes", [{"blob_size": 10}, {"end_window": 51}, {"round": Round(0), "first_window": 3, "end_window": 60}]
 )

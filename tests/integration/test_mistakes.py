@@ -1,0 +1,248 @@
+"""Every mistake that a newcomer made has an exit code, and a last line that says what to do; none has a traceback."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from protocol.ids import Digest, RunId
+from protocol.invite import HostPort, Invite
+from tests.support.command_line import cairn
+from tests.support.specs import digest
+
+RUN_FILE = """
+[run]
+name = "tiny"
+total_tokens = 2_000
+
+[model]
+model_type = "llama"
+hidden_size = 32
+intermediate_size = 64
+num_hidden_layers = 1
+num_attention_heads = 2
+max_position_embeddings = 64
+tie_word_embeddings = true
+
+[data]
+source = "text.txt"
+vocabulary = 300
+window = 16
+
+[inner]
+lr = 0.001
+batch = 2
+
+[round]
+target_tokens = 1024
+"""
+
+USAGE, ERROR = 2, 1
+LONG = "x" * 300
+"""No name of a file may be that long."""
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """Commands set logging up for a process of their own."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    for handler in [h for h in root.handlers if h not in handlers]:
+        handler.close()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the current folder, which has a good run file and some bad files."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CAIRN_HOME", str(tmp_path / "home"))
+    files: dict[str, str | bytes] = {
+        "run.toml": RUN_FILE,
+        "text.txt": "\n".join(f"the quick brown fox number {i} jumps over the lazy dog" for i in range(200)),
+        "file": "x",
+        "noise": b"\xff\xfe\x00" * 50,
+        "latin.txt": b"caf\xe9",
+        "empty.txt": "",
+        "blank.txt": " \n \n",
+        "bad.jsonl": '{"text": "fine"}\n{"text": \n',
+        "number.jsonl": '{"text": 5}\n',
+        "chat.jsonl": json.dumps({"messages": [{"role": "user", "content": "hello"}]}) + "\n",
+        "no.txt.gz": "hello",
+        "list.json": "[1]",
+        "config.json": json.dumps({"model_type": "lama"}),
+        "adapter/adapter_config.json": "{}",
+        "pickled/config.json": json.dumps({"model_type": "llama"}),
+        "pickled/pytorch_model.bin": b"x",
+        "nothing/readme": "x",
+    }
+    for name, content in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return tmp_path
+
+
+def mistaken(code: int, arguments: tuple[str, ...], remedy: str) -> None:
+    """Run a command. Raise AssertionError unless it ends with this code, and its last line has the remedy."""
+    done = cairn(*arguments)  # an error that is not expected is raised here
+    last = (done.stderr.strip().splitlines() or ["(nothing)"])[-1]
+    assert (done.returncode, remedy in last) == (code, True), f"{done.returncode}: {done.stdout}{done.stderr}"
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+INVITE = str(Invite(RunId(digest("run")), Digest(digest("tls")), (HostPort("127.0.0.1", 9),)))
+"""Of a coordinator at a port at which nobody listens."""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "remedy"),
+    [
+        ("lr = 0.001", 'lr = "fast"', "run.toml:21: inner.lr: Input should be a valid number"),
+        ("lr = 0.001", "lr = 1e9", "less than or equal to 10 (found '1000000000.0')"),
+        ("lr = 0.001", "learning_rate = 0.001", "inner.learning_rate: is not a field; did you mean lr?"),
+        ("lr = 0.001", "lr = 0.001\nlr = 0.002", "not TOML: Cannot overwrite a value (at line 22"),
+        ("window = 16", "window = 12.5", "data.window: Input should be a valid integer"),
+        ("window = 16", "window = 0", "data.window: Input should be greater than or equal to 8"),
+        ("window = 16", "window = 1_000_000_000", "data.window: Input should be less than or equal to"),
+        ("window = 16", "window = 128", "do not fit model.max_position_embeddings = 64: make one smaller"),
+        ("batch = 2", "batch = 1_000_000_000", "inner.batch: Input should be less than or equal to"),
+        ("vocabulary = 300", "vocabulary = 10", "data.vocabulary: Input should be greater than or equal to 257"),
+        ("hidden_size = 32", "hidden_dim = 32", "did you mean hidden_size"),
+        ("num_attention_heads = 2", "num_attention_heads = 3", "not a multiple of the number of attention heads"),
+        ('"llama"', '"lama"', "known ones nearby: llama"),
+        ('"llama"', '"bert"\nnum_key_value_heads = 2', "bert has no such field"),
+        ("[inner]", "[admision]\n[inner]", "did you mean admission?"),
+        ("[inner]", "[lora]\n[inner]", "lora: is not a field: remove it"),
+        ("[inner]", '[codec]\nkind = "fp8"\n[inner]', "Input should be 'sign', 'sparse', 'int8' or 'none'"),
+        ("[inner]", "[inner", "not TOML: "),
+        ("target_tokens = 1024", "", "round.target_tokens: is missing: `cairn run plan --out FILE` writes"),
+        ("target_tokens = 1024", 'target_tokens = "many"', "round.target_tokens: Input should be a valid integer"),
+        ("total_tokens = 2_000", "total_tokens = -5", "run.total_tokens: Input should be greater than or equal to 0"),
+        ('name = "tiny"', 'name = "../../etc"', "run.name: String should match pattern"),
+        ('source = "text.txt"', 'source = "nowhere/*.jsonl"', "nowhere/*.jsonl: no file matches this pattern"),
+        ('source = "text.txt"', 'source = "chat.jsonl"', "with --field, in a run.toml as data.field"),
+        # These were found by `serve` alone.
+        ("[data]", "vocab_size = 200\n[data]", "remove the line, and it is filled in"),
+        ("window = 16\n\n", "window = 8192\n\n", "add documents or make it smaller"),
+        ("window = 16", "window = 16\nvalidation_every = 500", "write a smaller number, or name files for validation"),
+    ],
+)
+def test_a_mistake_in_a_run_file(folder: Path, old: str, new: str, remedy: str):
+    assert old in RUN_FILE
+    (folder / "run.toml").write_text(RUN_FILE.replace(old, new, 1))
+    mistaken(ERROR, ("run", "validate", "run.toml"), remedy)
+
+
+PREPARE = ("data", "prepare")
+OUT = ("--out", "out", "--vocab", "300")
+JOIN = ("peer", "join", INVITE)
+SERVE = ("coordinator", "serve", "run.toml")
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments", "remedy"),
+    [
+        # run files and models
+        (ERROR, ("run", "validate", "file"), "file: not TOML: "),
+        (ERROR, ("run", "validate", "noise"), "not UTF-8 text: this is not a run.toml"),
+        (USAGE, ("run", "validate", "nothing"), "'nothing' is a directory"),
+        (ERROR, ("run", "plan", "--model", "gone.json"), "no such file or directory: give a config.json or a run.toml"),
+        (ERROR, ("run", "plan", "--model", "list.json"), "give a transformers config.json or a run.toml"),
+        (ERROR, ("run", "plan", "--model", "config.json"), "known ones nearby: llama"),
+        (USAGE, ("run", "plan", "--parameters", "lots"), "write for example 130M, 1B or 7e9"),
+        (USAGE, ("run", "plan", "--peers", "0"), "--peers: 0 will not do: give from 2 to"),
+        (USAGE, ("run", "plan", "--parameters", "900T"), "will not do: give from 1 to"),
+        (ERROR, ("run", "plan", "--parameters", "10M", "--out", "/proc/r.toml"), "cannot be written"),
+        (ERROR, ("run", "plan", "--parameters", "10M", "--out", "file/r.toml"), "not a directory: name another place"),
+        (USAGE, ("run", "plan", "--parameters", "10M", "--out", LONG), "file name too long: name another place"),
+        (ERROR, ("run", "plan", "--parameters", "10M", "--out", "run.toml"), "--force to write over it"),
+        (ERROR, ("run", "init", "--from", "gone", "--out", "i.toml"), "no such folder: name a model's folder"),
+        (ERROR, ("run", "init", "--from", "nothing", "--out", "i.toml"), "name a model's folder, with config.json"),
+        (ERROR, ("run", "init", "--from", "adapter", "--out", "i.toml"), "merge it into its model first"),
+        (ERROR, ("run", "init", "--from", "pickled", "--out", "i.toml"), "convert it where you trust it"),
+        # data
+        (USAGE, (*PREPARE, *OUT), "Missing argument 'INPUTS...'"),
+        (ERROR, (*PREPARE, "gone.txt", *OUT), "gone.txt: no such file or folder"),
+        (ERROR, (*PREPARE, "latin.txt", *OUT), "convert it, e.g. iconv -t UTF-8"),
+        (ERROR, (*PREPARE, "empty.txt", *OUT), "no text to train on in these documents"),
+        (ERROR, (*PREPARE, "blank.txt", *OUT), "no text to train on in these documents"),
+        (ERROR, (*PREPARE, "bad.jsonl", *OUT), "bad.jsonl: line 2 is not JSON"),
+        (ERROR, (*PREPARE, "number.jsonl", *OUT), "holds a number, not text; name the one that holds the text with"),
+        (ERROR, (*PREPARE, "chat.jsonl", *OUT), "there is 'messages'; name the one that holds the text with --field"),
+        (ERROR, (*PREPARE, "chat.jsonl", "--field", "messages", *OUT), "holds a list, not text; name the one"),
+        (ERROR, (*PREPARE, "no.txt.gz", *OUT), "cannot be read: Not a gzipped file"),
+        (ERROR, (*PREPARE, "nothing", *OUT), "no document in this folder: looking for .txt"),
+        (USAGE, (*PREPARE, "text.txt", "--out", "file", "--vocab", "300"), "Directory 'file' is a file"),
+        (ERROR, (*PREPARE, "text.txt", "--out", "/proc/d", "--vocab", "300"), "/proc/d: cannot be written to"),
+        (USAGE, (*PREPARE, "text.txt", "--out", "out", "--vocab", "5"), "5 is not in the range"),
+        (ERROR, (*PREPARE, "text.txt", "--out", "out", "--tokenizer", "list.json"), "not a tokenizer.json"),
+        # volunteers
+        (USAGE, ("peer", "join"), "Missing argument 'INVITE'"),
+        (ERROR, ("peer", "join", "http://127.0.0.1:7411"), "copy the whole line that begins with cairn1:"),
+        (ERROR, ("peer", "join", INVITE[:-4]), "cut off or altered: copy the whole line"),
+        (ERROR, ("peer", "join", "cairn2:" + INVITE[7:]), "another version of Cairn: upgrade, or ask for a new invite"),
+        (USAGE, (*JOIN, "second-half"), "unexpected extra argument"),
+        (ERROR, (*JOIN, "--name", "a\x07b"), "--name: at most 40 bytes of printable text"),
+        (ERROR, (*JOIN, "--name", "x" * 60), "--name: at most 40 bytes of printable text"),
+        (USAGE, (*JOIN, "--device", "gpu"), "write auto, cpu, cuda, or cuda:0"),
+        (USAGE, (*JOIN, "--parallel", "lots"), "write auto, or some of dp=N"),
+        (USAGE, (*JOIN, "--parallel", "dp=0"), "write auto, or some of dp=N"),
+        (USAGE, (*JOIN, "--threads", "0"), "0 is not in the range"),
+        (USAGE, (*JOIN, "--disk", "lots"), "write for example 800M or 50G"),
+        (USAGE, (*JOIN, "--home", "file"), "Directory 'file' is a file"),
+        (ERROR, (*JOIN, "--home", "file/home"), "name another folder with --home"),
+        (ERROR, (*JOIN, "--home", "/proc/x"), "name another folder with --home"),
+        (ERROR, (*JOIN, "--via", "1.2.3.4"), "want /ip4/192.0.2.1/tcp/4001/p2p/"),
+        (ERROR, ("status", INVITE), "is it running, and does a firewall let you through?"),
+        (ERROR, ("account", "show", INVITE), "this machine has no peer yet: join the run first"),
+        (ERROR, ("account", "show", INVITE, "--peer", "zz"), "--peer: 'zz' is not a PeerKey: want 64 hexadecimal"),
+        (ERROR, ("account", "bind", INVITE, "--name", "x"), "make an account with `cairn account new`"),
+        (ERROR, ("account", "bind", INVITE, "--name", "x", "--key", "noise"), "not a Cairn key file: restore it from"),
+        (ERROR, ("account", "export", INVITE, "credits.txt"), "must end with .csv or .parquet"),
+        (ERROR, ("account", "export", INVITE, "file/credits.csv"), "cannot be written: not a directory"),
+        (ERROR, ("audit", "receipt", INVITE), "name a peer with --peer, or receipts in files"),
+        # owners
+        (ERROR, ("coordinator", "serve", "gone.toml"), "gone.toml: no such file: "),
+        (ERROR, (*SERVE, "--grpc", "7410"), "--grpc: '7410' is not HOST:PORT; write for example 0.0.0.0:7410"),
+        (ERROR, (*SERVE, "--public", "http://example.org"), "write a name like run.example.org, or an address"),
+        (ERROR, (*SERVE, "--keep", "most"), "write such as newest=5,every=100,best=3,bytes=200G"),
+        (ERROR, (*SERVE, "--home", "/proc/x"), "name another folder with --home"),
+        (ERROR, (*SERVE, "--settings", "gone.toml"), "--settings gone.toml: no such file"),
+        (ERROR, ("coordinator", "test-alert", "run.toml"), "or give --webhook URL"),
+        (ERROR, ("run", "pause", "run.toml"), "(`cairn coordinator serve` prints it), or its run.toml, with --home"),
+        (ERROR, ("run", "ban", "run.toml", "zzz"), "`cairn status INVITE --json` show the keys of peers"),
+        # models
+        (ERROR, ("export", "gone", "out"), "name a run's folder"),
+        (ERROR, ("export", "text.txt", "out"), "with --spec"),
+        (ERROR, ("generate", "nothing", "--prompt", "x"), "name a folder like checkpoints/round-000030"),
+        (USAGE, ("generate", "nothing"), "Missing option '--prompt'"),
+        (ERROR, ("checkpoint", "verify", "nothing", INVITE), "not a whole copy of an archived state"),
+    ],
+)
+def test_a_mistake_on_the_command_line(code: int, arguments: tuple[str, ...], remedy: str):
+    mistaken(code, arguments, remedy)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run", "validate"), ("coordinator", "serve"), ("coordinator", "test-alert"), ("account", "new", "--home"),
+        ("account", "bind", INVITE, "--name", "x", "--key"), ("generate", "--prompt", "x"), ("demo", "--folder"),
+        ("demo", "--run-file"), ("run", "init", "--out", "i.toml", "--from"), (*SERVE, "--settings"), (*JOIN, "--home"),
+    ],
+)  # fmt: skip
+def test_a_place_that_cannot_be_looked_up(arguments: tuple[str, ...]):
+    """As a folder that is closed to this user, which a test by root cannot have."""
+    mistaken(USAGE, (*arguments, LONG), "file name too long: name another place")
+
+
+def test_an_invite_that_the_terminal_wrapped_is_whole():
+    """Two lines in quotes."""
+    mistaken(ERROR, ("status", f"{INVITE[:40]}\n{INVITE[40:]}"), "is it running, and does a firewall")
