@@ -211,7 +211,7 @@ def _problems(error: ValidationError, path: Path, text: str) -> Iterator[str]:
         loc = [p for p in e["loc"] if p not in ("str", "list[str]")]
         field, message = ".".join(map(str, loc)), e["msg"].removeprefix("Value error, ")
         if e["type"] == "missing":
-            message = "is missing: see docs/runs.md for what it means"
+            message = "is missing: `cairn run plan --out FILE` writes a run file with each field explained"
         elif e["type"] == "extra_forbidden":
             near = difflib.get_close_matches(str(loc[-1]), _fields_at(loc[:-1]), n=1)
             message = f"is not a field; did you mean {near[0]}?" if near else "is not a field: remove it"
