@@ -150,7 +150,7 @@ def test_the_demo_trains(installed: Installed, tmp_path: Path):
                 return 0
 
         address = wait_until(page, "the page's address", seconds=2 * LIMIT)
-        wait_until(rounds, "a round of four peers", seconds=2 * LIMIT, every=1.0)
+        wait_until(rounds, "a round of four peers", seconds=4 * LIMIT, every=1.0)
     assert demo.returncode == 130
     for pid in (int(p) for p in os.listdir("/proc") if p.isdigit()):
         assert not _runs_in(pid, installed.folder), f"process {pid} has outlived the demo"
