@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
 
 import click
 
-from cairn import __version__
+from cairn import ROOT, __version__
 from cairn.commands.account import account
 from cairn.commands.alert import test_alert
 from cairn.commands.audit import audit
@@ -45,8 +48,43 @@ class _Commands(click.Group):
             ctx.exit(0)
 
 
+def refuse_packages_here() -> None:
+    """Raise CairnError if the current folder has packages that our processes would load in place of ours.
+
+    That is so before Python 3.11, which does not know PYTHONSAFEPATH (see `cairn/__init__.py`).
+    """
+    for name in ("peer", "coordinator", "protocol"):
+        found = PathFinder.find_spec(name, [os.getcwd()])
+        if found and found.origin and not Path(found.origin).resolve().is_relative_to(ROOT):
+            raise CairnError(
+                f"{found.origin} has the name of a part of Cairn and would be loaded instead: run cairn in another "
+                "folder, or with Python 3.11 or newer"
+            )
+
+
+def _commit() -> str:
+    """Return the commit of a checkout for --version; nothing for an installed Cairn."""
+    if not (ROOT / ".git").exists():
+        return ""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--abbrev=10", "--dirty=, changed"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return " (a checkout; git does not tell its commit)"
+    return f" (commit {done.stdout.strip()})"
+
+
+def _show_version(context: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        click.echo(f"cairn {__version__}{_commit()}")
+        context.exit()
+
+
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="cairn")
+@click.option(
+    "--version", is_flag=True, expose_value=False, is_eager=True, callback=_show_version,
+    help="Show the version, and of a checkout the commit.",
+)  # fmt: skip
 def main() -> None:
     """Cairn: strangers train one model together, on their own GPUs, over the ordinary internet.
 
@@ -56,6 +94,8 @@ def main() -> None:
     Anyone:      cairn status INVITE, cairn watch INVITE, cairn audit ledger INVITE
     First look:  cairn demo
     """
+    if sys.version_info < (3, 11):
+        refuse_packages_here()
 
 
 @main.group(cls=_Commands)

@@ -7,6 +7,7 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
+from coordinator import extras
 from protocol.errors import CairnError
 from protocol.spec import RunSpec
 
@@ -49,10 +50,15 @@ def loss_curve(page: str) -> list[LossPoint]:
     return [LossPoint(int(t), float(x)) for t, x in zip(charts["tokens"], charts["loss"], strict=True) if x is not None]
 
 
-def plot(curve: list[LossPoint], judged: Judged, file: Path, events: list[tuple[int, str]]) -> None:
-    """Draw the loss by accepted tokens as a PNG; `events` are pairs of accepted tokens and a label."""
-    import matplotlib
+def plot(curve: list[LossPoint], judged: Judged, file: Path, events: list[tuple[int, str]]) -> str:
+    """Draw the loss by accepted tokens as a PNG. Return the reason if that cannot be done, else nothing.
 
+    `events` are pairs of accepted tokens and a label.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        return f"none, since matplotlib is not installed: {extras.install('demo')}"
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -74,3 +80,4 @@ def plot(curve: list[LossPoint], judged: Judged, file: Path, events: list[tuple[
     figure.tight_layout()
     figure.savefig(file)
     pyplot.close(figure)
+    return ""

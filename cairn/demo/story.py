@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from cairn import ROOT
 from cairn.commands.serve import coordinator_folder
 from cairn.demo.audit_trail import AuditTrail, Conviction
 from cairn.demo.audited_run import write_audited_run
@@ -35,7 +36,7 @@ from protocol.ids import PeerKey
 from protocol.invite import Invite
 from protocol.spec import RunSpec
 
-RUN_FILE = Path(__file__).resolve().parents[2] / "examples" / "sotu.toml"
+RUN_FILE = ROOT / "examples" / "sotu.toml"
 PEERS = ("ada", "alan", "edsger", "grace")
 KILLED, KILL_AT = "edsger", 0.30
 LATE, LATE_AT = "barbara", 0.45
@@ -96,10 +97,7 @@ def run_demo(folder: Path, run_file: Path | None, *, plain: bool, liars: int = 0
     It is 0 if the loss fell by the margin, all digests agree, and of `liars` liars each was convicted.
     """
     run_file = run_file or RUN_FILE
-    if not run_file.exists():
-        raise CairnError(
-            f"{run_file} is missing: the demo needs the examples folder of a clone; name a run file with --run-file"
-        )
+    load_run(run_file)  # says what is wrong with it, before anything starts
     lock = _clear(folder)
     screen = DemoScreen(live=not plain and sys.stdout.isatty())
     processes: list[Process] = []
@@ -284,10 +282,10 @@ def _conclude(demo: Demo) -> int:
     shards = [data / f"{s.digest}.tokens" for s in demo.spec.data.validation]
     judged = judge(demo.spec, shards, archived[0].folder, archived[-1].folder, PROMPT)
     picture = demo.folder / "loss.png"
-    plot(demo.curve, judged, picture, demo.events)
+    no_plot = plot(demo.curve, judged, picture, demo.events)
     snapshots = {n: _snapshot(demo, n) for n in demo.living}
     problems = _problems(demo, snapshots, archived, judged)
-    _print(demo, snapshots, archived, judged, picture)
+    _print(demo, snapshots, archived, judged, no_plot or str(picture))
     if demo.liars:
         trail = AuditTrail(demo.spec)
         trail.read_store(run_folder(demo.folder / PEERS[0], demo.invite.run) / "store")
@@ -373,7 +371,7 @@ def _audit_table(demo: Demo, trail: AuditTrail) -> Table:
 
 
 def _print(
-    demo: Demo, snapshots: dict[str, Snapshot | None], archived: list[ArchivedState], judged: Judged, picture: Path
+    demo: Demo, snapshots: dict[str, Snapshot | None], archived: list[ArchivedState], judged: Judged, picture: str
 ) -> None:
     say, status = demo.screen.say, demo.status
     table = Table(box=None, pad_edge=False, header_style="dim")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from coordinator import extras
 from coordinator.authoring.errors import DataInputError
 
 TEXT, JSONL, PARQUET = (".txt", ".text", ".md"), (".jsonl", ".ndjson"), (".parquet",)
@@ -225,7 +226,7 @@ def _read_parquet(source: DocumentFile, field: str) -> Iterator[str]:
         import pyarrow.parquet as pq
     except ImportError:
         raise DataInputError(
-            f"{source.name}: reading Parquet needs one more package: pip install 'cairn[parquet]'"
+            f"{source.name}: reading Parquet needs one more package: {extras.install('parquet')}"
         ) from None
     with _open(source) as file:
         table = pq.ParquetFile(file)

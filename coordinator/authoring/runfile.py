@@ -161,7 +161,7 @@ class RunFile(Section):
 def load_run(path: Path) -> RunFile:
     """Return the checked run.toml. Raises RunFileError with a line for each problem: file, line and field."""
     if not path.exists():
-        raise RunFileError(f"{path}: no such file: examples/sotu.toml is one to begin with")
+        raise RunFileError(f"{path}: no such file: `cairn run plan --out FILE` writes one to begin with")
     text = read_text(path, RunFileError, "this is not a run.toml")
     try:
         tables = tomllib.loads(text)

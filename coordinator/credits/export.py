@@ -8,6 +8,7 @@ import io
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from coordinator import extras
 from coordinator.errors import CoordinatorError
 from protocol.ledger.audit import CreditedRounds
 
@@ -103,7 +104,7 @@ async def as_parquet(pages: AsyncIterator[Sequence[CreditRow]]) -> AsyncIterator
         import pyarrow.parquet as pq
     except ImportError:
         raise ParquetMissingError(
-            "Parquet needs pyarrow, which is not installed here: pip install 'cairn[parquet]', or take CSV"
+            f"Parquet needs pyarrow, which is not installed here: {extras.install('parquet')}, or take CSV"
         ) from None
     texts = {"record", "peer", "update", "status"}
     schema = pa.schema([(name, pa.string() if name in texts else pa.int64()) for name in COLUMNS])

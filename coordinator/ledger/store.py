@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from coordinator import extras
 from coordinator.errors import LedgerConflictError, LedgerError
 from coordinator.ledger import schema
 from coordinator.ledger.database import Database, SqliteDatabase
@@ -45,7 +46,7 @@ def connect(where: str | Path, spec: RunSpec, *, reader: bool = False) -> Databa
         try:
             from coordinator.ledger.postgres import PostgresDatabase
         except ImportError as e:
-            raise LedgerError("a ledger in PostgreSQL needs psycopg: pip install 'cairn[postgres]'") from e
+            raise LedgerError(f"a ledger in PostgreSQL needs psycopg: {extras.install('postgres')}") from e
         return PostgresDatabase(where, spec.run_id, reader=reader)
     if isinstance(where, str) and "://" in where:
         raise LedgerError(f"{where.split('://')[0]}:// is no address of a ledger: want a file, or postgresql://...")

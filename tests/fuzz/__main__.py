@@ -1,6 +1,6 @@
 """`python -m tests.fuzz --inputs N`: N mutated inputs in all through the parsers, a table, and JSON.
 
-A failing input prints the command that repeats it. With --guided N and atheris (`pip install 'cairn[fuzz]'`) the same
+A failing input prints the command that repeats it. With --guided N and atheris (`pip install '.[fuzz]'`) the same
 parsers then get N inputs each that libFuzzer chooses by the code that they reach.
 
 JSON keys:

@@ -28,7 +28,7 @@ def is_available() -> bool:
 def run_all(parsers: Sequence[Parser], runs: int, seed: int) -> list[dict[str, Any]]:
     """Run each parser, print a line, and return what was found."""
     if not is_available():
-        print("atheris is not installed (pip install 'cairn[fuzz]'): no coverage-guided inputs")
+        print("atheris is not installed (pip install '.[fuzz]'): no coverage-guided inputs")
         return []
     found = []
     for parser in parsers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -9,67 +10,66 @@ from pathlib import Path
 
 import pytest
 
+from coordinator import extras
+from tests.support.wheel import build_wheel
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("cairn", "peer", "coordinator", "protocol")
-DATA = {".proto", ".pyi", ".sql", ".html", ".css", ".js", ".svg", ".txt", ".typed"}
+INSIDE = ("peer", "coordinator", "protocol", "examples")
+"""Folders of the repository that a wheel has in `cairn/packages`."""
+
 HEAVY = {"torch", "transformers", "hivemind", "numpy", "grpc", "starlette", "uvicorn", "matplotlib", "pydantic"}
+
+NAME_AND_EXTRAS = re.compile(r"pip install '([A-Za-z-]+)\[([a-z,]+)\]'")
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Return the names of the files in a wheel, built from a copy of the files that git tracks or would add."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    # A copy: building leaves `build` and `*.egg-info` behind, whose files would be in the next wheel.
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-    )
-    for name in listed.stdout.decode().split("\0"):
-        if name and (ROOT / name).is_file():
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes((ROOT / name).read_bytes())
-    built = subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out), "."],
-        cwd=source, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert built.returncode == 0, built.stdout + built.stderr
-    (made,) = out.glob("cairn-*.whl")
-    with zipfile.ZipFile(made) as archive:
+    """Return the names of the files in a wheel."""
+    with zipfile.ZipFile(build_wheel(tmp_path_factory.mktemp("wheel"))) as archive:
         return set(archive.namelist())
 
 
-def test_the_wheel_has_every_module(wheel: set[str]):
-    want = {str(p.relative_to(ROOT)) for package in PACKAGES for p in (ROOT / package).rglob("*.py")}
-    assert len(want) > 20
-    assert not want - wheel
-
-
-def test_the_wheel_has_every_schema_page_and_table(wheel: set[str]):
-    want = {
-        str(p.relative_to(ROOT))
-        for package in PACKAGES
-        for p in (ROOT / package).rglob("*")
-        if p.is_file() and "__pycache__" not in p.parts and p.suffix != ".py"
+def _files(folder: str) -> set[str]:
+    return {
+        str(p.relative_to(ROOT)) for p in (ROOT / folder).rglob("*") if p.is_file() and "__pycache__" not in p.parts
     }
-    assert {"protocol/wire/swarm.proto", "protocol/wire/coordinator.proto"} <= want
-    assert not want - wheel, "name its suffix in pyproject.toml, [tool.setuptools.package-data]"
 
 
-def test_the_wheel_has_nothing_else(wheel: set[str]):
-    strange = {
-        name
-        for name in wheel
-        if name.split("/")[0] not in PACKAGES and not name.startswith("cairn-")  # the wheel's own metadata
-        or "__pycache__" in name
-    }  # fmt: skip
-    assert not strange
+def test_the_wheel_has_every_module_schema_page_table_and_example_and_nothing_else(wheel: set[str]):
+    inside = {name for folder in INSIDE for name in _files(folder)}
+    assert {"protocol/wire/swarm.proto", "coordinator/page/static/index.html", "examples/sotu.toml"} <= inside
+    want = _files("cairn") | {f"cairn/packages/{name}" for name in inside}
+    own = {name for name in wheel if ".dist-info/" in name}
+    assert sorted(want - wheel) == [], "name its suffix in pyproject.toml, [tool.setuptools.package-data]"
+    assert sorted(wheel - want - own) == []
+
+
+def test_no_name_but_our_own_is_taken_in_an_environment(wheel: set[str]):
+    assert {name.split("/")[0] for name in wheel if ".dist-info/" not in name} == {"cairn"}
 
 
 def test_the_wheel_installs_the_command(wheel: set[str]):
     assert any(name.endswith(".dist-info/entry_points.txt") for name in wheel)
     assert {"cairn/main.py", "cairn/__main__.py"} <= wheel
+
+
+def test_remedies_name_the_distribution_and_extras_that_it_has():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["name"] == extras.DISTRIBUTION
+    known = project["optional-dependencies"].keys()
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docker").glob("*.md")]
+    named = {found for page in pages for found in NAME_AND_EXTRAS.findall(page.read_text())}
+    assert named and {name for name, _ in named} == {extras.DISTRIBUTION}
+    sources = [path.read_text() for folder in ("cairn", "coordinator") for path in (ROOT / folder).rglob("*.py")]
+    installed = {extra for text in sources for extra in re.findall(r"extras\.install\('(\w+)'\)", text)}
+    assert {"postgres", "parquet", "demo"} <= installed
+    assert installed | {extra for _, some in named for extra in some.split(",")} <= known
+    assert not [text for text in sources if NAME_AND_EXTRAS.search(text)]
 
 
 def _cairn(*arguments: str) -> subprocess.CompletedProcess[str]:

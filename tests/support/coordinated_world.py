@@ -42,27 +42,12 @@ class CoordinatedWorld(NodeWorld):
     @property
     def archive(self) -> Archive:
         """The archived states."""
-        home = self.folder / "coordinator"
+        home = self.folder / "observer"
         return Archive(home / "checkpoints", self.spec, spec_envelope=sign_spec(OWNER, self.spec).encoded)
-
-    def observe(self) -> Node:
-        """Run an observer like that of `cairn coordinator serve`: without admission and without a trainer."""
-        home = self.folder / "coordinator"
-        home.mkdir(exist_ok=True)
-        store = Store(home / "store", 1 << 40)
-        for data in (self.tokenizer, self.genesis.read_bytes()):
-            store.put(data)
-        decoder = MessageDecoder(self.spec.run_id, OWNER.key)
-        ways_in = [address_of(self.key(n)) for n in self.nodes if n != "observer"]
-        me = identity("observer")
-        membership = Enrollment(me, self.spec, decoder, store, None, "coordinator", b"", ways_in)
-        node = self.build(membership, NodeOptions(home, observer=True))
-        self.run("observer", node, store)
-        return node
 
     async def serve(self) -> None:
         """Start the coordinator, at the addresses that it had before."""
-        home, port = self.folder / "coordinator", 0 if self.invite is None else self.invite.coordinators[0].port
+        home, port = self.folder / "observer", 0 if self.invite is None else self.invite.coordinators[0].port
         archive = self.archive
         self.view = view = ObserverView(self.observe(), self.spec, archive)
         settings = CheckpointSettings.model_validate({"evaluation": {"every": 0}})

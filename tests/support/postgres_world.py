@@ -17,7 +17,7 @@ def missing() -> str:
     try:
         import psycopg  # noqa: F401
     except ImportError:
-        return "psycopg is not installed: pip install 'cairn[postgres]'"
+        return "psycopg is not installed: pip install '.[postgres]'"
     if _binary("initdb") is None:
         return "PostgreSQL is not installed: make postgres"
     return ""

@@ -339,7 +339,7 @@ def test_a_mistake_mended_before_the_run_began_leaves_no_trace(write, tmp_path):
 
 
 def test_a_run_file_that_is_not_there_or_not_text_is_named(tmp_path):
-    with pytest.raises(RunFileError, match=r"no such file: examples/sotu\.toml"):
+    with pytest.raises(RunFileError, match=r"no such file: `cairn run plan"):
         load_run(tmp_path / "none.toml")
     (tmp_path / "x.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(RunFileError, match="UTF-8"):

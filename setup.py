@@ -1,0 +1,21 @@
+"""The packages of a wheel: all of Cairn under one name.
+
+The repository has `cairn`, `peer`, `coordinator`, `protocol` and `examples` side by side. So general a name could be
+another package's, and pip writes the files of one over those of the other. In a wheel they are in `cairn/packages`;
+`cairn/__init__.py` says where they are.
+"""
+
+from setuptools import find_namespace_packages, setup
+
+INSIDE = ("peer", "coordinator", "protocol", "examples")
+
+
+def folders(*names: str) -> list[str]:
+    """Return these folders and those in them, as dotted names. Some have files, but no module."""
+    return find_namespace_packages(include=[p for name in names for p in (name, f"{name}.*")], exclude=["*__pycache__"])
+
+
+setup(
+    packages=[*folders("cairn"), *(f"cairn.packages.{name}" for name in folders(*INSIDE))],
+    package_dir={f"cairn.packages.{name}": name for name in INSIDE},
+)

@@ -1,0 +1,166 @@
+"""`docker/` and `deploy/` start what exists: command lines of cairn, files, services, units.
+
+No container engine is needed, so this says nothing about images that others make.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+
+from cairn.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKER, DEPLOY = ROOT / "docker", ROOT / "deploy"
+DOCKERFILES = sorted(DOCKER.glob("*.Dockerfile"))
+UNITS = [DEPLOY / "cairn-peer.service", DEPLOY / "user" / "cairn-peer.service"]
+COMPOSE = [DOCKER / "compose.yaml", DOCKER / "compose.monitored.yaml"]
+
+OURS = ("cairn-coordinator", "cairn-peer")
+"""Images whose entrypoint is cairn."""
+
+
+@pytest.fixture(autouse=True)
+def invite_on_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"cairn1:invite\n" * 100)))
+
+
+def parsed(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """Return the command that these words name, and its options. Nothing is run. Raises click's errors."""
+    command, rest = main, list(words)
+    while isinstance(command, click.Group):
+        command = command.commands[rest.pop(0)]
+    name = " ".join(words[: len(words) - len(rest)])
+    try:
+        return name, command.make_context(name, rest).params
+    except click.exceptions.Exit:
+        return name, {}  # --help
+
+
+def words_for_cairn(command: str | list[str]) -> list[str]:
+    """Return the arguments that cairn receives by a `command` of a service: as they are, or by a line for sh."""
+    words = shlex.split(command) if isinstance(command, str) else command
+    if len(words) == 1:
+        words = shlex.split(words[0])
+        assert words[:2] == ["exec", "cairn"], "without exec the shell receives SIGTERM, not cairn"
+        words = words[2 : words.index("<")]
+    return words
+
+
+def services(file: Path) -> dict[str, Any]:
+    return yaml.safe_load(file.read_text())["services"]
+
+
+def test_a_command_line_that_cairn_does_not_have_is_found():
+    for wrong in (["peer", "joyn", "-"], ["peer", "join", "-", "--devise", "cpu"], ["peer", "join"]):
+        with pytest.raises((KeyError, click.UsageError)):
+            parsed(wrong)
+
+
+def test_each_service_of_ours_runs_a_command_of_cairn():
+    found = {}
+    for name, service in services(DOCKER / "compose.yaml").items():
+        assert service["image"] in OURS and service["stop_grace_period"] == "30s"
+        found[name] = parsed(words_for_cairn(service["command"]))
+    command, _ = found.pop("coordinator")
+    assert command == "coordinator serve" and len(found) >= 3
+    assert {name: (command, options["name"]) for name, (command, options) in found.items()} == {
+        name: ("peer join", name) for name in found
+    }
+
+
+@pytest.mark.parametrize("file", COMPOSE, ids=lambda file: file.name)
+def test_what_a_compose_file_names_is_there(file: Path):
+    whole = yaml.safe_load(file.read_text())
+    known = {name for each in COMPOSE for name in services(each)}
+    for service in whole["services"].values():
+        for mount in service.get("volumes", ()):
+            source, target = mount.split(":")[:2]
+            there = (DOCKER / source).exists() if source.startswith(".") else source in whole["volumes"]
+            assert there and target.startswith("/"), mount
+        if build := service.get("build"):
+            assert (DOCKER / build["context"] / build["dockerfile"]).is_file()
+        assert not set(service.get("depends_on", ())) - known
+
+
+def test_grafana_is_given_the_dashboard_and_prometheus_the_rules():
+    found = services(DOCKER / "compose.monitored.yaml")
+    targets = {Path(mount.split(":")[1]) for mount in found["grafana"]["volumes"] + found["prometheus"]["volumes"]}
+    (provider,) = yaml.safe_load((DOCKER / "grafana/provisioning/dashboards/cairn.yml").read_text())["providers"]
+    assert Path(provider["options"]["path"]) / "cairn.json" in targets
+    (source,) = yaml.safe_load((DOCKER / "grafana/provisioning/datasources/prometheus.yml").read_text())["datasources"]
+    assert source["url"] == "http://prometheus:9090" and "prometheus" in found
+    prometheus = yaml.safe_load((DOCKER / "prometheus.yml").read_text())
+    assert [Path("/etc/prometheus") / rules for rules in prometheus["rule_files"]] == [
+        Path("/etc/prometheus/alerts.yml")
+    ]
+    assert Path("/etc/prometheus/alerts.yml") in targets
+    (scraped,) = prometheus["scrape_configs"]
+    assert scraped["static_configs"] == [{"targets": ["coordinator:7411"]}]
+
+
+def instructions(file: Path) -> list[tuple[str, str]]:
+    """Return the instructions of a Dockerfile and their arguments, on one line each."""
+    text = re.sub(r"^#.*\n", "", file.read_text(), flags=re.M).replace("\\\n", " ")
+    return [(line.split(maxsplit=1)[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
+def test_an_image_runs_cairn_as_a_user_without_rights_and_its_steps_are_shell(file: Path):
+    found = instructions(file)
+    last = dict(found)  # the last of each
+    assert yaml.safe_load(last["ENTRYPOINT"]) == ["tini", "--", "cairn"]
+    command, _ = parsed(yaml.safe_load(last["CMD"]))
+    assert command == ("peer join" if file.name == "peer.Dockerfile" else "coordinator serve")
+    assert last["USER"] == "cairn" and last["VOLUME"] == "/data" and "HEALTHCHECK" in last
+    for _, line in (each for each in found if each[0] == "RUN"):
+        subprocess.run(["bash", "-n"], input=line, text=True, check=True)
+    kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    assert {"setup.py", "pyproject.toml", "cairn", "examples"} <= set(kept)
+    assert not [name for name in kept if not (ROOT / name).exists()]
+
+
+def started(unit: Path) -> list[str]:
+    (line,) = re.findall(r"^ExecStart=(.+)$", unit.read_text(), re.M)
+    return shlex.split(line)
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: str(unit.relative_to(ROOT)))
+def test_a_unit_is_valid_and_starts_a_peer(unit: Path, tmp_path: Path):
+    program, *arguments = started(unit)
+    assert program.endswith("/bin/cairn")
+    assert parsed(arguments)[0] == "peer join"
+    if not shutil.which("systemd-analyze"):
+        pytest.skip("systemd-analyze is not here")
+    # It wants the program to exist.
+    copy = tmp_path / unit.name
+    copy.write_text(unit.read_text().replace(program, "/bin/true"))
+    command = ["systemd-analyze", *(["--user"] if "user" in unit.parts else []), "verify", "--man=no", str(copy)]
+    done = subprocess.run(command, env={"XDG_RUNTIME_DIR": str(tmp_path)}, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_user_data_for_cloud_init_installs_what_its_unit_starts():
+    text = (DEPLOY / "cloud-init.yaml").read_text()
+    assert text.startswith("#cloud-config\n")
+    data = yaml.safe_load(text)
+    assert data.keys() == {"package_update", "packages", "write_files", "runcmd"}
+    clone, venv, install, copy, *_ = data["runcmd"]
+    assert started(UNITS[0])[0] == f"{venv[-1]}/bin/cairn" and install[0] == f"{venv[-1]}/bin/pip"
+    assert clone[-1] == install[-1] and (ROOT / Path(copy[1]).relative_to(clone[-1])) == UNITS[0]
+    (invite,) = data["write_files"]
+    assert f"StandardInput=file:{invite['path']}" in UNITS[0].read_text() and invite["permissions"] == "0600"
+    if shutil.which("cloud-init"):
+        command = ["cloud-init", "schema", "--config-file", str(DEPLOY / "cloud-init.yaml")]
+        subprocess.run(command, check=True, timeout=60)
