@@ -66,7 +66,7 @@ async def test_the_last_state_of_a_run_that_its_owner_ends_is_archived_before_pe
     for name in PEERS:
         world.start(name)
     await world.rounds(PEERS, 2)
-    folder = str(world.folder / "coordinator")
+    folder = str(world.folder / "observer")
     asked = await world.command("run", "end", folder, answer="n\n")
     assert "The newest archived state is that of round 0. The coordinator gets the last one from the 2 peers" in asked
     assert world.view.directive is None and "Aborted" in asked
@@ -196,7 +196,7 @@ async def test_an_ended_run_admits_those_who_may_bring_its_last_state_and_nobody
     for name in PEERS:
         world.nodes[name].leave()
         await ended(world.left(name))
-    asked = await world.command("run", "end", str(world.folder / "coordinator"), answer="y\n")
+    asked = await world.command("run", "end", str(world.folder / "observer"), answer="y\n")
     assert "Nobody is here: what was trained since is lost, unless peers that took part join again" in asked
     assert "is not archived: ask" in asked, asked
     contributors = world.view.certificate(world.view.head).record.body.contributors

@@ -15,17 +15,14 @@ from coordinator.checkpoints.evaluations import EvaluationLog
 from coordinator.checkpoints.settings import CheckpointSettings
 from coordinator.service import Coordinator, CoordinatorConfig
 from peer.coordinator_client import CoordinatorClient
-from peer.node.enrollment import Enrollment
 from peer.node.node import Node
-from peer.node.options import NodeOptions
-from peer.store import Store
 from protocol.identity import to_key_file
 from protocol.invite import Invite
-from protocol.message_codec import KeySigner, MessageDecoder
+from protocol.message_codec import KeySigner
 from protocol.messages import Directive
 from protocol.spec import sign_spec
-from tests.support.node_world import NodeWorld, address_of
-from tests.support.specs import OWNER, identity
+from tests.support.node_world import NodeWorld
+from tests.support.specs import OWNER
 
 
 class CoordinatedWorld(NodeWorld):
