@@ -57,8 +57,11 @@ class _Failure:
 class KeptUpdates:
     """The blobs that are applied after the newest archived state. While few members are here, they are fetched.
 
-    `settings` is [archive] of coordinator.toml. When a newer state is archived, those before it are removed. `name_of`
-    gives names for messages. `view.updates_problem` says what is missing.
+    When a newer state is archived, those before it are removed. Only the record of the round after a state names it.
+    So they stay until that round is here: else a newcomer could reach neither.
+
+    `settings` is [archive] of coordinator.toml. `name_of` gives names for messages. `view.updates_problem` says what is
+    missing.
     """
 
     def __init__(self, node: Node, view: ObserverView, settings: ArchiveTable, name_of: Callable[[PeerKey], str]):
@@ -97,9 +100,18 @@ class KeptUpdates:
         oldest = chain.height(chain.head) - kept.every * (kept.keep + 2)
         return chain.path(chain.main_chain_at(max(round_, oldest)) or chain.root, chain.head)
 
+    def _path(self) -> tuple[Certificate, ...]:
+        """Return the records since the newest archived state that a newcomer can reach."""
+        held = self._view.held_states() or [0]
+        for round_ in held[:-1]:
+            path = self._since(round_)
+            if not path or self._is_here(path[0]):
+                return path
+        return self._since(held[-1])
+
     async def _protect(self) -> None:
         """Protect the blobs of the records since the newest archived state, and remove those of others."""
-        path = self._since(self._view.held_state()) if self._most_bytes else ()
+        path = self._path() if self._most_bytes else ()
         records = {certificate.digest for certificate in path}
         self._checked &= records
         self._failures = {record: failure for record, failure in self._failures.items() if record in records}
@@ -116,17 +128,21 @@ class KeptUpdates:
         """
         if not self._most_bytes or self._count_members() > self._few_members:
             return NONE
-        waiting = None if self._view.archive_problem else self._view.unarchived_checkpoint()
-        # A state that is about to be archived makes those before it needless.
-        path = self._since(self._view.held_state() if waiting is None else self._node.chain.height(waiting[1]))
-        if (problem := self._room_problem(path)) is not NONE:
+        if (problem := self._room_problem(self._since(self._view.held_state()))) is not NONE:
             return problem
-        for certificate in reversed(path):
+        archived = {self._node.chain.main_chain_at(round_) for round_ in self._view.held_states()}
+        if not self._view.archive_problem and (soon := self._view.unarchived_checkpoint()) is not None:
+            archived.add(soon[1])
+        wanted: list[Certificate] = []
+        for certificate in reversed(self._path()):
+            wanted.insert(0, certificate)
             if not self._is_here(certificate) and self._is_due(certificate):
                 await self._fetch_round(certificate)
                 if self._news.is_set():
                     break  # the head, or the newest archived state, may have changed
-        return self._missing_problem([c for c in path if not self._is_here(c)])
+            if certificate.record.body.parent in archived and self._is_here(certificate):
+                break  # a newcomer begins here
+        return self._missing_problem([c for c in wanted if not self._is_here(c)])
 
     def _count_members(self) -> int:
         member_seconds = self._node.membership.spec.round.member_seconds

@@ -140,8 +140,12 @@ class ObserverView:
         await self.offer(found)
 
     def held_state(self) -> int:
+        return next(iter(self.held_states()), 0)
+
+    def held_states(self) -> list[int]:
+        """Return the rounds whose base states are archived, of those on the way to the head: newest first."""
         chain = self._node.chain
-        return max((a.round for a in self._archive.all() if chain.main_chain_at(a.round) == a.record), default=0)
+        return [a.round for a in reversed(self._archive.all()) if chain.main_chain_at(a.round) == a.record]
 
     def count_backed(self, path: Sequence[Digest]) -> int:
         chain = self._node.chain

@@ -15,7 +15,10 @@ from cairn.kept_updates import KeptUpdates
 from cairn.swarm_view import ObserverView
 from coordinator.checkpoints.archive import Archive
 from coordinator.checkpoints.settings import ArchiveTable
+from peer.channel import RoundUpdates
+from peer.errors import PeerError
 from protocol.chain import genesis_digest
+from protocol.messages import Certificate
 from tests.support.node_world import TIMERS, NodeWorld
 from tests.support.specs import identity
 from tests.support.trainer_world import BATCH, WINDOW
@@ -47,6 +50,18 @@ class Owner:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
+    def miss(self, missed: int | None) -> None:
+        """Have the updates of a round not come."""
+        files = self.node.audit_jobs.files
+        fetch = files.round_files
+
+        async def round_files(certificate: Certificate) -> RoundUpdates:
+            if certificate.record.body.round == missed:
+                raise PeerError("the line is bad")
+            return await fetch(certificate)
+
+        files.round_files = round_files
+
     @property
     def height(self) -> int:
         return self.node.chain.height(self.node.chain.head)
@@ -57,14 +72,18 @@ class Owner:
 
 
 @asynccontextmanager
-async def deserted(folder: Path, **fields: Any) -> AsyncIterator[tuple[NodeWorld, Owner]]:
-    """Yield a world that ada and bob have left in order, past an archived state: only the coordinator is there."""
+async def deserted(folder: Path, *, missed: int | None = None, **fields: Any) -> AsyncIterator[tuple[NodeWorld, Owner]]:
+    """Yield a world that ada and bob have left in order, past an archived state: only the coordinator is there.
+
+    It could not fetch the updates of round `missed`.
+    """
     world = NodeWorld(folder, **{"round": ROUND, "checkpoint": CHECKPOINT, **fields})
     owner = None
     try:
         for name in ("ada", "bob"):
             world.start(name)
         first = owner = Owner(world, folder)
+        first.miss(missed)
         await world.until("rounds after an archived state", lambda: first.height >= first.archived + 2 > 6)
         await world.leave("ada", "bob")
         assert owner.height > owner.archived
@@ -105,3 +124,16 @@ async def test_without_the_updates_of_the_last_round_a_newcomer_goes_on_before_i
         said = "\n".join(r.getMessage() for r in caplog.records)
         for line in ("was not reached", "did not come", "nobody gives the update of"):
             assert said.count(line) == 1, said
+
+
+async def test_without_the_round_that_proves_the_newest_archived_state_a_newcomer_goes_on_from_there(tmp_path: Path):
+    async with deserted(tmp_path, missed=8) as (world, owner):
+        assert owner.archived == 8
+        said = "the updates of round 8 are held by nobody here: ada, bob have them"
+        await world.until("the coordinator says who has them", lambda: owner.view.updates_problem == said)
+        world.start("cyd")
+        await world.until(
+            "cyd has trained on",
+            lambda: len(path := world.path("cyd")) > 8 and path[8].record.body.contributors == (world.key("cyd"),),
+            120,
+        )

@@ -45,7 +45,7 @@ class Kept(Observed):
         node.retention = SimpleNamespace(protect_blobs=self._protect, prune=self._prune)
         node.network.peers = SimpleNamespace(entries=self._entries)
         node.store = self
-        self.kept = KeptUpdates(node, self.view, ArchiveTable(**settings), lambda key: NAMES[key])
+        self.start = lambda: KeptUpdates(node, self.view, ArchiveTable(**settings), lambda key: NAMES[key])
 
     def blob_sizes(self, certificate: Certificate) -> dict[Digest, int]:
         return {u.body.blob: SIZE for u in certificate.record.body.updates}
@@ -85,7 +85,8 @@ class Kept(Observed):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        task = asyncio.create_task(self.kept.run())
+        """Run it as after a start."""
+        task = asyncio.create_task(self.start().run())
         try:
             yield
         finally:
@@ -120,6 +121,29 @@ async def test_the_rounds_since_the_newest_archived_state_are_kept_and_no_others
         await k.archive_newest()
         await until(lambda: k.blobs == k.of(5, 6) == k.protected, "those before the archived state are gone")
         assert k.asked.count(6) == k.asked.count(5) == 1 and k.view.updates_problem == ""
+
+
+async def test_after_a_restart_what_is_held_is_checked_once_and_nothing_older_is_wanted(tmp_path: Path):
+    k = make(tmp_path, 7)
+    await k.archive_newest()
+    k.blobs = k.of(5, 6)
+    async with k.running():
+        await until(lambda: k.protected == k.of(5, 6), "all are checked")
+        await asyncio.sleep(0.05)
+        assert k.asked == [6, 5] and k.view.updates_problem == ""
+
+
+async def test_the_rounds_before_an_archived_state_stay_until_the_round_that_proves_it_is_here(tmp_path: Path):
+    k = make(tmp_path, 5)
+    k.given = lambda number: number != 5
+    async with k.running():
+        await until(lambda: k.blobs == k.of(*range(5)), "all are here")
+        k.rounds(1, {1: 2, 2: 2})
+        await k.archive_newest()
+        await until(lambda: bool(k.view.updates_problem), "round 5 is missing")
+        assert k.view.held_state() == 5 and k.blobs == k.of(*range(5))
+        k.given = lambda number: True
+        await until(lambda: k.blobs == k.of(5), "the state can be reached: those before it are gone")
 
 
 async def test_nothing_is_fetched_while_many_members_are_here_and_all_of_it_when_few_are_left(tmp_path: Path):
