@@ -73,7 +73,7 @@ class WrongCoordinator(PeerError):
 
 
 @dataclass(frozen=True, slots=True)
-class RestingState:
+class LastState:
     """The state after the newest record of a run that is over or paused; `state` is its digest once it is archived."""
 
     record: Digest
@@ -94,7 +94,7 @@ class RunInfo:
     addresses: tuple[str, ...]
     page: str
     over: str = ""
-    last: RestingState | None = None
+    last: LastState | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +251,7 @@ class CoordinatorClient:
         last = None
         if reply.HasField("last"):
             m = reply.last
-            last = RestingState(Digest(m.record), m.round, Digest(m.state) if m.state else None)
+            last = LastState(Digest(m.record), m.round, Digest(m.state) if m.state else None)
         addresses = usable_addresses(reply.addresses)
         return RunInfo(self._spec, reply.spec, addresses, _text(reply.page, 300), _text(reply.over, 600), last)
 
