@@ -260,6 +260,8 @@ class ObserverView:
         return None if found is None else (found[0], self._node.chain.head, self._resting.tokens)
 
     def resting_state(self) -> RestingState | None:
+        if not self._resting.rests:
+            return None
         head = self._node.chain.head
         return self._resting.resting_state(next((a.state for a in self._archive.all() if a.record == head), None))
 

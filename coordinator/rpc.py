@@ -116,7 +116,10 @@ class CoordinatorService(stubs.CoordinatorServicer):
 
     async def GetRun(self, request: wire.GetRunRequest, context) -> wire.GetRunReply:
         self._check(context, self._reads, request.run)
-        return await self.run_reply()
+        reply = await self.run_reply()
+        if request.knows_spec:
+            reply.ClearField("spec")
+        return reply
 
     async def run_reply(self) -> wire.GetRunReply:
         """Return the spec, where the swarm and the page are, and what became of a run that is over."""

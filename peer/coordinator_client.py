@@ -79,7 +79,7 @@ class WrongClock(PeerError):
 
 
 @dataclass(frozen=True, slots=True)
-class RestingState:
+class LastState:
     """The state after the newest record of a run that is over or paused; `state` is its digest once it is archived."""
 
     record: Digest
@@ -100,7 +100,7 @@ class RunInfo:
     addresses: tuple[str, ...]
     page: str
     over: str = ""
-    last: RestingState | None = None
+    last: LastState | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +229,7 @@ class CoordinatorClient:
         self._answered: _Place | None = None  # the last address that answered
         self._lock = asyncio.Lock()
         self._spec: RunSpec | None = None
+        self._encoded = b""
 
     async def __aenter__(self) -> CoordinatorClient:
         return self
@@ -254,12 +255,24 @@ class CoordinatorClient:
         request = wire.GetRunRequest(run=bytes(self._invite.run))
         reply: wire.GetRunReply = await self._call(lambda stub, t: stub.GetRun(request, timeout=t), attempts)
         self._spec = open_spec(reply.spec, self._invite.run)
+        self._encoded = reply.spec
+        return self._run_info(reply, self._spec)
+
+    async def get_run_again(self) -> RunInfo:
+        """Return the same without another copy of the spec, after one attempt. Raise CairnError."""
+        if self._spec is None:
+            return await self.get_run(attempts=1)
+        request = wire.GetRunRequest(run=bytes(self._invite.run), knows_spec=True)
+        reply: wire.GetRunReply = await self._call(lambda stub, t: stub.GetRun(request, timeout=t), 1)
+        return self._run_info(reply, self._spec)
+
+    def _run_info(self, reply: wire.GetRunReply, spec: RunSpec) -> RunInfo:
         last = None
         if reply.HasField("last"):
             m = reply.last
-            last = RestingState(Digest(m.record), m.round, Digest(m.state) if m.state else None)
+            last = LastState(Digest(m.record), m.round, Digest(m.state) if m.state else None)
         addresses = usable_addresses(reply.addresses)
-        return RunInfo(self._spec, reply.spec, addresses, _text(reply.page, 300), _text(reply.over, 600), last)
+        return RunInfo(spec, self._encoded, addresses, _text(reply.page, 300), _text(reply.over, 600), last)
 
     async def admit(
         self, identity: Identity, name: str = "", *, code: str | None = None, nonce: int = 0

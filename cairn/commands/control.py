@@ -145,7 +145,7 @@ async def _wait_for_last_state(run: OwnedRun) -> None:
     click.echo("waiting until the coordinator has the last state; Ctrl-C ends only this wait")
     async with CoordinatorClient(run.invite, timeout=8.0) as client:
         while True:
-            info, status = await client.get_run(), await client.status()
+            info, status = await client.get_run_again(), await client.status()
             here = _present(status)
             last, at_rest = info.last, bool(info.over) and all(p.phase == "paused" for p in here)
             if at_rest and last is None:

@@ -55,8 +55,16 @@ class EndOfRun:
     @property
     def is_awaited(self) -> bool:
         """True when this peer may have the last state of a run that is over, and the coordinator may not have it."""
-        chain = self.machine.chain
-        return self._is_completed and self.info is None and chain.head != chain.genesis
+        return self._is_completed and self.info is None and self._is_over
+
+    @property
+    def _is_over(self) -> bool:
+        """Return whether the run is over, by the chain, and has a record: the genesis is an asset."""
+        chain, spec = self.machine.chain, self.membership.spec
+        directive = chain.newest_directive
+        ended = directive is not None and directive.body.run_status == "ended"
+        finished = 0 < spec.total_tokens <= chain.weight(chain.head) * spec.data.window
+        return chain.head != chain.genesis and (ended or finished)
 
     async def run(self, ask_members: Callable[[], Awaitable[None]], leave: Callable[[str], None]) -> None:
         """Ask the coordinator at the end of the run, until cancelled.
@@ -87,7 +95,7 @@ class EndOfRun:
             self.info = info
             log.info("the coordinator has the last state")
             return
-        what = f"the coordinator does not answer ({problem}), and" if problem else "the coordinator"
+        what = "the coordinator does not answer, and" if problem else "the coordinator"
         self._say(f"{what} has not got the last state: staying for it", "absent" if problem else "fetching")
 
     def _is_archived(self, info: RunInfo, view: Summary) -> bool:
@@ -100,13 +108,8 @@ class EndOfRun:
     # -- a peer without it -----------------------------------------------------------------------------------
 
     def _is_late(self, view: Summary) -> bool:
-        """Return whether the run is over, by the chain, and this peer does not hold the last state."""
-        chain, total = self.machine.chain, self.membership.spec.total_tokens
-        directive = chain.newest_directive
-        ended = directive is not None and directive.body.run_status == "ended"
-        is_over = ended or 0 < total <= view.chain_weight * self.membership.spec.data.window
-        holds_last = view.state is not None and view.head == view.chain_head
-        return is_over and not holds_last and view.chain_head != chain.genesis
+        """Return whether the run is over, and this peer does not hold the last state."""
+        return self._is_over and (view.state is None or view.head != view.chain_head)
 
     async def _reason_to_leave(self, view: Summary, ask_members: Callable[[], Awaitable[None]]) -> str | None:
         """Return why waiting for the last state is in vain; None while somebody may still bring it."""
@@ -132,7 +135,7 @@ class EndOfRun:
         if client is None:
             return None, "this peer has none"
         try:
-            return await client.get_run(attempts=1), ""
+            return await client.get_run_again(), ""
         except COORDINATOR_ABSENT as e:
             with contextlib.suppress(CairnError):
                 await ask_members()

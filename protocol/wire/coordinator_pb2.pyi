@@ -6,10 +6,12 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GetRunRequest(_message.Message):
-    __slots__ = ("run",)
+    __slots__ = ("run", "knows_spec")
     RUN_FIELD_NUMBER: _ClassVar[int]
+    KNOWS_SPEC_FIELD_NUMBER: _ClassVar[int]
     run: bytes
-    def __init__(self, run: _Optional[bytes] = ...) -> None: ...
+    knows_spec: bool
+    def __init__(self, run: _Optional[bytes] = ..., knows_spec: bool = ...) -> None: ...
 
 class GetRunReply(_message.Message):
     __slots__ = ("spec", "addresses", "page", "over", "last")

@@ -87,6 +87,33 @@ async def test_at_the_end_of_a_run_all_finish_and_its_model_can_be_loaded_and_us
     assert world.left == ([], [])
 
 
+@pytest.mark.long
+async def test_a_run_that_its_owner_ends_leaves_its_last_state_to_the_owner():
+    with World() as world:
+        world.start_coordinator()
+        await world.coordinator_ready()
+        for name in PEERS:
+            world.start_peer(name)
+        await world.round_after(["coordinator"], 2)
+        command = [sys.executable, "-m", "cairn", "run", "end", str(world.coordinator_home), "--yes"]
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=2 * LIMIT)
+        assert done.returncode == 0 and "is archived in" in done.stdout, f"{done.stdout}{done.stderr}\n{world.logs()}"
+        await world.until("both have left", lambda: not any(world.processes[n].running for n in PEERS))
+        length = check_same({n: world.branch(n) for n in [*PEERS, "coordinator"]})
+        sheet = read_manifest(await world.until("the last state is archived", lambda: _archived(world, length)))
+        for name in PEERS:
+            said = world.processes[name].output.read_text()
+            assert world.processes[name].code == 0 and "Traceback" not in said, world.logs(name)
+            assert sheet is not None and str(sheet.state) == world.snapshot_left(name).state
+            assert f"http://127.0.0.1:{world.page}/#model" in said and "the same command resumes" not in said
+        world.start_peer("late")
+        await world.until("a newcomer leaves", lambda: not world.processes["late"].running)
+        said = world.processes["late"].output.read_text()
+        assert world.processes["late"].code == 0 and "ended by the run's owner" in said, said
+        await asyncio.to_thread(world.stop, "coordinator")
+    assert world.left == ([], [])
+
+
 def _archived(world: World, round: int) -> Path | None:
     folder = world.coordinator_home / "checkpoints" / f"round-{round:06d}"
     return folder if read_manifest(folder) is not None else None

@@ -24,6 +24,7 @@ from coordinator.limits import ConcurrencyLimit, NetworkLimit, Rate, RateLimit, 
 from coordinator.overview import amount, duration
 from coordinator.page.app import STATIC
 from coordinator.service import Coordinator, CoordinatorConfig
+from coordinator.swarm import RestingState
 from peer.coordinator_client import (
     CoordinatorClient,
     CoordinatorRefused,
@@ -41,7 +42,7 @@ from protocol.proof_of_work import find_proof, is_proof
 from protocol.spec import sign_spec
 from protocol.wire import coordinator_pb2 as wire
 from protocol.wire import coordinator_pb2_grpc as stubs
-from tests.support.coordinator_fakes import FakeSwarm, make_archiver, make_spec, peer
+from tests.support.coordinator_fakes import FakeSwarm, make_archiver, make_spec, peer, state
 from tests.support.coordinator_service import SPEC, client, raw_stub, refusal, running, settled, web
 from tests.support.specs import OWNER
 from tests.support.waiting import LIMIT, NEVER, ended, until
@@ -77,6 +78,28 @@ async def test_a_peer_gets_the_spec_and_an_admission_that_the_owner_signed(tmp_p
         assert (got.admission.author, body.peer, body.name, body.run) == (OWNER.key, peer(1).key, "ada", SPEC.run_id)
         assert body.not_after - body.not_before == SPEC.admission.seconds
         assert abs(got.clock_ahead) < 60
+
+
+async def test_who_asks_again_gets_no_second_spec_and_is_informed_of_the_end(tmp_path):
+    spec = make_spec(total_tokens=20 * SPEC.data.window)
+    async with running(tmp_path, spec=spec) as (c, swarm), client(c) as ask, raw_stub(c) as stub:
+        first = await ask.get_run_again()
+        assert (first.spec, first.over, first.last) == (spec, "", None)
+        assert not (await stub.GetRun(wire.GetRunRequest(run=bytes(spec.run_id), knows_spec=True))).spec
+        swarm.round({1: 10, 2: 10})
+        swarm.resting = RestingState(swarm.head, 1, None, (peer(1).key, peer(2).key), (peer(2).key,), 1)
+        await until(lambda: c.overview().health == "finished", "the run has reached its total")
+        again = await ask.get_run_again()
+        assert again.spec == spec and again.last is not None and again.last.state is None
+        assert again.over.startswith("finished: all 320 tokens are trained, in 1 rounds")
+        assert again.over.endswith(
+            f"the last state, of round 1, is not archived: ask {peer(2).key.short} to join again"
+        )
+        swarm.resting = replace(swarm.resting, state=state(1))
+        await until(lambda: not c.overview().missing_state, "it is archived")
+        o, again = c.overview(), await ask.get_run_again()
+        assert again.last is not None and (again.last.state, again.last.record) == (state(1), swarm.head)
+        assert (o.state, o.state_round, o.tokens_per_second, o.archive_problem) == (state(1), 1, 0.0, "")
 
 
 async def test_asking_again_gives_the_same_admission_and_later_a_newer_one(tmp_path):

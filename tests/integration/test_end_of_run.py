@@ -1,4 +1,4 @@
-"""The end of a run: its last state reaches the coordinator, and whoever comes too late hears so."""
+"""The end of a run: its last state reaches the coordinator, and latecomers leave."""
 
 from __future__ import annotations
 
@@ -176,6 +176,7 @@ async def test_who_comes_after_the_end_is_not_admitted_and_who_missed_the_end_le
     for name in PEERS:
         await ended(world.left(name))
     last = await archived_last(world)
+    assert not world.coordinator.overview().tokens_per_second
     with pytest.raises(RunIsOver, match="is finished: all 3.8k tokens are trained, in [0-9]+ rounds") as told:
         await enter(world, "barbara")
     found = told.value.info.last

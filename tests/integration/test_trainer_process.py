@@ -27,6 +27,7 @@ from peer.channel import (
     Stop,
     Stopped,
     TrainerLink,
+    WriteState,
 )
 from peer.training.saved_state import STATE_MANIFEST
 from protocol.ids import Digest
@@ -89,6 +90,9 @@ async def test_a_trainers_life_from_start_to_stop_and_a_second_one(world):
         assert applied.record == record_digest(0) and applied.state_digest != loaded.state_digest
         assert applied.checkpoint_path == checkpoint
         assert blob_digest(checkpoint.read_bytes()) == applied.state_digest
+        written = await n.ask(WriteState(world.folder / "held"), Applied)
+        assert (written.record, written.state_digest) == (applied.record, applied.state_digest)
+        assert (world.folder / "held").read_bytes() == checkpoint.read_bytes()
         await n.until(Progress, lambda p: p.waiting and shares_of(p)["waiting"] > 0.1)
         await n.trained(8 * BATCH)
         assert (await n.ask(Stop(), Stopped)).saved

@@ -12,7 +12,7 @@ import pytest
 from cairn import finished_run
 from cairn.checkpoints import find_checkpoint
 from cairn.finished_run import FetchStopped, fetch_archived, offer_model
-from peer.coordinator_client import RestingState, RunInfo
+from peer.coordinator_client import LastState, RunInfo
 from peer.store import Store
 from protocol.errors import CairnError
 from tests.support.checkpoint_world import CheckpointWorld
@@ -59,7 +59,7 @@ class Offer:
     def __init__(self, world: CheckpointWorld, folder: Path):
         self.made = world.final(5)
         self.folder = folder
-        last = RestingState(self.made.record, 5, self.made.state)
+        last = LastState(self.made.record, 5, self.made.state)
         self.info = RunInfo(world.spec, b"", (), "http://run.example", "finished: all is trained", last)
         self.addresses: list[str] = []
 
