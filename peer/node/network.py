@@ -145,9 +145,9 @@ class Network:
 
     async def _use_dht(self) -> None:
         swarm = self.swarm
+        await self.read_dht()  # first: our record replaces that of another machine with our key, which is reported
         if (heartbeat := self.relay.own_heartbeat) is not None:
             await swarm.publish(heartbeat.encoded, PRESENCE_SECONDS)
-        await self.read_dht()
         await swarm.refresh_addresses()
         if await self.search():  # a peer that answered may know others
             await self.read_dht()

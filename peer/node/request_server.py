@@ -14,6 +14,7 @@ from peer.node.packet_decoder import PacketDecoder
 from peer.node.slice_relay import SliceRelay
 from peer.swarm import Handlers
 from protocol.ids import PeerKey
+from protocol.messages import Heartbeat
 from protocol.rounds.events import MessageReceived
 from protocol.rounds.machine import RoundMachine
 from protocol.wire import swarm_pb2 as wire
@@ -60,8 +61,9 @@ class RequestServer:
             if isinstance(event, MessageReceived):
                 message = event.message
                 if message.author == me:
-                    continue
-                if not network.is_banned(message.author):
+                    if not isinstance(message.body, Heartbeat):  # one that we have not sent is of another machine
+                        continue
+                elif not network.is_banned(message.author):
                     self.bus.post(MessageVerified(message))
                     network.note_message(message, sender)
             if event is not None and len(self.queue) < room and self.packets.note(event):

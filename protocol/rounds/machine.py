@@ -9,6 +9,7 @@ Time is in seconds of any monotonic clock. Nothing here blocks, and every contai
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Set
 
 from protocol.chain import Chain, FinalizedConflict, UnknownParent
@@ -61,6 +62,9 @@ from protocol.rounds.work_auditor import WorkAuditor
 MAX_TURNS = 100
 """Maximum number of turns in a step: each turn of a correct machine decides or moves something."""
 
+REMEMBERED_BEATS = 512
+"""Own heartbeats that are remembered: longer than others keep them for newcomers."""
+
 
 class RoundMachine:
     """One peer's state machine of the protocol. Events and the peer's status come in with `step`; actions come out.
@@ -103,6 +107,9 @@ class RoundMachine:
         self._bootstrap = Bootstrap(now, policy.member_seconds)
         self._phase = Phase.OBSERVING if observer else Phase.JOINING
         self._sequence = self._beats = 0
+        self._sent: deque[int] = deque(maxlen=REMEMBERED_BEATS)
+        """Sequences of our last heartbeats."""
+
         self._reached_height = -1
         """Height that the answers to the present series of chain requests have reached."""
 
@@ -300,7 +307,7 @@ class RoundMachine:
     def _receive_heartbeat(self, message: Signed[Heartbeat]) -> None:
         context, beat, source = self._context, message.body, message.author
         if source == context.me:
-            if self._beats and beat.sequence > self._sequence:  # newer than any that we have sent
+            if self._sent and beat.sequence > self._sent[0] and beat.sequence not in self._sent:
                 context.notify_twin()
             return
         self._directives.inform(source, beat)
@@ -657,9 +664,10 @@ class RoundMachine:
         context, status, sync = self._context, self._status, self._sync
         work, round_, head, phase = self._consensus.work, self._consensus.round, sync.best_record, self._update_phase()
         self._beats += 1
+        self._sent.append(self._next_sequence())
         known = known_headers(round_, head, phase, self._beats)
         body = Heartbeat(
-            run=context.run, sequence=self._next_sequence(), phase=phase.value,
+            run=context.run, sequence=self._sequence, phase=phase.value,
             round=context.chain.height(head), head=head, weight=context.chain.weight(head),
             windows=work.windows, tokens_per_second=work.tokens_per_second, loss=work.loss,
             bytes_up=status.bytes_up, bytes_down=status.bytes_down, known_headers=known, addresses=status.addresses,
