@@ -110,13 +110,14 @@ class KeptUpdates:
         return self._since(held[-1])
 
     async def _protect(self) -> None:
-        """Protect the blobs of the records since the newest archived state, and remove those of others."""
+        """Protect that state and the blobs of the records since then, and remove those of other records."""
         path = self._path() if self._most_bytes else ()
         records = {certificate.digest for certificate in path}
         self._checked &= records
         self._failures = {record: failure for record, failure in self._failures.items() if record in records}
         before = self._protected
-        self._protected = frozenset(blob for c in path for blob in self._files.blob_sizes(c))
+        start = {c.record.body.base_state for c in path[:1]}
+        self._protected = frozenset(start.union(*map(self._files.blob_sizes, path)))
         self._node.retention.protect_blobs(self._protected)
         if before - self._protected:
             await self._node.retention.prune()

@@ -19,7 +19,7 @@ from peer.errors import PeerError
 from peer.store import StoreFull
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Certificate
-from tests.support.coordinator_fakes import peer
+from tests.support.coordinator_fakes import peer, state
 from tests.support.observer_world import SPEC, Observed
 from tests.support.waiting import until
 
@@ -36,7 +36,7 @@ class Kept(Observed):
         self.reason: Exception = PeerError("no holder is left")
         self.asked: list[int] = []
         self.blobs: set[Digest] = set()
-        self.protected: frozenset[Digest] = frozenset()
+        self.protected = self.state = frozenset[Digest]()
         self.here: list[int] = []
         self.free = 10**12
         node = cast(Any, self.node)
@@ -73,7 +73,8 @@ class Kept(Observed):
         return {peer(n).key: SimpleNamespace(heartbeat=heartbeat, last_news=time.monotonic()) for n in self.here}
 
     def _protect(self, blobs: frozenset[Digest]) -> None:
-        self.protected = blobs
+        states = {state(number) for number in range(0, 20, 5)}
+        self.protected, self.state = blobs - states, blobs & states
 
     async def _prune(self) -> None:
         self.blobs &= self.protected
@@ -141,9 +142,10 @@ async def test_the_rounds_before_an_archived_state_stay_until_the_round_that_pro
         k.rounds(1, {1: 2, 2: 2})
         await k.archive_newest()
         await until(lambda: bool(k.view.updates_problem), "round 5 is missing")
-        assert k.view.held_state() == 5 and k.blobs == k.of(*range(5))
+        assert k.view.held_state() == 5 and k.blobs == k.of(*range(5)) and k.state == {state(0)}
         k.given = lambda number: True
         await until(lambda: k.blobs == k.of(5), "the state can be reached: those before it are gone")
+        assert k.state == {state(5)}
 
 
 async def test_nothing_is_fetched_while_many_members_are_here_and_all_of_it_when_few_are_left(tmp_path: Path):
