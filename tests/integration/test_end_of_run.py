@@ -23,11 +23,8 @@ from tests.support.waiting import ended, until
 
 PEERS = ("ada", "grace")
 TARGET = 10 * BATCH * WINDOW
-ROUND = {
-    **TIMERS, "target_tokens": TARGET, "max_update_tokens": TARGET // 2,
-    "max_seconds": 60, "exchange_seconds": 20, "patience_seconds": 20,
-}  # fmt: skip
-"""Two peers make a round, also on a busy machine."""
+ROUND = {"target_tokens": TARGET, "max_update_tokens": TARGET // 2, **TIMERS}
+"""Two peers make a round; on a busy machine it may happen that one makes it alone."""
 
 TOTAL = 3 * TARGET
 """Three rounds at least: the coordinator can be stopped before the end."""
@@ -140,9 +137,9 @@ async def test_those_who_have_the_last_state_are_named_and_may_come_one_after_th
         await ended(world.left(name))
         assert world.nodes[name].end_of_run.is_awaited, "what the volunteer is told at the end"
     await world.serve()
-    contributors = world.nodes["ada"].chain.certificate(world.nodes["ada"].chain.head).record.body.contributors
-    assert len(contributors) == len(PEERS)
-    world.start("ada")
+    chain = world.nodes["ada"].chain
+    contributors = chain.certificate(chain.head).record.body.contributors
+    needed = [name for name in PEERS if world.key(name) in contributors]
 
     def asks(*names: str) -> bool:
         keys = ", ".join(sorted(world.key(n).short for n in names))
@@ -153,14 +150,17 @@ async def test_those_who_have_the_last_state_are_named_and_may_come_one_after_th
         resting = world.view.resting_state()
         return resting is not None and world.key(name) not in resting.wanted
 
-    await until(lambda: said("ada") and asks("grace"), "the other one is asked for")
+    await until(lambda: asks(*needed), "all who can help are asked for")
     overview = world.coordinator.overview()
     assert overview.missing_state in overview.message
     assert overview.missing_state in overview.archive_problem, "so it becomes an alert"
-    world.nodes["ada"].leave()
-    await ended(world.left("ada"))
-    world.start("grace")
-    await ended(world.left("grace"))
+    for name in needed[:-1]:
+        world.start(name)
+        await until(lambda n=name: said(n) and asks(*needed[1:]), "the other one is asked for")
+        world.nodes[name].leave()
+        await ended(world.left(name))
+    world.start(needed[-1])
+    await ended(world.left(needed[-1]))
     await archived_last(world)
 
 
