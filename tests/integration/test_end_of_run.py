@@ -23,9 +23,11 @@ from tests.support.waiting import ended, until
 
 PEERS = ("ada", "grace")
 TARGET = 10 * BATCH * WINDOW
-ROUND = {"target_tokens": TARGET, "max_update_tokens": TARGET, **TIMERS}
-TOTAL = 6 * TARGET
-"""Three rounds of two peers at least: the coordinator can be stopped before the end."""
+ROUND = {"target_tokens": TARGET, "max_update_tokens": TARGET // 2, **TIMERS}
+"""Two peers make a round; on a busy machine it may happen that one makes it alone."""
+
+TOTAL = 3 * TARGET
+"""Three rounds at least: the coordinator can be stopped before the end."""
 
 CHECKPOINT = {"every": 50, "keep": 2, "final_depth": 3}
 """No round of these tests is a checkpoint by its number."""
@@ -135,9 +137,9 @@ async def test_those_who_have_the_last_state_are_named_and_may_come_one_after_th
         await ended(world.left(name))
         assert world.nodes[name].end_of_run.is_awaited, "what the volunteer is told at the end"
     await world.serve()
-    contributors = world.nodes["ada"].chain.certificate(world.nodes["ada"].chain.head).record.body.contributors
-    assert len(contributors) == len(PEERS)
-    world.start("ada")
+    chain = world.nodes["ada"].chain
+    contributors = chain.certificate(chain.head).record.body.contributors
+    needed = [name for name in PEERS if world.key(name) in contributors]
 
     def asks(*names: str) -> bool:
         keys = ", ".join(sorted(world.key(n).short for n in names))
@@ -148,14 +150,16 @@ async def test_those_who_have_the_last_state_are_named_and_may_come_one_after_th
         resting = world.view.resting_state()
         return resting is not None and world.key(name) not in resting.wanted
 
-    await until(lambda: said("ada") and asks("grace"), "the other one is asked for")
-    overview = world.coordinator.overview()
-    assert overview.missing_state in overview.message
-    assert overview.missing_state in overview.archive_problem, "so it becomes an alert"
-    world.nodes["ada"].leave()
-    await ended(world.left("ada"))
-    world.start("grace")
-    await ended(world.left("grace"))
+    for name in needed[:-1]:
+        world.start(name)
+        await until(lambda n=name: said(n) and asks(*needed[1:]), "the other one is asked for")
+        overview = world.coordinator.overview()
+        assert overview.missing_state in overview.message
+        assert overview.missing_state in overview.archive_problem, "so it becomes an alert"
+        world.nodes[name].leave()
+        await ended(world.left(name))
+    world.start(needed[-1])
+    await ended(world.left(needed[-1]))
     await archived_last(world)
 
 
@@ -177,14 +181,14 @@ async def test_who_comes_after_the_end_is_not_admitted_and_who_missed_the_end_le
         await ended(world.left(name))
     last = await archived_last(world)
     assert not world.coordinator.overview().tokens_per_second
-    with pytest.raises(RunIsOver, match="is finished: all 3.8k tokens are trained, in [0-9]+ rounds") as told:
+    with pytest.raises(RunIsOver, match="is finished: all 1.9k tokens are trained, in [0-9]+ rounds") as told:
         await enter(world, "barbara")
     found = told.value.info.last
     assert found is not None and (found.state, found.round) == (last.state, last.round)
     # Admitted before the end, it never got what leads to the last state.
     late = world.start("barbara")
     await ended(world.left("barbara"))
-    assert late.end_of_run.info is not None and "is finished: all 3.8k tokens" in late.snapshot().finished
+    assert late.end_of_run.info is not None and "is finished: all 1.9k tokens" in late.snapshot().finished
     assert not late.snapshot().state
 
 
@@ -197,6 +201,7 @@ async def test_an_ended_run_admits_those_who_may_bring_its_last_state_and_nobody
     for name in PEERS:
         world.nodes[name].leave()
         await ended(world.left(name))
+    await until(lambda: not world.coordinator.overview().training, "they are missed")
     asked = await world.command("run", "end", str(world.folder / "observer"), answer="y\n")
     assert "Nobody is here: what was trained since is lost, unless peers that took part join again" in asked
     assert "is not archived: ask" in asked, asked
