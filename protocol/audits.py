@@ -10,8 +10,10 @@ rises with the weight of the update and falls with a clean record: stake is work
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 from protocol.ids import Digest, PeerKey, sha256
@@ -113,6 +115,22 @@ def draw_auditors(
     return draw_by_stake(b"cairn/v1/auditors" + certificate + update, stakes, rule.auditors, {author})
 
 
+def first_auditors(certificate: Certificate, stakes: Mapping[PeerKey, int]) -> dict[Digest, PeerKey]:
+    """Return the first auditor of each update (header digest), as `draw_auditors` draws it, in O(log n) for each."""
+    keys = sorted(key for key in stakes if stakes[key] > 0)
+    sums = list(accumulate(stakes[key] for key in keys))
+    found: dict[Digest, PeerKey] = {}
+    for update in certificate.record.body.updates:
+        own = max(0, stakes.get(update.author, 0))
+        left = sums[-1] - own if sums else 0
+        if left > 0:
+            at = _drawn(b"cairn/v1/auditors" + certificate.digest + update.digest, 0) % left
+            if own and at >= sums[bisect_left(keys, update.author)] - own:
+                at += own  # its author is passed over
+            found[update.digest] = keys[bisect_right(sums, at)]
+    return found
+
+
 def draw_jury(
     certificate: Digest, update: Digest, stakes: Mapping[PeerKey, int], rule: AuditRule
 ) -> tuple[PeerKey, ...]:
@@ -136,7 +154,7 @@ def draw_by_stake(
     total = sum(left.values())
     drawn: list[PeerKey] = []
     while left and len(drawn) < count:
-        at = int.from_bytes(sha256(seed, len(drawn).to_bytes(4, "little")), "little") % total
+        at = _drawn(seed, len(drawn)) % total
         for key, stake in left.items():
             if at < stake:
                 drawn.append(key)
@@ -144,3 +162,7 @@ def draw_by_stake(
             at -= stake
         total -= left.pop(drawn[-1])
     return tuple(drawn)
+
+
+def _drawn(seed: bytes, draw: int) -> int:
+    return int.from_bytes(sha256(seed, draw.to_bytes(4, "little")), "little")

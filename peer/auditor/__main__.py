@@ -70,14 +70,13 @@ def _scores(job: Job) -> tuple[Score, ...]:
     if isinstance(job, ScreenJob):
         from peer.auditor.screen import screen  # torch: seconds
 
-        os.nice(CPU_NICENESS)  # no more than that, however often
-        return screen(job, SystemRandom())
+        return screen(job, SystemRandom())  # not nicer: the next job may be for a GPU
     from peer.auditor.audit import audit  # transformers, too
     from peer.training.device import choose_device
 
     device = choose_device(job.device, job.threads)
     if device.type == "cpu":
-        os.nice(CPU_NICENESS)
+        os.nice(CPU_NICENESS)  # no more than that, however often
     else:
         _leave_memory(device)
     return audit(job, device)

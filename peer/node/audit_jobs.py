@@ -61,7 +61,10 @@ class AuditJobs:
         self._in_use = frozenset()
 
     def screen(self, certificate: Certificate, update: Digest) -> ScreenJob:
-        """Return the job of a screen, of what the store has. Raise UncheckableUpdate when that is too little."""
+        """Return the job of a screen, of what the store has. Raise UncheckableUpdate when that is too little.
+
+        It is compared with updates of keys with stake: others may all be one person's.
+        """
         audited, path = _update_of(certificate, update), self.chain.path(self.chain.root, certificate.digest)
         record = [audited, *self._held(certificate, MAX_SCREENED - 1, without=audited.author)]
         if len(record) < SCREENED_UPDATES or not self.store.has(audited.body.blob):
@@ -74,8 +77,10 @@ class AuditJobs:
     def _held(
         self, certificate: Certificate, most: int, *, without: PeerKey | None = None
     ) -> Sequence[Signed[UpdateHeader]]:
-        """Return at most that many of a record's updates whose blobs are here, drawn when there are more."""
-        held = [u for u in certificate.record.body.updates if u.author != without and self.store.has(u.body.blob)]
+        """Return at most that many updates of a record, by keys with stake, whose blobs are here: a draw."""
+        stakes = self.chain.stakes(certificate.record.body.parent)
+        held = [u for u in certificate.record.body.updates
+                if u.author != without and stakes.get(u.author) and self.store.has(u.body.blob)]  # fmt: skip
         return held if len(held) <= most else self._chooser.sample(held, most)
 
     async def job(

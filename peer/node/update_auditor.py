@@ -31,7 +31,7 @@ from protocol.spec import RunSpec
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 64
-"""Checks that wait."""
+"""Screens that wait, and other checks."""
 
 SCREENS_TOGETHER = 4
 """Screens for which a process is started. Fewer wait for another check: a start takes longer than they do."""
@@ -80,7 +80,7 @@ class UpdateAuditor:
         self._present: tuple[Digest, Digest, UpdateCheck] | None = None
         """The check that is being made."""
         self._strange: BoundedDict[Digest, None] = BoundedDict(MAX_WAITING)
-        """Updates that failed a screen or a loss check here."""
+        """Updates that failed a loss check here."""
         self._asked = asyncio.Event()
         self.counts = AuditCounts()
 
@@ -94,8 +94,11 @@ class UpdateAuditor:
         stakes = self.chain.stakes(action.certificate.record.body.parent)
         is_new = bool(stakes) and not any(stakes.get(u.author) for u in _updates(action) if u.digest == action.update)
         self._waiting.append(_Waiting(action, is_new))
-        if len(self._waiting) > MAX_WAITING:
-            self._not_made(self._take(last=True), f"{MAX_WAITING} others come first", may_ask_again=False)
+        alike = [w for w in self._waiting if (w.action.check == "screen") is (action.check == "screen")]
+        if len(alike) > MAX_WAITING:
+            self._not_made(
+                self._take(max(alike, key=self._rank)), f"{MAX_WAITING} others come first", may_ask_again=False
+            )
         screens = sum(w.action.check == "screen" for w in self._waiting)
         if screens >= SCREENS_TOGETHER or screens < len(self._waiting):
             self._asked.set()
@@ -107,7 +110,7 @@ class UpdateAuditor:
             self._asked.clear()
             try:
                 while self._waiting:
-                    action = self._take()
+                    action = self._take(min(self._waiting, key=self._rank))
                     self._present = _key(action)
                     await self._audit(action)
                     self._present = None
@@ -117,33 +120,31 @@ class UpdateAuditor:
                 self._present = None
                 await self.process.close()
 
-    def _take(self, *, last: bool = False) -> AuditUpdate:
-        """Remove and return the first check by rank, or the last one.
+    def _take(self, waiting: _Waiting) -> AuditUpdate:
+        self._waiting.remove(waiting)
+        return waiting.action
+
+    def _rank(self, waiting: _Waiting) -> tuple[int, int, bytes]:
+        """Return the key by which checks are ordered.
 
         First come accused updates: many newcomers must not keep a jury from its work. Then come replays of keys without
-        stake: all of their updates are to be replayed, whatever else is found. Then come updates that failed another
+        stake: all of their updates are to be replayed, whatever else is found. Then come updates that failed a loss
         check, then screens, which are cheap, then loss checks, then replays.
 
         Of each kind the newest round comes first. A conviction takes an auditor's replay, then another's, then those of
         a jury, one after the other. With more to do than time, the oldest first would all begin too late for that. In a
         round the certificate digest draws the order: an author must not be able to choose a key that comes last.
         """
-
-        def rank(waiting: _Waiting) -> tuple[int, int, bytes]:
-            action, certificate = waiting.action, waiting.action.certificate
-            if action.is_accused:
-                kind = 0
-            elif waiting.is_new and action.check == "replay":
-                kind = 1
-            elif action.update in self._strange:
-                kind = 2
-            else:
-                kind = {"screen": 3, "loss": 4, "replay": 5}[action.check]
-            return kind, -certificate.record.body.round, sha256(certificate.digest, action.update)
-
-        found = (max if last else min)(self._waiting, key=rank)
-        self._waiting.remove(found)
-        return found.action
+        action, certificate = waiting.action, waiting.action.certificate
+        if action.is_accused:
+            kind = 0
+        elif waiting.is_new and action.check == "replay":
+            kind = 1
+        elif action.update in self._strange:
+            kind = 2
+        else:
+            kind = {"screen": 3, "loss": 4, "replay": 5}[action.check]
+        return kind, -certificate.record.body.round, sha256(certificate.digest, action.update)
 
     @property
     def waiting(self) -> int:
@@ -193,7 +194,8 @@ class UpdateAuditor:
         passed = all(s.value >= s.threshold for s in found.scores)
         if not passed:
             self.counts.failed += 1
-            self._strange[action.update] = None
+            if action.check == "loss":  # of a record with many fakes, all updates may fail their screens
+                self._strange[action.update] = None
         # A failed screen or loss check accuses nobody, and honest updates fail some: it chooses what is replayed.
         level = logging.WARNING if action.check == "replay" and not passed else logging.INFO
         level = logging.DEBUG if action.check == "screen" and passed else level

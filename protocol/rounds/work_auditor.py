@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from protocol.audits import SCREENED_UPDATES, UpdateCheck, draw_auditors, due_audits
+from protocol.audits import SCREENED_UPDATES, UpdateCheck, due_audits, first_auditors
 from protocol.bounded import BoundedDict
 from protocol.carried_reports import CarriedReports
 from protocol.ids import Digest, PeerKey
@@ -119,7 +119,8 @@ class WorkAuditor:
         chain, updates = self._context.chain, 0
         branch = [r for r in islice(chain.ancestors(parent), chain.limits.stake.hold_rounds) if r != chain.root]
         self._seen.intersection_update(branch)
-        for name in [n for n in self._asked if n[0] not in self._seen and n[0] not in branch]:
+        oldest = chain.height(parent) - chain.limits.stake.hold_rounds
+        for name in [n for n in self._asked if n[0] not in chain or chain.height(n[0]) < oldest]:
             del self._asked[name]
         for record in branch:
             if record not in self._seen:
@@ -146,17 +147,21 @@ class WorkAuditor:
             self._follow(report, following)
 
     def _request_screens(self, record: Digest, following: CarriedReports, replayed: Collection[Digest]) -> None:
-        """Request the screens of a record's updates that are ours to check, but of those that we replay anyway."""
+        """Request the screens of a record's updates that are ours to check, but of those that we replay anyway.
+
+        A peer that does not train holds no updates, and makes none.
+        """
         chain = self._context.chain
         certificate, rule = chain.certificate(record), chain.limits.audit
         updates, stakes = certificate.record.body.updates, chain.stakes(certificate.record.body.parent)
         me = None if self._reporter is None else self._reporter.key
-        if len(updates) < SCREENED_UPDATES or not rule.replay_rate:
+        if self._context.observer or len(updates) < SCREENED_UPDATES or not rule.replay_rate:
             return
+        first = first_auditors(certificate, stakes)
         for update in updates:
             if update.author == me or update.digest in replayed:
                 continue
-            if me == rule.owner or me in draw_auditors(record, update.digest, update.author, stakes, rule)[:1]:
+            if me in (rule.owner, first.get(update.digest)):
                 self._ask(following, record, update.digest, "screen", _Asked())
 
     def _request_again(self, parent: Digest, following: CarriedReports) -> None:

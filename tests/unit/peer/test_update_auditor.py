@@ -529,31 +529,31 @@ def hold_all(w: World) -> None:
 
 async def test_a_screen_has_the_updates_that_the_store_has_and_fetches_none(tmp_path):
     async with world(tmp_path, 0, threads=2) as w:
-        grow_by_three(w, 10)
+        grow_by_three(w, 16)
         hold_all(w)
         records = [c.record.body for c in w.made.certificates]
-        w.held.discard(records[8].updates[0].body.blob)
-        *_, action = [w.ask(9, "screen", author=author) for author in (1, 3)] + [w.ask(n, "screen") for n in (8, 9)]
+        w.held.discard(records[14].updates[0].body.blob)
+        *_, action = [w.ask(15, "screen", author=author) for author in (1, 3)] + [w.ask(n, "screen") for n in (14, 15)]
         await w.done(4)
         (job,) = [job for job in w.process.asked if job.updates[0] == w.path(blob_of(action))]
         assert isinstance(job, ScreenJob)
-        audited = next(u for u in records[9].updates if u.digest == action.update)
-        others = [w.path(u.body.blob) for u in records[9].updates if u is not audited]
+        audited = next(u for u in records[15].updates if u.digest == action.update)
+        others = [w.path(u.body.blob) for u in records[15].updates if u is not audited]
         assert sorted(job.updates[1:]) == sorted(others)
         assert [len(paths) for paths in job.earlier] == [2, 3]
-        assert {*job.earlier[1]} == {w.path(u.body.blob) for u in records[5].updates}
+        assert {*job.earlier[1]} == {w.path(u.body.blob) for u in records[11].updates}
         assert (job.threads, w.fetched) == (2, [])
 
 
 async def test_a_few_screens_alone_start_no_process(tmp_path):
     async with world(tmp_path, 0) as w:
-        grow_by_three(w, SCREENS_TOGETHER)
+        grow_by_three(w, 12)
         hold_all(w)
-        for round_ in range(SCREENS_TOGETHER - 1):
+        for round_ in range(12 - SCREENS_TOGETHER, 11):
             w.ask(round_, "screen")
         await asyncio.sleep(0)
         assert w.auditor.waiting == SCREENS_TOGETHER - 1 and not w.process.asked
-        w.ask(SCREENS_TOGETHER - 1, "screen")
+        w.ask(11, "screen")
         await w.done(SCREENS_TOGETHER)
         assert len(w.process.asked) == SCREENS_TOGETHER
 
@@ -565,6 +565,36 @@ async def test_an_update_without_others_beside_it_is_not_screened_and_not_asked_
         w.ask(2, "screen")
         await w.done(2)
         assert len(w.process.asked) == 1 and not w.not_made
+
+
+async def test_updates_by_keys_without_stake_are_no_measure(tmp_path):
+    async with world(tmp_path, 0) as w:
+        for _ in range(12):
+            w.chain.add(w.made.add({1: 8, 2: 8}))
+        grow_by_three(w, 1)
+        hold_all(w)
+        w.ask(12, "loss")
+        w.ask(12, "screen")
+        await w.done(2)
+        assert len(w.process.asked) == 1, "beside the audited update only peer 1 has stake"
+
+
+async def test_many_screens_push_no_other_check_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(update_auditor, "MAX_WAITING", 3)
+    async with world(tmp_path, 0) as w:
+        grow_by_three(w, 14)
+        hold_all(w)
+        w.process.gate.clear()
+        w.ask(13, "loss")
+        await until(lambda: bool(w.process.asked), "the first check is being made")
+        for round_ in (12, 13):
+            w.ask(round_, "replay")
+        for round_ in range(8, 14):
+            w.ask(round_, "screen")
+        assert w.auditor.waiting == 2 + 3
+        w.process.gate.set()
+        await w.done(1 + 3 + 2 + 3)
+        assert sum(not isinstance(job, ScreenJob) and job.check == "replay" for job in w.process.asked) == 2
 
 
 async def test_where_updates_cannot_be_replayed_none_is_screened(tmp_path):

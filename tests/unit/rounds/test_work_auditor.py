@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
-from protocol.audits import AuditRule, UpdateCheck, draw_auditors, due_audits
+from protocol.audits import AuditRule, UpdateCheck, draw_auditors, due_audits, first_auditors
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.messages import Certificate, Score, Signed, WorkReport
 from protocol.rounds.actions import AuditUpdate
@@ -22,11 +22,11 @@ from tests.support.empty_chain import KEYS, OWNER, RUN
 class Auditor:
     """A work auditor that reports by one key, and what it asks its driver for."""
 
-    def __init__(self, branch: Branch, me: PeerKey):
+    def __init__(self, branch: Branch, me: PeerKey, *, trains: bool = True):
         self.asked: list[Any] = []
         self.reports = ReportPool(me, branch.chain)
         context = SimpleNamespace(
-            run=RUN, chain=branch.chain, reports=self.reports,
+            run=RUN, chain=branch.chain, reports=self.reports, observer=not trains,
             emit=lambda action: self.asked.append(action) if isinstance(action, AuditUpdate) else None,
         )  # fmt: skip
         self.work = WorkAuditor(cast(Any, context), cast(Any, FakeSigner(me)))
@@ -126,6 +126,37 @@ def test_a_screen_is_not_reported_and_a_failed_one_has_its_update_replayed():
         auditor.work.answered(UpdateAudited(action.certificate.digest, action.update, "screen", scores))
     assert [(a.update, a.check) for a in auditor.requested()] == [(screens[0].update, "replay")]
     assert not auditor.reports.by(OWNER.key)
+
+
+def test_an_auditor_that_does_not_train_holds_no_updates_and_screens_none():
+    branch = Branch(20)
+    for trains in (True, False):
+        auditor = Auditor(branch, OWNER.key, trains=trains)
+        auditor.work.round_begun(branch.chain.head)
+        assert any(a.check == "screen" for a in auditor.requested()) is trains
+
+
+def test_the_first_auditors_of_all_updates_are_those_that_are_drawn_one_by_one():
+    branch = Branch()
+    for _ in range(20):
+        record = branch.add()
+        stakes = branch.chain.stakes(record.record.body.parent)
+        for some in (stakes, {k: 1 for k in KEYS[:1]}, {KEYS[0]: 5, KEYS[3]: 1, OWNER.key: 7, OTHERS[1]: 0}, {}):
+            first = first_auditors(record, some)
+            for u in record.record.body.updates:
+                expected = draw_auditors(record.digest, u.digest, u.author, some, AuditRule())[:1]
+                assert expected == ((first[u.digest],) if u.digest in first else ())
+
+
+def test_a_check_is_not_repeated_when_the_chain_leaves_its_record_and_returns():
+    branch = Branch(20)
+    auditor = Auditor(branch, OWNER.key)
+    auditor.work.round_begun(branch.chain.head)
+    assert auditor.requested()
+    auditor.work.round_begun(branch.chain.certificate(branch.chain.head).record.body.parent)
+    auditor.requested()  # of one record more, which is no longer too old
+    auditor.work.round_begun(branch.chain.head)
+    assert not auditor.requested()
 
 
 def test_a_record_of_few_updates_is_not_screened(monkeypatch):
