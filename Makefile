@@ -8,6 +8,7 @@ STAMP  := $(VENV)/.installed
 
 $(STAMP): pyproject.toml setup.py
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	-@$(BIN)/python -m pip uninstall --quiet --yes cairn 2>/dev/null  # its name before
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	@touch $@
 

@@ -51,7 +51,7 @@ async def offer_model(info: RunInfo, folder: Path, store: Store, most: int, stop
             if not page:
                 raise CairnError("the coordinator gives no address of its page")
             size = state_layout(info.spec.model.layout, info.spec.outer).checkpoint_size
-            _check_room(folder, size, most)
+            _check_room(folder, size, most - store.used_bytes)
             click.echo(f"fetching the last state ({byte_size(size)}) to {copy}; Ctrl-C stops that")
             await _until_stopped(address, info.spec.run_id, last.state, copy, stopping)
         except CairnError as e:
@@ -65,7 +65,7 @@ def _check_room(folder: Path, size: int, most: int) -> None:
     free = shutil.disk_usage(folder).free
     if size > most or size + RESERVE > free:
         raise CairnError(
-            f"it has {byte_size(size)}, and {byte_size(most)} are allowed (--disk), {byte_size(free)} free on this disk"
+            f"it has {byte_size(size)}, and --disk leaves {byte_size(max(0, most))}, this disk {byte_size(free)}"
         )
 
 

@@ -24,8 +24,8 @@ BURST, LIBRARY_BURST = 1000, 20
 LINES_PER_SECOND = 0.1
 """Lines that one statement may log in the long run."""
 
-REPEAT_SECONDS, MAX_REPEAT_SECONDS = 60.0, 3600.0
-"""Seconds in which a statement does not log the same text again. They double while it goes on, up to the second."""
+REPEAT_SECONDS = 60.0
+"""Seconds in which a statement does not log the same text again. Longer, and a state that changed back is not seen."""
 
 MAX_STATEMENTS = 4096
 """Statements that are remembered: more than the program has."""
@@ -49,7 +49,6 @@ class _Statement:
 @dataclass(slots=True)
 class _Text:
     again_at: float
-    pause: float
     left_out: int = 0
 
 
@@ -81,7 +80,7 @@ class LineLimit(logging.Filter):
         except Exception as e:  # noqa: BLE001 - a mistake of the caller, whom a line of the log must not stop
             message = f"a line that cannot be formatted, of {record.pathname}:{record.lineno}: {type(e).__name__}"
         with self._lock:
-            left_out = self._count(record, hash(message))
+            left_out = self._count(record, hash((message, str(record.exc_info[1]) if record.exc_info else "")))
         if left_out is None:
             return False
         if len(message) > MAX_CHARACTERS:
@@ -98,7 +97,7 @@ class LineLimit(logging.Filter):
     def _count(self, record: logging.LogRecord, text: int) -> int | None:
         """Count a line of its statement; return how many before it were left out, or None for one that is.
 
-        `text`: the hash of the line.
+        `text`: the hash of the line, with its exception.
         """
         key = (record.name, record.pathname, record.lineno, getattr(record, "kind", ""))
         now = self._clock()
@@ -117,12 +116,9 @@ class LineLimit(logging.Filter):
             return None
         statement.lines.charge(1)
         left_out, statement.left_out = statement.left_out, 0
-        pause = REPEAT_SECONDS
         if said is not None:
             left_out += said.left_out
-            if said.left_out:
-                pause = min(2 * said.pause, MAX_REPEAT_SECONDS)
-        self._texts.renew((key, text), _Text(now + pause, pause))
+        self._texts.renew((key, text), _Text(now + REPEAT_SECONDS))
         return left_out
 
 

@@ -79,7 +79,7 @@ async def test_a_volunteer_is_told_where_the_model_is_and_gets_it_if_there_is_ro
     monkeypatch.setattr(finished_run, "fetch_archived", offer.fetch)
     await offer.make(most=1000)
     said = capsys.readouterr()
-    assert "http://run.example/#model" in said.out and "(--disk)" in said.err and not offer.addresses
+    assert "http://run.example/#model" in said.out and "--disk" in said.err and not offer.addresses
     await offer.make()
     assert offer.addresses == ["http://run.example/checkpoints/round-000005"]
     assert f"cairn export {offer.folder} my-model" in capsys.readouterr().out
