@@ -186,9 +186,7 @@ def ban(run: Path, keys: set[PeerKey], home: Path, reason: str) -> None:
         if len(banned) > MAX_BANNED:
             raise CairnError(f"at most {MAX_BANNED} peers can be banned: let the run admit by invite, or by list")
         click.echo(f"banning {', '.join(k.short for k in sorted(keys))} at once; {_in_force(status)}")
-        # The pause or end of a run that rests keeps its reason.
-        rest = "" if status.body.run_status == "running" else status.body.reason
-        return replace(status.body, banned=banned, reason=reason or rest)
+        return replace(status.body, banned=banned, reason=reason or _reason_to_rest(status))
 
     _order(_open_run(run, home), change)
 
@@ -203,9 +201,15 @@ def unban(run: Path, keys: set[PeerKey], home: Path, reason: str) -> None:
         if missing := sorted(keys - set(status.body.banned)):
             raise CairnError(f"{', '.join(k.short for k in missing)} is not banned")
         click.echo(f"letting in {', '.join(k.short for k in sorted(keys))}; {_in_force(status)}")
-        return replace(status.body, banned=tuple(k for k in status.body.banned if k not in keys), reason=reason)
+        banned = tuple(k for k in status.body.banned if k not in keys)
+        return replace(status.body, banned=banned, reason=reason or _reason_to_rest(status))
 
     _order(_open_run(run, home), change)
+
+
+def _reason_to_rest(status: RunStatus) -> str:
+    """Return why the run is paused or ended, which an order without a reason of its own keeps; "" while it runs."""
+    return "" if status.body.run_status == "running" else status.body.reason
 
 
 def _in_force(status: RunStatus) -> str:
@@ -232,7 +236,7 @@ def policy(run: Path, settings: tuple[str, ...], from_round: int, home: Path, re
         check_changes(opened.spec, changes)
         first = max(from_round, 0 if status.round is None else status.round + 1)
         click.echo(f"changing {', '.join(settings)} from round {first} on")
-        return replace(status.body, changes=changes, from_round=Round(first), reason=reason)
+        return replace(status.body, changes=changes, from_round=Round(first), reason=reason or _reason_to_rest(status))
 
     _order(opened, change)
 
