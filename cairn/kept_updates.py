@@ -100,14 +100,32 @@ class KeptUpdates:
         oldest = chain.height(chain.head) - kept.every * (kept.keep + 2)
         return chain.path(chain.main_chain_at(max(round_, oldest)) or chain.root, chain.head)
 
+    def _starts(self) -> list[int]:
+        """Return the rounds whose archived base state newcomers begin with, newest first.
+
+        A record names that state, at a multiple of `checkpoint.every`, or the owner's rollback does: then none before
+        it is needed. Nothing names the state of a run that rests.
+        """
+        chain, every = self._node.chain, self._node.membership.spec.checkpoint.every
+        first = 0 if chain.rollback is None else chain.rollback.round
+        named = range(first + 1, chain.height(chain.head))
+        return [r for r in self._view.held_states() if r == first or (r in named and r % every == 0)] or [0]
+
     def _path(self) -> tuple[Certificate, ...]:
-        """Return the records since the newest archived state that a newcomer can reach."""
-        held = self._view.held_states() or [0]
-        for round_ in held[:-1]:
-            path = self._since(round_)
-            if not path or self._is_here(path[0]):
-                return path
-        return self._since(held[-1])
+        """Return the records since the newest archived state that a newcomer can reach.
+
+        If no such path is within the bound, it is the longest that is, or the one since the newest state.
+        """
+        newest, *older = map(self._since, self._starts())
+        path = newest
+        for longer in older:
+            if not path or self._is_here(path[0]) or sum(self._sizes(longer).values()) > self._most_bytes:
+                break
+            path = longer
+        return path
+
+    def _sizes(self, path: Sequence[Certificate]) -> dict[Digest, int]:
+        return {blob: size for certificate in path for blob, size in self._files.blob_sizes(certificate).items()}
 
     async def _protect(self) -> None:
         """Protect that state and the blobs of the records since then, and remove those of other records."""
@@ -127,17 +145,20 @@ class KeptUpdates:
 
         Many members will not all be gone before a newer state is archived; a few may.
         """
-        if not self._most_bytes or self._count_members() > self._few_members:
+        path, starts = self._path(), self._starts()
+        if not self._most_bytes or self._count_members(path) > self._few_members:
             return NONE
-        if (problem := self._room_problem(self._since(self._view.held_state()))) is not NONE:
+        if (problem := self._room_problem(self._since(starts[0]))) is not NONE:
             return problem
-        archived = {self._node.chain.main_chain_at(round_) for round_ in self._view.held_states()}
+        archived = {self._node.chain.main_chain_at(round_) for round_ in starts}
         if not self._view.archive_problem and (soon := self._view.unarchived_checkpoint()) is not None:
             archived.add(soon[1])
         wanted: list[Certificate] = []
-        for certificate in reversed(self._path()):
+        for certificate in reversed(path):
             wanted.insert(0, certificate)
             if not self._is_here(certificate) and self._is_due(certificate):
+                if (problem := self._room_problem(wanted)) is not NONE:
+                    return problem  # it leads back further than to the newest state
                 await self._fetch_round(certificate)
                 if self._news.is_set():
                     break  # the head, or the newest archived state, may have changed
@@ -145,14 +166,15 @@ class KeptUpdates:
                 break  # a newcomer begins here
         return self._missing_problem([c for c in wanted if not self._is_here(c)])
 
-    def _count_members(self) -> int:
+    def _count_members(self, path: Sequence[Certificate]) -> int:
+        """Return how many contributors of a path are here. An admission alone may be idle, and holds no updates."""
         member_seconds = self._node.membership.spec.round.member_seconds
-        heard = self._view.heartbeats().values()
-        return sum(bool(h.heartbeat.admission) and h.seconds_since <= member_seconds for h in heard)
+        here = {key for key, h in self._view.heartbeats().items() if h.seconds_since <= member_seconds}
+        return len(here & {key for certificate in path for key in certificate.record.body.contributors})
 
     def _room_problem(self, path: Sequence[Certificate]) -> _Problem:
-        sizes = {blob: size for certificate in path for blob, size in self._files.blob_sizes(certificate).items()}
-        total, store = sum(sizes.values()), self._node.store
+        sizes, store = self._sizes(path), self._node.store
+        total = sum(sizes.values())
         if total > self._most_bytes:
             return _Problem(
                 "bound",

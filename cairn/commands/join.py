@@ -277,7 +277,10 @@ async def _run(node: Node, screen: PeerScreen, stopping: asyncio.Future[Any], *,
     with screen.showing(lambda: node.reporter.latest):  # drawn by another thread
         await asyncio.wait([running, stopping, *([beside] if auditor else [])], return_when=asyncio.FIRST_COMPLETED)
         if not running.done():
-            log.info("leaving%s (at most 10 s)", "" if auditor else ": announcing what is done, saving the rest")
+            log.info(
+                "leaving%s (mostly 10 s, at most a minute)",
+                "" if auditor else ": announcing what is done, saving the rest",
+            )
             node.leave()
         beside.cancel()
         await running

@@ -20,12 +20,18 @@ import pytest
 import yaml
 
 from cairn.main import main
+from peer.channel import SAVE_SECONDS
+from peer.node.last_member import MAX_STAY_SECONDS
+from peer.node.node import HARD_STOP_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER, DEPLOY = ROOT / "docker", ROOT / "deploy"
 DOCKERFILES = sorted(DOCKER.glob("*.Dockerfile"))
 UNITS = [DEPLOY / "cairn-peer.service", DEPLOY / "user" / "cairn-peer.service"]
 COMPOSE = [DOCKER / "compose.yaml", DOCKER / "compose.monitored.yaml"]
+
+STOP_SECONDS = 60
+"""Given to a peer until it is killed."""
 
 OURS = ("cairn-coordinator", "cairn-peer")
 """Images whose entrypoint is cairn."""
@@ -68,10 +74,15 @@ def test_a_command_line_that_cairn_does_not_have_is_found():
             parsed(wrong)
 
 
+def test_a_peer_that_leaves_as_slowly_as_it_may_is_not_killed():
+    assert HARD_STOP_SECONDS + SAVE_SECONDS + MAX_STAY_SECONDS + 10 <= STOP_SECONDS
+
+
 def test_each_service_of_ours_runs_a_command_of_cairn():
     found = {}
     for name, service in services(DOCKER / "compose.yaml").items():
-        assert service["image"] in OURS and service["stop_grace_period"] == "30s"
+        assert service["image"] in OURS
+        assert service["stop_grace_period"] == ("30s" if name == "coordinator" else f"{STOP_SECONDS}s")
         found[name] = parsed(words_for_cairn(service["command"]))
     command, _ = found.pop("coordinator")
     assert command == "coordinator serve" and len(found) >= 3
@@ -141,6 +152,7 @@ def test_a_unit_is_valid_and_starts_a_peer(unit: Path, tmp_path: Path):
     program, *arguments = started(unit)
     assert program.endswith("/bin/cairn")
     assert parsed(arguments)[0] == "peer join"
+    assert f"\nTimeoutStopSec={STOP_SECONDS}\n" in unit.read_text()
     if not shutil.which("systemd-analyze"):
         pytest.skip("systemd-analyze is not here")
     # It wants the program to exist.

@@ -17,10 +17,12 @@ from cairn.kept_updates import KeptUpdates
 from coordinator.checkpoints.settings import ArchiveTable
 from peer.errors import PeerError
 from peer.store import StoreFull
-from protocol.ids import Digest, PeerKey
-from protocol.messages import Certificate
+from protocol.ids import Digest, PeerKey, Round
+from protocol.message_codec import KeySigner
+from protocol.messages import Certificate, Directive, Rollback
 from tests.support.coordinator_fakes import peer, state
 from tests.support.observer_world import SPEC, Observed
+from tests.support.specs import OWNER
 from tests.support.waiting import until
 
 SIZE = 1000
@@ -38,6 +40,7 @@ class Kept(Observed):
         self.blobs: set[Digest] = set()
         self.protected = self.state = frozenset[Digest]()
         self.here: list[int] = []
+        self.looks = 0
         self.free = 10**12
         node = cast(Any, self.node)
         node.membership = SimpleNamespace(spec=SPEC)
@@ -62,7 +65,7 @@ class Kept(Observed):
 
     @property
     def free_bytes(self) -> int:
-        return self.free
+        return self.free - SIZE * len(self.blobs)
 
     def path(self, digest: Digest) -> Path:
         return self.node.folder / "blob"
@@ -73,6 +76,7 @@ class Kept(Observed):
         return {peer(n).key: SimpleNamespace(heartbeat=heartbeat, last_news=time.monotonic()) for n in self.here}
 
     def _protect(self, blobs: frozenset[Digest]) -> None:
+        self.looks += 1
         states = {state(number) for number in range(0, 20, 5)}
         self.protected, self.state = blobs - states, blobs & states
 
@@ -148,14 +152,66 @@ async def test_the_rounds_before_an_archived_state_stay_until_the_round_that_pro
         assert k.state == {state(5)}
 
 
+@pytest.mark.parametrize("head", [8, 10])
+async def test_the_archived_state_of_a_run_that_rests_is_no_start_for_newcomers(tmp_path: Path, head: int):
+    k = make(tmp_path, head)
+    await k.archive_newest()
+    since = range(5, head)
+    async with k.running():
+        await until(lambda: k.blobs == k.of(*since), "all are here")
+        await k.view.archive(state(head), k.chain.head, 1)
+        looks = k.looks
+        await until(lambda: k.looks > looks + 2, "it has looked")
+        assert k.blobs == k.protected == k.of(*since) and k.state == {state(5)}
+        k.rounds(1, {1: 2, 2: 2})
+        named = range(5, 9) if head == 8 else [10]  # the record of round 10 names its state
+        await until(lambda: k.blobs == k.of(*named), "the run goes on")
+
+
+@pytest.mark.parametrize("to", [4, 5])
+async def test_the_state_that_the_run_was_rolled_back_to_is_a_start_for_newcomers(tmp_path: Path, to: int):
+    k = make(tmp_path, to)
+    await k.view.archive(state(to), k.chain.head, 1)
+    back = Rollback(1, k.chain.head, Round(to), state(to))
+    k.rounds(2, {1: 2, 2: 2})
+    k.chain.add_directive(KeySigner(OWNER).sign(Directive(SPEC.run_id, 1, rollback=back)))
+    assert k.chain.height(k.chain.head) == to
+    k.given = lambda number: False
+    async with k.running():
+        await until(lambda: k.looks > 2, "it has looked")
+        assert k.asked == [] and k.protected == frozenset()
+
+
+async def test_no_more_than_the_bound_is_held_when_the_round_that_proves_a_state_does_not_come(tmp_path: Path):
+    k = make(tmp_path, 6, updates=14 * SIZE)
+    await k.archive_newest()
+    k.given = lambda number: number != 5
+    async with k.running():
+        await until(lambda: k.blobs == k.of(*range(5)), "all but that round are here")
+        k.rounds(3, {1: 2, 2: 2})
+        await until(lambda: k.blobs == k.of(6, 7, 8), "the newer state's rounds are kept, and the older ones gone")
+        k.given = lambda number: True
+        await until(lambda: k.blobs == k.of(5, 6, 7, 8), "all since that state are here")
+
+
+async def test_the_disk_keeps_its_reserve_when_the_round_that_proves_a_state_does_not_come(tmp_path: Path):
+    k = make(tmp_path, 7, reserve=SIZE)
+    await k.archive_newest()
+    k.free, k.given = 7 * SIZE, lambda number: number != 5
+    async with k.running():
+        await until(lambda: k.view.updates_problem.startswith("the disk has no room for 4.0 kB"), "it is said")
+        assert k.blobs == k.of(4, 6)
+
+
 async def test_nothing_is_fetched_while_many_members_are_here_and_all_of_it_when_few_are_left(tmp_path: Path):
-    k = make(tmp_path, 3, few_members=2)
+    k = Kept(tmp_path, few_members=2)
+    k.rounds(3, {1: 2, 2: 2, 3: 2})
     k.here = [1, 2, 3]
     async with k.running():
         await until(lambda: k.protected == k.of(0, 1, 2), "it has looked")
         await asyncio.sleep(0.05)
         assert k.asked == [] and k.view.updates_problem == ""
-        k.here = [1, 3]
+        k.here = [1, 3, 4, 5, 6]  # the last three have contributed nothing
         await until(lambda: k.blobs == k.of(0, 1, 2), "all are here")
 
 
