@@ -1,7 +1,7 @@
 # cairn-peer: trains on NVIDIA GPUs. From the repository's root:
 #     docker build -t cairn-peer -f docker/peer.Dockerfile .
-# The base brings what the host's driver needs; torch has its own CUDA libraries.
-ARG CUDA=nvidia/cuda:12.8.1-base-ubuntu24.04
+# torch has its own CUDA libraries, of CUDA 13: the host's driver has to be 580 or newer. The base refuses older ones.
+ARG CUDA=nvidia/cuda:13.0.3-base-ubuntu24.04
 
 FROM $CUDA AS build
 # torch.compile calls a C compiler, with Python's headers, on the machine that trains.
@@ -26,7 +26,7 @@ VOLUME /data
 # A peer needs no open port. It writes its status each second, once it is admitted.
 HEALTHCHECK --interval=30s --timeout=10s --start-period=10m --retries=4 \
     CMD find /data/runs -name status.json -mmin -2 | grep -q .
-# SIGTERM (`docker stop`) leaves in order: announces what is done, saves the rest. Allow it 30 s: --stop-timeout 30.
+# SIGTERM (`docker stop`) leaves in order: announces what is done, saves the rest. Allow it 60 s: --stop-timeout 60.
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["tini", "--", "cairn"]
 CMD ["peer", "join", "--help"]
