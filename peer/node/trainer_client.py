@@ -28,7 +28,7 @@ from peer.node.trainer_supervisor import TrainerSupervisor
 from peer.node.usage_log import UsageLog
 from peer.store import Store, StoreError
 from protocol.chain import Chain
-from protocol.ids import PeerKey
+from protocol.ids import Digest, PeerKey
 from protocol.rounds import events
 from protocol.rounds.actions import ApplyRecord, KeepState, RequestUpdate, SyncState
 from protocol.spec import RunSpec
@@ -66,6 +66,8 @@ class TrainerClient:
         self._usage = UsageLog()
         self._orders: channel.Orders | None = None
         self._verifying: asyncio.Task[None] | None = None
+        self._keeping: Digest | None = None
+        """The record of the last `KeepState`."""
         self._missing = 0
         """Own updates that the present move puts back."""
         self._trained_before = 0
@@ -131,6 +133,7 @@ class TrainerClient:
             log.warning("no update for round %d: %s", action.round, e)
 
     def keep_state(self, action: KeepState) -> None:
+        self._keeping = action.record
         self.tasks.spawn(self._keep_held_state(action), "held state")
 
     async def _keep_held_state(self, action: KeepState) -> None:
@@ -138,6 +141,7 @@ class TrainerClient:
             await self.send(channel.WriteState(self.store.scratch / f"held-{action.record.short}.safetensors"))
         except TrainerDied as e:
             log.warning("the state of the resting run was not written: %s", e)
+            self.post(events.StateNotKept(action.record))
 
     def order(self, orders: channel.Orders) -> None:
         """Give the trainer its orders; trainers that are started later receive them too."""
@@ -192,8 +196,8 @@ class TrainerClient:
                 log.error("trainer: %s", reason)
                 if what in ("load", "apply") and not fatal:
                     self._verifying = self.tasks.spawn(self._move_failed(reason), "verification")
-                elif what == "write" and not fatal:
-                    self.post(events.SyncFailed(self.chain.head, reason, kept=True))
+                elif what == "write" and not fatal and self._keeping is not None:
+                    self.post(events.StateNotKept(self._keeping))
                 elif what == "update" and not fatal:
                     self.post(events.SyncFailed(self.chain.head, reason))
             case channel.Note(level, _, text):
@@ -257,5 +261,6 @@ class TrainerClient:
             except StoreError as e:
                 log.error("the checkpoint was not kept: %s", e)
                 applied.checkpoint_path.unlink(missing_ok=True)
+                self.post(events.StateNotKept(applied.record))
         self.post(events.StateReached(applied.record, applied.state_digest))
         await self.retention.prune()
