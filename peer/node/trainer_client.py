@@ -185,9 +185,9 @@ class TrainerClient:
                 self.progress = message
                 if line := self._usage.line(message, time.monotonic()):
                     log.info("%s", line)
-                self.post(events.TrainingProgress(message.windows, message.loss, message.tokens_per_second))
+                self._post_progress()
             case channel.UpdateMade():
-                self.tasks.spawn(self._keep_update(message), "own update")
+                self.tasks.spawn(self._keep_update(message, self.progress), "own update")
             case channel.NothingDone(parent):
                 self.post(events.UpdateReady(parent, 0, 0, 0, 0, None, 0, 0.0))
             case channel.Applied():
@@ -212,6 +212,10 @@ class TrainerClient:
             case _:
                 pass
 
+    def _post_progress(self) -> None:
+        now = self.progress
+        self.post(events.TrainingProgress(now.windows, now.loss, now.tokens_per_second))
+
     def _stop_verifying(self) -> None:
         """Cancel the verification after a failed move: a newer request, or the trainer's loss, makes it obsolete."""
         if self._verifying is not None:
@@ -233,7 +237,8 @@ class TrainerClient:
         self.post(events.TrainingProgress(0, 0.0, 0.0))
         self.post(events.SyncFailed(self.chain.head, reason))
 
-    async def _keep_update(self, made: channel.UpdateMade) -> None:
+    async def _keep_update(self, made: channel.UpdateMade, before: channel.Progress) -> None:
+        """Put an own update into the store, and inform the machine. `before`: the progress before it was made."""
         self.retention.protect_update(made.digest)
         blob = await asyncio.to_thread(self.store.adopt, made.blob_path, made.digest)
         self.updates.trust(blob)
@@ -251,6 +256,9 @@ class TrainerClient:
                 made.loss,
             )
         )
+        if self.progress is not before:
+            # It came meanwhile and without the update's windows, which the machine has subtracted from it only now.
+            self._post_progress()
 
     async def _keep_state(self, applied: channel.Applied) -> None:
         self.missed, self._missing = self.missed + self._missing, 0
