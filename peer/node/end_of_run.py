@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from peer.coordinator_client import RunInfo
 from peer.node.enrollment import COORDINATOR_ABSENT, Enrollment
 from protocol.errors import CairnError
+from protocol.ids import Digest
 from protocol.rounds.departure import MAX_STAY_SECONDS
 from protocol.rounds.machine import RoundMachine
 from protocol.rounds.summary import Summary
@@ -91,19 +92,19 @@ class EndOfRun:
 
     async def _hand_over(self, view: Summary, ask_members: Callable[[], Awaitable[None]]) -> None:
         info, problem = await self._ask(ask_members)
-        if info is not None and self._is_archived(info, view):
+        if info is not None and self._is_archived(info, view.head):
             self.info = info
             log.info("the coordinator has the last state")
             return
         what = "the coordinator does not answer, and" if problem else "the coordinator"
         self._say(f"{what} has not got the last state: staying for it", "absent" if problem else "fetching")
 
-    def _is_archived(self, info: RunInfo, view: Summary) -> bool:
-        """Return whether the coordinator has the state that we hold, or follows another branch than we do."""
+    def _is_archived(self, info: RunInfo, record: Digest) -> bool:
+        """Return whether the run is over and the coordinator has the state after `record`, or is on another branch."""
         last, chain = info.last, self.machine.chain
         if not info.over or last is None or last.state is None:
             return False
-        return last.record == view.head or last.record not in chain or not chain.is_ancestor(last.record, view.head)
+        return last.record == record or last.record not in chain or not chain.is_ancestor(last.record, record)
 
     # -- a peer without it -----------------------------------------------------------------------------------
 
@@ -120,7 +121,7 @@ class EndOfRun:
         if any(m.heartbeat.head == view.chain_head and m.heartbeat.state is not None for m in view.members):
             return None  # it gives us what leads there
         info, _ = await self._ask(ask_members)
-        if info is not None and info.over and (info.last is None or info.last.state is not None):
+        if info is not None and self._is_archived(info, view.chain_head):
             self.info = info
             return f"the run is {info.over}"
         if now - self._late_since > LATE_SECONDS:

@@ -28,7 +28,7 @@ from peer.node.trainer_supervisor import TrainerSupervisor
 from peer.node.usage_log import UsageLog
 from peer.store import Store, StoreError
 from protocol.chain import Chain
-from protocol.ids import PeerKey
+from protocol.ids import Digest, PeerKey
 from protocol.rounds import events
 from protocol.rounds.actions import ApplyRecord, KeepState, RequestUpdate, SyncState
 from protocol.spec import RunSpec
@@ -66,6 +66,8 @@ class TrainerClient:
         self._usage = UsageLog()
         self._orders: channel.Orders | None = None
         self._verifying: asyncio.Task[None] | None = None
+        self._keeping: Digest | None = None
+        """The record of the last `KeepState`."""
         self._missing = 0
         """Own updates that the present move puts back."""
         self._trained_before = 0
@@ -131,6 +133,7 @@ class TrainerClient:
             log.warning("no update for round %d: %s", action.round, e)
 
     def keep_state(self, action: KeepState) -> None:
+        self._keeping = action.record
         self.tasks.spawn(self._keep_held_state(action), "held state")
 
     async def _keep_held_state(self, action: KeepState) -> None:
@@ -138,6 +141,7 @@ class TrainerClient:
             await self.send(channel.WriteState(self.store.scratch / f"held-{action.record.short}.safetensors"))
         except TrainerDied as e:
             log.warning("the state of the resting run was not written: %s", e)
+            self.post(events.StateNotKept(action.record))
 
     def order(self, orders: channel.Orders) -> None:
         """Give the trainer its orders; trainers that are started later receive them too."""
@@ -181,9 +185,9 @@ class TrainerClient:
                 self.progress = message
                 if line := self._usage.line(message, time.monotonic()):
                     log.info("%s", line)
-                self.post(events.TrainingProgress(message.windows, message.loss, message.tokens_per_second))
+                self._post_progress()
             case channel.UpdateMade():
-                self.tasks.spawn(self._keep_update(message), "own update")
+                self.tasks.spawn(self._keep_update(message, self.progress), "own update")
             case channel.NothingDone(parent):
                 self.post(events.UpdateReady(parent, 0, 0, 0, 0, None, 0, 0.0))
             case channel.Applied():
@@ -192,8 +196,8 @@ class TrainerClient:
                 log.error("trainer: %s", reason)
                 if what in ("load", "apply") and not fatal:
                     self._verifying = self.tasks.spawn(self._move_failed(reason), "verification")
-                elif what == "write" and not fatal:
-                    self.post(events.SyncFailed(self.chain.head, reason, kept=True))
+                elif what == "write" and not fatal and self._keeping is not None:
+                    self.post(events.StateNotKept(self._keeping))
                 elif what == "update" and not fatal:
                     self.post(events.SyncFailed(self.chain.head, reason))
             case channel.Note(level, _, text):
@@ -207,6 +211,10 @@ class TrainerClient:
                 )  # fmt: skip
             case _:
                 pass
+
+    def _post_progress(self) -> None:
+        now = self.progress
+        self.post(events.TrainingProgress(now.windows, now.loss, now.tokens_per_second))
 
     def _stop_verifying(self) -> None:
         """Cancel the verification after a failed move: a newer request, or the trainer's loss, makes it obsolete."""
@@ -229,7 +237,8 @@ class TrainerClient:
         self.post(events.TrainingProgress(0, 0.0, 0.0))
         self.post(events.SyncFailed(self.chain.head, reason))
 
-    async def _keep_update(self, made: channel.UpdateMade) -> None:
+    async def _keep_update(self, made: channel.UpdateMade, before: channel.Progress) -> None:
+        """Put an own update into the store, and inform the machine. `before`: the progress before it was made."""
         self.retention.protect_update(made.digest)
         blob = await asyncio.to_thread(self.store.adopt, made.blob_path, made.digest)
         self.updates.trust(blob)
@@ -247,6 +256,9 @@ class TrainerClient:
                 made.loss,
             )
         )
+        if self.progress is not before:
+            # It came meanwhile and without the update's windows, which the machine has subtracted from it only now.
+            self._post_progress()
 
     async def _keep_state(self, applied: channel.Applied) -> None:
         self.missed, self._missing = self.missed + self._missing, 0
@@ -257,5 +269,6 @@ class TrainerClient:
             except StoreError as e:
                 log.error("the checkpoint was not kept: %s", e)
                 applied.checkpoint_path.unlink(missing_ok=True)
+                self.post(events.StateNotKept(applied.record))
         self.post(events.StateReached(applied.record, applied.state_digest))
         await self.retention.prune()

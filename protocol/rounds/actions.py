@@ -200,8 +200,7 @@ class SyncState:
 class KeepState:
     """Trainer: write the held state, which is that after `record`, to the store as a checkpoint.
 
-    The run rests, so others may need it and no record names it. Answered by `StateReached`, or by `SyncFailed` with
-    `kept=True`.
+    The run rests, so others may need it and no record names it. Answered by `StateReached`, or by `StateNotKept`.
     """
 
     record: Digest

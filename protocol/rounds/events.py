@@ -148,6 +148,13 @@ class SyncFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class StateNotKept:
+    """The state after `record` is not in the store, though a `KeepState` or a move asked for it."""
+
+    record: Digest
+
+
+@dataclass(frozen=True, slots=True)
 class Leave:
     """The user wants to stop: announce what is done, say goodbye."""
 
@@ -169,5 +176,6 @@ Event = (
     | AuditNotMade
     | StateReached
     | SyncFailed
+    | StateNotKept
     | Leave
 )

@@ -110,6 +110,12 @@ class RoundMachine:
         self._sent: deque[int] = deque(maxlen=REMEMBERED_BEATS)
         """Sequences of our last heartbeats."""
 
+        self._foreign: int | None = None
+        """The sequence of the last heartbeat by our key that is not ours.
+
+        One alone may be of our life before a restart, if the clock was set back. Two are another machine's.
+        """
+
         self._reached_height = -1
         """Height that the answers to the present series of chain requests have reached."""
 
@@ -180,8 +186,8 @@ class RoundMachine:
                 self._auditor.answered(event)
             case ev.StateReached(record, state):
                 self._state_reached(record, state)
-            case ev.SyncFailed(record, reason, kept):
-                self._sync.failed(record, reason, kept)
+            case ev.SyncFailed() | ev.StateNotKept():
+                self._sync.failed(event)
             case ev.Leave():
                 exchange = self._consensus.exchange
                 self._departure.leave(GatheredExchange.leave_seconds if exchange is None else exchange.leave_seconds)
@@ -308,7 +314,9 @@ class RoundMachine:
         context, beat, source = self._context, message.body, message.author
         if source == context.me:
             if self._sent and beat.sequence > self._sent[0] and beat.sequence not in self._sent:
-                context.notify_twin()
+                if self._foreign not in (None, beat.sequence):
+                    context.notify_twin()
+                self._foreign = beat.sequence
             return
         self._directives.inform(source, beat)
         if context.is_excluded(source) or beat.admission and not context.members.add_heartbeat(message, context.now):
@@ -504,7 +512,8 @@ class RoundMachine:
         else:
             self._add_own_certificate(consensus.advance(hurry=self._departure.is_hurrying))
         if context.run_rests and not context.observer and sync.joined and not self._is_occupied():
-            sync.keep()
+            if not self._departure.is_over:  # else the driver has stopped the trainer
+                sync.keep()
         self._departure.follow_directive(self._is_occupied, self._is_behind)
         return changed or head != context.chain.head
 

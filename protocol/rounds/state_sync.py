@@ -13,7 +13,7 @@ from protocol.rounds.actions import ApplyRecord, KeepState, RequestUpdate, SyncS
 from protocol.rounds.blobs import BlobRole, applied_blobs
 from protocol.rounds.branch_quarantine import MAX_QUARANTINED, BranchQuarantine
 from protocol.rounds.context import MAX_SYNC_PATH, Context
-from protocol.rounds.events import UpdateReady
+from protocol.rounds.events import StateNotKept, SyncFailed, UpdateReady
 from protocol.rounds.retention import is_checkpoint, starts
 
 MAX_PAUSE = 60.0
@@ -55,7 +55,10 @@ class StateSync:
 
         self._making_round = Round(0)
         self._kept: Digest | None = None
-        """The last record whose state the trainer was asked to write to the store."""
+        """The last record whose state the trainer was asked to write to the store, unless that failed."""
+
+        self._keep_at = 0.0
+        """The time before which a failed write is not tried again."""
 
         self.is_keeping = False
         """The trainer owes us an answer to `KeepState`."""
@@ -285,7 +288,7 @@ class StateSync:
         """Return whether the trainer is to write the state after a record to the store, and note that it is asked."""
         context, chain = self._context, self._context.chain
         keep = is_checkpoint(context.base, chain.height(record), chain.weight(record))
-        keep = keep or (context.run_rests and record != chain.genesis)
+        keep = keep or (context.run_rests and record == chain.head and record != chain.genesis)
         if keep:
             self._kept = record
         return keep
@@ -295,8 +298,15 @@ class StateSync:
         held = self.applied
         if held is None or held in (self._kept, self._context.chain.genesis) or self.is_busy or not self.holds_state:
             return
-        self._kept, self.is_keeping = held, True
-        self._context.emit(KeepState(held))
+        if self._context.deadlines.due("keep", self._keep_at):
+            self._kept, self.is_keeping = held, True
+            self._context.emit(KeepState(held))
+
+    def _not_kept(self, record: Digest) -> None:
+        """Note that the state after `record` was not written: it is tried again after a pause."""
+        if record == self._kept:
+            self._kept, self.is_keeping = None, False
+            self._keep_at = self._context.now + MAX_PAUSE
 
     def _wait_for_blobs(self, path: tuple[Certificate, ...], head: Digest) -> bool:
         """Wait while blobs of the path are fetched; quarantine a branch whose blobs stay unavailable.
@@ -385,9 +395,16 @@ class StateSync:
         self._context.own.moved()
         return True
 
-    def failed(self, record: Digest, reason: str, kept: bool) -> None:
-        """Note that a move failed. Unless the trainer `kept` its state, it holds nothing that can be relied on."""
+    def failed(self, event: SyncFailed | StateNotKept) -> None:
+        """Note that a move failed, or the writing of a state.
+
+        After a move, unless the trainer `kept` its state, it holds nothing that can be relied on.
+        """
+        if isinstance(event, StateNotKept):
+            self._not_kept(event.record)
+            return
         context, chain = self._context, self._context.chain
+        record, reason, kept = event.record, event.reason, event.kept
         self.is_keeping = False
         if kept and record != self.sync_target:
             return  # another move has been requested meanwhile

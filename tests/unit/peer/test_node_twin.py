@@ -19,9 +19,10 @@ async def test_another_machine_with_a_copy_of_our_key_is_reported_by_its_heartbe
         await w.rounds(["ada", "grace"], 1)
         own = ada.network.relay.own_heartbeat
         assert own is not None and REPORT not in caplog.text
-        twin = KeySigner(identity("ada")).sign(replace(own.body, sequence=own.body.sequence + 60_000))
+        key = KeySigner(identity("ada"))
+        twins = [key.sign(replace(own.body, sequence=own.body.sequence + ahead)).encoded for ahead in (60_000, 61_000)]
         through = w.internet.there[w.key("grace")]
-        await through.send(w.key("ada"), wire.Packet(messages=[own.encoded, twin.encoded]))
+        await through.send(w.key("ada"), wire.Packet(messages=[own.encoded, *twins]))
         await w.until("it is reported", lambda: REPORT in caplog.text)
     finally:
         await w.close()

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from peer.node.node import HARD_STOP_SECONDS
-from protocol.ids import Digest, sha256
-from protocol.messages import Directive, Goodbye, RoundRecord
+from protocol.ids import Digest, Round, sha256
+from protocol.messages import Certificate, Directive, Goodbye, RoundRecord
 from protocol.reduce_plan import GATHER
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
@@ -16,12 +16,13 @@ from protocol.rounds.departure import MAX_STAY_SECONDS, QUIET_BYTES, QUIET_SECON
 from protocol.rounds.gathered_exchange import GatheredExchange
 from protocol.rounds.policy import LocalStatus
 from protocol.rounds.reduced_exchange import ReducedExchange
+from protocol.rounds.state_sync import MAX_PAUSE
 from tests.simulation.hostile import Withholder
 from tests.simulation.network import Weather
 from tests.simulation.node import Node
 from tests.simulation.signer import FakeSigner, certificate
 from tests.simulation.world import REDUCE, World, policy_for
-from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, Bench
+from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, STATE, Bench
 
 NEXT = Digest(sha256(b"next"))
 TOTAL = replace(POLICY, total_windows=25)
@@ -120,8 +121,70 @@ def test_a_state_that_cannot_be_written_keeps_nobody():
     b.announce()
     b.step(ev.StateReached(b.chain.head, NEXT))
     b.step(ev.MessageReceived(FakeSigner(OTHERS[9]).sign(Directive(RUN, 1, run_status="ended"))), 1.0)
-    b.step(ev.SyncFailed(b.chain.head, "the disk is full", kept=True), 2.0)
+    b.step(ev.StateNotKept(b.chain.head), 2.0)
     assert b.of(do.RunCompleted) and not b.of(do.KeepState) and b.machine.phase == "paused"
+    b.step(ev.Tick(), 3.0 + MAX_PAUSE)
+    assert not b.of(do.KeepState), "its trainer is stopped"
+
+
+def test_a_state_that_was_not_written_is_written_later_while_the_run_is_paused():
+    b = Bench()
+    b.announce()
+    b.step(ev.StateReached(b.chain.head, NEXT))
+    b.step(ev.MessageReceived(FakeSigner(OTHERS[9]).sign(Directive(RUN, 1, run_status="paused"))), 1.0)
+    for _ in range(3):
+        assert [a.record for a in b.of(do.KeepState)] == [b.chain.head]
+        b.step(ev.StateNotKept(b.chain.head))
+        assert not b.of(do.KeepState)
+        b.step(ev.Tick(), b.now + MAX_PAUSE - 1.0)
+        assert not b.of(do.KeepState)
+        b.step(ev.Tick(), b.now + 1.0)
+    b.step(ev.StateReached(b.chain.head, NEXT))
+    b.step(ev.Tick(), b.now + 2 * MAX_PAUSE)
+    assert not b.of(do.KeepState)
+
+
+def test_a_state_that_was_not_written_is_no_failed_move_to_the_next_head():
+    b = Bench()
+    b.announce()
+    b.step(ev.StateReached(b.chain.head, NEXT))
+    b.step(ev.MessageReceived(FakeSigner(OTHERS[9]).sign(Directive(RUN, 1, run_status="paused"))), 1.0)
+    (write,) = b.of(do.KeepState)
+    following = second_record(b, b.chain.certificate(b.chain.head))
+    b.step(ev.CertificateReceived(following, OTHERS[0]))
+    b.step(ev.BlobHeld(following.record.body.updates[0].body.blob))
+    assert [a.certificate for a in b.of(do.ApplyRecord)] == [following]
+    b.step(ev.StateNotKept(write.record))
+    b.step(ev.StateReached(following.digest, STATE))
+    assert b.machine.summary(b.now).head == following.digest
+
+
+def second_record(b: Bench, first: Certificate) -> Certificate:
+    """Return the record after the first, with one update of another member."""
+    parent = first.digest
+    start = b.chain.next_window(OTHERS[0], parent)
+    header = b.header(
+        OTHERS[0], label=b"2", round=Round(1), parent=parent, base_state=NEXT, first_window=start, end_window=start + 10
+    )
+    weights = b.chain.weights(parent, (header,))
+    body = RoundRecord(RUN, Round(1), parent, NEXT, 0, (header,), weights=weights)
+    return certificate(FakeSigner(OTHERS[0]).sign(body), [OTHERS[0]])
+
+
+def test_who_catches_up_while_the_run_rests_writes_the_state_of_the_head_only():
+    b = Bench()
+    theirs = b.header(OTHERS[0])
+    first = certificate(b.record(OTHERS[0], [theirs]), [OTHERS[0]])
+    b.step(ev.CertificateReceived(first, OTHERS[0]))
+    second = second_record(b, first)
+    b.step(ev.CertificateReceived(second, OTHERS[0]))
+    b.step(ev.MessageReceived(FakeSigner(OTHERS[9]).sign(Directive(RUN, 1, run_status="paused"))), 1.0)
+    b.step(ev.BlobHeld(second.record.body.updates[0].body.blob))
+    b.step(ev.BlobHeld(theirs.body.blob))
+    moves = b.of(do.ApplyRecord)
+    b.step(ev.StateReached(first.digest, NEXT))
+    moves += b.of(do.ApplyRecord)
+    assert [(m.certificate, m.is_checkpoint) for m in moves] == [(first, False), (second, True)]
 
 
 def test_a_record_of_the_open_round_is_applied_and_written_before_the_end():

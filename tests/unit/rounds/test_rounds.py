@@ -214,7 +214,10 @@ def test_a_machine_with_a_copy_of_our_key_is_reported_by_its_update_or_its_heart
     for sequence in (0, *(body.sequence for body in own if isinstance(body, Heartbeat))):
         b.beat(ME, sequence=sequence)  # from before, and what we have sent
         assert not b.of(do.Notice)
-    b.beat(ME, sequence=10**6)
+    for _ in range(2):
+        b.beat(ME, sequence=10**6)  # our own, from before a restart with the clock set back
+        assert not b.of(do.Notice)
+    b.beat(ME, sequence=10**6 + 1)
     assert [r.kind for r in b.of(do.Notice)] == ["twin"]
     b.beat(ME, sequence=10**6 + 1)
     assert not b.of(do.Notice)

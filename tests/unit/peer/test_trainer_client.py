@@ -1,0 +1,107 @@
+"""What the trainer says reaches the machine in the right order, and a state that is not in the store is a failure."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from peer import channel
+from peer.node import trainer_client
+from peer.node.options import NodeOptions
+from peer.node.tasks import Tasks
+from peer.node.trainer_client import TrainerClient
+from peer.store import StoreFull
+from protocol.ids import Digest, Round
+from protocol.rounds import events
+from protocol.rounds.actions import KeepState, RequestUpdate
+from tests.support.specs import digest, identity
+from tests.support.waiting import LIMIT, ended, until
+
+RECORD, STATE = digest("record"), digest("state")
+
+
+class FullStore:
+    """A store without room for states; what it takes in, it takes when a test says so."""
+
+    def __init__(self, folder: Path):
+        self.scratch = folder
+        self.slow = threading.Event()
+
+    def adopt(self, source: Path, name: Digest) -> Digest:
+        if name == STATE:
+            raise StoreFull("the disk is full")
+        self.slow.wait(LIMIT)
+        return name
+
+
+class Supervisor:
+    """A trainer that answers each message in the same way."""
+
+    answers: tuple[channel.FromTrainer, ...]
+    stopping = False
+
+    def __init__(self, start: Any, *, on_message: Callable[[channel.FromTrainer], None], **_: Any):
+        self._on_message = on_message
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+    async def send(self, message: channel.ToTrainer) -> None:
+        for answer in self.answers:
+            self._on_message(answer)
+
+
+async def nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+@pytest.fixture
+async def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Any]]:
+    for name in ("start_message", "remove_outdated_state"):
+        monkeypatch.setattr(trainer_client, name, lambda *_: None)
+    monkeypatch.setattr(trainer_client, "fetch_assets", nothing)
+    clients: list[TrainerClient] = []
+
+    async def make(store: FullStore, post: Callable[[events.Event], None], *answers: channel.FromTrainer):
+        monkeypatch.setattr(Supervisor, "answers", answers, raising=False)
+        other: Any = SimpleNamespace(run=nothing, prune=nothing, head=digest("head"), trust=print, protect_update=print)
+        client = TrainerClient(
+            cast(Any, None), identity("me").key, NodeOptions(tmp_path), cast(Any, store), other, other, other, other,
+            Tasks(), post, supervise=cast(Any, Supervisor),
+        )  # fmt: skip
+        clients.append(client)
+        await ended(client.begin(cast(Any, None)))
+        return client
+
+    yield make
+    for client in clients:
+        await client.tasks.cancel()
+
+
+@pytest.mark.parametrize("adopts", [False, True], ids=["the trainer cannot write it", "the store has no room"])
+async def test_a_state_that_could_not_be_kept_is_no_success(make, adopts: bool, tmp_path: Path):
+    written = channel.Applied(RECORD, STATE, 0.0, tmp_path / "held")
+    failed = channel.Failed("write", "the disk is full", fatal=False)
+    posted: list[events.Event] = []
+    client = await make(FullStore(tmp_path), posted.append, written if adopts else failed)
+    client.keep_state(KeepState(RECORD))
+    await until(lambda: posted, "the machine is informed")
+    assert posted[0] == events.StateNotKept(RECORD)
+
+
+async def test_windows_trained_while_an_update_was_stored_are_not_lost(make, tmp_path: Path):
+    """A trainer with all windows of the next update says nothing more: a machine that saw none would wait for ever."""
+    store, posted = FullStore(tmp_path), list[events.Event]()
+    made = channel.UpdateMade(RECORD, tmp_path / "update", 9, digest("update"), 0, 0, 20, 5, 1.0)
+    client = await make(store, posted.append, made, channel.Progress(20, 1.0, 1.0, 40, 0.0, False))
+    client.request_update(RequestUpdate(Round(0), RECORD))
+    await until(lambda: posted, "the progress is posted")
+    store.slow.set()
+    await until(lambda: any(isinstance(e, events.UpdateReady) for e in posted), "the update is posted")
+    assert posted[-1] == events.TrainingProgress(20, 1.0, 1.0)
