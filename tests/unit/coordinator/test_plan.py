@@ -456,8 +456,9 @@ def test_the_written_template_validates_once_its_data_are_named(tmp_path: Path, 
     assert result.exit_code == 0, result.stderr
     unfilled = cairn("validate", str(out))
     assert unfilled.exit_code == 1 and "EDIT-ME" in unfilled.stderr and "data" in unfilled.stderr
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 3000)
-    out.write_text(out.read_text().replace("EDIT-ME/documents.jsonl", "text.txt"))
+    document = json.dumps({"text": "the quick brown fox jumps over the lazy dog " * 20})
+    (tmp_path / "text.jsonl").write_text(f"{document}\n" * 150)
+    out.write_text(out.read_text().replace("EDIT-ME/documents.jsonl", "text.jsonl"))
     filled = cairn("validate", str(out))
     assert filled.exit_code == 0, filled.stderr
     planned = re.search(r"length +([0-9,]+) rounds", result.stdout)
