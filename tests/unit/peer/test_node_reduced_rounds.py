@@ -89,7 +89,7 @@ async def test_who_withholds_its_updates_is_left_out_and_the_others_go_on(world)
     w.internet.withheld = lambda giver, blob: giver == w.key("grace") and not w.is_a_part(blob)
     now = w.nodes["ada"].snapshot().round + 1
     await w.rounds(["ada", "alan"], 4)
-    await until(lambda: w.contributed("ada", now) >= 2, "ada contributes")
+    await w.until("ada contributes", lambda: w.contributed("ada", now) >= 2)
     assert w.contributed("grace", now) == 0
 
 
