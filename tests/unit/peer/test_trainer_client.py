@@ -1,4 +1,4 @@
-"""What the trainer says reaches the machine in the right order, and a state that is not in the store is a failure."""
+"""The trainer's words reach the machine in the right order, and a state that is not in the store is a failure."""
 
 from __future__ import annotations
 
