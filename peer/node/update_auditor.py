@@ -88,8 +88,6 @@ class UpdateAuditor:
         """Queue a check; one that waits already gets the rank of this request."""
         if _key(action) == self._present or (action.check != "loss" and not self.spec.audit.replayable):
             return
-        if action.check == "screen" and action.certificate.shards:  # only slices of the updates are here
-            return
         self._waiting = [w for w in self._waiting if _key(w.action) != _key(action)]
         stakes = self.chain.stakes(action.certificate.record.body.parent)
         is_new = bool(stakes) and not any(stakes.get(u.author) for u in _updates(action) if u.digest == action.update)
