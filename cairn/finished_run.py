@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import threading
 from collections.abc import Iterator
@@ -27,6 +28,9 @@ RESERVE = 10**9
 
 FETCH_SECONDS = 3600.0
 """Maximum seconds to fetch a last state."""
+
+STOP_SECONDS = 5.0
+"""Maximum seconds to wait for a fetch that was stopped."""
 
 
 class FetchStopped(CairnError):
@@ -70,11 +74,32 @@ def _check_room(folder: Path, size: int, most: int) -> None:
 
 
 async def _until_stopped(address: str, run: RunId, state: Digest, copy: Path, stopping: asyncio.Future[Any]) -> None:
-    """Fetch a copy until `stopping` is done. Raises CairnError."""
-    stopped = threading.Event()
-    fetching = asyncio.ensure_future(asyncio.to_thread(fetch_archived, address, run, state, copy, stopped))
+    """Fetch a copy until `stopping` is done. Raises CairnError.
+
+    The thread ends at its next chunk, and a server that sends a byte a minute delays that. So nobody waits for it long,
+    and it is a daemon, which keeps no process alive.
+    """
+    stopped, loop = threading.Event(), asyncio.get_running_loop()
+    fetching: asyncio.Future[None] = loop.create_future()
+
+    def end(error: Exception | None) -> None:
+        if not fetching.done():
+            fetching.set_exception(error) if error else fetching.set_result(None)
+
+    def fetch() -> None:
+        error = None
+        try:
+            fetch_archived(address, run, state, copy, stopped)
+        except Exception as e:  # noqa: BLE001 - raised where it is awaited
+            error = e
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(end, error)
+
+    threading.Thread(target=fetch, daemon=True).start()
     await asyncio.wait([fetching, stopping], timeout=FETCH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-    stopped.set()  # the thread ends at its next chunk
+    stopped.set()
+    await asyncio.wait([fetching], timeout=STOP_SECONDS)
+    end(FetchStopped("it was stopped, or took too long"))
     await fetching
 
 
@@ -87,7 +112,7 @@ def fetch_archived(address: str, run: RunId, state: Digest, copy: Path, stopped:
     try:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        found = verify_checkpoint(_keeping(file_reader(address), draft, stopped), run=run, names=None)
+        found = verify_checkpoint(_keeping(file_reader(address, redirects=False), draft, stopped), run=run, names=None)
         if found.archived.state != state:
             raise VerificationError(f"{address}: state {found.archived.state.short}, not the run's last, {state.short}")
         shutil.rmtree(copy, ignore_errors=True)

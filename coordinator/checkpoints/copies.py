@@ -211,11 +211,14 @@ def _to_delete(there: list[StoredCopy], policy: RetentionPolicy, losses: dict[st
     return {k.key.archived.state for k in to_delete(kept, policy)}
 
 
-def file_reader(address: str) -> ReadFile:
-    """Return a function that reads a folder's file once, from the beginning, chunk by chunk. Raises CopyError."""
+def file_reader(address: str, *, redirects: bool = True) -> ReadFile:
+    """Return a function that reads a folder's file once, from the beginning, chunk by chunk. Raises CopyError.
+
+    `redirects`: follow those of a web server. Not of one that a stranger names: it could choose another address.
+    """
     from fsspec.implementations.local import LocalFileSystem
 
-    fs, root = file_system(address.rstrip("/"))
+    fs, root = file_system(address.rstrip("/"), redirects=redirects)
     local = isinstance(fs, LocalFileSystem)
     # A web server need not serve ranges: a file that is read once comes as one stream.
     size = 0 if _is_web(address) else PART
@@ -255,7 +258,7 @@ def _is_web(address: str) -> bool:
     return address.startswith(("http://", "https://"))
 
 
-def file_system(address: str) -> tuple[Any, str]:
+def file_system(address: str, *, redirects: bool = True) -> tuple[Any, str]:
     """Return the file system of an address, and the path on it. Raises CopyError."""
     import fsspec.core
 
@@ -265,6 +268,7 @@ def file_system(address: str) -> tuple[Any, str]:
             import aiohttp
 
             options["client_kwargs"] = {"timeout": aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=60)}
+            options["allow_redirects"] = redirects
         return fsspec.core.url_to_fs(address, **options)
     except ImportError as e:
         scheme = address.split("://", 1)[0]

@@ -19,6 +19,7 @@ from cairn import __version__
 from cairn.demo.processes import free_ports
 from cairn.demo.report import loss_curve
 from protocol.errors import CairnError
+from tests.support.command_line import TINY_RUN
 from tests.support.waiting import LIMIT, wait_until
 from tests.support.wheel import Installed, build_wheel, install
 
@@ -26,27 +27,6 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 OURS = ("peer", "coordinator", "protocol")
 FOREIGN = "raise ImportError('this package is another project')\n"
-
-RUN_FILE = """
-[run]
-name = "tiny"
-[model]
-model_type = "llama"
-hidden_size = 32
-intermediate_size = 64
-num_hidden_layers = 1
-num_attention_heads = 2
-tie_word_embeddings = true
-[data]
-source = "text.jsonl"
-vocabulary = 300
-validation_every = 10
-window = 16
-[inner.schedule]
-kind = "constant"
-[round]
-target_tokens = 1024
-"""
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +43,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
             (place / name / "__init__.py").write_text(FOREIGN)
     lines = (json.dumps({"text": f"the quick brown fox {i} jumps over lazy dogs"}) for i in range(400))
     (made.cwd / "text.jsonl").write_text("\n".join(lines))
-    (made.cwd / "run.toml").write_text(RUN_FILE)
+    (made.cwd / "run.toml").write_text(
+        TINY_RUN.replace('source = "text.txt"', 'source = "text.jsonl"\nvalidation_every = 10')
+    )
     return made
 
 

@@ -50,6 +50,20 @@ async def make(tmp_path: Path, monkeypatch) -> AsyncIterator[Callable[..., Coord
     await worlds[0].close()
 
 
+async def begun(world: CoordinatedWorld, *, rounds: int) -> CoordinatedWorld:
+    """Serve the run, and wait until both peers have this many rounds."""
+    await world.serve()
+    for name in PEERS:
+        world.start(name)
+    await world.rounds(PEERS, rounds)
+    return world
+
+
+async def finish_without_coordinator(world: CoordinatedWorld) -> None:
+    await world.stop_serving()
+    await world.until("they have finished", lambda: all(world.nodes[n].end_of_run.is_awaited for n in PEERS))
+
+
 async def archived_last(world: CoordinatedWorld) -> ArchivedState:
     """Wait until the state after the chain's newest record is archived, and signed as final; return it."""
     head = world.view.head
@@ -65,11 +79,7 @@ async def archived_last(world: CoordinatedWorld) -> ArchivedState:
 
 
 async def test_the_last_state_of_a_run_that_its_owner_ends_is_archived_before_peers_leave(make):
-    world = make()
-    await world.serve()
-    for name in PEERS:
-        world.start(name)
-    await world.rounds(PEERS, 2)
+    world = await begun(make(), rounds=2)
     folder = str(world.folder / "observer")
     asked = await world.command("run", "end", folder, answer="n\n")
     assert "The newest archived state is that of round 0. The coordinator gets the last one from the 2 peers" in asked
@@ -88,11 +98,7 @@ async def test_the_last_state_of_a_run_that_its_owner_ends_is_archived_before_pe
 
 
 async def test_the_state_of_a_paused_run_is_archived_and_the_run_goes_on_from_it(make):
-    world = make()
-    await world.serve()
-    for name in PEERS:
-        world.start(name)
-    await world.rounds(PEERS, 1)
+    world = await begun(make(), rounds=1)
     await world.order("paused")
 
     def archived() -> ArchivedState | None:
@@ -110,13 +116,8 @@ async def test_the_state_of_a_paused_run_is_archived_and_the_run_goes_on_from_it
 
 
 async def test_peers_stay_for_a_coordinator_that_is_away_at_the_end(make, caplog):
-    world = make(total_tokens=TOTAL)
-    await world.serve()
-    for name in PEERS:
-        world.start(name)
-    await world.rounds(PEERS, 1)
-    await world.stop_serving()
-    await world.until("they have finished", lambda: all(world.nodes[n].end_of_run.is_awaited for n in PEERS))
+    world = await begun(make(total_tokens=TOTAL), rounds=1)
+    await finish_without_coordinator(world)
     await until(lambda: "has not got the last state: staying for it" in caplog.text, "it is said why they stay")
     assert "Ctrl-C is safe" in caplog.text and all(not world.running[n].done() for n in PEERS)
     await world.serve()
@@ -127,13 +128,8 @@ async def test_peers_stay_for_a_coordinator_that_is_away_at_the_end(make, caplog
 
 
 async def test_those_who_have_the_last_state_are_named_and_may_come_one_after_the_other(make):
-    world = make(total_tokens=TOTAL)
-    await world.serve()
-    for name in PEERS:
-        world.start(name)
-    await world.rounds(PEERS, 1)
-    await world.stop_serving()
-    await world.until("they have finished", lambda: all(world.nodes[n].end_of_run.is_awaited for n in PEERS))
+    world = await begun(make(total_tokens=TOTAL), rounds=1)
+    await finish_without_coordinator(world)
     for name in PEERS:
         world.nodes[name].leave()
         await ended(world.left(name))
@@ -174,11 +170,7 @@ async def enter(world: CoordinatedWorld, name: str) -> Enrollment:
 
 
 async def test_who_comes_after_the_end_is_not_admitted_and_who_missed_the_end_leaves(make):
-    world = make(total_tokens=TOTAL)
-    await world.serve()
-    for name in PEERS:
-        world.start(name)
-    await world.rounds(PEERS, 1)
+    world = await begun(make(total_tokens=TOTAL), rounds=1)
     for name in PEERS:
         await ended(world.left(name))
     last = await archived_last(world)
@@ -195,11 +187,7 @@ async def test_who_comes_after_the_end_is_not_admitted_and_who_missed_the_end_le
 
 
 async def test_an_ended_run_admits_those_who_may_bring_its_last_state_and_nobody_else(make):
-    world = make()
-    await world.serve()
-    for name in PEERS:
-        world.start(name)
-    await world.rounds(PEERS, 1)
+    world = await begun(make(), rounds=1)
     for name in PEERS:  # both at once: of a record that the second made alone, half of the stake would never be for it
         world.nodes[name].leave()
     await asyncio.gather(*(ended(world.left(n)) for n in PEERS))

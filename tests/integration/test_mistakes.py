@@ -3,59 +3,22 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from protocol.ids import Digest, RunId
 from protocol.invite import HostPort, Invite
-from tests.support.command_line import cairn
+from tests.support.command_line import (
+    TINY_RUN,
+    cairn,
+    logging_as_it_was,  # noqa: F401 - a fixture
+)
 from tests.support.specs import digest
-
-RUN_FILE = """
-[run]
-name = "tiny"
-total_tokens = 2_000
-
-[model]
-model_type = "llama"
-hidden_size = 32
-intermediate_size = 64
-num_hidden_layers = 1
-num_attention_heads = 2
-max_position_embeddings = 64
-tie_word_embeddings = true
-
-[data]
-source = "text.txt"
-vocabulary = 300
-window = 16
-
-[inner]
-lr = 0.001
-batch = 2
-
-[round]
-target_tokens = 1024
-"""
 
 USAGE, ERROR = 2, 1
 LONG = "x" * 300
 """No name of a file may be that long."""
-
-
-@pytest.fixture(autouse=True)
-def logging_as_it_was() -> Iterator[None]:
-    """Commands set logging up for a process of their own."""
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    yield
-    for handler in [h for h in root.handlers if h not in handlers]:
-        handler.close()
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CAIRN_HOME", str(tmp_path / "home"))
     files: dict[str, str | bytes] = {
-        "run.toml": RUN_FILE,
+        "run.toml": TINY_RUN,
         "text.txt": "\n".join(f"the quick brown fox number {i} jumps over the lazy dog" for i in range(200)),
         "file": "x",
         "noise": b"\xff\xfe\x00" * 50,
@@ -125,6 +88,8 @@ INVITE = str(Invite(RunId(digest("run")), Digest(digest("tls")), (HostPort("127.
         ("target_tokens = 1024", "", "round.target_tokens: is missing: `cairn run plan --out FILE` writes"),
         ("target_tokens = 1024", 'target_tokens = "many"', "round.target_tokens: Input should be a valid integer"),
         ("total_tokens = 2_000", "total_tokens = -5", "run.total_tokens: Input should be greater than or equal to 0"),
+        ("window = 16", "windows = 16", "did you mean window?"),
+        ('"llama"', '"lama"', "llama"),
         ('name = "tiny"', 'name = "../../etc"', "run.name: String should match pattern"),
         ('source = "text.txt"', 'source = "nowhere/*.jsonl"', "nowhere/*.jsonl: no file matches this pattern"),
         ('source = "text.txt"', 'source = "chat.jsonl"', "with --field, in a run.toml as data.field"),
@@ -135,8 +100,8 @@ INVITE = str(Invite(RunId(digest("run")), Digest(digest("tls")), (HostPort("127.
     ],
 )
 def test_a_mistake_in_a_run_file(folder: Path, old: str, new: str, remedy: str):
-    assert old in RUN_FILE
-    (folder / "run.toml").write_text(RUN_FILE.replace(old, new, 1))
+    assert old in TINY_RUN
+    (folder / "run.toml").write_text(TINY_RUN.replace(old, new, 1))
     mistaken(ERROR, ("run", "validate", "run.toml"), remedy)
 
 

@@ -2,12 +2,54 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from cairn.main import main
+
+TINY_RUN = """
+[run]
+name = "tiny"
+total_tokens = 2_000
+
+[model]
+model_type = "llama"
+hidden_size = 32
+intermediate_size = 64
+num_hidden_layers = 1
+num_attention_heads = 2
+max_position_embeddings = 64
+tie_word_embeddings = true
+
+[data]
+source = "text.txt"
+vocabulary = 300
+window = 16
+
+[inner]
+lr = 0.001
+batch = 2
+
+[round]
+target_tokens = 1024
+"""
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """Commands set logging up for a process of their own."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    for handler in [h for h in root.handlers if h not in handlers]:
+        handler.close()
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from cairn import finished_run
 from cairn.checkpoints import find_checkpoint
 from cairn.finished_run import FetchStopped, fetch_archived, offer_model
+from coordinator.checkpoints.copies import file_reader
 from peer.coordinator_client import LastState, RunInfo
 from peer.store import Store
 from protocol.errors import CairnError
@@ -92,3 +95,49 @@ async def test_who_has_the_state_fetches_nothing(world: CheckpointWorld, tmp_pat
         assert store.put(world.files[5].read_bytes()) == offer.made.state
     await offer.make()
     assert not offer.addresses and "cairn export" in capsys.readouterr().out
+
+
+async def test_a_page_that_answers_no_more_holds_nobody(
+    world: CheckpointWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    offer, answers, stopping = Offer(world, tmp_path / "volunteer"), threading.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def hang(*_: Any) -> None:
+        loop.call_soon_threadsafe(stopping.set)
+        answers.wait()
+
+    monkeypatch.setattr(finished_run, "fetch_archived", hang)
+    monkeypatch.setattr(finished_run, "STOP_SECONDS", 0.1)
+    with Store(offer.folder / "store", 1 << 30) as store:
+        stops = asyncio.ensure_future(stopping.wait())  # Ctrl-C, once the fetch has begun
+        await ended(offer_model(offer.info, offer.folder, store, 1 << 40, stops))
+    assert "it was stopped, or took too long" in capsys.readouterr().err
+    answers.set()
+
+
+def test_a_page_sends_nobody_to_another_address():
+    asked: list[str] = []
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(302)
+            self.send_header("Location", "/elsewhere")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_HEAD = do_GET
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Log nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/round-000005"
+        for redirects in (True, False):
+            asked.clear()
+            with contextlib.suppress(CairnError):
+                list(file_reader(address, redirects=redirects)("cairn.json"))
+            assert ("/elsewhere" in asked) is redirects and "/round-000005/cairn.json" in asked
+        server.shutdown()
