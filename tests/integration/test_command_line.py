@@ -40,8 +40,8 @@ def run_file(tmp_path: Path) -> Path:
     return path
 
 
-def invite(port: int = 9) -> str:
-    return str(Invite(RunId(digest("run")), Digest(digest("tls")), (HostPort("127.0.0.1", port),)))
+def invite(port: int = 9, host: str = "127.0.0.1") -> str:
+    return str(Invite(RunId(digest("run")), Digest(digest("tls")), (HostPort(host, port),)))
 
 
 @pytest.fixture
@@ -289,13 +289,17 @@ def test_ctrl_c_while_entering_ends_at_once(tmp_path: Path):
 
 
 def test_a_terminal_that_closes_stops_a_peer_in_order(tmp_path: Path):
-    """The terminal is gone, and with it every place to write to."""
+    """The terminal is gone, and with it every place to write to.
+
+    The terminal closes once the peer calls. Beside this test others call 127.0.0.1, also at ports that have a new owner.
+    """
+    host = "127.8.7.6"
     with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
+        s.bind((host, 0))
         s.listen()
         terminal, side = pty.openpty()
         peer = subprocess.Popen(
-            [sys.executable, "-m", "cairn", "peer", "join", invite(s.getsockname()[1]), "--home", str(tmp_path)],
+            [sys.executable, "-m", "cairn", "peer", "join", invite(s.getsockname()[1], host), "--home", str(tmp_path)],
             stdin=side, stdout=side, stderr=side, start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )  # fmt: skip
