@@ -291,7 +291,7 @@ def test_ctrl_c_while_entering_ends_at_once(tmp_path: Path):
 def test_a_terminal_that_closes_stops_a_peer_in_order(tmp_path: Path):
     """The terminal is gone, and with it every place to write to.
 
-    The terminal closes once the peer calls. Beside this test others call 127.0.0.1, also at ports that have a new owner.
+    The terminal closes once the peer calls. Other tests call 127.0.0.1, also at ports that have a new owner.
     """
     host = "127.8.7.6"
     with socket.socket() as s:
