@@ -454,7 +454,7 @@ def _due(name: int, windows: Sequence[int]) -> dict[str, Any]:
         "certificate": made.digest.hex(), "authors": [key.hex() for key in authors],
         "headers": [u.digest.hex() for u in made.record.body.updates], "weighed": list(windows),
         "stakes": list(stakes.values()),
-        "checks": [list(due[key].checks) if key in due else [] for key in authors],
+        "checks": [due[key].check if key in due else None for key in authors],
         "auditors": [[authors.index(k) for k in draw_auditors(c, u, key, s, r)]
                      for key, (c, u, s, r) in zip(authors, drawn, strict=True)],
         "jury": [[authors.index(k) for k in draw_jury(*args)] for args in drawn],
