@@ -17,7 +17,7 @@ from itertools import accumulate
 from typing import Literal
 
 from protocol.ids import Digest, PeerKey, sha256
-from protocol.messages import AUDIT_CHECKS, AuditCheck, Certificate
+from protocol.messages import AuditCheck, Certificate
 from protocol.stake import STAKE_ROUNDS
 
 MILLION = 1_000_000
@@ -36,6 +36,9 @@ LOSS_CHECK_PASSES = 4 * WINDOWS_COMPARED
 
 TRAINED_WINDOW_PASSES = 3
 """The training of a window in forward passes: a backward pass takes two."""
+
+BY_STRENGTH: tuple[AuditCheck, ...] = ("replay", "loss")
+"""Checks that may be due, the one that decides more first."""
 
 _DRAWS = 2**64
 
@@ -71,29 +74,29 @@ class AuditRule:
 
 @dataclass(frozen=True, slots=True)
 class UpdateAudit:
-    """The checks that are due for one update (header digest) of a record, and the keys drawn for them."""
+    """The check that is due for one update (header digest) of a record, and the keys drawn for it."""
 
     update: Digest
     author: PeerKey
-    checks: tuple[AuditCheck, ...]
+    check: AuditCheck
     auditors: tuple[PeerKey, ...]
 
 
 def due_audits(certificate: Certificate, stakes: Mapping[PeerKey, int], rule: AuditRule) -> tuple[UpdateAudit, ...]:
-    """Return the audits of a record that are due, in the order of its updates."""
+    """Return the audits of a record that are due, in the order of its updates.
+
+    Where a replay is due, a loss check is not: it would only choose what is replayed.
+    """
     digest, record = certificate.digest, certificate.record.body
     due = []
     for update, weighed in zip(record.updates, record.weighed, strict=True):
         draw = int.from_bytes(sha256(b"cairn/v1/audit", digest, update.author)[:8], "little")
-        checks: tuple[AuditCheck, ...] = tuple(
-            check
-            for check in AUDIT_CHECKS
-            if _is_due(draw, rule.rate(check, weighed), weighed, stakes.get(update.author, 0), len(record.updates),
-                       record.windows)
-        )  # fmt: skip
-        if checks:
-            drawn = draw_auditors(digest, update.digest, update.author, stakes, rule)
-            due.append(UpdateAudit(update.digest, update.author, checks, drawn))
+        stake = stakes.get(update.author, 0)
+        for check in BY_STRENGTH:
+            if _is_due(draw, rule.rate(check, weighed), weighed, stake, len(record.updates), record.windows):
+                drawn = draw_auditors(digest, update.digest, update.author, stakes, rule)
+                due.append(UpdateAudit(update.digest, update.author, check, drawn))
+                break
     return tuple(due)
 
 

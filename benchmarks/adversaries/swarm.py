@@ -206,18 +206,18 @@ class Swarm:
     def _audit(self, certificate: Certificate) -> None:
         """Make the checks that a record asks for, as `protocol.rounds.work_auditor` does."""
         branch, rule, stakes = self.branch, self.scenario.defences.rule, self.branch.stakes(certificate)
-        due = {audit.update: audit.checks for audit in due_audits(certificate, stakes, rule)}
+        due = {audit.update: audit.check for audit in due_audits(certificate, stakes, rule)}
         blobs, began = self.held[certificate.digest].blobs, process_time()
         self.signs.append({u.author: signs(self.world.codec, blobs[u.author], self.tensors)
                            for u in certificate.record.body.updates})  # fmt: skip
         self.decoding_seconds = process_time() - began
         for update in certificate.record.body.updates:
-            checks = due.get(update.digest, ())
+            check = due.get(update.digest)
             for auditor in draw_auditors(certificate.digest, update.digest, update.author, stakes, rule)[:1]:
-                passed = "replay" in checks or self._screened(update, auditor)
-                if "loss" in checks:
+                passed = check == "replay" or self._screened(update, auditor)
+                if check == "loss":
                     passed = self._check(certificate, update, auditor, "loss") and passed
-                if "replay" in checks or (not passed and rule.replay_rate):
+                if check == "replay" or (not passed and rule.replay_rate):
                     self._check(certificate, update, auditor, "replay")
         following = branch.chain.reports_after(certificate.digest)
         for report in certificate.record.body.reports:

@@ -33,8 +33,8 @@ USUAL_SHARE = 0.5
 FRESH_MARGIN = 0.015
 """Honest updates are less fresh than the median by no more than this, or agree most with their own round."""
 
-MEASURED_VALUES = 2**20
-"""Values of an update that are compared, and the rest of a tensor: more of them change little."""
+MEASURED_VALUES = 2**16
+"""Values of an update that are compared, and the rest of a tensor. By chance they agree in 0.5 +- 0.002."""
 
 
 def screen(job: ScreenJob, chooser: Random) -> tuple[Score, ...]:
@@ -75,13 +75,16 @@ def chosen_tensors(codec: Codec, vocabulary: int | None, chooser: Random) -> lis
 
 
 def signs(codec: Codec, blob: bytes, tensors: Sequence[int]) -> Tensor:
-    """Return the signs of an update's values: int8 [values], 0 where it has none. Raise CodecError."""
+    """Return the signs of an update's values: int8 [values], 0 where it has none. Raise CodecError.
+
+    They have the codec's order, the same for each update. Many tensors at once are five times faster to decode.
+    """
+    codec.check_header(blob)
     parts = []
-    for index in tensors:
-        decoded = codec.decode_tensor(blob, index)
-        part = torch.zeros(codec.layout.tensors[index].numel, dtype=torch.int8)
-        found = decoded.values.sign().to(torch.int8)
-        part[slice(None) if decoded.positions is None else decoded.positions] = found
+    for batch in codec.batches(slices=[codec.layout.full_slices[i] for i in tensors]):
+        decoded = codec.decode_batch(blob, batch)
+        part = torch.zeros(batch.numel, dtype=torch.int8)
+        part[slice(None) if decoded.positions is None else decoded.positions] = decoded.values.sign().to(torch.int8)
         parts.append(part)
     return torch.cat(parts)
 

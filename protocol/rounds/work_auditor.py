@@ -139,9 +139,8 @@ class WorkAuditor:
         replayed = set[Digest]()
         for audit in due:
             if me in audit.auditors[:1] or (me == rule.owner and me != audit.author):
-                for check in audit.checks:
-                    self._ask(following, record, audit.update, check, _Asked())
-                replayed.update({audit.update} if "replay" in audit.checks else ())
+                self._ask(following, record, audit.update, audit.check, _Asked())
+                replayed.update({audit.update} if audit.check == "replay" else ())
         self._request_screens(record, following, replayed)
         for report in certificate.record.body.reports:
             self._follow(report, following)
