@@ -85,7 +85,7 @@ class UpdateAudit:
 def due_audits(certificate: Certificate, stakes: Mapping[PeerKey, int], rule: AuditRule) -> tuple[UpdateAudit, ...]:
     """Return the audits of a record that are due, in the order of its updates.
 
-    Where a replay is due, a loss check is not: it would only choose what is replayed.
+    A loss check only chooses what is replayed, so none is due beside a replay.
     """
     digest, record = certificate.digest, certificate.record.body
     due = []
