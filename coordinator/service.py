@@ -143,9 +143,9 @@ class Coordinator:
             archive=archiver.gauges,
         ))  # fmt: skip
         self.api = PageApi(
-            feed=self.feed, overview=self.overview, chain=chain, observations=self.observations, ledger=ledger,
-            view=view, name_of=self.admitter.name_of, credits=leaderboard, archiver=archiver,
-            metrics_text=self._metrics.text, now=now,
+            feed=self.feed, overview=self.overview, chain=chain, directives=directives,
+            observations=self.observations, ledger=ledger, view=view, name_of=self.admitter.name_of,
+            credits=leaderboard, archiver=archiver, metrics_text=self._metrics.text, now=now,
         )  # fmt: skip
         app = make_app(self.api, credit_routes(self.credits))
         self._page = PageServer(self._metrics.counting(app))

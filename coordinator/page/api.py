@@ -13,6 +13,7 @@ from coordinator.audit_docket import AuditCase
 from coordinator.checkpoints.archive import FILES
 from coordinator.checkpoints.archiver import CheckpointArchiver
 from coordinator.credits.leaderboard import Grouping, Leaderboard
+from coordinator.directives import DirectiveEffects
 from coordinator.history import charts
 from coordinator.indexed_chain import IndexedChain
 from coordinator.ledger_thread import LedgerThread
@@ -60,6 +61,7 @@ class PageApi:
     feed: Feed
     overview: Callable[[], Overview]
     chain: IndexedChain
+    directives: DirectiveEffects
     observations: RoundObservations
     ledger: LedgerThread
     view: SwarmView
@@ -202,7 +204,8 @@ class PageApi:
         chain = self.chain
         head = chain.head[1] if chain.head else None
         validated = self.archiver.validation_points()
-        key = (head, len(self.observations), len(validated), validated[-1:])
+        marks = tuple(self.directives.marks)
+        key = (head, len(self.observations), len(validated), validated[-1:], marks)
         if self._charts is None or self._charts[0] != key:
             points = chain.points()
             by_round = {p.round: p for p in points} if validated else {}
@@ -218,7 +221,7 @@ class PageApi:
                     }
                 )
             rounds = json_view.round_charts(list(self.observations))
-            self._charts = (key, json_view.charts(charts(points), rounds, validation))
+            self._charts = (key, json_view.charts(charts(points), rounds, validation, marks))
         return self._charts[1]
 
     async def samples(self, before: int, limit: int) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from coordinator.directives import MARK_KINDS
 from coordinator.peer_registry import PHASES
 from protocol.messages import AUDIT_CHECKS
 
@@ -234,8 +235,10 @@ CHARTS = of(
             }
         ),
         "validation": many(of({"round": COUNT, "tokens": maybe(COUNT), "seen_at": maybe(TIME), "loss": NUMBER})),
+        "marks": many(of({"time": NUMBER, "kind": {"enum": list(MARK_KINDS)}, "text": TEXT})),
     },
-    description="Columns; neighbouring rounds are merged so that no chart has more than 600 points.",
+    description="Columns; neighbouring rounds are merged so that no chart has more than 600 points. `marks`: the "
+    "newest pauses, resumptions, rollbacks and the end, in unix seconds by the owner's clock.",
 )
 
 LEADER = of(

@@ -137,6 +137,89 @@ def test_it_lives_without_being_loaded_again(world, tab):
     assert page.evaluate("window.untouched") and drawn(page) != lines
 
 
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """A run that was paused for 25 minutes, and had one round of a second."""
+    world = World(tmp_path_factory.mktemp("interrupted")).start()
+    world.name_peers()
+    world.play(9)
+    world.pause(1500, "<b>data</b> are checked")
+    world.play(6)
+    world.round_seconds = 1.0
+    world.play(1)
+    world.round_seconds = 48.0
+    world.play(6)
+    yield world
+    world.close()
+
+
+def strokes(page: Any, chart: int) -> int:
+    """Return the number of pieces of the first line of a chart: runs of columns of pixels with its colour."""
+    return page.evaluate(
+        """(chart) => {
+            const c = document.querySelectorAll('.chart canvas')[chart];
+            const pixels = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
+            let pieces = 0, without = 9;  // a mark over the line is narrow
+            for (let x = 60; x < c.width; x++) {
+                let here = false;
+                for (let y = 0; y < c.height; y++) {
+                    const i = 4 * (y * c.width + x);
+                    here ||= Math.abs(pixels[i] - 13) + Math.abs(pixels[i + 1] - 148) + Math.abs(pixels[i + 2] - 136) < 30;
+                }
+                if (here && without > 5) pieces++;
+                without = here ? 0 : without + 1;
+            }
+            return pieces;
+        }""",
+        chart,
+    )
+
+
+def test_charts_break_at_a_pause_mark_it_and_keep_their_scale_in_spite_of_one_round(interrupted, tab):
+    page = tab(interrupted)
+    until(page, "document.querySelectorAll('.chart canvas').length === 6")
+    assert strokes(page, 0) == 1, "by tokens there is no gap"
+    assert [strokes(page, chart) for chart in (1, 2, 3)] == [2, 2, 2]
+    assert "paused" in text(page, ".marks") and ": <b>data</b> are checked" in text(page, ".marks")
+    said = page.locator(".chart").nth(2).get_attribute("aria-label")
+    assert re.search(r"newest tokens/s [45678]\.\dk; 1 value beyond the scale: \d\d", said), said
+
+
+def test_charts_have_a_log_scale_smoothing_and_perplexity_and_a_browser_remembers(interrupted, tab):
+    page = tab(interrupted)
+    until(page, "document.querySelectorAll('.chart canvas').length === 6")
+    plain = page.locator(".chart").first.text_content()
+    page.locator("button", has_text="perplexity").click()
+    page.locator(".controls input[type=checkbox]").check()
+    page.locator(".controls input[type=range]").fill("0.6")
+    assert page.locator(".chart-box h2").first.inner_text().startswith("Perplexity by tokens")
+    assert "training, smoothed" in (page.locator(".chart").first.text_content() or "") and "smoothed" not in plain
+    page.reload()
+    until(page, "document.querySelectorAll('.chart canvas').length === 6")
+    assert page.locator(".chart-box h2").first.inner_text().startswith("Perplexity") and page.locator(".controls input:checked").count() == 1
+    assert page.locator(".controls input[type=range]").input_value() == "0.6"
+
+
+def test_what_is_done_to_columns_before_they_are_drawn(world, tab):
+    page = tab(world)
+
+    def run(body: str) -> Any:
+        return page.evaluate(f"async () => {{ const s = await import('/static/js/series.js'); return {body}; }}")
+
+    steady = [10 * i for i in range(9)]
+    assert run(f"s.breaks({[*steady, 180, 190, 200]})") == [9], "one gap is nine times the usual"
+    assert run(f"s.breaks({[*steady, *range(200, 800, 60)]})") == [], "slower rounds are no gap"
+    assert run(f"s.breaks({steady}, [35])") == [4], "a pause is one, however short"
+    assert run("s.withGaps([[1, 2, 6], [5, 6, 7]], [2])") == [[1, 2, 4, 6], [5, 6, None, 7]]
+    assert run("s.freaks([5, 6, 5, 6, 190, 5, 6, null, 5])") == [4]
+    assert run("s.freaks([90, 6, 5, 6, 5, 6])") == [0] and run("s.freaks([90, 6, 5, 6, 5, 6], true)") == []
+    assert run("s.freaks([9, 7, 5.5, 4.5, 4, 3.7, 3.5, 3.4, 3.3, 3.2])") == [], "a loss that falls"
+    assert run("s.extent([[1, 50, 3], [undefined, 2, null]], [new Set([1]), new Set()])") == [1, 3]
+    assert run("s.smoothed([4, 8, null, 6, 99], 0.5, new Set([4]))") == [4, pytest.approx(20 / 3), None, 6, 6]
+    assert run("s.logTicks(2.9, 11)") == [3, 4, 5, 6, 8, 10] and run("s.logTicks(1, 2e6).length") == 7
+    assert run("s.logTicks(3.31, 3.39)") == [3.32, 3.34, 3.36, 3.38]
+
+
 def test_it_says_that_its_coordinator_is_gone_and_finds_it_again(world, tab):
     page = tab(world)
     page.evaluate("window.untouched = true")

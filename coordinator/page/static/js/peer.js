@@ -84,10 +84,10 @@ export class Peer {
     const p = found.peer, away = isAway(p), said = JSON.stringify([found.audits, round >= (p.conviction?.barred_until ?? 0)]);
     if (said !== this.said) [this.said, this.cases] = [said, ownCases(found.audits, round)]; // what somebody has unfolded stays so
     const newest = found.newest[0];
-    const sentence = p.conviction?.barred ? `It was convicted in round ${p.conviction.round}, and may be in no record before round ${p.conviction.barred_until}.` : newest === undefined ? "" : newest.absence ? `Not in round ${newest.round}: ${newest.absence.message}. Its work is part of a later round.` : `It is in round ${newest.round}.`;
+    const sentence = p.conviction?.barred ? `It was convicted in round ${p.conviction.round}, and may be in no record before round ${p.conviction.barred_until}.` : newest === undefined ? "" : newest.absence ? `Not in round ${newest.round}: ${newest.absence.message}.${away ? "" : " Its work is part of a later round."}` : away ? `Its newest round is ${newest.round}.` : `It is in round ${newest.round}.`;
     this.body.replaceChildren(
       el("h2", {}, p.name || `Peer ${shortKey(p.peer)}`),
-      el("p", { class: "message" }, phase(p), p.since === null || p.phase === "barred" ? ". " : ` for ${duration(Math.max(0, now - p.since))}. `, sentence),
+      el("p", { class: "message" }, phase(p), p.since === null || ["barred", "banned"].includes(p.phase) ? ". " : ` for ${duration(Math.max(0, now - p.since))}. `, sentence),
       ...(this.cases ? [this.cases] : []),
       facts([["Tokens/s", away ? "–" : short(p.tokens_per_second)], ["Loss", loss(p.loss)], ["Rounds in", String(found.rounds)], ["Tokens", short(found.tokens)],
         ["Credits", credits(p.micro_credits_settled)], ["Not final", credits(p.micro_credits_pending)], ["Sent", bytes(p.bytes_up)], ["Received", bytes(p.bytes_down)]]),
