@@ -21,10 +21,13 @@ from coordinator.limits import ConcurrencyLimit
 from coordinator.overview import Overview, PeerOverview, RoundOverview, round_overview
 from coordinator.page import json_view
 from coordinator.page.feed import Feed
+from coordinator.page.run_card import run_card
 from coordinator.round_observations import RoundObservations
 from coordinator.swarm import SwarmView
 from protocol.ids import PeerKey
+from protocol.invite import Invite
 from protocol.ledger.credits import Balance, RoundCredits
+from protocol.spec import RunSpec
 
 NEWEST_OF_PEER = 64
 """Newest rounds that the view of one peer covers."""
@@ -58,6 +61,8 @@ _BY: dict[str, Callable[[PeerOverview], Any]] = {
 class PageApi:
     """The source of every answer in `coordinator.page.endpoints`; methods return None where there is no such thing."""
 
+    spec: RunSpec
+    published_invite: Callable[[], Invite | None]
     feed: Feed
     overview: Callable[[], Overview]
     chain: IndexedChain
@@ -83,6 +88,12 @@ class PageApi:
 
     def event(self) -> dict[str, Any]:
         return json_view.event(self.overview(), self.now())
+
+    async def run(self) -> dict[str, Any]:
+        """Return the run in short: model, data, settings, and how to take part."""
+        first = next(iter(self.chain.points()), None)
+        began = first.seen_at if first is not None and first.round == 0 else None
+        return run_card(self.spec, None if began is None else round(began), self.published_invite())
 
     def peers(self, sort: str, descending: bool, text: str, offset: int, limit: int) -> dict[str, Any]:
         every = self.overview().peers

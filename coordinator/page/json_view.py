@@ -53,6 +53,8 @@ def event(o: Overview, now: float) -> dict[str, Any]:
         "total_tokens": o.total_tokens,
         "tokens_per_second": rounded(o.tokens_per_second),
         "loss": rounded(o.loss),
+        "validation_loss": rounded(o.validation_loss),
+        "validation_round": o.validation_round,
         "training": o.training,
         "final_round": o.final_round,
         "micro_credits_settled": o.settled,

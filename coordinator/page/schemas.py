@@ -202,6 +202,8 @@ _STATE: dict[str, Any] = {
     "total_tokens": COUNT,
     "tokens_per_second": maybe(NUMBER),
     "loss": maybe(NUMBER),
+    "validation_loss": maybe(NUMBER),
+    "validation_round": maybe(COUNT),
     "training": COUNT,
     "final_round": maybe(COUNT),
     "micro_credits_settled": MICRO,
@@ -213,6 +215,29 @@ EVENT = of(_STATE, description="The state, as a message and in numbers.")
 STATUS = of(
     _STATE | {"peers": many(PEER), "rounds": many(ROUND_ROW)},
     description="The state, and the first page of peers and of rounds.",
+)
+
+_SETTINGS: Schema = {"type": "object"}
+RUN = of(
+    {
+        "name": TEXT,
+        "run": DIGEST,
+        "owner": KEY,
+        "began": maybe(TIME),
+        "total_tokens": COUNT,
+        "model": of(
+            {"type": TEXT, "parameters": COUNT, "bytes": COUNT}
+            | {size: maybe(COUNT) for size in ("layers", "width", "heads", "context", "vocabulary")}
+        ),
+        "data": of(
+            {"tokens": COUNT, "window": COUNT, "windows": COUNT, "validation_tokens": COUNT, "addresses": many(TEXT)}
+        ),
+        "settings": of({name: _SETTINGS for name in ("inner", "codec", "outer", "round", "audit")}),
+        "join": of({"admission": {"enum": ["open", "invite", "allow"]}, "invite": maybe(TEXT), "local": FLAG}),
+    },
+    description="From the run spec. `began`: when the first round was certified, if this coordinator saw it. "
+    "`settings`: sections of the spec, as docs/runs.md describes them; a directive may have changed `round` since. "
+    "`invite`: of an open run only, never with a code; `local`: it leads to the coordinator's own machine only.",
 )
 
 CHARTS = of(

@@ -13,6 +13,7 @@ import pytest
 
 from tests.page.log_fakes import FakeLog
 from tests.page.world import EVIL, FRAMED, LIAR, STRANGER, World, audited_world, crowd, peer
+from tests.support.credit_texts import CREDIT_TEXTS
 from tests.support.waiting import wait_until
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install '.[test]'")
@@ -31,6 +32,7 @@ VIEWS = [
     "#audits",
     "#leaderboard",
     "#model",
+    "#join",
     f"#peer/{peer(5).key}",
     "#round/7",
     f"#account/{peer(0).key}",
@@ -220,6 +222,26 @@ def test_what_is_done_to_columns_before_they_are_drawn(world, tab):
     assert run("s.logTicks(3.31, 3.39)") == [3.32, 3.34, 3.36, 3.38]
 
 
+def test_the_line_to_join_is_copied_and_the_invite_is_drawn(world, tab):
+    page = tab(world, "#join")
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    last = page.locator(".line").last
+    last.locator("button").click()
+    until(page, "[...document.querySelectorAll('.line [role=status]')].at(-1).textContent === 'copied'")
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert copied == last.locator("code").inner_text() and copied.startswith("cairn peer join cairn1:")
+    until(page, "document.querySelector('.join img').naturalWidth > 0")
+
+
+def test_credits_are_written_as_in_the_terminal(world, tab):
+    page = tab(world)
+    written = page.evaluate(
+        "async (all) => { const f = await import('/static/js/format.js'); return all.map((n) => f.credits(n)); }",
+        list(CREDIT_TEXTS),
+    )
+    assert written == list(CREDIT_TEXTS.values())
+
+
 def test_it_says_that_its_coordinator_is_gone_and_finds_it_again(world, tab):
     page = tab(world)
     page.evaluate("window.untouched = true")
@@ -264,7 +286,7 @@ def test_no_view_has_what_axe_calls_a_fault(world, tab, dark):
     page = tab(world, dark=dark)
     for view in VIEWS[:3] if dark else VIEWS:  # colours are the same in all
         page.goto(world.url + view)
-        page.wait_for_selector("#view .wide table")
+        page.wait_for_selector("#view :is(.wide table, .join)")
         if not view:
             until(page, "document.querySelectorAll('.chart canvas').length === 6")
         found = axe.run(page)
@@ -275,7 +297,7 @@ def test_on_a_phone_nothing_sticks_out(world, tab):
     page = tab(world, phone=True)
     for view in VIEWS:
         page.goto(world.url + view)
-        page.wait_for_selector("#view .wide table")
+        page.wait_for_selector("#view :is(.wide table, .join)")
         assert page.evaluate("document.documentElement.scrollWidth") <= 390, view
 
 
@@ -339,7 +361,7 @@ def test_audits_have_no_fault_by_axe_and_stick_out_nowhere(audited, tab, dark):
     small = tab(audited, phone=True)
     for view in ("#audits", f"#peer/{peer(LIAR).key}", f"#peer/{peer(STRANGER).key}", "#peers"):
         page.goto(audited.url + view)
-        page.wait_for_selector("#view .wide table")
+        page.wait_for_selector("#view :is(.wide table, .join)")
         assert not axe.run(page).response["violations"], view
         small.goto(audited.url + view)
         small.wait_for_selector("#view .wide table")

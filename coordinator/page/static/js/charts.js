@@ -14,7 +14,7 @@ const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000];
 const SECONDS = [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 18000, 36000, 86400, 172800, 432000];
 
 // kinds: how a y value is written.
-const KINDS = { number: short, count: short, loss: (v) => v.toFixed(3), perplexity: (v) => (v < 100 ? v.toPrecision(3) : short(v)), bytes, duration };
+const KINDS = { number: short, count: short, loss: (v) => v.toFixed(3), perplexity: (v) => (v < 1000 ? String(Number(v.toPrecision(3))) : short(v)), bytes, duration };
 const FROM_ZERO = ["bytes", "duration", "count"];
 
 // A clock on each tick; the day where it changes, if there is more than one.

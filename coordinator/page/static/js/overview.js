@@ -3,7 +3,7 @@
 import { askOr } from "./api.js";
 import { Chart } from "./charts.js";
 import { el, facts } from "./dom.js";
-import { credits, loss, moment, short } from "./format.js";
+import { credits, loss, moment, perplexity, short } from "./format.js";
 import { roundTable } from "./rounds.js";
 import { breaks, merge, withGaps } from "./series.js";
 
@@ -90,6 +90,7 @@ export class Overview {
     const rate = s.tokens_per_second ? short(s.tokens_per_second) : "–";
     this.facts.replaceChildren(facts([
       ["Training", training], ["Round", String(s.round)], ["Loss", loss(s.loss)], ["Tokens/s", rate],
+      ...(s.validation_loss === null ? [] : [["Perplexity", perplexity(s.validation_loss)]]),
       ["Tokens", short(s.tokens)], ["Credits", credits(s.micro_credits_settled + s.micro_credits_pending)],
       ["Final up to", s.final_round === null ? "–" : `round ${s.final_round}`],
     ]));

@@ -7,7 +7,7 @@ const isNumber = (v) => v !== null && v !== undefined;
 
 function quantile(values, share) {
   const sorted = [...values].sort((a, b) => a - b);
-  return sorted[Math.min(sorted.length - 1, Math.floor(share * sorted.length))];
+  return sorted[Math.floor(share * (sorted.length - 1))];
 }
 
 // Indices before which a line breaks: nothing came for much longer than is usual around there, or a time in `stops` is between.
@@ -47,7 +47,7 @@ export function merge([xs, ys], dots) {
 // themselves. One such value must not set the scale. `falls`: the first values may be far above what follows, as a loss is.
 export function freaks(values, falls = false) {
   const known = values.map((v, i) => [v, i]).filter(([v]) => isNumber(v));
-  const all = known.map(([v]) => v), wide = all.length ? quantile(all, 0.9) - quantile(all, 0.1) : 0;
+  const all = known.map(([v]) => v), wide = all.length ? quantile(all, 0.8) - quantile(all, 0.2) : 0;
   return known.filter(([v], k) => {
     const near = [...all.slice(Math.max(0, k - AROUND), k), ...all.slice(k + 1, k + 1 + AROUND)];
     if (near.length < AROUND || (falls && k < AROUND)) return false;
