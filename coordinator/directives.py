@@ -11,7 +11,6 @@ from protocol.ids import PeerKey, RunId
 from protocol.messages import Directive, RoundChanges
 from protocol.spec import RoundSpec
 
-
 MAX_MARKS = 100
 """Newest marks that are kept."""
 

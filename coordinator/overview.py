@@ -37,9 +37,10 @@ _ORDER = {
 class PeerOverview:
     """One peer. Its own reports are for display only; credits follow from the chain.
 
-    `since` is when it began what it does now, in unix seconds (of a silent or gone one: when it was last received, or its
-    last observed round was certified). `up` and `down` are bytes a second. `last_round` is the newest round it was in, of those in memory. `absence` is why it is
-    not in the newest one. `conviction` is the newest case that convicted it, of those that are kept.
+    `since` is when it began what it does now (unix seconds). For a silent or gone one it is when it was last received,
+    or when its last observed round was certified. `up` and `down` are bytes a second. `last_round` is the newest round
+    it was in, of those in memory. `absence` is why it is not in the newest one. `conviction` is the newest case that
+    convicted it, of those that are kept.
     """
 
     peer: PeerKey

@@ -16,7 +16,7 @@ COLORS = {
 OTHER = "#9a4a06"
 """The colour of a badge in every other state."""
 
-LETTER = 6.6
+LETTER = 6.1
 """Width of a letter in px; `textLength` makes every font keep it."""
 
 
@@ -31,7 +31,8 @@ def badge(o: Overview) -> bytes:
     left, right = (round(LETTER * len(text)) + 16 for text in (name, state))
 
     def text(at: float, words: str) -> str:
-        return f'<text x="{at:.0f}" y="14" textLength="{LETTER * len(words):.0f}">{escape(words)}</text>'
+        size = f'textLength="{LETTER * len(words):.0f}" lengthAdjust="spacingAndGlyphs"'
+        return f'<text x="{at:.0f}" y="14" {size}>{escape(words)}</text>'
 
     about = escape(f"{name}: {state}", quote=True)
     return (
@@ -48,5 +49,6 @@ def badge(o: Overview) -> bytes:
 def qr_code(text: str) -> bytes:
     """Return a text as a QR code, dark on light with its quiet zone."""
     out = io.BytesIO()
-    segno.make_qr(text, error="l").save(out, kind="svg", border=4, dark="#000", light="#fff", xmldecl=False, omitsize=True)
+    code = segno.make_qr(text, error="l")
+    code.save(out, kind="svg", border=4, dark="#000", light="#fff", xmldecl=False, omitsize=True)
     return out.getvalue()

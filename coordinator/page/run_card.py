@@ -18,7 +18,7 @@ _NAMES = {
     "context": ("max_position_embeddings", "n_positions", "n_ctx"),
     "vocabulary": ("vocab_size",),
 }
-"""What model types call their sizes."""
+"""Names of a model's sizes in the configs of different types."""
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 

@@ -204,7 +204,7 @@ def test_the_run_is_shown_in_short_with_an_invite_that_has_no_code(world, get):
     assert (invite.run, invite.code) == (spec.run_id, "")
     assert get.get("/invite.svg").headers["content-type"] == "image/svg+xml"
     page = get.get("/").text
-    assert '<title>tiny stories</title>' in page and 'content="tiny stories: a language model' in page
+    assert "<title>tiny stories</title>" in page and 'content="tiny stories: a language model' in page
 
 
 @pytest.mark.parametrize("mode", ["invite", "allow"])
@@ -232,7 +232,7 @@ def test_a_badge_is_for_other_pages_and_says_how_the_run_is(get):
     assert get.get("/invite.svg").headers.get_list("cross-origin-resource-policy") == ["same-origin"]
     (title,) = ElementTree.fromstring(answer.content).findall("{*}title")
     assert re.fullmatch(r"tiny stories: healthy · \d% · 12 peers", title.text or "")
-    o = replace(overview(4, {1: ("training", 0)}), name="<&\"", health="ended", total_tokens=0)
+    o = replace(overview(4, {1: ("training", 0)}), name='<&"', health="ended", total_tokens=0)
     text = "".join(ElementTree.fromstring(pictures.badge(o)).itertext())
     assert text == '<&": ended<&"ended'
 

@@ -62,7 +62,7 @@ export class Chart {
     if (this.plot && this.plot.series.length === data.length) this.plot.setData(data, false);
     else {
       this.plot?.destroy();
-      this.plot = new uPlot(this.options(columns[0].length), data, this.plotted);
+      this.plot = new uPlot(this.options(), data, this.plotted);
     }
     this.rescale();
     const last = columns.slice(1).map((c, i) => `${this.spec.series[i].label} ${this.write(c.findLast((v) => v !== null && v !== undefined) ?? null)}`);
@@ -104,12 +104,12 @@ export class Chart {
     this.plot.setScale("x", { min, max });
   }
 
-  options(count) {
+  options() {
     const { by, series, stacked, kind } = this.spec, { log } = this.look;
     const time = by === "time", smooths = new Set(this.smooths);
     const axis = { stroke: color("--quiet-text"), grid: { stroke: color("--pico-muted-border-color"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif" };
-    const alone = count === 1 && !time;
-    const xs = (_, ticks, axisIndex, space, step) => (time ? times(ticks, step) : ticks.map((t) => (alone && t !== this.columns[0][0] ? "" : tidy(short(t)))));
+    const alone = () => this.columns[0].length === 1;
+    const xs = (_, ticks, axisIndex, space, step) => (time ? times(ticks, step) : ticks.map((t) => (alone() && t !== this.columns[0][0] ? "" : tidy(short(t)))));
     const digits = (step) => Math.min(6, Math.max(0, -Math.floor(Math.log10(step) + 1e-9)));
     const ys = (_, ticks, axisIndex, space, step) => ticks.map((v) => (v === null ? "" : kind === "loss" ? (log ? String(v) : v.toFixed(digits(step))) : tidy(this.write(v))));
     const value = (i) => (_, __, ___, index) => this.write(index === null || index === undefined ? null : this.columns[i + 1][index]);
@@ -119,7 +119,7 @@ export class Chart {
       width: smooths.has(i) ? 1.5 : 2,
       fill: stacked ? color(s.color + "-soft") : undefined,
       paths: s.dots ? () => null : undefined,
-      points: { show: s.dots || count < 3 ? true : undefined, size: s.dots ? 7 : 5, fill: color(s.color) },
+      points: { show: s.dots ? true : () => this.columns[0].length < 3, size: s.dots ? 7 : 5, fill: color(s.color) },
       value: value(i),
     }));
     const means = [...smooths].map((i, k) => ({

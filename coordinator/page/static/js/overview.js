@@ -89,10 +89,10 @@ export class Overview {
     const training = s.peers_total > s.training ? `${s.training} of ${s.peers_total}` : String(s.training);
     const rate = s.tokens_per_second ? short(s.tokens_per_second) : "–";
     this.facts.replaceChildren(facts([
-      ["Training", training], ["Round", String(s.round)], ["Loss", loss(s.loss)], ["Tokens/s", rate],
-      ...(s.validation_loss === null ? [] : [["Perplexity", perplexity(s.validation_loss)]]),
+      ["Training", training], ["Round", String(s.round)], ["Tokens/s", rate], ["Loss", loss(s.loss)],
+      ...(s.validation_loss === null ? [] : [["Validation loss", loss(s.validation_loss)], ["Perplexity", perplexity(s.validation_loss)]]),
       ["Tokens", short(s.tokens)], ["Credits", credits(s.micro_credits_settled + s.micro_credits_pending)],
-      ["Final up to", s.final_round === null ? "–" : `round ${s.final_round}`],
+      ["Final up to", s.final_round === null ? "–" : String(s.final_round)],
     ]));
     const told = `${s.head} ${s.health}`; // a pause or an end is marked at once
     if (told !== this.told) {

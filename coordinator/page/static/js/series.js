@@ -92,6 +92,6 @@ export function logTicks(low, high) {
     }
   }
   if (found.length > 2) return found;
-  const about = (high - low) / 4, size = 10 ** Math.floor(Math.log10(about)), step = Math.ceil(about / size) * size;
+  const about = (high - low) / 4, size = 10 ** Math.floor(Math.log10(about)), step = Math.ceil(about / size - 1e-9) * size;
   return Array.from({ length: 6 }, (_, i) => Number(((Math.ceil(low / step) + i) * step).toPrecision(6))).filter((t) => t <= high);
 }
