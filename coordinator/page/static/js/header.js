@@ -17,7 +17,7 @@ const ADVICE = {
   finished: () => ["Take the model with you: ", link("#model", "its checkpoints"), "."],
   ended: () => ["What was trained is kept: ", link("#model", "its checkpoints"), "."],
 };
-const OVER = ["finished", "ended"];
+export const isOver = (s) => ["finished", "ended"].includes(s.health);
 let advised = "";
 
 function advise(s) {
@@ -26,7 +26,7 @@ function advise(s) {
   advised = said;
   byId("advice").hidden = !(s.health in ADVICE);
   byId("advice").replaceChildren(...(ADVICE[s.health]?.(s) ?? []));
-  byId("take-part").hidden = OVER.includes(s.health);
+  byId("take-part").hidden = isOver(s);
 }
 
 export function showHeader(s) {

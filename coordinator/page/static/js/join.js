@@ -3,6 +3,7 @@
 import { askOr } from "./api.js";
 import { el } from "./dom.js";
 import { bytes, short } from "./format.js";
+import { isOver } from "./header.js";
 
 const PLATFORMS = [
   ["Linux, x86-64, with an NVIDIA GPU", "pipx install .", "In a clone of Cairn's repository, with Python 3.10 to 3.13."],
@@ -54,12 +55,14 @@ export class Join {
       return;
     }
     const { invite, local, admission } = run.join;
-    const over = ["finished", "ended"].includes(s.health);
+    if (isOver(s)) {
+      this.body.replaceChildren(el("h2", {}, "Take part"), el("p", {}, "This run is over: there is nothing left to train. ", el("a", { href: "#model" }, "Its checkpoints"), " are here."));
+      return;
+    }
     const line = copyable(`cairn peer join ${invite ?? "INVITE"}`);
     const install = PLATFORMS.map(([name, command, note], i) => el("details", { open: i === 0, name: "platform" }, el("summary", {}, name), copyable(command), el("p", { class: "note" }, note)));
     this.body.replaceChildren(
       el("h2", {}, "Take part"),
-      over ? el("p", { class: "message" }, "This run is over: there is nothing left to train. ", el("a", { href: "#model" }, "Its checkpoints"), " are here.") : "",
       el("p", {}, `A peer of this run trains `, el("a", { href: "#model" }, `a model of ${short(run.model.parameters)} parameters`), ` on windows of data of its own, and exchanges updates with the others after each round. It needs no account and no open port. It first downloads the model (${bytes(run.model.bytes)}), then its data.`),
       el("div", { class: "join" },
         el("div", {},
