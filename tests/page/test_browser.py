@@ -204,6 +204,27 @@ def test_charts_have_a_log_scale_smoothing_and_perplexity_and_a_browser_remember
     assert page.locator(".controls input[type=range]").input_value() == "0.6"
 
 
+def test_a_chart_is_zoomed_by_dragging_stays_so_in_a_new_round_and_returns(world, tab):
+    page = tab(world)
+    until(page, "document.querySelectorAll('.chart canvas').length === 6")
+    whole, over = drawn(page)[0], page.locator(".chart .u-over").first
+    box = over.bounding_box()
+    page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.9 * box["width"], box["y"] + 60, steps=4)
+    page.mouse.up()
+    zoomed = drawn(page)[0]
+    assert zoomed != whole
+    rounds = len(world.swarm.chain.certificates)
+    world.act(world.round())
+    until(page, f"document.querySelector('#view .wide tbody').innerText.startsWith('{rounds}')")
+    page.mouse.move(0, 0)
+    assert abs(drawn(page)[0] - zoomed) < abs(zoomed - whole)
+    over.dblclick()
+    page.mouse.move(0, 0)
+    assert abs(drawn(page)[0] - whole) < abs(zoomed - whole)
+
+
 def test_what_is_done_to_columns_before_they_are_drawn(world, tab):
     page = tab(world)
 

@@ -34,7 +34,7 @@ from coordinator.page.server import MAX_PER_NETWORK, PageServer
 from coordinator.peer_registry import PHASES
 from coordinator.service import Coordinator
 from protocol.ids import Digest
-from protocol.invite import Invite
+from protocol.invite import HostPort, Invite
 from tests.page.log_fakes import FakeLog
 from tests.page.world import World
 from tests.support.coordinator_fakes import PARAMETERS, FakeSwarm, make_spec, overview, peer
@@ -219,8 +219,10 @@ async def test_the_invite_of_a_run_that_does_not_admit_everybody_is_not_shown(tm
 def test_models_whose_config_has_other_names_are_shown_too():
     spec = make_spec()
     config = {"model_type": "gpt2" * 99, "n_layer": 12, "n_embd": 768, "n_head": True, "vocab_size": "many"}
-    card = run_card(spec.model_copy(update={"model": spec.model.model_copy(update={"config": config})}), None, None)
+    invite = Invite(spec.run_id, Digest(bytes(32)), (HostPort("run.example.org", 7410),))
+    card = run_card(spec.model_copy(update={"model": spec.model.model_copy(update={"config": config})}), None, invite)
     jsonschema.validate(card, schemas.RUN)
+    assert card["join"] == {"admission": "open", "invite": str(invite), "local": False}
     sizes = [card["model"][name] for name in ("layers", "width", "heads", "context", "vocabulary")]
     assert sizes == [12, 768, None, None, None] and len(card["model"]["type"]) == MAX_TYPE
 

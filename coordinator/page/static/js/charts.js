@@ -84,8 +84,15 @@ export class Chart {
     const [low, high] = xs.length ? this.range() : [0, 0], values = ys.flatMap((column, i) => (stacked && i < ys.length - 1 ? [] : [...this.far[i]].map((k) => column[k]).filter((v) => v < low || v > high)));
     const most = values.reduce((a, b) => Math.max(a, b), -Infinity);
     this.beyond.textContent = values.length ? `${most > high ? "▲" : "▼"} ${plural(values.length, "value")} beyond the scale: ${values.length > 1 ? "up to " : ""}${this.write(most)}` : "";
-    const means = this.smooths.map((i) => smoothed(ys[i], this.look.smoothing, this.far[i]));
+    const means = this.smooths.map((i) => this.mean(ys[i], this.far[i]));
     return [xs, ...ys, ...means].map((column, i) => (this.look.log && i ? column.map((v) => (v > 0 ? v : v === undefined ? v : null)) : column));
+  }
+
+  // On a logarithmic scale the geometric mean: the other one is pulled up by its largest values.
+  mean(column, without) {
+    const { smoothing, log } = this.look;
+    if (!log) return smoothed(column, smoothing, without);
+    return smoothed(column.map((v) => (v > 0 ? Math.log(v) : v)), smoothing, without).map((v) => (v === null || v === undefined ? v : Math.exp(v)));
   }
 
   get smooths() {

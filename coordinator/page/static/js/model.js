@@ -17,7 +17,7 @@ function rate(inner) {
 function card(run, tokens) {
   const { model: m, data: d, settings: { inner, codec, outer, round, audit } } = run;
   const step = inner.batch * d.window;
-  const epochs = (n) => { const passes = n / (d.windows * d.window); return passes < 10 ? passes.toPrecision(2) : short(Math.round(passes)); };
+  const epochs = (n) => { const passes = n / (d.windows * d.window); return passes === 0 ? "0" : passes < 10 ? passes.toPrecision(2) : short(Math.round(passes)); };
   const sparse = codec.kind === "sparse" ? `, ${codec.k} of 4096 coordinates` : "";
   return el("div", { class: "card" },
     el("section", {}, el("h3", {}, "Model"), list([
