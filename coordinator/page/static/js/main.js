@@ -37,9 +37,12 @@ function turn(moved) {
   root.replaceChildren();
   view = make(root);
   const hash = location.hash.split("/")[0], here = TAB_OF[hash.slice(1)] ?? (hash || "#");
-  for (const tab of [...byId("tabs").children, byId("take-part")]) {
-    if (tab.getAttribute("href") === here) tab.setAttribute("aria-current", "page");
-    else tab.removeAttribute("aria-current");
+  const tabs = byId("tabs");
+  for (const tab of [...tabs.children, byId("take-part")]) {
+    if (tab.getAttribute("href") === here) {
+      tab.setAttribute("aria-current", "page");
+      if (tab.parentElement === tabs) tabs.scrollLeft = tab.offsetLeft + tab.offsetWidth - tabs.offsetLeft - tabs.clientWidth; // on a narrow screen
+    } else tab.removeAttribute("aria-current");
   }
   if (newest) view.status(newest);
   if (moved) root.focus({ preventScroll: true });
