@@ -25,8 +25,17 @@ def _scaled(n: float, units: Sequence[str]) -> str:
 
 
 def credits(micro: int) -> str:
-    """Return micro-credits as credits: six decimals below 10 credits, two above."""
-    return f"{micro / 1e6:,.2f}" if micro >= 10_000_000 else f"{micro / 1e6:.6f}"
+    """Return micro-credits as credits with three significant digits, as far as a micro-credit has them.
+
+    The run page writes the same (`credits` in format.js). Both count in whole numbers, and so round alike.
+    """
+    unit = 10 ** max(0, len(str(micro)) - 3)
+    kept = (micro + unit // 2) // unit * unit
+    if not kept:
+        return "0"
+    prefix, size = next((p for p in (("T", 18), ("B", 15), ("M", 12), ("k", 9)) if kept >= 10 ** p[1]), ("", 6))
+    digits = min(6, max(0, size + 3 - len(str(kept))))
+    return f"{kept / 10**size:.{digits}f}{prefix}"
 
 
 def sparkline(values: list[float], width: int = 40) -> str:

@@ -98,7 +98,8 @@ def peer_table(s: Any, width: int, most: int | None = None) -> RenderableType:
     rows: list[list[Text | str]] = []
     for p in shown:
         quiet = p.phase in ("silent", "gone", "banned", "barred")
-        state = f"{p.phase} {ago(p.seconds_since_heartbeat)}" if p.phase in ("silent", "gone") else p.phase
+        timed = p.phase in ("silent", "gone") and p.seconds_since_heartbeat > 0  # 0: not known
+        state = f"{p.phase} {ago(p.seconds_since_heartbeat)}" if timed else p.phase
         rows.append([
             p.peer.short, "-" if p.name == p.peer.short else p.name, Text(state, style=PHASE.get(p.phase, "")),
             str(p.round), f"{p.loss:.3f}" if p.loss else "-", "-" if quiet else count(p.tokens_per_second),

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from collections import deque
+from dataclasses import asdict, dataclass
 
 from coordinator.indexed_chain import IndexedChain
 from protocol.ids import PeerKey, RunId
 from protocol.messages import Directive, RoundChanges
 from protocol.spec import RoundSpec
+
+MAX_MARKS = 100
+"""Newest marks that are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunMark:
+    """The moment of a directive that charts show, in unix seconds by the owner's clock; `text` is for people."""
+
+    time: float
+    kind: str
+    """One of MARK_KINDS."""
+    text: str
+
+
+MARK_KINDS = ("paused", "resumed", "ended", "rolled back")
 
 
 class EffectiveRoundPolicy:
@@ -46,6 +63,9 @@ class DirectiveEffects:
         self.order_reason = ""
         """The reason of the pause or end."""
 
+        self.marks: deque[RunMark] = deque(maxlen=MAX_MARKS)
+        """Pauses, resumptions, ends and rollbacks, oldest first."""
+
     @property
     def round_policy(self) -> RoundSpec:
         """The round policy in the round that is being trained."""
@@ -54,6 +74,7 @@ class DirectiveEffects:
     def apply(self, directive: Directive) -> None:
         self._policy.change(directive.changes, directive.from_round, self._chain.training_round)
         last, self._last = self._last, directive
+        self._mark(last, directive)
         is_as_before = (last.run_status, last.since) == (directive.run_status, directive.since)
         if not is_as_before:
             self.order_reason = directive.reason
@@ -66,3 +87,11 @@ class DirectiveEffects:
             since = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(directive.since))
             why = f": {self.order_reason}" if self.order_reason else ""
             self.order = (directive.run_status, f"{directive.run_status} by the run's owner since {since}{why}")
+
+    def _mark(self, last: Directive, new: Directive) -> None:
+        """Add the marks of a directive that follows another."""
+        if (back := new.rollback) is not None and back.epoch > last.epoch:
+            self.marks.append(RunMark(new.sequence / 1000, "rolled back", f"to round {back.round}"))
+        if new.run_status != last.run_status:
+            kind = "resumed" if new.run_status == "running" else new.run_status
+            self.marks.append(RunMark(float(new.since or new.sequence / 1000), kind, new.reason))

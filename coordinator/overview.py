@@ -37,9 +37,10 @@ _ORDER = {
 class PeerOverview:
     """One peer. Its own reports are for display only; credits follow from the chain.
 
-    `since` is when it began what it does now (of a silent one: when it was last received), in unix seconds. `up` and
-    `down` are bytes a second. `last_round` is the newest round it was in, of those in memory. `absence` is why it is
-    not in the newest one. `conviction` is the newest case that convicted it, of those that are kept.
+    `since` is when it began what it does now (unix seconds). For a silent or gone one it is when it was last received,
+    or when its last observed round was certified. `up` and `down` are bytes a second. `last_round` is the newest round
+    it was in, of those in memory. `absence` is why it is not in the newest one. `conviction` is the newest case that
+    convicted it, of those that are kept.
     """
 
     peer: PeerKey
@@ -134,7 +135,7 @@ class OverviewBuilder:
     alerts: Callable[[], tuple[Alert, ...]]
     updates_problem: Callable[[], str]
     resting_state: Callable[[], RestingState | None]
-    _last_rounds: tuple[Digest | None, dict[PeerKey, int]] = field(default=(None, {}), init=False)
+    _last_rounds: tuple[Digest | None, dict[PeerKey, RoundCredits]] = field(default=(None, {}), init=False)
     _rounds: dict[Digest, RoundOverview] = field(default_factory=dict, init=False)
     _round: int = field(default=-1, init=False)
     _moved_at: float | None = field(default=None, init=False)
@@ -153,9 +154,8 @@ class OverviewBuilder:
             self._moved_at = now  # nobody can be late
         points = chain.points(last=16)
         tokens = points[-1].tokens if points else 0
-        is_finished = 0 < spec.total_tokens <= tokens
-        rests = is_finished or (self.directives.order is not None and not working)
-        rate = tokens_per_second(points, now) if self.indexer.caught_up and not rests else 0.0
+        goes_on = bool(working) and not 0 < spec.total_tokens <= tokens
+        rate = tokens_per_second(points, now) if self.indexer.caught_up and goes_on else 0.0
         loss = points[-1].loss if points else None
         due = self._next_round(working, head[1] if head else genesis_digest(self.spec.run_id), now)
         health, message = self._health(working, training, tokens, loss, rate, due, now)
@@ -307,12 +307,16 @@ class OverviewBuilder:
             pending = chain.pending.get(peer, nothing).micro_credits
             if phase in ("gone", "observing") and not settled + pending:
                 continue  # a gone peer without credits is no news, and an observer does not train
-            began = None if known is None else known.heard_at if phase in ("silent", "gone") else known.since
+            last = last_rounds.get(peer)
+            if known is not None:
+                began = known.heard_at if phase in ("silent", "gone") else known.since
+            elif began := self._certified_at(last):  # not here since the coordinator has started
+                since = now - began
             up, down = (known.up_per_second, known.down_per_second) if known else (0.0, 0.0)
             views.append(
                 PeerOverview(
                     peer, self.name_of(peer), phase, heartbeat, max(0.0, since), settled, pending, began, up, down,
-                    last_rounds.get(peer), missing.get(peer), chain.audits.conviction_of(peer),
+                    last.round if last else None, missing.get(peer), chain.audits.conviction_of(peer),
                 )
             )  # fmt: skip
         views.sort(key=lambda v: (_ORDER.get(v.phase, 6), -(v.settled + v.pending), v.peer))
@@ -325,13 +329,17 @@ class OverviewBuilder:
             return "barred"
         return self.registry.phase(known, now)
 
-    def _rounds_of_peers(self) -> tuple[dict[PeerKey, int], dict[PeerKey, NonParticipation]]:
+    def _certified_at(self, account: RoundCredits | None) -> float | None:
+        seen = None if account is None else self.observations.get(account.record)
+        return None if seen is None else seen.certified
+
+    def _rounds_of_peers(self) -> tuple[dict[PeerKey, RoundCredits], dict[PeerKey, NonParticipation]]:
         """Return the newest round of each peer, and why peers are not in the newest round."""
         chain = self.chain
         head = chain.head[1] if chain.head else None
         if self._last_rounds[0] != head:
             newest = reversed(chain.newest(MAX_REMEMBERED))
-            self._last_rounds = (head, {e.peer: a.round for a in newest for e in a.lines})
+            self._last_rounds = (head, {e.peer: a for a in newest for e in a.lines})
         seen = self.observations.get(head) if head is not None else None
         return self._last_rounds[1], {a.peer: a for a in (seen.absent or () if seen else ())}
 

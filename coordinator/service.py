@@ -143,9 +143,10 @@ class Coordinator:
             archive=archiver.gauges,
         ))  # fmt: skip
         self.api = PageApi(
-            feed=self.feed, overview=self.overview, chain=chain, observations=self.observations, ledger=ledger,
-            view=view, name_of=self.admitter.name_of, credits=leaderboard, archiver=archiver,
-            metrics_text=self._metrics.text, now=now,
+            spec=spec, published_invite=self.published_invite, feed=self.feed, overview=self.overview,
+            chain=chain, directives=directives, observations=self.observations, ledger=ledger, view=view,
+            name_of=self.admitter.name_of, credits=leaderboard, archiver=archiver, metrics_text=self._metrics.text,
+            now=now,
         )  # fmt: skip
         app = make_app(self.api, credit_routes(self.credits))
         self._page = PageServer(self._metrics.counting(app))
@@ -244,6 +245,13 @@ class Coordinator:
         public = self._config.public or (HostPort(host, self.grpc_port),)
         found = one_per_peer_first(self._view.addresses() if addresses is None else addresses)[:MAX_SWARM_ADDRESSES]
         return Invite(self.run, self.fingerprint, public, code, found)
+
+    def published_invite(self) -> Invite | None:
+        """Return the invite for everybody who sees the page; None unless the run admits everybody.
+
+        It never has a code: a code admits whoever reads it.
+        """
+        return self.invite() if self._spec.admission.mode == "open" else None
 
     def _member_seconds(self) -> float:
         return self.directives.round_policy.member_seconds

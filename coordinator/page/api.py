@@ -13,6 +13,7 @@ from coordinator.audit_docket import AuditCase
 from coordinator.checkpoints.archive import FILES
 from coordinator.checkpoints.archiver import CheckpointArchiver
 from coordinator.credits.leaderboard import Grouping, Leaderboard
+from coordinator.directives import DirectiveEffects
 from coordinator.history import charts
 from coordinator.indexed_chain import IndexedChain
 from coordinator.ledger_thread import LedgerThread
@@ -20,10 +21,13 @@ from coordinator.limits import ConcurrencyLimit
 from coordinator.overview import Overview, PeerOverview, RoundOverview, round_overview
 from coordinator.page import json_view
 from coordinator.page.feed import Feed
+from coordinator.page.run_card import run_card
 from coordinator.round_observations import RoundObservations
 from coordinator.swarm import SwarmView
 from protocol.ids import PeerKey
+from protocol.invite import Invite
 from protocol.ledger.credits import Balance, RoundCredits
+from protocol.spec import RunSpec
 
 NEWEST_OF_PEER = 64
 """Newest rounds that the view of one peer covers."""
@@ -57,9 +61,12 @@ _BY: dict[str, Callable[[PeerOverview], Any]] = {
 class PageApi:
     """The source of every answer in `coordinator.page.endpoints`; methods return None where there is no such thing."""
 
+    spec: RunSpec
+    published_invite: Callable[[], Invite | None]
     feed: Feed
     overview: Callable[[], Overview]
     chain: IndexedChain
+    directives: DirectiveEffects
     observations: RoundObservations
     ledger: LedgerThread
     view: SwarmView
@@ -81,6 +88,12 @@ class PageApi:
 
     def event(self) -> dict[str, Any]:
         return json_view.event(self.overview(), self.now())
+
+    async def run(self) -> dict[str, Any]:
+        """Return the run in short: model, data, settings, and how to take part."""
+        first = next(iter(self.chain.points()), None)
+        began = first.seen_at if first is not None and first.round == 0 else None
+        return run_card(self.spec, None if began is None else round(began), self.published_invite())
 
     def peers(self, sort: str, descending: bool, text: str, offset: int, limit: int) -> dict[str, Any]:
         every = self.overview().peers
@@ -202,7 +215,8 @@ class PageApi:
         chain = self.chain
         head = chain.head[1] if chain.head else None
         validated = self.archiver.validation_points()
-        key = (head, len(self.observations), len(validated), validated[-1:])
+        marks = tuple(self.directives.marks)
+        key = (head, len(self.observations), len(validated), validated[-1:], marks)
         if self._charts is None or self._charts[0] != key:
             points = chain.points()
             by_round = {p.round: p for p in points} if validated else {}
@@ -218,7 +232,7 @@ class PageApi:
                     }
                 )
             rounds = json_view.round_charts(list(self.observations))
-            self._charts = (key, json_view.charts(charts(points), rounds, validation))
+            self._charts = (key, json_view.charts(charts(points), rounds, validation, marks))
         return self._charts[1]
 
     async def samples(self, before: int, limit: int) -> list[dict[str, Any]]:

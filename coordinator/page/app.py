@@ -6,7 +6,9 @@ import contextlib
 import mimetypes
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from html import escape
 from pathlib import Path
+from string import Template
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -16,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.errors import TooManyError
 from coordinator.limits import NetworkLimit, Rate, caller_at
-from coordinator.page import json_view, openapi
+from coordinator.page import json_view, openapi, pictures
 from coordinator.page.answers import AnswerCache, EncodedBody
 from coordinator.page.api import PageApi
 from coordinator.page.api_docs import api_page
@@ -27,6 +29,9 @@ from coordinator.page.response_limits import SlowClientError, paced
 STATIC = Path(__file__).parent / "static"
 REQUESTS_OF_ONE = Rate(30, 200)
 """Requests of one network; a reverse proxy on this machine stands for everybody and is not counted."""
+
+BADGE_SECONDS, INVITE_SECONDS = 30, 10
+"""How long a picture is kept."""
 
 _SECURITY = {
     "content-security-policy": (
@@ -46,6 +51,7 @@ def make_app(source: PageApi, more: Sequence[Route] = ()) -> ASGIApp:
     A missing file of the page fails here, not at the first visitor.
     """
     files = _load()
+    index = _for_run(files.pop("index.html"), source.spec.name)
     answers, rate = AnswerCache(), NetworkLimit(REQUESTS_OF_ONE)
     downloads = Downloads(source.checkpoint_file)
     document = openapi.document()
@@ -62,15 +68,35 @@ def make_app(source: PageApi, more: Sequence[Route] = ()) -> ASGIApp:
 
         return answer
 
+    async def badge(request: Request) -> Response:
+        async def make() -> EncodedBody:
+            return EncodedBody.of(pictures.badge(source.overview()), pictures.SVG_TYPE)
+
+        body = await answers.get("/badge.svg", BADGE_SECONDS, make)
+        assert body is not None
+        found = body.answer(request, f"public, max-age={BADGE_SECONDS}")
+        found.headers["cross-origin-resource-policy"] = "cross-origin"  # it is for other pages
+        return found
+
+    async def invite(request: Request) -> Response:
+        async def make() -> EncodedBody | None:
+            found = source.published_invite()
+            return None if found is None else EncodedBody.of(pictures.qr_code(str(found)), pictures.SVG_TYPE)
+
+        body = await answers.get("/invite.svg", INVITE_SECONDS, make)
+        return PlainTextResponse("ask the run's owner for an invite\n", 404) if body is None else body.answer(request)
+
     async def metrics(_: Request) -> Response:
         return Response(source.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     app = Starlette(
         routes=[
-            Route("/", always(files["index.html"])),
+            Route("/", always(index)),
             Route("/static/{name:path}", static),
             Route("/favicon.svg", always(files["favicon.svg"])),
             Route("/favicon.ico", always(files["favicon.svg"])),
+            Route("/badge.svg", badge),
+            Route("/invite.svg", invite),
             Route("/api", always(human)),
             Route("/api/openapi.json", always(spec)),
             *more,
@@ -118,8 +144,14 @@ def _load() -> dict[str, EncodedBody]:
     return files
 
 
+def _for_run(template: EncodedBody, name: str) -> EncodedBody:
+    """Return the page with the run's name in what others show of it."""
+    text = Template(template.plain.decode()).substitute(run=escape(name, quote=True))
+    return EncodedBody.of(text.encode(), template.kind, level=9)
+
+
 def _secured(app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> ASGIApp:
-    """Return the application with security headers in every response."""
+    """Return the application with security headers in every response; a response's own headers win."""
     headers = [(k.encode(), v.encode()) for k, v in _SECURITY.items()]
 
     async def secured(scope: Scope, receive: Receive, send: Send) -> None:
@@ -128,7 +160,9 @@ def _secured(app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> ASGIApp:
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", []), *headers]}
+                own = message.get("headers", [])
+                names = {name for name, _ in own}
+                message = {**message, "headers": [*own, *(h for h in headers if h[0] not in names)]}
             await send(message)
 
         await app(scope, receive, with_headers)

@@ -140,6 +140,13 @@ ENDPOINTS: tuple[ApiEndpoint, ...] = (
         seconds=0.5,
     ),
     ApiEndpoint(
+        "/api/run",
+        "The run in short: model, data, settings, and how to take part",
+        s.RUN,
+        lambda source: source.run(),
+        seconds=10,
+    ),
+    ApiEndpoint(
         "/api/charts",
         "Loss by tokens and by time, tokens a second, durations, peers and bytes by round",
         s.CHARTS,

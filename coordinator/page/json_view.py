@@ -10,6 +10,7 @@ from typing import Any
 
 from coordinator.audit_docket import AuditCase
 from coordinator.credits.leaderboard import CreditSummary
+from coordinator.directives import RunMark
 from coordinator.history import Charts
 from coordinator.ledger import CarriedReport, StatedDecision
 from coordinator.non_participation import NonParticipation
@@ -52,6 +53,8 @@ def event(o: Overview, now: float) -> dict[str, Any]:
         "total_tokens": o.total_tokens,
         "tokens_per_second": rounded(o.tokens_per_second),
         "loss": rounded(o.loss),
+        "validation_loss": rounded(o.validation_loss),
+        "validation_round": o.validation_round,
         "training": o.training,
         "final_round": o.final_round,
         "micro_credits_settled": o.settled,
@@ -223,7 +226,9 @@ def credit_summary(c: CreditSummary) -> dict[str, Any]:
     }
 
 
-def charts(c: Charts, by_round: dict[str, Any], validation: list[dict[str, Any]]) -> dict[str, Any]:
+def charts(
+    c: Charts, by_round: dict[str, Any], validation: list[dict[str, Any]], marks: Sequence[RunMark] = ()
+) -> dict[str, Any]:
     return {
         "rounds": c.rounds,
         "tokens": c.tokens,
@@ -233,6 +238,7 @@ def charts(c: Charts, by_round: dict[str, Any], validation: list[dict[str, Any]]
         "rates": [round(r, 1) for r in c.rates],
         "by_round": by_round,
         "validation": validation,
+        "marks": [{"time": round(m.time, 1), "kind": m.kind, "text": m.text} for m in marks],
     }
 
 

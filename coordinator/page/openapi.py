@@ -17,7 +17,23 @@ ABOUT = (
 )
 
 _PLAIN = {"text/plain": {"schema": s.TEXT}}
+_PICTURE: dict[str, Any] = {"image/svg+xml": {}}
 _OTHERS: dict[str, Any] = {
+    "/badge.svg": {
+        "get": {
+            "summary": "The run's name, state, progress and peers as a picture, for other pages",
+            "responses": {"200": {"description": "a badge, at most 30 seconds old", "content": _PICTURE}},
+        }
+    },
+    "/invite.svg": {
+        "get": {
+            "summary": "The invite of /api/run as a QR code",
+            "responses": {
+                "200": {"description": "the picture", "content": _PICTURE},
+                "404": {"description": "the owner gives invites to whom they want", "content": _PLAIN},
+            },
+        }
+    },
     "/events": {
         "get": {
             "summary": "The state as server-sent events (`data:` and JSON), when it changes and every two seconds",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from coordinator.directives import MARK_KINDS
 from coordinator.peer_registry import PHASES
 from protocol.messages import AUDIT_CHECKS
 
@@ -201,6 +202,8 @@ _STATE: dict[str, Any] = {
     "total_tokens": COUNT,
     "tokens_per_second": maybe(NUMBER),
     "loss": maybe(NUMBER),
+    "validation_loss": maybe(NUMBER),
+    "validation_round": maybe(COUNT),
     "training": COUNT,
     "final_round": maybe(COUNT),
     "micro_credits_settled": MICRO,
@@ -212,6 +215,29 @@ EVENT = of(_STATE, description="The state, as a message and in numbers.")
 STATUS = of(
     _STATE | {"peers": many(PEER), "rounds": many(ROUND_ROW)},
     description="The state, and the first page of peers and of rounds.",
+)
+
+_SETTINGS: Schema = {"type": "object"}
+RUN = of(
+    {
+        "name": TEXT,
+        "run": DIGEST,
+        "owner": KEY,
+        "began": maybe(TIME),
+        "total_tokens": COUNT,
+        "model": of(
+            {"type": TEXT, "parameters": COUNT, "bytes": COUNT}
+            | {size: maybe(COUNT) for size in ("layers", "width", "heads", "context", "vocabulary")}
+        ),
+        "data": of(
+            {"tokens": COUNT, "window": COUNT, "windows": COUNT, "validation_tokens": COUNT, "addresses": many(TEXT)}
+        ),
+        "settings": of({name: _SETTINGS for name in ("inner", "codec", "outer", "round", "audit")}),
+        "join": of({"admission": {"enum": ["open", "invite", "allow"]}, "invite": maybe(TEXT), "local": FLAG}),
+    },
+    description="From the run spec. `began`: when the first round was certified, if this coordinator saw it. "
+    "`settings`: sections of the spec, as docs/runs.md describes them; a directive may have changed `round` since. "
+    "`invite`: of an open run only, never with a code; `local`: it leads to the coordinator's own machine only.",
 )
 
 CHARTS = of(
@@ -234,8 +260,10 @@ CHARTS = of(
             }
         ),
         "validation": many(of({"round": COUNT, "tokens": maybe(COUNT), "seen_at": maybe(TIME), "loss": NUMBER})),
+        "marks": many(of({"time": NUMBER, "kind": {"enum": list(MARK_KINDS)}, "text": TEXT})),
     },
-    description="Columns; neighbouring rounds are merged so that no chart has more than 600 points.",
+    description="Columns; neighbouring rounds are merged so that no chart has more than 600 points. `marks`: the "
+    "newest pauses, resumptions, rollbacks and the end, in unix seconds by the owner's clock.",
 )
 
 LEADER = of(

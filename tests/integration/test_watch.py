@@ -85,8 +85,18 @@ def test_the_live_view_fits_the_screen_whatever_there_is_to_show(width, height, 
 def test_numbers_are_never_cut_and_names_give_way():
     made = console(80, 24, terminal=False)
     text = "\n".join(lines_of(whole(status(), 80, 1000.0), made))
-    assert "100.00" in text and "10.0k" in text and key(0).hex()[:8] in text and "…" in text
+    assert "10.0k" in text and key(0).hex()[:8] in text and "…" in text
+    assert any(line.rstrip().endswith(" 100") for line in text.splitlines()), "credits"
     assert "final 3" in text and "page  http://run.example.org/" in text
+
+
+def test_a_peer_that_left_at_an_unknown_time_is_gone_without_a_time():
+    made = console(160, 60, terminal=False)
+    s = status(peers=4)
+    known = s.peers[-1]
+    s = replace(s, peers=(known, replace(known, seconds_since_heartbeat=0.0)))
+    text = "\n".join(lines_of(whole(s, 160, 1000.0), made))
+    assert text.count("gone") == 2 and text.count("gone 2 min") == 1
 
 
 def test_those_who_are_barred_are_named_with_the_reason_and_the_end():

@@ -13,6 +13,7 @@ import pytest
 
 from tests.page.log_fakes import FakeLog
 from tests.page.world import EVIL, FRAMED, LIAR, STRANGER, World, audited_world, crowd, peer
+from tests.support.credit_texts import CREDIT_TEXTS
 from tests.support.waiting import wait_until
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install '.[test]'")
@@ -31,6 +32,7 @@ VIEWS = [
     "#audits",
     "#leaderboard",
     "#model",
+    "#join",
     f"#peer/{peer(5).key}",
     "#round/7",
     f"#account/{peer(0).key}",
@@ -137,6 +139,132 @@ def test_it_lives_without_being_loaded_again(world, tab):
     assert page.evaluate("window.untouched") and drawn(page) != lines
 
 
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """Yield a run that was paused for 25 minutes, and had one round of a second."""
+    world = World(tmp_path_factory.mktemp("interrupted")).start()
+    world.name_peers()
+    world.play(9)
+    world.pause(1500, "<b>data</b> are checked")
+    world.play(6)
+    world.round_seconds = 1.0
+    world.play(1)
+    world.round_seconds = 48.0
+    world.play(6)
+    yield world
+    world.close()
+
+
+def strokes(page: Any, chart: int) -> int:
+    """Return the number of pieces of the first line of a chart: runs of columns of pixels with its colour."""
+    return page.evaluate(
+        """(chart) => {
+            const c = document.querySelectorAll('.chart canvas')[chart];
+            const pixels = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
+            let pieces = 0, without = 9;  // a mark over the line is narrow
+            for (let x = 60; x < c.width; x++) {
+                let here = false;
+                for (let y = 0; y < c.height; y++) {
+                    const i = 4 * (y * c.width + x);
+                    const away = [13, 148, 136].reduce((sum, own, n) => sum + Math.abs(pixels[i + n] - own), 0);
+                    here ||= away < 30;
+                }
+                if (here && without > 5) pieces++;
+                without = here ? 0 : without + 1;
+            }
+            return pieces;
+        }""",
+        chart,
+    )
+
+
+def test_charts_break_at_a_pause_mark_it_and_keep_their_scale_in_spite_of_one_round(interrupted, tab):
+    page = tab(interrupted)
+    until(page, "document.querySelectorAll('.chart canvas').length === 6")
+    assert strokes(page, 0) == 1, "by tokens there is no gap"
+    assert [strokes(page, chart) for chart in (1, 2, 3)] == [2, 2, 2]
+    assert "paused" in text(page, ".marks") and ": <b>data</b> are checked" in text(page, ".marks")
+    said = page.locator(".chart").nth(2).get_attribute("aria-label")
+    assert re.search(r"newest tokens/s [45678]\.\dk; 1 value beyond the scale: \d\d", said), said
+
+
+def test_charts_have_a_log_scale_smoothing_and_perplexity_and_a_browser_remembers(interrupted, tab):
+    page = tab(interrupted)
+    until(page, "document.querySelectorAll('.chart canvas').length === 6")
+    plain = page.locator(".chart").first.text_content()
+    page.locator("button", has_text="perplexity").click()
+    page.locator(".controls input[type=checkbox]").check()
+    page.locator(".controls input[type=range]").fill("0.6")
+    assert page.locator(".chart-box h2").first.inner_text().startswith("Perplexity by tokens")
+    assert "training, smoothed" in (page.locator(".chart").first.text_content() or "") and "smoothed" not in plain
+    page.reload()
+    until(page, "document.querySelectorAll('.chart canvas').length === 6")
+    assert page.locator(".chart-box h2").first.inner_text().startswith("Perplexity")
+    assert page.locator(".controls input:checked").count() == 1
+    assert page.locator(".controls input[type=range]").input_value() == "0.6"
+
+
+def test_a_chart_is_zoomed_by_dragging_stays_so_in_a_new_round_and_returns(world, tab):
+    page = tab(world)
+    until(page, "document.querySelectorAll('.chart canvas').length === 6")
+    whole, over = drawn(page)[0], page.locator(".chart .u-over").first
+    box = over.bounding_box()
+    page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.9 * box["width"], box["y"] + 60, steps=4)
+    page.mouse.up()
+    zoomed = drawn(page)[0]
+    assert zoomed != whole
+    rounds = len(world.swarm.chain.certificates)
+    world.act(world.round())
+    until(page, f"document.querySelector('#view .wide tbody').innerText.startsWith('{rounds}')")
+    page.mouse.move(0, 0)
+    assert abs(drawn(page)[0] - zoomed) < abs(zoomed - whole)
+    over.dblclick()
+    page.mouse.move(0, 0)
+    assert abs(drawn(page)[0] - whole) < abs(zoomed - whole)
+
+
+def test_what_is_done_to_columns_before_they_are_drawn(world, tab):
+    page = tab(world)
+
+    def run(body: str) -> Any:
+        return page.evaluate(f"async () => {{ const s = await import('/static/js/series.js'); return {body}; }}")
+
+    steady = [10 * i for i in range(9)]
+    assert run(f"s.breaks({[*steady, 180, 190, 200]})") == [9], "one gap is nine times the usual"
+    assert run(f"s.breaks({[*steady, *range(140, 740, 60)]})") == [], "slower rounds are no gap"
+    assert run(f"s.breaks({steady}, [35])") == [4], "a pause is one, however short"
+    assert run("s.withGaps([[1, 2, 6], [5, 6, 7]], [2])") == [[1, 2, 4, 6], [5, 6, None, 7]]
+    assert run("s.freaks([5, 6, 5, 6, 190, 5, 6, null, 5])") == [4]
+    assert run("s.freaks([90, 6, 5, 6, 5, 6])") == [0] and run("s.freaks([90, 6, 5, 6, 5, 6], true)") == []
+    assert run("s.freaks([9, 7, 5.5, 4.5, 4, 3.7, 3.5, 3.4, 3.3, 3.2])") == [], "a loss that falls"
+    assert run("s.extent([[1, 50, 3], [undefined, 2, null]], [new Set([1]), new Set()])") == [1, 3]
+    assert run("s.smoothed([4, 8, null, 6, 99], 0.5, new Set([4]))") == [4, pytest.approx(20 / 3), None, 6, 6]
+    assert run("s.logTicks(2.9, 11)") == [3, 4, 5, 6, 8, 10] and run("s.logTicks(1, 2e6).length") == 7
+    assert run("s.logTicks(3.31, 3.39)") == [3.32, 3.34, 3.36, 3.38]
+
+
+def test_the_line_to_join_is_copied_and_the_invite_is_drawn(world, tab):
+    page = tab(world, "#join")
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    last = page.locator(".line").last
+    last.locator("button").click()
+    until(page, "[...document.querySelectorAll('.line [role=status]')].at(-1).textContent === 'copied'")
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert copied == last.locator("code").inner_text() and copied.startswith("cairn peer join cairn1:")
+    until(page, "document.querySelector('.join img').naturalWidth > 0")
+
+
+def test_credits_are_written_as_in_the_terminal(world, tab):
+    page = tab(world)
+    written = page.evaluate(
+        "async (all) => { const f = await import('/static/js/format.js'); return all.map((n) => f.credits(n)); }",
+        list(CREDIT_TEXTS),
+    )
+    assert written == list(CREDIT_TEXTS.values())
+
+
 def test_it_says_that_its_coordinator_is_gone_and_finds_it_again(world, tab):
     page = tab(world)
     page.evaluate("window.untouched = true")
@@ -181,7 +309,7 @@ def test_no_view_has_what_axe_calls_a_fault(world, tab, dark):
     page = tab(world, dark=dark)
     for view in VIEWS[:3] if dark else VIEWS:  # colours are the same in all
         page.goto(world.url + view)
-        page.wait_for_selector("#view .wide table")
+        page.wait_for_selector("#view :is(.wide table, .join)")
         if not view:
             until(page, "document.querySelectorAll('.chart canvas').length === 6")
         found = axe.run(page)
@@ -192,7 +320,7 @@ def test_on_a_phone_nothing_sticks_out(world, tab):
     page = tab(world, phone=True)
     for view in VIEWS:
         page.goto(world.url + view)
-        page.wait_for_selector("#view .wide table")
+        page.wait_for_selector("#view :is(.wide table, .join)")
         assert page.evaluate("document.documentElement.scrollWidth") <= 390, view
 
 
@@ -256,7 +384,7 @@ def test_audits_have_no_fault_by_axe_and_stick_out_nowhere(audited, tab, dark):
     small = tab(audited, phone=True)
     for view in ("#audits", f"#peer/{peer(LIAR).key}", f"#peer/{peer(STRANGER).key}", "#peers"):
         page.goto(audited.url + view)
-        page.wait_for_selector("#view .wide table")
+        page.wait_for_selector("#view :is(.wide table, .join)")
         assert not axe.run(page).response["violations"], view
         small.goto(audited.url + view)
         small.wait_for_selector("#view .wide table")

@@ -22,7 +22,17 @@ from coordinator.round_observations import RoundObservation
 from coordinator.service import OBSERVATIONS_FILE, Coordinator, CoordinatorConfig
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, sha256
-from protocol.messages import AuditDecision, Certificate, RoundRecord, Score, Signed, UpdateHeader, WorkReport
+from protocol.message_codec import KeySigner
+from protocol.messages import (
+    AuditDecision,
+    Certificate,
+    Directive,
+    RoundRecord,
+    Score,
+    Signed,
+    UpdateHeader,
+    WorkReport,
+)
 from protocol.spec import sign_spec
 from tests.support.coordinator_fakes import ChainMaker, FakeSwarm, make_archiver, make_spec, peer, state
 from tests.support.specs import OWNER, spec_fields
@@ -78,6 +88,7 @@ class World:
         self.port = 0
         self.random = random.Random(7)
         self.barred: set[int] = set()
+        self.round_seconds = ROUND_SECONDS
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -181,7 +192,7 @@ class World:
         tardy = self.swarm.chain.fork(rounds).add(dict.fromkeys(late, 900), loss=3.0) if late else None
         certificate = self.swarm.chain.add(work, loss=_loss(rounds) + self.random.gauss(0, 0.02), **audits)
         for _ in range(4):  # it is looked at in between, as it would be
-            self.clock.shift += (ROUND_SECONDS * 0.9 + self.random.uniform(-4, 4)) / 4
+            self.clock.shift += (self.round_seconds * 0.9 + self.random.uniform(-4, 4)) / 4
             self.coordinator.overview()
         for update in certificate.record.body.updates:
             self.clock.shift += 1.5 / len(work)
@@ -218,6 +229,25 @@ class World:
         reports = [report(by, convicted) for by in jury]
         self.act(self.round(out=tuple(self.barred), reports=reports, decisions=[decision]))
         return decision
+
+    def order(self, status: str, reason: str = "") -> None:
+        """Let the run's owner pause, resume or end the run."""
+        assert self.coordinator is not None
+        now = self.clock()
+        directive = Directive(self.swarm.spec.run_id, int(now * 1000), status, int(now), reason)
+        self.act(self.coordinator.control.accept(KeySigner(OWNER).sign(directive).encoded))
+
+    def pause(self, seconds: float, reason: str) -> None:
+        """Let the run be paused for a time, in which nobody trains."""
+        coordinator = self.coordinator
+        assert coordinator is not None
+        self.order("paused", reason)
+        for number in range(self.peers):
+            self.says(number, phase="paused")
+        self.clock.shift += seconds
+        self.do(coordinator.observations.rest)
+        self.order("running")
+        self.beats()
 
     def play(self, rounds: int) -> None:
         """Add a number of rounds with the events of swarms: one peer is away, one is late, one has just come."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cairn.number_format import SPARKS, byte_size, count, credits, sparkline
+from tests.support.credit_texts import CREDIT_TEXTS
 
 
 @pytest.mark.parametrize(
@@ -23,10 +24,8 @@ def test_sizes(n, text):
     assert byte_size(n) == text
 
 
-@pytest.mark.parametrize(
-    "micro, text", [(0, "0.000000"), (1, "0.000001"), (12_345_678, "12.35"), (10**10, "10,000.00")]
-)
-def test_credits_have_as_many_digits_as_they_need(micro, text):
+@pytest.mark.parametrize("micro, text", CREDIT_TEXTS.items())
+def test_credits_have_three_digits_and_one_unit(micro, text):
     assert credits(micro) == text
 
 

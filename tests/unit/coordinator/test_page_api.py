@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import httpx
 import jsonschema
@@ -22,19 +23,23 @@ from coordinator.alerts.tracker import Alert
 from coordinator.checkpoints.archive import MANIFEST
 from coordinator.errors import TooManyError
 from coordinator.limits import ConcurrencyLimit
-from coordinator.page import downloads, json_view, openapi, response_limits, schemas
+from coordinator.page import downloads, json_view, openapi, pictures, response_limits, schemas
 from coordinator.page.answers import MAX_KEPT, AnswerCache, EncodedBody
 from coordinator.page.app import make_app
 from coordinator.page.credit_routes import CREDIT_ENDPOINTS
 from coordinator.page.endpoints import ENDPOINTS, SORTS
 from coordinator.page.feed import VIEWERS_OF_ONE, Feed
+from coordinator.page.run_card import MAX_TYPE, run_card
 from coordinator.page.server import MAX_PER_NETWORK, PageServer
 from coordinator.peer_registry import PHASES
 from coordinator.service import Coordinator
 from protocol.ids import Digest
+from protocol.invite import HostPort, Invite
 from tests.page.log_fakes import FakeLog
 from tests.page.world import World
-from tests.support.coordinator_fakes import FakeSwarm, overview, peer
+from tests.support.coordinator_fakes import PARAMETERS, FakeSwarm, make_spec, overview, peer
+from tests.support.coordinator_service import running
+from tests.support.specs import OWNER
 from tests.support.waiting import LIMIT, until
 
 ROUNDS = 9
@@ -185,12 +190,77 @@ def test_a_round_says_who_was_in_who_was_not_and_why_and_how_long_it_took(get):
     assert {r["round"]: r["absence"] for r in peer_page["newest"]}[late["round"]]["message"] == absent["message"]
 
 
+def test_the_run_is_shown_in_short_with_an_invite_that_has_no_code(world, get):
+    run = get.get("/api/run").json()
+    spec = world.swarm.spec
+    assert run["model"] == {
+        "type": "llama", "parameters": PARAMETERS, "bytes": spec.genesis.size, "layers": 2, "width": 32, "heads": 2,
+        "context": 64, "vocabulary": 256,
+    }  # fmt: skip
+    assert run["data"]["tokens"] == 10_000 and run["data"]["windows"] == spec.data.train_windows
+    assert run["settings"]["inner"]["lr"] == spec.inner.lr and run["owner"] == str(OWNER.key) and run["began"]
+    assert run["join"]["local"] and run["join"]["admission"] == "open"
+    invite = Invite.parse(run["join"]["invite"])
+    assert (invite.run, invite.code) == (spec.run_id, "")
+    assert get.get("/invite.svg").headers["content-type"] == "image/svg+xml"
+    page = get.get("/").text
+    assert "<title>tiny stories</title>" in page and 'content="tiny stories: a language model' in page
+
+
+@pytest.mark.parametrize("mode", ["invite", "allow"])
+async def test_the_invite_of_a_run_that_does_not_admit_everybody_is_not_shown(tmp_path, mode):
+    spec = make_spec(admission={"mode": mode})
+    async with running(tmp_path, spec, codes=("secret",)) as (c, _), serving(c.api) as get:
+        join = (await get.get("/api/run")).json()["join"]
+        assert join == {"admission": mode, "invite": None, "local": False}
+        assert (await get.get("/invite.svg")).status_code == 404
+
+
+def test_models_whose_config_has_other_names_are_shown_too():
+    spec = make_spec()
+    config = {"model_type": "gpt2" * 99, "n_layer": 12, "n_embd": 768, "n_head": True, "vocab_size": "many"}
+    invite = Invite(spec.run_id, Digest(bytes(32)), (HostPort("run.example.org", 7410),))
+    card = run_card(spec.model_copy(update={"model": spec.model.model_copy(update={"config": config})}), None, invite)
+    jsonschema.validate(card, schemas.RUN)
+    assert card["join"] == {"admission": "open", "invite": str(invite), "local": False}
+    sizes = [card["model"][name] for name in ("layers", "width", "heads", "context", "vocabulary")]
+    assert sizes == [12, 768, None, None, None] and len(card["model"]["type"]) == MAX_TYPE
+
+
+def test_a_badge_is_for_other_pages_and_says_how_the_run_is(get):
+    answer = get.get("/badge.svg")
+    assert answer.headers.get_list("cross-origin-resource-policy") == ["cross-origin"]
+    assert answer.headers["cache-control"] == "public, max-age=30"
+    assert get.get("/invite.svg").headers.get_list("cross-origin-resource-policy") == ["same-origin"]
+    (title,) = ElementTree.fromstring(answer.content).findall("{*}title")
+    assert re.fullmatch(r"tiny stories: healthy · \d% · 12 peers", title.text or "")
+    o = replace(overview(4, {1: ("training", 0)}), name='<&"', health="ended", total_tokens=0)
+    text = "".join(ElementTree.fromstring(pictures.badge(o)).itertext())
+    assert text == '<&": ended<&"ended'
+
+
+def test_after_a_restart_a_peer_is_gone_since_its_last_round(tmp_path):
+    world = World(tmp_path).start()
+    try:
+        world.play(3)
+        world.stop()
+        world.swarm.heard.clear()
+        world.clock.shift += 3600
+        world.start()
+        with httpx.Client(base_url=world.url, timeout=LIMIT, trust_env=False) as get:
+            (newest,) = get.get("/api/rounds/newest?limit=1").json()["rounds"]
+            found = get.get(f"/api/peers/{peer(0).key}").json()["peer"]
+            assert found["phase"] == "gone" and found["since"] == newest["observed"]["certified"]
+            assert get.get("/api/status").json()["tokens_per_second"] == 0
+    finally:
+        world.close()
+
+
 def test_a_certificate_can_be_checked_by_whoever_gets_it(world, get):
     import base64
 
     from protocol.message_codec import MessageDecoder
     from protocol.messages import RoundRecord, Vote
-    from tests.support.specs import OWNER
 
     given = get.get("/api/rounds/4/certificate").json()
     decoder = MessageDecoder(world.swarm.spec.run_id, OWNER.key)

@@ -12,6 +12,12 @@ export function el(tag, attributes = {}, ...children) {
   return e;
 }
 
+export function svg(tag, attributes = {}) {
+  const e = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) e.setAttribute(name, value);
+  return e;
+}
+
 export const byId = (id) => document.getElementById(id);
 
 // Text changes only where it differs, so that a screen reader is not told the same thing again.

@@ -16,9 +16,21 @@ export function bytes(n) {
 
 export const loss = (n) => (n === null || n === undefined ? "–" : n.toFixed(3));
 
+// The exponential of a loss: among how many tokens, as it were, the model hesitates.
+export function perplexity(n) {
+  if (n === null || n === undefined) return "–";
+  const p = Math.exp(n);
+  return p < 1000 ? p.toPrecision(3) : short(p);
+}
+
+// Credits with three significant digits, as `cairn.number_format.credits` writes them; whole numbers, so that both round alike.
 export function credits(micro) {
-  const c = micro / 1e6;
-  return c >= 1000 ? short(c) : c >= 10 ? c.toFixed(1) : c >= 0.1 ? c.toFixed(2) : micro ? `${short(micro)} µ` : "0";
+  const unit = 10 ** Math.max(0, String(micro).length - 3);
+  const kept = Math.floor((micro + Math.floor(unit / 2)) / unit) * unit;
+  const [prefix, size] = [["T", 18], ["B", 15], ["M", 12], ["k", 9]].find(([, digits]) => kept >= 10 ** digits) ?? ["", 6];
+  if (!kept) return "0";
+  const digits = Math.min(6, Math.max(0, size + 3 - String(kept).length));
+  return (kept / 10 ** size).toFixed(digits) + prefix;
 }
 
 export function duration(s) {

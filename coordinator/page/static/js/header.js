@@ -3,6 +3,32 @@
 import { byId, el, say } from "./dom.js";
 import { duration, short } from "./format.js";
 
+const link = (where, text) => el("a", { href: where }, text);
+
+// What somebody who looks can do; nothing where all is well.
+const ADVICE = {
+  waiting: () => ["Be the first: ", link("#join", "take part"), "."],
+  idle: (s) => [link("#join", "Take part"), `, and training goes on from round ${s.round}.`],
+  stalled: () => ["Volunteers: leave your peers running, they keep their work. ", link("#peers", "Peers"), " says what each of them does; their logs say why."],
+  split: () => ["Peers return to the chain by themselves. If yours is named here for long, its log says why."],
+  "catching up": () => ["Nothing to do: peers train meanwhile."],
+  trouble: () => ["Nothing to do for volunteers: peers go on. The run's owner finds the cause in the coordinator's log."],
+  paused: () => ["Nothing to do: peers keep their work, and go on by themselves when the owner resumes."],
+  finished: () => ["Take the model with you: ", link("#model", "its checkpoints"), "."],
+  ended: () => ["What was trained is kept: ", link("#model", "its checkpoints"), "."],
+};
+export const isOver = (s) => ["finished", "ended"].includes(s.health);
+let advised = "";
+
+function advise(s) {
+  const said = `${s.health} ${s.round}`;
+  if (said === advised) return;
+  advised = said;
+  byId("advice").hidden = !(s.health in ADVICE);
+  byId("advice").replaceChildren(...(ADVICE[s.health]?.(s) ?? []));
+  byId("take-part").hidden = isOver(s);
+}
+
 export function showHeader(s) {
   document.title = `${s.health} · ${s.name}`;
   say("name", s.name);
@@ -10,6 +36,7 @@ export function showHeader(s) {
   say("health", s.health);
   say("message", s.message);
   showAlerts(s.alerts);
+  advise(s);
   byId("lost").hidden = true;
   byId("goal").hidden = !s.total_tokens;
   if (s.total_tokens) {

@@ -3,6 +3,7 @@
 import { Audits } from "./audits.js";
 import { byId } from "./dom.js";
 import { showHeader, showLost } from "./header.js";
+import { Join } from "./join.js";
 import { Leaderboard } from "./leaderboard.js";
 import { listen } from "./live.js";
 import { Model } from "./model.js";
@@ -24,6 +25,7 @@ function make(root) {
   if (name === "audits") return new Audits(root);
   if (name === "leaderboard") return new Leaderboard(root);
   if (name === "model") return new Model(root);
+  if (name === "join") return new Join(root);
   return new Overview(root);
 }
 
@@ -35,9 +37,12 @@ function turn(moved) {
   root.replaceChildren();
   view = make(root);
   const hash = location.hash.split("/")[0], here = TAB_OF[hash.slice(1)] ?? (hash || "#");
-  for (const tab of byId("tabs").children) {
-    if (tab.getAttribute("href") === here) tab.setAttribute("aria-current", "page");
-    else tab.removeAttribute("aria-current");
+  const tabs = byId("tabs");
+  for (const tab of [...tabs.children, byId("take-part")]) {
+    if (tab.getAttribute("href") === here) {
+      tab.setAttribute("aria-current", "page");
+      if (tab.parentElement === tabs) tabs.scrollLeft = tab.offsetLeft + tab.offsetWidth - tabs.offsetLeft - tabs.clientWidth; // on a narrow screen
+    } else tab.removeAttribute("aria-current");
   }
   if (newest) view.status(newest);
   if (moved) root.focus({ preventScroll: true });

@@ -2,7 +2,7 @@
 
 import { ask, askOr, Missing } from "./api.js";
 import { ownCases } from "./audits.js";
-import { el, facts, number, peerLink, roundLink, table } from "./dom.js";
+import { el, facts, number, peerLink, roundLink, svg, table } from "./dom.js";
 import { bytes, credits, duration, loss, shortKey, short } from "./format.js";
 import { isAway, phase } from "./peers.js";
 import { checkReceipt, possible } from "./proof.js";
@@ -53,6 +53,22 @@ class Receipts {
   }
 }
 
+// A column for each of the newest rounds, oldest first: the tokens that were accepted, or a mark where the peer was not in.
+function strip(newest) {
+  const rounds = [...newest].reverse(), most = Math.max(...rounds.map((r) => r.tokens)), missed = rounds.filter((r) => r.absence);
+  const picture = svg("svg", { viewBox: `0 0 ${Math.max(24, rounds.length) * 8} 48`, preserveAspectRatio: "none", class: "strip", role: "img",
+    "aria-label": `In ${rounds.length - missed.length} of the newest ${rounds.length} rounds, with up to ${short(most)} tokens` });
+  rounds.forEach((r, i) => {
+    const high = r.absence ? 5 : Math.max(2, (46 * r.tokens) / (most || 1));
+    const bar = svg("rect", { x: 8 * i + 1, y: 48 - high, width: 6, height: high, class: r.absence ? "out" : "in" });
+    const title = svg("title");
+    title.textContent = `round ${r.round}: ${r.absence ? r.absence.message : `${short(r.tokens)} tokens, ${credits(r.micro_credits)} credits`}`;
+    bar.append(title);
+    picture.append(bar);
+  });
+  return picture;
+}
+
 export class Peer {
   constructor(root, key) {
     this.key = key;
@@ -84,16 +100,17 @@ export class Peer {
     const p = found.peer, away = isAway(p), said = JSON.stringify([found.audits, round >= (p.conviction?.barred_until ?? 0)]);
     if (said !== this.said) [this.said, this.cases] = [said, ownCases(found.audits, round)]; // what somebody has unfolded stays so
     const newest = found.newest[0];
-    const sentence = p.conviction?.barred ? `It was convicted in round ${p.conviction.round}, and may be in no record before round ${p.conviction.barred_until}.` : newest === undefined ? "" : newest.absence ? `Not in round ${newest.round}: ${newest.absence.message}. Its work is part of a later round.` : `It is in round ${newest.round}.`;
+    const sentence = p.conviction?.barred ? `It was convicted in round ${p.conviction.round}, and may be in no record before round ${p.conviction.barred_until}.` : newest === undefined ? "" : newest.absence ? `Not in round ${newest.round}: ${newest.absence.message}.${away ? "" : " Its work is part of a later round."}` : away ? `Its newest round is ${newest.round}.` : `It is in round ${newest.round}.`;
     this.body.replaceChildren(
       el("h2", {}, p.name || `Peer ${shortKey(p.peer)}`),
-      el("p", { class: "message" }, phase(p), p.since === null || p.phase === "barred" ? ". " : ` for ${duration(Math.max(0, now - p.since))}. `, sentence),
+      el("p", { class: "message" }, phase(p), p.since === null || ["barred", "banned"].includes(p.phase) ? ". " : ` for ${duration(Math.max(0, now - p.since))}. `, sentence),
       ...(this.cases ? [this.cases] : []),
       facts([["Tokens/s", away ? "–" : short(p.tokens_per_second)], ["Loss", loss(p.loss)], ["Rounds in", String(found.rounds)], ["Tokens", short(found.tokens)],
         ["Credits", credits(p.micro_credits_settled)], ["Not final", credits(p.micro_credits_pending)], ["Sent", bytes(p.bytes_up)], ["Received", bytes(p.bytes_down)]]),
       el("dl", { class: "digests" }, el("dt", {}, "Key"), el("dd", {}, el("code", {}, p.peer)), el("dt", {}, "Device"), el("dd", {}, p.device || "–"),
         el("dt", {}, "Link"), el("dd", {}, p.up_per_second === null ? "–" : `${bytes(p.up_per_second)}/s up, ${bytes(p.down_per_second)}/s down; ${p.relayed_peers ? `reaches ${p.relayed_peers} peers through others` : "reaches every peer directly"}`)),
-      el("h3", {}, "Newest rounds"),
+      el("h3", {}, "Newest rounds ", found.newest.length ? el("small", { class: "note" }, "tokens accepted in each; red: it was not in") : ""),
+      found.newest.length ? strip(found.newest) : "",
       table("Newest rounds of this peer", [["Round"], "Was it in?", ["Tokens"], ["Credits"], "Record"], found.newest.map((r) => el("tr", {}, el("td", { class: "n" }, roundLink(r.round)),
         el("td", { class: r.absence ? "why missed" : "why" }, r.absence ? `no: ${r.absence.message}` : "yes"), number(r.tokens ? short(r.tokens) : "–"), number(r.micro_credits ? credits(r.micro_credits) : "–"),
         el("td", { class: r.final ? "digest" : "digest pending", title: r.record }, r.record.slice(0, 8), r.final ? " final" : " not final"))), "in none of the newest rounds"),

@@ -1,7 +1,7 @@
 // Rounds: who was in, who was not and why, how long each part took. A table, and one round by itself.
 
 import { ask, askOr, Missing } from "./api.js";
-import { el, facts, number, peerLink, roundLink, table } from "./dom.js";
+import { el, facts, number, peerLink, roundLink, svg, table } from "./dom.js";
 import { bytes, credits, duration, loss, moment, short } from "./format.js";
 
 const PAGE = 25;
@@ -11,17 +11,11 @@ export function split(observed) {
   if (!observed || observed.whole === null) return el("span", { class: "none" }, "not observed");
   const parts = [["train", observed.train], ["exchange", observed.exchange], ["commit", observed.commit]].filter(([, t]) => t !== null);
   const text = parts.map(([name, t]) => `${name} ${duration(t)}`).join(", ");
-  const bar = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  bar.setAttribute("viewBox", "0 0 100 6");
-  bar.setAttribute("preserveAspectRatio", "none");
-  bar.setAttribute("class", "split");
-  bar.setAttribute("aria-hidden", "true");
+  const bar = svg("svg", { viewBox: "0 0 100 6", preserveAspectRatio: "none", class: "split", "aria-hidden": "true" });
   let at = 0;
   for (const [name, t] of parts) {
-    const rect = document.createElementNS("http://www.w3.org/2000/svg", "rect");
     const wide = observed.whole ? (100 * t) / observed.whole : 0;
-    for (const [k, v] of Object.entries({ x: at, y: 0, width: wide, height: 6, class: name })) rect.setAttribute(k, v);
-    bar.append(rect);
+    bar.append(svg("rect", { x: at, y: 0, width: wide, height: 6, class: name }));
     at += wide;
   }
   return el("span", { class: "took", title: text || null }, duration(observed.whole), bar, el("span", { class: "hidden-text" }, text));
