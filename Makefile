@@ -13,7 +13,7 @@ $(STAMP): pyproject.toml setup.py
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) build site *.egg-info .pytest_cache .ruff_cache
 
 # Wire stubs are committed; tests regenerate and compare them.
 stubs: $(STAMP)
@@ -84,6 +84,13 @@ chromium:
 
 .PHONY: install
 install: $(STAMP)
+
+# The documentation as a site in site/; a link that leads nowhere fails. See it: python3 -m http.server --directory site
+.PHONY: docs
+docs: $(STAMP)
+	@$(BIN)/python -c "import material" 2>/dev/null || $(BIN)/python -m pip install --quiet --editable '.[docs]'
+	$(BIN)/python -m pytest tests/structure/test_docs.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,31 +1,106 @@
-"""The index lists every page of docs, its links lead somewhere, and the glossary names code that exists."""
+"""Index and site list every page of docs, links and anchors lead somewhere, the glossary names code that exists."""
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 ROOT = DOCS.parent
+README = ROOT / "README.md"
+PAGES = sorted(DOCS.rglob("*.md"))
 MAX_TERMS = 60
+MAX_WORDS = 25_000
+"""In all pages but results."""
+
+LITERAL = re.compile(r"(?<=\n\n)(?: {4}.*\n|\n)+|`[^`\n]+`")
+"""Blocks and pieces of code, which have no links."""
 
 
-def links(page: Path) -> set[Path]:
-    """Return the pages that a page links to, without their anchors."""
-    found = re.findall(r"\]\(([^)#:]+\.md)(?:#[^)]*)?\)", page.read_text())
-    return {(page.parent / target).resolve() for target in found}
+def links(page: Path) -> set[tuple[Path, str]]:
+    """Return the files that a page links to or shows, each with the anchor, if any."""
+    found = re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", LITERAL.sub("", page.read_text()))
+    return {((page.parent / target).resolve() if target else page, anchor) for target, anchor in found}
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as both GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\s-]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def broken(page: Path) -> list[str]:
+    return [
+        f"{target}#{anchor}"
+        for target, anchor in sorted(links(page))
+        if not target.exists() or (anchor and anchor not in anchors(target))
+    ]
+
+
+def navigated(nav: Any) -> Iterator[str]:
+    """Yield the pages of a part of mkdocs.yml's `nav`, in order."""
+    match nav:
+        case str():
+            yield nav
+        case list():
+            for part in nav:
+                yield from navigated(part)
+        case dict():
+            for part in nav.values():
+                yield from navigated(part)
 
 
 def test_the_index_lists_every_page():
-    pages = {p.resolve() for p in DOCS.rglob("*.md")}
-    assert pages - links(DOCS / "index.md") == {DOCS / "index.md"}
+    assert set(PAGES) - {target for target, _ in links(DOCS / "index.md")} == {DOCS / "index.md"}
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))], ids=lambda p: p.name)
-def test_links_between_pages_lead_somewhere(page: Path):
-    assert not [str(target) for target in links(page) if not target.exists()]
+def test_the_site_has_every_page_once():
+    pages = list(navigated(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    assert sorted(pages) == sorted(str(page.relative_to(DOCS)) for page in PAGES)
+
+
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path):
+    assert broken(page) == []
+
+
+def test_a_broken_link_is_found(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A page: `one`\n[a](page.md#a-page-one) [b](other.md) ![c](c.png) [d](#d) [e](https://host/x.md)\n"
+    )
+    assert broken(page) == [f"{tmp_path}/c.png#", f"{tmp_path}/other.md#", f"{page}#d"]
+
+
+@pytest.mark.skipif(find_spec("material") is None, reason="mkdocs-material is not installed: `make docs`")
+def test_the_site_is_built_can_be_searched_and_loads_nothing_from_other_hosts(tmp_path: Path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+    made = {str(page.relative_to(tmp_path)) for page in tmp_path.rglob("*.html")} - {"404.html"}
+    # mkdocs makes a folder's index of its README.
+    assert made == {re.sub(r"README$", "index", str(p.relative_to(DOCS).with_suffix(""))) + ".html" for p in PAGES}
+    texts = [found["text"] for found in json.loads((tmp_path / "search/search_index.json").read_text())["docs"]]
+    assert any("pseudo-gradient" in text for text in texts)
+    for page in made:
+        loaded = re.findall(
+            r"<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)=\"?([^\s\">]+)", (tmp_path / page).read_text()
+        )
+        assert len(loaded) > 3 and not [address for address in loaded if re.match(r"(?:https?:)?//", address)], page
+
+
+def test_the_pages_stay_short():
+    """As `cat docs/*.md | tr -s ' \\n' '\\n\\n' | grep -vE '^[|:-]+$' | grep -c .` counts, with folders but results."""
+    words = [w for p in PAGES if p.parent.name != "results" for w in re.split(r"[ \n]+", p.read_text())]
+    assert len([w for w in words if w and not re.fullmatch(r"[|:-]+", w)]) <= MAX_WORDS
 
 
 def test_the_glossary_is_short_and_names_code_that_exists():
