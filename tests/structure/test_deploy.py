@@ -27,7 +27,7 @@ from peer.node.node import HARD_STOP_SECONDS
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER, DEPLOY = ROOT / "docker", ROOT / "deploy"
 DOCKERFILES = sorted(DOCKER.glob("*.Dockerfile"))
-UNITS = [DEPLOY / "cairn-peer.service", DEPLOY / "user" / "cairn-peer.service"]
+UNITS = [DEPLOY / "cairn-peer.service", DEPLOY / "user" / "cairn-peer.service", DEPLOY / "cairn-coordinator.service"]
 COMPOSE = [DOCKER / "compose.yaml", DOCKER / "compose.monitored.yaml"]
 
 STOP_SECONDS = 60
@@ -143,16 +143,20 @@ def test_an_image_runs_cairn_as_a_user_without_rights_and_its_steps_are_shell(fi
 
 
 def started(unit: Path) -> list[str]:
+    """Return the command of a unit, without the options that the user adds in a file."""
     (line,) = re.findall(r"^ExecStart=(.+)$", unit.read_text(), re.M)
-    return shlex.split(line)
+    return [word for word in shlex.split(line) if word != "$OPTIONS"]
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: str(unit.relative_to(ROOT)))
-def test_a_unit_is_valid_and_starts_a_peer(unit: Path, tmp_path: Path):
+def test_a_unit_is_valid_and_starts_what_it_is_named_after(unit: Path, tmp_path: Path):
     program, *arguments = started(unit)
     assert program.endswith("/bin/cairn")
-    assert parsed(arguments)[0] == "peer join"
-    assert f"\nTimeoutStopSec={STOP_SECONDS}\n" in unit.read_text()
+    command, seconds = {"cairn-peer": ("peer join", STOP_SECONDS), "cairn-coordinator": ("coordinator serve", 30)}[
+        unit.stem
+    ]
+    assert parsed(arguments)[0] == command
+    assert f"\nTimeoutStopSec={seconds}\n" in unit.read_text()
     if not shutil.which("systemd-analyze"):
         pytest.skip("systemd-analyze is not here")
     # It wants the program to exist.
