@@ -5,13 +5,10 @@ No container engine is needed, so this says nothing about images that others mak
 
 from __future__ import annotations
 
-import io
 import re
 import shlex
 import shutil
 import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +16,10 @@ import click
 import pytest
 import yaml
 
-from cairn.main import main
 from peer.channel import SAVE_SECONDS
 from peer.node.last_member import MAX_STAY_SECONDS
 from peer.node.node import HARD_STOP_SECONDS
+from tests.support.command_line import invite_on_stdin, parsed  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER, DEPLOY = ROOT / "docker", ROOT / "deploy"
@@ -35,23 +32,6 @@ STOP_SECONDS = 60
 
 OURS = ("cairn-coordinator", "cairn-peer")
 """Images whose entrypoint is cairn."""
-
-
-@pytest.fixture(autouse=True)
-def invite_on_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"cairn1:invite\n" * 100)))
-
-
-def parsed(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """Return the command that these words name, and its options. Nothing is run. Raises click's errors."""
-    command, rest = main, list(words)
-    while isinstance(command, click.Group):
-        command = command.commands[rest.pop(0)]
-    name = " ".join(words[: len(words) - len(rest)])
-    try:
-        return name, command.make_context(name, rest).params
-    except click.exceptions.Exit:
-        return name, {}  # --help
 
 
 def words_for_cairn(command: str | list[str]) -> list[str]:

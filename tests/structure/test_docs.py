@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,8 +12,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import yaml
+
+from protocol.errors import CairnError
+from tests.support.command_line import invite_on_stdin, parsed  # noqa: F401
+from tests.support.guides import Block, blocks, missing
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 ROOT = DOCS.parent
@@ -59,8 +65,55 @@ def navigated(nav: Any) -> Iterator[str]:
                 yield from navigated(part)
 
 
+COMMAND = re.compile(r"^ {4}(?:\.venv/bin/|sudo )?cairn ([a-z].*)$", re.M)
+MEANINGS = {"N": "7", "ROUND": "7", "KEY": "0" * 64, "KEY...": "0" * 64, "FIELD=VALUE...": "target_tokens=1024"}
+
+
+def words_of(line: str) -> list[str]:
+    """Return a command line as a reader may type it: the first of alternatives, with all that is optional."""
+    typed = re.split(r" +# | < ", line)[0].replace("[", "").replace("]", "")
+    return [MEANINGS.get(word, word.split("|")[0]) for word in shlex.split(typed)]
+
+
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_cairn_has_every_command_line_that_a_page_shows(page: Path):
+    for line in COMMAND.findall(page.read_text()):
+        try:
+            parsed(words_of(line))
+        except (click.ClickException, CairnError, KeyError) as e:
+            # A file or folder of the reader's is not here.
+            assert re.search("does not exist|there is no file", str(e)), f"cairn {line}: {e!r}"
+
+
+def test_a_command_line_that_cairn_does_not_have_is_found():
+    (line,) = COMMAND.findall("    cairn peer join INVITE [--nome NAME]     # a comment\n")
+    with pytest.raises(click.UsageError, match="--nome"):
+        parsed(words_of(line))
+
+
+def test_blocks_of_a_guide_are_found_with_their_kinds():
+    page = "# A\n## B\n\n    no\n\n<!--run-->\n\n    one\n\n      two\n\nText.\n\n<!--shows-->\n\n    three\n## C\n"
+    assert blocks(page) == [Block("B", "run", "one\n\n  two\n"), Block("B", "shows", "three\n")]
+
+
+def test_what_a_guide_shows_stands_in_this_order_with_other_numbers_and_is_missed_where_it_is_not():
+    printed = "first\nround 17  loss 1.5\nat 10:20:30\nlast\n"
+    assert missing("round 3 loss 2.25\nat 00:00:00\nl...\n", printed) == []
+    assert missing("at 00:00:00\nround 3 loss 2.25\n", printed) == ["round 3 loss 2.25"]
+    assert missing("round three\n", printed) == ["round three"]
+
+
+def test_every_marked_block_of_the_pages_is_of_a_known_kind():
+    """So that none is left out, mistyped: `tests/e2e/test_guides_e2e.py` follows all of the two guides."""
+    marked = {page.name: len(re.findall(r"^<!--(?!-)", page.read_text(), re.M)) for page in PAGES}
+    assert {name: n for name, n in marked.items() if n} == {
+        name: len(blocks((DOCS / name).read_text())) for name in ("owner.md", "volunteer.md")
+    }
+
+
 def test_the_index_lists_every_page():
-    assert set(PAGES) - {target for target, _ in links(DOCS / "index.md")} == {DOCS / "index.md"}
+    index, results = DOCS / "index.md", DOCS / "results/README.md"
+    assert set(PAGES) - {target for page in (index, results) for target, _ in links(page)} == {index}
 
 
 def test_the_site_has_every_page_once():
