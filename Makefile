@@ -82,6 +82,12 @@ chromium:
 	  && timeout 300 sh -c 'apt-get install -y -q --no-install-recommends chromium || { apt-get update -q && apt-get install -y -q --no-install-recommends chromium; }' >/dev/null 2>&1; } \
 	  || echo "chromium is not here and could not be installed: the page is not tested in a browser"
 
+# This list.
+.PHONY: help
+help:
+	@awk '/^# /{text = text substr($$0, 2)} /^[a-z-]+:/{if (text) printf "make %-11s%s\n", substr($$1, 1, length($$1) - 1), text; text = ""} /^$$/{text = ""}' Makefile
+
+# An editable .venv/bin/cairn, with all that the tests need.
 .PHONY: install
 install: $(STAMP)
 
@@ -92,12 +98,14 @@ docs: $(STAMP)
 	$(BIN)/python -m pytest tests/structure/test_docs.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+# Style, prose and types.
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m tools.prose
 	$(BIN)/pyright
 
+# Corrects what of the style can be corrected.
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .

@@ -107,8 +107,8 @@ class Reader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for _, process, _ in self._background:
-            _signal(process, signal.SIGKILL)
+        for background in self._background:
+            _signal(background[1], signal.SIGKILL)
 
     def follow(self, *sections: str) -> None:
         """Do what these sections say, in the order of the page."""
