@@ -135,7 +135,7 @@ def serve_run(options: ServeOptions) -> None:
             page_host=page[0],
             page_port=page[1],
             public=public,
-            page_url=_page_url(options),
+            page_url=published_page(options),
             codes=_codes(options.code, folder, resolved.spec),
             ledger=options.ledger,
             alerts=load_config(folder, options.webhook),
@@ -327,7 +327,7 @@ def _public(options: ServeOptions, port: int) -> tuple[tuple[HostPort, ...], tup
     return (endpoint,), (f"/{kind}/{endpoint.host}/tcp/{swarm_port}",)
 
 
-def _page_url(options: ServeOptions) -> str:
+def published_page(options: ServeOptions) -> str:
     """Return the address that --page-url gives, as clients accept it; "" for none. Raises CairnError."""
     from cairn.peer_screen import page_address
 
