@@ -13,7 +13,7 @@ $(STAMP): pyproject.toml setup.py
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) build site *.egg-info .pytest_cache .ruff_cache
 
 # Wire stubs are committed; tests regenerate and compare them.
 stubs: $(STAMP)
@@ -82,15 +82,30 @@ chromium:
 	  && timeout 300 sh -c 'apt-get install -y -q --no-install-recommends chromium || { apt-get update -q && apt-get install -y -q --no-install-recommends chromium; }' >/dev/null 2>&1; } \
 	  || echo "chromium is not here and could not be installed: the page is not tested in a browser"
 
+# This list.
+.PHONY: help
+help:
+	@awk '/^# /{text = text substr($$0, 2)} /^[a-z-]+:/{if (text) printf "make %-11s%s\n", substr($$1, 1, length($$1) - 1), text; text = ""} /^$$/{text = ""}' Makefile
+
+# An editable .venv/bin/cairn, with all that the tests need.
 .PHONY: install
 install: $(STAMP)
 
+# The documentation as a site in site/; a link that leads nowhere fails. See it: python3 -m http.server --directory site
+.PHONY: docs
+docs: $(STAMP)
+	@$(BIN)/python -c "import material" 2>/dev/null || $(BIN)/python -m pip install --quiet --editable '.[docs]'
+	$(BIN)/python -m pytest tests/structure/test_docs.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# Style, prose and types.
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m tools.prose
 	$(BIN)/pyright
 
+# Corrects what of the style can be corrected.
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .

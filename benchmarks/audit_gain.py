@@ -4,7 +4,8 @@ The unit is the credit of one round of the peer, and the gain is that of one rou
 the work and is credited for all of it. When it is convicted, the credit of the hold rounds is void. It has also lost
 the credit of the rounds in which it is barred, if its machine has no other use and no other key.
 
-Honest work is worth its cost, so it neither gains nor loses. docs/trust.md has the table that this command prints.
+Honest work is worth its cost, so it neither gains nor loses. docs/results/audit_gain.md has the table that this command
+prints.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def expected_gain(
 
 
 def gain_table() -> list[str]:
-    """Return the table of docs/trust.md, as lines of Markdown: gains without the bar, and with it in brackets.
+    """Return the table of docs/results/audit_gain.md as lines: gains without the bar, and with it in brackets.
 
     The rates are the protocol's: no run can choose others.
     """

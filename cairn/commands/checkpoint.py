@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from cairn.commands.options import invite_or_stdin
+
 
 @click.group()
 def checkpoint() -> None:
@@ -12,7 +14,7 @@ def checkpoint() -> None:
 
 @checkpoint.command()
 @click.argument("checkpoint")
-@click.argument("trusted", metavar="INVITE_OR_OWNER_KEY")
+@click.argument("trusted", metavar="INVITE_OR_OWNER_KEY", callback=invite_or_stdin)
 def verify(checkpoint, trusted) -> None:
     """Verify that CHECKPOINT is a state that the run's owner finalized.
 

@@ -51,7 +51,8 @@ def home_option(keeps: str):
     )
 
 
-def _invite(_context: click.Context, _parameter: click.Parameter, text: str) -> str:
+def invite_or_stdin(_context: click.Context, _parameter: click.Parameter, text: str) -> str:
+    """Return the argument, or for - a line of stdin. Raises CairnError."""
     if text != "-":
         return text
     line = sys.stdin.buffer.readline(2 * MAX_INVITE).decode(errors="replace").strip()
@@ -60,7 +61,7 @@ def _invite(_context: click.Context, _parameter: click.Parameter, text: str) -> 
     return line
 
 
-invite_argument = click.argument("invite", callback=_invite)
+invite_argument = click.argument("invite", callback=invite_or_stdin)
 """INVITE, or - for a line of stdin: other users of the machine see the arguments of a process."""
 
 

@@ -67,6 +67,7 @@ def _settings(
 @click.option("--page", default="0.0.0.0:7411", show_default=True, metavar="HOST:PORT", help="For people.")
 @click.option("--swarm", default="/ip4/0.0.0.0/tcp/7412", show_default=True, metavar="MULTIADDR", help="For the swarm.")
 @click.option("--public", default="", metavar="HOST", help="Name or address by which strangers reach this machine.")
+@click.option("--page-url", default="", metavar="URL", help="The page's address, if a reverse proxy serves it.")
 @click.option("--code", default="", help='The invite code, for a run whose admission.mode is "invite".')
 @click.option("--ledger", default="", envvar="CAIRN_LEDGER", metavar="URL", help="postgresql://..., not a file.")
 @click.option("--webhook", multiple=True, metavar="URL", help="Send alerts there; may be repeated (or alerts.toml).")
@@ -100,6 +101,7 @@ class ServeOptions:
     code: str
     ledger: str
     webhook: tuple[str, ...]
+    page_url: str = ""
 
 
 def coordinator_folder(home: Path, name: str) -> Path:
@@ -133,6 +135,7 @@ def serve_run(options: ServeOptions) -> None:
             page_host=page[0],
             page_port=page[1],
             public=public,
+            page_url=published_page(options),
             codes=_codes(options.code, folder, resolved.spec),
             ledger=options.ledger,
             alerts=load_config(folder, options.webhook),
@@ -322,6 +325,16 @@ def _public(options: ServeOptions, port: int) -> tuple[tuple[HostPort, ...], tup
     except ValueError:
         kind = "dns4"
     return (endpoint,), (f"/{kind}/{endpoint.host}/tcp/{swarm_port}",)
+
+
+def published_page(options: ServeOptions) -> str:
+    """Return the address that --page-url gives, as clients accept it; "" for none. Raises CairnError."""
+    from cairn.peer_screen import page_address
+
+    address = page_address(options.page_url)
+    if options.page_url and not address:
+        raise CairnError("--page-url: write an address like https://run.example.org/")
+    return address
 
 
 def _endpoint(text: str, option: str) -> tuple[str, int]:

@@ -4,7 +4,21 @@
     actions = machine.start(time)
     loop: carry out the actions; on a message, an answer, or at `machine.next_tick`: actions = machine.step(event, time)
 
-Time is in seconds of any monotonic clock. Nothing here blocks, and every container has a bound (`sizes`).
+Time is in seconds of any monotonic clock. Nothing here blocks, and every container has a bound (`sizes`). `actions` and
+`events` define each action, event and query. These rules bind whoever drives the machine:
+
+- The `sequence` of a status is the unix time in milliseconds, because heartbeats of a restarted peer must carry greater
+  numbers than those before.
+- Only verified messages come in (`MessageDecoder`). The chain gets the stored directive before the stored certificates.
+- The trainer gets `RequestUpdate`, `ApplyRecord`, `SyncState` and `KeepState` in order, and must not train before the
+  first `SyncState` is done. docs/trainer.md says what it restores.
+- Fetch all that a state sync needs before the trainer receives it. If something is unavailable, `SyncFailed` with
+  `kept=True` lets the machine continue from the present state. For an invalid blob, send `BlobInvalid` first. When the
+  trainer dies, send `SyncFailed` with any record. When a state that was asked for is not in the store, send
+  `StateNotKept`.
+- After `RunCompleted`, stop the trainer and keep driving until `Finished`; the coordinator's observer gets none.
+  `Finished` with `again` (a rollback reaches further back than the tree in memory): load the chain from the store and
+  start again.
 """
 
 from __future__ import annotations

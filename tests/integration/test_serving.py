@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cairn.commands import serve
-from cairn.commands.serve import PRIVATE, ServeOptions, _codes, _public
+from cairn.commands.serve import PRIVATE, ServeOptions, _codes, _public, published_page
 from cairn.demo.story import MARK, _clear
 from cairn.files import write_whole
 from cairn.swarm_view import put_blob
@@ -63,6 +63,18 @@ def test_a_public_name_that_is_none_is_refused_with_the_option(public):
 def test_a_public_name_needs_ports_that_stay(port, swarm):
     with pytest.raises(CairnError, match="ports that stay"):
         _public(options("run.example.org", swarm=swarm), port)
+
+
+@pytest.mark.parametrize("given", ["", "https://run.example.org", "https://run.example.org/"])
+def test_the_address_of_a_proxy_is_published_with_a_slash_at_its_end(given):
+    found = published_page(replace(options("run.example.org"), page_url=given))
+    assert found == (given and "https://run.example.org/")
+
+
+@pytest.mark.parametrize("given", ["run.example.org", "ftp://run.example.org/", "https://a b/", "https://a/?b"])
+def test_an_address_of_the_page_that_is_none_is_refused_with_the_option(given):
+    with pytest.raises(CairnError, match="--page-url"):
+        published_page(replace(options("run.example.org"), page_url=given))
 
 
 def by_invite() -> RunSpec:

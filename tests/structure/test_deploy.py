@@ -5,13 +5,10 @@ No container engine is needed, so this says nothing about images that others mak
 
 from __future__ import annotations
 
-import io
 import re
 import shlex
 import shutil
 import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +16,15 @@ import click
 import pytest
 import yaml
 
-from cairn.main import main
 from peer.channel import SAVE_SECONDS
 from peer.node.last_member import MAX_STAY_SECONDS
 from peer.node.node import HARD_STOP_SECONDS
+from tests.support.command_line import invite_on_stdin, parsed  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER, DEPLOY = ROOT / "docker", ROOT / "deploy"
 DOCKERFILES = sorted(DOCKER.glob("*.Dockerfile"))
-UNITS = [DEPLOY / "cairn-peer.service", DEPLOY / "user" / "cairn-peer.service"]
+UNITS = [DEPLOY / "cairn-peer.service", DEPLOY / "user" / "cairn-peer.service", DEPLOY / "cairn-coordinator.service"]
 COMPOSE = [DOCKER / "compose.yaml", DOCKER / "compose.monitored.yaml"]
 
 STOP_SECONDS = 60
@@ -35,23 +32,6 @@ STOP_SECONDS = 60
 
 OURS = ("cairn-coordinator", "cairn-peer")
 """Images whose entrypoint is cairn."""
-
-
-@pytest.fixture(autouse=True)
-def invite_on_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"cairn1:invite\n" * 100)))
-
-
-def parsed(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """Return the command that these words name, and its options. Nothing is run. Raises click's errors."""
-    command, rest = main, list(words)
-    while isinstance(command, click.Group):
-        command = command.commands[rest.pop(0)]
-    name = " ".join(words[: len(words) - len(rest)])
-    try:
-        return name, command.make_context(name, rest).params
-    except click.exceptions.Exit:
-        return name, {}  # --help
 
 
 def words_for_cairn(command: str | list[str]) -> list[str]:
@@ -143,16 +123,20 @@ def test_an_image_runs_cairn_as_a_user_without_rights_and_its_steps_are_shell(fi
 
 
 def started(unit: Path) -> list[str]:
+    """Return the command of a unit, without the options that the user adds in a file."""
     (line,) = re.findall(r"^ExecStart=(.+)$", unit.read_text(), re.M)
-    return shlex.split(line)
+    return [word for word in shlex.split(line) if word != "$OPTIONS"]
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: str(unit.relative_to(ROOT)))
-def test_a_unit_is_valid_and_starts_a_peer(unit: Path, tmp_path: Path):
+def test_a_unit_is_valid_and_starts_what_it_is_named_after(unit: Path, tmp_path: Path):
     program, *arguments = started(unit)
     assert program.endswith("/bin/cairn")
-    assert parsed(arguments)[0] == "peer join"
-    assert f"\nTimeoutStopSec={STOP_SECONDS}\n" in unit.read_text()
+    command, seconds = {"cairn-peer": ("peer join", STOP_SECONDS), "cairn-coordinator": ("coordinator serve", 30)}[
+        unit.stem
+    ]
+    assert parsed(arguments)[0] == command
+    assert f"\nTimeoutStopSec={seconds}\n" in unit.read_text()
     if not shutil.which("systemd-analyze"):
         pytest.skip("systemd-analyze is not here")
     # It wants the program to exist.

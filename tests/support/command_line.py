@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import logging
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -50,6 +54,24 @@ def logging_as_it_was() -> Iterator[None]:
         handler.close()
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def invite_on_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give `-` an invite in a module that imports this."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"cairn1:invite\n" * 100)))
+
+
+def parsed(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """Return the command that these words name, and its options. Nothing is run. Raises click's errors."""
+    command, rest = main, list(words)
+    while isinstance(command, click.Group):
+        command = command.commands[rest.pop(0)]
+    name = " ".join(words[: len(words) - len(rest)])
+    try:
+        return name, command.make_context(name, rest).params
+    except click.exceptions.Exit:
+        return name, {}  # --help
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ def test_a_newcomer_gains_nothing_by_what_a_replay_finds(cheat):
 
 
 def test_what_is_said_to_pay_pays_and_what_is_said_not_to_does_not():
-    """The statements of docs/trust.md in words."""
+    """The statements of docs/trust.md and docs/results/audit_gain.md in words."""
     assert expected_gain(NOTHING, DEFAULT, 1 / 3) > 0.4 and expected_gain(NOTHING, DEFAULT, 3.0) < 0
     for cheat in (NOTHING, HALF, THREE_QUARTERS):
         for weight in WINDOWS:
@@ -172,5 +172,5 @@ def test_what_is_said_to_pay_pays_and_what_is_said_not_to_does_not():
 
 
 def test_the_table_of_the_docs_is_what_the_function_computes():
-    page = (Path(__file__).resolve().parents[3] / "docs/trust.md").read_text()
+    page = (Path(__file__).resolve().parents[3] / "docs/results/audit_gain.md").read_text()
     assert "\n".join(gain_table()) in page

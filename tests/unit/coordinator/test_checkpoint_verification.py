@@ -62,6 +62,7 @@ def test_the_command_says_what_it_found_and_fails_for_what_is_not_signed(world: 
     made = world.final(5)
     done = cairn("checkpoint", "verify", made.folder, invite(world))
     assert done.returncode == 0 and "verified: the state of round 5 of run tiny" in done.stdout
+    assert cairn("checkpoint", "verify", made.folder, "-", input=f"{invite(world)}\n").stdout == done.stdout
     (made.folder / "model.safetensors").write_bytes(world.files[0].read_bytes())
     done = cairn("checkpoint", "verify", made.folder, world.spec.owner)
     assert done.returncode == 1 and "not the state that cairn.json names" in done.stderr
