@@ -28,6 +28,7 @@ from cairn.commands.serve import serve
 from cairn.commands.status import status
 from cairn.commands.watch import watch
 from protocol.errors import CairnError
+from protocol.version import PROTOCOL
 
 
 class _Commands(click.Group):
@@ -63,27 +64,27 @@ def refuse_packages_here() -> None:
 
 
 def _commit() -> str:
-    """Return the commit of a checkout for --version; nothing for an installed Cairn."""
+    """Return the commit of a checkout for --version, after a comma; nothing for an installed Cairn."""
     if not (ROOT / ".git").exists():
         return ""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--abbrev=10", "--dirty=, changed"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
-        return " (a checkout; git does not tell its commit)"
-    return f" (commit {done.stdout.strip()})"
+        return ", a checkout; git does not tell its commit"
+    return f", commit {done.stdout.strip()}"
 
 
 def _show_version(context: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
     if wanted and not context.resilient_parsing:
-        click.echo(f"cairn {__version__}{_commit()}")
+        click.echo(f"cairn {__version__} (protocol {PROTOCOL}{_commit()})")
         context.exit()
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--version", is_flag=True, expose_value=False, is_eager=True, callback=_show_version,
-    help="Show the version, and of a checkout the commit.",
+    help="Show the version, that of the protocol, and of a checkout the commit.",
 )  # fmt: skip
 def main() -> None:
     """Cairn: strangers train one model together, on their own GPUs, over the ordinary internet.
