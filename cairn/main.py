@@ -26,6 +26,7 @@ from cairn.commands.prepare import prepare
 from cairn.commands.run_file import init, plan, validate
 from cairn.commands.serve import serve
 from cairn.commands.status import status
+from cairn.commands.upgrade import upgrade
 from cairn.commands.watch import watch
 from protocol.errors import CairnError
 from protocol.version import PROTOCOL
@@ -121,7 +122,7 @@ def data() -> None:
 
 for _group, _commands in (
     (main, (account, audit, auditor, checkpoint, demo, export, generate, status, watch)),
-    (peer, (join, invite)),
+    (peer, (join, invite, upgrade)),
     (coordinator, (serve, test_alert)),
     (run, (validate, plan, init, *COMMANDS)),
     (data, (prepare,)),

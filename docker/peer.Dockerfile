@@ -19,7 +19,8 @@ COPY --from=wheel /wheels /wheels
 RUN /opt/cairn/bin/pip install --no-cache-dir /wheels/*.whl
 # All that is kept is in /data: identity, runs, logs, compiled layers.
 RUN useradd --system --uid 10001 --home-dir /data --create-home --shell /usr/sbin/nologin cairn
-ENV PATH=/opt/cairn/bin:$PATH CAIRN_HOME=/data
+# By the last, `cairn peer upgrade` says that the image has to be a newer one.
+ENV PATH=/opt/cairn/bin:$PATH CAIRN_HOME=/data CAIRN_IMAGE=cairn-peer
 USER cairn
 WORKDIR /data
 VOLUME /data
