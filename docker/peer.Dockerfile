@@ -26,7 +26,7 @@ WORKDIR /data
 VOLUME /data
 # A peer needs no open port. It writes its status each second, once it is admitted.
 HEALTHCHECK --interval=30s --timeout=10s --start-period=10m --retries=4 \
-    CMD find /data/runs -name status.json -mmin -2 | grep -q .
+    CMD find /data -name status.json -mmin -2 | grep -q .
 # SIGTERM (`docker stop`) leaves in order: announces what is done, saves the rest. Allow it 60 s: --stop-timeout 60.
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["tini", "--", "cairn"]
