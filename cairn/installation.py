@@ -24,7 +24,7 @@ IMAGE_VARIABLE = "CAIRN_IMAGE"
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What tells how Cairn was installed.
+    """Facts by which it is known how Cairn was installed.
 
     `checkout`: the sources that it runs from, if it is not a package of the environment. `image`: the container image
     that it is part of. `manager`: whose the environment is. `installer`: who wrote the package ("pip", "uv").
@@ -46,7 +46,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class UpgradePlan:
-    """Where a newer Cairn comes from, and the commands that install it, in order."""
+    """The source of a newer Cairn ("": a package index), and the commands that install it, in order."""
 
     source: str
     commands: tuple[tuple[str, ...], ...]
@@ -130,7 +130,7 @@ def find_facts() -> Facts:
 
 
 def installed_commit() -> str:
-    """Return the commit that the package was installed from; "" if that is not known. It is read anew each time."""
+    """Return the commit that the package was installed from; "" if that is not known. The file is read each time."""
     package = _package()
     vcs = (_direct_url(package) or {}).get("vcs_info") if package is not None else None
     return str(vcs.get("commit_id", ""))[:10] if isinstance(vcs, dict) else ""

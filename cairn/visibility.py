@@ -1,4 +1,4 @@
-"""What others see of a volunteer's peer: said at its first join and by the doctor; and the home of an anonymous peer."""
+"""The lines that say what others see of a volunteer's peer, and the home of an anonymous peer."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ def seen_by_others(name: str, *, anonymous: bool, home: Path) -> list[str]:
     """Return what others see of a peer and who they are, in lines for its volunteer. `home`: where its key is."""
     shown = f'"{name}": on the run\'s page' if name else "none: the run's page shows digits of the key"
     rows = [
-        ("key", "on the run's page, with all that it does; the same in each run of this home"),
+        ("key", "on the run's page with all that it does; the same in all your runs"),
         ("name", shown),
-        ("device", "its kind (such as NVIDIA H200), speed and traffic: on the run's page"),
+        ("device", "its kind (such as NVIDIA H200), speed, traffic: on the run's page"),
         ("address", "its IP address: the coordinator, members, and whoever has an invite"),
     ]
     last = "--anonymous: no name, no kind of device, and a key for this run alone"
     if anonymous:
-        rows[0] = ("key", "on the run's page, with all that it does; made for this run alone")
+        rows[0] = ("key", "on the run's page with all that it does; made for this run alone")
         rows[2] = ("device", "not its kind; speed and traffic: on the run's page")
-        last = f"give --home {home} to other commands about this peer, such as `cairn account show`"
+        last = f"other commands about this peer need --home {home}"
     return ["what others see of this peer", *(f"  {what:<8} {text}" for what, text in rows), f"  {last}"]
 
 

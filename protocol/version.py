@@ -1,6 +1,6 @@
 """The protocol's version: one number for all that peers must agree on, and the remedy where two numbers meet.
 
-A spec states its run's version, so the run id binds it, and a run never changes it. Whoever reads a spec compares that
+A spec states its run's version, so the run id binds it, and a run never changes it. A reader of a spec compares that
 first. Calls between peers have the number in their names, and a request for admission states that of its sender.
 """
 
@@ -12,8 +12,8 @@ RELEASE = "0.1.0"
 """The version of this package."""
 
 PROTOCOL = 1
-"""It grows with each change by which Cairns before and after could not take part in one run: of the bytes on the wire,
-of what is accepted, or of the bits that `apply` gives. A field that readers pass over is no such change."""
+"""It grows with each change that keeps an older Cairn out of a run: of bytes on the wire, of what is accepted, or of
+the bits that `apply` gives. A field that readers pass over is no such change."""
 
 MAX_PROTOCOL = 2**31 - 1
 

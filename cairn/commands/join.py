@@ -183,6 +183,12 @@ def join_run(options: JoinOptions) -> None:
     asyncio.run(_join(replace(options, home=home), invite))
 
 
+def _say_once_what_others_see(options: JoinOptions, folder: Path) -> None:
+    """Print it before the peer enters a run for the first time: nothing is published yet."""
+    if not os.path.exists(folder):
+        print("\n".join(seen_by_others(options.name, anonymous=options.anonymous, home=options.home)), flush=True)
+
+
 async def _join(options: JoinOptions, invite: Invite) -> None:
     # Listen for Ctrl-C before anything slow is imported.
     stop = asyncio.Event()
@@ -197,8 +203,7 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
     from peer.store import Store
 
     folder = run_folder(options.home, RunId(invite.run))
-    if not os.path.exists(folder):  # said once, before anything is published
-        print("\n".join(seen_by_others(options.name, anonymous=options.anonymous, home=options.home)), flush=True)
+    _say_once_what_others_see(options, folder)
     screen = PeerScreen(live=not options.plain and sys.stdout.isatty())
     set_up_logging(folder / "peer.log", terminal=screen.handler)
     node_options = NodeOptions(

@@ -19,8 +19,8 @@ from protocol.errors import CairnError
 def upgrade() -> None:
     """Install the newest Cairn from where this one was installed: a package index, a folder, or a git repository.
 
-    It ends with 1, and the command to run instead, where this Cairn was not installed by pip, pipx or uv, or where a
-    peer or coordinator runs from the same environment.
+    It ends with 1 where pip, pipx or uv did not install this Cairn, and names the command to run instead. It does so as
+    well while a peer or a coordinator runs from the same environment.
 
     \b
     Example:
@@ -30,9 +30,9 @@ def upgrade() -> None:
     if running := processes_of(Path(sys.prefix), running_processes()):
         listed = ", ".join(f"{pid} ({command})" for pid, command in sorted(running.items()))
         raise CairnError(
-            f"Cairn runs from this environment: {listed}. The processes that it starts later would be of the new "
-            f"version, and it of the old: stop it first (`kill {' '.join(map(str, sorted(running)))}`: a peer leaves in "
-            "order), upgrade, then start it again with the same command"
+            f"Cairn runs from this environment: {listed}. Trainers that it starts later would be of the new version, "
+            f"and it of the old. Stop it first (`kill {' '.join(map(str, sorted(running)))}`; a peer leaves in order), "
+            "upgrade, then start it again with the same command"
         )
     before = _version()
     click.echo(f"now      {before}")

@@ -34,7 +34,7 @@ class NodeOptions:
     private_data: bool = False
     audit_device: str = "auto"
     shows_device: bool = True
-    """Whether others are told what kind of device this peer trains on."""
+    """True if heartbeats say what kind of device this peer trains on."""
     trainer_command: tuple[str, ...] = ()
     """Replaces the trainer's own command line, to measure the node by itself."""
 

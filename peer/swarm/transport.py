@@ -27,8 +27,8 @@ Call = Literal["packet", "chain", "headers", "coordinator-address", "blob"]
 def call_name(run: RunId, call: Call) -> str:
     """Return the name under which members of a run accept this call; "blob" is a stream.
 
-    Peers that speak another protocol have other names, except for the call by which a stranger gets the run's spec: so
-    it hears which protocol the run speaks.
+    Peers that speak another protocol have other names. The call by which a stranger gets the run's spec is the same in
+    all, so that it learns which protocol the run speaks.
     """
     return f"cairn/{1 if call == 'coordinator-address' else PROTOCOL}/{run.hex()[:8]}/{call}"
 

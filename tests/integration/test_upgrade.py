@@ -1,4 +1,4 @@
-"""`cairn peer upgrade` as a process in an environment of its own, whose pip is a stand-in that writes what it was told."""
+"""`cairn peer upgrade` as a process in an environment of its own, whose pip is a stand-in that notes its arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import cairn
 from protocol.version import PROTOCOL, RELEASE
 from tests.support.waiting import LIMIT, wait_until
 
-FAKE_PIP = '''
+FAKE_PIP = """
 import pathlib, sys
 site = pathlib.Path(__file__).resolve().parents[1]
 with open(site / "asked", "a") as file:
@@ -25,8 +25,9 @@ if (site / "fails").exists():
     sys.exit("ERROR: no matching distribution")
 version = site / "cairn/packages/protocol/version.py"
 if (site / "newer").exists():
-    version.write_text(version.read_text().replace('RELEASE = "{old}"', 'RELEASE = "9.9.9"').replace("PROTOCOL = {number}\\n", "PROTOCOL = 9\\n"))
-'''.replace("{old}", RELEASE).replace("{number}", str(PROTOCOL))  # noqa: E501
+    text = version.read_text().replace('RELEASE = "{old}"', 'RELEASE = "9.9.9"')
+    version.write_text(text.replace("PROTOCOL = {number}\\n", "PROTOCOL = 9\\n"))
+""".replace("{old}", RELEASE).replace("{number}", str(PROTOCOL))
 
 
 @pytest.fixture(scope="module")

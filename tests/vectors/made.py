@@ -21,9 +21,9 @@ from protocol.codec import Codec, make_codec
 from protocol.codec.bits import pack
 from protocol.codec.positions import Positions
 from protocol.codec.sparse import SparseCodec
-from protocol.directive_codec import encode_directive
 from protocol.compact_record import compact
 from protocol.coordinator_address import CoordinatorAddress, sign_coordinator_address
+from protocol.directive_codec import encode_directive
 from protocol.envelope import Envelope, open_envelope, pae, seal
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, sha256
@@ -269,7 +269,6 @@ def _statements() -> Iterator[tuple[Identity, Envelope, type[Message]]]:
         (peer, sealed.encoded, "admission-request", coordinator_pb2.AdmissionRequest),
     ):
         yield signer, open_envelope(encoded, kind), message
-
 
 
 def messages() -> dict[str, Any]:

@@ -24,7 +24,7 @@ def message_types() -> Iterator[Descriptor]:
 
 
 def filled(descriptor: Descriptor) -> Message:
-    """Return a message with each field set; repeated ones twice. No value is the default, and all follow from numbers."""
+    """Return a message with each field set, repeated ones twice. No value is the default; all follow from numbers."""
     message = GetMessageClass(descriptor)()
     for field in descriptor.fields:
         empty = getattr(message, field.name)

@@ -63,13 +63,13 @@ def test_a_tool_of_uv_remembers_where_it_is_from(direct_url: Any):
 @pytest.mark.parametrize(
     ("facts", "says"),
     [
-        (replace(PIP, checkout=Path("/src/cairn")), "runs from its sources in /src/cairn: run `git -C /src/cairn pull`"),
+        (replace(PIP, checkout=Path("/src/cairn")), "from its sources in /src/cairn: run `git -C /src/cairn pull`"),
         (replace(PIP, checkout=Path("/a b")), "run `git -C '/a b' pull`"),
-        (replace(PIP, image="cairn-peer", checkout=Path("/src")), "the image cairn-peer.*pull a newer image.*same volume"),
+        (replace(PIP, image="cairn-peer", checkout=Path("/src")), "the image cairn-peer.*a newer image.*same volume"),
         (replace(PIP, direct_url=FOLDER, has_source=False), "installed from /home/ada/my cairn, which is gone"),
         (replace(PIP, direct_url={"url": "file:///x.whl", "archive_info": {}}), "the file file:///x.whl.*a newer file"),
         (replace(PIP, direct_url={}), "does not change"),
-        (replace(PIP, manager="uv tool"), "uv, which .*run `uv tool upgrade --reinstall-package cairn-swarm cairn-swarm`"),
+        (replace(PIP, manager="uv tool"), "uv, which .*`uv tool upgrade --reinstall-package cairn-swarm cairn-swarm`"),
         (replace(PIP, manager="pipx"), "pipx, which .*run `pipx upgrade cairn-swarm`"),
         (replace(PIP, installer="uv"), "run `uv pip install --python /env/bin/python"),
     ],

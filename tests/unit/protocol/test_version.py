@@ -1,4 +1,4 @@
-"""The protocol's version: who is told to upgrade, who to install an older release, and what states no version."""
+"""The protocol's version: the remedy of an older and of a newer Cairn, and values that are no version."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_an_older_peer_is_told_to_upgrade_and_a_newer_one_which_release_to_insta
 
 def test_a_spec_of_a_later_protocol_says_so_whatever_else_is_in_it():
     later = spec_bytes(version=PROTOCOL + 1, model="in a new form", new_table={"a": 1})
-    with pytest.raises(VersionError, match=rf"protocol {PROTOCOL + 1}, and this Cairn {RELEASE} speaks {PROTOCOL}.*upg"):
+    with pytest.raises(VersionError, match=rf"protocol {PROTOCOL + 1}, .*Cairn {RELEASE} speaks {PROTOCOL}: run"):
         parse_spec(later)
     envelope = seal(OWNER, KIND, later).encoded
     with pytest.raises(VersionError):
