@@ -77,11 +77,10 @@ def plan(facts: Facts) -> UpgradePlan:
         again = ("--reinstall-package", DISTRIBUTION) if source else ()
         command = ("pip", "install", "--python", facts.python, "--upgrade-package", DISTRIBUTION, *again, wanted)
         return UpgradePlan(source, ((_found(facts.uv, "uv", command), *command),))
-    pip = (facts.python, "-m", "pip", "install")
-    commands = [(*pip, "--upgrade", wanted)]
-    if source:  # pip keeps a package whose version has not changed; all others shall stay
-        commands.append((*pip, "--force-reinstall", "--no-deps", wanted))
-    return UpgradePlan(source, tuple(commands))
+    pip: tuple[str, ...] = (facts.python, "-m", "pip", "install")
+    # pip keeps a package whose version has not changed, which that of a folder or repository has not often.
+    again = ((*pip, "--force-reinstall", "--no-deps", wanted),) if source else ()
+    return UpgradePlan(source, ((*pip, "--upgrade", wanted), *again))
 
 
 def _source(direct_url: dict[str, Any], has_source: bool) -> str:
