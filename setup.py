@@ -5,6 +5,9 @@ another package's, and pip writes the files of one over those of the other. In a
 `cairn/__init__.py` says where they are.
 """
 
+import shutil
+from pathlib import Path
+
 from setuptools import find_namespace_packages, setup
 
 INSIDE = ("peer", "coordinator", "protocol", "examples")
@@ -14,6 +17,9 @@ def folders(*names: str) -> list[str]:
     """Return these folders and those in them, as dotted names. Some have files, but no module."""
     return find_namespace_packages(include=[p for name in names for p in (name, f"{name}.*")], exclude=["*__pycache__"])
 
+
+# Files that a build before this one left there, and that are gone from the sources, would be in the wheel.
+shutil.rmtree(Path(__file__).parent / "build" / "lib", ignore_errors=True)
 
 setup(
     packages=[*folders("cairn"), *(f"cairn.packages.{name}" for name in folders(*INSIDE))],

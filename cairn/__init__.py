@@ -12,8 +12,6 @@ import os
 import sys
 from pathlib import Path
 
-__version__ = "0.1.0"
-
 _HERE = Path(__file__).resolve().parent
 ROOT = _HERE / "packages" if (_HERE / "packages").is_dir() else _HERE.parent
 """The folder that has `peer`, `coordinator`, `protocol` and `examples`."""
@@ -30,3 +28,5 @@ def _put_first(root: str) -> None:
 
 
 _put_first(str(ROOT))
+
+from protocol.version import RELEASE as __version__  # noqa: E402 - found by the path that was set above

@@ -26,8 +26,10 @@ from cairn.commands.prepare import prepare
 from cairn.commands.run_file import init, plan, validate
 from cairn.commands.serve import serve
 from cairn.commands.status import status
+from cairn.commands.upgrade import upgrade
 from cairn.commands.watch import watch
 from protocol.errors import CairnError
+from protocol.version import PROTOCOL
 
 
 class _Commands(click.Group):
@@ -63,27 +65,27 @@ def refuse_packages_here() -> None:
 
 
 def _commit() -> str:
-    """Return the commit of a checkout for --version; nothing for an installed Cairn."""
+    """Return the commit of a checkout for --version, after a comma; nothing for an installed Cairn."""
     if not (ROOT / ".git").exists():
         return ""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--abbrev=10", "--dirty=, changed"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
-        return " (a checkout; git does not tell its commit)"
-    return f" (commit {done.stdout.strip()})"
+        return ", a checkout; git does not tell its commit"
+    return f", commit {done.stdout.strip()}"
 
 
 def _show_version(context: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
     if wanted and not context.resilient_parsing:
-        click.echo(f"cairn {__version__}{_commit()}")
+        click.echo(f"cairn {__version__} (protocol {PROTOCOL}{_commit()})")
         context.exit()
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--version", is_flag=True, expose_value=False, is_eager=True, callback=_show_version,
-    help="Show the version, and of a checkout the commit.",
+    help="Show the version, that of the protocol, and of a checkout the commit.",
 )  # fmt: skip
 def main() -> None:
     """Cairn: strangers train one model together, on their own GPUs, over the ordinary internet.
@@ -120,7 +122,7 @@ def data() -> None:
 
 for _group, _commands in (
     (main, (account, audit, auditor, checkpoint, demo, export, generate, status, watch)),
-    (peer, (join, invite)),
+    (peer, (join, invite, upgrade)),
     (coordinator, (serve, test_alert)),
     (run, (validate, plan, init, *COMMANDS)),
     (data, (prepare,)),

@@ -14,6 +14,7 @@ from coordinator.errors import RefusedError, UnknownRunError
 from coordinator.ledger import AdmissionRow, Ledger
 from coordinator.ledger_thread import LedgerThread
 from coordinator.limits import WIDER
+from protocol.checks import bounded
 from protocol.envelope import open_envelope
 from protocol.errors import CairnError, MalformedError
 from protocol.identity import Identity
@@ -23,6 +24,7 @@ from protocol.message_codec import KeySigner, MessageDecoder
 from protocol.messages import MAX_NAME, Admission, Signed
 from protocol.proof_of_work import is_proof
 from protocol.spec import AdmissionSpec, RunSpec
+from protocol.version import MAX_PROTOCOL, RELEASE, mismatch
 from protocol.wire import coordinator_pb2 as wire
 
 KIND = "admission-request"
@@ -40,7 +42,10 @@ _FRESH = 0.9
 
 @dataclass(frozen=True, slots=True)
 class AdmissionRequest:
-    """A verified request: peer, run, the peer's clock (unix seconds), invite code, name, nonce of the proof of work."""
+    """A verified request: peer, run, the peer's clock (unix seconds), invite code, name, nonce of the proof of work.
+
+    `protocol`: the version of the protocol that the peer speaks.
+    """
 
     peer: PeerKey
     run: RunId
@@ -48,6 +53,7 @@ class AdmissionRequest:
     code: str
     name: str
     nonce: int
+    protocol: int
 
 
 def cost_to_attackers(policy: AdmissionSpec) -> str:
@@ -83,7 +89,16 @@ def open_request(sent: bytes) -> AdmissionRequest:
     if len(name.encode()) > MAX_NAME or not name.isprintable():
         raise MalformedError(f"a name is at most {MAX_NAME} bytes of printable text: choose a shorter one")
     check_code(body.code)
-    return AdmissionRequest(envelope.author, RunId(body.run), body.time, body.code, name, body.nonce)
+    protocol = bounded("protocol", body.protocol, MAX_PROTOCOL)
+    return AdmissionRequest(envelope.author, RunId(body.run), body.time, body.code, name, body.nonce, protocol)
+
+
+def check_protocol(spoken: int, run: int) -> None:
+    """Raise RefusedError unless a peer speaks the run's version of the protocol."""
+    if not spoken:
+        raise RefusedError("the request does not state the protocol that its Cairn speaks: run `cairn peer upgrade`")
+    if why := mismatch(run, spoken, "this peer", RELEASE):
+        raise RefusedError(why)
 
 
 def check_clock(time: int, now: float) -> None:
@@ -127,6 +142,7 @@ class Admitter:
         if spec.admission.mode == "invite" and not any(codes):
             raise RefusedError(f"this run admits by invite: give at least one code of 1 to {MAX_CODE} characters")
         self._run = spec.run_id
+        self._protocol = spec.version
         self._policy = spec.admission
         self._signer = KeySigner(owner)
         self._decoder = MessageDecoder(self._run, owner.key, remember=4096)
@@ -168,6 +184,7 @@ class Admitter:
         request, now = open_request(sent), self._now()
         if request.run != self._run:
             raise UnknownRunError(f"this coordinator serves run {self._run.short}, not {request.run.short}")
+        check_protocol(request.protocol, self._protocol)
         check_clock(request.time, now)
         if (why := self._refusal(request.peer)) is not None:
             raise RefusedError(why)

@@ -13,7 +13,7 @@ RUN pip install --no-cache-dir --extra-index-url https://download.pytorch.org/wh
     "$(echo /wheels/*.whl)[postgres,parquet]"
 # All that is kept is in /data, with owner.key in it: keep a copy.
 RUN useradd --system --uid 10001 --home-dir /data --create-home --shell /usr/sbin/nologin cairn
-ENV CAIRN_HOME=/data
+ENV CAIRN_HOME=/data CAIRN_IMAGE=cairn-coordinator
 USER cairn
 WORKDIR /data
 VOLUME /data

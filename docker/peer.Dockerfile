@@ -19,13 +19,14 @@ COPY --from=wheel /wheels /wheels
 RUN /opt/cairn/bin/pip install --no-cache-dir /wheels/*.whl
 # All that is kept is in /data: identity, runs, logs, compiled layers.
 RUN useradd --system --uid 10001 --home-dir /data --create-home --shell /usr/sbin/nologin cairn
-ENV PATH=/opt/cairn/bin:$PATH CAIRN_HOME=/data
+# By the last, `cairn peer upgrade` says that the image has to be a newer one.
+ENV PATH=/opt/cairn/bin:$PATH CAIRN_HOME=/data CAIRN_IMAGE=cairn-peer
 USER cairn
 WORKDIR /data
 VOLUME /data
 # A peer needs no open port. It writes its status each second, once it is admitted.
 HEALTHCHECK --interval=30s --timeout=10s --start-period=10m --retries=4 \
-    CMD find /data/runs -name status.json -mmin -2 | grep -q .
+    CMD find /data -name status.json -mmin -2 | grep -q .
 # SIGTERM (`docker stop`) leaves in order: announces what is done, saves the rest. Allow it 60 s: --stop-timeout 60.
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["tini", "--", "cairn"]

@@ -37,6 +37,7 @@ from protocol.invite import TLS_NAME, HostPort, Invite
 from protocol.message_codec import MessageDecoder
 from protocol.messages import MAX_ADDRESS, MAX_ADDRESSES, Admission, Signed
 from protocol.spec import RunSpec, open_spec
+from protocol.version import PROTOCOL
 from protocol.wire import coordinator_pb2 as wire
 from protocol.wire import coordinator_pb2_grpc as stubs
 
@@ -289,7 +290,7 @@ class CoordinatorClient:
         def ask(stub: stubs.CoordinatorStub, seconds: float) -> Awaitable[wire.AdmitReply]:
             # Signed for each attempt: the time in it is compared with the coordinator's clock.
             body = wire.AdmissionRequest(
-                run=bytes(self._invite.run), time=int(time.time()), code=code, name=name, nonce=nonce
+                run=bytes(self._invite.run), time=int(time.time()), code=code, name=name, nonce=nonce, protocol=PROTOCOL
             )
             request = wire.AdmitRequest(
                 request=seal(identity, "admission-request", body.SerializeToString(deterministic=True)).encoded

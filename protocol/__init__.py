@@ -5,6 +5,7 @@ and `cairn` do that. They depend on this package, never the reverse. Read its mo
 
     ids, errors, identity, envelope      digests and keys; Ed25519 signatures over exact bytes
     merkle                               blobs, their chunks and digests
+    version                              which protocol a run and a Cairn speak
     strict_json                          the one reader of JSON that strangers wrote
     spec (with model, data_address)      the run spec, all that peers must agree on; `invite` leads to it
     layout, state                        the parameters in canonical order; a state as a file, and its digest

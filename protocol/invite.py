@@ -114,7 +114,9 @@ class Invite:
         text = "".join(text.split())
         if not text.startswith(PREFIX):
             if re.match(r"cairn[0-9]+:", text):
-                raise MalformedError("this invite is of another version of Cairn: upgrade, or ask for a new invite")
+                raise MalformedError(
+                    "this invite is of another version of Cairn: run `cairn peer upgrade`, or ask for a new invite"
+                )
             raise MalformedError(f"this is not an invite: {_REMEDY}")
         if len(text) > MAX_INVITE:
             raise MalformedError(f"this is too long for an invite: {_REMEDY}")

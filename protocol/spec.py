@@ -32,6 +32,7 @@ from protocol.merkle import MAX_BLOB, blob_digest
 from protocol.messages import MAX_CONTRIBUTORS
 from protocol.proof_of_work import MAX_WORK_BITS
 from protocol.strict_json import read_json
+from protocol.version import MAX_PROTOCOL, PROTOCOL, check_spoken
 
 KIND = "run-spec"
 MAX_SPEC = 1024 * 1024
@@ -358,7 +359,9 @@ class CheckpointSpec(Section):
 class RunSpec(Section):
     """The whole spec. See `examples/sotu.toml` for a commented file from which one is made."""
 
-    version: Literal[1] = 1
+    version: Annotated[int, Field(ge=PROTOCOL, le=PROTOCOL)] = Field(
+        default=PROTOCOL, description="the protocol's version"
+    )
     name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]*$")]
     owner: Hex32
     seed: Annotated[int, Field(ge=0, le=MAX_INT)] = 0
@@ -437,9 +440,16 @@ def _shown(part: str | int) -> str:
 
 
 def parse_spec(data: bytes) -> RunSpec:
-    """Return the spec in its canonical bytes. Raises SpecError for anything else."""
+    """Return the spec in its canonical bytes. Raises SpecError for anything else; VersionError for another protocol's.
+
+    Of another protocol nothing but the version is looked at: all else may have another form there.
+    """
     try:
-        spec = RunSpec.model_validate(read_json(data, "the run spec", MAX_SPEC))
+        value = read_json(data, "the run spec", MAX_SPEC)
+        version = value.get("version") if isinstance(value, dict) else None
+        if type(version) is int and 1 <= version <= MAX_PROTOCOL:
+            check_spoken(version)
+        spec = RunSpec.model_validate(value)
     except MalformedError as e:
         raise SpecError(str(e)) from None
     except ValidationError as e:

@@ -24,6 +24,7 @@ from benchmarks.coordinator.swarm import identity, make_spec
 from peer.coordinator_client import server_certificate
 from protocol.envelope import seal
 from protocol.invite import TLS_NAME, HostPort
+from protocol.version import PROTOCOL
 from protocol.wire import coordinator_pb2 as wire
 
 CHANNELS = 32
@@ -80,7 +81,7 @@ class Calls:
         """Return a valid request of some peer."""
         if method == "Admit":
             me = identity(self._random.randrange(self._peers))
-            body = wire.AdmissionRequest(run=self._run, time=int(time.time()), name="somebody")
+            body = wire.AdmissionRequest(run=self._run, time=int(time.time()), name="somebody", protocol=PROTOCOL)
             sealed = seal(me, "admission-request", body.SerializeToString(deterministic=True)).encoded
             return self._raw(method, wire.AdmitRequest(request=sealed).SerializeToString())
         request = getattr(wire, f"{method}Request")(run=self._run)

@@ -23,6 +23,7 @@ from cairn.connection import parse_invite
 from cairn.files import private_files
 from cairn.logs import set_up_logging
 from cairn.stop_signals import stop_on_signals
+from cairn.visibility import peer_home, seen_by_others
 from protocol.errors import CairnError
 from protocol.identity import Identity
 from protocol.ids import RunId
@@ -87,6 +88,9 @@ _MEMBER_OPTIONS = (
     invite_argument,
     home_option("Where identity, runs and logs are kept."),
     click.option("--name", default="", help="Your name on the run's page (at most 40 bytes)."),
+    click.option(
+        "--anonymous", is_flag=True, help="Show no name and no kind of device, and use a key for this run alone."
+    ),
     click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads.  [default: all]"),
     click.option(
         "--listen", multiple=True, metavar="MULTIADDR", help="Where to listen.  [default: any free port, TCP and UDP]"
@@ -166,6 +170,7 @@ class JoinOptions:
     trainer_command: tuple[str, ...] = ()
     auditor: bool = False
     owner: Identity | None = None
+    anonymous: bool = False
 
 
 @private_files()
@@ -174,7 +179,14 @@ def join_run(options: JoinOptions) -> None:
     if len(options.name.encode()) > MAX_NAME_BYTES or not options.name.isprintable():
         raise CairnError(f"--name: at most {MAX_NAME_BYTES} bytes of printable text")
     invite = parse_invite(options.invite)
-    asyncio.run(_join(options, invite))
+    home = peer_home(options.home, invite.run, options.name, anonymous=options.anonymous)
+    asyncio.run(_join(replace(options, home=home), invite))
+
+
+def _say_once_what_others_see(options: JoinOptions, folder: Path) -> None:
+    """Print it before the peer enters a run for the first time: nothing is published yet."""
+    if not os.path.exists(folder):
+        print("\n".join(seen_by_others(options.name, anonymous=options.anonymous, home=options.home)), flush=True)
 
 
 async def _join(options: JoinOptions, invite: Invite) -> None:
@@ -191,6 +203,7 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
     from peer.store import Store
 
     folder = run_folder(options.home, RunId(invite.run))
+    _say_once_what_others_see(options, folder)
     screen = PeerScreen(live=not options.plain and sys.stdout.isatty())
     set_up_logging(folder / "peer.log", terminal=screen.handler)
     node_options = NodeOptions(
@@ -206,6 +219,7 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
         private_data=options.allow_private_data,
         audit_device=options.audit_device,
         auditor=options.auditor,
+        shows_device=not options.anonymous,
         trainer_command=options.trainer_command,
     )
     with Store(folder / "store", options.disk) as store:

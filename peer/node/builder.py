@@ -118,7 +118,10 @@ def build_node(
     handler = ActionHandler(
         store, network, packets, certificates, updates, reducer, directives, trainer, auditor, end, queue, tasks, bus
     )  # fmt: skip
-    status = partial(local_status, membership, network, trainer, end, is_peer=not options.observer)
+    status = partial(
+        local_status, membership, network, trainer, end, is_peer=not options.observer,
+        shows_device=options.shows_device,
+    )  # fmt: skip
     driver = RoundDriver(machine, handler, queue, bus, timings, status=status)
     requests = RequestServer(membership, packets, network, machine, certificates, relay, queue, bus)
     folder = options.folder

@@ -23,6 +23,7 @@ from protocol.errors import CairnError, MalformedError, ProtocolError
 from protocol.ids import PeerKey, RunId
 from protocol.messages import MAX_ADDRESSES, Signed
 from protocol.spec import RunSpec, open_spec
+from protocol.version import VersionError
 from protocol.wire import swarm_pb2 as wire
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ class DiscoveredRun:
 async def discover_run(run: RunId, addresses: Iterable[str]) -> DiscoveredRun | None:
     """Ask the members at these addresses. Return None when none of them gives the run's spec.
 
-    Raise SwarmStartError.
+    Raise SwarmStartError; VersionError when the run speaks another protocol.
     """
     # Imported here: it loads hivemind and torch, which most newcomers do not need for this.
     from peer.swarm.anonymous import ask_for_coordinator
@@ -170,6 +171,8 @@ async def discover_run(run: RunId, addresses: Iterable[str]) -> DiscoveredRun | 
                 encoded, spec = encoded or reply.spec, spec or opened
             if reply.coordinator_address:
                 records.append(open_coordinator_address(reply.coordinator_address, run, spec.owner_key))
+        except VersionError:
+            raise  # it has the digest that the invite names: every member would give this spec
         except CairnError as e:
             log.warning("the answer of %s about the coordinator is refused: %s", member.short, e)
             return False

@@ -33,6 +33,8 @@ class NodeOptions:
     overlap: bool = True
     private_data: bool = False
     audit_device: str = "auto"
+    shows_device: bool = True
+    """True if heartbeats say what kind of device this peer trains on."""
     trainer_command: tuple[str, ...] = ()
     """Replaces the trainer's own command line, to measure the node by itself."""
 

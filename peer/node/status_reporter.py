@@ -26,16 +26,25 @@ SNAPSHOT_SECONDS = 1.0
 
 
 def local_status(
-    membership: Enrollment, network: Network, trainer: TrainerClient | None, end: EndOfRun, *, is_peer: bool
+    membership: Enrollment,
+    network: Network,
+    trainer: TrainerClient | None,
+    end: EndOfRun,
+    *,
+    is_peer: bool,
+    shows_device: bool,
 ) -> LocalStatus:
-    """Return the part of our heartbeats that the machine does not know. An observer is no peer."""
+    """Return the part of our heartbeats that the machine does not know. An observer is no peer.
+
+    `shows_device`: whether they tell the kind of its device.
+    """
     return LocalStatus(
         sequence=int(time.time() * 1000),
         bytes_up=network.bytes_up,
         bytes_down=network.bytes_down,
         addresses=tuple(network.addresses),
         admission=membership.admission if is_peer else b"",
-        device="" if trainer is None else trainer.device,
+        device=trainer.device if trainer is not None and shows_device else "",
         unreachable=network.relay.unreachable(),
         is_awaited=end.is_awaited,
     )

@@ -13,6 +13,7 @@ from typing import Literal, Protocol, TypeVar
 from google.protobuf.message import Message
 
 from protocol.ids import PeerKey, RunId
+from protocol.version import PROTOCOL
 
 Q = TypeVar("Q", bound=Message)
 A = TypeVar("A", bound=Message)
@@ -24,8 +25,12 @@ Call = Literal["packet", "chain", "headers", "coordinator-address", "blob"]
 
 
 def call_name(run: RunId, call: Call) -> str:
-    """Return the name under which members of a run accept this call; "blob" is a stream."""
-    return f"cairn/1/{run.hex()[:8]}/{call}"
+    """Return the name under which members of a run accept this call; "blob" is a stream.
+
+    Peers that speak another protocol have other names. The call by which a stranger gets the run's spec is the same in
+    all, so that it learns which protocol the run speaks.
+    """
+    return f"cairn/{1 if call == 'coordinator-address' else PROTOCOL}/{run.hex()[:8]}/{call}"
 
 
 @dataclass(slots=True)

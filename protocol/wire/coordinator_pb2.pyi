@@ -44,18 +44,20 @@ class AdmitRequest(_message.Message):
     def __init__(self, request: _Optional[bytes] = ...) -> None: ...
 
 class AdmissionRequest(_message.Message):
-    __slots__ = ("run", "time", "code", "name", "nonce")
+    __slots__ = ("run", "time", "code", "name", "nonce", "protocol")
     RUN_FIELD_NUMBER: _ClassVar[int]
     TIME_FIELD_NUMBER: _ClassVar[int]
     CODE_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     run: bytes
     time: int
     code: str
     name: str
     nonce: int
-    def __init__(self, run: _Optional[bytes] = ..., time: _Optional[int] = ..., code: _Optional[str] = ..., name: _Optional[str] = ..., nonce: _Optional[int] = ...) -> None: ...
+    protocol: int
+    def __init__(self, run: _Optional[bytes] = ..., time: _Optional[int] = ..., code: _Optional[str] = ..., name: _Optional[str] = ..., nonce: _Optional[int] = ..., protocol: _Optional[int] = ...) -> None: ...
 
 class AdmitReply(_message.Message):
     __slots__ = ("admission", "time", "addresses")

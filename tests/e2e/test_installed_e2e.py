@@ -19,6 +19,7 @@ from cairn import __version__
 from cairn.demo.processes import free_ports
 from cairn.demo.report import loss_curve
 from protocol.errors import CairnError
+from protocol.version import PROTOCOL
 from tests.support.command_line import TINY_RUN
 from tests.support.waiting import LIMIT, wait_until
 from tests.support.wheel import Installed, build_wheel, install
@@ -81,7 +82,7 @@ def test_other_projects_keep_the_names(installed: Installed, name: str):
 
 
 def test_it_tells_its_version_and_that_of_no_checkout(installed: Installed):
-    assert installed.cairn("--version") == f"cairn {__version__}\n"
+    assert installed.cairn("--version") == f"cairn {__version__} (protocol {PROTOCOL})\n"
     assert "cairn peer join INVITE" in installed.cairn("--help")
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
 import sqlite3
+import urllib.error
+import urllib.request
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from coordinator.service import LEDGER_FILE
 from peer.coordinator_client import CoordinatorClient, PeerCredits
 from protocol.messages import Signed, UpdateHeader
 from tests.e2e.chains import check_same
+from tests.e2e.commands import cairn
 from tests.e2e.conftest import PEERS
 from tests.e2e.stranger import stranger
 from tests.e2e.world import LIMIT, World
@@ -86,9 +90,10 @@ async def test_a_peer_killed_in_the_middle_of_an_exchange_comes_back_as_itself_a
 
 
 async def test_who_joins_late_fetches_a_checkpoint_replays_the_rest_and_contributes_within_a_few_rounds(swarm: World):
+    """It is anonymous, too: others do not learn its name and device."""
     await swarm.healthy(PEERS)
     await swarm.until("a checkpoint that is not the genesis", lambda: swarm.branch("ada").height > 5)
-    late = swarm.start_peer("barbara")
+    late = swarm.start_peer("barbara", anonymous=True)
     try:
         # Starting Python and torch is the machine's affair; from here on it is ours.
         await swarm.until("barbara's trainer is up", lambda: "training on " in swarm.log("barbara"))
@@ -100,9 +105,43 @@ async def test_who_joins_late_fetches_a_checkpoint_replays_the_rest_and_contribu
         fetched = re.findall(r"fetching the checkpoint (\w+)", log)
         assert fetched and fetched[0] != swarm.spec.genesis.name.short, log
         check_same({n: swarm.branch(n) for n in [*PEERS, "barbara"]})
+        await check_anonymous(swarm, "barbara")
     finally:
         swarm.stop("barbara")
     assert late.code == 0, swarm.logs("barbara")
+    said = late.output.read_text()
+    assert said.count("what others see of this peer") == 1 and "made for this run alone" in said
+    code, refused = await cairn("peer", "join", str(swarm.invite), "--home", str(swarm.folder / "barbara"))
+    assert code == 1 and "add --anonymous" in refused
+
+
+async def check_anonymous(world: World, name: str) -> None:
+    """Check that the coordinator's page, its status and its ledger have no name and no device of a peer that trains."""
+    key, own = world.key(name), world.snapshot(name)
+    assert own is not None and own.device and own.name == ""
+    assert not (world.folder / name / "identity.key").exists()  # the machine's key, which other runs see
+
+    def page(path: str) -> Any:
+        with urllib.request.urlopen(f"http://127.0.0.1:{world.page}/api/{path}", timeout=LIMIT) as reply:
+            return json.load(reply)
+
+    async def heard() -> Any:
+        try:
+            row = (await asyncio.to_thread(page, f"peers/{key}"))["peer"]
+        except urllib.error.HTTPError:
+            return None
+        return row if row["tokens_per_second"] and row["last_round"] else None
+
+    shown = await world.until("the page shows its speed", heard)
+    assert (shown["name"], shown["device"]) == (key.short, "")
+    everything = [await asyncio.to_thread(page, path) for path in ("status", "peers", "leaderboard", "rounds/newest")]
+    text = json.dumps(everything)
+    assert str(key) in text and name not in text and f'"device": "{own.device}"' in text  # the others show theirs
+    code, status = await cairn("status", str(world.invite))
+    assert code == 0 and name not in status
+    with closing(sqlite3.connect(f"file:{world.coordinator_home / LEDGER_FILE}?mode=ro", uri=True)) as db:
+        assert db.execute("SELECT name FROM admissions WHERE peer = ?", (bytes(key),)).fetchall() == [("",)]
+        assert not [line for line in db.iterdump() if name in line]
 
 
 async def test_a_trainer_that_is_killed_is_started_again_and_its_peer_keeps_its_place(swarm: World):

@@ -183,16 +183,24 @@ class World:
         )  # fmt: skip
 
     def start_peer(
-        self, name: str, *, device: str = "cpu", parallel: str = "auto", audits: str = "off", module: str = "cairn"
+        self,
+        name: str,
+        *,
+        device: str = "cpu",
+        parallel: str = "auto",
+        audits: str = "off",
+        module: str = "cairn",
+        anonymous: bool = False,
     ) -> Process:
         """Start a peer with the same home each time, so that it stays the same peer.
 
         `audits`: the device of its audits; each process imports torch on the cores that peers train on. `module`
-        replaces the command line.
+        replaces the command line. An `anonymous` one shows no name.
         """
+        shown = ["--anonymous"] if anonymous else ["--name", name]
         return self._start(
             name,
-            "peer", "join", str(self.invite), "--home", str(self.folder / name), "--name", name, "--threads", "1",
+            "peer", "join", str(self.invite), "--home", str(self.folder / name), *shown, "--threads", "1",
             "--device", device, "--parallel", parallel, "--listen", "/ip4/127.0.0.1/tcp/0", "--plain",
             "--audit-device", audits, module=module,
         )  # fmt: skip
@@ -273,7 +281,13 @@ class World:
         return parse_key_file((self.coordinator_home / "owner.key").read_text())
 
     def peer_folder(self, name: str) -> Path:
-        return run_folder(self.folder / name, self.invite.run)
+        return run_folder(self.home(name), self.invite.run)
+
+    def home(self, name: str) -> Path:
+        """Return the folder with a peer's key: that of an anonymous one is inside of the one that it was given."""
+        given = self.folder / name
+        own = given / "anonymous" / self.invite.run.hex()[:12]
+        return own if own.exists() else given
 
     def log(self, name: str) -> str:
         """Return the log of a process in all its lives."""
@@ -350,14 +364,14 @@ class World:
 
     def key(self, name: str) -> PeerKey:
         """Return a peer's key, once it has made it."""
-        return parse_key_file((self.folder / name / "identity.key").read_text()).key
+        return parse_key_file((self.home(name) / "identity.key").read_text()).key
 
     async def contributes_after(self, name: str, round: int, seconds: float = LIMIT) -> int:
         """Wait until a peer has contributed to a round after this one, and return that round."""
 
         def look() -> int:
             assert self.processes[name].running, self.logs(name)
-            if not (self.folder / name / "identity.key").exists():
+            if not (self.home(name) / "identity.key").exists():
                 return 0
             return max((r for r in self.rounds_with(name) if r > round), default=0)
 

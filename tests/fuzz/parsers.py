@@ -57,6 +57,7 @@ from protocol.message_codec import KINDS, KeySigner, MessageDecoder, encode_cert
 from protocol.messages import Certificate, Finalization, RoundRecord, Signed, UpdateHeader, Vote, WorkReport
 from protocol.reduce import Reduction
 from protocol.spec import CodecSpec, open_spec, parse_spec, sign_spec
+from protocol.version import PROTOCOL
 from protocol.wire import coordinator_pb2, ledger_pb2
 from protocol.wire import swarm_pb2 as wire
 from tests.fuzz.harness import Parser
@@ -255,7 +256,7 @@ def _dht_values() -> Parser:
 
 
 def _admission_requests() -> Parser:
-    body = coordinator_pb2.AdmissionRequest(run=RUN, time=int(NOW), name="ada", code="code")
+    body = coordinator_pb2.AdmissionRequest(run=RUN, time=int(NOW), name="ada", code="code", protocol=PROTOCOL)
     sample = seal(PEERS[1], ADMIT, body.SerializeToString()).encoded
     return Parser("admission requests", [sample], resigned, open_request, (ProtocolError, CoordinatorError))
 

@@ -35,6 +35,7 @@ from coordinator.limits import ConcurrencyLimit
 from peer.coordinator_client import server_certificate
 from protocol.envelope import seal
 from protocol.invite import TLS_NAME, HostPort
+from protocol.version import PROTOCOL
 from protocol.wire import coordinator_pb2 as wire
 from tests.support.coordinator_service import SPEC, raw_stub, refusal, running
 from tests.support.waiting import LIMIT, NEVER
@@ -166,7 +167,8 @@ def filled(kind, r: random.Random, depth: int = 0):
 
 def sealed(r: random.Random) -> bytes:
     """Return a correctly signed admit request; its fields may be wrong."""
-    body = wire.AdmissionRequest(run=RUN, time=int(time.time()), name=r.choice(["ada", "x" * 100, "\n"]))
+    name, protocol = r.choice(["ada", "x" * 100, "\n"]), r.choice([PROTOCOL, PROTOCOL, 0, 2**64 - 1])
+    body = wire.AdmissionRequest(run=RUN, time=int(time.time()), name=name, protocol=protocol)
     return seal(identity(r.randrange(20)), r.choice(["admission-request", "vote"]), body.SerializeToString()).encoded
 
 

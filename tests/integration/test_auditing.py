@@ -41,6 +41,7 @@ from protocol.ledger.statements import open_receipt
 from protocol.message_codec import KeySigner, encode_certificate
 from protocol.messages import AuditDecision, Directive, Finalization, Rollback, Score, UpdateHeader, Verdict
 from protocol.rounds.policy import RoundPolicy
+from protocol.version import PROTOCOL
 from protocol.wire import swarm_pb2 as wire
 from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer, state
 from tests.support.coordinator_service import running, settled
@@ -653,7 +654,8 @@ def admit_request(number: int) -> bytes:
     from protocol.envelope import seal
     from protocol.wire import coordinator_pb2
 
-    body = coordinator_pb2.AdmissionRequest(run=SPEC.run_id, time=int(time.time()), name=f"peer {number}")
+    name = f"peer {number}"
+    body = coordinator_pb2.AdmissionRequest(run=SPEC.run_id, time=int(time.time()), name=name, protocol=PROTOCOL)
     return seal(peer(number), "admission-request", body.SerializeToString(deterministic=True)).encoded
 
 

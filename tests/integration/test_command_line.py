@@ -118,6 +118,13 @@ def test_a_coordinator_that_does_not_answer_is_named(tmp_path: Path):
     assert "127.0.0.1:9" in refused("status", invite())
 
 
+def test_what_others_see_is_said_at_the_first_join_alone(tmp_path: Path):
+    first, second = (cairn("peer", "join", invite(), "--home", tmp_path, "--anonymous") for _ in range(2))
+    assert "what others see of this peer" in first.stdout and "made for this run alone" in first.stdout
+    assert second.returncode == 1 and "what others see" not in second.stdout + second.stderr
+    assert len(list(tmp_path.rglob("identity.key"))) == 1 and not (tmp_path / "identity.key").exists()
+
+
 def test_what_answers_but_is_no_coordinator_is_named(taken_port: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("peer.coordinator_client.CONNECT_SECONDS", 0.5)
     assert f"127.0.0.1:{taken_port}" in refused("status", invite(taken_port))

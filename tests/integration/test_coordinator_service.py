@@ -40,6 +40,7 @@ from protocol.ids import Digest
 from protocol.invite import TLS_NAME, HostPort, Invite
 from protocol.proof_of_work import find_proof, is_proof
 from protocol.spec import sign_spec
+from protocol.version import PROTOCOL
 from protocol.wire import coordinator_pb2 as wire
 from protocol.wire import coordinator_pb2_grpc as stubs
 from tests.support.coordinator_fakes import FakeSwarm, make_archiver, make_spec, peer, state
@@ -359,7 +360,7 @@ async def test_a_silent_server_is_given_up_in_time(tmp_path, monkeypatch):
 async def test_rubbish_is_refused_with_a_reason_and_hurts_nobody(tmp_path):
     code = grpc.StatusCode
     async with running(tmp_path) as (c, _), raw_stub(c) as stub:
-        body = wire.AdmissionRequest(run=bytes(SPEC.run_id), time=int(time.time()), name="x")
+        body = wire.AdmissionRequest(run=bytes(SPEC.run_id), time=int(time.time()), name="x", protocol=PROTOCOL)
         good = seal(peer(1), "admission-request", body.SerializeToString(deterministic=True))
         forged = bytearray(good.encoded)
         forged[-1] ^= 1

@@ -152,7 +152,7 @@ SERVE = ("coordinator", "serve", "run.toml")
         (USAGE, ("peer", "join"), "Missing argument 'INVITE'"),
         (ERROR, ("peer", "join", "http://127.0.0.1:7411"), "copy the whole line that begins with cairn1:"),
         (ERROR, ("peer", "join", INVITE[:-4]), "cut off or altered: copy the whole line"),
-        (ERROR, ("peer", "join", "cairn2:" + INVITE[7:]), "another version of Cairn: upgrade, or ask for a new invite"),
+        (ERROR, ("peer", "join", "cairn2:" + INVITE[7:]), "another version of Cairn: run `cairn peer upgrade`"),
         (USAGE, (*JOIN, "second-half"), "unexpected extra argument"),
         (ERROR, (*JOIN, "--name", "a\x07b"), "--name: at most 40 bytes of printable text"),
         (ERROR, (*JOIN, "--name", "x" * 60), "--name: at most 40 bytes of printable text"),

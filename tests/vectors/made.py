@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from google.protobuf.message import Message
 from torch import Tensor
 
 from protocol.assignment import windows_of
@@ -20,13 +21,17 @@ from protocol.codec import Codec, make_codec
 from protocol.codec.bits import pack
 from protocol.codec.positions import Positions
 from protocol.codec.sparse import SparseCodec
+from protocol.compact_record import compact
+from protocol.coordinator_address import CoordinatorAddress, sign_coordinator_address
 from protocol.directive_codec import encode_directive
-from protocol.envelope import pae, seal
+from protocol.envelope import Envelope, open_envelope, pae, seal
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, sha256
+from protocol.invite import HostPort, Invite
 from protocol.layout import BLOCK, MOMENTUM, REFERENCE_NORMS, Layout
 from protocol.ledger.credits import CreditRule, RoundCredits
 from protocol.ledger.fold import CreditFold
+from protocol.ledger.statements import BindAccount, BindPeer, Receipt, sign
 from protocol.merkle import CHUNK, blob_digest, leaf_hash, tree_hash
 from protocol.message_codec import KINDS, KeySigner, encode_certificate
 from protocol.messages import (
@@ -59,10 +64,13 @@ from protocol.spec import CodecSpec, OuterSpec, RunSpec, sign_spec
 from protocol.stake import StakeRule
 from protocol.state import state_digest
 from protocol.update_weights import AuthorHistory, weigh
+from protocol.version import PROTOCOL
+from protocol.wire import coordinator_pb2, ledger_pb2
 from protocol.wire import swarm_pb2 as wire
 from tests.simulation.signer import FakeSigner, certificate
 from tests.support.audited import certificate as audited_certificate
 from tests.support.specs import tiny_spec
+from tests.vectors.wire_messages import fields_of, wire_messages
 
 # -- where values come from ----------------------------------------------------------------------------------
 
@@ -160,6 +168,7 @@ PEERS = sorted((identity(f"peer {i}") for i in range(4)), key=lambda i: i.key)
 OWNER = Identity(sha256(b"test identity owner"))
 """The owner that `tiny_spec` names."""
 
+MEMBER = "/ip4/192.0.2.7/tcp/4001/p2p/12D3KooWCiGGbW1j3yRcRiony9ahXSamT8voUkBxWSHSkxhnrcnf"
 SEEDS = {i.key: i.seed for i in (OWNER, *PEERS)}
 
 
@@ -235,6 +244,33 @@ def _signed() -> list[Signed[Any]]:
     ]
 
 
+def _statements() -> Iterator[tuple[Identity, Envelope, type[Message]]]:
+    """Yield who signs, the envelope and the message of each kind that is not among the swarm's."""
+    peer, account = PEERS[1], identity("account")
+    coordinators = (HostPort("coordinator.example", 7410), HostPort("2001:db8::1", 443))
+    place = CoordinatorAddress(RUN, 1_700_000_000_000, coordinators, digest("certificate"), (MEMBER,))
+    accepted = Receipt(
+        RUN, peer.key, Round(1), SECOND.digest, digest("update"), True, "", 7, 112, 5_000_000, 3, 15
+    )  # fmt: skip
+    refused = dataclasses.replace(accepted, accepted=False, reason="it was voided", windows=0, tokens=0)
+    refused = dataclasses.replace(refused, micro_credits=0, pending_until=0)
+    consent = sign(peer, BindPeer(RUN, account.key, 1_700_000_000))
+    bound = sign(account, BindAccount(RUN, consent.encoded, 1_700_000_001, "ada", "the engine"))
+    request = coordinator_pb2.AdmissionRequest(
+        run=RUN, time=1_700_000_000, code="letmein", name="ada", nonce=2**40, protocol=PROTOCOL
+    )
+    sealed = seal(peer, "admission-request", request.SerializeToString(deterministic=True))
+    for signer, encoded, kind, message in (
+        (OWNER, sign_coordinator_address(OWNER, place).encoded, "coordinator-address", wire.CoordinatorAddress),
+        (OWNER, sign(OWNER, accepted).encoded, "receipt", ledger_pb2.Receipt),
+        (OWNER, sign(OWNER, refused).encoded, "receipt", ledger_pb2.Receipt),
+        (peer, consent.encoded, "bind-peer", ledger_pb2.BindPeer),
+        (account, bound.encoded, "bind-account", ledger_pb2.BindAccount),
+        (peer, sealed.encoded, "admission-request", coordinator_pb2.AdmissionRequest),
+    ):
+        yield signer, open_envelope(encoded, kind), message
+
+
 def messages() -> dict[str, Any]:
     cases = []
     for signed in _signed():
@@ -249,6 +285,18 @@ def messages() -> dict[str, Any]:
                 "payload": content.hex(),
                 "envelope": signed.encoded.hex(),
                 "digest": signed.digest.hex(),
+            }
+        )
+    for signer, envelope, message in _statements():
+        cases.append(
+            {
+                "kind": envelope.kind,
+                "seed": signer.seed.hex(),
+                "key": signer.key.hex(),
+                "fields": fields_of(message.FromString(envelope.payload)),
+                "payload": envelope.payload.hex(),
+                "envelope": envelope.encoded.hex(),
+                "digest": envelope.digest.hex(),
             }
         )
     return {
@@ -794,10 +842,39 @@ def spec() -> dict[str, Any]:
     }
 
 
+def wire_forms() -> dict[str, Any]:
+    """Return each message with each field set, and what is not a message of the schemas."""
+    long = Invite(
+        RUN, digest("certificate"), (HostPort("coordinator.example", 7410), HostPort("2001:db8::1", 443)), "letmein",
+        (MEMBER, "/ip6/2001:db8::7/udp/4001/quic-v1/p2p/12D3KooW"),
+    )  # fmt: skip
+    invites = [Invite(RUN, digest("certificate"), (HostPort("192.0.2.1", 7410),)), long]
+    compacted = compact(FIRST.record)
+    assert compacted is not None
+    return {
+        "messages": wire_messages(),
+        "compact_record": {"record": FIRST.record.encoded.hex(), "bytes": compacted.hex()},
+        "invites": [
+            {
+                "text": str(invite),
+                "fields": {
+                    "run": invite.run.hex(),
+                    "fingerprint": invite.fingerprint.hex(),
+                    "coordinators": [str(place) for place in invite.coordinators],
+                    "code": invite.code,
+                    "addresses": list(invite.addresses),
+                },
+            }
+            for invite in invites
+        ],
+    }
+
+
 VECTORS: dict[str, Callable[[], dict[str, Any]]] = {
     "merkle.json": merkle,
     "layouts.json": layouts,
     "messages.json": messages,
+    "wire.json": wire_forms,
     "chain.json": chain,
     "rounds.json": rounds,
     "weighing.json": weighing,

@@ -5,11 +5,15 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
+import re
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -69,94 +73,67 @@ def _ascii(name: str) -> str:
 
 # -- messages (docs/wire.md, Envelopes and Payloads; the .proto file) -----------------------------------------
 
-FIELDS: dict[str, list[tuple[int, str, str]]] = {
-    "admission": [
-        (1, "run", "bytes"), (2, "peer", "bytes"), (3, "not_before", "int"), (4, "not_after", "int"),
-        (5, "name", "text"),
-    ],
-    "update-header": [
-        (1, "run", "bytes"), (2, "round", "int"), (3, "parent", "bytes"), (4, "base_state", "bytes"),
-        (5, "first_window", "int"), (6, "end_window", "int"), (7, "inner_steps", "int"), (8, "blob", "bytes"),
-        (9, "blob_size", "int"), (10, "loss", "float"), (11, "admission", "bytes"), (12, "epoch", "int"),
-        (13, "rebase_window", "int"),
-    ],
-    "round-record": [
-        (1, "run", "bytes"), (2, "round", "int"), (3, "parent", "bytes"), (4, "base_state", "bytes"),
-        (5, "attempt", "int"), (6, "updates", "list"), (7, "directive", "bytes"),
-        (8, "weights", "varints"), (9, "reports", "list"), (10, "decisions", "decisions"),
-    ],
-    "decision": [(1, "record", "bytes"), (2, "author", "bytes"), (3, "convicted", "int"), (4, "refuted", "list")],
-    "vote": [(1, "run", "bytes"), (2, "round", "int"), (3, "record", "bytes"), (4, "shards_digest", "bytes")],
-    "shard-attestation": [
-        (1, "run", "bytes"), (2, "round", "int"), (3, "record", "bytes"), (4, "shard", "int"), (5, "blob", "bytes"),
-        (6, "missing", "list"),
-    ],
-    "work-report": [
-        (1, "run", "bytes"), (2, "round", "int"), (3, "record", "bytes"), (4, "update", "bytes"), (5, "check", "text"),
-        (6, "scores", "scores"),
-    ],
-    "score": [(1, "name", "text"), (2, "value", "number"), (3, "threshold", "number")],
-    "finalization": [(1, "run", "bytes"), (2, "round", "int"), (3, "record", "bytes"), (4, "epoch", "int")],
-    "heartbeat": [
-        (1, "run", "bytes"), (2, "sequence", "int"), (3, "round", "int"), (4, "head", "bytes"), (5, "weight", "int"),
-        (6, "windows", "int"), (7, "phase", "text"), (8, "tokens_per_second", "float"), (9, "loss", "float"),
-        (10, "bytes_up", "int"), (11, "bytes_down", "int"), (12, "known_headers", "packed"), (13, "addresses", "texts"),
-        (14, "admission", "bytes"), (15, "device", "text"), (16, "state", "bytes"), (17, "unreachable", "packed"),
-        (18, "directive_sequence", "int"),
-    ],
-    "goodbye": [(1, "run", "bytes"), (2, "sequence", "int")],
-    "directive": [
-        (1, "run", "bytes"), (2, "sequence", "int"), (3, "run_status", "text"), (4, "since", "int"),
-        (5, "reason", "text"), (6, "banned", "list"), (7, "from_round", "int"), (8, "changes", "changes"),
-        (9, "rollback", "rollback"), (10, "verdicts", "verdicts"),
-    ],
-    "verdict": [(1, "record", "bytes"), (2, "peer", "bytes"), (3, "reason", "text")],
-    "changes": [(1, "target_tokens", "present"), (2, "max_seconds", "double")],
-    "rollback": [(1, "epoch", "int"), (2, "record", "bytes"), (3, "round", "int"), (4, "state", "bytes")],
-    "certificate": [(1, "record", "bytes"), (2, "votes", "list"), (3, "shards", "list")],
-}  # fmt: skip
-"""Number, name and form of each kind's fields, by protocol/wire/swarm.proto."""
+WIRE = Path(__file__).resolve().parents[2] / "protocol" / "wire"
+_MESSAGE = re.compile(r"^message (\w+) \{(.*?)\}", re.M | re.S)
+_FIELD = re.compile(r"(?:(repeated|optional) )?(\w+) (\w+) = (\d+);")
 
 
-def payload(kind: str, fields: dict[str, Any]) -> bytes:
-    """Return the canonical payload of a message whose bytes are hexadecimal, as the vectors have them."""
-    assert set(fields) <= {name for _, name, _ in FIELDS[kind]}, (kind, set(fields))
-    return b"".join(_field(number, form, fields[name]) for number, name, form in FIELDS[kind] if name in fields)
+@dataclass(frozen=True)
+class Field:
+    """A field of a .proto file. `label`: "repeated", "optional" or ""."""
+
+    label: str
+    type: str
+    name: str
+    number: int
 
 
-def _field(number: int, form: str, value: Any) -> bytes:
-    match form:
-        case "int":
-            return _varint(8 * number) + _varint(value) if value else b""
-        case "present":
-            return _varint(8 * number) + _varint(value)
-        case "bytes":
-            return _sized(number, bytes.fromhex(value)) if value else b""
-        case "text":
-            return _sized(number, value.encode()) if value else b""
-        case "float":
-            data = struct.pack("<f", value)
-            return _varint(8 * number + 5) + data if any(data) else b""
-        case "number":
-            data = struct.pack("<d", value)
-            return _varint(8 * number + 1) + data if any(data) else b""
-        case "double":
-            return _varint(8 * number + 1) + struct.pack("<d", value)
-        case "packed":
-            return _sized(number, struct.pack(f"<{len(value)}Q", *value)) if value else b""
-        case "varints":
-            return _sized(number, b"".join(map(_varint, value))) if value else b""
-        case "verdicts":
-            return b"".join(_sized(number, payload("verdict", v)) for v in value)
-        case "scores":
-            return b"".join(_sized(number, payload("score", v)) for v in value)
-        case "decisions":
-            return b"".join(_sized(number, payload("decision", v)) for v in value)
-        case "list":
-            return b"".join(_sized(number, bytes.fromhex(v)) for v in value)
-        case "texts":
-            return b"".join(_sized(number, v.encode()) for v in value)
-    return _sized(number, payload(form, value))
+def _schema() -> dict[str, list[Field]]:
+    """Return the fields of each message in the .proto files, by ascending number."""
+    found: dict[str, list[Field]] = {}
+    for path in sorted(WIRE.glob("*.proto")):
+        for name, body in _MESSAGE.findall(re.sub(r"//.*", "", path.read_text())):
+            assert name not in found
+            fields = [Field(label, type_, field, int(number)) for label, type_, field, number in _FIELD.findall(body)]
+            found[name] = sorted(fields, key=lambda f: f.number)
+    return found
+
+
+SCHEMA = _schema()
+
+
+def message_name(kind: str) -> str:
+    """Return the message in the .proto files that a kind has as its payload."""
+    return "".join(word.title() for word in kind.split("-"))
+
+
+def payload(message: str, fields: dict[str, Any]) -> bytes:
+    """Return a message in canonical form. Its bytes are hexadecimal, as the vectors have them."""
+    assert set(fields) <= {f.name for f in SCHEMA[message]}, (message, set(fields))
+    return b"".join(_field(f, fields[f.name]) for f in SCHEMA[message] if f.name in fields)
+
+
+PACKED = {"fixed64": "Q", "float": "f", "double": "d"}
+
+
+def _field(f: Field, value: Any) -> bytes:
+    values = value if f.label == "repeated" else [value]
+    if f.type in SCHEMA or f.type in ("bytes", "string"):
+        parts = [_content(f.type, v) for v in values]
+        return b"".join(_sized(f.number, part) for part in parts if part or f.label == "repeated" or f.type in SCHEMA)
+    if f.type in PACKED:
+        kind, parts = 5 if f.type == "float" else 1, [struct.pack(f"<{PACKED[f.type]}", v) for v in values]
+    else:
+        kind, parts = 0, [_varint(v) for v in values]
+    if f.label == "repeated":
+        return _sized(f.number, b"".join(parts)) if parts else b""
+    return _varint(8 * f.number + kind) + parts[0] if f.label == "optional" or any(parts[0]) else b""
+
+
+def _content(type_: str, value: Any) -> bytes:
+    if type_ in SCHEMA:
+        return payload(type_, value)
+    return bytes.fromhex(value) if type_ == "bytes" else value.encode()
 
 
 def _sized(number: int, data: bytes) -> bytes:
@@ -186,12 +163,56 @@ def verify(key: bytes, kind: str, content: bytes, signature: bytes) -> None:
     Ed25519PublicKey.from_public_bytes(key).verify(signature, pae(kind, content))
 
 
+def compact_record(record: dict[str, Any], author: bytes, signature: bytes) -> bytes:
+    """Return the compact record (docs/network.md, Compact records) of a round record with these fields."""
+    ids = [sha256(bytes.fromhex(header))[:16].hex() for header in record["updates"]]
+    content = payload("RoundRecord", record | {"updates": ids})
+    return _sized(1, b"compact-record") + _sized(2, content) + _sized(3, author) + _sized(4, signature)
+
+
 def message_digest(kind: str, key: bytes, content: bytes) -> bytes:
     return sha256(b"cairn/v1/digest", key, pae(kind, content))
 
 
 def certificate_digest(record: bytes, shards: Sequence[bytes]) -> bytes:
     return sha256(b"cairn/v1/applied", record, sha256(b"cairn/v1/shards", *shards)) if shards else record
+
+
+# -- invites (docs/wire.md, Invites and admission) ----------------------------------------------------------------
+
+_BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+
+
+def read_invite(text: str) -> dict[str, Any]:
+    """Return the fields of an invite, as the vectors have them."""
+    prefix, body = text[:7], text[7:]
+    data = base64.urlsafe_b64decode(body + "=" * (-len(body) % 4))
+    assert (prefix, data[-4:]) == ("cairn1:", sha256(data[:-4])[:4])
+    left = list(data[:-4])
+
+    def take(n: int) -> bytes:
+        return bytes(left.pop(0) for _ in range(n))
+
+    def short() -> str:
+        return take(take(1)[0]).decode("ascii")
+
+    def address() -> str:
+        if left[0]:
+            return short()
+        _, ip, port, key = take(1), take(4), take(2), take(32)
+        name = b"\0\x24\x08\1\x12\x20" + key  # libp2p's form of an Ed25519 key
+        number, digits = int.from_bytes(name, "big"), ""
+        while number:
+            number, digit = divmod(number, 58)
+            digits = _BASE58[digit] + digits
+        return f"/ip4/{'.'.join(map(str, ip))}/tcp/{int.from_bytes(port, 'big')}/p2p/1{digits}"
+
+    found = {"run": take(32).hex(), "fingerprint": take(32).hex()}
+    return found | {
+        "coordinators": [short() for _ in range(take(1)[0])],
+        "code": short(),
+        "addresses": [address() for _ in range(take(1)[0])],
+    }
 
 
 # -- rounds (docs/wire.md, Order and chance) --------------------------------------------------------------------

@@ -33,6 +33,7 @@ from protocol.bounded import BoundedDict
 from protocol.envelope import open_envelope
 from protocol.errors import MalformedError, ProtocolError
 from protocol.ids import PeerKey, RunId, sha256
+from protocol.version import PROTOCOL
 from protocol.wire import swarm_pb2 as wire
 
 log = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ OFFSETS = 32
 
 def members_key(run: RunId) -> str:
     """Return the DHT key of a run's members."""
-    return f"cairn/1/{run.hex()}/members"
+    return f"cairn/{PROTOCOL}/{run.hex()}/members"
 
 
 class HeartbeatValidator(RecordValidatorBase):

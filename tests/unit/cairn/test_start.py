@@ -13,6 +13,7 @@ import cairn
 from cairn.demo.report import Judged, LossPoint, plot
 from cairn.main import refuse_packages_here
 from protocol.errors import CairnError
+from protocol.version import PROTOCOL
 from tests.support import command_line
 
 
@@ -53,7 +54,7 @@ def test_the_version_of_a_checkout_has_its_commit():
         pytest.skip("these sources are no git checkout")
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=cairn.ROOT, capture_output=True, text=True, check=True)
     done = command_line.cairn("--version")
-    assert done.stdout.startswith(f"cairn {cairn.__version__} (commit {head.stdout[:10]}")
+    assert done.stdout.startswith(f"cairn {cairn.__version__} (protocol {PROTOCOL}, commit {head.stdout[:10]}")
 
 
 def test_without_git_the_version_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

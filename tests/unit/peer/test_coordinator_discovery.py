@@ -24,6 +24,7 @@ from protocol.ids import PeerKey
 from protocol.invite import HostPort, Invite
 from protocol.messages import Signed
 from protocol.spec import sign_spec
+from protocol.version import PROTOCOL, VersionError
 from protocol.wire import swarm_pb2 as wire
 from tests.support.signed import HEADERS, PEERS, decoder
 from tests.support.specs import OWNER, digest, identity, tiny_spec
@@ -190,6 +191,14 @@ async def test_a_newcomer_takes_the_runs_own_spec_and_the_newest_word_of_its_own
     assert got is not None and got.encoded == SENT and got.coordinator_address == word(7, MOVED)
     assert got.addresses == (here,) and got.members == 3
     assert "not signed by the run's owner" in caplog.text
+
+
+async def test_a_newcomer_hears_from_members_that_the_run_speaks_another_protocol(monkeypatch):
+    spec = RUN.model_copy(update={"version": PROTOCOL + 1})
+    sent = sign_spec(OWNER, spec).encoded
+    monkeypatch.setattr(anonymous, "ask_for_coordinator", heard(wire.CoordinatorAddressReply(spec=sent)))
+    with pytest.raises(VersionError, match="run `cairn peer upgrade`"):
+        await module.discover_run(spec.run_id, ["/some"])
 
 
 async def test_nobody_who_tells_the_truth_is_nobody_at_all(monkeypatch):

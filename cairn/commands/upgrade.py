@@ -1,0 +1,72 @@
+"""`cairn peer upgrade`: brings an installed Cairn up to date, by the program that installed it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+
+from cairn import ROOT
+from cairn.installation import find_facts, installed_commit, plan, processes_of, running_processes
+from protocol.errors import CairnError
+
+
+@click.command()
+def upgrade() -> None:
+    """Install the newest Cairn from where this one was installed: a package index, a folder, or a git repository.
+
+    It ends with 1 where pip, pipx or uv did not install this Cairn, and names the command to run instead. It does so as
+    well while a peer or a coordinator runs from the same environment.
+
+    \b
+    Example:
+      cairn peer upgrade && cairn peer join INVITE
+    """
+    todo = plan(find_facts())
+    if running := processes_of(Path(sys.prefix), running_processes()):
+        listed = ", ".join(f"{pid} ({command})" for pid, command in sorted(running.items()))
+        raise CairnError(
+            f"Cairn runs from this environment: {listed}. Trainers that it starts later would be of the new version, "
+            f"and it of the old. Stop it first (`kill {' '.join(map(str, sorted(running)))}`; a peer leaves in order), "
+            "upgrade, then start it again with the same command"
+        )
+    before = _version()
+    click.echo(f"now      {before}")
+    click.echo(f"from     {todo.source or 'the package index'}")
+    for command in todo.commands:
+        click.echo(f"running  {shlex.join(command)}")
+        try:
+            code = subprocess.run(command, cwd=sys.prefix, env=_environment(), check=False).returncode
+        except OSError as e:
+            raise CairnError(f"{command[0]} cannot be started: {(e.strerror or str(e)).lower()}") from None
+        if code:
+            raise CairnError(f"{Path(command[0]).name} ended with code {code}: its lines above say why")
+    after = _version()
+    click.echo(f"nothing newer is there: {after}" if after == before else f"upgraded {before} -> {after}")
+
+
+def _version() -> str:
+    """Return the version of the installed Cairn, with the protocol that it speaks, as a new process tells it.
+
+    Raises CairnError.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "cairn", "--version"], cwd=sys.prefix, env=_environment(), capture_output=True,
+        text=True, timeout=120, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise CairnError(f"the installed Cairn does not start ({last[:200]}): install it anew by hand")
+    commit = installed_commit()
+    return done.stdout.strip() + (f" of commit {commit}" if commit else "")
+
+
+def _environment() -> dict[str, str]:
+    """Return the variables of this process without what `cairn/__init__.py` added for processes of ours."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+    path = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(ROOT)]
+    return kept | ({"PYTHONPATH": os.pathsep.join(path)} if path else {})

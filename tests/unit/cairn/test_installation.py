@@ -1,0 +1,97 @@
+"""How Cairn was installed decides what `cairn peer upgrade` runs, or which command it says to run instead."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cairn.installation import Facts, plan, processes_of
+from protocol.errors import CairnError
+
+PIP = Facts("/env/bin/python")
+FOLDER = {"url": "file:///home/ada/my%20cairn", "dir_info": {}}
+GIT = {"url": "https://git.example/cairn.git", "vcs_info": {"vcs": "git", "commit_id": "c" * 40}}
+TOOLS = replace(PIP, uv="/bin/uv", pipx="/bin/pipx")
+
+
+def commands(facts: Facts) -> list[str]:
+    return [" ".join(command) for command in plan(facts).commands]
+
+
+def test_from_an_index_the_package_is_upgraded_by_its_name():
+    assert commands(PIP) == ["/env/bin/python -m pip install --upgrade cairn-swarm"]
+    assert commands(replace(TOOLS, installer="uv")) == [
+        "/bin/uv pip install --python /env/bin/python --upgrade-package cairn-swarm cairn-swarm"
+    ]
+    assert commands(replace(TOOLS, manager="pipx")) == ["/bin/pipx upgrade cairn-swarm"]
+
+
+@pytest.mark.parametrize(
+    ("direct_url", "source"),
+    [
+        (FOLDER, "/home/ada/my cairn"),
+        (GIT, "git+https://git.example/cairn.git"),
+        (
+            GIT | {"vcs_info": GIT["vcs_info"] | {"requested_revision": "main"}, "subdirectory": "src"},
+            "git+https://git.example/cairn.git@main#subdirectory=src",
+        ),
+    ],
+)
+@pytest.mark.parametrize("manager", ["", "pipx"])
+def test_from_a_folder_or_repository_it_is_installed_again_and_nothing_else(direct_url: Any, source: str, manager: Any):
+    """Twice: for new dependencies, and since pip leaves a package whose version is the same as it is."""
+    pip = "/env/bin/python -m pip install"
+    assert commands(replace(TOOLS, manager=manager, direct_url=direct_url)) == [
+        f"{pip} --upgrade {source}", f"{pip} --force-reinstall --no-deps {source}"
+    ]  # fmt: skip
+    assert commands(replace(TOOLS, manager=manager, direct_url=direct_url, has_pip=False)) == [
+        "/bin/uv pip install --python /env/bin/python --upgrade-package cairn-swarm --reinstall-package cairn-swarm "
+        + source
+    ]
+
+
+@pytest.mark.parametrize("direct_url", [None, FOLDER, GIT])
+def test_a_tool_of_uv_remembers_where_it_is_from(direct_url: Any):
+    assert commands(replace(TOOLS, manager="uv tool", direct_url=direct_url)) == [
+        "/bin/uv tool upgrade --reinstall-package cairn-swarm cairn-swarm"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        (replace(PIP, checkout=Path("/src/cairn")), "from its sources in /src/cairn: run `git -C /src/cairn pull`"),
+        (replace(PIP, checkout=Path("/a b")), "run `git -C '/a b' pull`"),
+        (replace(PIP, image="cairn-peer", checkout=Path("/src")), "the image cairn-peer.*a newer image.*same volume"),
+        (replace(PIP, direct_url=FOLDER, has_source=False), "installed from /home/ada/my cairn, which is gone"),
+        (replace(PIP, direct_url={"url": "file:///x.whl", "archive_info": {}}), "the file file:///x.whl.*a newer file"),
+        (replace(PIP, direct_url={}), "does not change"),
+        (replace(PIP, manager="uv tool"), "uv, which .*`uv tool upgrade --reinstall-package cairn-swarm cairn-swarm`"),
+        (replace(PIP, manager="pipx"), "pipx, which .*run `pipx upgrade cairn-swarm`"),
+        (replace(PIP, installer="uv"), "run `uv pip install --python /env/bin/python"),
+    ],
+)
+def test_where_it_cannot_upgrade_it_says_what_to_run(facts: Facts, says: str):
+    with pytest.raises(CairnError, match=says):
+        plan(facts)
+
+
+def test_what_runs_from_an_environment_is_found_by_its_python():
+    python, other = "/env/bin/python3", "/environment/bin/python3"
+    processes = {
+        1: [python, "/home/ada/.local/bin/cairn", "peer", "join", "cairn1:secret"],
+        2: [python, "-u", "-m", "cairn", "coordinator", "serve", "run.toml"],
+        3: [python, "-m", "peer.training", "--fd", "22"],
+        4: [other, "/environment/bin/cairn", "peer", "join"],
+        5: [python, "-m", "http.server"],
+        6: [python, "notes-on-cairn.py"],
+        7: [python, "-m"],
+        8: [python],
+        9: [],
+        10: ["/bin/grep", "cairn"],
+    }
+    assert processes_of(Path("/env"), processes.items()) == {1: "cairn peer join", 2: "cairn coordinator serve"}
+    assert processes_of(Path("/env"), [(3, processes[3])]) == {3: "peer.training"}
