@@ -255,16 +255,16 @@ def draw_by_stake(seed: bytes, stakes: dict[bytes, int], count: int) -> list[byt
     return drawn
 
 
-def due_checks(certificate: bytes, updates: Sequence[tuple[bytes, int, int]]) -> list[list[str]]:
-    """Return the checks that are due for each update (author, weighed, stake) (docs/audits.md, Who is audited)."""
+def due_checks(certificate: bytes, updates: Sequence[tuple[bytes, int, int]]) -> list[str | None]:
+    """Return the check that is due for each update (author, weighed, stake) (docs/audits.md, Who is audited)."""
     everything = sum(weighed for _, weighed, _ in updates)
     found = []
     for author, weighed, stake in updates:
         draw = Fraction(int.from_bytes(sha256(b"cairn/v1/audit", certificate, author)[:8], "little"), 2**64)
         loss = min(1_000_000, max(150_000, 60_000 * weighed // 256))
-        rates = {"loss": Fraction(loss, 1_000_000), "replay": Fraction(3, 100)}
+        rates = {"replay": Fraction(3, 100), "loss": Fraction(loss, 1_000_000)}
         over = Fraction(64 * weighed, stake) * Fraction(len(updates) * weighed, everything) if stake else 0
-        found.append([check for check, r in rates.items() if not stake or draw < max(r * over, r / 3)])
+        found.append(next((check for check, r in rates.items() if not stake or draw < max(r * over, r / 3)), None))
     return found
 
 
