@@ -13,6 +13,7 @@ from peer.node.end_of_run import EndOfRun
 from peer.node.enrollment import Enrollment
 from peer.node.events import NodeEvents, RunOver
 from peer.node.network import Network
+from peer.node.rate_meter import RateMeter
 from peer.node.round_timings import RoundTimings
 from peer.node.snapshot import Snapshot, write_snapshot
 from peer.node.trainer_client import NO_PROGRESS, TrainerClient
@@ -59,6 +60,7 @@ class StatusReporter:
         self._finish_reason = ""
         self.bus.subscribe(RunOver, self._note_end)
         self._write_failed = False
+        self._up, self._down = RateMeter(), RateMeter()
         self.latest = self.snapshot()
         """A snapshot of at most SNAPSHOT_SECONDS ago, for other threads: they must not access the node itself."""
 
@@ -66,11 +68,12 @@ class StatusReporter:
         self._finish_reason = self._finish_reason or event.reason
 
     def snapshot(self) -> Snapshot:
-        view = self.machine.summary(time.monotonic())
+        now = time.monotonic()
+        view = self.machine.summary(now)
         spec, t, network = self.membership.spec, self.trainer, self.network
         progress = NO_PROGRESS if t is None else t.progress
         window = spec.data.window
-        same = [m.heartbeat.windows for m in view.members if m.heartbeat.head == view.head]
+        same = [m.heartbeat for m in view.members if m.heartbeat.head == view.head]
         return Snapshot(
             run=spec.name,
             name=self.membership.name,
@@ -82,7 +85,7 @@ class StatusReporter:
             state_round=view.round,
             accepted_tokens=view.weight * window,
             total_tokens=spec.total_tokens,
-            round_tokens=(sum(same) + progress.windows) * window,
+            round_tokens=(sum(h.windows for h in same) + progress.windows) * window,
             target_tokens=self.directives.target_tokens,
             loss=progress.loss,
             tokens_per_second=progress.tokens_per_second,
@@ -105,6 +108,12 @@ class StatusReporter:
             next_window=progress.next_window,
             orders=self.directives.description,
             audits=asdict(self.auditor.counts) | {"waiting": self.auditor.waiting} if self.auditor else {},
+            swarm_tokens_per_second=sum(h.tokens_per_second for h in same) + progress.tokens_per_second,
+            round_seconds_left=view.seconds_left,
+            up_per_second=round(self._up.note(network.bytes_up, now), 1),
+            down_per_second=round(self._down.note(network.bytes_down, now), 1),
+            last_update=view.fate,
+            downloads=network.downloads.under_way(),
         )
 
     async def keep_writing(self) -> None:
