@@ -29,6 +29,12 @@ def credits(micro: int) -> str:
     return f"{micro / 1e6:,.2f}" if micro >= 10_000_000 else f"{micro / 1e6:.6f}"
 
 
+def bar(share: float, width: int = 12) -> str:
+    """Return a bar of `width` characters."""
+    full = round(share * width)
+    return "━" * full + "╌" * (width - full)
+
+
 def sparkline(values: list[float], width: int = 40) -> str:
     """Return the values as at most `width` bars; each bar is the mean of a group of values."""
     if not values:

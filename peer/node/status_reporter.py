@@ -73,7 +73,7 @@ class StatusReporter:
         spec, t, network = self.membership.spec, self.trainer, self.network
         progress = NO_PROGRESS if t is None else t.progress
         window = spec.data.window
-        same = [m.heartbeat for m in view.members if m.heartbeat.head == view.head]
+        same = [m.heartbeat.windows for m in view.members if m.heartbeat.head == view.head]
         return Snapshot(
             run=spec.name,
             name=self.membership.name,
@@ -85,7 +85,7 @@ class StatusReporter:
             state_round=view.round,
             accepted_tokens=view.weight * window,
             total_tokens=spec.total_tokens,
-            round_tokens=(sum(h.windows for h in same) + progress.windows) * window,
+            round_tokens=(sum(same) + progress.windows) * window,
             target_tokens=self.directives.target_tokens,
             loss=progress.loss,
             tokens_per_second=progress.tokens_per_second,
@@ -108,7 +108,8 @@ class StatusReporter:
             next_window=progress.next_window,
             orders=self.directives.description,
             audits=asdict(self.auditor.counts) | {"waiting": self.auditor.waiting} if self.auditor else {},
-            swarm_tokens_per_second=sum(h.tokens_per_second for h in same) + progress.tokens_per_second,
+            swarm_tokens_per_second=sum(m.heartbeat.tokens_per_second for m in view.members)
+            + progress.tokens_per_second,
             round_seconds_left=view.seconds_left,
             up_per_second=round(self._up.note(network.bytes_up, now), 1),
             down_per_second=round(self._down.note(network.bytes_down, now), 1),

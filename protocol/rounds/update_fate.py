@@ -8,6 +8,7 @@ from protocol.ids import PeerKey, Round
 from protocol.messages import Certificate
 from protocol.rounds.round_state import RoundState
 
+
 @dataclass(frozen=True, slots=True)
 class UpdateFate:
     """The fate of an update. `accepted` is None while its round is undecided; `reason` says why it was not accepted."""

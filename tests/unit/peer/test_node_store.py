@@ -12,8 +12,8 @@ import pytest
 from peer.node import chain_store as module
 from peer.node.blob_retention import BlobRetention
 from peer.node.chain_store import ChainStore
-from peer.node.options import NodeOptions
 from peer.node.downloads import Download
+from peer.node.options import NodeOptions
 from peer.node.snapshot import FILE, Snapshot, read_snapshot, write_snapshot
 from peer.node.trainer_files import fetch_assets, start_message
 from peer.store import Store, StoreError
