@@ -123,7 +123,7 @@ def _now(s: Snapshot, bar_width: int) -> Iterator[Text]:
 
 def _progress(share: float, bar_width: int) -> Text:
     share = max(0.0, min(1.0, share))
-    text = f"{share:.1%}" if 0 < share < 0.1 else f"{share:.0%}"
+    text = f"{share:.1%}" if 0.001 <= share < 0.1 else f"{share:.0%}"
     return Text(f"{bar(share, bar_width)} {text:>4}" if bar_width else text)
 
 

@@ -129,7 +129,7 @@ def test_without_a_terminal_a_download_has_few_lines():
     slow = [(t, Download("the checkpoint", "y", t * 1_000_000, 100_000_000, 1e6)) for t in range(0, 101)]
     told = [(t, line) for t, d in slow for line, _ in said.due([d], float(t))]
     assert [t for t, _ in told] == list(range(10, 100, 10))
-    assert told[0][1] == "the checkpoint, 10%, 10 MB of 100 MB, 1.0 MB/s, about 90 s left"
+    assert told[0][1] == "the checkpoint, 10%, 10.0 MB of 100 MB, 1.0 MB/s, about 2 min left"
     fast = [(t / 10, Download("the checkpoint", "z", t * 1_000_000, 100_000_000, 1e7)) for t in range(0, 101)]
     assert [t for t, d in fast for _ in said.due([d], t)] == [5.0], "not more often than every few seconds"
     stuck = Download("the checkpoint", "w", 0, 100, 0.0)
