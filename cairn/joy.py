@@ -40,7 +40,7 @@ def joys(view: PeerView, told: Set[str]) -> Iterator[tuple[str, str]]:
     if ACCEPTED not in told and fate is not None and fate.accepted:
         yield (
             ACCEPTED,
-            f"★ your first update is in: from round {fate.round} on, everybody trains on your work. Thank you!",
+            f"★ your first update was accepted, in round {fate.round}: everybody trains on from it. Thank you!",
         )
     if SETTLED not in told and earnings is not None and earnings.micro_credits > 0:
         yield (

@@ -24,6 +24,7 @@ from cairn.commands.invite import invite
 from cairn.commands.join import join
 from cairn.commands.prepare import prepare
 from cairn.commands.run_file import init, plan, validate
+from cairn.commands.runs import runs
 from cairn.commands.serve import serve
 from cairn.commands.status import status
 from cairn.commands.watch import watch
@@ -119,7 +120,7 @@ def data() -> None:
 
 
 for _group, _commands in (
-    (main, (account, audit, auditor, checkpoint, demo, export, generate, status, watch)),
+    (main, (account, audit, auditor, checkpoint, demo, export, generate, runs, status, watch)),
     (peer, (join, invite)),
     (coordinator, (serve, test_alert)),
     (run, (validate, plan, init, *COMMANDS)),

@@ -26,7 +26,7 @@ MAX_DOWNLOADS = 4
 """Downloads that are shown at once."""
 
 STEPS, STEP_SECONDS, MIN_STEP_SECONDS = 10, 30.0, 5.0
-"""Without a terminal a download has a line for each of these steps, or after this time, but not sooner than the last."""
+"""Without a terminal a download has a line at each of these steps, not sooner than the last, or after the second."""
 
 
 @dataclass(frozen=True, slots=True)

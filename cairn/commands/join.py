@@ -338,7 +338,7 @@ def credit_seconds(members: int) -> float:
 
 async def _ask_for_credits(membership: Enrollment, screen: PeerScreen, members: Callable[[], int]) -> None:
     """Keep what the screen has of the coordinator fresh, for ever. A silent one is shown as such, and asked again."""
-    from cairn.peer_screen import own_page
+    from cairn.page_address import own_page
     from cairn.peer_view import PeerEarnings
 
     client, key = membership.client, membership.identity.key
