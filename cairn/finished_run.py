@@ -13,8 +13,7 @@ from typing import Any
 import click
 
 from cairn.number_format import byte_size
-from cairn.page_address import page_address
-from cairn.peer_screen import PeerScreen
+from cairn.peer_screen import PeerScreen, page_address
 from coordinator.checkpoints.archive import read_manifest
 from coordinator.checkpoints.copies import file_reader
 from coordinator.checkpoints.verification import ReadFile, VerificationError, verify_checkpoint

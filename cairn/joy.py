@@ -1,4 +1,4 @@
-"""What a volunteer is told once in each run: the first update is accepted, and the first credit has settled."""
+"""Two lines of joy, once in each run: the first update is accepted, and the first credit has settled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from peer.store import Store, StoreError
 ACCEPTED, SETTLED = "accepted", "settled"
 
 TOLD = "joys"
-"""Name of the value in the store: the moments that this peer was told of, one a line."""
+"""Name of the value in the store: the moments that were logged, one a line."""
 
 LOOK_SECONDS = 1.0
 
@@ -31,11 +31,11 @@ async def tell_joys(view: Callable[[], PeerView], store: Store) -> None:
                 log.info("%s", text, extra={"style": "bold green", "fields": {"joy": name}})
             await asyncio.sleep(LOOK_SECONDS)
     except StoreError as e:
-        log.warning("%s", e)  # a disk that cannot be written has told more by then
+        log.warning("%s", e)  # a disk that cannot be written stops the node anyway
 
 
 def joys(view: PeerView, told: Set[str]) -> Iterator[tuple[str, str]]:
-    """Yield the moments that have come and are not among those `told`, each with its line."""
+    """Yield the moments that have come and are not among those `told` before, each with its line."""
     fate, earnings = view.node.last_update, view.earnings
     if ACCEPTED not in told and fate is not None and fate.accepted:
         yield (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ from rich.text import Text
 from cairn.peer_view import DownloadLines, PeerEarnings, PeerView, download_lines, lines, one_line
 from peer.node.downloads import Download
 from peer.node.rate_meter import RateMeter
+from protocol.ids import PeerKey
 
 LINE_SECONDS = 30.0
 """Seconds between progress lines in the log, without a terminal."""
@@ -28,11 +30,26 @@ LOOK_SECONDS = 1.0
 
 log = logging.getLogger("cairn.peer")
 
+_PAGE = re.compile(r"https?://[A-Za-z0-9._~:\[\]-]+(/[A-Za-z0-9._~/-]*)?")
+
+
+def page_address(page: str) -> str:
+    """Return the address of the run's page with a slash at its end; "" when the coordinator's word is no address."""
+    if not _PAGE.fullmatch(page):
+        return ""
+    return page if page.endswith("/") else f"{page}/"
+
+
+def own_page(page: str, key: PeerKey) -> str:
+    """Return the address of a peer on the run's page; "" when the coordinator's page is no valid address."""
+    address = page_address(page)
+    return f"{address}#peer/{key}" if address else ""
+
 
 class PeerScreen:
     """The live lines, redrawn in place; if `plain`, or without a terminal, one line of a log each LINE_SECONDS.
 
-    `as_json`: all output is JSON objects, one a line (docs/operating.md).
+    `as_json`: all output is JSON objects, one a line (docs/command_line.md).
     """
 
     def __init__(self, *, plain: bool = False, as_json: bool = False):

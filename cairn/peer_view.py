@@ -198,7 +198,7 @@ class DownloadLines:
 
     def __init__(self) -> None:
         self._said: dict[str, tuple[int, float]] = {}
-        """Of each download the step that was told last, and when."""
+        """Of each download the step of its last line, and the time of it."""
 
     def due(self, downloads: Sequence[Download], now: float) -> list[tuple[str, Download]]:
         """Return the lines that are due at a time (seconds), each with its download."""

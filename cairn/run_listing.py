@@ -1,4 +1,4 @@
-"""What a coordinator says of its run to somebody who has not joined it: by an invite, or by the address of its page."""
+"""A run for somebody who has not joined it, as its coordinator describes it by an invite or the address of its page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import async_timeout
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cairn.number_format import bar, byte_size, count
-from cairn.page_address import page_address
+from cairn.peer_screen import page_address
 from coordinator.authoring.memory import training_memory
 from protocol.data_address import public_url
 from protocol.errors import CairnError, MalformedError
@@ -166,7 +166,7 @@ def lines(run: ListedRun) -> list[str]:
 
 
 def as_json(run: ListedRun) -> dict[str, Any]:
-    """Return a run as the JSON of `cairn runs --json` (docs/operating.md)."""
+    """Return a run as the JSON of `cairn runs --json` (docs/command_line.md)."""
     spec = run.spec
     return {
         "name": spec.name,

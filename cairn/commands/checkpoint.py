@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import click
 
+from cairn.commands.group import CommandGroup
 
-@click.group()
+
+@click.group(cls=CommandGroup)
 def checkpoint() -> None:
     """Check checkpoints that a run's owner published."""
 

@@ -173,7 +173,7 @@ class JoinOptions:
 def join_run(options: JoinOptions) -> None:
     """Take part in a run until it is over, or Ctrl-C. Raises CairnError."""
     if len(options.name.encode()) > MAX_NAME_BYTES or not options.name.isprintable():
-        raise CairnError(f"--name: at most {MAX_NAME_BYTES} bytes of printable text")
+        raise click.BadParameter(f"at most {MAX_NAME_BYTES} bytes of printable text", param_hint="--name")
     invite = parse_invite(options.invite)
     asyncio.run(_join(options, invite))
 
@@ -338,7 +338,7 @@ def credit_seconds(members: int) -> float:
 
 async def _ask_for_credits(membership: Enrollment, screen: PeerScreen, members: Callable[[], int]) -> None:
     """Keep what the screen has of the coordinator fresh, for ever. A silent one is shown as such, and asked again."""
-    from cairn.page_address import own_page
+    from cairn.peer_screen import own_page
     from cairn.peer_view import PeerEarnings
 
     client, key = membership.client, membership.identity.key

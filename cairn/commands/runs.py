@@ -18,10 +18,6 @@ def runs(context: click.Context, coordinators: tuple[str, ...], as_json: bool) -
     """Show the run of each COORDINATOR: model, data, progress, peers, and which hardware is enough.
 
     COORDINATOR is the address of a run's page, HOST[:PORT] of it, or an invite.
-
-    \b
-    Example:
-      cairn runs run.example.org http://192.0.2.7:7411/
     """
     from cairn import run_listing
 

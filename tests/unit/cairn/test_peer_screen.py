@@ -15,8 +15,7 @@ import pytest
 from cairn import joy, peer_screen
 from cairn.commands import join
 from cairn.logs import set_up_logging
-from cairn.page_address import own_page
-from cairn.peer_screen import PeerScreen
+from cairn.peer_screen import PeerScreen, own_page
 from protocol.errors import CairnError
 from tests.support.command_line import logging_as_it_was  # noqa: F401 - a fixture
 from tests.support.shown_peer import VIEW

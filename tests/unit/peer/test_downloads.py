@@ -1,4 +1,4 @@
-"""What people are told of a download: how much is here, and how fast it comes."""
+"""A download, for people: how much is here, and how fast it comes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A volunteer is told whether the last update was accepted, and if not, why."""
+"""A volunteer reads whether the last update was accepted, and if not, why."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def without_us(b: Bench):
 
 
 def decided_without_us(b: Bench):
-    """The other peer's record is certified, and our trainer applies it once our patience is over."""
+    """Certify the other peer's record, and apply it once our patience is over."""
     record = without_us(b)
     b.step(ev.CertificateReceived(certificate(record, OTHERS[:1]), OTHERS[0]))
     b.step(ev.BlobHeld(blob_of(OTHERS[0])))
