@@ -163,16 +163,21 @@ class _ConsoleHandler(logging.Handler):
         self._console.print(Text(self.format(record), style=getattr(record, "style", style)))
 
 
+_LEVELS = ((logging.ERROR, "error"), (logging.WARNING, "warning"), (0, "info"))
+"""Not the names that logging has for them: libraries change these."""
+
+
 class _JsonHandler(logging.Handler):
     """Log lines as JSON objects on stdout."""
 
     def emit(self, record: logging.LogRecord) -> None:
         line: dict[str, Any] = {
             "time": round(record.created, 3),
-            "level": record.levelname.lower(),
+            "level": next(name for number, name in _LEVELS if record.levelno >= number),
             "logger": record.name,
             "message": record.getMessage(),
         }
         if record.exc_text:
             line["traceback"] = record.exc_text
-        print(json.dumps(line | getattr(record, "fields", {}), allow_nan=False), file=sys.stdout, flush=True)
+        sys.stdout.write(json.dumps(line | getattr(record, "fields", {}), allow_nan=False) + "\n")
+        sys.stdout.flush()

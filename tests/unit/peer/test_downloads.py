@@ -33,9 +33,8 @@ def test_a_rate_is_that_of_the_last_seconds():
     meter = RateMeter()
     assert meter.note(1000, 5.0) == 0.0
     assert meter.note(1100, 6.0) == 100.0
-    for i in range(60):
-        rate = meter.note(1100 + 10 * i, 6.0 + i)
-    assert rate == pytest.approx(10.0)
+    rates = [meter.note(1100 + 10 * i, 6.0 + i) for i in range(60)]
+    assert rates[-1] == pytest.approx(10.0)
     assert meter.note(0, 70.0) == 0.0, "a number that began again"
     assert RateMeter().note(5, RATE_SECONDS) == 0.0
 

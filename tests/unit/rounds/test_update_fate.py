@@ -11,11 +11,11 @@ from tests.support.rounds_bench import ME, OTHERS, POLICY, Bench, blob_of
 NEXT = Digest(sha256(b"next"))
 
 
-def without_us(b: Bench):
+def without_us(b):
     return b.record(OTHERS[0], [b.header(OTHERS[0])])
 
 
-def decided_without_us(b: Bench):
+def decided_without_us(b):
     """Certify the other peer's record, and apply it once our patience is over."""
     record = without_us(b)
     b.step(ev.CertificateReceived(certificate(record, OTHERS[:1]), OTHERS[0]))
