@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import sys
 import threading
@@ -146,9 +147,10 @@ def _log_downloads(lines: DownloadLines, downloads: Sequence[Download], now: flo
 
 
 def status_fields(view: PeerView) -> dict[str, Any]:
-    """Return a view as the keys that a JSON line has beside those of all lines."""
+    """Return a view as the keys that a JSON line has beside those of all lines. JSON has no number like a lost loss."""
     earnings = view.earnings
-    return {"status": asdict(view.node), "credits": asdict(earnings) if earnings else None, "page": view.page}
+    node = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(view.node).items()}
+    return {"status": node, "credits": asdict(earnings) if earnings else None, "page": view.page}
 
 
 class _ConsoleHandler(logging.Handler):

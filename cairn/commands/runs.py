@@ -19,17 +19,17 @@ def runs(context: click.Context, coordinators: tuple[str, ...], as_json: bool) -
 
     COORDINATOR is the address of a run's page, HOST[:PORT] of it, or an invite.
     """
-    from cairn import run_listing
+    from cairn import listed_run
 
-    async def ask_all() -> list[run_listing.ListedRun | BaseException]:
-        return await asyncio.gather(*map(run_listing.ask, coordinators), return_exceptions=True)
+    async def ask_all() -> list[listed_run.ListedRun | BaseException]:
+        return await asyncio.gather(*map(listed_run.ask, coordinators), return_exceptions=True)
 
     answers = asyncio.run(ask_all())
-    found = [a for a in answers if isinstance(a, run_listing.ListedRun)]
+    found = [a for a in answers if isinstance(a, listed_run.ListedRun)]
     if as_json:
-        click.echo(json.dumps([run_listing.as_json(run) for run in found], indent=1))
+        click.echo(json.dumps([listed_run.as_json(run) for run in found], indent=1))
     else:
-        click.echo("\n\n".join("\n".join(run_listing.lines(run)) for run in found), nl=bool(found))
+        click.echo("\n\n".join("\n".join(listed_run.lines(run)) for run in found), nl=bool(found))
     for place, answer in zip(coordinators, answers, strict=True):
         if isinstance(answer, CairnError):
             click.echo(f"error: {place[:60]}: {answer}", err=True)

@@ -37,7 +37,7 @@ class _Fetch:
     meter: RateMeter = field(default_factory=RateMeter)
 
 
-class Downloads:
+class DownloadTable:
     """The downloads of one node. The log has a line when one begins, and one when it has ended."""
 
     def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic):

@@ -17,7 +17,7 @@ from typing import Any
 
 from peer.errors import NotInSwarm
 from peer.node.compact_records import CompactRecords
-from peer.node.downloads import Downloads
+from peer.node.downloads import DownloadTable
 from peer.node.enrollment import Enrollment
 from peer.node.introducer import Introducer
 from peer.node.message_relay import MessageRelay
@@ -93,7 +93,7 @@ class Network:
         self._bad_providers: BoundedDict[PeerKey, None] = BoundedDict(MAX_BAD_PROVIDERS)
         """Peers that served wrong bytes, newest last."""
         forget = max(MIN_FORGET_SECONDS, 3 * round.member_seconds)
-        self.downloads = Downloads(membership.store, clock)
+        self.downloads = DownloadTable(membership.store, clock)
         self.peers = PeerTable(me, forget_seconds=forget, limit=round.max_members)
         self._compact = CompactRecords(self, tasks)
         self._outbox = Outbox(self._deliver, self._compact.encode)

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from cairn.run_listing import ask, lines, page_of
+from cairn.listed_run import ask, lines, page_of
 from protocol.errors import CairnError
 from tests.support.command_line import (
     cairn,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -115,7 +116,7 @@ def test_as_json_every_line_is_an_object(capsys, tmp_path, monkeypatch):
     except ValueError:
         logging.getLogger("peer.x").exception("failed")
     said: list[dict[str, Any]] = []
-    with screen.showing(lambda: VIEW.node):
+    with screen.showing(lambda: replace(VIEW.node, loss=math.nan)):
         for _ in range(1000):
             time.sleep(0.01)
             said += json_lines(capsys.readouterr().out)
@@ -128,7 +129,9 @@ def test_as_json_every_line_is_an_object(capsys, tmp_path, monkeypatch):
     assert "ValueError: broken" in second["traceback"] and last["message"] == "stopped: round 3"
     status = next(line for line in said if "status" in line)
     assert status["status"]["last_update"] == {"round": 11, "accepted": True, "reason": ""}
-    assert status["credits"]["pending"] == 10_500_000 and status["page"] == VIEW.page
+    assert (
+        status["status"]["loss"] is None and status["credits"]["pending"] == 10_500_000 and status["page"] == VIEW.page
+    )
     assert all({"time", "level", "logger", "message"} <= line.keys() for line in said)
 
 

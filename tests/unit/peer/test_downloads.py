@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from peer.node.downloads import Download, Downloads
+from peer.node.downloads import Download, DownloadTable
 from peer.node.rate_meter import RATE_SECONDS, RateMeter
 from protocol.ids import Digest, sha256
 from protocol.merkle import CHUNK
@@ -41,7 +41,7 @@ def test_a_rate_is_that_of_the_last_seconds():
 
 def test_a_download_is_told_while_it_lasts_and_logged_at_its_beginning_and_end(caplog):
     disk, times = Disk(), iter([0.0, 1.0, 2.0, 5.0, 6.0])
-    downloads = Downloads(cast(Any, disk), lambda: next(times))
+    downloads = DownloadTable(cast(Any, disk), lambda: next(times))
     with caplog.at_level(logging.INFO, logger="peer.node.downloads"):
         with downloads.noted("the checkpoint", BLOB, SIZE):
             assert downloads.under_way() == [Download("the checkpoint", str(BLOB), 0, SIZE, 0.0)]
@@ -58,7 +58,7 @@ def test_a_download_is_told_while_it_lasts_and_logged_at_its_beginning_and_end(c
 
 
 def test_a_download_that_fails_is_over(caplog):
-    downloads = Downloads(cast(Any, Disk()))
+    downloads = DownloadTable(cast(Any, Disk()))
     with caplog.at_level(logging.INFO, logger="peer.node.downloads"), pytest.raises(ZeroDivisionError):
         with downloads.noted("the checkpoint", BLOB, SIZE):
             raise ZeroDivisionError
