@@ -116,7 +116,7 @@ def _now(s: Snapshot, bar_width: int) -> Iterator[Text]:
         ends = [missing / speed] if speed > 0 else []
         ends += [] if s.round_seconds_left is None else [s.round_seconds_left]
         if ends:
-            yield Text(f"about {ago(min(ends))} left")
+            yield Text(f"about {ago(min(ends))} left" if min(ends) >= 1 else "ends now")
     if not s.device and s.phase != "observing":
         yield Text("the trainer is starting", style="yellow")
 

@@ -104,6 +104,7 @@ def test_without_a_terminal_one_line_has_the_same_facts():
 
 def test_a_round_ends_at_its_time_limit_when_its_tokens_come_slowly():
     assert "58%, about 10 s left" in one_line(replace(VIEW, node=replace(NODE, round_seconds_left=10.0)))
+    assert "58%, ends now" in one_line(replace(VIEW, node=replace(NODE, round_seconds_left=0.0)))
     still = one_line(replace(VIEW, node=replace(NODE, round_seconds_left=None, swarm_tokens_per_second=0.0)))
     assert "58%; speed" in still and "left" not in still
 
