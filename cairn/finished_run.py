@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
 from cairn.number_format import byte_size
-from cairn.peer_screen import page_address
+from cairn.peer_screen import PeerScreen, page_address
 from coordinator.checkpoints.archive import read_manifest
 from coordinator.checkpoints.copies import file_reader
 from coordinator.checkpoints.verification import ReadFile, VerificationError, verify_checkpoint
@@ -37,14 +37,16 @@ class FetchStopped(CairnError):
     """The user wants no copy, or it takes too long."""
 
 
-async def offer_model(info: RunInfo, folder: Path, store: Store, most: int, stopping: asyncio.Future[Any]) -> None:
+async def offer_model(
+    info: RunInfo, folder: Path, store: Store, most: int, stopping: asyncio.Future[Any], screen: PeerScreen
+) -> None:
     """Print where the model of a run is that is over, and fetch its last state unless the peer's folder has it.
 
     `most`: maximum bytes of a copy. `stopping` is done when the user wants no more.
     """
     page, last = page_address(info.page), info.last
     if page:
-        click.echo(f"model    {page}#model")
+        screen.say(f"model    {page}#model")
     if last is None or last.state is None:
         return
     copy = folder / "checkpoints" / f"round-{last.round:06d}"
@@ -56,12 +58,13 @@ async def offer_model(info: RunInfo, folder: Path, store: Store, most: int, stop
                 raise CairnError("the coordinator gives no address of its page")
             size = state_layout(info.spec.model.layout, info.spec.outer).checkpoint_size
             _check_room(folder, size, most - store.used_bytes)
-            click.echo(f"fetching the last state ({byte_size(size)}) to {copy}; Ctrl-C stops that")
-            await _until_stopped(address, info.spec.run_id, last.state, copy, stopping)
+            screen.say(f"fetching the last state ({byte_size(size)}) to {copy}; Ctrl-C stops that")
+            with screen.downloading("the last state", size) as note:
+                await _until_stopped(address, info.spec.run_id, last.state, copy, stopping, note)
         except CairnError as e:
             click.echo(f"the last state was not fetched: {e}. The files are on the page", err=True)
             return
-    click.echo(f"yours    cairn export {folder} my-model")
+    screen.say(f"yours    cairn export {folder} my-model")
 
 
 def _check_room(folder: Path, size: int, most: int) -> None:
@@ -73,7 +76,9 @@ def _check_room(folder: Path, size: int, most: int) -> None:
         )
 
 
-async def _until_stopped(address: str, run: RunId, state: Digest, copy: Path, stopping: asyncio.Future[Any]) -> None:
+async def _until_stopped(
+    address: str, run: RunId, state: Digest, copy: Path, stopping: asyncio.Future[Any], note: Callable[[int], None]
+) -> None:
     """Fetch a copy until `stopping` is done. Raises CairnError.
 
     The thread ends at its next chunk, and a server that sends a byte a minute delays that. So nobody waits for it long,
@@ -89,7 +94,7 @@ async def _until_stopped(address: str, run: RunId, state: Digest, copy: Path, st
     def fetch() -> None:
         error = None
         try:
-            fetch_archived(address, run, state, copy, stopped)
+            fetch_archived(address, run, state, copy, stopped, note)
         except Exception as e:  # noqa: BLE001 - raised where it is awaited
             error = e
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
@@ -103,16 +108,19 @@ async def _until_stopped(address: str, run: RunId, state: Digest, copy: Path, st
     await fetching
 
 
-def fetch_archived(address: str, run: RunId, state: Digest, copy: Path, stopped: threading.Event) -> None:
+def fetch_archived(
+    address: str, run: RunId, state: Digest, copy: Path, stopped: threading.Event, note: Callable[[int], None]
+) -> None:
     """Copy an archived state from an address into a folder, which appears whole and verified or not at all.
 
-    Until `stopped` is set. Raises CairnError.
+    Until `stopped` is set. `note` is given the number of bytes of each chunk. Raises CairnError.
     """
     draft = copy.with_name(f".{copy.name}.partial")
     try:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        found = verify_checkpoint(_keeping(file_reader(address, redirects=False), draft, stopped), run=run, names=None)
+        read = _keeping(file_reader(address, redirects=False), draft, stopped, note)
+        found = verify_checkpoint(read, run=run, names=None)
         if found.archived.state != state:
             raise VerificationError(f"{address}: state {found.archived.state.short}, not the run's last, {state.short}")
         shutil.rmtree(copy, ignore_errors=True)
@@ -123,7 +131,7 @@ def fetch_archived(address: str, run: RunId, state: Digest, copy: Path, stopped:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _keeping(read: ReadFile, folder: Path, stopped: threading.Event) -> ReadFile:
+def _keeping(read: ReadFile, folder: Path, stopped: threading.Event, note: Callable[[int], None]) -> ReadFile:
     """Return a function that reads like `read`, and keeps each file in a folder."""
 
     def kept(name: str) -> Iterator[bytes]:
@@ -132,6 +140,7 @@ def _keeping(read: ReadFile, folder: Path, stopped: threading.Event) -> ReadFile
                 if stopped.is_set():
                     raise FetchStopped("it was stopped, or took too long")
                 file.write(chunk)
+                note(len(chunk))
                 yield chunk
 
     return kept

@@ -16,38 +16,24 @@ from cairn.commands.alert import test_alert
 from cairn.commands.audit import audit
 from cairn.commands.auditor import auditor
 from cairn.commands.checkpoint import checkpoint
+from cairn.commands.completion import completion
 from cairn.commands.control import COMMANDS
 from cairn.commands.demo import demo
+from cairn.commands.examples import EXAMPLES
 from cairn.commands.export import export
 from cairn.commands.generate import generate
+from cairn.commands.group import CommandGroup, add_examples
 from cairn.commands.invite import invite
 from cairn.commands.join import join
 from cairn.commands.prepare import prepare
 from cairn.commands.run_file import init, plan, validate
+from cairn.commands.runs import runs
 from cairn.commands.serve import serve
 from cairn.commands.status import status
 from cairn.commands.upgrade import upgrade
 from cairn.commands.watch import watch
 from protocol.errors import CairnError
 from protocol.version import PROTOCOL
-
-
-class _Commands(click.Group):
-    """A group whose commands print an expected error on one line; any other error is a bug and crashes loudly."""
-
-    def invoke(self, ctx: click.Context):
-        try:
-            return super().invoke(ctx)
-        except CairnError as e:
-            click.echo(f"error: {e}", err=True)
-            ctx.exit(1)
-        except KeyboardInterrupt:
-            click.echo("stopped", err=True)
-            ctx.exit(130)
-        except BrokenPipeError:
-            # The reader of our output has closed it (`cairn ... | head`), which is no error.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            ctx.exit(0)
 
 
 def refuse_packages_here() -> None:
@@ -82,7 +68,7 @@ def _show_version(context: click.Context, _parameter: click.Parameter, wanted: b
         context.exit()
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--version", is_flag=True, expose_value=False, is_eager=True, callback=_show_version,
     help="Show the version, that of the protocol, and of a checkout the commit.",
@@ -100,28 +86,28 @@ def main() -> None:
         refuse_packages_here()
 
 
-@main.group(cls=_Commands)
+@main.group(cls=CommandGroup)
 def peer() -> None:
     """Contribute your GPU (or CPU) to a run."""
 
 
-@main.group(cls=_Commands)
+@main.group(cls=CommandGroup)
 def coordinator() -> None:
     """Run the service of a run that you own."""
 
 
-@main.group(cls=_Commands)
+@main.group(cls=CommandGroup)
 def run() -> None:
     """Write and check run files, and sign directives for a run that you own."""
 
 
-@main.group(cls=_Commands)
+@main.group(cls=CommandGroup)
 def data() -> None:
     """Prepare data for a run."""
 
 
 for _group, _commands in (
-    (main, (account, audit, auditor, checkpoint, demo, export, generate, status, watch)),
+    (main, (account, audit, auditor, checkpoint, completion, demo, export, generate, runs, status, watch)),
     (peer, (join, invite, upgrade)),
     (coordinator, (serve, test_alert)),
     (run, (validate, plan, init, *COMMANDS)),
@@ -129,6 +115,7 @@ for _group, _commands in (
 ):
     for _command in _commands:
         _group.add_command(_command)
+add_examples(main, EXAMPLES)
 
 
 if __name__ == "__main__":

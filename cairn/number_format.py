@@ -38,6 +38,12 @@ def credits(micro: int) -> str:
     return f"{kept / 10**size:.{digits}f}{prefix}"
 
 
+def bar(share: float, width: int = 12) -> str:
+    """Return a bar of `width` characters."""
+    full = round(share * width)
+    return "━" * full + "╌" * (width - full)
+
+
 def sparkline(values: list[float], width: int = 40) -> str:
     """Return the values as at most `width` bars; each bar is the mean of a group of values."""
     if not values:

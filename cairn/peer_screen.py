@@ -1,25 +1,35 @@
-"""The terminal of a volunteer: log lines, and below them two live lines with the node's progress and its earnings."""
+"""The terminal of a volunteer: log lines, and below them the live view; without a terminal lines, or JSON objects."""
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import re
+import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from cairn.number_format import byte_size, count, credits
+from cairn.peer_view import DownloadLines, PeerEarnings, PeerView, download_lines, lines, one_line
+from peer.node.downloads import Download
+from peer.node.rate_meter import RateMeter
 from protocol.ids import PeerKey
 
 LINE_SECONDS = 30.0
 """Seconds between progress lines in the log, without a terminal."""
 
+LOOK_SECONDS = 1.0
+"""Seconds between two looks at the downloads, without a terminal."""
+
+log = logging.getLogger("cairn.peer")
 
 _PAGE = re.compile(r"https?://[A-Za-z0-9._~:\[\]-]+(/[A-Za-z0-9._~/-]*)?")
 
@@ -37,57 +47,114 @@ def own_page(page: str, key: PeerKey) -> str:
     return f"{address}#peer/{key}" if address else ""
 
 
-@dataclass(frozen=True, slots=True)
-class PeerEarnings:
-    """The peer's account at the coordinator. `fresh`: the coordinator answered the last request."""
-
-    micro_credits: int
-    pending: int
-    rounds: int
-    fresh: bool = True
-
-
 class PeerScreen:
-    """The live lines, redrawn in place if `live`; else the same as a log line each LINE_SECONDS."""
+    """The live lines, redrawn in place; if `plain`, or without a terminal, one line of a log each LINE_SECONDS.
 
-    def __init__(self, *, live: bool):
-        self._live = live
+    `as_json`: all output is JSON objects, one a line (docs/command_line.md).
+    """
+
+    def __init__(self, *, plain: bool = False, as_json: bool = False):
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._as_json = as_json
+        self._live = self._console.is_terminal and not self._console.is_dumb_terminal and not (plain or as_json)
         self.earnings: PeerEarnings | None = None
         """Set by the task that asks the coordinator."""
 
-        self._console = Console(highlight=False, soft_wrap=True)
-        self.handler: logging.Handler = _ConsoleHandler(self._console)
+        self.page = ""
+        """The peer's own address on the run's page, set by the same task."""
+
+        self.handler: logging.Handler = _JsonHandler() if as_json else _ConsoleHandler(self._console)
+
+    def view(self, snapshot: Any) -> PeerView:
+        """Return what is shown with a `peer.node.snapshot.Snapshot`."""
+        return PeerView(snapshot, self.earnings, self.page)
+
+    def say(self, text: str) -> None:
+        """Print a line that is no log line, such as the outcome."""
+        if self._as_json:
+            log.info("%s", text)
+        else:
+            print(text)
 
     @contextmanager
     def showing(self, snapshot: Callable[[], Any]) -> Iterator[None]:
-        """Show the `peer.node.snapshot.Snapshot` that `snapshot` returns, as long as the block lasts."""
+        """Show the snapshot that `snapshot` returns, as long as the block lasts."""
         if self._live:
-
-            def draw() -> Text:
-                now = snapshot()
-                return Text("\n").join((progress_line(now), Text(" " * 10) + account_line(now, self.earnings)))
-
-            # Transient: the command's last line states the outcome.
-            with Live(console=self._console, get_renderable=draw, refresh_per_second=2, transient=True):
+            with self._redrawing(lambda: lines(self.view(snapshot()), self._console.width)):
                 yield
             return
-        over = threading.Event()
-        thread = threading.Thread(target=self._log_progress, args=(snapshot, over), daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
+        downloads, due = DownloadLines(), time.monotonic() + LINE_SECONDS
 
-    def _log_progress(self, snapshot: Callable[[], Any], over: threading.Event) -> None:
-        while not over.wait(LINE_SECONDS):
-            now = snapshot()
-            line = progress_line(now) + Text(" ") + account_line(now, self.earnings)
-            logging.getLogger("cairn.peer").info("%s", line.plain)
+        def look() -> None:
+            nonlocal due
+            view, now = self.view(snapshot()), time.monotonic()
+            _log_downloads(downloads, view.node.downloads, now)
+            if now >= due:
+                due = now + LINE_SECONDS
+                log.info("%s", one_line(view), extra={"fields": status_fields(view)})
+
+        with _looking(look):
+            yield
+
+    @contextmanager
+    def downloading(self, what: str, size: int) -> Iterator[Callable[[int], None]]:
+        """Show a download that is not the node's, as long as the block lasts; the caller notes the bytes that come."""
+        held, meter, said = 0, RateMeter(), DownloadLines()
+
+        def note(more: int) -> None:
+            nonlocal held
+            held = min(size, held + more)
+
+        def now() -> list[Download]:
+            return [Download(what, what, held, size, meter.note(held, time.monotonic()))]
+
+        if self._live:
+            with self._redrawing(lambda: download_lines(now(), self._console.width)):
+                yield note
+            return
+        with _looking(lambda: _log_downloads(said, now(), time.monotonic())):
+            yield note
+
+    @contextmanager
+    def _redrawing(self, draw: Callable[[], list[Text]]) -> Iterator[None]:
+        def joined() -> Text:
+            return Text("\n").join(draw())
+
+        # Transient: the command's last line states the outcome.
+        with Live(console=self._console, get_renderable=joined, refresh_per_second=2, transient=True):
+            yield
+
+
+@contextmanager
+def _looking(look: Callable[[], None]) -> Iterator[None]:
+    """Call `look` every LOOK_SECONDS, in a thread, as long as the block lasts."""
+    over = threading.Event()
+
+    def run() -> None:
+        while not over.wait(LOOK_SECONDS):
+            look()
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _log_downloads(lines: DownloadLines, downloads: Sequence[Download], now: float) -> None:
+    for line, download in lines.due(downloads, now):
+        log.info("%s", line, extra={"fields": {"download": asdict(download)}})
+
+
+def status_fields(view: PeerView) -> dict[str, Any]:
+    """Return a view as the keys that a JSON line has beside those of all lines. JSON has no number like a lost loss."""
+    earnings = view.earnings
+    node = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(view.node).items()}
+    return {"status": node, "credits": asdict(earnings) if earnings else None, "page": view.page}
 
 
 class _ConsoleHandler(logging.Handler):
-    """Log lines above the live line; problems in colour."""
+    """Log lines above the live lines; problems and joy in colour."""
 
     def __init__(self, console: Console):
         super().__init__()
@@ -95,56 +162,24 @@ class _ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         style = "red" if record.levelno >= logging.ERROR else "yellow" if record.levelno >= logging.WARNING else ""
-        self._console.print(Text(self.format(record), style=style))
+        self._console.print(Text(self.format(record), style=getattr(record, "style", style)))
 
 
-def progress_line(s: Any) -> Text:
-    """Return phase, round, loss and speed as one line."""
-    text = Text()
-    style = {"training": "green", "exchanging": "cyan", "syncing": "yellow", "joining": "yellow"}.get(s.phase, "")
-    text.append(f"{s.phase:<10}", style=style)
-    text.append(f" round {s.round}")
-    if s.target_tokens:
-        share = min(1.0, s.round_tokens / s.target_tokens)
-        text.append(f" {bar(share)} {share:4.0%}")
-    if s.phase == "observing":
-        text.append("  {made} checks made, {failed} failed, {waiting} wait".format_map(s.audits))
-    elif s.device:
-        text.append(f"  loss {s.loss:.3f}" if s.loss else "  loss -")
-        text.append(f"  {count(s.tokens_per_second)} tokens/s")
-        if s.mfu is not None:
-            text.append(f"  MFU {s.mfu:.0%}")
-    else:
-        text.append("  the trainer is starting", style="yellow")
-    peers = s.members + 1
-    text.append(f"  {peers} peer{'s' * (peers != 1)}")
-    if s.total_tokens:
-        text.append(f"  run {min(1.0, s.accepted_tokens / s.total_tokens):.0%}")
-    if s.orders:
-        text.append(f"  {s.orders}", style="yellow")
-    return text
+_LEVELS = ((logging.ERROR, "error"), (logging.WARNING, "warning"), (0, "info"))
+"""Not the names that logging has for them: libraries change these."""
 
 
-def account_line(s: Any, earnings: PeerEarnings | None) -> Text:
-    """Return credits and traffic as one line."""
-    text = Text(style="dim")
-    if earnings is not None:
-        total = earnings.micro_credits + earnings.pending
-        if total:
-            text.append(f" accepted in {earnings.rounds} round{'s' * (earnings.rounds != 1)}  ")
-            text.append(f"credits {credits(total)}", style="bold")
-        else:
-            text.append(" nothing credited yet")
-        if earnings.pending:
-            text.append(f" ({credits(earnings.pending)} not final yet)")
-        if not earnings.fresh:
-            text.append("  the coordinator is silent", style="yellow")
-        text.append(" ")
-    text.append(f" up {byte_size(s.bytes_up)} down {byte_size(s.bytes_down)}")
-    return text
+class _JsonHandler(logging.Handler):
+    """Log lines as JSON objects on stdout."""
 
-
-def bar(share: float, width: int = 12) -> str:
-    """Return a bar of `width` characters."""
-    full = round(share * width)
-    return "━" * full + "╌" * (width - full)
+    def emit(self, record: logging.LogRecord) -> None:
+        line: dict[str, Any] = {
+            "time": round(record.created, 3),
+            "level": next(name for number, name in _LEVELS if record.levelno >= number),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_text:
+            line["traceback"] = record.exc_text
+        sys.stdout.write(json.dumps(line | getattr(record, "fields", {}), allow_nan=False) + "\n")
+        sys.stdout.flush()

@@ -41,6 +41,7 @@ from coordinator.page.app import make_app
 from coordinator.page.credit_routes import credit_routes
 from coordinator.page.feed import Feed
 from coordinator.page.server import PageServer
+from coordinator.page.spec_route import spec_route
 from coordinator.peer_registry import PeerRegistry
 from coordinator.round_observations import RoundObservations
 from coordinator.rpc import CoordinatorService, start_server
@@ -148,7 +149,7 @@ class Coordinator:
             name_of=self.admitter.name_of, credits=leaderboard, archiver=archiver, metrics_text=self._metrics.text,
             now=now,
         )  # fmt: skip
-        app = make_app(self.api, credit_routes(self.credits))
+        app = make_app(self.api, [*credit_routes(self.credits), spec_route(spec_envelope)])
         self._page = PageServer(self._metrics.counting(app))
         self._publisher = AddressPublisher(owner, view, self.invite, now)
         self._service = CoordinatorService(

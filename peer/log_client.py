@@ -11,7 +11,7 @@ import base64
 import binascii
 import urllib.error
 import urllib.request
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -143,12 +143,12 @@ class LogClient:
         return answer
 
 
-async def fetch_url(url: str) -> bytes:
-    """Return the body of a web page, after some repetitions if need be.
+async def fetch_url(url: str, pauses: Sequence[float] = PAUSES) -> bytes:
+    """Return the body of a web page, after some repetitions if need be: one after each of `pauses` (seconds).
 
     Raises CoordinatorUnreachable, CoordinatorRefused.
     """
-    for pause in PAUSES:
+    for pause in pauses:
         try:
             return await asyncio.to_thread(_read, url)
         except CoordinatorUnreachable:
@@ -170,8 +170,8 @@ def _read(url: str) -> bytes:
     except (OSError, ValueError) as e:
         why = _text(str(getattr(e, "reason", e)))
         raise CoordinatorUnreachable(
-            f"the coordinator's page at {page}, which has the credits, does not answer ({why}): is it running, "
-            "and open to you? Ask the run's owner"
+            f"the coordinator's page at {page} does not answer ({why}): is it running, and open to you? Ask the run's "
+            "owner"
         ) from None
     if len(data) > MAX_ANSWER:
         raise MalformedError(f"the coordinator's page at {page} answers with more than {MAX_ANSWER} bytes")

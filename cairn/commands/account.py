@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from cairn.commands.group import CommandGroup
 from cairn.commands.options import FILE, home_option, invite_argument, via_option
 from cairn.connection import connect, parse_invite
 from cairn.number_format import count, credits
@@ -33,7 +34,7 @@ SHOWN = 20
 HOME = home_option("Where identity, account and runs are kept.")
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def account() -> None:
     """Credits: what peers have earned, and one account for several of them."""
 
@@ -115,7 +116,7 @@ def consent(invite: str, account_key: str, home: Path) -> None:
 def show(invite: str, peer: str, account_key: str, as_json: bool, home: Path, via: tuple[str, ...]) -> None:
     """Show totals, the recent average, and the newest receipts; of your own account or peer by default."""
     if peer and account_key:
-        raise CairnError("--peer or --account, not both")
+        raise click.UsageError("--peer or --account, not both")
     if peer or account_key:
         key = _key(peer or account_key, "--peer" if peer else "--account")
     elif (home / KEY_FILE).exists():
@@ -197,7 +198,7 @@ def export(invite: str, out: Path, force: bool, via: tuple[str, ...]) -> None:
     """Write every credit of the run to OUT, a .csv or .parquet file."""
     form = out.suffix.removeprefix(".")
     if form not in ("csv", "parquet"):
-        raise CairnError(f"{out} must end with .csv or .parquet")
+        raise click.BadParameter(f"{out} must end with .csv or .parquet", param_hint="OUT")
     if out.exists() and not force:
         raise CairnError(f"{out} is there already: name another file, or give --force")
     draft = out.with_name(f".{out.name}.{os.getpid()}")
@@ -243,11 +244,11 @@ def _key(text: str, option: str) -> PeerKey:
     try:
         return PeerKey.parse(text)
     except MalformedError as e:
-        raise CairnError(f"{option}: {e}") from None
+        raise click.BadParameter(str(e), param_hint=option) from None
 
 
 def _consent(text: str) -> bytes:
     try:
         return from_b64url(text.strip())
     except MalformedError:
-        raise CairnError("--consent: not a line that `cairn account consent` printed") from None
+        raise click.BadParameter("not a line that `cairn account consent` printed", param_hint="--consent") from None

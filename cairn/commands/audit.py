@@ -6,13 +6,14 @@ import sys
 
 import click
 
+from cairn.commands.group import CommandGroup
 from cairn.commands.options import FILE, FOLDER, device_name, home_option, invite_argument, via_option
 from protocol.errors import CairnError
 
 HOME = home_option("Where this machine's peer has its identity.")
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def audit() -> None:
     """Check a run's credits and updates yourself. The exit code is 0 when all is as it should be, 1 when it is not."""
 
@@ -66,7 +67,7 @@ def update(invite, round_, peer, check, device, threads, folder, home, via) -> N
     """Repeat the check of one update on this machine, and compare with what the chain's reports say.
 
     All is read from members of the swarm, or from the disk of this machine's peer. The exit code is 0 when the update
-    passed, 1 when it failed, and 2 when the check could not be made.
+    passed, 1 when it failed, and 3 when the check could not be made.
     """
     from cairn.update_audit import RepeatOptions, repeat_check
 
@@ -74,6 +75,6 @@ def update(invite, round_, peer, check, device, threads, folder, home, via) -> N
         passed = repeat_check(RepeatOptions(invite, round_, peer, check, device, threads, folder, home, via))
     except CairnError as e:
         click.echo(f"error: {e}", err=True)
-        sys.exit(2)
+        sys.exit(3)
     if not passed:
         sys.exit(1)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import click
 
+from cairn.commands.group import CommandGroup
 from cairn.commands.options import invite_or_stdin
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def checkpoint() -> None:
     """Check checkpoints that a run's owner published."""
 

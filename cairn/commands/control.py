@@ -67,7 +67,7 @@ def _options(f):
 
 def _reason(_context: click.Context, _parameter: click.Parameter, reason: str) -> str:
     if len(reason.encode()) > MAX_REASON or not reason.isprintable():
-        raise CairnError(f"--reason: at most {MAX_REASON} bytes on one line")
+        raise click.BadParameter(f"at most {MAX_REASON} bytes on one line", param_hint="--reason")
     return reason
 
 
@@ -75,7 +75,9 @@ def _keys(_context: click.Context, _parameter: click.Parameter, keys: tuple[str,
     try:
         return {PeerKey.parse(k) for k in keys}
     except MalformedError as e:
-        raise CairnError(f"{e}: the run's page and `cairn status INVITE --json` show the keys of peers") from None
+        raise click.BadParameter(
+            f"{e}: the run's page and `cairn status INVITE --json` show the keys of peers"
+        ) from None
 
 
 KEYS = click.argument("keys", nargs=-1, required=True, callback=_keys)

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 import random
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -105,6 +104,7 @@ _MEMBER_OPTIONS = (
         help="Let the run's owner name data on this disk, in private networks and behind your cloud accounts.",
     ),
     click.option("--plain", is_flag=True, help="Log lines instead of a live view (the default without a terminal)."),
+    click.option("--json", "as_json", is_flag=True, help="Log lines as JSON objects, for scripts."),
     via_option,
 )
 
@@ -162,6 +162,7 @@ class JoinOptions:
     allow_private_data: bool
     plain: bool
     via: tuple[str, ...]
+    as_json: bool = False
     parallel: str = "auto"
     recompute: Choice = "auto"
     compile: Choice = "auto"
@@ -177,16 +178,10 @@ class JoinOptions:
 def join_run(options: JoinOptions) -> None:
     """Take part in a run until it is over, or Ctrl-C. Raises CairnError."""
     if len(options.name.encode()) > MAX_NAME_BYTES or not options.name.isprintable():
-        raise CairnError(f"--name: at most {MAX_NAME_BYTES} bytes of printable text")
+        raise click.BadParameter(f"at most {MAX_NAME_BYTES} bytes of printable text", param_hint="--name")
     invite = parse_invite(options.invite)
     home = peer_home(options.home, invite.run, options.name, anonymous=options.anonymous)
     asyncio.run(_join(replace(options, home=home), invite))
-
-
-def _say_once_what_others_see(options: JoinOptions, folder: Path) -> None:
-    """Print it before the peer enters a run for the first time: nothing is published yet."""
-    if not os.path.exists(folder):
-        print("\n".join(seen_by_others(options.name, anonymous=options.anonymous, home=options.home)), flush=True)
 
 
 async def _join(options: JoinOptions, invite: Invite) -> None:
@@ -203,8 +198,11 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
     from peer.store import Store
 
     folder = run_folder(options.home, RunId(invite.run))
-    _say_once_what_others_see(options, folder)
-    screen = PeerScreen(live=not options.plain and sys.stdout.isatty())
+    is_first_time = not folder.exists()
+    screen = PeerScreen(plain=options.plain, as_json=options.as_json)
+    if is_first_time:  # before the peer enters the run: nothing is published yet
+        for line in seen_by_others(options.name, anonymous=options.anonymous, home=options.home):
+            screen.say(line)
     set_up_logging(folder / "peer.log", terminal=screen.handler)
     node_options = NodeOptions(
         folder=folder,
@@ -244,7 +242,7 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
             from cairn.finished_run import offer_model  # not imported by those who train
 
             if not options.auditor:
-                await offer_model(info, folder, store, options.disk, stopping)
+                await offer_model(info, folder, store, options.disk, stopping, screen)
 
         async def take_part() -> bool:
             """Run the node until it ends; return whether it must start again."""
@@ -253,12 +251,12 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
             if not entering.done():
                 entering.cancel()
                 await asyncio.gather(entering, return_exceptions=True)
-                print("stopped before the run was entered; the same command tries again")
+                screen.say("stopped before the run was entered; the same command tries again")
                 return False
             try:
                 membership = entering.result()
             except RunIsOver as e:
-                print(e)
+                screen.say(str(e))
                 await offer(e.info)
                 return False
             key = membership.identity.key
@@ -282,7 +280,10 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
 
 async def _run(node: Node, screen: PeerScreen, stopping: asyncio.Future[Any], *, auditor: bool) -> None:
     """Run a node until it ends, `stopping` is done, or an auditor's reports cannot count. Raises CairnError."""
+    from cairn.joy import tell_joys
+
     running = asyncio.create_task(node.run())
+    joys = asyncio.create_task(tell_joys(lambda: screen.view(node.reporter.latest), node.store))
     beside = asyncio.create_task(
         _require_say(node)
         if auditor
@@ -297,6 +298,7 @@ async def _run(node: Node, screen: PeerScreen, stopping: asyncio.Future[Any], *,
             )
             node.leave()
         beside.cancel()
+        joys.cancel()
         await running
     from protocol.rounds.departure import BANNED
 
@@ -306,7 +308,7 @@ async def _run(node: Node, screen: PeerScreen, stopping: asyncio.Future[Any], *,
     after = "; the same command resumes" if over.info is None and not end.finished.startswith(BANNED) else ""
     if over.is_awaited:
         after = "; the coordinator has not got the last state: run the same command again later"
-    print(f"{end.finished or 'stopped'}: round {end.round}, state {end.state[:16] or 'none'}, {made} made{after}")
+    screen.say(f"{end.finished or 'stopped'}: round {end.round}, state {end.state[:16] or 'none'}, {made} made{after}")
     if auditor and beside.done() and not beside.cancelled():
         beside.result()
 
@@ -346,16 +348,18 @@ def credit_seconds(members: int) -> float:
 
 
 async def _ask_for_credits(membership: Enrollment, screen: PeerScreen, members: Callable[[], int]) -> None:
-    """Keep the screen's earnings fresh for ever. A silent coordinator is shown as such, and asked again."""
-    from cairn.peer_screen import PeerEarnings, own_page
+    """Keep what the screen has of the coordinator fresh, for ever. A silent one is shown as such, and asked again."""
+    from cairn.peer_screen import own_page
+    from cairn.peer_view import PeerEarnings
 
     client, key = membership.client, membership.identity.key
-    logged = False
+    asked = False
     while client is not None:
         try:
-            if not logged and (page := own_page((await client.status()).page, key)):
+            if not asked and (page := own_page((await client.status()).page, key)):
+                screen.page = page
                 log.info("this peer on the run's page: %s", page)
-            logged = True
+            asked = True
             account = await client.account(key)
             screen.earnings = PeerEarnings(account.micro_credits_settled, account.micro_credits_pending, account.rounds)
         except CairnError:

@@ -68,9 +68,10 @@ invite_argument = click.argument("invite", callback=invite_or_stdin)
 def _members(_context: click.Context, _parameter: click.Parameter, addresses: tuple[str, ...]) -> tuple[str, ...]:
     for address in addresses:
         if not MEMBER_ADDRESS.fullmatch(address):
-            raise CairnError(
-                f"--via: {address[:80]!r} is not a member's address: want /ip4/192.0.2.1/tcp/4001/p2p/12D3KooW..., as "
-                "one logs it after 'listening at'"
+            raise click.BadParameter(
+                f"{address[:80]!r} is not a member's address: want /ip4/192.0.2.1/tcp/4001/p2p/12D3KooW..., as one "
+                "logs it after 'listening at'",
+                param_hint="--via",
             )
     return addresses
 

@@ -60,6 +60,18 @@ def _settings(
     )
 
 
+def _keep(_context: click.Context, _parameter: click.Parameter, text: str | None) -> str | None:
+    """Return the policy. Raises click.BadParameter."""
+    if text is not None:
+        from coordinator.checkpoints.settings import SettingsError, parse_keep
+
+        try:
+            parse_keep(text)
+        except SettingsError as e:
+            raise click.BadParameter(str(e)) from None
+    return text
+
+
 @click.command()
 @click.argument("run_file", type=FILE)
 @home_option("Where identity, runs and logs are kept.")
@@ -75,7 +87,7 @@ def _settings(
     "--settings", type=FILE, help="Archive, evaluation and samples, as TOML.  [default: coordinator.toml beside it]"
 )
 @click.option("--archive", metavar="ADDRESS", help="Copy finalized checkpoints there (fsspec).")
-@click.option("--keep", metavar="POLICY", help="E.g. newest=5,every=100,best=3,bytes=200G.")
+@click.option("--keep", metavar="POLICY", callback=_keep, help="E.g. newest=5,every=100,best=3,bytes=200G.")
 @click.option(
     "--evaluate-every",
     type=click.IntRange(0),
@@ -315,11 +327,13 @@ def _public(options: ServeOptions, port: int) -> tuple[tuple[HostPort, ...], tup
         return (), ()
     swarm_port = options.swarm.rsplit("/", 1)[-1]
     if port == 0 or swarm_port == "0":
-        raise CairnError("--public needs ports that stay the same: give --grpc and --swarm one each, not 0")
+        raise click.UsageError("--public needs ports that stay the same: give --grpc and --swarm one each, not 0")
     try:
         endpoint = HostPort(options.public.strip("[]"), port)
     except MalformedError as e:
-        raise CairnError(f"--public: {e}; write a name like run.example.org, or an address") from None
+        raise click.BadParameter(
+            f"{e}; write a name like run.example.org, or an address", param_hint="--public"
+        ) from None
     try:
         kind = f"ip{ipaddress.ip_address(endpoint.host).version}"
     except ValueError:
@@ -344,5 +358,5 @@ def _endpoint(text: str, option: str) -> tuple[str, int]:
             return HostPort.parse(text[:-1] + "1").host, 0
         endpoint = HostPort.parse(text)
     except MalformedError as e:
-        raise CairnError(f"{option}: {e}; write for example 0.0.0.0:7410") from None
+        raise click.BadParameter(f"{e}; write for example 0.0.0.0:7410", param_hint=option) from None
     return endpoint.host, endpoint.port

@@ -21,10 +21,6 @@ def upgrade() -> None:
 
     It ends with 1 where pip, pipx or uv did not install this Cairn, and names the command to run instead. It does so as
     well while a peer or a coordinator runs from the same environment.
-
-    \b
-    Example:
-      cairn peer upgrade && cairn peer join INVITE
     """
     todo = plan(find_facts())
     if running := processes_of(Path(sys.prefix), running_processes()):

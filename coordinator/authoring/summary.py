@@ -13,11 +13,11 @@ from coordinator.authoring import tokens
 from coordinator.authoring.data_check import check_tokenizer, check_windows, passes_warning
 from coordinator.authoring.documents import DocumentFile, read_documents
 from coordinator.authoring.errors import DataInputError
+from coordinator.authoring.memory import STATE_BYTES, training_memory
 from coordinator.authoring.prepare import Prepared, check_held_out, find_documents
 from coordinator.authoring.resolve import check_weights, model_of, prepare_data
 from coordinator.authoring.runfile import RunFile, load_run
 from protocol.codec import make_codec
-from protocol.layout import Layout
 from protocol.spec import windows_in
 
 SAMPLED = 4096
@@ -44,6 +44,7 @@ def validate(path: Path) -> list[str]:
     update = make_codec(run_file.codec, layout).size
     round_, inner = run_file.round, run_file.inner
     step = inner.batch * run_file.data.window
+    memory, state = training_memory(layout.numel, config, step), STATE_BYTES * layout.numel
     lines = [
         f"{path} is a valid run file: {run_file.run.name}",
         f"model: {config['model_type']}, {layout.numel:,} parameters in {len(layout.tensors)} tensors; "
@@ -55,8 +56,8 @@ def validate(path: Path) -> list[str]:
         f"({round_.target_tokens / step:.1f} inner steps), or after {round_.max_seconds:g} s",
         f"update: {_bytes(update)} ({8 * update / layout.numel:.3f} bits a parameter, {run_file.codec.kind}); each "
         f"round a peer sends its own and fetches every other contributor's: with 16 peers {_bytes(15 * update)} down",
-        f"memory: about {_bytes(_memory(layout, config, step))} on each GPU "
-        f"({_bytes(28 * layout.numel)} of it state: weights, gradients, optimizer, base, anchor, error feedback)",
+        f"memory: about {_bytes(memory)} on each GPU "
+        f"({_bytes(state)} of it state: weights, gradients, optimizer, base, anchor, error feedback)",
     ]
     if run_file.audit.replayable:
         lines.append("audits: updates are replayable; there is no error feedback, and a missed round costs its work")
@@ -148,16 +149,6 @@ def _sample(sources: list[DocumentFile], field: str) -> _Text:
 def _bytes_per_token(vocabulary: int) -> float:
     """Estimate the bytes per token of English under byte-level BPE: about 3.0 at 1,024 tokens, 4.5 from 8,192 on."""
     return min(4.5, max(1.0, 3.0 + 0.5 * (math.log2(max(2, vocabulary)) - 10)))
-
-
-def _memory(layout: Layout, config: dict, step: int) -> int:
-    """Estimate the bytes on a GPU: state, activations of one inner step in bf16, and fp32 logits with their gradient.
-
-    Activations are 34 values a token, layer and hidden unit (Korthikanti et al. 2022, without attention scores).
-    """
-    hidden = config.get("hidden_size") or config.get("n_embd") or 0
-    layers = config.get("num_hidden_layers") or config.get("n_layer") or 0
-    return 28 * layout.numel + step * (34 * hidden * layers + 10 * config.get("vocab_size", 0))
 
 
 def _bytes(n: float) -> str:

@@ -111,7 +111,7 @@ def load_settings(
     """
     tables: dict[str, Any] = {} if file is None else _read(file)
     tables = {k: v for k, v in tables.items() if k not in OTHERS}
-    options: dict[str, dict[str, Any]] = {"archive": {} if keep is None else _parse_keep(keep), "evaluation": {}}
+    options: dict[str, dict[str, Any]] = {"archive": {} if keep is None else parse_keep(keep), "evaluation": {}}
     if address is not None:
         options["archive"]["address"] = address
     if evaluate_every is not None:
@@ -137,12 +137,13 @@ def check_address(address: str, folder: Path) -> None:
             raise SettingsError(f"{address}: copies need a place of their own: name one outside {folder}")
 
 
-def _parse_keep(text: str) -> dict[str, str]:
+def parse_keep(text: str) -> dict[str, str]:
+    """Return the fields of a policy such as "newest=5,bytes=200G". Raises SettingsError."""
     found = {}
     for part in text.split(","):
         name, equals, value = part.strip().partition("=")
         if not equals or name not in ("newest", "every", "best", "bytes"):
-            raise SettingsError(f"--keep {text}: write such as newest=5,every=100,best=3,bytes=200G, or some of it")
+            raise SettingsError(f"{text[:80]!r}: write such as newest=5,every=100,best=3,bytes=200G, or some of it")
         found[name] = value.strip()
     return found
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from coordinator.credits.export import CSV_TYPE, PARQUET_TYPE
 from coordinator.page import schemas as s
+from coordinator.page import spec_route
 from coordinator.page.credit_routes import CREDIT_ENDPOINTS
 from coordinator.page.endpoints import ENDPOINTS, ApiEndpoint, Parameter
 
@@ -60,6 +61,7 @@ _OTHERS: dict[str, Any] = {
             },
         }
     },
+    spec_route.PATH: spec_route.OPERATION,
     "/metrics": {
         "get": {
             "summary": "For Prometheus",

@@ -17,6 +17,7 @@ from typing import Any
 
 from peer.errors import NotInSwarm
 from peer.node.compact_records import CompactRecords
+from peer.node.downloads import DownloadTable
 from peer.node.enrollment import Enrollment
 from peer.node.introducer import Introducer
 from peer.node.message_relay import MessageRelay
@@ -92,6 +93,7 @@ class Network:
         self._bad_providers: BoundedDict[PeerKey, None] = BoundedDict(MAX_BAD_PROVIDERS)
         """Peers that served wrong bytes, newest last."""
         forget = max(MIN_FORGET_SECONDS, 3 * round.member_seconds)
+        self.downloads = DownloadTable(membership.store, clock)
         self.peers = PeerTable(me, forget_seconds=forget, limit=round.max_members)
         self._compact = CompactRecords(self, tasks)
         self._outbox = Outbox(self._deliver, self._compact.encode)
@@ -338,11 +340,17 @@ class Network:
         *,
         deadline_seconds: float,
         chunks: Collection[int] | None = None,
+        what: str = "",
     ) -> None:
         """Fetch a blob, or these chunks of it, into the store (see `Swarm.fetch_blob`).
 
-        Peers that served wrong bytes of any blob are asked last. Raise CairnError.
+        Peers that served wrong bytes of any blob are asked last. `what` names a download that people wait for.
+        Raise CairnError.
         """
+        if what and size is not None:
+            with self.downloads.noted(what, digest, size):
+                await self.fetch_blob(digest, size, holders, deadline_seconds=deadline_seconds, chunks=chunks)
+            return
         ordered = sorted(holders, key=lambda h: h in self._bad_providers)
         await self.swarm.fetch_blob(
             digest, size, ordered, deadline_seconds=deadline_seconds, on_bad=self._note_bad_provider, chunks=chunks

@@ -118,6 +118,7 @@ class Node:
     async def _start_and_drive(self) -> None:
         m, tasks, network = self.membership, self.tasks, self.network
         await network.start(self.requests.handlers())
+        tasks.spawn(self.reporter.keep_writing(), "status file")
         if self.trainer is not None or self.auditor is not None:
             introduction = tasks.spawn(self._introduce(), "introduction")
             if self.trainer is not None:
@@ -133,7 +134,6 @@ class Node:
         tasks.spawn(network.discover(), "discovery")
         tasks.spawn(network.keep_running(), "swarm")
         tasks.spawn(pass_on(network, m.locator), "coordinator address")
-        tasks.spawn(self.reporter.keep_writing(), "status file")
         finished = await self.driver.start(alone=not m.addresses)
         if finished is None:
             self._started.set()

@@ -9,7 +9,9 @@ from pathlib import Path
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from peer.node.downloads import Download
 from protocol.errors import MalformedError
+from protocol.rounds.update_fate import UpdateFate
 from protocol.strict_json import read_json
 
 FILE = "status.json"
@@ -20,7 +22,10 @@ MAX_SNAPSHOT = 1024 * 1024
 class Snapshot:
     """The status of a node at one moment: the one shape in which it leaves the process, apart from heartbeats.
 
-    Tokens are of the run. `head` and `state` are hex digests; `state` is empty while none is held.
+    Tokens are of the run, `swarm_tokens_per_second` of all members. `head` and `state` are hex digests; `state` is
+    empty while none is held. `round_seconds_left` is the time to the round's limit while it is trained. `last_update`
+    is the fate of our newest update; None before the first. `bytes_up` and `bytes_down` count from the start of this
+    node, `up_per_second` and `down_per_second` are of late.
     `exchange_seconds` are the medians of the last rounds since our announcement (`round_timings.ExchangeTimes`), and
     `exchange_rounds` those rounds one by one, oldest first.
     `mfu` is None when unknown. `memory_used` and `memory_whole` are bytes, of the rank that uses most; 0 when unknown.
@@ -68,6 +73,12 @@ class Snapshot:
     next_window: int = 0
     orders: str = ""
     audits: dict[str, int] = field(default_factory=dict)
+    swarm_tokens_per_second: float = 0.0
+    round_seconds_left: float | None = None
+    up_per_second: float = 0.0
+    down_per_second: float = 0.0
+    last_update: UpdateFate | None = None
+    downloads: list[Download] = field(default_factory=list)
 
 
 def write_snapshot(folder: Path, snapshot: Snapshot) -> None:

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from rich.filesize import decimal
-
 from peer.channel import RoundUpdates, UpdateFile
 from peer.errors import PeerError
 from peer.node.network import Network
@@ -130,9 +128,10 @@ class StateFetcher:
         """Return the file of a checkpoint, held. Raise CairnError."""
         if not self.store.has(state):
             size = self._checkpoint_size(state)
-            log.info("fetching the checkpoint %s (%s)", state.short, decimal(size))
             providers = self.network.providers(state=state)
-            await self.network.fetch_blob(state, size, providers, deadline_seconds=self.checkpoint_seconds)
+            await self.network.fetch_blob(
+                state, size, providers, deadline_seconds=self.checkpoint_seconds, what="the checkpoint"
+            )
         return self.store.path(state)
 
     def _checkpoint_size(self, state: Digest) -> int:

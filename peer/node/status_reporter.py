@@ -13,6 +13,7 @@ from peer.node.end_of_run import EndOfRun
 from peer.node.enrollment import Enrollment
 from peer.node.events import NodeEvents, RunOver
 from peer.node.network import Network
+from peer.node.rate_meter import RateMeter
 from peer.node.round_timings import RoundTimings
 from peer.node.snapshot import Snapshot, write_snapshot
 from peer.node.trainer_client import NO_PROGRESS, TrainerClient
@@ -68,6 +69,7 @@ class StatusReporter:
         self._finish_reason = ""
         self.bus.subscribe(RunOver, self._note_end)
         self._write_failed = False
+        self._up, self._down = RateMeter(), RateMeter()
         self.latest = self.snapshot()
         """A snapshot of at most SNAPSHOT_SECONDS ago, for other threads: they must not access the node itself."""
 
@@ -75,7 +77,8 @@ class StatusReporter:
         self._finish_reason = self._finish_reason or event.reason
 
     def snapshot(self) -> Snapshot:
-        view = self.machine.summary(time.monotonic())
+        now = time.monotonic()
+        view = self.machine.summary(now)
         spec, t, network = self.membership.spec, self.trainer, self.network
         progress = NO_PROGRESS if t is None else t.progress
         window = spec.data.window
@@ -114,6 +117,13 @@ class StatusReporter:
             next_window=progress.next_window,
             orders=self.directives.description,
             audits=asdict(self.auditor.counts) | {"waiting": self.auditor.waiting} if self.auditor else {},
+            swarm_tokens_per_second=sum(m.heartbeat.tokens_per_second for m in view.members)
+            + progress.tokens_per_second,
+            round_seconds_left=view.seconds_left,
+            up_per_second=round(self._up.note(network.bytes_up, now), 1),
+            down_per_second=round(self._down.note(network.bytes_down, now), 1),
+            last_update=view.fate,
+            downloads=network.downloads.under_way(),
         )
 
     async def keep_writing(self) -> None:

@@ -6,10 +6,7 @@ no longer count. So the epoch of the saved state, the number of rollbacks that i
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
-
-from rich.filesize import decimal
 
 from peer.channel import Start
 from peer.node.network import Network
@@ -20,8 +17,6 @@ from protocol.chain import Chain
 from protocol.data_address import public_url
 from protocol.ids import PeerKey
 from protocol.spec import BlobRef, DataShard, RunSpec
-
-log = logging.getLogger(__name__)
 
 FETCH_SECONDS = 3600.0
 
@@ -53,8 +48,9 @@ def fetched_shards(spec: RunSpec, *, private_data: bool) -> list[DataShard]:
 
 async def _fetch(what: str, blob: BlobRef, store: Store, network: Network) -> None:
     if not store.has(blob.name):
-        log.info("fetching the run's %s %s (%s)", what, blob.name.short, decimal(blob.size))
-        await network.fetch_blob(blob.name, blob.size, network.providers(), deadline_seconds=FETCH_SECONDS)
+        await network.fetch_blob(
+            blob.name, blob.size, network.providers(), deadline_seconds=FETCH_SECONDS, what=f"the run's {what}"
+        )
 
 
 def start_message(spec: RunSpec, store: Store, key: PeerKey, options: NodeOptions) -> Start:

@@ -11,7 +11,7 @@ Reading order:
     round_state               the undecided round: headers, proposals, votes
     exchange                  the interface of the two kinds of rounds: gathered_exchange, reduced_exchange
     consensus                 announce, propose, vote; awaited_members: the members that it waits for
-    own_updates, state_sync   the trainer's state, and the moves of it
+    own_updates, state_sync   the trainer's state, and the moves of it; update_fate: for people
     chain_sync                certificates of others; directive_gossip: the owner's directives
     departure                 the end of a machine's part
     machine                   all of them together

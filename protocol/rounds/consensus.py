@@ -28,6 +28,7 @@ from protocol.rounds.phase import InvariantError
 from protocol.rounds.reduced_exchange import ReducedExchange
 from protocol.rounds.round_state import Proposal, RoundState
 from protocol.rounds.state_sync import StateSync
+from protocol.rounds.update_fate import UpdateFate, fate_of
 from protocol.stake import is_majority
 
 MAX_REPEATED_VOTES = 64
@@ -60,6 +61,9 @@ class Consensus:
         self._awaited_members: AwaitedMembers | None = None
         self.work = TrainingProgress(0, 0.0, 0.0)
         """Our trainer's work that no update covers yet."""
+
+        self.fate: UpdateFate | None = None
+        """Of our newest update; None before the first."""
 
         self._revision = 0
         self._repeat_at = 0.0
@@ -243,6 +247,7 @@ class Consensus:
         while shards are made, so nothing follows from them.
         """
         context, round_, body = self._context, self.round, certificate.record.body
+        self._note_fate(certificate)
         silent = context.members.silent
         for vote in certificate.votes:
             silent.forgive(vote.author)
@@ -257,6 +262,15 @@ class Consensus:
             silent.penalise(author, round_.number)
             text = f"peer {author.short} neither proposed nor voted: rounds do not depend on it for a while"
             context.notify("info", "silent", text, author)
+
+    def _note_fate(self, certificate: Certificate) -> None:
+        """Note what became of our newest update, now that a record of its round or a later one is followed."""
+        chain, fate = self._context.chain, self.fate
+        if fate is None or fate.accepted is not None:
+            return
+        record = chain.ancestor_at(certificate.digest, fate.round + 1)
+        if record is not None and record != chain.root:
+            self.fate = fate_of(chain.certificate(record), self._context.me, self.round)
 
     def shard_answered(self, event: ShardReduced | ShardUnavailable) -> Certificate | None:
         """Attest a shard that our driver has made, or cannot make. Return a certificate when that completes one."""
@@ -306,6 +320,7 @@ class Consensus:
 
     def _announced(self, round_: RoundState) -> None:
         round_.mark_announced(self._context.now)
+        self.fate = UpdateFate(round_.number)
         self._repeats = 0
         self._repeat_at = self._context.now + 2 * self._context.policy.heartbeat_seconds
 

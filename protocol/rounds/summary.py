@@ -10,6 +10,7 @@ from protocol.rounds.consensus import Consensus
 from protocol.rounds.context import Context
 from protocol.rounds.phase import Phase
 from protocol.rounds.state_sync import StateSync
+from protocol.rounds.update_fate import UpdateFate
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,12 @@ class Summary:
     windows: int
     """Own windows that no update covers yet."""
 
+    fate: UpdateFate | None
+    """Of our newest update; None before the first."""
+
+    seconds_left: float | None
+    """Seconds until we announce even if the round's target is not reached; None unless we train in a round."""
+
 
 def summarise(context: Context, consensus: Consensus, sync: StateSync, phase: Phase, now: float) -> Summary:
     """Return the view of a machine's parts at a time."""
@@ -72,4 +79,8 @@ def summarise(context: Context, consensus: Consensus, sync: StateSync, phase: Ph
         votes=votes,
         awaited=consensus.awaited(),
         windows=consensus.work.windows,
+        fate=consensus.fate,
+        seconds_left=None
+        if round_ is None or phase is not Phase.TRAINING
+        else max(0.0, round_.began + context.policy.max_seconds - now),
     )

@@ -44,6 +44,6 @@ async def test_a_stranger_who_would_repeat_a_check_reads_why_there_is_none(swarm
     await swarm.healthy(PEERS)
     which = (str(swarm.invite), "--round", str(max(swarm.rounds_with("ada"))), "--peer", "ada")
     code, out = await cairn("audit", "update", *which, "--check", "replay")
-    assert code == 2 and "this run has no replays" in out and "Traceback" not in out
+    assert code == 3 and "this run has no replays" in out and "Traceback" not in out
     code, out = await cairn("audit", "update", str(swarm.invite), "--round", "1", "--peer", "nobody")
-    assert code == 2 and "lists no update of 'nobody'" in out and "Traceback" not in out
+    assert code == 3 and "lists no update of 'nobody'" in out and "Traceback" not in out

@@ -14,6 +14,7 @@ import pytest
 from cairn import finished_run
 from cairn.checkpoints import find_checkpoint
 from cairn.finished_run import FetchStopped, fetch_archived, offer_model
+from cairn.peer_screen import PeerScreen
 from coordinator.checkpoints.copies import file_reader
 from peer.coordinator_client import LastState, RunInfo
 from peer.store import Store
@@ -29,30 +30,31 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointWorld:
 
 
 def test_a_verified_copy_lies_where_export_looks(world: CheckpointWorld, tmp_path: Path):
-    made = world.final(5)
+    made, came = world.final(5), []
     folder = tmp_path / "volunteer"
     copy = folder / "checkpoints" / "round-000005"
-    fetch_archived(str(made.folder), world.spec.run_id, made.state, copy, threading.Event())
+    fetch_archived(str(made.folder), world.spec.run_id, made.state, copy, threading.Event(), came.append)
     assert find_checkpoint(folder).origin.state == made.state
     assert [p.name for p in copy.parent.iterdir()] == [copy.name]
+    assert sum(came) == sum(p.stat().st_size for p in copy.iterdir())
 
 
 def test_what_does_not_verify_leaves_nothing(world: CheckpointWorld, tmp_path: Path):
-    made = world.final(5)
+    made, came = world.final(5), []
     copy = tmp_path / "volunteer" / "checkpoints" / "round-000005"
     with pytest.raises(CairnError, match="not the run's last"):
-        fetch_archived(str(made.folder), world.spec.run_id, digest("another"), copy, threading.Event())
+        fetch_archived(str(made.folder), world.spec.run_id, digest("another"), copy, threading.Event(), came.append)
     model = made.folder / "model.safetensors"
     data = bytearray(model.read_bytes())
     data[-1] ^= 1
     model.unlink()
     model.write_bytes(data)
     with pytest.raises(CairnError, match="damaged or exchanged"):
-        fetch_archived(str(made.folder), world.spec.run_id, made.state, copy, threading.Event())
+        fetch_archived(str(made.folder), world.spec.run_id, made.state, copy, threading.Event(), came.append)
     stopped = threading.Event()
     stopped.set()
     with pytest.raises(FetchStopped):
-        fetch_archived(str(made.folder), world.spec.run_id, made.state, copy, stopped)
+        fetch_archived(str(made.folder), world.spec.run_id, made.state, copy, stopped, came.append)
     assert not any(copy.parent.iterdir())
 
 
@@ -66,13 +68,14 @@ class Offer:
         self.info = RunInfo(world.spec, b"", (), "http://run.example", "finished: all is trained", last)
         self.addresses: list[str] = []
 
-    def fetch(self, address: str, run: Any, state: Any, copy: Path, stopped: threading.Event) -> None:
+    def fetch(self, address: str, run: Any, state: Any, copy: Path, stopped: threading.Event, note: Any) -> None:
         self.addresses.append(address)
         assert copy == self.folder / "checkpoints" / "round-000005" and state == self.made.state
 
     async def make(self, most: int = 1 << 40) -> None:
         with Store(self.folder / "store", 1 << 30) as store:
-            await ended(offer_model(self.info, self.folder, store, most, asyncio.get_running_loop().create_future()))
+            never = asyncio.get_running_loop().create_future()
+            await ended(offer_model(self.info, self.folder, store, most, never, PeerScreen()))
 
 
 async def test_a_volunteer_is_told_where_the_model_is_and_gets_it_if_there_is_room(
@@ -111,7 +114,7 @@ async def test_a_page_that_answers_no_more_holds_nobody(
     monkeypatch.setattr(finished_run, "STOP_SECONDS", 0.1)
     with Store(offer.folder / "store", 1 << 30) as store:
         stops = asyncio.ensure_future(stopping.wait())  # Ctrl-C, once the fetch has begun
-        await ended(offer_model(offer.info, offer.folder, store, 1 << 40, stops))
+        await ended(offer_model(offer.info, offer.folder, store, 1 << 40, stops, PeerScreen()))
     assert "it was stopped, or took too long" in capsys.readouterr().err
     answers.set()
 

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import math
+import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from cairn import joy, peer_screen
 from cairn.commands import join
-from cairn.peer_screen import PeerScreen, own_page, progress_line
+from cairn.logs import set_up_logging
+from cairn.peer_screen import PeerScreen, own_page
 from protocol.errors import CairnError
+from tests.support.command_line import logging_as_it_was  # noqa: F401 - a fixture
+from tests.support.shown_peer import VIEW
 from tests.support.specs import identity
-from tests.support.waiting import ended
+from tests.support.waiting import ended, until
 
 KEY = identity("volunteer").key
 
@@ -55,25 +63,89 @@ async def test_the_link_is_told_once_when_the_coordinator_answers(caplog, monkey
                 thrice.set()
             return SimpleNamespace(micro_credits_settled=5, micro_credits_pending=1, rounds=2)
 
-    view = PeerScreen(live=False)
+    view = PeerScreen(plain=True)
     membership = SimpleNamespace(client=Client(), identity=SimpleNamespace(key=KEY))
     with caplog.at_level(logging.INFO, logger="cairn.peer"):
         task = asyncio.create_task(join._ask_for_credits(cast(Any, membership), view, lambda: 3))
         await ended(thrice.wait())
         task.cancel()
     assert [r.message for r in caplog.records] == [f"this peer on the run's page: http://192.0.2.1:7180/#peer/{KEY}"]
-    assert asked["status"] == 2 and view.earnings is not None and view.earnings.rounds == 2
+    assert asked["status"] == 2 and view.page.endswith(f"#peer/{KEY}")
+    assert view.earnings is not None and view.earnings.rounds == 2
 
 
-def test_an_auditor_without_training_shows_its_checks():
-    shown = dict(phase="observing", round=7, target_tokens=0, device="", members=2, total_tokens=0, orders="")
-    audits = {"made": 5, "failed": 1, "not_made": 2, "waiting": 3}
-    line = progress_line(SimpleNamespace(**shown, audits=audits)).plain
-    assert line == "observing  round 7  5 checks made, 1 failed, 3 wait  3 peers"
+class Values:
+    """A store of values."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def read_value(self, name: str) -> bytes | None:
+        return self.values.get(name)
+
+    def write_value(self, name: str, data: bytes) -> None:
+        self.values[name] = data
 
 
-def test_what_the_owner_has_ordered_is_in_the_line_that_is_always_seen():
-    shown = dict(phase="paused", round=7, target_tokens=0, device="", members=2, total_tokens=0, orders="")
-    assert "owner" not in progress_line(SimpleNamespace(**shown)).plain
-    orders = "paused by the run's owner since 2026-01-02 03:04 UTC (moving house)"
-    assert progress_line(SimpleNamespace(**shown | {"orders": orders})).plain.endswith(f"3 peers  {orders}")
+async def test_joy_is_told_when_it_comes_and_not_again_after_a_restart(caplog, monkeypatch):
+    monkeypatch.setattr(joy, "LOOK_SECONDS", 0.01)
+    store, shown = cast(Any, Values()), replace(VIEW, earnings=None)
+    with caplog.at_level(logging.INFO, logger="cairn.peer"):
+        first = asyncio.create_task(joy.tell_joys(lambda: shown, store))
+        await until(lambda: len(caplog.records) == 1, "the first joy")
+        shown = VIEW
+        await ended(first)
+        await ended(joy.tell_joys(lambda: shown, store))
+    assert ["first update" in r.message for r in caplog.records] == [True, False]
+    assert "first credit" in caplog.records[1].message
+
+
+def json_lines(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_as_json_every_line_is_an_object(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(peer_screen, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(peer_screen, "LINE_SECONDS", 0.02)
+    screen = PeerScreen(as_json=True)
+    screen.earnings, screen.page = VIEW.earnings, VIEW.page
+    set_up_logging(tmp_path / "peer.log", terminal=screen.handler)
+    logging.getLogger("peer.x").warning("a line\nwith a break")
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        logging.getLogger("peer.x").exception("failed")
+    said: list[dict[str, Any]] = []
+    with screen.showing(lambda: replace(VIEW.node, loss=math.nan)):
+        for _ in range(1000):
+            time.sleep(0.01)
+            said += json_lines(capsys.readouterr().out)
+            if any("status" in line for line in said):
+                break
+    screen.say("stopped: round 3")
+    said += json_lines(capsys.readouterr().out)
+    first, second, *_, last = said
+    assert first["level"] == "warning" and first["logger"] == "peer.x" and first["message"] == "a line\nwith a break"
+    assert "ValueError: broken" in second["traceback"] and last["message"] == "stopped: round 3"
+    status = next(line for line in said if "status" in line)
+    assert status["status"]["last_update"] == {"round": 11, "accepted": True, "reason": ""}
+    assert (
+        status["status"]["loss"] is None and status["credits"]["pending"] == 10_500_000 and status["page"] == VIEW.page
+    )
+    assert all({"time", "level", "logger", "message"} <= line.keys() for line in said)
+
+
+def test_a_download_that_is_not_the_nodes_is_logged(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(peer_screen, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("cairn.peer_view.MIN_STEP_SECONDS", 0.0)
+    screen = PeerScreen(as_json=True)
+    set_up_logging(tmp_path / "peer.log", terminal=screen.handler)
+    said: list[dict[str, Any]] = []
+    with screen.downloading("the last state", 100) as note:
+        for step in range(1000):
+            note(1 if step < 50 else 0)
+            time.sleep(0.01)
+            said += json_lines(capsys.readouterr().out)
+            if said:
+                break
+    assert said[0]["download"]["size"] == 100 and said[0]["message"].startswith("the last state, ")

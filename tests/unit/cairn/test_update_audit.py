@@ -136,7 +136,7 @@ def test_wrong_arguments_are_no_result(arguments):
     assert done.returncode == 2 and not done.stdout
 
 
-@pytest.mark.parametrize(("outcome", "code"), [(True, 0), (False, 1), (CairnError("no member answers"), 2)])
+@pytest.mark.parametrize(("outcome", "code"), [(True, 0), (False, 1), (CairnError("no member answers"), 3)])
 def test_the_exit_code_says_passed_failed_or_not_made(monkeypatch, outcome, code):
     asked: list[RepeatOptions] = []
 
@@ -148,13 +148,13 @@ def test_the_exit_code_says_passed_failed_or_not_made(monkeypatch, outcome, code
 
     monkeypatch.setattr(update_audit, "repeat_check", repeat)
     done = cairn("audit", "update", INVITE, "--round", "3", "--peer", "ada", "--home", "/home")
-    assert done.returncode == code and done.stderr == ("error: no member answers\n" if code == 2 else "")
+    assert done.returncode == code and done.stderr == ("error: no member answers\n" if code == 3 else "")
     assert asked == [RepeatOptions(INVITE, 3, "ada", None, "auto", None, None, Path("/home"), ())]
 
 
 def test_an_invite_that_is_none_is_no_result():
     done = cairn("audit", "update", "nonsense", "--round", "3", "--peer", "ada")
-    assert done.returncode == 2 and done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+    assert done.returncode == 3 and done.stderr.startswith("error: ") and "Traceback" not in done.stderr
 
 
 def test_the_replay_is_made_where_there_is_one():

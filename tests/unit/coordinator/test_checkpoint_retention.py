@@ -120,7 +120,7 @@ def test_options_go_over_the_file_and_what_others_read_is_passed_over(tmp_path):
         ("[archiv]\nnewest = 7", None, "archiv"),
         ('[archive]\nbytes = "many"', None, "50G"),
         ("[archive\n", None, "not TOML"),
-        ("", "newest", "--keep newest: write such as"),
+        ("", "newest", "'newest': write such as"),
         ("", "newest=0", "archive.newest"),
     ],
 )

@@ -12,6 +12,7 @@ import pytest
 from peer.node import chain_store as module
 from peer.node.blob_retention import BlobRetention
 from peer.node.chain_store import ChainStore
+from peer.node.downloads import Download
 from peer.node.options import NodeOptions
 from peer.node.snapshot import FILE, Snapshot, read_snapshot, write_snapshot
 from peer.node.trainer_files import fetch_assets, start_message
@@ -19,9 +20,10 @@ from peer.store import Store, StoreError
 from protocol.chain import ChainLimits, genesis_digest
 from protocol.errors import MalformedError
 from protocol.identity import Identity
-from protocol.ids import Digest
+from protocol.ids import Digest, Round
 from protocol.message_codec import KeySigner, MessageDecoder, encode_certificate
 from protocol.messages import Finalization
+from protocol.rounds.update_fate import UpdateFate
 from protocol.wire import swarm_pb2 as wire
 from tests.support.coordinator_fakes import ChainMaker, make_spec, state
 from tests.support.specs import OWNER
@@ -190,7 +192,10 @@ def test_a_snapshot_comes_back_and_rubbish_is_none(tmp_path):
     assert read_snapshot(tmp_path) is None
     write_snapshot(tmp_path, SNAPSHOT)
     assert read_snapshot(tmp_path) == SNAPSHOT
-    told = replace(SNAPSHOT, mfu=0.43, memory_used=2, memory_whole=3, time_shares={"training": 1.0})
+    told = replace(
+        SNAPSHOT, mfu=0.43, memory_used=2, memory_whole=3, time_shares={"training": 1.0},
+        last_update=UpdateFate(Round(2), False, "late"), downloads=[Download("the checkpoint", "ab", 1, 2, 3.0)],
+    )  # fmt: skip
     write_snapshot(tmp_path, told)
     assert read_snapshot(tmp_path) == told
     text = (tmp_path / FILE).read_text()

@@ -110,7 +110,7 @@ class World:
         self.failed.append(event)
         self.sent.set()
 
-    async def fetch_blob(self, digest, size, holders, *, deadline_seconds) -> None:
+    async def fetch_blob(self, digest, size, holders, *, deadline_seconds, what="") -> None:
         self.fetched.append(digest)
         if digest not in self.offered:
             raise PeerError(f"nobody has {digest.short}")

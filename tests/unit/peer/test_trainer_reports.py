@@ -13,9 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cairn.peer_screen import progress_line
 from peer.channel import Memory, Progress, TimeShares
-from peer.node.snapshot import Snapshot
 from peer.node.usage_log import FIRST_LINE_SECONDS, LINE_SECONDS, UsageLog
 from peer.training import memory, packed_sequences
 from peer.training.device import pinned_for
@@ -344,16 +342,3 @@ def test_what_is_not_known_is_said_as_such():
     assert said.line(rest, 2e6) == "", "a rest is said once"
     assert "MFU" not in (line := said.line(progress(), 3e6)) and "96% training" in line
     assert said.line(rest, 4e6) == "of the last minute: 100% waiting for the swarm"
-
-
-def test_the_progress_line_has_the_mfu_when_it_is_known_and_fits_a_terminal():
-    fields = {
-        "phase": "exchanging", "round": 123456, "loss": 10.123, "tokens_per_second": 999e3, "members": 9999,
-        "target_tokens": 1, "round_tokens": 1, "total_tokens": 1, "accepted_tokens": 1, "device": "NVIDIA H200",
-    }  # fmt: skip
-    plain = {"str": "", "int": 0, "float": 0.0, "dict[str, float]": {}, "list[dict[str, float]]": []}
-    whole = {n: plain.get(str(t)) for n, t in Snapshot.__annotations__.items()} | fields
-    without, known = Snapshot(**whole), Snapshot(**(whole | {"mfu": 1.0}))
-    assert "MFU" not in progress_line(without).plain
-    assert "tokens/s  MFU 100%  10000 peers" in progress_line(known).plain
-    assert len(progress_line(known).plain) <= 120

@@ -105,7 +105,7 @@ class World:
     def providers(self, holders=(), *, state=None) -> list[PeerKey]:
         return list(holders)
 
-    async def fetch_blob(self, digest, size, holders, *, deadline_seconds) -> None:
+    async def fetch_blob(self, digest, size, holders, *, deadline_seconds, what="") -> None:
         if digest not in self.given:
             raise PeerError(f"nobody has {digest.short}")
         self._keep(digest, size)

@@ -1,0 +1,190 @@
+"""A run for somebody who has not joined it, as its coordinator describes it by an invite or the address of its page."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import async_timeout
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from cairn.number_format import bar, byte_size, count
+from cairn.peer_screen import page_address
+from coordinator.authoring.memory import training_memory
+from protocol.data_address import public_url
+from protocol.errors import CairnError, MalformedError
+from protocol.ids import RunId
+from protocol.invite import HostPort
+from protocol.spec import RunSpec, open_spec
+from protocol.strict_json import read_json
+
+if TYPE_CHECKING:
+    from peer.coordinator_client import SwarmStatus
+
+PAGE_PORT = 7411
+"""The page's port, if an address names none."""
+
+ANSWER_SECONDS = 60.0
+"""Maximum seconds for all answers of one coordinator."""
+
+MAX_STATUS = 1024 * 1024
+
+JOIN = {
+    "open": "open to everybody",
+    "invite": "by invite: ask the run's owner",
+    "allow": "for the keys that its owner lists",
+}
+
+_Text = Annotated[str, Field(max_length=600)]
+_Count = Annotated[int, Field(ge=0, le=2**63)]
+_Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class ListedRun:
+    """A run: its verified spec, and how it goes by its coordinator's word. Texts are printable. `peers` train now."""
+
+    spec: RunSpec
+    health: str
+    message: str
+    round: int
+    tokens: int
+    tokens_per_second: float
+    loss: float
+    peers: int
+    page: str
+
+
+class _Status(BaseModel):
+    """The part of the page's /api/status that is used here."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    run: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    health: _Text
+    message: _Text
+    round: _Count
+    tokens: _Count
+    tokens_per_second: _Number | _Count
+    loss: _Number | _Count | None
+    training: _Count
+
+
+def page_of(place: str) -> str:
+    """Return the address of the page that a place names, with a slash at its end. Raise CairnError.
+
+    A place is the address of a page, with or without a view of it, or HOST[:PORT].
+    """
+    if place.startswith(("http://", "https://")):
+        if address := page_address(place.partition("#")[0]):
+            return address
+        raise CairnError(f"{place[:100]!r} is not the address of a run's page: write for example http://HOST:7411/")
+    try:
+        return f"http://{HostPort.parse(place if ':' in place else f'{place}:{PAGE_PORT}')}/"
+    except MalformedError as e:
+        raise CairnError(f"{e}: give an invite, the address of a run's page, or HOST[:PORT] of one") from None
+
+
+async def ask(place: str) -> ListedRun:
+    """Return the run of the coordinator that a place names: an invite, or what `page_of` takes. Raise CairnError."""
+    is_invite = re.match(r"cairn[0-9]+:", place) is not None
+    try:
+        async with async_timeout.timeout(ANSWER_SECONDS):
+            return await (_by_invite(place) if is_invite else _by_page(page_of(place)))
+    except asyncio.TimeoutError:
+        raise CairnError(f"no answer within {ANSWER_SECONDS:.0f} s: try again, or ask the run's owner") from None
+
+
+async def _by_invite(text: str) -> ListedRun:
+    from cairn.connection import connect
+
+    async with connect(text) as coordinator:
+        status: SwarmStatus = await coordinator.client.status()
+    training = sum(p.phase in ("training", "exchanging") for p in status.peers)
+    return ListedRun(
+        coordinator.spec, status.health, status.message, status.round, status.tokens, status.tokens_per_second,
+        status.loss, training, status.page,
+    )  # fmt: skip
+
+
+async def _by_page(page: str) -> ListedRun:
+    from peer.coordinator_client import CoordinatorRefused
+    from peer.log_client import fetch_url
+
+    data = await fetch_url(f"{page}api/status", ())
+    try:
+        read_json(data, "status", MAX_STATUS)
+        s = _Status.model_validate_json(data)
+    except (MalformedError, ValidationError):
+        raise CairnError(f"what answers at {page} is not the page of a run, or of another version of Cairn") from None
+    try:
+        spec = open_spec(await fetch_url(f"{page}api/spec.signed", ()), RunId.parse(s.run))
+    except CoordinatorRefused:
+        raise CairnError(
+            f"{page} is of an older version of Cairn, which does not tell of its run: give an invite"
+        ) from None
+    health, message = (_printable(text) for text in (s.health, s.message))
+    return ListedRun(
+        spec, health, message, s.round, s.tokens, float(s.tokens_per_second), float(s.loss or 0), s.training, page
+    )
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def memory(spec: RunSpec) -> int:
+    """Return about how many bytes of memory training takes on one GPU."""
+    return training_memory(spec.model.layout.numel, spec.model.config, spec.inner.batch * spec.data.window)
+
+
+def lines(run: ListedRun) -> list[str]:
+    """Return a run as lines for people."""
+    spec = run.spec
+    data = sum(shard.size for shard in spec.data.train)
+    read = any(public_url(address) for address in spec.data.addresses)
+    where = "read from an address as needed" if read else f"{byte_size(data)} to fetch"
+    tokens = sum(shard.tokens for shard in spec.data.train)
+    done = f"{count(run.tokens)} tokens"
+    if spec.total_tokens:
+        share = min(1.0, run.tokens / spec.total_tokens)
+        done = f"{bar(share)} {share:.0%} of {count(spec.total_tokens)} tokens"
+    if run.loss:
+        done += f", loss {run.loss:.3f}"
+    return [
+        f"{spec.name} ({spec.run_id.short})  {run.health}: {run.message}",
+        f"  model     {str(spec.model.config['model_type'])[:40]}, {count(spec.model.layout.numel)} parameters",
+        f"  data      {count(tokens)} tokens, {where}; windows of {spec.data.window}",
+        f"  progress  {done}, round {run.round}",
+        f"  peers     {run.peers} training, {count(run.tokens_per_second)} tokens/s together",
+        f"  enough    a GPU with {byte_size(memory(spec))} of memory (estimated), or a CPU with as much",
+        f"  join      {JOIN[spec.admission.mode]}",
+        *([f"  page      {run.page}"] if run.page else []),
+    ]
+
+
+def as_json(run: ListedRun) -> dict[str, Any]:
+    """Return a run as the JSON of `cairn runs --json` (docs/command_line.md)."""
+    spec = run.spec
+    return {
+        "name": spec.name,
+        "run": str(spec.run_id),
+        "health": run.health,
+        "message": run.message,
+        "model_type": spec.model.config["model_type"],
+        "parameters": spec.model.layout.numel,
+        "data_tokens": sum(shard.tokens for shard in spec.data.train),
+        "data_bytes": sum(shard.size for shard in spec.data.train),
+        "window": spec.data.window,
+        "round": run.round,
+        "tokens": run.tokens,
+        "total_tokens": spec.total_tokens,
+        "loss": run.loss,
+        "peers": run.peers,
+        "tokens_per_second": run.tokens_per_second,
+        "memory_bytes": memory(spec),
+        "admission": spec.admission.mode,
+        "page": run.page,
+    }

@@ -1,0 +1,96 @@
+"""`cairn runs`: what a coordinator says of its run to somebody who has not joined it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+
+import pytest
+
+from cairn.listed_run import ask, lines, page_of
+from protocol.errors import CairnError
+from tests.support.command_line import (
+    cairn,
+    logging_as_it_was,  # noqa: F401 - a fixture
+)
+from tests.support.coordinator_fakes import FakeSwarm, make_spec
+from tests.support.coordinator_service import running, settled
+
+SPEC = make_spec()
+
+
+@pytest.mark.parametrize(
+    ("place", "page"),
+    [
+        ("run.example.org", "http://run.example.org:7411/"),
+        ("192.0.2.1:80", "http://192.0.2.1:80/"),
+        ("[2001:db8::1]:7411", "http://[2001:db8::1]:7411/"),
+        ("https://run.example.org/#peer/abc", "https://run.example.org/"),
+        ("http://example.org/cairn/one", "http://example.org/cairn/one/"),
+    ],
+)
+def test_a_place_names_a_page(place: str, page: str):
+    assert page_of(place) == page
+
+
+@pytest.mark.parametrize("place", ["", "a b", "http://x/\x1b[2J", "ftp://x/", "host:99999", "2001:db8::1", "x" * 300])
+def test_what_names_no_page_is_refused_with_the_forms_that_do(place: str):
+    with pytest.raises(CairnError, match="HOST"):
+        page_of(place)
+
+
+async def test_a_run_is_the_same_by_invite_and_by_the_address_of_its_page(tmp_path):
+    swarm = FakeSwarm(SPEC)
+    async with running(tmp_path, SPEC, swarm) as (coordinator, _):
+        for _ in range(3):
+            swarm.round({0: 600, 1: 700}, loss=3.5)
+        await settled(coordinator, 3)
+        places = (str(coordinator.invite()), f"127.0.0.1:{coordinator.page_port}", coordinator.page_url)
+        found = [await ask(place) for place in places]
+        for run in found:
+            assert run.spec == SPEC and (run.round, run.tokens) == (3, found[0].tokens) and run.tokens > 0
+            assert run.health == found[0].health and run.message and run.page
+        said = "\n".join(lines(found[0]))
+        for fact in ("parameters", "tokens", "of memory (estimated)", "open to everybody", "round 3", found[0].page):
+            assert fact in said
+        done = await asyncio.to_thread(cairn, "runs", "--json", places[1], f"127.0.0.1:{free_port()}")
+    assert done.returncode == 1 and "does not answer" in done.stderr and "Traceback" not in done.stderr
+    (told,) = json.loads(done.stdout)
+    assert told["name"] == SPEC.name and told["run"] == str(SPEC.run_id) and told["admission"] == "open"
+    assert told["memory_bytes"] > 28 * told["parameters"] > 0
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+async def test_a_spec_that_the_owner_did_not_sign_is_not_shown(tmp_path, monkeypatch):
+    async with running(tmp_path, SPEC) as (coordinator, _):
+        page = f"127.0.0.1:{coordinator.page_port}"
+        from peer import log_client
+
+        async def altered(url: str, pauses=()) -> bytes:
+            data = await log_client_fetch(url, pauses)
+            return data.replace(b'"seed":', b'"seed":1') if url.endswith("signed") else data
+
+        log_client_fetch = log_client.fetch_url
+        monkeypatch.setattr(log_client, "fetch_url", altered)
+        with pytest.raises(CairnError):
+            await ask(page)
+
+
+async def test_what_is_no_page_of_a_run_is_said_to_be_none():
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(CairnError, match="not the page of a run"):
+            await ask(f"127.0.0.1:{port}")

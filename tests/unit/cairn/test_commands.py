@@ -1,0 +1,86 @@
+"""Every command: its help, its example, its completion; and the exit codes, which are the same everywhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+from click.shell_completion import ShellComplete
+from click.testing import CliRunner
+
+from cairn.commands.examples import EXAMPLES
+from cairn.commands.group import CommandGroup, commands
+from cairn.main import main
+from protocol.errors import CairnError
+from tests.support.command_line import cairn
+
+ALL = {" ".join(path): command for path, command in commands(main)}
+LEAVES = sorted(name for name, command in ALL.items() if not isinstance(command, click.Group))
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "command_line.md"
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_help_has_an_example_that_the_command_understands(name: str):
+    said = cairn(*name.split(), "--help").stdout
+    found = re.search(r"Example.*?:\n((?:.*\\\n)*.*)", said)
+    assert found, "name one in cairn/commands/examples.py"
+    words = shlex.split(found[1].replace("\\\n", " "))
+    assert words[: 1 + len(name.split())] == ["cairn", *name.split()]
+    command, context = ALL[name], click.Context(ALL[name])
+    given = command.make_parser(context).parse_args(words[1 + len(name.split()) :])
+    values, rest, _ = given
+    missing = [p.name for p in command.params if p.required and p.name in values and not values[p.name]]
+    assert not rest and not missing, f"{rest} {missing}"
+
+
+def test_every_example_is_of_a_command():
+    assert EXAMPLES.keys() <= ALL.keys()
+
+
+@pytest.mark.parametrize("name", ["", *sorted(ALL.keys() - set(LEAVES))])
+def test_listings_are_not_cut(name: str):
+    said = cairn(*name.split(), "--help").stdout
+    assert "Commands:" in said and "..." not in said.partition("Commands:")[2]
+
+
+def test_a_shell_completes_commands_and_options():
+    complete = ShellComplete(main, {}, "cairn", "_CAIRN_COMPLETE")
+    assert [c.value for c in complete.get_completions([], "pe")] == ["peer"]
+    assert "--device" in [c.value for c in complete.get_completions(["peer", "join"], "--de")]
+    for shell in ("bash", "zsh", "fish"):
+        assert f"_CAIRN_COMPLETE={shell}_complete" in cairn("completion", shell).stdout
+
+
+@click.group(cls=CommandGroup)
+def group() -> None:
+    """Hold commands that end in each way."""
+
+
+@group.command()
+@click.argument("how")
+def end(how: str) -> None:
+    """End."""
+    if how == "refused":
+        raise CairnError("no such run: ask its owner")
+    if how == "interrupted":
+        raise KeyboardInterrupt
+
+
+CASES = {0: ("end", "well"), 1: ("end", "refused"), 2: ("end",), 130: ("end", "interrupted")}
+
+
+@pytest.mark.parametrize("code", CASES)
+def test_the_exit_codes(code: int):
+    done = CliRunner().invoke(group, CASES[code])
+    assert done.exit_code == code
+    assert ("error: no such run: ask its owner\n" == done.stderr) is (code == 1)
+    assert "Traceback" not in done.output
+
+
+def test_the_table_of_exit_codes_is_whole():
+    """Code 3 is of one command; `test_update_audit` holds it."""
+    table = re.findall(r"^\| ([0-9]+) \|", DOCS.read_text(), re.M)
+    assert [int(code) for code in table] == [*list(CASES)[:3], 3, 130]
