@@ -41,7 +41,8 @@ def _together(report: Report) -> str:
     if counts["no"]:
         return f"no: {counts['no']} of these must be mended before this machine can take part"
     if counts["warning"]:
-        return f"this machine can take part, with {counts['warning']} warnings: cairn peer join INVITE"
+        many = "1 warning" if counts["warning"] == 1 else f"{counts['warning']} warnings"
+        return f"this machine can take part, with {many}: cairn peer join INVITE"
     return "this machine can take part: cairn peer join INVITE"
 
 

@@ -17,11 +17,11 @@ from pathlib import Path
 import async_timeout
 
 from cairn import __version__
-from cairn.connection import CoordinatorConnection, connect
+from cairn.connection import connect
 from cairn.peer_screen import page_address
 from coordinator.checkpoints.archive import MODEL
 from coordinator.checkpoints.copies import file_reader
-from peer.coordinator_client import SwarmStatus, WrongClock
+from peer.coordinator_client import WrongClock
 from peer.doctor import links, pace
 from peer.doctor.clock import clock_finding
 from peer.doctor.device import device_finding, memory_finding
@@ -81,7 +81,9 @@ async def examine(machine: Examined, via: Sequence[str], progress: Progress = la
             ahead = (before + time.time()) / 2 - (status.time + 0.5) if status.time else None
             progress("looking at the network")
             reached = await dial(connection.members)
-            download = await _download(connection, status)
+            page, download = page_address(status.page), None
+            if page and status.checkpoint is not None:
+                download = await measure_download(page, status.checkpoint_round)
     except CairnError as e:
         name = "clock" if isinstance(e, WrongClock) else "run"
         return Report(RunId(machine.invite.run), (versions, Finding(name, "no", str(e))))
@@ -136,12 +138,12 @@ def _disk(machine: Examined, spec: RunSpec) -> Finding:
     )
 
 
-async def _download(connection: CoordinatorConnection, status: SwarmStatus) -> Download | None:
-    """Return the rate of a piece of the newest archived checkpoint; None when there is too little to tell."""
-    page = page_address(status.page)
-    if not page or status.checkpoint is None:
-        return None
-    read = file_reader(f"{page}checkpoints/round-{status.checkpoint_round:06d}", redirects=False)
+async def measure_download(page: str, round: int) -> Download | None:
+    """Return the rate of a piece of the checkpoint of a round from the run's page; None when too little came to tell.
+
+    It takes at most DOWNLOAD_SECONDS.
+    """
+    read = file_reader(f"{page}checkpoints/round-{round:06d}", redirects=False)
     loop, done, over = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
     came: list[tuple[float, int]] = []
     """The time of each chunk, and the bytes until then."""
