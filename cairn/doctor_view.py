@@ -22,8 +22,8 @@ def lines(report: Report, width: int) -> Iterator[Text]:
     room = max(20, width - indent)
     for finding in report.findings:
         found, remedy = _wrapped(finding.found, room), _wrapped(finding.remedy, room - 3)
-        text = Text(f"{LABELS[finding.verdict]:<9}", style=STYLES[finding.verdict])
-        yield text.append(f"{finding.name:<{names}}  {found[0]}", style="not bold not dim default")
+        label = (f"{LABELS[finding.verdict]:<9}", STYLES[finding.verdict])
+        yield Text.assemble(label, f"{finding.name:<{names}}  {found[0]}")
         yield from (Text(" " * indent + line) for line in found[1:])
         for mark, line in zip(["-> ", *["   "] * len(remedy)], remedy, strict=False):
             yield Text(" " * indent + mark + line, style="bold")

@@ -1,4 +1,4 @@
-"""`cairn peer doctor` against a real coordinator: a machine that fits, and one that does not, and no trace of either."""
+"""`cairn peer doctor` against a real coordinator: a machine that fits and one that does not leave no trace."""
 
 from __future__ import annotations
 
@@ -33,6 +33,14 @@ from tests.support.specs import identity, spec_fields, tiny_spec
 SPEC = make_spec()
 
 
+@pytest.fixture
+def served(tmp_path: Path) -> Path:
+    """Return the coordinator's folder."""
+    folder = tmp_path / "coordinator"
+    folder.mkdir()
+    return folder
+
+
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder for temporary files."""
@@ -48,16 +56,20 @@ async def doctor(coordinator: Coordinator, home: Path, *options: str) -> Done:
 
 
 def nothing_is_left(coordinator: Coordinator, home: Path, temporary: Path) -> bool:
-    """Return whether no peer is known, and no file."""
-    return not coordinator.overview().peers and not home.exists() and not list(temporary.iterdir())
+    """Return whether the coordinator knows no peer, and there is no file."""
+    return not coordinator.overview().peers and no_file_is_left(home, temporary)
 
 
-async def test_a_machine_that_fits(tmp_path: Path, temporary: Path):
+def no_file_is_left(home: Path, temporary: Path) -> bool:
+    return not home.exists() and not list(temporary.iterdir())
+
+
+async def test_a_machine_that_fits(tmp_path: Path, served: Path, temporary: Path):
     home, swarm = tmp_path / "home", FakeSwarm(SPEC)
     member = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
     port = member.sockets[0].getsockname()[1]
     swarm.addresses = lambda: [address_of(identity("observer").key).replace("4001", str(port))]
-    async with running(tmp_path / "coordinator", SPEC, swarm) as (coordinator, _), member:
+    async with running(served, SPEC, swarm) as (coordinator, _), member:
         done = await doctor(coordinator, home, "--device", "cpu", "--json")
         assert nothing_is_left(coordinator, home, temporary)
     report = json.loads(done.stdout)
@@ -73,10 +85,12 @@ async def test_a_machine_that_fits(tmp_path: Path, temporary: Path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
-async def test_a_machine_that_does_not_fit(tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_a_machine_that_does_not_fit(
+    tmp_path: Path, served: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+):
     home = tmp_path / "home"
     monkeypatch.setattr(examination, "disk_space", lambda store: DiskSpace(tmp_path, True, 0, 1000))
-    async with running(tmp_path / "coordinator", SPEC, now=lambda: time.time() - 3600) as (coordinator, _):
+    async with running(served, SPEC, now=lambda: time.time() - 3600) as (coordinator, _):
         done = await doctor(coordinator, home, "--device", "cuda")
         assert nothing_is_left(coordinator, home, temporary)
     assert done.returncode == 1
@@ -112,14 +126,15 @@ async def test_training_that_fails_is_a_finding(tmp_path: Path):
     assert finding is not None and finding.verdict == "no" and "pip install --upgrade transformers" in finding.found
 
 
-async def test_a_coordinator_that_does_not_answer_is_a_finding(tmp_path: Path, temporary: Path):
-    async with running(tmp_path / "coordinator", SPEC) as (coordinator, _):
+async def test_a_coordinator_that_does_not_answer_is_a_finding(tmp_path: Path, served: Path, temporary: Path):
+    async with running(served, SPEC) as (coordinator, _):
         invite = coordinator.invite()
-    done = await asyncio.to_thread(cairn, "peer", "doctor", str(invite), "--home", str(tmp_path / "home"), "--json")
+    home = tmp_path / "home"
+    done = await asyncio.to_thread(cairn, "peer", "doctor", str(invite), "--home", str(home), "--json")
     report = json.loads(done.stdout)
     assert done.returncode == 1 and report["verdict"] == "no"
     assert "does not answer" in report["findings"][-1]["found"]
-    assert not (tmp_path / "home").exists() and not list(temporary.iterdir())
+    assert no_file_is_left(home, temporary)
 
 
 class Page(BaseHTTPRequestHandler):

@@ -13,16 +13,15 @@ from peer.doctor.finding import Finding
 from protocol.ids import RunId
 from tests.support.specs import digest
 
-OK = Finding(
-    "disk", "ok", "this run needs 10.0 MB of disk at least, and 80.4 GB are free where /a/long-hyphened-path is"
-)
+OK = Finding("disk", "ok", "this run needs 10.0 MB at least, and 80.4 GB are free where /a/long-hyphened-path is")
 NOTE = Finding("versions", "note", "cairn 0.1.0")
 WARNING = Finding("clock", "warning", "this machine's clock is 5 s ahead of the coordinator's", "set it " * 15)
 NO = Finding("memory", "no", "training needs 28.0 GB and room for a window", "take a GPU with more memory")
 
 
 def shown(*findings: Finding, terminal: bool = False) -> list[str]:
-    console = Console(file=io.StringIO(), width=80, force_terminal=terminal, highlight=False, color_system="standard")
+    colours = "standard" if terminal else "auto"
+    console = Console(file=io.StringIO(), width=80, force_terminal=terminal, highlight=False, color_system=colours)
     for line in lines(Report(RunId(digest("run")), findings), 80):
         console.print(line, soft_wrap=True)
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
