@@ -149,7 +149,7 @@ async def measure_download(page: str, round: int) -> Download | None:
     """The time of each chunk, and the bytes until then."""
 
     def fetch() -> None:
-        # What came before an error is counted: too little is no measurement.
+        # An error ends the piece, which counts if it is large enough.
         with suppress(CairnError):
             for chunk in read(MODEL):
                 came.append((time.monotonic(), len(chunk) + (came[-1][1] if came else 0)))

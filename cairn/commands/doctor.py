@@ -37,6 +37,7 @@ def doctor(
       cairn peer doctor INVITE && cairn peer join INVITE --name ada
     """
     from rich.console import Console
+    from rich.text import Text
 
     from cairn.doctor_view import as_plain, lines
     from cairn.examination import Examined, examine
@@ -45,7 +46,7 @@ def doctor(
     waiting = Console(stderr=True, highlight=False)
     with waiting.status("asking the coordinator") as status:
         examined = Examined(parsed, home, disk, allow_private_data, device, parallel)
-        report = asyncio.run(examine(examined, via, status.update))
+        report = asyncio.run(examine(examined, via, lambda text: status.update(Text(text))))
     if as_json:
         print(json.dumps(as_plain(report), indent=1))
     else:

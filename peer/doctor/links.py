@@ -12,10 +12,14 @@ from peer.doctor.measured import Swarm
 AWAY = ("silent", "gone", "banned", "barred")
 """Phases in a status of peers that are not there."""
 
+MOST_TOKENS_PER_SECOND = 1e15
+"""The coordinator may say more; it is not believed."""
+
 
 def swarm_of(status: SwarmStatus) -> Swarm:
     """Return the members that are there, by the coordinator's word."""
-    return Swarm(sum(p.phase not in AWAY for p in status.peers), max(0.0, status.tokens_per_second))
+    speed = min(max(0.0, status.tokens_per_second), MOST_TOKENS_PER_SECOND)
+    return Swarm(sum(p.phase not in AWAY for p in status.peers), speed)
 
 
 def run_finding(info: RunInfo, status: SwarmStatus) -> Finding:

@@ -1,4 +1,4 @@
-"""What was measured of this machine and of the run's swarm, as plain values."""
+"""Measurements of this machine and of the run's swarm, as plain values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import fmean
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What the trainer would train on: `ranks` devices of one `kind` ("cuda" or "cpu"), laid out as `layout` says.
+    """The devices of a trainer: `ranks` of one `kind` ("cuda" or "cpu"), laid out as `layout` says.
 
     Bytes of one of them: `needed` for the state of the training, without activations; `free` now; `whole`. The ranks of
     a CPU share its memory. `unused` are GPUs that nvidia-smi lists and this torch does not see.

@@ -108,9 +108,9 @@ def micro_credits_an_hour(spec: RunSpec, pace: Pace) -> int:
 def credit_finding(spec: RunSpec, pace: Pace) -> Finding:
     """Tell what the work earns."""
     credits = micro_credits_an_hour(spec, pace) / 1e6
-    amount = f"{credits:,.0f}" if credits >= 100 else f"{credits:.3g}"
+    hour, day = (f"{n:,.0f}" if n >= 100 else f"{n:.2g}" for n in (credits, 24 * credits))
     found = (
-        f"about {amount} an hour, {24 * credits:,.0f} a day, if every update is accepted and counts in full (the first "
+        f"about {hour} an hour, {day} a day, if every update is accepted and counts in full (the first "
         "of a new key count for less). A credit is 10^15 FLOPs of accepted training: a record of work, no money"
     )
     return Finding("credits", "note", found)
@@ -118,13 +118,13 @@ def credit_finding(spec: RunSpec, pace: Pace) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that this machine transfers. `others`: the number of other members that they are computed for.
+    """Bytes that this machine transfers with the `members` of now, or with one when nobody is there.
 
     `first`: once, before training. `exchange`: in a round each way, since members pass updates on and so give on
     average as much as they get. `data_an_hour`: at most, of training data that is read at addresses while it trains.
     """
 
-    others: int
+    members: int
     first: int
     exchange: int
     rounds_an_hour: float
@@ -142,10 +142,7 @@ class Traffic:
 
 
 def traffic_of(spec: RunSpec, swarm: Swarm, pace: Pace | None, first: int, *, private_data: bool) -> Traffic:
-    """Return the bytes with the members of now, or with one other when nobody is there.
-
-    `first`: bytes of data and state that are fetched before training.
-    """
+    """Return the bytes to transfer. `first`: those of data and state that members give before training."""
     others, plan = max(1, swarm.members), ReducePlan.of(spec)
     exchange = others * plan.update_size
     if plan.is_reduced(others + 1):
@@ -161,13 +158,14 @@ def traffic_of(spec: RunSpec, swarm: Swarm, pace: Pace | None, first: int, *, pr
         width = {"uint16": 2, "uint32": 4}[spec.data.dtype]
         data = pace.windows_an_hour * (CHUNK + width * spec.data.window)
     mbits = 8e-6 * exchange / min(spec.round.exchange_seconds, length)
-    return Traffic(others, first, exchange, HOUR / length, data, mbits)
+    return Traffic(swarm.members, first, exchange, HOUR / length, data, mbits)
 
 
 def traffic_finding(traffic: Traffic) -> Finding:
     """Tell what the run transfers."""
     t = traffic
-    members = "1 other member" if t.others == 1 else f"{t.others} other members"
+    members = "one other member" if t.members < 2 else f"{t.members} other members"
+    members += "" if t.members else " (nobody is there now)"
     data = f" (up to {decimal(int(t.data_an_hour))} of it training data)" if t.data_an_hour else ""
     found = (
         f"at first {decimal(t.first)} in; then in a round {decimal(t.exchange)} in and about as much out, with "

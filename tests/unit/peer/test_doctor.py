@@ -224,6 +224,15 @@ def test_the_swarm_is_those_that_are_there():
     assert links.swarm_of(status(*there, "silent", "gone", "banned", "barred")) == Swarm(5, 500.0)
 
 
+def test_a_speed_that_no_swarm_has_breaks_nothing():
+    swarm = links.swarm_of(replace(status(), tokens_per_second=1e308))
+    trial = Trial(GPU, [Sample(4, 1.0)])
+    speed = pace.pace_of(SPEC, swarm, trial)
+    traffic = pace.traffic_of(SPEC, swarm, speed, 0, private_data=False)
+    says(pace.step_finding(SPEC, trial, speed), "warning", "in one round of")
+    says(pace.traffic_finding(traffic), "note", "one other member (nobody is there now)")
+
+
 def test_the_members():
     some = {"/ip4/192.0.2.1/tcp/7412": True, "/ip4/192.0.2.2/tcp/4001": False}
     says(links.reach_finding(some, "192.168.1.5"), "ok", "1 of 2", "whose address is private")
