@@ -76,8 +76,8 @@ def step_finding(spec: RunSpec, trial: Trial, pace: Pace | None) -> Finding | No
             f"trained in {trial.waited:.0f} s; a round ends after {limit:.0f} s at most", "use a faster device",
         )  # fmt: skip
     plain = ", without torch.compile" if trial.device.kind == "cuda" else ""
-    takes = f"{step} takes {_seconds(pace.step_seconds)} ({pace.tokens_per_second:,.0f} tokens/s{plain})"
-    length = _seconds(pace.round_seconds)
+    takes = f"{step} takes {_number(pace.step_seconds)} s ({pace.tokens_per_second:,.0f} tokens/s{plain})"
+    length = f"{_number(pace.round_seconds)} s"
     if pace.step_seconds > limit and spec.audit.replayable:
         found = f"{takes}; a round ends after {limit:.0f} s at most, and this run drops a step that is under way then"
         return Finding("step", "no", found, "use a faster device: this one would never contribute")
@@ -108,10 +108,10 @@ def micro_credits_an_hour(spec: RunSpec, pace: Pace) -> int:
 def credit_finding(spec: RunSpec, pace: Pace) -> Finding:
     """Tell what the work earns."""
     credits = micro_credits_an_hour(spec, pace) / 1e6
-    hour, day = (f"{n:,.0f}" if n >= 100 else f"{n:.2g}" for n in (credits, 24 * credits))
+    hour, day = ("less than 0.01" if n < 0.01 else f"about {_number(n)}" for n in (credits, 24 * credits))
     found = (
-        f"about {hour} an hour, {day} a day, if every update is accepted and counts in full (the first "
-        "of a new key count for less). A credit is 10^15 FLOPs of accepted training: a record of work, no money"
+        f"{hour} an hour, {day} a day, if every update is accepted and counts in full (the first of a new key count "
+        "for less). A credit is 10^15 FLOPs of accepted training: a record of work, no money"
     )
     return Finding("credits", "note", found)
 
@@ -178,15 +178,15 @@ def traffic_finding(traffic: Traffic) -> Finding:
 
 def link_finding(traffic: Traffic, download: Download | None) -> Finding:
     """Judge the download against what an exchange needs. The upload has no judge: nobody takes a test upload."""
-    need = f"an exchange needs {traffic.mbits:.2g} Mbit/s each way"
+    need = f"an exchange needs {_number(traffic.mbits)} Mbit/s each way"
     if download is None:
         return Finding("link", "note", f"{need}. Not measured: the run's page has no file of 1 MB or more to try")
-    found = f"{need}; {download.mbits:,.3g} Mbit/s down from the run's page; up was not measured"
+    found = f"{need}; {_number(download.mbits)} Mbit/s down from the run's page; up was not measured"
     if download.mbits < traffic.mbits:
         remedy = "this link or the page's is slow: updates may come late, and the others go on without them"
         return Finding("link", "warning", found, remedy)
     return Finding("link", "ok", found)
 
 
-def _seconds(seconds: float) -> str:
-    return f"{seconds:,.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
+def _number(n: float) -> str:
+    return f"{n:,.0f}" if n >= 10 else f"{n:.2g}"
