@@ -27,7 +27,7 @@ from peer.doctor.clock import clock_finding
 from peer.doctor.device import device_finding, memory_finding
 from peer.doctor.device_process import try_device
 from peer.doctor.disk import data_bytes, disk_finding, state_bytes
-from peer.doctor.finding import Finding, Verdict, verdict_of
+from peer.doctor.findings import DoctorFinding, Verdict, verdict_of
 from peer.doctor.measured import Download
 from peer.doctor.probes import dial, disk_space, own_address
 from peer.node.enrollment import run_folder
@@ -62,7 +62,7 @@ class Report:
     """The findings, and the figures of what was measured or computed, for scripts."""
 
     run: RunId
-    findings: tuple[Finding, ...]
+    findings: tuple[DoctorFinding, ...]
     figures: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -86,7 +86,7 @@ async def examine(machine: Examined, via: Sequence[str], progress: Progress = la
                 download = await measure_download(page, status.checkpoint_round)
     except CairnError as e:
         name = "clock" if isinstance(e, WrongClock) else "run"
-        return Report(RunId(machine.invite.run), (versions, Finding(name, "no", str(e))))
+        return Report(RunId(machine.invite.run), (versions, DoctorFinding(name, "no", str(e))))
     spec, place = info.spec, machine.invite.coordinators[0]
     own = await asyncio.to_thread(own_address, place.host, place.port)
     findings = [
@@ -121,18 +121,18 @@ async def examine(machine: Examined, via: Sequence[str], progress: Progress = la
     return Report(spec.run_id, tuple(findings), figures)
 
 
-def _versions() -> Finding:
+def _versions() -> DoctorFinding:
     found = {"cairn": __version__, "Python": platform.python_version()}
     found |= {name: version(name) for name in ("torch", "transformers", "hivemind")}
     return links.versions_finding(found)
 
 
-def _disk(machine: Examined, spec: RunSpec) -> Finding:
+def _disk(machine: Examined, spec: RunSpec) -> DoctorFinding:
     """Judge the disk of --home, of which nothing need exist yet. Raises CairnError."""
     space = disk_space(run_folder(machine.home, spec.run_id) / "store")
     if not space.is_writable:
         remedy = "name another folder with --home, or mend this one"
-        return Finding("disk", "no", f"{space.folder} cannot be written to", remedy)
+        return DoctorFinding("disk", "no", f"{space.folder} cannot be written to", remedy)
     return disk_finding(
         spec, space.folder, limit=machine.disk, used=space.used, free=space.free, private_data=machine.private_data
     )

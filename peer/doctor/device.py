@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from rich.filesize import decimal
 
-from peer.doctor.finding import Finding
+from peer.doctor.findings import DoctorFinding
 from peer.doctor.measured import Device, Trial
 from peer.training.parallel.parallel_dims import USABLE
 
 
-def device_finding(trial: Trial) -> Finding:
+def device_finding(trial: Trial) -> DoctorFinding:
     """Judge the device that the trainer would choose, or was to use."""
     device = trial.device
     if device is None:
-        return Finding("device", "no", trial.refused or "the trainer's process did not start")
+        return DoctorFinding("device", "no", trial.refused or "the trainer's process did not start")
     many = f"{device.ranks} x " if device.ranks > 1 else ""
     layout = f", laid out as {device.layout}" if device.ranks > 1 else ""
     versions = [f"driver {device.driver}" if device.driver else "", f"CUDA {device.cuda}" if device.cuda else ""]
     found = ", ".join([f"{many}{device.name}{layout}", *filter(None, versions)])
     if device.unused:
-        return Finding(
+        return DoctorFinding(
             "device", "warning", f"{found}. torch {device.torch} does not use {', '.join(device.unused)}",
             "install a torch with CUDA for this driver (https://pytorch.org/get-started), and run this again",
         )  # fmt: skip
-    return Finding("device", "ok", found)
+    return DoctorFinding("device", "ok", found)
 
 
-def memory_finding(trial: Trial, base: int) -> Finding | None:
+def memory_finding(trial: Trial, base: int) -> DoctorFinding | None:
     """Judge the memory of each device; None without one. `base`: bytes of a state, which the trial does not hold.
 
     Before any step the need is the state's alone. Then it is the most that a step had in use.
@@ -39,22 +39,24 @@ def memory_finding(trial: Trial, base: int) -> Finding | None:
     has = f"{decimal(device.free)} of {of}'s {decimal(device.whole)} are free"
     found = f"training needs {decimal(needed)} and room for a window ({device.layout}); {has}"
     if needed > device.whole:
-        return Finding("memory", "no", found, _larger(device))
+        return DoctorFinding("memory", "no", found, _larger(device))
     if needed > device.free:
         remedy = "stop other programs (nvidia-smi lists those on a GPU), or take a larger one"
-        return Finding("memory", "no", found, remedy)
+        return DoctorFinding("memory", "no", found, remedy)
     used = max((s.memory for s in trial.samples), default=0)
     if not used:
         if needed > USABLE * device.free:
-            return Finding("memory", "warning", found, f"it may not suffice: {_larger(device)}")
-        return Finding("memory", "ok", found)
+            return DoctorFinding("memory", "warning", found, f"it may not suffice: {_larger(device)}")
+        return DoctorFinding("memory", "ok", found)
     used = used * ranks + base // (device.ranks // ranks)
     found = f"training uses {decimal(used)} ({device.layout}), as measured; {has}"
     if used > device.free:
-        return Finding("memory", "no", found, _larger(device))
+        return DoctorFinding("memory", "no", found, _larger(device))
     if used > 0.95 * device.free:
-        return Finding("memory", "warning", found, "leave it to this run alone, or training may run out of memory")
-    return Finding("memory", "ok", found)
+        return DoctorFinding(
+            "memory", "warning", found, "leave it to this run alone, or training may run out of memory"
+        )
+    return DoctorFinding("memory", "ok", found)
 
 
 def fits(device: Device) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from peer.doctor.finding import Finding
+from peer.doctor.findings import DoctorFinding
 from peer.node.trainer_files import fetched_shards
 from protocol.codec import make_codec
 from protocol.spec import RunSpec
@@ -23,7 +23,7 @@ def state_bytes(spec: RunSpec) -> int:
     return state_layout(spec.model.layout, spec.outer).checkpoint_size
 
 
-def disk_finding(spec: RunSpec, folder: Path, *, limit: int, used: int, free: int, private_data: bool) -> Finding:
+def disk_finding(spec: RunSpec, folder: Path, *, limit: int, used: int, free: int, private_data: bool) -> DoctorFinding:
     """Judge the disk by what every peer fetches.
 
     `folder`: of the store, which may use `limit` bytes and uses `used`; `free`: bytes of its disk.
@@ -32,11 +32,11 @@ def disk_finding(spec: RunSpec, folder: Path, *, limit: int, used: int, free: in
     needed = data + state + make_codec(spec.codec, spec.model.layout).size
     needs = f"this run needs {decimal(needed)} of disk at least ({decimal(data)} of data, {decimal(state)} for a state)"
     if needed > limit:
-        return Finding("disk", "no", f"{needs}, and --disk allows {decimal(limit)}", "allow more with --disk")
+        return DoctorFinding("disk", "no", f"{needs}, and --disk allows {decimal(limit)}", "allow more with --disk")
     has = f"{needs}, and {decimal(free)} are free where {folder} is"
     if needed - used > free:
-        return Finding("disk", "no", has, "free some, or name a folder on another disk with --home")
+        return DoctorFinding("disk", "no", has, "free some, or name a folder on another disk with --home")
     if limit - used > free:
         remedy = f"the store may grow to {decimal(limit)}: say less with --disk, or free some"
-        return Finding("disk", "warning", has, remedy)
-    return Finding("disk", "ok", has)
+        return DoctorFinding("disk", "warning", has, remedy)
+    return DoctorFinding("disk", "ok", has)

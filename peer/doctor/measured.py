@@ -52,7 +52,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Swarm:
+class PresentSwarm:
     """The run at this moment: members that are there, and the tokens a second that they train together."""
 
     members: int = 0

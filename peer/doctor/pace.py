@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from rich.filesize import decimal
 
-from peer.doctor.finding import Finding
-from peer.doctor.measured import Download, Swarm, Trial, step_seconds
+from peer.doctor.findings import DoctorFinding
+from peer.doctor.measured import Download, PresentSwarm, Trial, step_seconds
 from peer.training.sources import CACHE_BYTES
 from protocol.data_address import public_url
 from protocol.ledger.credits import CreditRule
@@ -48,7 +48,7 @@ def round_seconds(spec: RunSpec, tokens_per_second: float) -> float:
     return min(most, spec.round.target_tokens / tokens_per_second) if tokens_per_second > 0 else most
 
 
-def pace_of(spec: RunSpec, swarm: Swarm, trial: Trial) -> Pace | None:
+def pace_of(spec: RunSpec, swarm: PresentSwarm, trial: Trial) -> Pace | None:
     """Return this machine's pace; None when no step was measured."""
     seconds = step_seconds(trial.samples, spec.inner.batch)
     if seconds is None:
@@ -60,7 +60,7 @@ def pace_of(spec: RunSpec, swarm: Swarm, trial: Trial) -> Pace | None:
     return Pace(seconds, speed, length, windows, windows / trained)
 
 
-def step_finding(spec: RunSpec, trial: Trial, pace: Pace | None) -> Finding | None:
+def step_finding(spec: RunSpec, trial: Trial, pace: Pace | None) -> DoctorFinding | None:
     """Judge the time of a step against the time of a round; None when there is no device."""
     if trial.device is None:
         return None
@@ -68,10 +68,10 @@ def step_finding(spec: RunSpec, trial: Trial, pace: Pace | None) -> Finding | No
     step = f"a step of {batch} x {spec.data.window} tokens"
     if pace is None:
         if trial.refused:
-            return Finding("step", "no", trial.refused)
+            return DoctorFinding("step", "no", trial.refused)
         if not trial.waited:
-            return Finding("step", "note", "not measured: the model does not fit into the memory")
-        return Finding(
+            return DoctorFinding("step", "note", "not measured: the model does not fit into the memory")
+        return DoctorFinding(
             "step", "no" if spec.audit.replayable else "warning", f"not one of the {batch} windows of a step was "
             f"trained in {trial.waited:.0f} s; a round ends after {limit:.0f} s at most", "use a faster device",
         )  # fmt: skip
@@ -80,7 +80,7 @@ def step_finding(spec: RunSpec, trial: Trial, pace: Pace | None) -> Finding | No
     length = f"{_number(pace.round_seconds)} s"
     if pace.step_seconds > limit and spec.audit.replayable:
         found = f"{takes}; a round ends after {limit:.0f} s at most, and this run drops a step that is under way then"
-        return Finding("step", "no", found, "use a faster device: this one would never contribute")
+        return DoctorFinding("step", "no", found, "use a faster device: this one would never contribute")
     if pace.step_seconds > pace.round_seconds:
         found = f"{takes}; a round trains for about {length} now"
         if spec.audit.replayable:
@@ -88,7 +88,7 @@ def step_finding(spec: RunSpec, trial: Trial, pace: Pace | None) -> Finding | No
         else:
             one_of = pace.step_seconds / pace.round_seconds
             remedy = f"its work counts in one round of {one_of:.0f}; a faster device does more"
-        return Finding("step", "warning", found, remedy)
+        return DoctorFinding("step", "warning", found, remedy)
     steps = pace.windows / batch
     found = f"{takes}; a round trains for about {length}, {steps:,.0f} steps of this machine"
     if pace.busy < 0.9:
@@ -96,8 +96,8 @@ def step_finding(spec: RunSpec, trial: Trial, pace: Pace | None) -> Finding | No
             f"an update may claim {spec.round.max_update_tokens:,} tokens, so this machine would train for "
             f"{pace.busy:.0%} of the time: a slower one earns as much, and the owner can raise round.max_update_tokens"
         )
-        return Finding("step", "warning", found, remedy)
-    return Finding("step", "ok", found)
+        return DoctorFinding("step", "warning", found, remedy)
+    return DoctorFinding("step", "ok", found)
 
 
 def micro_credits_an_hour(spec: RunSpec, pace: Pace) -> int:
@@ -105,7 +105,7 @@ def micro_credits_an_hour(spec: RunSpec, pace: Pace) -> int:
     return CreditRule.of(spec).micro_credits(int(pace.windows_an_hour))
 
 
-def credit_finding(spec: RunSpec, pace: Pace) -> Finding:
+def credit_finding(spec: RunSpec, pace: Pace) -> DoctorFinding:
     """Tell what the work earns."""
     credits = micro_credits_an_hour(spec, pace) / 1e6
     hour, day = ("less than 0.01" if n < 0.01 else f"about {_number(n)}" for n in (credits, 24 * credits))
@@ -113,7 +113,7 @@ def credit_finding(spec: RunSpec, pace: Pace) -> Finding:
         f"{hour} an hour, {day} a day, if every update is accepted and counts in full (the first of a new key count "
         "for less). A credit is 10^15 FLOPs of accepted training: a record of work, no money"
     )
-    return Finding("credits", "note", found)
+    return DoctorFinding("credits", "note", found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class Traffic:
         return self.exchange * self.rounds_an_hour
 
 
-def traffic_of(spec: RunSpec, swarm: Swarm, pace: Pace | None, first: int, *, private_data: bool) -> Traffic:
+def traffic_of(spec: RunSpec, swarm: PresentSwarm, pace: Pace | None, first: int, *, private_data: bool) -> Traffic:
     """Return the bytes to transfer. `first`: those of data and state that members give before training."""
     others, plan = max(1, swarm.members), ReducePlan.of(spec)
     exchange = others * plan.update_size
@@ -161,7 +161,7 @@ def traffic_of(spec: RunSpec, swarm: Swarm, pace: Pace | None, first: int, *, pr
     return Traffic(swarm.members, first, exchange, HOUR / length, data, mbits)
 
 
-def traffic_finding(traffic: Traffic) -> Finding:
+def traffic_finding(traffic: Traffic) -> DoctorFinding:
     """Tell what the run transfers."""
     t = traffic
     members = "one other member" if t.members < 2 else f"{t.members} other members"
@@ -173,19 +173,19 @@ def traffic_finding(traffic: Traffic) -> Finding:
         f"a day {decimal(int(24 * t.in_an_hour))} in and "
         f"{decimal(int(24 * t.out_an_hour))} out"
     )
-    return Finding("traffic", "note", found)
+    return DoctorFinding("traffic", "note", found)
 
 
-def link_finding(traffic: Traffic, download: Download | None) -> Finding:
+def link_finding(traffic: Traffic, download: Download | None) -> DoctorFinding:
     """Judge the download against what an exchange needs. The upload has no judge: nobody takes a test upload."""
     need = f"an exchange needs {_number(traffic.mbits)} Mbit/s each way"
     if download is None:
-        return Finding("link", "note", f"{need}. Not measured: the run's page has no file of 1 MB or more to try")
+        return DoctorFinding("link", "note", f"{need}. Not measured: the run's page has no file of 1 MB or more to try")
     found = f"{need}; {_number(download.mbits)} Mbit/s down from the run's page; up was not measured"
     if download.mbits < traffic.mbits:
         remedy = "this link or the page's is slow: updates may come late, and the others go on without them"
-        return Finding("link", "warning", found, remedy)
-    return Finding("link", "ok", found)
+        return DoctorFinding("link", "warning", found, remedy)
+    return DoctorFinding("link", "ok", found)
 
 
 def _number(n: float) -> str:

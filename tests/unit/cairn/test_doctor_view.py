@@ -9,17 +9,17 @@ from rich.console import Console
 
 from cairn.doctor_view import as_plain, lines
 from cairn.examination import Report
-from peer.doctor.finding import Finding
+from peer.doctor.findings import DoctorFinding
 from protocol.ids import RunId
 from tests.support.specs import digest
 
-OK = Finding("disk", "ok", "this run needs 10.0 MB at least, and 80.4 GB are free where /a/long-hyphened-path is")
-NOTE = Finding("versions", "note", "cairn 0.1.0")
-WARNING = Finding("clock", "warning", "this machine's clock is 5 s ahead of the coordinator's", "set it " * 15)
-NO = Finding("memory", "no", "training needs 28.0 GB and room for a window", "take a GPU with more memory")
+OK = DoctorFinding("disk", "ok", "this run needs 10.0 MB at least, and 80.4 GB are free where /a/long-hyphened-path is")
+NOTE = DoctorFinding("versions", "note", "cairn 0.1.0")
+WARNING = DoctorFinding("clock", "warning", "this machine's clock is 5 s ahead of the coordinator's", "set it " * 15)
+NO = DoctorFinding("memory", "no", "training needs 28.0 GB and room for a window", "take a GPU with more memory")
 
 
-def shown(*findings: Finding, terminal: bool = False) -> list[str]:
+def shown(*findings: DoctorFinding, terminal: bool = False) -> list[str]:
     colours = "standard" if terminal else "auto"
     console = Console(file=io.StringIO(), width=80, force_terminal=terminal, highlight=False, color_system=colours)
     for line in lines(Report(RunId(digest("run")), findings), 80):

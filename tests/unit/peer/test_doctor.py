@@ -14,8 +14,8 @@ from peer.doctor import links, pace
 from peer.doctor.clock import clock_finding
 from peer.doctor.device import device_finding, fits, memory_finding
 from peer.doctor.disk import disk_finding
-from peer.doctor.finding import Finding, verdict_of
-from peer.doctor.measured import Device, Download, Sample, Swarm, Trial, step_seconds
+from peer.doctor.findings import DoctorFinding, verdict_of
+from peer.doctor.measured import Device, Download, PresentSwarm, Sample, Trial, step_seconds
 from peer.doctor.probes import dial, disk_space
 from peer.errors import PeerError
 from protocol.ids import Digest
@@ -48,7 +48,7 @@ def status(*phases: str, health: str = "healthy", message: str = "3 peers traini
     return SwarmStatus("tiny", health, message, 3, head, head, 3, 0, 0, 500.0, 3.0, peers, "", None, 0, None)
 
 
-def says(finding: Finding | None, verdict: str, *words: str) -> Finding:
+def says(finding: DoctorFinding | None, verdict: str, *words: str) -> DoctorFinding:
     """Return the finding. Raise AssertionError unless it has this verdict and these words, and a remedy if needed."""
     assert finding is not None
     assert finding.verdict == verdict, finding
@@ -67,7 +67,7 @@ def test_the_clock(ahead: float | None, verdict: str, word: str):
 
 
 def test_the_disk(tmp_path: Path):
-    def found(limit: int, used: int, free: int) -> Finding:
+    def found(limit: int, used: int, free: int) -> DoctorFinding:
         return disk_finding(SPEC, tmp_path, limit=limit, used=used, free=free, private_data=False)
 
     says(found(GB, 0, 2 * GB), "ok", "2.0 GB are free")
@@ -105,7 +105,7 @@ def test_the_memory_before_a_step():
 
 
 def test_the_memory_of_a_step_is_what_it_used_and_the_state_that_a_trial_does_not_hold():
-    def after(device: Device, used: int) -> Finding | None:
+    def after(device: Device, used: int) -> DoctorFinding | None:
         return memory_finding(Trial(device, [Sample(1, 0.1, used), Sample(4, 0.1, used // 2)]), BASE)
 
     says(after(GPU, 20 * GB), "ok", "training uses 21.0 GB")
@@ -121,10 +121,10 @@ def test_the_seconds_of_a_step_are_those_of_the_largest_after_the_first():
     assert step_seconds([Sample(1, 9.0), Sample(1, 2.0), Sample(4, 9.0), Sample(4, 1.0)], 8) == 2.0
 
 
-ALONE = Swarm()
+ALONE = PresentSwarm()
 
 
-def step(spec: RunSpec, seconds: float, swarm: Swarm = ALONE, device: Device = GPU) -> Finding:
+def step(spec: RunSpec, seconds: float, swarm: PresentSwarm = ALONE, device: Device = GPU) -> DoctorFinding:
     trial = Trial(device, [Sample(spec.inner.batch, seconds)])
     finding = pace.step_finding(spec, trial, pace.pace_of(spec, swarm, trial))
     assert finding is not None
@@ -133,11 +133,11 @@ def step(spec: RunSpec, seconds: float, swarm: Swarm = ALONE, device: Device = G
 
 def test_a_step_within_a_round():
     says(step(SPEC, 1.0), "ok", "4 x 16 tokens takes 1 s (64 tokens/s, without torch.compile)", "16 s, 16 steps")
-    says(step(SPEC, 1.0, Swarm(3, 960.0), CPU), "ok", "takes 1 s (64 tokens/s);", "about 1 s, 1 steps")
+    says(step(SPEC, 1.0, PresentSwarm(3, 960.0), CPU), "ok", "takes 1 s (64 tokens/s);", "about 1 s, 1 steps")
 
 
 def test_a_step_that_is_longer_than_a_round_counts_later_or_is_lost():
-    fast = Swarm(9, 2048.0)
+    fast = PresentSwarm(9, 2048.0)
     says(step(SPEC, 1.0, fast), "warning", "in one round of 2")
     says(step(SPEC, 45.0), "warning", "30 s now", "in one round of 2")
     says(step(REPLAYABLE, 1.0), "ok")
@@ -150,7 +150,7 @@ def test_a_machine_that_is_faster_than_its_updates_may_claim():
 
 
 def test_a_step_that_was_not_measured():
-    def found(trial: Trial, spec: RunSpec = SPEC) -> Finding | None:
+    def found(trial: Trial, spec: RunSpec = SPEC) -> DoctorFinding | None:
         return pace.step_finding(spec, trial, None)
 
     assert found(Trial()) is None
@@ -163,18 +163,18 @@ def test_a_step_that_was_not_measured():
 
 def test_the_credits_of_an_hour_are_those_of_the_runs_rule():
     trial = Trial(GPU, [Sample(4, 1.0)])
-    speed = pace.pace_of(SPEC, Swarm(), trial)
+    speed = pace.pace_of(SPEC, PresentSwarm(), trial)
     assert speed is not None
     # 6 FLOPs for each of 28,832 parameters, and 64 tokens a second
     assert pace.micro_credits_an_hour(SPEC, speed) == 6 * 28_832 * 64 * 3600 // 10**9
     says(pace.credit_finding(SPEC, speed), "note", "less than 0.01 an hour", "if every update is accepted")
     fast = replace(speed, windows=speed.windows * 40_000_000)
-    says(pace.credit_finding(SPEC, fast), "note", "about 1,594 an hour, about 38,262 a day")
+    says(pace.credit_finding(SPEC, fast), "note", "about 1,594 an hour, about 38,263 a day")
 
 
 def test_the_traffic_grows_with_the_members_of_a_gathered_round_and_not_of_a_reduced_one():
     def of(spec: RunSpec, members: int) -> pace.Traffic:
-        return pace.traffic_of(spec, Swarm(members, 102.4), None, 5000, private_data=False)
+        return pace.traffic_of(spec, PresentSwarm(members, 102.4), None, 5000, private_data=False)
 
     size = pace.ReducePlan.of(SPEC).update_size
     none, one, nine = of(SPEC, 0), of(SPEC, 1), of(SPEC, 9)
@@ -195,7 +195,9 @@ def test_training_data_at_an_address_is_read_once_if_it_fits_into_the_cache_and_
         data = spec_fields()["data"] | {"addresses": ["file:///data"]}
         data["train"] = [{"digest": data["train"][0]["digest"], "size": 2 * tokens, "tokens": tokens}]
         spec = tiny_spec(data=data)
-        return pace.traffic_of(spec, Swarm(), pace.pace_of(spec, Swarm(), trial), 0, private_data=private_data)
+        return pace.traffic_of(
+            spec, PresentSwarm(), pace.pace_of(spec, PresentSwarm(), trial), 0, private_data=private_data
+        )
 
     assert (of(10_000, True).first, of(10_000, True).data_an_hour) == (20_000, 0)
     assert (of(GB, False).first, of(GB, False).data_an_hour) == (0, 0)  # fetched from members, in `first` already
@@ -204,7 +206,7 @@ def test_training_data_at_an_address_is_read_once_if_it_fits_into_the_cache_and_
 
 
 def test_the_link():
-    traffic = pace.traffic_of(SPEC, Swarm(9), None, 0, private_data=False)
+    traffic = pace.traffic_of(SPEC, PresentSwarm(9), None, 0, private_data=False)
     enough = traffic.mbits * 2
     says(pace.link_finding(traffic, Download(int(enough * 125_000), 1.0)), "ok", "Mbit/s down", "up was not measured")
     says(pace.link_finding(traffic, Download(int(enough * 125_000), 4.0)), "warning", "come late")
@@ -223,7 +225,7 @@ def test_the_run():
 
 def test_the_swarm_is_those_that_are_there():
     there = ("joining", "training", "exchanging", "syncing", "paused")
-    assert links.swarm_of(status(*there, "silent", "gone", "banned", "barred")) == Swarm(5, 500.0)
+    assert links.swarm_of(status(*there, "silent", "gone", "banned", "barred")) == PresentSwarm(5, 500.0)
 
 
 def test_a_speed_that_no_swarm_has_breaks_nothing():
@@ -248,7 +250,7 @@ def test_what_others_see_of_a_volunteer():
 
 
 def test_the_worst_finding_is_the_verdict_and_only_a_no_is_refused():
-    ok, note, warning, no = (Finding("x", v, "found", "mend it") for v in ("ok", "note", "warning", "no"))
+    ok, note, warning, no = (DoctorFinding("x", v, "found", "mend it") for v in ("ok", "note", "warning", "no"))
     assert [verdict_of(some) for some in ([ok, note], [ok, warning], [warning, no, ok])] == ["ok", "warning", "no"]
     for finding in (ok, note, warning):
         finding.require()

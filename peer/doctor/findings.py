@@ -12,7 +12,7 @@ Verdict = Literal["ok", "note", "warning", "no"]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class DoctorFinding:
     """`found` is what was found, in words; `remedy` is what to do unless all is well.
 
     A "note" tells without a judgement. With a "warning" the machine can take part, with a "no" it cannot.
@@ -29,7 +29,7 @@ class Finding:
             raise PeerError(f"{self.found}: {self.remedy}" if self.remedy else self.found)
 
 
-def verdict_of(findings: Iterable[Finding]) -> Verdict:
+def verdict_of(findings: Iterable[DoctorFinding]) -> Verdict:
     """Return the worst verdict of all: "ok", "warning" or "no"."""
     verdicts = {finding.verdict for finding in findings}
     return "no" if "no" in verdicts else "warning" if "warning" in verdicts else "ok"
