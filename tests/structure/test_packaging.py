@@ -96,6 +96,7 @@ def test_the_command_line_answers_without_its_heavy_parts():
         ["--version"],
         ["peer", "--help"],
         ["peer", "join", "--help"],
+        ["peer", "doctor", "--help"],
         ["coordinator", "serve", "--help"],
         ["status", "--help"],
     ],
