@@ -72,7 +72,7 @@ def _smi() -> tuple[str, tuple[str, ...]]:
 
 def build(spec_path: Path, device: str, dims: ParallelDims, threads: int) -> Trainer:
     """Return a trainer of the run, in a folder beside the spec's file. Raise TrainingError."""
-    folder = spec_path.parent / "trial"
+    folder = spec_path.resolve().parent / "trial"
     me = PeerKey(secrets.token_bytes(32))
     start = Start(
         spec_path, folder / "store", me, folder, device, threads, shards={}, parallel=str(dims), compile="off"
