@@ -66,14 +66,15 @@ def step_finding(spec: RunSpec, trial: Trial, pace: Pace | None) -> DoctorFindin
         return None
     batch, limit = spec.inner.batch, spec.round.max_seconds
     step = f"a step of {batch} x {spec.data.window} tokens"
+    if trial.refused:
+        return DoctorFinding("step", "no", trial.refused)
     if pace is None:
-        if trial.refused:
-            return DoctorFinding("step", "no", trial.refused)
         if not trial.waited:
             return DoctorFinding("step", "note", "not measured: the model does not fit into the memory")
+        is_lost = spec.audit.replayable and trial.waited * batch / trial.device.ranks > limit
         return DoctorFinding(
-            "step", "no" if spec.audit.replayable else "warning", f"not one of the {batch} windows of a step was "
-            f"trained in {trial.waited:.0f} s; a round ends after {limit:.0f} s at most", "use a faster device",
+            "step", "no" if is_lost else "warning", f"not one of the {batch} windows of a step was trained in "
+            f"{trial.waited:.0f} s; a round ends after {limit:.0f} s at most", "use a faster device",
         )  # fmt: skip
     plain = ", without torch.compile" if trial.device.kind == "cuda" else ""
     takes = f"{step} takes {_number(pace.step_seconds)} s ({pace.tokens_per_second:,.0f} tokens/s{plain})"
@@ -89,8 +90,8 @@ def step_finding(spec: RunSpec, trial: Trial, pace: Pace | None) -> DoctorFindin
             one_of = pace.step_seconds / pace.round_seconds
             remedy = f"its work counts in one round of {one_of:.0f}; a faster device does more"
         return DoctorFinding("step", "warning", found, remedy)
-    steps = pace.windows / batch
-    found = f"{takes}; a round trains for about {length}, {steps:,.0f} steps of this machine"
+    steps = round(pace.windows / batch)
+    found = f"{takes}; a round trains for about {length}: {steps:,} {'step' if steps == 1 else 'steps'} here"
     if pace.busy < 0.9:
         remedy = (
             f"an update may claim {spec.round.max_update_tokens:,} tokens, so this machine would train for "
