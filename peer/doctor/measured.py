@@ -30,10 +30,15 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One optimizer step on a number of random windows. `memory`: bytes then in use on the device, if known."""
+    """One step on a number of random windows. `memory`: bytes then in use on the device, if known.
+
+    `gradient` are the seconds of forward and backward passes, which grow with the windows. `optimizer` are those of the
+    optimizer, which do not.
+    """
 
     windows: int
-    seconds: float
+    gradient: float
+    optimizer: float = 0.0
     memory: int = 0
 
 
@@ -75,11 +80,11 @@ class Download:
 def step_seconds(samples: Sequence[Sample], batch: int) -> float | None:
     """Return the seconds of an inner step of `batch` windows; None without a sample.
 
-    Of the steps with the most windows all but the first count, which warms the device up. Fewer windows than a batch
-    are scaled, which overestimates: a step of the optimizer costs the same for any number.
+    Of the steps with the most windows all but the first count, which warms the device up. The gradient of fewer windows
+    than a batch is scaled, which overestimates on a device that computes some windows at once.
     """
     most = max((s.windows for s in samples), default=0)
     if not most:
         return None
-    seconds = [s.seconds for s in samples if s.windows == most]
-    return fmean(seconds[1:] or seconds) * batch / most
+    steps = [s.gradient * batch / most + s.optimizer for s in samples if s.windows == most]
+    return fmean(steps[1:] or steps)

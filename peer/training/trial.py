@@ -96,16 +96,17 @@ def steps(trainer: Trainer, dims: ParallelDims, seconds: float) -> Iterator[Samp
             size = (windows, spec.data.window + 1)
             tokens = torch.randint(vocabulary if isinstance(vocabulary, int) else 2, size, generator=chance)
             first = time.monotonic()
-            step = backend.inner.forward_backward(tokens)
+            step = backend.inner.forward_backward(tokens)  # it ends with a wait for the device
+            middle = time.monotonic()
             if step is not None:
                 backend.inner.optimizer_step(step)
             if backend.device.type == "cuda":
                 torch.cuda.synchronize(backend.device)
             now, memory = time.monotonic(), backend.memory()
-            yield Sample(windows, now - first, memory.used if memory else 0)
+            yield Sample(windows, middle - first, now - middle, memory.used if memory else 0)
             if until is None:
                 until = now + seconds
-            elif windows < batch and now + 8 * (now - first) < until:
+            elif windows < batch and now + 8 * (middle - first) + 2 * (now - middle) < until:
                 windows, made = min(batch, 4 * windows), -1
             else:
                 made += 1

@@ -106,7 +106,7 @@ def test_the_memory_before_a_step():
 
 def test_the_memory_of_a_step_is_what_it_used_and_the_state_that_a_trial_does_not_hold():
     def after(device: Device, used: int) -> DoctorFinding | None:
-        return memory_finding(Trial(device, [Sample(1, 0.1, used), Sample(4, 0.1, used // 2)]), BASE)
+        return memory_finding(Trial(device, [Sample(1, 0.1, memory=used), Sample(4, 0.1, memory=used // 2)]), BASE)
 
     says(after(GPU, 20 * GB), "ok", "training uses 21.0 GB")
     says(after(GPU, 21 * GB), "warning", "22.0 GB")
@@ -115,9 +115,11 @@ def test_the_memory_of_a_step_is_what_it_used_and_the_state_that_a_trial_does_no
 
 
 def test_the_seconds_of_a_step_are_those_of_the_largest_after_the_first():
+    """The gradient of fewer windows is scaled to a step's; the optimizer takes the same time for any number."""
     assert step_seconds([], 8) is None
     assert step_seconds([Sample(1, 9.0)], 8) == 72.0
     assert step_seconds([Sample(1, 9.0), Sample(1, 2.0), Sample(1, 4.0)], 8) == 24.0
+    assert step_seconds([Sample(1, 9.0, 9.0), Sample(1, 2.0, 3.0)], 8) == 19.0
     assert step_seconds([Sample(1, 9.0), Sample(1, 2.0), Sample(4, 9.0), Sample(4, 1.0)], 8) == 2.0
 
 

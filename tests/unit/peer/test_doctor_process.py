@@ -30,10 +30,10 @@ async def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) ->
 
 async def test_a_trial_that_ends_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     script = f"""echo '{DEVICE}'; echo 'a warning of torch' >&2; echo '{{"built": true}}'
-    echo '{{"sample": {{"windows": 4, "seconds": 0.5, "memory": 7}}}}'"""
+    echo '{{"sample": {{"windows": 4, "gradient": 0.5, "optimizer": 0.1, "memory": 7}}}}'"""
     trial, said = await tried(tmp_path, monkeypatch, script)
     assert trial.device is not None and trial.device.unused == ("T4",)
-    assert trial.samples == [Sample(4, 0.5, 7)] and not trial.refused and not trial.waited
+    assert trial.samples == [Sample(4, 0.5, 0.1, 7)] and not trial.refused and not trial.waited
     assert said == ["looking at the device", "building the model on CPU", "training on random tokens, for up to 60 s"]
 
 
