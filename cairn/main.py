@@ -19,6 +19,7 @@ from cairn.commands.checkpoint import checkpoint
 from cairn.commands.completion import completion
 from cairn.commands.control import COMMANDS
 from cairn.commands.demo import demo
+from cairn.commands.doctor import doctor
 from cairn.commands.examples import EXAMPLES
 from cairn.commands.export import export
 from cairn.commands.generate import generate
@@ -77,7 +78,7 @@ def main() -> None:
     """Cairn: strangers train one model together, on their own GPUs, over the ordinary internet.
 
     \b
-    Volunteer:   cairn peer join INVITE
+    Volunteer:   cairn peer doctor INVITE, then cairn peer join INVITE
     Run owner:   cairn run plan, cairn run validate run.toml, then cairn coordinator serve run.toml
     Anyone:      cairn status INVITE, cairn watch INVITE, cairn audit ledger INVITE
     First look:  cairn demo
@@ -108,7 +109,7 @@ def data() -> None:
 
 for _group, _commands in (
     (main, (account, audit, auditor, checkpoint, completion, demo, export, generate, runs, status, watch)),
-    (peer, (join, invite, upgrade)),
+    (peer, (join, doctor, invite, upgrade)),
     (coordinator, (serve, test_alert)),
     (run, (validate, plan, init, *COMMANDS)),
     (data, (prepare,)),

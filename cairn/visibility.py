@@ -26,10 +26,8 @@ def seen_by_others(name: str, *, anonymous: bool, home: Path) -> list[str]:
     return ["what others see of this peer", *(f"  {what:<8} {text}" for what, text in rows), f"  {last}"]
 
 
-def seen_in_a_line(*, anonymous: bool) -> str:
+def seen_in_a_line() -> str:
     """Return the same in one line, for `cairn peer doctor`."""
-    if anonymous:
-        return "a key for this run alone, speed and traffic (the run's page); IP address (whoever has an invite)"
     return (
         "key, name, kind of device, speed and traffic (the run's page); IP address (whoever has an invite); "
         "--anonymous leaves out name and device"

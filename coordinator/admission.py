@@ -21,7 +21,7 @@ from protocol.identity import Identity
 from protocol.ids import PeerKey, RunId
 from protocol.invite import MAX_CODE, check_code
 from protocol.message_codec import KeySigner, MessageDecoder
-from protocol.messages import MAX_NAME, Admission, Signed
+from protocol.messages import CLOCK_TOLERANCE, MAX_NAME, Admission, Signed
 from protocol.proof_of_work import is_proof
 from protocol.spec import AdmissionSpec, RunSpec
 from protocol.version import MAX_PROTOCOL, RELEASE, mismatch
@@ -29,7 +29,6 @@ from protocol.wire import coordinator_pb2 as wire
 
 KIND = "admission-request"
 MAX_REQUEST = 1024
-CLOCK_TOLERANCE = 600
 TEND_SECONDS = 60.0
 """Seconds between two calls of `Admitter.tend`."""
 

@@ -147,12 +147,13 @@ class CoordinatorService(stubs.CoordinatorServicer):
         self._check(context, self._reads, request.run)
         o = self._overview()
         if self._status is not None and self._status[0] is o:
+            self._status[1].time = int(self._now())
             return self._status[1]  # hundreds of kilobytes: made once for each overview
         checkpoint = self._newest_checkpoint()
         reply = wire.StatusReply(
             name=o.name, health=o.health, message=o.message, round=o.round, head=o.head, state=o.state,
             state_round=o.state_round, tokens=o.tokens, total_tokens=o.total_tokens,
-            tokens_per_second=o.tokens_per_second, loss=o.loss or 0.0, page=self._page_url(),
+            tokens_per_second=o.tokens_per_second, loss=o.loss or 0.0, page=self._page_url(), time=int(self._now()),
             peers=[_peer_status(p) for p in o.peers[:MAX_STATUS_PEERS]],
         )  # fmt: skip
         if o.final_round is not None:

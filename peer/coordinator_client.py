@@ -185,6 +185,8 @@ class SwarmStatus:
     alerts: tuple[AlertStatus, ...] = ()
     convictions: tuple[str, ...] = ()
     """Of peers that are barred, newest first: who, on which measurements, and until which round."""
+    time: int = 0
+    """Unix seconds by the coordinator's clock; 0 when it does not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +318,7 @@ class CoordinatorClient:
             m.final_round if m.HasField("final_round") else None,
             tuple(_round(r) for r in m.rounds[:20]), tuple(_number(x) for x in m.losses[:120]),
             tuple(AlertStatus(_text(a.name), a.since, _text(a.message, 600)) for a in m.alerts[:20]),
-            tuple(_text(c, 600) for c in m.convictions[:8]),
+            tuple(_text(c, 600) for c in m.convictions[:8]), m.time,
         )  # fmt: skip
 
     async def account(self, peer: PeerKey) -> PeerCredits:

@@ -13,6 +13,8 @@ from protocol.envelope import MAX_ENVELOPE
 from protocol.ids import Digest, PeerKey, Round, RunId, sha256
 
 MAX_NAME = 40
+CLOCK_TOLERANCE = 600
+"""Seconds by which the clock of a peer may be off the coordinator's when it asks for an admission."""
 MAX_ADDRESSES = 16
 MAX_ADDRESS = 200
 MAX_CONTRIBUTORS = 4096

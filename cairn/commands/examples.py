@@ -17,6 +17,7 @@ EXAMPLES = {
     "demo": "--liars 2",
     "export": "~/.cairn/runs/RUN my-model",
     "generate": '~/.cairn/coordinated/my-run/checkpoints/round-000030 --prompt "The people of"',
+    "peer doctor": "INVITE --device cuda:0",
     "peer invite": "INVITE",
     "peer join": "INVITE --name ada --device cuda:0",
     "peer upgrade": "",

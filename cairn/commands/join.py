@@ -83,6 +83,21 @@ def _audit_device(context: click.Context, parameter: click.Parameter, text: str)
     return text if text == "off" else device_name(context, parameter, text)
 
 
+disk_option = click.option(
+    "--disk", default="50G", show_default=True, metavar="SIZE", help="The most disk space to use.", callback=_disk
+)
+private_data_option = click.option(
+    "--allow-private-data",
+    is_flag=True,
+    help="Let the run's owner name data on this disk, in private networks and behind your cloud accounts.",
+)
+device_option = _auto("--device", help="auto, cpu, cuda or cuda:N.", callback=device_name)
+parallel_option = _auto(
+    "--parallel",
+    help="How to use many GPUs: auto, or some of dp=N, fsdp=N, tp=N, pp=N with commas, such as fsdp=4,tp=2.",
+    callback=_parallel,
+)
+
 _MEMBER_OPTIONS = (
     invite_argument,
     home_option("Where identity, runs and logs are kept."),
@@ -95,14 +110,8 @@ _MEMBER_OPTIONS = (
         "--listen", multiple=True, metavar="MULTIADDR", help="Where to listen.  [default: any free port, TCP and UDP]"
     ),
     click.option("--announce", multiple=True, metavar="MULTIADDR", help="Addresses to announce, if not those found."),
-    click.option(
-        "--disk", default="50G", show_default=True, metavar="SIZE", help="The most disk space to use.", callback=_disk
-    ),
-    click.option(
-        "--allow-private-data",
-        is_flag=True,
-        help="Let the run's owner name data on this disk, in private networks and behind your cloud accounts.",
-    ),
+    disk_option,
+    private_data_option,
     click.option("--plain", is_flag=True, help="Log lines instead of a live view (the default without a terminal)."),
     click.option("--json", "as_json", is_flag=True, help="Log lines as JSON objects, for scripts."),
     via_option,
@@ -118,12 +127,8 @@ def member_options(command: Callable[..., None]) -> Callable[..., None]:
 
 @click.command()
 @member_options
-@_auto("--device", help="auto, cpu, cuda or cuda:N.", callback=device_name)
-@_auto(
-    "--parallel",
-    help="How to use many GPUs: auto, or some of dp=N, fsdp=N, tp=N, pp=N with commas, such as fsdp=4,tp=2.",
-    callback=_parallel,
-)
+@device_option
+@parallel_option
 @_auto(
     "--recompute",
     type=_CHOICE,

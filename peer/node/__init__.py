@@ -11,7 +11,7 @@ collaborators is a dataclass of them: its private state follows. Read the module
    - `action_handler`: the effect of each action
    - `request_server`, `packet_decoder`: other peers' packets and requests, verified
 2. The run
-   - `enrollment`, `machine_check`: the right to take part, and what this machine needs for it
+   - `enrollment`, `machine_check`: the right to take part, and what this machine needs for it (see `peer.doctor`)
    - `coordinator_discovery`, `admission_wait`: the coordinator's address, and the wait while it is away
    - `directive_handler`: the owner's directives on this machine
    - `chain_store`: the chain on disk

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable, RunInfo, WrongCoordinator
+from peer.doctor.clock import clock_finding
 from peer.errors import PeerError
 from peer.keyfile import load_or_make
 from peer.node.coordinator_discovery import SPEC, CoordinatorLocator, DiscoveredRun, discover_run
@@ -37,9 +38,6 @@ SAY_SECONDS = 10.0
 """Seconds from one progress line of a proof of work to the next."""
 
 MAX_SAVED_ADDRESSES = 64
-CLOCK_SECONDS = 3.0
-"""Maximum difference to the coordinator's clock without a warning: hivemind's DHT accepts nothing beyond it."""
-
 RENEW_SECONDS = 60.0
 """Maximum seconds from a failed renewal to the next attempt."""
 
@@ -179,13 +177,8 @@ class Enrollment:
         self.admission = reply.admission.encoded
         self.store.write_value(ADMISSION, self.admission)
         self.learn(reply.addresses)
-        if abs(reply.clock_ahead) > CLOCK_SECONDS:
-            log.warning(
-                "this machine's clock is %.0f s %s the coordinator's: set it (chrony, systemd-timesyncd), else other "
-                "members do not list this peer in their DHT",
-                abs(reply.clock_ahead),
-                "ahead of" if reply.clock_ahead > 0 else "behind",
-            )
+        if (clock := clock_finding(reply.clock_ahead)).verdict != "ok":
+            log.warning("%s: %s", clock.found, clock.remedy)
 
     async def _proof_of_work(self) -> int:
         """Return the nonce that the run asks of this key (0: it asks for none): the stored one, or a new one.

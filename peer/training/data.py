@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from peer.errors import PeerError
-from peer.training.sources import LocalFiles, ShardSource, SourceError, at_address
+from peer.training.sources import CACHE_BYTES, LocalFiles, ShardSource, SourceError, at_address
 from protocol.assignment import WindowTable
 from protocol.errors import MalformedError, SpecError
 from protocol.ids import Digest
@@ -74,7 +74,7 @@ class WindowReader:
         local: Mapping[Digest, Path] | None = None,
         *,
         part: Literal["train", "validation"] = "train",
-        cache_bytes: int = 128 * 1024 * 1024,
+        cache_bytes: int = CACHE_BYTES,
         timeout: float = 30.0,
         vocabulary: int | None = None,
         report: Callable[[str], None] | None = None,

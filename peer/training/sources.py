@@ -24,6 +24,9 @@ from protocol.errors import SpecError
 from protocol.ids import Digest
 from protocol.merkle import CHUNK, blob_leaves, chunk_count
 
+CACHE_BYTES = 128 * 1024 * 1024
+"""Verified chunks that a reader keeps in memory."""
+
 MAX_STUCK = 8
 """Calls to an address that have not returned, while which it is not used."""
 

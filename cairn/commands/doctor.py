@@ -1,0 +1,52 @@
+"""`cairn peer doctor`: can this machine take part in a run, what would it earn, and what would it transfer?"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import click
+
+from cairn.commands.join import device_option, disk_option, parallel_option, private_data_option
+from cairn.commands.options import home_option, invite_argument, via_option
+from cairn.connection import parse_invite
+
+
+@click.command()
+@invite_argument
+@home_option("Where `cairn peer join` would keep identity, runs and logs. Nothing is written here.")
+@disk_option
+@private_data_option
+@via_option
+@device_option
+@parallel_option
+@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@click.pass_context
+def doctor(
+    context: click.Context, invite: str, home: Path, disk: int, allow_private_data: bool, via: tuple[str, ...],
+    device: str, parallel: str, as_json: bool,
+) -> None:  # fmt: skip
+    """Check this machine for the run that INVITE names, before you spend money on it.
+
+    Device, memory, disk, network and clock; the time of a step, measured by training on random tokens for up to a
+    minute; credits an hour. Nobody is asked for admission, and no file is kept. The exit code is 1 if a line says no.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    from cairn.doctor_view import as_plain, lines
+    from cairn.examination import Examined, examine
+
+    parsed = parse_invite(invite)
+    waiting = Console(stderr=True, highlight=False)
+    with waiting.status("asking the coordinator") as status:
+        examined = Examined(parsed, home, disk, allow_private_data, device, parallel)
+        report = asyncio.run(examine(examined, via, lambda text: status.update(Text(text))))
+    if as_json:
+        print(json.dumps(as_plain(report), indent=1))
+    else:
+        console = Console(highlight=False)
+        for line in lines(report, min(console.width, 80)):
+            console.print(line, soft_wrap=True)
+    context.exit(int(report.verdict == "no"))

@@ -1,0 +1,172 @@
+"""The examination of a machine for `cairn peer doctor`: all measurements, then the findings in their order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+import async_timeout
+
+from cairn import __version__
+from cairn.connection import connect
+from cairn.peer_screen import page_address
+from cairn.visibility import seen_in_a_line
+from coordinator.checkpoints.archive import MODEL
+from coordinator.checkpoints.copies import file_reader
+from peer.coordinator_client import WrongClock
+from peer.doctor import links, pace
+from peer.doctor.clock import clock_finding
+from peer.doctor.device import device_finding, memory_finding
+from peer.doctor.device_process import try_device
+from peer.doctor.disk import data_bytes, disk_finding, state_bytes
+from peer.doctor.findings import DoctorFinding, Verdict, verdict_of
+from peer.doctor.measured import DownloadProbe
+from peer.doctor.probes import dial, disk_space, own_address
+from peer.node.enrollment import run_folder
+from protocol.errors import CairnError
+from protocol.ids import RunId
+from protocol.invite import Invite
+from protocol.spec import RunSpec
+from protocol.version import PROTOCOL
+
+LEAST_DOWNLOAD = 10**6
+MOST_DOWNLOAD = 32 * 10**6
+"""Bytes of a checkpoint between which a download tells a rate."""
+
+DOWNLOAD_SECONDS = 8.0
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Examined:
+    """The machine as `cairn peer join` would use it: its options of the same names."""
+
+    invite: Invite
+    home: Path
+    disk: int
+    private_data: bool
+    device: str
+    parallel: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """The findings, and the figures of what was measured or computed, for scripts."""
+
+    run: RunId
+    findings: tuple[DoctorFinding, ...]
+    figures: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> Verdict:
+        return verdict_of(self.findings)
+
+
+async def examine(machine: Examined, via: Sequence[str], progress: Progress = lambda text: None) -> Report:
+    """Return the report on a machine. A coordinator that does not answer is a finding. Raises CairnError."""
+    versions = _versions()
+    try:
+        async with connect(str(machine.invite), via) as connection:
+            info = await connection.client.get_run_again()
+            before = time.time()
+            status = await connection.client.status()
+            ahead = (before + time.time()) / 2 - (status.time + 0.5) if status.time else None
+            progress("looking at the network")
+            reached = await dial(connection.members)
+            page, download = page_address(status.page), None
+            if page and status.checkpoint is not None:
+                download = await measure_download(page, status.checkpoint_round)
+    except CairnError as e:
+        name = "clock" if isinstance(e, WrongClock) else "run"
+        return Report(RunId(machine.invite.run), (versions, DoctorFinding(name, "no", str(e))))
+    spec, place = info.spec, machine.invite.coordinators[0]
+    own = await asyncio.to_thread(own_address, place.host, place.port)
+    findings = [
+        versions, links.run_finding(info, status), clock_finding(ahead), links.reach_finding(reached, own),
+        _disk(machine, spec),
+    ]  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="cairn-doctor-") as folder:
+        file = Path(folder) / "spec.json"
+        file.write_bytes(spec.canonical())
+        trial = await try_device(file, machine.device, machine.parallel, os.cpu_count() or 1, progress)
+    swarm = links.swarm_of(status)
+    speed = pace.pace_of(spec, swarm, trial)
+    first = data_bytes(spec, private_data=machine.private_data) + state_bytes(spec)
+    traffic = pace.traffic_of(spec, swarm, speed, first, private_data=machine.private_data)
+    figures = {"members": float(swarm.members), "first_bytes_in": float(first), "exchange_mbits": traffic.mbits}
+    figures |= {"bytes_in_an_hour": traffic.in_an_hour, "bytes_out_an_hour": traffic.out_an_hour}
+    findings.append(device_finding(trial))
+    for finding in (memory_finding(trial, state_bytes(spec)), pace.step_finding(spec, trial, speed)):
+        if finding is not None:
+            findings.append(finding)
+    findings += [pace.traffic_finding(traffic), pace.link_finding(traffic, download)]
+    if download is not None:
+        figures["download_mbits"] = download.mbits
+    if speed is not None:
+        findings.append(pace.credit_finding(spec, speed))
+        figures |= {
+            "step_seconds": speed.step_seconds, "tokens_per_second": speed.tokens_per_second,
+            "round_seconds": speed.round_seconds, "windows_a_round": speed.windows,
+            "micro_credits_an_hour": float(pace.micro_credits_an_hour(spec, speed)),
+        }  # fmt: skip
+    findings.append(DoctorFinding("seen", "note", f"what others see of a peer: {seen_in_a_line()}"))
+    return Report(spec.run_id, tuple(findings), figures)
+
+
+def _versions() -> DoctorFinding:
+    found = {"cairn": __version__, "protocol": str(PROTOCOL), "Python": platform.python_version()}
+    found |= {name: version(name) for name in ("torch", "transformers", "hivemind")}
+    return links.versions_finding(found)
+
+
+def _disk(machine: Examined, spec: RunSpec) -> DoctorFinding:
+    """Judge the disk of --home, of which nothing need exist yet. Raises CairnError."""
+    space = disk_space(run_folder(machine.home, spec.run_id) / "store")
+    if not space.is_writable:
+        remedy = "name another folder with --home, or mend this one"
+        return DoctorFinding("disk", "no", f"{space.folder} cannot be written to", remedy)
+    return disk_finding(
+        spec, space.folder, limit=machine.disk, used=space.used, free=space.free, private_data=machine.private_data
+    )
+
+
+async def measure_download(page: str, round: int) -> DownloadProbe | None:
+    """Return the rate of a piece of the checkpoint of a round from the run's page; None when too little came to tell.
+
+    It takes at most DOWNLOAD_SECONDS.
+    """
+    read = file_reader(f"{page}checkpoints/round-{round:06d}", redirects=False)
+    loop, done, over = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+    came: list[tuple[float, int]] = []
+    """The time of each chunk, and the bytes until then."""
+
+    def fetch() -> None:
+        # An error ends the piece, which counts if it is large enough.
+        with suppress(CairnError):
+            for chunk in read(MODEL):
+                came.append((time.monotonic(), len(chunk) + (came[-1][1] if came else 0)))
+                if over.is_set() or came[-1][1] >= MOST_DOWNLOAD:
+                    break
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(done.set)
+
+    # A daemon, since a server that stalls must not hold the process.
+    threading.Thread(target=fetch, daemon=True).start()
+    with suppress(asyncio.TimeoutError):
+        async with async_timeout.timeout(DOWNLOAD_SECONDS):
+            await done.wait()
+    over.set()
+    if not came:
+        return None
+    (began, before), (ended, until) = came[0], came[-1]
+    return DownloadProbe(until - before, ended - began) if until - before >= LEAST_DOWNLOAD and ended > began else None

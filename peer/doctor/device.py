@@ -1,0 +1,71 @@
+"""The checks of device and memory. Pure: a trial in, findings out."""
+
+from __future__ import annotations
+
+from rich.filesize import decimal
+
+from peer.doctor.findings import DoctorFinding
+from peer.doctor.measured import Device, Trial
+from peer.training.parallel.parallel_dims import USABLE
+
+
+def device_finding(trial: Trial) -> DoctorFinding:
+    """Judge the device that the trainer would choose, or was to use."""
+    device = trial.device
+    if device is None:
+        return DoctorFinding("device", "no", trial.refused or "the trainer's process did not start")
+    many = f"{device.ranks} x " if device.ranks > 1 else ""
+    layout = f", laid out as {device.layout}" if device.ranks > 1 else ""
+    versions = [f"driver {device.driver}" if device.driver else "", f"CUDA {device.cuda}" if device.cuda else ""]
+    found = ", ".join([f"{many}{device.name}{layout}", *filter(None, versions)])
+    if device.unused:
+        return DoctorFinding(
+            "device", "warning", f"{found}. torch {device.torch} does not use {', '.join(device.unused)}",
+            "install a torch with CUDA for this driver (https://pytorch.org/get-started), and run this again",
+        )  # fmt: skip
+    return DoctorFinding("device", "ok", found)
+
+
+def memory_finding(trial: Trial, base: int) -> DoctorFinding | None:
+    """Judge the memory of each device; None without one. `base`: bytes of a state, which the trial does not hold.
+
+    Before any step the need is the state's alone. Then it is the most that a step had in use.
+    """
+    device = trial.device
+    if device is None:
+        return None
+    ranks, of = (1, "a GPU") if device.kind == "cuda" else (device.ranks, "this machine")
+    needed = device.needed * ranks
+    has = f"{decimal(device.free)} of {of}'s {decimal(device.whole)} are free"
+    found = f"training needs {decimal(needed)} and room for a window ({device.layout}); {has}"
+    if needed > device.whole:
+        return DoctorFinding("memory", "no", found, _larger(device))
+    if needed > device.free:
+        remedy = "stop other programs (nvidia-smi lists those on a GPU), or take a larger one"
+        return DoctorFinding("memory", "no", found, remedy)
+    used = max((s.memory for s in trial.samples), default=0)
+    if not used:
+        if needed > USABLE * device.free:
+            return DoctorFinding("memory", "warning", found, f"it may not suffice: {_larger(device)}")
+        return DoctorFinding("memory", "ok", found)
+    used = used * ranks + base // (device.ranks // ranks)
+    found = f"training uses {decimal(used)} ({device.layout}), as measured; {has}"
+    if used > device.free:
+        return DoctorFinding("memory", "no", found, _larger(device))
+    if used > 0.95 * device.free:
+        return DoctorFinding(
+            "memory", "warning", found, "leave it to this run alone, or training may run out of memory"
+        )
+    return DoctorFinding("memory", "ok", found)
+
+
+def fits(device: Device) -> bool:
+    """Return whether the model may be built for a trial."""
+    finding = memory_finding(Trial(device), 0)
+    return finding is not None and finding.verdict != "no"
+
+
+def _larger(device: Device) -> str:
+    if device.kind == "cuda":
+        return "take a GPU with more memory, or more of them (--parallel)"
+    return "take a machine with more memory, or a GPU"

@@ -1,0 +1,42 @@
+"""The check of the disk, and the bytes that every peer fetches before it trains. Pure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.filesize import decimal
+
+from peer.doctor.findings import DoctorFinding
+from peer.node.trainer_files import fetched_shards
+from protocol.codec import make_codec
+from protocol.spec import RunSpec
+from protocol.state import state_layout
+
+
+def data_bytes(spec: RunSpec, *, private_data: bool) -> int:
+    """Return the bytes of tokenizer and training data that a peer fetches from members."""
+    return spec.tokenizer.size + sum(shard.size for shard in fetched_shards(spec, private_data=private_data))
+
+
+def state_bytes(spec: RunSpec) -> int:
+    """Return the bytes of a checkpoint."""
+    return state_layout(spec.model.layout, spec.outer).checkpoint_size
+
+
+def disk_finding(spec: RunSpec, folder: Path, *, limit: int, used: int, free: int, private_data: bool) -> DoctorFinding:
+    """Judge the disk by what every peer fetches.
+
+    `folder`: of the store, which may use `limit` bytes and uses `used`; `free`: bytes of its disk.
+    """
+    data, state = data_bytes(spec, private_data=private_data), state_bytes(spec)
+    needed = data + state + make_codec(spec.codec, spec.model.layout).size
+    needs = f"this run needs {decimal(needed)} of disk at least ({decimal(data)} of data, {decimal(state)} for a state)"
+    if needed > limit:
+        return DoctorFinding("disk", "no", f"{needs}, and --disk allows {decimal(limit)}", "allow more with --disk")
+    has = f"{needs}, and {decimal(free)} are free where {folder} is"
+    if needed - used > free:
+        return DoctorFinding("disk", "no", has, "free some, or name a folder on another disk with --home")
+    if limit - used > free:
+        remedy = f"the store may grow to {decimal(limit)}: say less with --disk, or free some"
+        return DoctorFinding("disk", "warning", has, remedy)
+    return DoctorFinding("disk", "ok", has)
