@@ -30,7 +30,7 @@ LIMIT = 900.0
 """Seconds after which a wait for a container fails: it imports torch without what the page cache has of our own."""
 
 MAX_COORDINATOR_BYTES = 2e9
-"""Of what the image adds to its base: torch without CUDA; with it there would be 5 GB."""
+"""The most that the image may add to its base. torch with CUDA would make 5 GB of it."""
 
 MAX_EXPOSURE = 4.0
 """The highest that systemd's estimate may be for the sandboxed unit; 10 is without any sandbox."""

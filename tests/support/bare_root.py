@@ -59,13 +59,15 @@ class Layers:
     environment: Mapping[str, str] = field(default_factory=lambda: {"PATH": PATH})
 
     def find(self, path: str) -> Path:
-        """Return the file at a path of the root."""
-        return next(folder / path.lstrip("/") for folder in self.folders if (folder / path.lstrip("/")).exists())
+        """Return the file at a path of the root, or a folder, which has to come from one layer."""
+        found = [p for folder in self.folders if (p := folder / path.lstrip("/")).exists()]
+        assert found and (found[0].is_file() or len(found) == 1), f"{path} is in {len(found)} layers"
+        return found[0]
 
 
 @dataclass(frozen=True)
 class Image:
-    """What a Dockerfile makes: files, and its last stage with what says how it is run."""
+    """The product of a Dockerfile: files, and its last stage, which says how it is run."""
 
     layers: Layers
     stage: Stage
@@ -198,7 +200,7 @@ class Roots:
         return replace(layers, folders=(place.written, *layers.folders)), output
 
     def debian(self, suite: str) -> Layers:
-        """Return a bare Debian, as its own images are: without documentation of how it was made, and no services."""
+        """Return a bare Debian that starts no services, and in which dpkg does not wait for the disk."""
         if suite not in self._debian:
             base = debootstrap(suite, self.place())
             (base / "etc/dpkg/dpkg.cfg.d/docker-apt-speedup").write_text("force-unsafe-io\n")
