@@ -5,9 +5,10 @@ There is no engine, no CUDA and no compose file in it. `tests/support/bare_root.
 
 from __future__ import annotations
 
+import itertools
 import json
+import lzma
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,15 +55,17 @@ def peer(roots: Roots) -> Image:
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
-    """Return a folder with a run.toml: the example's, whose rounds one peer makes, and which does not end."""
+    """Return a folder with the example's run.toml: fewer texts, rounds that one peer soon has made, and no end."""
     folder = tmp_path / "run-file"
-    shutil.copytree(ROOT / "examples" / "sotu", folder / "sotu")
+    folder.mkdir()
     text = (ROOT / "examples" / "sotu.toml").read_text()
-    for name, value in (("total_tokens", "800_000_000"), ("target_tokens", "2_048")):
+    changes = {"total_tokens": "800_000_000", "target_tokens": "512", "source": '"addresses.jsonl"'}
+    for name, value in changes.items():
         text, changed = re.subn(rf"^{name} = \S+$", f"{name} = {value}", text, flags=re.M)
         assert changed == 1, name
     (folder / "run.toml").write_text(text)
-    folder.chmod(0o755)
+    with lzma.open(ROOT / "examples" / "sotu" / "addresses.jsonl.xz") as addresses:
+        (folder / "addresses.jsonl").write_bytes(b"".join(itertools.islice(addresses, 24)))
     return folder
 
 
@@ -95,7 +98,7 @@ def test_the_coordinators_image_is_small(coordinator: Image):
 def test_a_run_is_served_joined_left_and_served_again(coordinator: Image, peer: Image, roots: Roots, run_file: Path):
     volume, peers_volume = roots.volume(coordinator), roots.volume(peer)
     invite = volume / "coordinated" / "sotu" / "invite"
-    serve = ["coordinator", "serve", "/run-file/run.toml", "--public", "127.0.0.1"]
+    serve = ["coordinator", "serve", "/run-file/run.toml", "--public", "127.0.0.1", "--evaluate-every", "0"]
     mounts = {"/run-file:ro": run_file}
     with loopback() as network:
         with Container(roots, coordinator, serve, volume, network=network, mounts=mounts) as served:

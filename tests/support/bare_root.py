@@ -139,7 +139,9 @@ def within(
     for target, source in mounts.items():
         path, _, option = target.partition(":")
         script += [f"mkdir -p {root}{path}", f"mount --bind -o {option or 'rw'} {source} {root}{path}"]
-    script.append(f'exec chroot --userspec={owner[0]}:{owner[1]} {root} env -i -C {cwd} "$@"')
+    # Another user has no signal for its parent's end: it is set again, so that all ends with the test.
+    user = f"setpriv --reuid {owner[0]} --regid {owner[1]} --clear-groups --pdeathsig KILL"
+    script.append(f'exec chroot {root} {user} env -i -C {cwd} "$@"')
     variables = [f"{name}={value}" for name, value in layers.environment.items()]
     enter = [] if network is None else ["nsenter", f"--net=/proc/{network}/ns/net"]
     unshare = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
@@ -322,8 +324,10 @@ class Container:
         return self
 
     def __exit__(self, *_: object) -> None:
+        first = self._children()
         self._process.kill()  # and with it all of its process namespace
         self._process.wait()
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in first), "the end of its processes")
 
     @property
     def running(self) -> bool:
@@ -332,11 +336,16 @@ class Container:
     def log(self) -> str:
         return self.output.read_text(errors="replace")
 
+    def _children(self) -> list[str]:
+        pid = self._process.pid
+        return Path(f"/proc/{pid}/task/{pid}/children").read_text().split() if self.running else []
+
     def _first(self) -> int:
         """Return the process that is 1 inside."""
-        pid = self._process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children")
-        return int(wait_until(lambda: children.read_text().split(), "the container's first process")[0])
+        first = wait_until(self._children, "the container's first process")[0]
+        root = Path(f"/proc/{first}/root")
+        wait_until(lambda: root.readlink() != Path("/"), "its root")
+        return int(first)
 
     def execute(self, command: Sequence[str], seconds: float = 120.0) -> subprocess.CompletedProcess[str]:
         """Run a command inside, as `docker exec` does."""
