@@ -29,8 +29,9 @@ WORKERS ?= 2
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS)
 
-# Swarms of real processes that take minutes each, on what shorter tests and the scenarios hold too. Under ten minutes.
-test-long: $(STAMP)
+# Swarms of real processes that take minutes each, on what shorter tests and the scenarios hold too; and the images of
+# docker/ in a bare root. About twenty minutes.
+test-long: $(STAMP) debootstrap
 	$(BIN)/python -m pytest -m long -n $(WORKERS)
 
 # Swarms of real processes on an emulated internet (Linux, root; nftables is installed if it can be). About an hour.
@@ -63,6 +64,13 @@ nft:
 	@command -v nft >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
 	  && timeout 120 sh -c 'apt-get install -y -q nftables || { apt-get update -q && apt-get install -y -q nftables; }' >/dev/null 2>&1; } \
 	  || echo "nftables is not here and could not be installed: NAT is not emulated"
+
+# For the images of docker/; without it what needs it says so and is left out.
+.PHONY: debootstrap
+debootstrap:
+	@command -v debootstrap >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
+	  && timeout 120 sh -c 'apt-get install -y -q debootstrap || { apt-get update -q && apt-get install -y -q debootstrap; }' >/dev/null 2>&1; } \
+	  || echo "debootstrap is not here and could not be installed: the images are not built"
 
 # For the ledger's tests; without it those that need it say so and are left out.
 .PHONY: postgres

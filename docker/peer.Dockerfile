@@ -7,26 +7,26 @@ FROM $CUDA AS build
 # torch.compile calls a C compiler, with Python's headers, on the machine that trains.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev python3-dev python3-venv tini \
-    && rm -rf /var/lib/apt/lists/*
-RUN python3 -m venv /opt/cairn
+    && rm -rf /var/lib/apt/lists/* \
+    && python3 -m venv /opt/cairn
 
 FROM build AS wheel
 COPY . /src
 RUN /opt/cairn/bin/pip wheel --no-cache-dir --no-deps --wheel-dir /wheels /src
 
 FROM build
-COPY --from=wheel /wheels /wheels
-RUN /opt/cairn/bin/pip install --no-cache-dir /wheels/*.whl
 # All that is kept is in /data: identity, runs, logs, compiled layers.
 RUN useradd --system --uid 10001 --home-dir /data --create-home --shell /usr/sbin/nologin cairn
+COPY --from=wheel /wheels /wheels
+RUN /opt/cairn/bin/pip install --no-cache-dir /wheels/*.whl
 # By the last, `cairn peer upgrade` says that the image has to be a newer one.
 ENV PATH=/opt/cairn/bin:$PATH CAIRN_HOME=/data CAIRN_IMAGE=cairn-peer
-USER cairn
+USER 10001
 WORKDIR /data
 VOLUME /data
 # A peer needs no open port. It writes its status each second, once it is admitted.
 HEALTHCHECK --interval=30s --timeout=10s --start-period=10m --retries=4 \
-    CMD find /data -name status.json -mmin -2 | grep -q .
+    CMD ["sh", "-c", "find /data -name status.json -mmin -2 | grep -q ."]
 # SIGTERM (`docker stop`) leaves in order: announces what is done, saves the rest. Allow it 60 s: --stop-timeout 60.
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["tini", "--", "cairn"]

@@ -20,6 +20,7 @@ from peer.channel import SAVE_SECONDS
 from peer.node.last_member import MAX_STAY_SECONDS
 from peer.node.node import HARD_STOP_SECONDS
 from tests.support.command_line import invite_on_stdin, parsed  # noqa: F401
+from tests.support.dockerfile import context_names, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER, DEPLOY = ROOT / "docker", ROOT / "deploy"
@@ -101,25 +102,57 @@ def test_grafana_is_given_the_dashboard_and_prometheus_the_rules():
     assert scraped["static_configs"] == [{"targets": ["coordinator:7411"]}]
 
 
-def instructions(file: Path) -> list[tuple[str, str]]:
-    """Return the instructions of a Dockerfile and their arguments, on one line each."""
-    text = re.sub(r"^#.*\n", "", file.read_text(), flags=re.M).replace("\\\n", " ")
-    return [(line.split(maxsplit=1)[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line.strip()]
+@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
+def test_an_image_runs_cairn_as_a_user_without_rights_and_its_steps_are_shell(file: Path):
+    stages = parse(file.read_text())
+    image = stages[-1]
+    assert image.words("ENTRYPOINT") == ["tini", "--", "cairn"]
+    command, _ = parsed(image.words("CMD"))
+    assert command == ("peer join" if file.name == "peer.Dockerfile" else "coordinator serve")
+    assert image.last("USER") == "10001" and image.last("VOLUME") == "/data" and image.words("HEALTHCHECK")
+    for word, line in (step for stage in stages for step in stage.steps):
+        if word == "RUN":
+            subprocess.run(["bash", "-n"], input=line, text=True, check=True)
 
 
 @pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
-def test_an_image_runs_cairn_as_a_user_without_rights_and_its_steps_are_shell(file: Path):
-    found = instructions(file)
-    last = dict(found)  # the last of each
-    assert yaml.safe_load(last["ENTRYPOINT"]) == ["tini", "--", "cairn"]
-    command, _ = parsed(yaml.safe_load(last["CMD"]))
-    assert command == ("peer join" if file.name == "peer.Dockerfile" else "coordinator serve")
-    assert last["USER"] == "cairn" and last["VOLUME"] == "/data" and "HEALTHCHECK" in last
-    for _, line in (each for each in found if each[0] == "RUN"):
-        subprocess.run(["bash", "-n"], input=line, text=True, check=True)
-    kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
-    assert {"setup.py", "pyproject.toml", "cairn", "examples"} <= set(kept)
+def test_hadolint_finds_nothing_in_an_image(file: Path):
+    beside = Path(sys.executable).with_name("hadolint")
+    hadolint = str(beside) if beside.exists() else shutil.which("hadolint")
+    if not hadolint:
+        pytest.skip("hadolint is not here")
+    # Debian removes a version when it has the next.
+    done = subprocess.run([hadolint, "--ignore", "DL3008", str(file)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "FROM a\nADD . /src",
+        "FROM a\nUSER cairn",
+        "FROM a\nUSER 0",
+        "FROM a\nCOPY --chown=1 . /src",
+        "FROM a\nRUN --network=none true",
+        "FROM a\nRUN cat <<X",
+        "FROM a\nCMD cairn",
+        "FROM a\nHEALTHCHECK CMD true",
+        "FROM --platform=x a",
+        "RUN true",
+    ],
+)
+def test_a_dockerfile_with_what_is_not_understood_is_refused(wrong: str):
+    with pytest.raises(ValueError, match="not an instruction"):
+        parse(wrong)
+
+
+def test_the_engine_is_sent_the_sources():
+    kept = context_names((ROOT / ".dockerignore").read_text())
+    assert {"setup.py", "pyproject.toml", "cairn", "examples"} <= kept
     assert not [name for name in kept if not (ROOT / name).exists()]
+    for wrong in ("*\n!cairn\n", "!cairn\n**/__pycache__\n", "*\n!cairn\nbuild\n**/__pycache__\n"):
+        with pytest.raises(ValueError, match="not a .dockerignore"):
+            context_names(wrong)
 
 
 def started(unit: Path) -> list[str]:

@@ -6,27 +6,32 @@ import os
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def build_wheel(folder: Path) -> Path:
-    """Return a wheel, built in an empty folder from a copy of the files that git tracks or would add."""
-    source, out = folder / "source", folder / "wheel"
-    # A copy: building leaves `build` and `*.egg-info` behind, whose files would be in the next wheel.
+def copy_files(to: Path, kept: Callable[[Path], bool] = lambda path: True) -> None:
+    """Copy the repository's files that git tracks or would add; `kept` may leave some out."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
         capture_output=True,
         check=True,
     )
-    for name in listed.stdout.decode().split("\0"):
-        if name and (ROOT / name).is_file():
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes((ROOT / name).read_bytes())
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        if (ROOT / name).is_file() and kept(Path(name)):
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            (to / name).write_bytes((ROOT / name).read_bytes())
+
+
+def build_wheel(folder: Path) -> Path:
+    """Return a wheel of this checkout, built in an empty folder."""
+    source, out = folder / "source", folder / "wheel"
+    # A copy: building leaves `build` and `*.egg-info` behind, whose files would be in the next wheel.
+    copy_files(source)
     _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out), ".", cwd=source)
     (made,) = out.glob("*.whl")
     return made
