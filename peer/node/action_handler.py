@@ -106,6 +106,18 @@ class ActionHandler:
         assert self.trainer is not None
         self.trainer.keep_state(action)
 
+    def release_trainer(self) -> None:
+        assert self.trainer is not None
+        if self.auditor is not None:
+            self.tasks.spawn(self.auditor.release(), "rest of the auditor")
+        self.trainer.release()
+
+    def acquire_trainer(self) -> None:
+        assert self.trainer is not None
+        if self.auditor is not None:
+            self.auditor.resume()
+        self.trainer.acquire()
+
     def audit_update(self, action: actions.AuditUpdate) -> None:
         assert self.auditor is not None
         self.auditor.audit(action)

@@ -23,6 +23,7 @@ from peer.node.node import Node
 from peer.node.options import NodeOptions
 from peer.node.packet_decoder import PacketDecoder
 from peer.node.request_server import RequestServer
+from peer.node.rest import Rest
 from peer.node.round_blob_fetcher import RoundBlobFetcher
 from peer.node.round_timings import RoundTimings
 from peer.node.shard_reducer import ShardReducer
@@ -52,16 +53,18 @@ def build_node(
     bus: NodeEvents | None = None,
     *,
     owner: Identity | None = None,
+    rest: Rest | None = None,
     start_swarm: Callable[..., Any] = Swarm.start,
     supervise: Callable[..., TrainerSupervisor] = TrainerSupervisor,
 ) -> Node:
     """Return a node that is ready to run. Raise StoreError.
 
     `bus` receives the node's events. The key of `owner`, the run's, signs the reports on audits instead of the node's
-    own. `start_swarm` and `supervise` replace the network and the trainer's process.
+    own. `rest` says when a peer that trains is to rest. `start_swarm` and `supervise` replace the network and the
+    trainer's process.
     """
     spec, store, me = membership.spec, membership.store, membership.identity.key
-    bus = bus or NodeEvents()
+    bus, rest = bus or NodeEvents(), rest or Rest()
     tasks, queue, timings = Tasks(), EventQueue(bus), RoundTimings()
     codec = make_codec(spec.codec, spec.model.layout)
     reduction = Reduction(spec.codec, spec.model.layout)
@@ -111,7 +114,7 @@ def build_node(
     if options.trains:
         loader = StateLoader(spec, me, store, chain, updates, files, queue.post)
         trainer = TrainerClient(
-            spec, me, options, store, chain, updates, retention, loader, tasks, queue.post, supervise
+            spec, me, options, store, chain, updates, retention, loader, tasks, queue.post, rest, supervise
         )  # fmt: skip
     directives = DirectiveHandler(me, spec.data.window, trainer, (updates, network.peers))
     end = EndOfRun(membership, machine)
@@ -122,8 +125,8 @@ def build_node(
     driver = RoundDriver(machine, handler, queue, bus, timings, status=status)
     requests = RequestServer(membership, packets, network, machine, certificates, relay, queue, bus)
     folder = options.folder
-    reporter = StatusReporter(membership, folder, network, machine, directives, timings, trainer, auditor, bus)
+    reporter = StatusReporter(membership, folder, network, machine, directives, timings, trainer, auditor, rest, bus)
     return Node(
-        membership, network, certificates, retention, trainer, jobs, auditor, driver, requests, reporter, end, bus,
-        tasks,
+        membership, network, certificates, retention, trainer, jobs, auditor, driver, requests, reporter, end, rest,
+        bus, tasks,
     )  # fmt: skip

@@ -13,6 +13,7 @@ from peer.node.end_of_run import EndOfRun
 from peer.node.enrollment import Enrollment
 from peer.node.events import NodeEvents, RunOver
 from peer.node.network import Network
+from peer.node.rest import Rest
 from peer.node.round_timings import RoundTimings
 from peer.node.snapshot import Snapshot, write_snapshot
 from peer.node.trainer_client import NO_PROGRESS, TrainerClient
@@ -53,6 +54,7 @@ class StatusReporter:
     timings: RoundTimings
     trainer: TrainerClient | None
     auditor: UpdateAuditor | None
+    rest: Rest
     bus: NodeEvents
 
     def __post_init__(self) -> None:
@@ -104,6 +106,8 @@ class StatusReporter:
             open_windows=progress.windows,
             next_window=progress.next_window,
             orders=self.directives.description,
+            rest=self.rest.reason,
+            devices_free=self.rest.is_free,
             audits=asdict(self.auditor.counts) | {"waiting": self.auditor.waiting} if self.auditor else {},
         )
 

@@ -36,6 +36,7 @@ from peer.node.builder import build_node
 from peer.node.enrollment import Enrollment
 from peer.node.node import Node
 from peer.node.options import NodeOptions
+from peer.node.rest import Rest
 from peer.store import Store
 from peer.swarm import BlobFetchError, Handlers, PeerUnreachable
 from peer.training.trainer import Trainer
@@ -345,7 +346,7 @@ class NodeWorld:
     def key(self, name: str) -> PeerKey:
         return identity(name).key
 
-    def start(self, name: str) -> Node:
+    def start(self, name: str, rest: Rest | None = None) -> Node:
         """Start a peer, with the disk that it had when it was there before."""
         me, home = identity(name), self.folder / name
         home.mkdir(exist_ok=True)
@@ -357,7 +358,7 @@ class NodeWorld:
         decoder = MessageDecoder(self.spec.run_id, OWNER.key)
         ways_in = [address_of(self.key(n)) for n in self.nodes if n != name]
         membership = Enrollment(me, self.spec, decoder, store, None, name, admission(self.spec, me).encoded, ways_in)
-        node = self.nodes[name] = self.build(membership, NodeOptions(home, device="cpu", audit_device="off"))
+        node = self.nodes[name] = self.build(membership, NodeOptions(home, device="cpu", audit_device="off"), rest=rest)
         self.run(name, node, store)
         return node
 
@@ -383,9 +384,9 @@ class NodeWorld:
         for name in names:
             del self.nodes[name]
 
-    def build(self, membership: Enrollment, options: NodeOptions, *, owner: Identity | None = None) -> Node:
-        """Build a node in this world's network, with a trainer in this process."""
-        return build_node(membership, options, owner=owner, start_swarm=LoopSwarm.start, supervise=self._supervise)
+    def build(self, membership: Enrollment, options: NodeOptions, **given: Any) -> Node:
+        """Build a node in this world's network, with a trainer in this process. `given`: as for `build_node`."""
+        return build_node(membership, options, start_swarm=LoopSwarm.start, supervise=self._supervise, **given)
 
     def _supervise(self, start: Start, **how: Any) -> Any:
         trainer = self.trainers[start.identity_key] = LoopTrainer(start, **how)
