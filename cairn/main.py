@@ -22,6 +22,7 @@ from cairn.commands.export import export
 from cairn.commands.generate import generate
 from cairn.commands.invite import invite
 from cairn.commands.join import join
+from cairn.commands.pause import leave, pause, resume
 from cairn.commands.prepare import prepare
 from cairn.commands.run_file import init, plan, validate
 from cairn.commands.serve import serve
@@ -120,7 +121,7 @@ def data() -> None:
 
 for _group, _commands in (
     (main, (account, audit, auditor, checkpoint, demo, export, generate, status, watch)),
-    (peer, (join, invite)),
+    (peer, (join, pause, resume, leave, invite)),
     (coordinator, (serve, test_alert)),
     (run, (validate, plan, init, *COMMANDS)),
     (data, (prepare,)),

@@ -107,7 +107,9 @@ def progress_line(s: Any) -> Text:
     if s.target_tokens:
         share = min(1.0, s.round_tokens / s.target_tokens)
         text.append(f" {bar(share)} {share:4.0%}")
-    if s.phase == "observing":
+    if s.rest:
+        text.append(f"  {s.rest}" + ("" if s.devices_free else "; its devices are being freed"), style="yellow")
+    elif s.phase == "observing":
         text.append("  {made} checks made, {failed} failed, {waiting} wait".format_map(s.audits))
     elif s.device:
         text.append(f"  loss {s.loss:.3f}" if s.loss else "  loss -")

@@ -135,7 +135,8 @@ def member_options(command: Callable[..., None]) -> Callable[..., None]:
 def join(**options: Any) -> None:
     """Join the run that INVITE names, and train until Ctrl-C.
 
-    Ctrl-C announces what is done, saves the rest and leaves; the same command resumes.
+    Ctrl-C announces what is done, saves the rest and leaves; the same command resumes. `cairn peer pause` gives you
+    the devices back for a while.
     """
     join_run(JoinOptions(**options))
 
@@ -182,12 +183,14 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
     stop = asyncio.Event()
     stop_on_signals(stop)
 
+    from cairn.peer_control import PeerControl, listening
     from cairn.peer_screen import PeerScreen
     from peer.node.admission_wait import wait_until_admitted
     from peer.node.builder import build_node
     from peer.node.enrollment import Enrollment, RunIsOver, run_folder
     from peer.node.machine_check import check_machine
     from peer.node.options import NodeOptions
+    from peer.node.rest import Rest
     from peer.store import Store
 
     folder = run_folder(options.home, RunId(invite.run))
@@ -208,6 +211,8 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
         auditor=options.auditor,
         trainer_command=options.trainer_command,
     )
+    rest = Rest()
+    control = PeerControl(None if options.auditor else rest, stop)
     with Store(folder / "store", options.disk) as store:
 
         async def enter() -> Enrollment:
@@ -253,7 +258,7 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
             try:
                 if options.auditor:
                     _begin_audits(membership.spec, options.owner)
-                node = build_node(membership, node_options, owner=options.owner)
+                node = build_node(membership, node_options, owner=options.owner, rest=rest)
                 await _run(node, screen, stopping, auditor=options.auditor)
             finally:
                 await membership.close()
@@ -261,8 +266,9 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
                 await offer(node.end_of_run.info)
             return node.must_restart and not stop.is_set()
 
-        while await take_part():
-            log.warning("starting again: the run goes on from further back than this peer remembered")
+        async with listening(folder, control.answer):
+            while await take_part():
+                log.warning("starting again: the run goes on from further back than this peer remembered")
         stopping.cancel()
 
 

@@ -107,7 +107,9 @@ class TrainerClient:
 
     async def stop(self) -> bool:
         """Have the trainer save and exit. Return whether all that it learnt is on disk. Idempotent."""
-        return self._supervisor is None or await self._supervisor.stop(channel.SAVE_SECONDS)
+        saved = self._supervisor is None or await self._supervisor.stop(channel.SAVE_SECONDS)
+        self.rest.note_devices(free=True)
+        return saved
 
     # -- a rest ----------------------------------------------------------------------------------------------
 

@@ -43,8 +43,12 @@ async def test_nothing_trained_is_lost_by_a_rest_and_the_others_go_on_without_it
         rest.want("user", "")
         await w.until("it contributes again", lambda: w.contributed("ada", since) > 1)
         assert w.trainer("ada") is not before and not rest.is_free
+        await w.until("it trains", lambda: ada.snapshot().next_window > 0)
+        now = ada.snapshot()
+        assert now.trained_windows == now.next_window > trained, "windows were trained twice"
+        assert now.rest == "" and now.phase != "resting"
         claimed = windows_of(grace, key)
-        assert [a for _, a in claimed[:-1]] == [b for b, _ in claimed[1:]], "windows were lost, or trained in vain"
+        assert [a for _, a in claimed[:-1]] == [b for b, _ in claimed[1:]], "windows were left out"
     finally:
         await w.close()
 
