@@ -121,10 +121,8 @@ def read_settings(path: Path, options: Mapping[str, Any]) -> PeerSettings:
     try:
         return PeerSettings.model_validate(tables | given)
     except ValidationError as e:
-        wrong = (
-            (f"--{str(p['loc'][0]).replace('_', '-')}", p["msg"].removeprefix("Value error, ")) for p in e.errors()
-        )
-        raise SettingsError("\n".join(f"{option}: {message}" for option, message in wrong)) from None
+        wrong = ((str(p["loc"][0]).replace("_", "-"), p["msg"].removeprefix("Value error, ")) for p in e.errors())
+        raise SettingsError("\n".join(f"--{option}: {message}" for option, message in wrong)) from None
 
 
 class SettingsFile:

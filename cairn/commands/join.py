@@ -50,6 +50,9 @@ CREDIT_CALLS = 160.0
 SAY_SECONDS = 1.0
 """Seconds between two looks at whether an auditor's reports can count."""
 
+SETTINGS = ("hours", "until")
+"""The options that peer.toml may set as well."""
+
 _CHOICE = click.Choice(["auto", "on", "off"])
 _auto = partial(click.option, default="auto", show_default=True)
 
@@ -127,6 +130,8 @@ def member_options(command: Callable[..., None]) -> Callable[..., None]:
 )
 @_auto("--compile", type=_CHOICE, help="Compile the model's layers with torch.compile. auto: on a GPU.")
 @click.option("--overlap", type=click.Choice(["on", "off"]), default="on", hidden=True)  # to measure what it saves
+@click.option("--hours", metavar="FROM-TO", help="Train at these hours of this machine's clock, for example 22-7.")
+@click.option("--until", metavar="TIME", help="Leave in order at this time, for example 7:30.")
 @_auto(
     "--audit-device",
     help="Where to check others' updates: cpu, cuda:N, off, or auto: the trainer's device if checks can convict.",
@@ -164,6 +169,8 @@ class JoinOptions:
     compile: Choice = "auto"
     overlap: str = "on"
     audit_device: str = "auto"
+    hours: str | None = None
+    until: str | None = None
     trainer_command: tuple[str, ...] = ()
     auditor: bool = False
     owner: Identity | None = None
@@ -184,7 +191,9 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
     stop_on_signals(stop)
 
     from cairn.peer_control import PeerControl, listening
+    from cairn.peer_schedule import PeerSchedule
     from cairn.peer_screen import PeerScreen
+    from cairn.peer_settings import FILE, SettingsFile
     from peer.node.admission_wait import wait_until_admitted
     from peer.node.builder import build_node
     from peer.node.enrollment import Enrollment, RunIsOver, run_folder
@@ -213,6 +222,9 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
     )
     rest = Rest()
     control = PeerControl(None if options.auditor else rest, stop)
+    settings = SettingsFile(options.home / FILE, {name: getattr(options, name) for name in SETTINGS})
+    schedule = PeerSchedule(settings, rest, stop.set)
+    schedule.look()
     with Store(folder / "store", options.disk) as store:
 
         async def enter() -> Enrollment:
@@ -266,9 +278,13 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
                 await offer(node.end_of_run.info)
             return node.must_restart and not stop.is_set()
 
-        async with listening(folder, control.answer):
-            while await take_part():
-                log.warning("starting again: the run goes on from further back than this peer remembered")
+        watching = asyncio.create_task(schedule.keep())
+        try:
+            async with listening(folder, control.answer):
+                while await take_part():
+                    log.warning("starting again: the run goes on from further back than this peer remembered")
+        finally:
+            watching.cancel()
         stopping.cancel()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey, Round, RunId, sha256
 from protocol.messages import Heartbeat, RoundRecord, UpdateHeader
@@ -10,6 +12,8 @@ from protocol.rounds import events as ev
 from protocol.rounds.machine import RoundMachine
 from protocol.rounds.policy import LocalStatus, RoundPolicy
 from tests.simulation.signer import FakeSigner
+
+T = TypeVar("T")
 
 RUN = RunId(sha256(b"run"))
 
@@ -60,7 +64,7 @@ class Bench:
         for action in self.of(do.DirectivesChanged):
             self.directives = action
 
-    def of(self, kind):
+    def of(self, kind: type[T]) -> list[T]:
         return [a for a in self.actions if isinstance(a, kind)]
 
     def said(self, body):
