@@ -9,6 +9,7 @@ from datetime import datetime
 
 from cairn.peer_settings import PeerSettings, SettingsError, SettingsFile, parse_until
 from peer.node.rest import Rest
+from peer.swarm.pace import Paces
 
 log = logging.getLogger("cairn.peer")
 
@@ -23,18 +24,23 @@ class PeerSchedule:
         self,
         file: SettingsFile,
         rest: Rest,
+        paces: Paces,
         leave: Callable[[], None],
         clock: Callable[[], datetime] = datetime.now,
     ):
         """`leave` has the peer end in order. `clock` gives this machine's wall clock."""
         self._file = file
         self._rest = rest
+        self._paces = paces
         self._leave = leave
         self._clock = clock
         self._end: datetime | None = None
         self._follow(file.settings)
 
     def _follow(self, settings: PeerSettings) -> None:
+        up, down = settings.rates
+        self._paces.up.set_rate(up)
+        self._paces.down.set_rate(down)
         self._end = parse_until(settings.until, self._clock()) if settings.until else None
         if self._end is not None:
             log.info("this peer leaves at %s", self._end.isoformat(" ", "minutes"))

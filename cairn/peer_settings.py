@@ -2,6 +2,8 @@
 
     hours = "22-7"              # by this machine's clock; the peer rests at other times
     until = "07:30"             # the peer leaves then; or "2026-11-30 07:30"
+    max_upload = "2M"           # bytes a second, of blobs: nearly all that a peer sends
+    max_download = "5M"
 
 It is read again when it changes. The rules of time are pure functions of a wall clock, so they need no care for
 daylight saving time: an hour that occurs twice counts twice.
@@ -19,10 +21,13 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
+from cairn.number_format import parse_size
 from coordinator.authoring.toml_file import problems, read_tables
 from protocol.errors import CairnError
 
 FILE = "peer.toml"
+MIN_RATE = 100_000
+"""Least bytes a second: with less, every reply to others comes too late to be of use."""
 
 _TIME = re.compile(r"([0-9]{1,2})(?::([0-9]{2}))?")
 _HOURS = re.compile(rf"{_TIME.pattern}-{_TIME.pattern}")
@@ -92,6 +97,21 @@ def _checked_until(text: str) -> str:
     return text
 
 
+def _rate(text: str) -> int:
+    """Return the bytes a second in "2M"; 0 for "". Raises ValueError."""
+    if not text:
+        return 0
+    found = parse_size(text)
+    if found is None or found < MIN_RATE:
+        raise ValueError(f"{text[:40]!r} is not a rate of at least 100K bytes a second: write for example 800K or 2M")
+    return found
+
+
+def _checked_rate(text: str) -> str:
+    _rate(text)
+    return text
+
+
 class PeerSettings(BaseModel):
     """The checked fields of a peer.toml, with the options that override it. An empty text: no such rule."""
 
@@ -99,6 +119,13 @@ class PeerSettings(BaseModel):
 
     hours: Annotated[str, AfterValidator(_checked_hours)] = ""
     until: Annotated[str, AfterValidator(_checked_until)] = ""
+    max_upload: Annotated[str, AfterValidator(_checked_rate)] = ""
+    max_download: Annotated[str, AfterValidator(_checked_rate)] = ""
+
+    @property
+    def rates(self) -> tuple[int, int]:
+        """The bytes a second that may be sent and received; 0: any number."""
+        return _rate(self.max_upload), _rate(self.max_download)
 
     def reason_to_rest(self, now: datetime) -> str:
         """Return why the peer rests at a time of the wall clock; "" when it may train."""

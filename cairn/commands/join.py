@@ -50,7 +50,7 @@ CREDIT_CALLS = 160.0
 SAY_SECONDS = 1.0
 """Seconds between two looks at whether an auditor's reports can count."""
 
-SETTINGS = ("hours", "until")
+SETTINGS = ("hours", "until", "max_upload", "max_download")
 """The options that peer.toml may set as well."""
 
 _CHOICE = click.Choice(["auto", "on", "off"])
@@ -132,6 +132,8 @@ def member_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--overlap", type=click.Choice(["on", "off"]), default="on", hidden=True)  # to measure what it saves
 @click.option("--hours", metavar="FROM-TO", help="Train at these hours of this machine's clock, for example 22-7.")
 @click.option("--until", metavar="TIME", help="Leave in order at this time, for example 7:30.")
+@click.option("--max-upload", metavar="RATE", help="Most bytes a second to send, for example 2M (16 Mbit/s).")
+@click.option("--max-download", metavar="RATE", help="Most bytes a second to receive, for example 5M.")
 @_auto(
     "--audit-device",
     help="Where to check others' updates: cpu, cuda:N, off, or auto: the trainer's device if checks can convict.",
@@ -171,6 +173,8 @@ class JoinOptions:
     audit_device: str = "auto"
     hours: str | None = None
     until: str | None = None
+    max_upload: str | None = None
+    max_download: str | None = None
     trainer_command: tuple[str, ...] = ()
     auditor: bool = False
     owner: Identity | None = None
@@ -201,6 +205,7 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
     from peer.node.options import NodeOptions
     from peer.node.rest import Rest
     from peer.store import Store
+    from peer.swarm.pace import Paces
 
     folder = run_folder(options.home, RunId(invite.run))
     screen = PeerScreen(live=not options.plain and sys.stdout.isatty())
@@ -220,10 +225,10 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
         auditor=options.auditor,
         trainer_command=options.trainer_command,
     )
-    rest = Rest()
+    rest, paces = Rest(), Paces()
     control = PeerControl(None if options.auditor else rest, stop)
     settings = SettingsFile(options.home / FILE, {name: getattr(options, name) for name in SETTINGS})
-    schedule = PeerSchedule(settings, rest, stop.set)
+    schedule = PeerSchedule(settings, rest, paces, stop.set)
     schedule.look()
     with Store(folder / "store", options.disk) as store:
 
@@ -270,7 +275,7 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
             try:
                 if options.auditor:
                     _begin_audits(membership.spec, options.owner)
-                node = build_node(membership, node_options, owner=options.owner, rest=rest)
+                node = build_node(membership, node_options, owner=options.owner, rest=rest, paces=paces)
                 await _run(node, screen, stopping, auditor=options.auditor)
             finally:
                 await membership.close()

@@ -36,6 +36,7 @@ from peer.node.trainer_client import TrainerClient
 from peer.node.trainer_supervisor import TrainerSupervisor
 from peer.node.update_auditor import UpdateAuditor
 from peer.swarm import Swarm
+from peer.swarm.pace import Paces
 from protocol.codec import make_codec
 from protocol.identity import Identity
 from protocol.message_codec import KeySigner
@@ -54,14 +55,15 @@ def build_node(
     *,
     owner: Identity | None = None,
     rest: Rest | None = None,
+    paces: Paces | None = None,
     start_swarm: Callable[..., Any] = Swarm.start,
     supervise: Callable[..., TrainerSupervisor] = TrainerSupervisor,
 ) -> Node:
     """Return a node that is ready to run. Raise StoreError.
 
     `bus` receives the node's events. The key of `owner`, the run's, signs the reports on audits instead of the node's
-    own. `rest` says when a peer that trains is to rest. `start_swarm` and `supervise` replace the network and the
-    trainer's process.
+    own. `rest` says when a peer that trains is to rest, `paces` how fast it sends and gets blobs. `start_swarm` and
+    `supervise` replace the network and the trainer's process.
     """
     spec, store, me = membership.spec, membership.store, membership.identity.key
     bus, rest = bus or NodeEvents(), rest or Rest()
@@ -92,7 +94,7 @@ def build_node(
         reporter=reporter,
     )
     banned = partial(is_banned, chain)
-    network = Network(membership, tasks, options.listen, options.announce, banned, start_swarm)
+    network = Network(membership, tasks, options.listen, options.announce, banned, start_swarm, paces=paces or Paces())
     packets = PacketDecoder(membership.decoder, membership.locator)
 
     updates = RoundBlobFetcher(store, network, codec, spec.round.exchange_seconds, queue.post, tasks)

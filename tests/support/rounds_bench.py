@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey, Round, RunId, sha256
 from protocol.messages import Heartbeat, RoundRecord, UpdateHeader
@@ -12,8 +10,6 @@ from protocol.rounds import events as ev
 from protocol.rounds.machine import RoundMachine
 from protocol.rounds.policy import LocalStatus, RoundPolicy
 from tests.simulation.signer import FakeSigner
-
-T = TypeVar("T")
 
 RUN = RunId(sha256(b"run"))
 
@@ -64,7 +60,7 @@ class Bench:
         for action in self.of(do.DirectivesChanged):
             self.directives = action
 
-    def of(self, kind: type[T]) -> list[T]:
+    def of(self, kind):
         return [a for a in self.actions if isinstance(a, kind)]
 
     def said(self, body):

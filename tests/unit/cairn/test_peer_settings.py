@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from cairn.peer_schedule import PeerSchedule
 from cairn.peer_settings import FILE, Hours, PeerSettings, SettingsError, SettingsFile, parse_until, read_settings
 from peer.node.rest import Rest
+from peer.swarm.pace import Paces
 
 MINUTES = st.integers(0, 24 * 60 - 1)
 TIMES = st.datetimes(datetime(2020, 1, 1), datetime(2030, 1, 1))
@@ -66,6 +67,7 @@ def test_a_file_gives_the_settings_and_options_come_before_it(tmp_path: Path):
     path.write_text('hours = "22-7"\nuntil = "7:30"\n')
     assert read_settings(path, {"hours": None}) == PeerSettings(hours="22-7", until="7:30")
     assert read_settings(path, {"hours": "9-17", "until": ""}) == PeerSettings(hours="9-17")
+    assert PeerSettings(max_upload="2M").rates == (2_000_000, 0) and PeerSettings().rates == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -74,6 +76,7 @@ def test_a_file_gives_the_settings_and_options_come_before_it(tmp_path: Path):
         ('hours = "22-7"\nuntil = "late"\n', r"peer\.toml:2: until: 'late' is no time: write for example"),
         ("\nhours = 22\n", r"peer\.toml:2: hours: .*\(found '22'\)"),
         ('hour = "22-7"\n', r"peer\.toml:1: hour: is not a field; did you mean hours\?"),
+        ('max_upload = "9K"\n', r"peer\.toml:1: max_upload: '9K' is not a rate of at least 100K bytes a second"),
         ("hours = \n", r"peer\.toml: not TOML: "),
         ("\xff", r"peer\.toml: not UTF-8 text: mend it"),
     ],
@@ -98,7 +101,8 @@ class Watched:
         self.now = now
         self.rest = Rest()
         self.left = 0
-        self.schedule = PeerSchedule(SettingsFile(self.path, {}), self.rest, self._leave, lambda: self.now)
+        self.paces = Paces()
+        self.schedule = PeerSchedule(SettingsFile(self.path, {}), self.rest, self.paces, self._leave, lambda: self.now)
 
     def _leave(self) -> None:
         self.left += 1
