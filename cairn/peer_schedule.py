@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from datetime import datetime
+import time
+from collections.abc import Awaitable, Callable
+from datetime import datetime, timedelta
 
+from cairn.idle_watch import IdleFacts, idle_facts
 from cairn.peer_settings import PeerSettings, SettingsError, SettingsFile, parse_until
 from peer.node.rest import Rest
 from peer.swarm.pace import Paces
@@ -15,6 +17,12 @@ log = logging.getLogger("cairn.peer")
 
 LOOK_SECONDS = 2.0
 """Seconds between two looks at the clock and the file."""
+
+FACTS_SECONDS = 10.0
+"""Seconds between two looks at who uses the machine."""
+
+QUIET = timedelta(seconds=60)
+"""Time for which nobody must have used the machine: a trainer takes a while to start."""
 
 
 class PeerSchedule:
@@ -27,13 +35,20 @@ class PeerSchedule:
         paces: Paces,
         leave: Callable[[], None],
         clock: Callable[[], datetime] = datetime.now,
+        facts: Callable[[], Awaitable[IdleFacts]] = idle_facts,
     ):
-        """`leave` has the peer end in order. `clock` gives this machine's wall clock."""
+        """`leave` has the peer end in order. `clock` gives this machine's wall clock, `facts` who uses it."""
         self._file = file
         self._rest = rest
         self._paces = paces
         self._leave = leave
         self._clock = clock
+        self._ask = facts
+        self._facts = IdleFacts()
+        self._asked_at: float | None = None
+        self._quiet_from: datetime | None = None
+        """The time from which nobody will have used the machine for long enough."""
+        self._said = ""
         self._end: datetime | None = None
         self._follow(file.settings)
 
@@ -54,14 +69,31 @@ class PeerSchedule:
         except SettingsError as e:
             log.warning("the settings stay as they were: %s", e)
         now = self._clock()
-        self._rest.want("schedule", self._file.settings.reason_to_rest(now))
+        reason = self._file.settings.reason_to_rest(now, self._facts)
+        if self._file.settings.only_when_idle and self._facts.reason:
+            self._quiet_from = now + QUIET
+        elif not reason and self._file.settings.only_when_idle and self._quiet_from and now < self._quiet_from:
+            reason = "the machine was in use a moment ago"
+        self._rest.want("schedule", reason)
         if self._end is not None and now >= self._end:
             log.info("it is %s: leaving", self._end.isoformat(" ", "minutes"))
             self._end = None
             self._leave()
 
+    async def learn(self) -> None:
+        """Find out who uses the machine if that matters, and say once what cannot be known."""
+        now = time.monotonic()
+        if not self._file.settings.only_when_idle or (self._asked_at and now < self._asked_at + FACTS_SECONDS):
+            return
+        self._asked_at, self._facts = now, await self._ask()
+        if (unknown := self._facts.unknown) != self._said:
+            self._said = unknown
+            if unknown:
+                log.warning("only-when-idle: this machine does not tell of %s", unknown)
+
     async def keep(self) -> None:
         """Look again and again, until cancelled."""
         while True:
+            await self.learn()
             self.look()
             await asyncio.sleep(LOOK_SECONDS)

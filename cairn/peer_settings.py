@@ -4,6 +4,7 @@
     until = "07:30"             # the peer leaves then; or "2026-11-30 07:30"
     max_upload = "2M"           # bytes a second, of blobs: nearly all that a peer sends
     max_download = "5M"
+    only_when_idle = true       # rest while others use the GPU or the keyboard (see `idle_watch`)
 
 It is read again when it changes. The rules of time are pure functions of a wall clock, so they need no care for
 daylight saving time: an hour that occurs twice counts twice.
@@ -21,6 +22,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
+from cairn.idle_watch import NOT_KNOWN, IdleFacts
 from cairn.number_format import parse_size
 from coordinator.authoring.toml_file import problems, read_tables
 from protocol.errors import CairnError
@@ -121,17 +123,18 @@ class PeerSettings(BaseModel):
     until: Annotated[str, AfterValidator(_checked_until)] = ""
     max_upload: Annotated[str, AfterValidator(_checked_rate)] = ""
     max_download: Annotated[str, AfterValidator(_checked_rate)] = ""
+    only_when_idle: bool = False
 
     @property
     def rates(self) -> tuple[int, int]:
         """The bytes a second that may be sent and received; 0: any number."""
         return _rate(self.max_upload), _rate(self.max_download)
 
-    def reason_to_rest(self, now: datetime) -> str:
+    def reason_to_rest(self, now: datetime, facts: IdleFacts = NOT_KNOWN) -> str:
         """Return why the peer rests at a time of the wall clock; "" when it may train."""
         if self.hours and not Hours.parse(self.hours).contains(now):
             return f"outside the hours {self.hours}"
-        return ""
+        return facts.reason if self.only_when_idle else ""
 
 
 def read_settings(path: Path, options: Mapping[str, Any]) -> PeerSettings:

@@ -50,7 +50,7 @@ CREDIT_CALLS = 160.0
 SAY_SECONDS = 1.0
 """Seconds between two looks at whether an auditor's reports can count."""
 
-SETTINGS = ("hours", "until", "max_upload", "max_download")
+SETTINGS = ("hours", "until", "max_upload", "max_download", "only_when_idle")
 """The options that peer.toml may set as well."""
 
 _CHOICE = click.Choice(["auto", "on", "off"])
@@ -132,6 +132,9 @@ def member_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--overlap", type=click.Choice(["on", "off"]), default="on", hidden=True)  # to measure what it saves
 @click.option("--hours", metavar="FROM-TO", help="Train at these hours of this machine's clock, for example 22-7.")
 @click.option("--until", metavar="TIME", help="Leave in order at this time, for example 7:30.")
+@click.option(
+    "--only-when-idle/--always", default=None, help="Rest while other programs use the GPU, or people the keyboard."
+)
 @click.option("--max-upload", metavar="RATE", help="Most bytes a second to send, for example 2M (16 Mbit/s).")
 @click.option("--max-download", metavar="RATE", help="Most bytes a second to receive, for example 5M.")
 @_auto(
@@ -175,6 +178,7 @@ class JoinOptions:
     until: str | None = None
     max_upload: str | None = None
     max_download: str | None = None
+    only_when_idle: bool | None = None
     trainer_command: tuple[str, ...] = ()
     auditor: bool = False
     owner: Identity | None = None
@@ -229,6 +233,7 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
     control = PeerControl(None if options.auditor else rest, stop)
     settings = SettingsFile(options.home / FILE, {name: getattr(options, name) for name in SETTINGS})
     schedule = PeerSchedule(settings, rest, paces, stop.set)
+    await schedule.learn()
     schedule.look()
     with Store(folder / "store", options.disk) as store:
 

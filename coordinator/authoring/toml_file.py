@@ -51,7 +51,7 @@ def problems(
     model: type[BaseModel],
     *,
     missing: str = "is missing",
-    filled_in: Mapping[tuple[str, ...], Collection[tuple[str, ...]]] = MappingProxyType({}),
+    filled_in: Mapping[tuple[int | str, ...], Collection[tuple[int | str, ...]]] = MappingProxyType({}),
 ) -> Iterator[str]:
     """Yield one line for each problem of a file that `model` describes: file:line: field: problem (value).
 
@@ -60,7 +60,7 @@ def problems(
     errors = error.errors()
     wrong = {e["loc"] for e in errors}
     for e in errors:
-        if wrong & set(filled_in.get(e["loc"], ())):
+        if not wrong.isdisjoint(filled_in.get(e["loc"], ())):
             continue
         loc = [p for p in e["loc"] if p not in ("str", "list[str]")]
         field, message = ".".join(map(str, loc)), e["msg"].removeprefix("Value error, ")

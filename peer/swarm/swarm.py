@@ -151,8 +151,9 @@ class Swarm:
         """Listen by libp2p, join the DHT by the `initial` addresses (those of other peers), and accept calls.
 
         `announce` replaces the addresses that the machine sees itself. A private folder for the daemon's sockets is
-        made in `folder` (default: the system's temporary folder). `paces` bound the bytes a second of blobs.
-        It is a warning, not an error, if nobody of `initial` answers: `connect` may be called again at any time. Raises SwarmStartError.
+        made in `folder` (default: the system's temporary folder). `paces` bound the bytes a second of blobs. It is a
+        warning, not an error, if nobody of `initial` answers: `connect` may be called again at any time. Raises
+        SwarmStartError.
         """
         limits = limits or SwarmLimits()
         limiter = RateLimiter(limits.calls, handlers.is_known)
