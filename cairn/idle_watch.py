@@ -1,7 +1,7 @@
-"""Whether somebody else uses this machine: programs that compute on its GPUs, and people at its keyboards.
+"""Signs that somebody else uses this machine: programs that compute on its GPUs, and people at its keyboards.
 
-The first comes from nvidia-smi, the second from systemd-logind, which counts input on terminals and what desktops tell
-it. Where one of them does not answer, that fact is not known, and no reason to rest.
+The first come from nvidia-smi, the second from systemd-logind, which counts input on terminals and asks desktops. If
+one of them does not answer, that fact is not known, and no reason to rest.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class IdleFacts:
 
     @property
     def unknown(self) -> str:
-        """What is not known here, for people; "" when all is."""
+        """The facts that are not known here, for people; "" when all are."""
         missing = ["programs on the GPU (nvidia-smi does not answer)"] * (self.program is None)
         missing += ["people at the keyboard (loginctl does not answer)"] * (self.people is None)
         return " and ".join(missing)

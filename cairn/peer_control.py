@@ -1,7 +1,7 @@
 """How commands reach a peer that runs on this machine: a socket in its run's folder, which only its user may open.
 
-One line of JSON each way: {"ask": "pause"} and {"said": "..."}, or {"refused": "..."}. A socket that a killed process
-left is refused by the system, so a peer that does not run is told from one that does not answer.
+One line of JSON each way: {"ask": "pause"} and {"said": "..."}, or {"refused": "..."}. The system refuses a connection
+to a socket that a killed process left. So a peer that does not run differs from one that does not answer.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Answer = Callable[[str], Awaitable[str]]
 
 
 class PeerControl:
-    """What the commands do to a peer. `rest` is None for one that trains nothing."""
+    """The answers of a peer to these commands. `rest` is None for one that trains nothing."""
 
     def __init__(self, rest: Rest | None, stop: asyncio.Event):
         self._rest = rest
@@ -107,7 +107,7 @@ async def listening(folder: Path, answer: Answer) -> AsyncIterator[None]:
                 with contextlib.suppress(asyncio.CancelledError):  # the end of the process closes the connection
                     await asyncio.Event().wait()
         except (OSError, ValueError, asyncio.TimeoutError):
-            pass  # whoever asked is gone, or said nothing that can be read
+            pass  # the command is gone, or sent nothing that can be read
         finally:
             writer.close()
 

@@ -1,6 +1,6 @@
 """A rest of this peer: what its user wants, and whether the devices are free yet.
 
-Whoever asks for a rest gives a reason (a command, a schedule). The peer trains while nobody has one. An object of this
+Each source that asks for a rest (a command, a schedule) gives a reason. The peer trains while nobody has one. An object of this
 class outlives the node, so a node that is built again keeps the rest.
 """
 

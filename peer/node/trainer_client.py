@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 RELEASE_SECONDS = 3.5
-"""Seconds in which a trainer that is let go has to save, before it is killed: with the time for a last update, five."""
+"""Seconds in which a released trainer has to save, before it is killed: with the time for a last update, five."""
 
 NO_PROGRESS = channel.Progress(0, 0.0, 0.0, 0, 0.0, False)
 

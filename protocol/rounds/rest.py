@@ -18,7 +18,7 @@ from protocol.rounds.context import Context
 from protocol.rounds.state_sync import StateSync
 
 HAND_IN_SECONDS = 1.5
-"""The longest time for the trainer to make the last update. What is not handed in is in its saved state."""
+"""The longest time for the trainer to make the last update. Work that is not handed in is in its saved state."""
 
 
 class Rest:

@@ -31,7 +31,7 @@ async def test_a_pause_frees_the_devices_and_loses_nothing_and_nobody_waits_for_
     assert (paused.phase, paused.rest) == ("resting", "paused by its user")
     swarm.assert_logged("ada", r"resting: paused by its user")
 
-    # What it had done is handed in: rounds after that one are decided without it, and nobody calls it late or gone.
+    # Its work is handed in: rounds after that one are decided without it, and nobody calls it late or gone.
     reached = await swarm.round_after(others, 3)
     without = [c.record.body for c in swarm.branch("alan").path[reached - 2 :]]
     assert without and all(key not in body.contributors for body in without)

@@ -147,7 +147,7 @@ class Stream:
             raise
 
     def free(self) -> None:
-        """Return a slot. What came on it was counted when it came."""
+        """Return a slot. The bytes of its reply were counted when they came."""
         self._pace.give_back(self._expected)
         self._release()
 

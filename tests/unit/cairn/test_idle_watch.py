@@ -1,4 +1,4 @@
-"""Whether somebody else uses the machine, by programs of the system, which are fakes here."""
+"""Signs that somebody else uses the machine, by programs of the system, which are fakes here."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ async def test_a_rest_from_the_start_uses_no_device_and_may_end_at_once(tmp_path
         ada = w.start("ada", rest)
         await w.until("it follows", lambda: ada.snapshot().round > 1)
         assert rest.is_free and w.key("ada") not in w.trainers
-        for _ in range(3):  # whoever cannot make up their mind gets what they said last
+        for _ in range(3):  # the last word counts
             rest.want("user", "")
             rest.want("user", "after all")
         rest.want("user", "")
