@@ -280,7 +280,9 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
             try:
                 if options.auditor:
                     _begin_audits(membership.spec, options.owner)
-                node = build_node(membership, node_options, owner=options.owner, rest=rest, paces=paces)
+                node = build_node(
+                    membership, node_options, owner=options.owner, rest=None if options.auditor else rest, paces=paces
+                )
                 await _run(node, screen, stopping, auditor=options.auditor)
             finally:
                 await membership.close()

@@ -1,7 +1,7 @@
 """A rest of this peer: what its user wants, and whether the devices are free yet.
 
-Each source that asks for a rest (a command, a schedule) gives a reason. The peer trains while nobody has one. An object of this
-class outlives the node, so a node that is built again keeps the rest.
+Each source that asks for a rest (a command, a schedule) gives a reason. The peer trains while nobody has one. An object
+of this class outlives the node, so a node that is built again keeps the rest.
 """
 
 from __future__ import annotations

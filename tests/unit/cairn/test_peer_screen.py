@@ -66,14 +66,23 @@ async def test_the_link_is_told_once_when_the_coordinator_answers(caplog, monkey
 
 
 def test_an_auditor_without_training_shows_its_checks():
-    shown = dict(phase="observing", round=7, target_tokens=0, device="", members=2, total_tokens=0, orders="")
+    shown = dict(phase="observing", round=7, target_tokens=0, device="", members=2, total_tokens=0, orders="", rest="")
     audits = {"made": 5, "failed": 1, "not_made": 2, "waiting": 3}
     line = progress_line(SimpleNamespace(**shown, audits=audits)).plain
     assert line == "observing  round 7  5 checks made, 1 failed, 3 wait  3 peers"
 
 
 def test_what_the_owner_has_ordered_is_in_the_line_that_is_always_seen():
-    shown = dict(phase="paused", round=7, target_tokens=0, device="", members=2, total_tokens=0, orders="")
+    shown = dict(phase="paused", round=7, target_tokens=0, device="", members=2, total_tokens=0, orders="", rest="")
     assert "owner" not in progress_line(SimpleNamespace(**shown)).plain
     orders = "paused by the run's owner since 2026-01-02 03:04 UTC (moving house)"
     assert progress_line(SimpleNamespace(**shown | {"orders": orders})).plain.endswith(f"3 peers  {orders}")
+
+
+def test_a_rest_is_shown_with_its_reason_and_whether_the_devices_are_free():
+    shown = dict(phase="resting", round=7, target_tokens=0, device="H100", members=2, total_tokens=0, orders="")
+    shown |= {"rest": "paused by its user", "devices_free": False}
+    line = progress_line(SimpleNamespace(**shown)).plain
+    assert line == "resting    round 7  paused by its user; its devices are being freed  3 peers"
+    line = progress_line(SimpleNamespace(**shown | {"devices_free": True})).plain
+    assert line == "resting    round 7  paused by its user  3 peers"
