@@ -7,7 +7,9 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta
+from typing import Any
 
+from cairn.day_traffic import DayTraffic
 from cairn.idle_watch import IdleFacts, idle_facts
 from cairn.peer_settings import PeerSettings, SettingsError, SettingsFile, parse_until
 from peer.node.rest import Rest
@@ -33,6 +35,7 @@ class PeerSchedule:
         file: SettingsFile,
         rest: Rest,
         paces: Paces,
+        traffic: DayTraffic,
         leave: Callable[[], None],
         clock: Callable[[], datetime] = datetime.now,
         facts: Callable[[], Awaitable[IdleFacts]] = idle_facts,
@@ -41,6 +44,11 @@ class PeerSchedule:
         self._file = file
         self._rest = rest
         self._paces = paces
+        self._traffic = traffic
+        self._counted = (paces.up.gone, paces.down.gone)
+        self.away = asyncio.Event()
+        """Set while the day's volume is used up: the peer is to be out of the swarm."""
+        self._back = asyncio.Event()
         self._leave = leave
         self._clock = clock
         self._ask = facts
@@ -75,10 +83,30 @@ class PeerSchedule:
         elif not reason and self._file.settings.only_when_idle and self._quiet_from and now < self._quiet_from:
             reason = "the machine was in use a moment ago"
         self._rest.want("schedule", reason)
+        self._count(now)
         if self._end is not None and now >= self._end:
             log.info("it is %s: leaving", self._end.isoformat(" ", "minutes"))
             self._end = None
             self._leave()
+
+    def _count(self, now: datetime) -> None:
+        """Count what went since the last look, and see whether it was too much for a day."""
+        gone = (self._paces.up.gone, self._paces.down.gone)
+        up, down = (max(0, new - old) for new, old in zip(gone, self._counted, strict=True))
+        self._counted = (max(gone[0], self._counted[0]), max(gone[1], self._counted[1]))
+        self._traffic.add(now.date(), up, down)
+        reason = self._file.settings.reason_to_be_away(self._traffic.up, self._traffic.down)
+        if bool(reason) is not self.away.is_set():
+            log.info("out of the swarm: %s", reason) if reason else log.info("back: there is traffic to use")
+        for event, is_set in ((self.away, bool(reason)), (self._back, not reason)):
+            event.set() if is_set else event.clear()
+
+    async def until_back(self, stopping: asyncio.Future[Any]) -> bool:
+        """Wait until the peer may be in the swarm. Return False when it is to stop instead."""
+        back = asyncio.ensure_future(self._back.wait())
+        await asyncio.wait([back, stopping], return_when=asyncio.FIRST_COMPLETED)
+        back.cancel()
+        return not stopping.done()
 
     async def learn(self) -> None:
         """Find out who uses the machine if that matters, and say once what cannot be known."""

@@ -4,6 +4,8 @@
     until = "07:30"             # the peer leaves then; or "2026-11-30 07:30"
     max_upload = "2M"           # bytes a second, of blobs: nearly all that a peer sends
     max_download = "5M"
+    max_upload_day = "20G"      # bytes a day; the peer is out of the swarm for the rest of it
+    max_download_day = "20G"
     only_when_idle = true       # rest while others use the GPU or the keyboard (see `idle_watch`)
 
 It is read again when it changes. The rules of time are pure functions of a wall clock, so they need no care for
@@ -30,6 +32,8 @@ from protocol.errors import CairnError
 FILE = "peer.toml"
 MIN_RATE = 100_000
 """Least bytes a second: with less, every reply to others comes too late to be of use."""
+
+MIN_VOLUME = 10**6
 
 _TIME = re.compile(r"([0-9]{1,2})(?::([0-9]{2}))?")
 _HOURS = re.compile(rf"{_TIME.pattern}-{_TIME.pattern}")
@@ -114,6 +118,19 @@ def _checked_rate(text: str) -> str:
     return text
 
 
+def _volume(text: str) -> int:
+    found = parse_size(text)
+    if found is None or found < MIN_VOLUME:
+        raise ValueError(f"{text[:40]!r} is not a size of at least 1M: write for example 800M or 20G")
+    return found
+
+
+def _checked_volume(text: str) -> str:
+    if text:
+        _volume(text)
+    return text
+
+
 class PeerSettings(BaseModel):
     """The checked fields of a peer.toml, with the options that override it. An empty text: no such rule."""
 
@@ -123,12 +140,21 @@ class PeerSettings(BaseModel):
     until: Annotated[str, AfterValidator(_checked_until)] = ""
     max_upload: Annotated[str, AfterValidator(_checked_rate)] = ""
     max_download: Annotated[str, AfterValidator(_checked_rate)] = ""
+    max_upload_day: Annotated[str, AfterValidator(_checked_volume)] = ""
+    max_download_day: Annotated[str, AfterValidator(_checked_volume)] = ""
     only_when_idle: bool = False
 
     @property
     def rates(self) -> tuple[int, int]:
         """The bytes a second that may be sent and received; 0: any number."""
         return _rate(self.max_upload), _rate(self.max_download)
+
+    def reason_to_be_away(self, up: int, down: int) -> str:
+        """Return why the peer is out of the swarm after these bytes of today; "" when it may be in."""
+        for text, used, what in ((self.max_upload_day, up, "upload"), (self.max_download_day, down, "download")):
+            if text and used >= _volume(text):
+                return f"today's {what} of {text} is used up"
+        return ""
 
     def reason_to_rest(self, now: datetime, facts: IdleFacts = NOT_KNOWN) -> str:
         """Return why the peer rests at a time of the wall clock; "" when it may train."""

@@ -50,7 +50,7 @@ CREDIT_CALLS = 160.0
 SAY_SECONDS = 1.0
 """Seconds between two looks at whether an auditor's reports can count."""
 
-SETTINGS = ("hours", "until", "max_upload", "max_download", "only_when_idle")
+SETTINGS = ("hours", "until", "max_upload", "max_download", "max_upload_day", "max_download_day", "only_when_idle")
 """The options that peer.toml may set as well."""
 
 _CHOICE = click.Choice(["auto", "on", "off"])
@@ -137,6 +137,8 @@ def member_options(command: Callable[..., None]) -> Callable[..., None]:
 )
 @click.option("--max-upload", metavar="RATE", help="Most bytes a second to send, for example 2M (16 Mbit/s).")
 @click.option("--max-download", metavar="RATE", help="Most bytes a second to receive, for example 5M.")
+@click.option("--max-upload-day", metavar="SIZE", help="Most bytes to send a day, for example 20G.")
+@click.option("--max-download-day", metavar="SIZE", help="Most bytes to receive a day.")
 @_auto(
     "--audit-device",
     help="Where to check others' updates: cpu, cuda:N, off, or auto: the trainer's device if checks can convict.",
@@ -178,6 +180,8 @@ class JoinOptions:
     until: str | None = None
     max_upload: str | None = None
     max_download: str | None = None
+    max_upload_day: str | None = None
+    max_download_day: str | None = None
     only_when_idle: bool | None = None
     trainer_command: tuple[str, ...] = ()
     auditor: bool = False
@@ -198,6 +202,7 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
     stop = asyncio.Event()
     stop_on_signals(stop)
 
+    from cairn.day_traffic import DayTraffic
     from cairn.peer_control import PeerControl, listening
     from cairn.peer_schedule import PeerSchedule
     from cairn.peer_screen import PeerScreen
@@ -232,10 +237,10 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
     rest, paces = Rest(), Paces()
     control = PeerControl(None if options.auditor else rest, stop)
     settings = SettingsFile(options.home / FILE, {name: getattr(options, name) for name in SETTINGS})
-    schedule = PeerSchedule(settings, rest, paces, stop.set)
-    await schedule.learn()
-    schedule.look()
     with Store(folder / "store", options.disk) as store:
+        schedule = PeerSchedule(settings, rest, paces, DayTraffic(folder), stop.set)
+        await schedule.learn()
+        schedule.look()
 
         async def enter() -> Enrollment:
             membership = await Enrollment.enter(
@@ -283,25 +288,32 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
                 node = build_node(
                     membership, node_options, owner=options.owner, rest=None if options.auditor else rest, paces=paces
                 )
-                await _run(node, screen, stopping, auditor=options.auditor)
+                await _run(node, screen, stopping, schedule.away, auditor=options.auditor)
             finally:
                 await membership.close()
             if node.end_of_run.info is not None:
                 await offer(node.end_of_run.info)
-            return node.must_restart and not stop.is_set()
+            if node.must_restart:
+                log.warning("starting again: the run goes on from further back than this peer remembered")
+            return (node.must_restart or schedule.away.is_set()) and not stop.is_set()
 
         watching = asyncio.create_task(schedule.keep())
+        watching.add_done_callback(lambda _: stop.set())
         try:
             async with listening(folder, control.answer):
-                while await take_part():
-                    log.warning("starting again: the run goes on from further back than this peer remembered")
+                while await schedule.until_back(stopping) and await take_part():
+                    pass
         finally:
-            watching.cancel()
+            if not watching.cancel():
+                watching.result()
         stopping.cancel()
 
 
-async def _run(node: Node, screen: PeerScreen, stopping: asyncio.Future[Any], *, auditor: bool) -> None:
-    """Run a node until it ends, `stopping` is done, or an auditor's reports cannot count. Raises CairnError."""
+async def _run(
+    node: Node, screen: PeerScreen, stopping: asyncio.Future[Any], away: asyncio.Event, *, auditor: bool
+) -> None:
+    """Run a node until it ends, `stopping` or `away` says so, or an auditor's reports cannot count. Raises CairnError."""
+    leaving = asyncio.ensure_future(away.wait())
     running = asyncio.create_task(node.run())
     beside = asyncio.create_task(
         _require_say(node)
@@ -309,7 +321,9 @@ async def _run(node: Node, screen: PeerScreen, stopping: asyncio.Future[Any], *,
         else _ask_for_credits(node.membership, screen, lambda: node.reporter.latest.members)
     )
     with screen.showing(lambda: node.reporter.latest):  # drawn by another thread
-        await asyncio.wait([running, stopping, *([beside] if auditor else [])], return_when=asyncio.FIRST_COMPLETED)
+        ends = [running, stopping, leaving, *([beside] if auditor else [])]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        leaving.cancel()
         if not running.done():
             log.info(
                 "leaving%s (mostly 10 s, at most a minute)",

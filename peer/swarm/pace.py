@@ -29,6 +29,8 @@ class Pace:
         self._sleep = sleep
         self._bucket: TokenBucket | None = None
         self._turn = asyncio.Lock()
+        self.gone = 0
+        """Bytes that went so far, those under way included."""
 
     def set_rate(self, rate: int) -> None:
         """Allow these bytes a second from now on; 0: any number."""
@@ -37,16 +39,17 @@ class Pace:
 
     async def take(self, size: int) -> None:
         """Wait until these bytes may go."""
-        if self._bucket is None:
-            return
-        async with self._turn:
-            while (wait := self._debt_seconds()) > 0:
-                await self._sleep(min(LOOK_SECONDS, max(MIN_SECONDS, wait)))
-            if self._bucket is not None:
-                self._bucket.charge(size)
+        if self._bucket is not None:
+            async with self._turn:
+                while (wait := self._debt_seconds()) > 0:
+                    await self._sleep(min(LOOK_SECONDS, max(MIN_SECONDS, wait)))
+                if self._bucket is not None:
+                    self._bucket.charge(size)
+        self.gone += size
 
     def give_back(self, size: int) -> None:
         """Take back what was taken and did not go; a negative number went without having been taken."""
+        self.gone -= size
         if self._bucket is not None:
             self._bucket.charge(-size)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from cairn import idle_watch
+from cairn.day_traffic import DayTraffic
 from cairn.idle_watch import IdleFacts, idle_facts, others_program
 from cairn.peer_schedule import QUIET, PeerSchedule
 from cairn.peer_settings import FILE, PeerSettings, SettingsFile
@@ -90,7 +91,9 @@ async def test_it_trains_again_when_nobody_has_used_the_machine_for_a_while(tmp_
         return facts
 
     rest = Rest()
-    schedule = PeerSchedule(SettingsFile(tmp_path / FILE, {}), rest, Paces(), lambda: None, lambda: now, ask)
+    schedule = PeerSchedule(
+        SettingsFile(tmp_path / FILE, {}), rest, Paces(), DayTraffic(tmp_path), lambda: None, lambda: now, ask
+    )
 
     async def look(seconds: float) -> str:
         nonlocal now

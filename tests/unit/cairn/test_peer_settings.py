@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cairn.day_traffic import FILE as TRAFFIC
+from cairn.day_traffic import DayTraffic
 from cairn.peer_schedule import PeerSchedule
 from cairn.peer_settings import FILE, Hours, PeerSettings, SettingsError, SettingsFile, parse_until, read_settings
 from peer.node.rest import Rest
@@ -102,7 +105,9 @@ class Watched:
         self.rest = Rest()
         self.left = 0
         self.paces = Paces()
-        self.schedule = PeerSchedule(SettingsFile(self.path, {}), self.rest, self.paces, self._leave, lambda: self.now)
+        self.schedule = PeerSchedule(
+            SettingsFile(self.path, {}), self.rest, self.paces, DayTraffic(folder), self._leave, lambda: self.now
+        )
 
     def _leave(self) -> None:
         self.left += 1
@@ -139,3 +144,43 @@ def test_a_changed_file_counts_at_once_and_a_wrong_one_not_at_all(tmp_path, capl
     assert caplog.text.count("the settings stay as they were") == 1 and f"{FILE}:1: hours" in caplog.text
     w.path.unlink()
     assert w.look() == ""
+
+
+async def test_a_day_has_its_volume_also_after_a_restart_and_the_next_day_another(tmp_path):
+    w = Watched(tmp_path, 'max_upload_day = "2M"\nmax_download_day = "3M"\n', datetime(2026, 11, 25, 22, 0))
+    stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    w.look()
+    await w.paces.up.take(1_900_000)
+    await w.paces.down.take(5_000_000)
+    w.paces.down.give_back(4_000_000)  # it did not come
+    w.look()
+    assert not w.schedule.away.is_set() and await w.schedule.until_back(stopping)
+
+    again = Watched(tmp_path, w.path.read_text(), datetime(2026, 11, 25, 23, 0))
+    await again.paces.up.take(100_000)
+    again.look()
+    assert again.schedule.away.is_set() and not again.rest.reason
+    waiting = asyncio.ensure_future(again.schedule.until_back(stopping))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    again.look(datetime(2026, 11, 26, 0, 0))
+    assert await waiting and not again.schedule.away.is_set()
+    await again.paces.down.take(3_000_000)
+    again.look()
+    assert again.schedule.away.is_set()
+    again.path.write_text("")
+    again.look()
+    assert not again.schedule.away.is_set()
+    again.path.write_text('max_download_day = "3M"')
+    again.look()
+    stopping.set_result(None)
+    assert not await again.schedule.until_back(stopping)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"day": 1, "up": 2, "down": 3}', '{"day": "2026-11-25", "up": -1}'])
+def test_a_damaged_count_counts_nothing(tmp_path, text):
+    (tmp_path / TRAFFIC).write_text(text)
+    traffic = DayTraffic(tmp_path)
+    traffic.add(datetime(2026, 11, 25).date(), 5, 7)
+    assert (traffic.up, traffic.down) == (5, 7)
+    assert (DayTraffic(tmp_path).up, DayTraffic(tmp_path).down) == (5, 7)
