@@ -1,4 +1,4 @@
-"""The bytes of blobs that a peer has sent and received today: in its run's folder, so that a restart does not forget."""
+"""The bytes of blobs that a peer has sent and received today, kept in its run's folder."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from protocol.errors import CairnError, MalformedError
 from protocol.strict_json import read_json
 
 if TYPE_CHECKING:
-    from peer.node.rest import Rest
+    from peer.node.rest import RestWish
 
 log = logging.getLogger("cairn.peer")
 
@@ -54,7 +54,7 @@ Answer = Callable[[str], Awaitable[str]]
 class PeerControl:
     """The answers of a peer to these commands. `rest` is None for one that trains nothing."""
 
-    def __init__(self, rest: Rest | None, stop: asyncio.Event):
+    def __init__(self, rest: RestWish | None, stop: asyncio.Event):
         self._rest = rest
         self._stop = stop
 
@@ -71,14 +71,14 @@ class PeerControl:
             return self._resume(self._rest)
         raise CairnError(f"{ask[:20]!r} is not known here: the peer's Cairn may be older than this one")
 
-    async def _pause(self, rest: Rest) -> str:
+    async def _pause(self, rest: RestWish) -> str:
         began = time.monotonic()
         rest.want("user", PAUSED)
         if await rest.until_free(FREE_SECONDS):
             return f"paused: its devices are free after {time.monotonic() - began:.1f} s"
         return "paused: no step begins any more, and its devices are free soon"
 
-    def _resume(self, rest: Rest) -> str:
+    def _resume(self, rest: RestWish) -> str:
         rest.want("user", "")
         return f"not paused any more, and still resting: {rest.reason}" if rest.reason else "training again"
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from cairn.day_traffic import DayTraffic
 from cairn.idle_watch import IdleFacts, idle_facts
-from cairn.peer_settings import PeerSettings, SettingsError, SettingsFile, parse_until
-from peer.node.rest import Rest
+from cairn.peer_settings import PeerSettings, PeerSettingsError, SettingsFile, parse_until
+from peer.node.rest import RestWish
 from peer.swarm.pace import Paces
 
 log = logging.getLogger("cairn.peer")
@@ -33,7 +33,7 @@ class PeerSchedule:
     def __init__(
         self,
         file: SettingsFile,
-        rest: Rest,
+        rest: RestWish,
         paces: Paces,
         traffic: DayTraffic,
         leave: Callable[[], None],
@@ -74,7 +74,7 @@ class PeerSchedule:
             if self._file.refresh():
                 log.info("new settings: %s", self._file.settings)
                 self._follow(self._file.settings)
-        except SettingsError as e:
+        except PeerSettingsError as e:
             log.warning("the settings stay as they were: %s", e)
         now = self._clock()
         reason = self._file.settings.reason_to_rest(now, self._facts)

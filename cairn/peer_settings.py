@@ -40,7 +40,7 @@ _HOURS = re.compile(rf"{_TIME.pattern}-{_TIME.pattern}")
 _UNTIL = re.compile(rf"(?:([0-9]{{4}}-[0-9]{{2}}-[0-9]{{2}})[ T])?{_TIME.pattern}")
 
 
-class SettingsError(CairnError):
+class PeerSettingsError(CairnError):
     """A peer.toml, or an option that stands for one of its fields, that cannot be used."""
 
 
@@ -166,33 +166,33 @@ class PeerSettings(BaseModel):
 def read_settings(path: Path, options: Mapping[str, Any]) -> PeerSettings:
     """Return the settings in a file, which need not exist; `options` that are not None override its fields.
 
-    Raises SettingsError, with a line for each mistake: file, line and field.
+    Raises PeerSettingsError, with a line for each mistake: file, line and field.
     """
-    tables, text = read_tables(path, SettingsError, "mend it, or remove it") if path.exists() else ({}, "")
+    tables, text = read_tables(path, PeerSettingsError, "mend it, or remove it") if path.exists() else ({}, "")
     try:
         PeerSettings.model_validate(tables)
     except ValidationError as e:
-        raise SettingsError("\n".join(problems(e, path, text, PeerSettings))) from None
+        raise PeerSettingsError("\n".join(problems(e, path, text, PeerSettings))) from None
     given = {name: value for name, value in options.items() if value is not None}
     try:
         return PeerSettings.model_validate(tables | given)
     except ValidationError as e:
         wrong = ((str(p["loc"][0]).replace("_", "-"), p["msg"].removeprefix("Value error, ")) for p in e.errors())
-        raise SettingsError("\n".join(f"--{option}: {message}" for option, message in wrong)) from None
+        raise PeerSettingsError("\n".join(f"--{option}: {message}" for option, message in wrong)) from None
 
 
 class SettingsFile:
     """The settings of one machine, read again when the file has changed."""
 
     def __init__(self, path: Path, options: Mapping[str, Any]):
-        """Read the file. `options` as in `read_settings`. Raises SettingsError."""
+        """Read the file. `options` as in `read_settings`. Raises PeerSettingsError."""
         self._path = path
         self._options = options
         self._seen = self._mark()
         self.settings = read_settings(path, options)
 
     def refresh(self) -> bool:
-        """Return whether there are new settings. Raises SettingsError once for a wrong file: the old ones then stay."""
+        """Return whether there are new settings. Raises PeerSettingsError once for a wrong file: the old ones then stay."""
         mark = self._mark()
         if mark == self._seen:
             return False

@@ -212,7 +212,7 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
     from peer.node.enrollment import Enrollment, RunIsOver, run_folder
     from peer.node.machine_check import check_machine
     from peer.node.options import NodeOptions
-    from peer.node.rest import Rest
+    from peer.node.rest import RestWish
     from peer.store import Store
     from peer.swarm.pace import Paces
 
@@ -234,7 +234,7 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
         auditor=options.auditor,
         trainer_command=options.trainer_command,
     )
-    rest, paces = Rest(), Paces()
+    rest, paces = RestWish(), Paces()
     control = PeerControl(None if options.auditor else rest, stop)
     settings = SettingsFile(options.home / FILE, {name: getattr(options, name) for name in SETTINGS})
     with Store(folder / "store", options.disk) as store:
@@ -312,7 +312,7 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
 async def _run(
     node: Node, screen: PeerScreen, stopping: asyncio.Future[Any], away: asyncio.Event, *, auditor: bool
 ) -> None:
-    """Run a node until it ends, `stopping` or `away` says so, or an auditor's reports cannot count. Raises CairnError."""
+    """Run a node until it ends, `stopping` or `away` says so, or an auditor has no say. Raises CairnError."""
     leaving = asyncio.ensure_future(away.wait())
     running = asyncio.create_task(node.run())
     beside = asyncio.create_task(

@@ -23,7 +23,7 @@ from peer.node.node import Node
 from peer.node.options import NodeOptions
 from peer.node.packet_decoder import PacketDecoder
 from peer.node.request_server import RequestServer
-from peer.node.rest import Rest
+from peer.node.rest import RestWish
 from peer.node.round_blob_fetcher import RoundBlobFetcher
 from peer.node.round_timings import RoundTimings
 from peer.node.shard_reducer import ShardReducer
@@ -54,7 +54,7 @@ def build_node(
     bus: NodeEvents | None = None,
     *,
     owner: Identity | None = None,
-    rest: Rest | None = None,
+    rest: RestWish | None = None,
     paces: Paces | None = None,
     start_swarm: Callable[..., Any] = Swarm.start,
     supervise: Callable[..., TrainerSupervisor] = TrainerSupervisor,
@@ -66,7 +66,7 @@ def build_node(
     `supervise` replace the network and the trainer's process.
     """
     spec, store, me = membership.spec, membership.store, membership.identity.key
-    bus, rest = bus or NodeEvents(), rest or Rest()
+    bus, rest = bus or NodeEvents(), rest or RestWish()
     tasks, queue, timings = Tasks(), EventQueue(bus), RoundTimings()
     codec = make_codec(spec.codec, spec.model.layout)
     reduction = Reduction(spec.codec, spec.model.layout)

@@ -20,7 +20,7 @@ from peer.node.events import NodeEvents, RunOver
 from peer.node.last_member import serve_coordinator
 from peer.node.network import Network
 from peer.node.request_server import RequestServer
-from peer.node.rest import Rest
+from peer.node.rest import RestWish
 from peer.node.snapshot import Snapshot
 from peer.node.status_reporter import StatusReporter
 from peer.node.tasks import Tasks, cancel_and_wait
@@ -56,7 +56,7 @@ class Node:
     requests: RequestServer
     reporter: StatusReporter
     end_of_run: EndOfRun
-    rest: Rest
+    rest: RestWish
     bus: NodeEvents
     tasks: Tasks
     must_restart: bool = field(default=False, init=False)

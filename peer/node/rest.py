@@ -12,7 +12,7 @@ import contextlib
 import async_timeout
 
 
-class Rest:
+class RestWish:
     """The reasons for which this peer is to rest, by source, and the state of its devices."""
 
     def __init__(self) -> None:

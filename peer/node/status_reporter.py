@@ -13,7 +13,7 @@ from peer.node.end_of_run import EndOfRun
 from peer.node.enrollment import Enrollment
 from peer.node.events import NodeEvents, RunOver
 from peer.node.network import Network
-from peer.node.rest import Rest
+from peer.node.rest import RestWish
 from peer.node.round_timings import RoundTimings
 from peer.node.snapshot import Snapshot, write_snapshot
 from peer.node.trainer_client import NO_PROGRESS, TrainerClient
@@ -54,7 +54,7 @@ class StatusReporter:
     timings: RoundTimings
     trainer: TrainerClient | None
     auditor: UpdateAuditor | None
-    rest: Rest
+    rest: RestWish
     bus: NodeEvents
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ from peer.node.blob_retention import BlobRetention
 from peer.node.events import Post
 from peer.node.network import Network
 from peer.node.options import NodeOptions
-from peer.node.rest import Rest
+from peer.node.rest import RestWish
 from peer.node.round_blob_fetcher import RoundBlobFetcher
 from peer.node.state_loader import StateLoader
 from peer.node.tasks import Tasks
@@ -63,7 +63,7 @@ class TrainerClient:
     loader: StateLoader
     tasks: Tasks
     post: Post
-    rest: Rest
+    rest: RestWish
     supervise: Callable[..., TrainerSupervisor] = TrainerSupervisor
 
     def __post_init__(self) -> None:

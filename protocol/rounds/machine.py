@@ -53,7 +53,7 @@ from protocol.rounds.gathered_exchange import GatheredExchange
 from protocol.rounds.header_repair import known_headers, pass_on_headers
 from protocol.rounds.phase import InvariantError, Phase, check_transition, phase_of
 from protocol.rounds.policy import LocalStatus, RoundPolicy
-from protocol.rounds.rest import Rest
+from protocol.rounds.rest import RestSteps
 from protocol.rounds.retention import retained, retained_states
 from protocol.rounds.round_state import RoundState
 from protocol.rounds.state_sync import StateSync
@@ -103,7 +103,7 @@ class RoundMachine:
         self._auditor = WorkAuditor(self._context, reporter)
         self._directives = DirectiveGossip(self._context)
         self._departure = Departure(self._context)
-        self._rest = Rest(self._context, self._sync, self._consensus)
+        self._rest = RestSteps(self._context, self._sync, self._consensus)
         self._chain_sync = ChainSync(policy.max_members + 64, policy.heartbeat_seconds)
         self._future = FutureMessages(2 * policy.max_members)
         self._bootstrap = Bootstrap(now, policy.member_seconds)

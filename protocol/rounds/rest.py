@@ -21,7 +21,7 @@ HAND_IN_SECONDS = 1.5
 """The longest time for the trainer to make the last update. Work that is not handed in is in its saved state."""
 
 
-class Rest:
+class RestSteps:
     """The steps of one peer into a rest and out of it."""
 
     def __init__(self, context: Context, sync: StateSync, consensus: Consensus):

@@ -36,7 +36,7 @@ from peer.node.builder import build_node
 from peer.node.enrollment import Enrollment
 from peer.node.node import Node
 from peer.node.options import NodeOptions
-from peer.node.rest import Rest
+from peer.node.rest import RestWish
 from peer.store import Store
 from peer.swarm import BlobFetchError, Handlers, PeerUnreachable
 from peer.training.trainer import Trainer
@@ -347,7 +347,7 @@ class NodeWorld:
     def key(self, name: str) -> PeerKey:
         return identity(name).key
 
-    def start(self, name: str, rest: Rest | None = None) -> Node:
+    def start(self, name: str, rest: RestWish | None = None) -> Node:
         """Start a peer, with the disk that it had when it was there before."""
         me, home = identity(name), self.folder / name
         home.mkdir(exist_ok=True)

@@ -17,7 +17,7 @@ from cairn.day_traffic import DayTraffic
 from cairn.idle_watch import IdleFacts, idle_facts, others_program
 from cairn.peer_schedule import QUIET, PeerSchedule
 from cairn.peer_settings import FILE, PeerSettings, SettingsFile
-from peer.node.rest import Rest
+from peer.node.rest import RestWish
 from peer.swarm.pace import Paces
 
 
@@ -90,7 +90,7 @@ async def test_it_trains_again_when_nobody_has_used_the_machine_for_a_while(tmp_
     async def ask() -> IdleFacts:
         return facts
 
-    rest = Rest()
+    rest = RestWish()
     schedule = PeerSchedule(
         SettingsFile(tmp_path / FILE, {}), rest, Paces(), DayTraffic(tmp_path), lambda: None, lambda: now, ask
     )

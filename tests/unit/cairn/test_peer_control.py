@@ -14,14 +14,14 @@ import pytest
 
 from cairn.commands.pause import ask_running
 from cairn.peer_control import FREE_SECONDS, MAX_LINE, SOCKET, PeerControl, ask_peer, listening
-from peer.node.rest import Rest
+from peer.node.rest import RestWish
 from protocol.errors import CairnError
 
 
 @asynccontextmanager
-async def peer(folder: Path, *, trains: bool = True) -> AsyncIterator[tuple[Rest, asyncio.Event]]:
+async def peer(folder: Path, *, trains: bool = True) -> AsyncIterator[tuple[RestWish, asyncio.Event]]:
     """Run the socket of a peer whose devices are free as soon as it is to rest."""
-    rest, stop = Rest(), asyncio.Event()
+    rest, stop = RestWish(), asyncio.Event()
     os.makedirs(folder, exist_ok=True)
     async with listening(folder, PeerControl(rest if trains else None, stop).answer):
         yield rest, stop

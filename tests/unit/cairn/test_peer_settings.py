@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from cairn.day_traffic import FILE as TRAFFIC
 from cairn.day_traffic import DayTraffic
 from cairn.peer_schedule import PeerSchedule
-from cairn.peer_settings import FILE, Hours, PeerSettings, SettingsError, SettingsFile, parse_until, read_settings
-from peer.node.rest import Rest
+from cairn.peer_settings import FILE, Hours, PeerSettings, PeerSettingsError, SettingsFile, parse_until, read_settings
+from peer.node.rest import RestWish
 from peer.swarm.pace import Paces
 
 MINUTES = st.integers(0, 24 * 60 - 1)
@@ -86,12 +86,12 @@ def test_a_file_gives_the_settings_and_options_come_before_it(tmp_path: Path):
 )
 def test_a_mistake_in_the_file_is_told_with_its_line(tmp_path: Path, text: str, said: str):
     (tmp_path / FILE).write_bytes(text.encode("latin-1"))
-    with pytest.raises(SettingsError, match=said):
+    with pytest.raises(PeerSettingsError, match=said):
         read_settings(tmp_path / FILE, {})
 
 
 def test_a_mistake_in_an_option_is_told_with_its_name(tmp_path: Path):
-    with pytest.raises(SettingsError, match="^--hours: 'always' is no part of a day"):
+    with pytest.raises(PeerSettingsError, match="^--hours: 'always' is no part of a day"):
         read_settings(tmp_path / FILE, {"hours": "always"})
 
 
@@ -102,7 +102,7 @@ class Watched:
         self.path = folder / FILE
         self.path.write_text(text)
         self.now = now
-        self.rest = Rest()
+        self.rest = RestWish()
         self.left = 0
         self.paces = Paces()
         self.schedule = PeerSchedule(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from peer.node.node import Node
-from peer.node.rest import Rest
+from peer.node.rest import RestWish
 from protocol.ids import PeerKey
 from tests.support.node_world import TIMERS, NodeWorld
 from tests.support.waiting import ended
@@ -24,7 +24,7 @@ def windows_of(node: Node, key: PeerKey) -> list[tuple[int, int]]:
 async def test_nothing_trained_is_lost_by_a_rest_and_the_others_go_on_without_it(tmp_path):
     w = NodeWorld(tmp_path, round=ROUND)
     try:
-        rest = Rest()
+        rest = RestWish()
         ada, grace, key = w.start("ada", rest), w.start("grace"), w.key("ada")
         await w.until("both contribute", lambda: min(w.contributed("ada"), w.contributed("grace")) >= 2)
         before = w.trainer("ada")
@@ -62,7 +62,7 @@ async def test_a_rest_from_the_start_uses_no_device_and_may_end_at_once(tmp_path
     try:
         w.start("grace")
         await w.rounds(["grace"], 1)
-        rest = Rest()
+        rest = RestWish()
         rest.want("user", "not yet")
         ada = w.start("ada", rest)
         await w.until("it follows", lambda: ada.snapshot().round > 1)
@@ -79,7 +79,7 @@ async def test_a_rest_from_the_start_uses_no_device_and_may_end_at_once(tmp_path
 async def test_who_changes_their_mind_at_any_moment_still_trains_in_the_end(tmp_path):
     w = NodeWorld(tmp_path, round=ROUND)
     try:
-        rest = Rest()
+        rest = RestWish()
         ada = w.start("ada", rest)
         await w.rounds(["ada"], 1)
         for wait in (0, 1, 2, 5, 20, 100):
@@ -98,7 +98,7 @@ async def test_who_changes_their_mind_at_any_moment_still_trains_in_the_end(tmp_
 async def test_who_leaves_while_it_rests_leaves_in_order(tmp_path):
     w = NodeWorld(tmp_path, round=ROUND)
     try:
-        rest = Rest()
+        rest = RestWish()
         ada = w.start("ada", rest)
         await w.rounds(["ada"], 1)
         rest.want("user", "now")
