@@ -192,7 +192,7 @@ class SettingsFile:
         self.settings = read_settings(path, options)
 
     def refresh(self) -> bool:
-        """Return whether there are new settings. Raises PeerSettingsError once for a wrong file: the old ones then stay."""
+        """Return whether there are new settings. Raises PeerSettingsError once for a wrong file: the old ones stay."""
         mark = self._mark()
         if mark == self._seen:
             return False

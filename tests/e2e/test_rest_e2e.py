@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 import pytest
 
+from cairn.peer_settings import FILE
 from tests.e2e.chains import check_same
 from tests.e2e.commands import cairn
 from tests.e2e.conftest import PEERS
@@ -54,7 +57,15 @@ async def test_a_pause_frees_the_devices_and_loses_nothing_and_nobody_waits_for_
     assert [end for _, end in claims[:-1]] == [first for first, _ in claims[1:]], claims
     check_same({n: swarm.branch(n) for n in PEERS})
 
+    # The file of rules counts while it runs.
+    rules = swarm.folder / "ada" / FILE
+    hour = (datetime.now().hour + 6) % 24
+    rules.write_text(f'hours = "{hour}-{(hour + 6) % 24}"\n')
+    resting = await swarm.until("it rests by its rules", lambda: (s := swarm.snapshot("ada")) and s.devices_free and s)
+    assert resting.rest.startswith("outside the hours") and resting.phase == "resting"
+    assert "still resting: outside the hours" in await control(swarm, "resume")
     assert "has left" in await control(swarm, "leave", str(swarm.invite))
+    rules.unlink()
     await swarm.until("ada's process ends", lambda: not swarm.processes["ada"].running)
     assert swarm.processes["ada"].code == 0, swarm.logs("ada")
     code, out = await cairn("peer", "pause", "--home", str(swarm.folder / "ada"))
