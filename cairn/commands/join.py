@@ -288,7 +288,7 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
                 node = build_node(
                     membership, node_options, owner=options.owner, rest=None if options.auditor else rest, paces=paces
                 )
-                await _run(node, screen, stopping, schedule.away, auditor=options.auditor)
+                await run_node(node, screen, stopping, schedule.away, auditor=options.auditor)
             finally:
                 await membership.close()
             if node.end_of_run.info is not None:
@@ -309,7 +309,7 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
         stopping.cancel()
 
 
-async def _run(
+async def run_node(
     node: Node, screen: PeerScreen, stopping: asyncio.Future[Any], away: asyncio.Event, *, auditor: bool
 ) -> None:
     """Run a node until it ends, `stopping` or `away` says so, or an auditor has no say. Raises CairnError."""

@@ -108,9 +108,7 @@ class ActionHandler:
 
     def release_trainer(self) -> None:
         assert self.trainer is not None
-        if self.auditor is not None:
-            self.tasks.spawn(self.auditor.release(), "rest of the auditor")
-        self.trainer.release()
+        self.trainer.release(*([] if self.auditor is None else [self.auditor.release()]))
 
     def acquire_trainer(self) -> None:
         assert self.trainer is not None

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 
 from peer import channel
@@ -118,15 +118,17 @@ class TrainerClient:
         self._holds = holds
         self.tasks.spawn(self._send_orders(), "orders")
 
-    def release(self) -> None:
-        """Have the trainer save and end, and its devices be free, whatever it does."""
+    def release(self, *others: Awaitable[None]) -> None:
+        """Have the trainer save and end, whatever it does. The devices are free then, and when `others` are done."""
         self._stop_verifying()
         self.loader.drop()
-        self._changing = self.tasks.spawn(self._release(), "rest")
+        self._changing = self.tasks.spawn(self._release(others), "rest")
 
-    async def _release(self) -> None:
+    async def _release(self, others: Iterable[Awaitable[None]]) -> None:
         began, held = time.monotonic(), self._supervisor is not None
+        done = asyncio.gather(*others)
         is_saved = self._supervisor is None or await self._supervisor.stop(RELEASE_SECONDS)
+        await done
         self._clear_progress()
         self.rest.note_devices(free=True)
         if not is_saved:

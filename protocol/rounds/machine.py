@@ -283,11 +283,14 @@ class RoundMachine:
         return found | {"records": (len(context.chain), limits.max_records + limits.max_side_records)}
 
     def _follow_user(self, event: ev.Leave | ev.Rest | ev.Resume) -> None:
-        """Do what this peer's user wants; nothing any more once it is to leave."""
+        """Do what this peer's user wants; nothing any more once it is to leave, or the run is over.
+
+        At the end of the run the driver has stopped the trainer, and others need our word on the last state.
+        """
         if isinstance(event, ev.Leave):
             exchange = self._consensus.exchange
             self._departure.leave(GatheredExchange.leave_seconds if exchange is None else exchange.leave_seconds)
-        elif not self._departure.is_leaving and self._rest.follow(event):
+        elif not self._departure.is_leaving and not self._departure.is_over and self._rest.follow(event):
             self._requested_for = ()
             self._beat()  # the others need not wait for us any more, or may again
 

@@ -113,7 +113,9 @@ class RunningNode:
 async def test_it_leaves_in_order_at_its_users_word_and_when_the_days_volume_is_used_up(why, capsys):
     node, stop, away = RunningNode(), asyncio.Event(), asyncio.Event()
     stopping = asyncio.ensure_future(stop.wait())
-    ending = asyncio.ensure_future(join._run(cast(Any, node), PeerScreen(live=False), stopping, away, auditor=False))
+    ending = asyncio.ensure_future(
+        join.run_node(cast(Any, node), PeerScreen(live=False), stopping, away, auditor=False)
+    )
     await asyncio.sleep(0.05)
     assert not node.left and not ending.done()
     (stop if why == "its user" else away).set()

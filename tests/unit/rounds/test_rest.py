@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from protocol.ids import Digest, sha256
@@ -151,6 +153,15 @@ def test_the_others_neither_wait_for_it_nor_miss_its_stake():
     b.announce()
     assert b.machine.summary(b.now).awaited == ()
     assert b.chain.height(b.chain.head) == 1  # decided without it, at once
+
+
+def test_when_the_run_is_over_its_word_on_the_last_state_stays():
+    b = Bench(policy=replace(POLICY, total_windows=25))
+    b.announce()
+    b.step(ev.StateReached(b.chain.head, NEXT))
+    assert b.of(do.RunCompleted)
+    b.step(ev.Rest())
+    assert not b.of(do.ReleaseTrainer) and b.machine.summary(b.now).state == NEXT
 
 
 def test_an_observer_does_not_rest():
