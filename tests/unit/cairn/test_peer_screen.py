@@ -89,7 +89,7 @@ def test_a_rest_is_shown_with_its_reason_and_whether_the_devices_are_free():
 
 
 class RunningNode:
-    """A node that ends when it is told to leave."""
+    """A node that ends as soon as it is to leave."""
 
     def __init__(self) -> None:
         self._over = asyncio.Event()
