@@ -1,10 +1,21 @@
-"""Numbers as text for people."""
+"""Numbers as text for people, and from people."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+_SIZE = re.compile(r"([0-9][0-9_]{0,18}(?:\.[0-9]{1,12})?(?:[eE][+]?[0-9]{1,2})?)([KMBGT]?)", re.I)
+
 SPARKS = "▁▂▃▄▅▆▇█"
+
+
+def parse_size(text: str) -> int | None:
+    """Return 130M, 1B, 7e9 or 1_000_000 as an integer; None for a text that is no number from 1 to 2^53."""
+    found = _SIZE.fullmatch(text.strip())
+    value = float(found[1].replace("_", "")) * UNITS[found[2].upper()] if found else 0.0
+    return round(value) if 1 <= value <= 2**53 else None
 
 
 def count(n: float) -> str:

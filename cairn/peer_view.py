@@ -76,6 +76,10 @@ def rows(view: PeerView, bar_width: int) -> list[Row]:
     """Return the rows; `bar_width` 0 leaves out the bars."""
     s = view.node
     found: list[Row] = [("run", list(_run(s, bar_width))), ("now", list(_now(s, bar_width)))]
+    if s.rest:
+        found.append(
+            ("resting", [Text(s.rest + ("" if s.devices_free else "; its devices are being freed"), style="yellow")])
+        )
     if s.orders:
         found.append(("orders", [Text(s.orders, style="yellow")]))
     found += [("fetching", _download(d, bar_width)) for d in s.downloads[:MAX_DOWNLOADS]]

@@ -19,7 +19,7 @@ HEALTH = {
 }  # fmt: skip
 PHASE = {
     "training": "green", "exchanging": "cyan", "syncing": "yellow", "joining": "yellow", "paused": "cyan",
-    "silent": "dim", "gone": "dim", "banned": "red", "barred": "red",
+    "resting": "dim cyan", "silent": "dim", "gone": "dim", "banned": "red", "barred": "red",
 }  # fmt: skip
 FEW_ROUNDS = 5
 

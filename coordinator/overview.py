@@ -28,8 +28,8 @@ MAX_ASKED = 8
 """Names of peers that are to come again."""
 
 _ORDER = {
-    "training": 0, "exchanging": 0, "paused": 0, "syncing": 1, "joining": 1, "silent": 2, "observing": 3, "gone": 4,
-    "banned": 5, "barred": 5,
+    "training": 0, "exchanging": 0, "paused": 0, "syncing": 1, "joining": 1, "resting": 2, "silent": 2, "observing": 3,
+    "gone": 4, "banned": 5, "barred": 5,
 }  # fmt: skip
 
 
@@ -197,7 +197,8 @@ class OverviewBuilder:
         if last is None or last.state is not None:
             return ""
         text = f"the last state, of round {last.round}, is not archived"
-        absent = [p for p in last.wanted if self.registry.phase(self.registry.get(p), now) in ("silent", "gone")]
+        away = ("silent", "gone", "resting")
+        absent = [p for p in last.wanted if self.registry.phase(self.registry.get(p), now) in away]
         needed = last.needed - (len(last.wanted) - len(absent))
         if needed <= 0:
             return f"{text} yet: it is being fetched"

@@ -24,7 +24,7 @@ MAX_SHARDS = 1024
 MAX_MISSING_AUTHORS = 64
 MAX_CERTIFICATE = MAX_ENVELOPE
 """No certificate is larger. The limits of headers and votes (`message_codec`) let one of MAX_CONTRIBUTORS fit."""
-PHASES = ("joining", "training", "exchanging", "syncing", "observing", "leaving", "paused")
+PHASES = ("joining", "training", "exchanging", "syncing", "observing", "leaving", "paused", "resting")
 RUN_STATUSES = ("running", "paused", "ended")
 MAX_BANNED = 1024
 MAX_REASON = 200

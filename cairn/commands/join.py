@@ -50,6 +50,9 @@ CREDIT_CALLS = 160.0
 SAY_SECONDS = 1.0
 """Seconds between two looks at whether an auditor's reports can count."""
 
+SETTINGS = ("hours", "until", "max_upload", "max_download", "max_upload_day", "max_download_day", "only_when_idle")
+"""The options that peer.toml may set as well."""
+
 _CHOICE = click.Choice(["auto", "on", "off"])
 _auto = partial(click.option, default="auto", show_default=True)
 
@@ -136,6 +139,15 @@ def member_options(command: Callable[..., None]) -> Callable[..., None]:
 )
 @_auto("--compile", type=_CHOICE, help="Compile the model's layers with torch.compile. auto: on a GPU.")
 @click.option("--overlap", type=click.Choice(["on", "off"]), default="on", hidden=True)  # to measure what it saves
+@click.option("--hours", metavar="FROM-TO", help="Train at these hours of this machine's clock, for example 22-7.")
+@click.option("--until", metavar="TIME", help="Leave in order at this time, for example 7:30.")
+@click.option(
+    "--only-when-idle/--always", default=None, help="Rest while other programs use the GPU, or people the keyboard."
+)
+@click.option("--max-upload", metavar="RATE", help="Most bytes a second to send, for example 2M (16 Mbit/s).")
+@click.option("--max-download", metavar="RATE", help="Most bytes a second to receive, for example 5M.")
+@click.option("--max-upload-day", metavar="SIZE", help="Most bytes to send a day, for example 20G.")
+@click.option("--max-download-day", metavar="SIZE", help="Most bytes to receive a day.")
 @_auto(
     "--audit-device",
     help="Where to check others' updates: cpu, cuda:N, off, or auto: the trainer's device if checks can convict.",
@@ -144,7 +156,8 @@ def member_options(command: Callable[..., None]) -> Callable[..., None]:
 def join(**options: Any) -> None:
     """Join the run that INVITE names, and train until Ctrl-C.
 
-    Ctrl-C announces what is done, saves the rest and leaves; the same command resumes.
+    Ctrl-C announces what is done, saves the rest and leaves; the same command resumes. `cairn peer pause` gives you
+    the devices back for a while.
     """
     join_run(JoinOptions(**options))
 
@@ -173,6 +186,13 @@ class JoinOptions:
     compile: Choice = "auto"
     overlap: str = "on"
     audit_device: str = "auto"
+    hours: str | None = None
+    until: str | None = None
+    max_upload: str | None = None
+    max_download: str | None = None
+    max_upload_day: str | None = None
+    max_download_day: str | None = None
+    only_when_idle: bool | None = None
     trainer_command: tuple[str, ...] = ()
     auditor: bool = False
     owner: Identity | None = None
@@ -185,22 +205,30 @@ def join_run(options: JoinOptions) -> None:
     if len(options.name.encode()) > MAX_NAME_BYTES or not options.name.isprintable():
         raise click.BadParameter(f"at most {MAX_NAME_BYTES} bytes of printable text", param_hint="--name")
     invite = parse_invite(options.invite)
+    from cairn.peer_settings import FILE
+
     home = peer_home(options.home, invite.run, options.name, anonymous=options.anonymous)
-    asyncio.run(_join(replace(options, home=home), invite))
+    asyncio.run(_join(replace(options, home=home), invite, options.home / FILE))
 
 
-async def _join(options: JoinOptions, invite: Invite) -> None:
+async def _join(options: JoinOptions, invite: Invite, settings_file: Path) -> None:
     # Listen for Ctrl-C before anything slow is imported.
     stop = asyncio.Event()
     stop_on_signals(stop)
 
+    from cairn.day_traffic import DayTraffic
+    from cairn.peer_control import PeerControl, listening
+    from cairn.peer_schedule import PeerSchedule
     from cairn.peer_screen import PeerScreen
+    from cairn.peer_settings import SettingsFile
     from peer.node.admission_wait import wait_until_admitted
     from peer.node.builder import build_node
     from peer.node.enrollment import Enrollment, RunIsOver, run_folder
     from peer.node.machine_check import check_machine
     from peer.node.options import NodeOptions
+    from peer.node.rest import RestWish
     from peer.store import Store
+    from peer.swarm.pace import Paces
 
     folder = run_folder(options.home, RunId(invite.run))
     is_first_time = not folder.exists()
@@ -225,7 +253,13 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
         shows_device=not options.anonymous,
         trainer_command=options.trainer_command,
     )
+    rest, paces = RestWish(), Paces()
+    control = PeerControl(None if options.auditor else rest, stop)
+    settings = SettingsFile(settings_file, {name: getattr(options, name) for name in SETTINGS})
     with Store(folder / "store", options.disk) as store:
+        schedule = PeerSchedule(settings, rest, paces, DayTraffic(folder), stop.set)
+        await schedule.learn()
+        schedule.look()
 
         async def enter() -> Enrollment:
             membership = await Enrollment.enter(
@@ -270,23 +304,37 @@ async def _join(options: JoinOptions, invite: Invite) -> None:
             try:
                 if options.auditor:
                     _begin_audits(membership.spec, options.owner)
-                node = build_node(membership, node_options, owner=options.owner)
-                await _run(node, screen, stopping, auditor=options.auditor)
+                node = build_node(
+                    membership, node_options, owner=options.owner, rest=None if options.auditor else rest, paces=paces
+                )
+                await run_node(node, screen, stopping, schedule.away, auditor=options.auditor)
             finally:
                 await membership.close()
             if node.end_of_run.info is not None:
                 await offer(node.end_of_run.info)
-            return node.must_restart and not stop.is_set()
+            if node.must_restart:
+                log.warning("starting again: the run goes on from further back than this peer remembered")
+            return (node.must_restart or schedule.away.is_set()) and not stop.is_set()
 
-        while await take_part():
-            log.warning("starting again: the run goes on from further back than this peer remembered")
+        watching = asyncio.create_task(schedule.keep())
+        watching.add_done_callback(lambda _: stop.set())
+        try:
+            async with listening(folder, control.answer):
+                while await schedule.until_back(stopping) and await take_part():
+                    pass
+        finally:
+            if not watching.cancel():
+                watching.result()
         stopping.cancel()
 
 
-async def _run(node: Node, screen: PeerScreen, stopping: asyncio.Future[Any], *, auditor: bool) -> None:
-    """Run a node until it ends, `stopping` is done, or an auditor's reports cannot count. Raises CairnError."""
+async def run_node(
+    node: Node, screen: PeerScreen, stopping: asyncio.Future[Any], away: asyncio.Event, *, auditor: bool
+) -> None:
+    """Run a node until it ends, `stopping` or `away` says so, or an auditor has no say. Raises CairnError."""
     from cairn.joy import tell_joys
 
+    leaving = asyncio.ensure_future(away.wait())
     running = asyncio.create_task(node.run())
     joys = asyncio.create_task(tell_joys(lambda: screen.view(node.reporter.latest), node.store))
     beside = asyncio.create_task(
@@ -295,7 +343,9 @@ async def _run(node: Node, screen: PeerScreen, stopping: asyncio.Future[Any], *,
         else _ask_for_credits(node.membership, screen, lambda: node.reporter.latest.members)
     )
     with screen.showing(lambda: node.reporter.latest):  # drawn by another thread
-        await asyncio.wait([running, stopping, *([beside] if auditor else [])], return_when=asyncio.FIRST_COMPLETED)
+        ends = [running, stopping, leaving, *([beside] if auditor else [])]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        leaving.cancel()
         if not running.done():
             log.info(
                 "leaving%s (mostly 10 s, at most a minute)",

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from cairn.number_format import parse_size
 from protocol.errors import CairnError
 from protocol.invite import MAX_INVITE
 
@@ -34,8 +35,6 @@ PLACE = _NamedPath(path_type=Path)
 """A file or a folder."""
 
 MEMBER_ADDRESS = re.compile(r"/[a-z0-9]+/[^/ ]+/(tcp/[0-9]+|udp/[0-9]+/quic-v1)/p2p/[1-9A-HJ-NP-Za-km-z]{40,64}")
-
-UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 
 
 def home_option(keeps: str):
@@ -104,10 +103,9 @@ def count_option(name: str, help: str):
 
 def parse_count(text: str, option: str) -> int:
     """Return 130M, 1B, 7e9 or 1_000_000 as an integer. Raises click.BadParameter."""
-    found = re.fullmatch(r"([0-9][0-9_]{0,18}(?:\.[0-9]{1,12})?(?:[eE][+]?[0-9]{1,2})?)([KMBGT]?)", text.strip(), re.I)
-    value = float(found[1].replace("_", "")) * UNITS[found[2].upper()] if found else 0.0
-    if not 1 <= value <= 2**53:
+    value = parse_size(text)
+    if value is None:
         raise click.BadParameter(
             f"{text[:40]!r} is not a number of at least 1: write for example 130M, 1B or 7e9", param_hint=option
         )
-    return round(value)
+    return value

@@ -62,6 +62,9 @@ class AlertInput:
     convictions: tuple[tuple[str, str], ...] = ()
     """The newest convictions, newest first: an identifier of the case, and whom it convicts of what."""
 
+    resting: int = 0
+    """Peers that their users have paused."""
+
 
 @dataclass(frozen=True, slots=True)
 class AlertRule:
@@ -131,8 +134,9 @@ def digests(memory: Memory, s: AlertInput) -> str | None:
 def peers(memory: Memory, s: AlertInput) -> str | None:
     """Judge whether a third of the peers that trained within ten minutes are gone.
 
-    The alert is resolved when they return, or after an hour.
+    Those that their users have paused are there. The alert is resolved when they return, or after an hour.
     """
+    there, resting = s.training + s.resting, f" and {s.resting} rest" if s.resting else ""
     if s.health in _OVER:
         memory.clear()
         return ""
@@ -140,20 +144,20 @@ def peers(memory: Memory, s: AlertInput) -> str | None:
         memory.pop("seen", None)
         return None
     if (was := memory.get("was")) is not None:
-        if s.training >= (1 - DROP_SHARE / 2) * was or s.time - memory["at"] > DROP_FORGET_SECONDS:
+        if there >= (1 - DROP_SHARE / 2) * was or s.time - memory["at"] > DROP_FORGET_SECONDS:
             memory.clear()
             return ""
-        return f"{s.training} peers train, of {was}"
+        return f"{s.training} peers train{resting}, of {was}"
     # The maximum of each minute: ten numbers, at any rate of checks.
     seen = {m: n for m, n in memory.get("seen", {}).items() if int(m) * 60 > s.time - DROP_SECONDS}
     minute = str(int(s.time // 60))
-    seen[minute] = max(seen.get(minute, 0), s.training)
+    seen[minute] = max(seen.get(minute, 0), there)
     memory["seen"] = seen
     was = max(seen.values())
-    if was - s.training < 2 or s.training > (1 - DROP_SHARE) * was:
+    if was - there < 2 or there > (1 - DROP_SHARE) * was:
         return ""
     memory.update(was=was, at=s.time)
-    return f"{s.training} peers train, of {was} a few minutes ago"
+    return f"{s.training} peers train{resting}, of {was} a few minutes ago"
 
 
 def disk(memory: Memory, s: AlertInput) -> str | None:

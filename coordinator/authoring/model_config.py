@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.authoring.errors import AuthoringError
-from coordinator.authoring.runfile import read_text, tomllib
+from coordinator.authoring.toml_file import read_text, tomllib
 from protocol.errors import SpecError
 from protocol.layout import Layout
 

@@ -6,16 +6,15 @@ the spec names shards by digest. `load_run` checks everything that needs neither
 
 from __future__ import annotations
 
-import difflib
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
-from coordinator.authoring.errors import AuthoringError, RunFileError
+from coordinator.authoring.errors import RunFileError
 from coordinator.authoring.prepare import SHARD_TOKENS, TOKENIZER, check_choices
+from coordinator.authoring.toml_file import problems, read_tables
 from protocol.data_address import check_address
 from protocol.errors import SpecError
 from protocol.spec import (
@@ -30,13 +29,6 @@ from protocol.spec import (
     RoundSpec,
     Section,
 )
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # pyright: ignore[reportMissingImports]
-
-MAX_FILE = 1024 * 1024
 
 
 class RunTable(Section):
@@ -162,32 +154,15 @@ def load_run(path: Path) -> RunFile:
     """Return the checked run.toml. Raises RunFileError with a line for each problem: file, line and field."""
     if not path.exists():
         raise RunFileError(f"{path}: no such file: `cairn run plan --out FILE` writes one to begin with")
-    text = read_text(path, RunFileError, "this is not a run.toml")
-    try:
-        tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as e:
-        raise RunFileError(f"{path}: not TOML: {e}") from None
-    except RecursionError:
-        raise RunFileError(f"{path}: not TOML that can be read: nested too deep") from None
+    tables, text = read_tables(path, RunFileError, "this is not a run.toml")
     _fill_in(tables)
     try:
         run_file = RunFile.model_validate(tables)
     except ValidationError as e:
-        raise RunFileError("\n".join(_problems(e, path, text))) from None
+        missing = "is missing: `cairn run plan --out FILE` writes every field with its meaning"
+        raise RunFileError("\n".join(problems(e, path, text, RunFile, missing=missing, filled_in=FILLED_IN))) from None
     run_file._path = path.resolve()
     return run_file
-
-
-def read_text(path: Path, error: type[AuthoringError], remedy: str) -> str:
-    """Return the text of a file of at most MAX_FILE bytes. Raises `error`."""
-    try:
-        if path.stat().st_size > MAX_FILE:
-            raise error(f"{path}: larger than {MAX_FILE >> 10} KiB: {remedy}")
-        return path.read_bytes().decode()
-    except OSError as e:
-        raise error(f"{path}: cannot be read: {(e.strerror or str(e)).lower()}: {remedy}") from None
-    except UnicodeDecodeError:
-        raise error(f"{path}: not UTF-8 text: {remedy}") from None
 
 
 FILLED_IN = {
@@ -226,71 +201,6 @@ def _fill_in(tables: dict[str, Any]) -> None:
         batch = inner.get("batch", InnerSpec().batch)
         if all(type(n) is int and n > 0 for n in (target, window, batch)):
             round_.setdefault("max_update_tokens", max(2 * target, 4 * batch * window))  # type: ignore[operator]
-
-
-def _problems(error: ValidationError, path: Path, text: str) -> Iterator[str]:
-    """Yield one line for each problem: file:line: field: problem (value)."""
-    errors = error.errors()
-    wrong = {e["loc"] for e in errors}
-    for e in errors:
-        if wrong & FILLED_IN.get(e["loc"], frozenset()):
-            continue
-        loc = [p for p in e["loc"] if p not in ("str", "list[str]")]
-        field, message = ".".join(map(str, loc)), e["msg"].removeprefix("Value error, ")
-        if e["type"] == "missing":
-            message = "is missing: `cairn run plan --out FILE` writes every field with its meaning"
-        elif e["type"] == "extra_forbidden":
-            meant = _meant(str(loc[-1]), loc[:-1])
-            message = f"is not a field; did you mean {meant}?" if meant else "is not a field: remove it"
-        elif e["type"] != "value_error":
-            message = f"{message} (found {str(e['input'])[:60]!r})"
-        elif not loc and ": " in message:  # a check over several tables begins with the name of its field
-            field, message = message.split(": ", 1)
-            loc = field.split(".")
-        line = _line_of(loc, text)
-        yield f"{path}{f':{line}' if line else ''}: {field or 'the file'}: {message}"
-
-
-def _meant(name: str, table: list[Any]) -> str:
-    """Return the field that an unknown one of a table may stand for, with its table if that is another; else ""."""
-    fields = _fields_at(table)
-    if near := difflib.get_close_matches(name, fields, n=1):
-        return near[0]
-    words = name.split("_")
-    initials = "".join(word[:1] for word in words)
-    if alike := [f for f in fields if f == initials or f in words or name in f.split("_")]:
-        return alike[0]
-    elsewhere = [t for t in RunFile.model_fields if [t] != table and name in _fields_at([t])]
-    return f"{elsewhere[0]}.{name}" if elsewhere else ""
-
-
-def _fields_at(loc: list[Any]) -> list[str]:
-    """Return the names of the fields in a table of a run.toml."""
-    model: type[BaseModel] | None = RunFile
-    for part in loc:
-        annotation = model.model_fields[part].annotation if model and part in model.model_fields else None
-        candidates = (annotation, *get_args(annotation))
-        model = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
-    return list(model.model_fields) if model else []
-
-
-def _line_of(loc: list[Any], text: str) -> int | None:
-    """Return the line that sets a field or begins its table; None if neither is found."""
-    names = [p for p in loc if isinstance(p, str)]
-    table, table_line = [], None
-    for number, line in enumerate(text.splitlines(), 1):
-        bare = line.split("#", 1)[0].strip()
-        if bare.startswith("["):
-            table = [p.strip().strip("\"'") for p in bare.strip("[]").split(".")]
-            if table == names:
-                return number
-            if table and table == names[: len(table)]:
-                table_line = number
-        elif "=" in bare:
-            key = [p.strip().strip("\"'") for p in bare.split("=", 1)[0].split(".")]
-            if table + key == names or (table + key == names[: len(table + key)]):
-                return number
-    return table_line
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

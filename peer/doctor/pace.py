@@ -24,7 +24,7 @@ HOUR = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class TrainingPace:
     """The part of this machine in a round of the run.
 
     `round_seconds`: the training of a round, with this machine. `windows`: those that it trains meanwhile, as far as an
@@ -48,7 +48,7 @@ def round_seconds(spec: RunSpec, tokens_per_second: float) -> float:
     return min(most, spec.round.target_tokens / tokens_per_second) if tokens_per_second > 0 else most
 
 
-def pace_of(spec: RunSpec, swarm: PresentSwarm, trial: Trial) -> Pace | None:
+def pace_of(spec: RunSpec, swarm: PresentSwarm, trial: Trial) -> TrainingPace | None:
     """Return this machine's pace; None when no step was measured."""
     seconds = step_seconds(trial.samples, spec.inner.batch)
     if seconds is None:
@@ -57,10 +57,10 @@ def pace_of(spec: RunSpec, swarm: PresentSwarm, trial: Trial) -> Pace | None:
     length = round_seconds(spec, swarm.tokens_per_second + speed)
     trained = speed * length / spec.data.window
     windows = min(trained, float(spec.max_update_windows))
-    return Pace(seconds, speed, length, windows, windows / trained)
+    return TrainingPace(seconds, speed, length, windows, windows / trained)
 
 
-def step_finding(spec: RunSpec, trial: Trial, pace: Pace | None) -> DoctorFinding | None:
+def step_finding(spec: RunSpec, trial: Trial, pace: TrainingPace | None) -> DoctorFinding | None:
     """Judge the time of a step against the time of a round; None when there is no device."""
     if trial.device is None:
         return None
@@ -101,12 +101,12 @@ def step_finding(spec: RunSpec, trial: Trial, pace: Pace | None) -> DoctorFindin
     return DoctorFinding("step", "ok", found)
 
 
-def micro_credits_an_hour(spec: RunSpec, pace: Pace) -> int:
+def micro_credits_an_hour(spec: RunSpec, pace: TrainingPace) -> int:
     """Return the micro-credits of an hour in which every update is accepted and counts in full."""
     return CreditRule.of(spec).micro_credits(int(pace.windows_an_hour))
 
 
-def credit_finding(spec: RunSpec, pace: Pace) -> DoctorFinding:
+def credit_finding(spec: RunSpec, pace: TrainingPace) -> DoctorFinding:
     """Tell what the work earns."""
     credits = micro_credits_an_hour(spec, pace) / 1e6
     hour, day = ("less than 0.01" if n < 0.01 else f"about {_number(n)}" for n in (credits, 24 * credits))
@@ -142,7 +142,9 @@ class Traffic:
         return self.exchange * self.rounds_an_hour
 
 
-def traffic_of(spec: RunSpec, swarm: PresentSwarm, pace: Pace | None, first: int, *, private_data: bool) -> Traffic:
+def traffic_of(
+    spec: RunSpec, swarm: PresentSwarm, pace: TrainingPace | None, first: int, *, private_data: bool
+) -> Traffic:
     """Return the bytes to transfer. `first`: those of data and state that members give before training."""
     others, plan = max(1, swarm.members), ReducePlan.of(spec)
     exchange = others * plan.update_size

@@ -106,6 +106,16 @@ class ActionHandler:
         assert self.trainer is not None
         self.trainer.keep_state(action)
 
+    def release_trainer(self) -> None:
+        assert self.trainer is not None
+        self.trainer.release(*([] if self.auditor is None else [self.auditor.release()]))
+
+    def acquire_trainer(self) -> None:
+        assert self.trainer is not None
+        if self.auditor is not None:
+            self.auditor.resume()
+        self.trainer.acquire()
+
     def audit_update(self, action: actions.AuditUpdate) -> None:
         assert self.auditor is not None
         self.auditor.audit(action)

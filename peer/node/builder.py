@@ -23,6 +23,7 @@ from peer.node.node import Node
 from peer.node.options import NodeOptions
 from peer.node.packet_decoder import PacketDecoder
 from peer.node.request_server import RequestServer
+from peer.node.rest import RestWish
 from peer.node.round_blob_fetcher import RoundBlobFetcher
 from peer.node.round_timings import RoundTimings
 from peer.node.shard_reducer import ShardReducer
@@ -35,6 +36,7 @@ from peer.node.trainer_client import TrainerClient
 from peer.node.trainer_supervisor import TrainerSupervisor
 from peer.node.update_auditor import UpdateAuditor
 from peer.swarm import Swarm
+from peer.swarm.pace import Paces
 from protocol.codec import make_codec
 from protocol.identity import Identity
 from protocol.message_codec import KeySigner
@@ -52,16 +54,19 @@ def build_node(
     bus: NodeEvents | None = None,
     *,
     owner: Identity | None = None,
+    rest: RestWish | None = None,
+    paces: Paces | None = None,
     start_swarm: Callable[..., Any] = Swarm.start,
     supervise: Callable[..., TrainerSupervisor] = TrainerSupervisor,
 ) -> Node:
     """Return a node that is ready to run. Raise StoreError.
 
     `bus` receives the node's events. The key of `owner`, the run's, signs the reports on audits instead of the node's
-    own. `start_swarm` and `supervise` replace the network and the trainer's process.
+    own. `rest` says when a peer that trains is to rest, `paces` how fast it sends and gets blobs. `start_swarm` and
+    `supervise` replace the network and the trainer's process.
     """
     spec, store, me = membership.spec, membership.store, membership.identity.key
-    bus = bus or NodeEvents()
+    bus, rest = bus or NodeEvents(), rest or RestWish()
     tasks, queue, timings = Tasks(), EventQueue(bus), RoundTimings()
     codec = make_codec(spec.codec, spec.model.layout)
     reduction = Reduction(spec.codec, spec.model.layout)
@@ -89,7 +94,7 @@ def build_node(
         reporter=reporter,
     )
     banned = partial(is_banned, chain)
-    network = Network(membership, tasks, options.listen, options.announce, banned, start_swarm)
+    network = Network(membership, tasks, options.listen, options.announce, banned, start_swarm, paces=paces or Paces())
     packets = PacketDecoder(membership.decoder, membership.locator)
 
     updates = RoundBlobFetcher(store, network, codec, spec.round.exchange_seconds, queue.post, tasks)
@@ -111,7 +116,7 @@ def build_node(
     if options.trains:
         loader = StateLoader(spec, me, store, chain, updates, files, queue.post)
         trainer = TrainerClient(
-            spec, me, options, store, chain, updates, retention, loader, tasks, queue.post, supervise
+            spec, me, options, store, chain, updates, retention, loader, tasks, queue.post, rest, supervise
         )  # fmt: skip
     directives = DirectiveHandler(me, spec.data.window, trainer, (updates, network.peers))
     end = EndOfRun(membership, machine)
@@ -125,8 +130,8 @@ def build_node(
     driver = RoundDriver(machine, handler, queue, bus, timings, status=status)
     requests = RequestServer(membership, packets, network, machine, certificates, relay, queue, bus)
     folder = options.folder
-    reporter = StatusReporter(membership, folder, network, machine, directives, timings, trainer, auditor, bus)
+    reporter = StatusReporter(membership, folder, network, machine, directives, timings, trainer, auditor, rest, bus)
     return Node(
-        membership, network, certificates, retention, trainer, jobs, auditor, driver, requests, reporter, end, bus,
-        tasks,
+        membership, network, certificates, retention, trainer, jobs, auditor, driver, requests, reporter, end, rest,
+        bus, tasks,
     )  # fmt: skip

@@ -74,6 +74,12 @@ class RoundEffects(Protocol):
     def keep_state(self, action: actions.KeepState) -> None:
         """Have the trainer write the state that it holds to the store."""
 
+    def release_trainer(self) -> None:
+        """Have the trainer save and end, and end the check that is being made: the user wants the devices."""
+
+    def acquire_trainer(self) -> None:
+        """Have a new trainer start, and checks be made again."""
+
     def audit_update(self, action: actions.AuditUpdate) -> None:
         """Make a check of an update. Only machines with `audits` ask for it."""
 
@@ -192,6 +198,10 @@ class RoundDriver:
                 effects.move(action)
             case actions.KeepState():
                 effects.keep_state(action)
+            case actions.ReleaseTrainer():
+                effects.release_trainer()
+            case actions.AcquireTrainer():
+                effects.acquire_trainer()
             case actions.DirectivesChanged():
                 effects.on_directives_changed(action)
             case actions.AuditUpdate():

@@ -29,6 +29,7 @@ from peer.node.tasks import Tasks
 from peer.store import StoreError
 from peer.swarm import Handlers, Swarm
 from peer.swarm.addresses import parse_address
+from peer.swarm.pace import Paces
 from protocol.bounded import BoundedDict
 from protocol.errors import MalformedError
 from protocol.ids import Digest, PeerKey
@@ -66,7 +67,7 @@ class Network:
     """The network of one node: `start` it, run `discover` and `keep_running`, then `stop`.
 
     `listen` and `announce` are multiaddresses. `is_banned` says whether the run's owner has banned a peer. `clock`
-    gives monotonic seconds. All chance comes from `chance`.
+    gives monotonic seconds. All chance comes from `chance`. `paces` bound the bytes a second of blobs.
     """
 
     membership: Enrollment
@@ -77,6 +78,7 @@ class Network:
     start_swarm: Callable[..., Any] = Swarm.start
     clock: Callable[[], float] = time.monotonic
     chance: random.Random = field(default_factory=random.Random)
+    paces: Paces = field(default_factory=Paces)
 
     def __post_init__(self) -> None:
         membership, tasks, clock = self.membership, self.tasks, self.clock
@@ -118,6 +120,7 @@ class Network:
             handlers=replace(
                 handlers, on_packet=self.receive, on_headers_asked=self._compact.answer, is_known=self.is_known
             ),
+            paces=self.paces,
         )
         log.info("listening at %s", ", ".join(self.addresses) or "no address that others can dial")
 

@@ -20,6 +20,7 @@ from peer.node.events import NodeEvents, RunOver
 from peer.node.last_member import serve_coordinator
 from peer.node.network import Network
 from peer.node.request_server import RequestServer
+from peer.node.rest import RestWish
 from peer.node.snapshot import Snapshot
 from peer.node.status_reporter import StatusReporter
 from peer.node.tasks import Tasks, cancel_and_wait
@@ -55,6 +56,7 @@ class Node:
     requests: RequestServer
     reporter: StatusReporter
     end_of_run: EndOfRun
+    rest: RestWish
     bus: NodeEvents
     tasks: Tasks
     must_restart: bool = field(default=False, init=False)
@@ -137,11 +139,29 @@ class Node:
         finished = await self.driver.start(alone=not m.addresses)
         if finished is None:
             self._started.set()
+            if self.trainer is not None:
+                tasks.spawn(self._follow_rest(self.trainer), "rest")
             finished = await self.driver.run()
         self.must_restart = finished.again
         if not self._leaving:
             log.warning("%s", finished.reason)
         self._finish(finished.reason)
+
+    async def _follow_rest(self, trainer: TrainerClient) -> None:
+        """Rest while there is a reason to, and train otherwise, until cancelled."""
+        rests = False
+        while True:
+            reason = self.rest.reason
+            if reason and not rests:
+                log.info("resting: %s", reason)
+                trainer.hold(True)
+                self.driver.post(events.Rest())
+            elif not reason and rests:
+                log.info("training again")
+                trainer.hold(False)
+                self.driver.post(events.Resume())
+            rests = bool(reason)
+            await self.rest.wait_for_news()
 
     async def _introduce(self) -> None:
         """Send heartbeats while the run's data come, so that members serve us as one of theirs. Until cancelled."""

@@ -33,7 +33,8 @@ class Snapshot:
     `trained_windows` counts from the start of this node; windows that were trained again count again. `open_windows`
     are not covered by an update yet. `next_window` is the absolute number of the window to train next; 0 without a
     trainer. `orders` are the reasons why this peer rests, for people: a directive of the owner, or an audit's
-    conviction. It is empty when there are none.
+    conviction. It is empty when there are none. `rest` is why its user wants it to rest, empty while it may train.
+    With `devices_free` no process of it uses a device.
     `audits` counts this node's checks of others' updates (`update_auditor.AuditCounts`), and those that wait. It is
     empty when it makes none.
     """
@@ -72,6 +73,8 @@ class Snapshot:
     open_windows: int = 0
     next_window: int = 0
     orders: str = ""
+    rest: str = ""
+    devices_free: bool = False
     audits: dict[str, int] = field(default_factory=dict)
     swarm_tokens_per_second: float = 0.0
     round_seconds_left: float | None = None

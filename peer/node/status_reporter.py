@@ -14,6 +14,7 @@ from peer.node.enrollment import Enrollment
 from peer.node.events import NodeEvents, RunOver
 from peer.node.network import Network
 from peer.node.rate_meter import RateMeter
+from peer.node.rest import RestWish
 from peer.node.round_timings import RoundTimings
 from peer.node.snapshot import Snapshot, write_snapshot
 from peer.node.trainer_client import NO_PROGRESS, TrainerClient
@@ -63,6 +64,7 @@ class StatusReporter:
     timings: RoundTimings
     trainer: TrainerClient | None
     auditor: UpdateAuditor | None
+    rest: RestWish
     bus: NodeEvents
 
     def __post_init__(self) -> None:
@@ -116,6 +118,8 @@ class StatusReporter:
             open_windows=progress.windows,
             next_window=progress.next_window,
             orders=self.directives.description,
+            rest=self.rest.reason,
+            devices_free=self.rest.is_free,
             audits=asdict(self.auditor.counts) | {"waiting": self.auditor.waiting} if self.auditor else {},
             swarm_tokens_per_second=sum(m.heartbeat.tokens_per_second for m in view.members)
             + progress.tokens_per_second,

@@ -11,8 +11,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, replace
 
 from peer import channel
 from peer.errors import TrainerDied
@@ -20,6 +20,7 @@ from peer.node.blob_retention import BlobRetention
 from peer.node.events import Post
 from peer.node.network import Network
 from peer.node.options import NodeOptions
+from peer.node.rest import RestWish
 from peer.node.round_blob_fetcher import RoundBlobFetcher
 from peer.node.state_loader import StateLoader
 from peer.node.tasks import Tasks
@@ -37,6 +38,9 @@ log = logging.getLogger(__name__)
 
 LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
+RELEASE_SECONDS = 3.5
+"""Seconds in which a released trainer has to save, before it is killed: with the time for a last update, five."""
+
 NO_PROGRESS = channel.Progress(0, 0.0, 0.0, 0, 0.0, False)
 
 
@@ -44,7 +48,8 @@ NO_PROGRESS = channel.Progress(0, 0.0, 0.0, 0, 0.0, False)
 class TrainerClient:
     """The node's access to its trainer: `begin` it once the node is in the swarm, `stop` it at the end.
 
-    `post` receives events for the machine.
+    `post` receives events for the machine. While `rest` has a reason no step is made, and `release` ends the process
+    until `acquire`.
     `supervise` makes the supervisor of a process (tests replace it).
     """
 
@@ -58,6 +63,7 @@ class TrainerClient:
     loader: StateLoader
     tasks: Tasks
     post: Post
+    rest: RestWish
     supervise: Callable[..., TrainerSupervisor] = TrainerSupervisor
 
     def __post_init__(self) -> None:
@@ -65,6 +71,10 @@ class TrainerClient:
         self._supervisor: TrainerSupervisor | None = None
         self._usage = UsageLog()
         self._orders: channel.Orders | None = None
+        self._holds = False
+        """No step is to begin: the peer is about to rest."""
+        self._changing: asyncio.Task[None] | None = None
+        """The task that ends the process for a rest, or starts the next one after it."""
         self._verifying: asyncio.Task[None] | None = None
         self._keeping: Digest | None = None
         """The record of the last `KeepState`."""
@@ -81,7 +91,8 @@ class TrainerClient:
         await fetch_assets(self.spec, self.store, network, private_data=self.options.private_data)
         self._start = start_message(self.spec, self.store, self.me, self.options)
         remove_outdated_state(self.store, self.chain, folder / "trainer")
-        self._launch(self._start)
+        if not self.rest.reason:
+            self._launch(self._start)
         self.tasks.spawn(self.loader.run(self.send), "states")
 
     def _launch(self, start: channel.Start) -> None:
@@ -91,14 +102,60 @@ class TrainerClient:
             on_lost=self._on_lost,
             command=self.options.trainer_command or None,
         )
+        self.rest.note_devices(free=False)
         self.tasks.spawn(self._supervisor.run(), "trainer")
 
     async def stop(self) -> bool:
         """Have the trainer save and exit. Return whether all that it learnt is on disk. Idempotent."""
-        return self._supervisor is not None and await self._supervisor.stop(channel.SAVE_SECONDS)
+        saved = self._supervisor is None or await self._supervisor.stop(channel.SAVE_SECONDS)
+        self.rest.note_devices(free=True)
+        return saved
+
+    # -- a rest ----------------------------------------------------------------------------------------------
+
+    def hold(self, holds: bool) -> None:
+        """Have no step begin any more, and the one that is under way dropped; or have steps begin again."""
+        self._holds = holds
+        self.tasks.spawn(self._send_orders(), "orders")
+
+    def release(self, *others: Awaitable[None]) -> None:
+        """Have the trainer save and end, whatever it does. The devices are free then, and when `others` are done."""
+        self._stop_verifying()
+        self.loader.drop()
+        self._changing = self.tasks.spawn(self._release(others), "rest")
+
+    async def _release(self, others: Iterable[Awaitable[None]]) -> None:
+        began, held = time.monotonic(), self._supervisor is not None
+        done = asyncio.gather(*others)
+        is_saved = self._supervisor is None or await self._supervisor.stop(RELEASE_SECONDS)
+        await done
+        self._clear_progress()
+        self.rest.note_devices(free=True)
+        if not is_saved:
+            log.warning("the trainer was ended before it had saved: it trains again what it did since its last save")
+        elif held:
+            log.info("the trainer has saved its state and ended after %.1f s", time.monotonic() - began)
+
+    def acquire(self) -> None:
+        """Start a process again after `release`."""
+        self._changing = self.tasks.spawn(self._acquire(self._changing), "end of the rest")
+
+    async def _acquire(self, released: asyncio.Task[None] | None) -> None:
+        if released is not None:
+            await asyncio.wait([released])  # two processes must not use one folder
+        if self._start is not None:
+            self._launch(self._start)
+
+    def _clear_progress(self) -> None:
+        """Note that the present process makes no progress any more."""
+        self._trained_before += self.progress.trained
+        self.progress = NO_PROGRESS
+        self.post(events.TrainingProgress(0, 0.0, 0.0))
 
     async def send(self, message: channel.ToTrainer) -> None:
         """Send a message to the present trainer. Raise TrainerDied."""
+        if self._changing is not None:
+            await asyncio.wait([self._changing])
         if self._supervisor is None:
             raise TrainerDied("the trainer was not started")
         await self._supervisor.send(message)
@@ -150,12 +207,14 @@ class TrainerClient:
 
     async def _send_orders(self) -> None:
         if self._orders is not None and self._supervisor is not None:
+            orders = replace(self._orders, rests=self._orders.rests or self._holds)
             with contextlib.suppress(TrainerDied):  # the next process receives them when it is ready
-                await self._supervisor.send(self._orders)
+                await self._supervisor.send(orders)
 
     def move(self, action: ApplyRecord | SyncState) -> None:
         """Move the trainer to the state that the action leads to."""
-        if self._start is not None and self._supervisor is not None and self._supervisor.stopping:
+        is_acquired = self._changing is not None and not self._changing.done()
+        if self._start is not None and self._supervisor is not None and self._supervisor.stopping and not is_acquired:
             log.info("the chain changed after the run's end: the trainer is started again")
             self._launch(self._start)
         self._stop_verifying()
@@ -231,10 +290,8 @@ class TrainerClient:
 
     def _on_lost(self, reason: str) -> None:
         self._stop_verifying()
-        self._trained_before += self.progress.trained
-        self.progress = NO_PROGRESS
         self.loader.drop()
-        self.post(events.TrainingProgress(0, 0.0, 0.0))
+        self._clear_progress()
         self.post(events.SyncFailed(self.chain.head, reason))
 
     async def _keep_update(self, made: channel.UpdateMade, before: channel.Progress) -> None:

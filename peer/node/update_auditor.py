@@ -82,6 +82,8 @@ class UpdateAuditor:
         self._strange: BoundedDict[Digest, None] = BoundedDict(MAX_WAITING)
         """Updates that failed a loss check here."""
         self._asked = asyncio.Event()
+        self._may_work = asyncio.Event()
+        self._may_work.set()
         self.counts = AuditCounts()
 
     def audit(self, action: AuditUpdate) -> None:
@@ -101,6 +103,15 @@ class UpdateAuditor:
         if screens >= SCREENS_TOGETHER or screens < len(self._waiting):
             self._asked.set()
 
+    async def release(self) -> None:
+        """End the present check, and begin no other until `resume`: the user wants the devices."""
+        self._may_work.clear()
+        await self.process.close()
+
+    def resume(self) -> None:
+        """Make checks again."""
+        self._may_work.set()
+
     async def run(self) -> None:
         """Make one check after the other. The process of the present one ends when this is cancelled."""
         while True:
@@ -108,6 +119,7 @@ class UpdateAuditor:
             self._asked.clear()
             try:
                 while self._waiting:
+                    await self._may_work.wait()
                     action = self._take(min(self._waiting, key=self._rank))
                     self._present = _key(action)
                     await self._audit(action)
@@ -156,6 +168,8 @@ class UpdateAuditor:
         seconds = max(LEAST_SECONDS, DEADLINE_ROUNDS * self.spec.round.max_seconds)
         try:
             job = await self._job(action)
+            if not self._may_work.is_set():
+                raise AuditError("this peer rests")
             try:
                 answer = await self.process.answer(job, seconds)
             except asyncio.TimeoutError:  # another attempt would take as long

@@ -20,6 +20,7 @@ from peer.store import Store
 from peer.swarm.addresses import announceable, dial_addresses
 from peer.swarm.errors import PacketTooLarge, PeerUnreachable
 from peer.swarm.libp2p import START_SECONDS, Libp2pTransport
+from peer.swarm.pace import Paces
 from peer.swarm.rate_limiter import CallLimits, RateLimiter
 from peer.swarm.transfer.blob_server import BlobServer, MayServe, ServeLimits
 from peer.swarm.transfer.fetch import Fetch, OnBad
@@ -106,6 +107,7 @@ class Swarm:
         store: Store,
         handlers: Handlers,
         limits: SwarmLimits,
+        paces: Paces,
     ):
         self.key = key
         self.run = run
@@ -115,10 +117,10 @@ class Swarm:
         self._handlers = handlers
         self._traffic = ByteCount()
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="cairn-blobs")
-        self._streams = StreamPool(self.open_blob_stream, self._traffic, limits.streams)
+        self._streams = StreamPool(self.open_blob_stream, self._traffic, limits.streams, paces.down)
         self.server = BlobServer(
             store, handlers.serve_refusal, self._threads, self._traffic, limits.serve, handlers.is_known,
-            handlers.on_blob_requested,
+            handlers.on_blob_requested, paces.up,
         )  # fmt: skip
         self._calls_out = asyncio.Semaphore(CALLS_OUT)
         self._calls_to: WeakValueDictionary[PeerKey, asyncio.Semaphore] = WeakValueDictionary()
@@ -143,13 +145,15 @@ class Swarm:
         initial: Sequence[str] = (),
         folder: Path | None = None,
         limits: SwarmLimits | None = None,
+        paces: Paces | None = None,
         start_seconds: float = START_SECONDS,
     ) -> Swarm:
         """Listen by libp2p, join the DHT by the `initial` addresses (those of other peers), and accept calls.
 
         `announce` replaces the addresses that the machine sees itself. A private folder for the daemon's sockets is
-        made in `folder` (default: the system's temporary folder). It is a warning, not an error, if nobody of `initial`
-        answers: `connect` may be called again at any time. Raises SwarmStartError.
+        made in `folder` (default: the system's temporary folder). `paces` bound the bytes a second of blobs. It is a
+        warning, not an error, if nobody of `initial` answers: `connect` may be called again at any time. Raises
+        SwarmStartError.
         """
         limits = limits or SwarmLimits()
         limiter = RateLimiter(limits.calls, handlers.is_known)
@@ -157,8 +161,9 @@ class Swarm:
             identity, listen=listen, announce=announce, folder=folder, limiter=limiter, start_seconds=start_seconds
         )
         return await cls.over(
-            transport, limiter, identity.key, run, store=store, handlers=handlers, initial=initial, limits=limits
-        )
+            transport, limiter, identity.key, run, store=store, handlers=handlers, initial=initial, limits=limits,
+            paces=paces,
+        )  # fmt: skip
 
     @classmethod
     async def over(
@@ -172,9 +177,10 @@ class Swarm:
         handlers: Handlers,
         initial: Sequence[str] = (),
         limits: SwarmLimits | None = None,
+        paces: Paces | None = None,
     ) -> Swarm:
         """Join the swarm over a transport of this key, whose incoming calls `limiter` admits. See `start`."""
-        self = cls(key, run, transport, limiter, store, handlers, limits or SwarmLimits())
+        self = cls(key, run, transport, limiter, store, handlers, limits or SwarmLimits(), paces or Paces())
         try:
             self.presence = await transport.join_dht(run, handlers.on_warning)
             await transport.accept_calls(call_name(run, "packet"), wire.Packet, self._take_packet)

@@ -207,6 +207,16 @@ class KeepState:
 
 
 @dataclass(frozen=True, slots=True)
+class ReleaseTrainer:
+    """Trainer and auditor: save, end, and free the devices. Nothing is requested before `AcquireTrainer`."""
+
+
+@dataclass(frozen=True, slots=True)
+class AcquireTrainer:
+    """Trainer and auditor: start again. A `SyncState` follows."""
+
+
+@dataclass(frozen=True, slots=True)
 class AuditUpdate:
     """Auditor: make a check of an update (header digest) of this record. Answered by `UpdateAudited`.
 
@@ -270,6 +280,8 @@ Action = (
     | ApplyRecord
     | SyncState
     | KeepState
+    | ReleaseTrainer
+    | AcquireTrainer
     | AuditUpdate
     | Notice
     | RunCompleted

@@ -54,7 +54,10 @@ class Context:
         self.me: PeerKey = signer.key
         self.chain = chain
         self.observer = observer
-        """It follows the chain, and trains nothing."""
+        """It follows the chain, and trains nothing. A peer that rests is one after its last update."""
+
+        self.is_resting = False
+        """The user wants the devices for a while."""
 
         self.is_peer = is_peer
         """It is admitted, serves only what is decided, and ends with the run. The coordinator's observer is no peer."""

@@ -159,6 +159,16 @@ class Leave:
     """The user wants to stop: announce what is done, say goodbye."""
 
 
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """The user wants the devices for a while: hand in what is done, let the trainer go, and only follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """The user does not need the devices any more: train again."""
+
+
 Event = (
     Tick
     | MessageReceived
@@ -178,4 +188,6 @@ Event = (
     | SyncFailed
     | StateNotKept
     | Leave
+    | Rest
+    | Resume
 )

@@ -12,6 +12,8 @@ Time is in seconds of any monotonic clock. Nothing here blocks, and every contai
 - Only verified messages come in (`MessageDecoder`). The chain gets the stored directive before the stored certificates.
 - The trainer gets `RequestUpdate`, `ApplyRecord`, `SyncState` and `KeepState` in order, and must not train before the
   first `SyncState` is done. docs/trainer.md says what it restores.
+- At `ReleaseTrainer` the trainer saves and ends, and the check that is being made ends. At `AcquireTrainer` both start
+  again.
 - Fetch all that a state sync needs before the trainer receives it. If something is unavailable, `SyncFailed` with
   `kept=True` lets the machine continue from the present state. For an invalid blob, send `BlobInvalid` first. When the
   trainer dies, send `SyncFailed` with any record. When a state that was asked for is not in the store, send
@@ -67,6 +69,7 @@ from protocol.rounds.gathered_exchange import GatheredExchange
 from protocol.rounds.header_repair import known_headers, pass_on_headers
 from protocol.rounds.phase import InvariantError, Phase, check_transition, phase_of
 from protocol.rounds.policy import LocalStatus, RoundPolicy
+from protocol.rounds.rest import RestSteps
 from protocol.rounds.retention import retained, retained_states
 from protocol.rounds.round_state import RoundState
 from protocol.rounds.state_sync import StateSync
@@ -116,6 +119,7 @@ class RoundMachine:
         self._auditor = WorkAuditor(self._context, reporter)
         self._directives = DirectiveGossip(self._context)
         self._departure = Departure(self._context)
+        self._rest = RestSteps(self._context, self._sync, self._consensus)
         self._chain_sync = ChainSync(policy.max_members + 64, policy.heartbeat_seconds)
         self._future = FutureMessages(2 * policy.max_members)
         self._bootstrap = Bootstrap(now, policy.member_seconds)
@@ -202,9 +206,8 @@ class RoundMachine:
                 self._state_reached(record, state)
             case ev.SyncFailed() | ev.StateNotKept():
                 self._sync.failed(event)
-            case ev.Leave():
-                exchange = self._consensus.exchange
-                self._departure.leave(GatheredExchange.leave_seconds if exchange is None else exchange.leave_seconds)
+            case ev.Leave() | ev.Rest() | ev.Resume():
+                self._follow_user(event)
         if not isinstance(event, ev.Tick):
             self._update_phase()  # checks the transition that the event alone made, before what follows makes another
         self._advance()
@@ -294,6 +297,18 @@ class RoundMachine:
         found |= self._auditor.sizes()
         limits = context.chain.limits
         return found | {"records": (len(context.chain), limits.max_records + limits.max_side_records)}
+
+    def _follow_user(self, event: ev.Leave | ev.Rest | ev.Resume) -> None:
+        """Do what this peer's user wants; nothing any more once it is to leave, or the run is over.
+
+        At the end of the run the driver has stopped the trainer, and others need our word on the last state.
+        """
+        if isinstance(event, ev.Leave):
+            exchange = self._consensus.exchange
+            self._departure.leave(GatheredExchange.leave_seconds if exchange is None else exchange.leave_seconds)
+        elif not self._departure.is_leaving and not self._departure.is_over and self._rest.follow(event):
+            self._requested_for = ()
+            self._beat()  # the others need not wait for us any more, or may again
 
     # -- messages --------------------------------------------------------------------------------------------
 
@@ -524,10 +539,13 @@ class RoundMachine:
         if self._departure.is_over:
             consensus.stop_exchange()
         else:
-            self._add_own_certificate(consensus.advance(hurry=self._departure.is_hurrying))
-        if context.run_rests and not context.observer and sync.joined and not self._is_occupied():
-            if not self._departure.is_over:  # else the driver has stopped the trainer
+            self._add_own_certificate(consensus.advance(hurry=self._departure.is_hurrying or self._rest.is_hurrying))
+        if context.run_rests and not (context.observer or context.is_resting) and sync.joined:
+            if not self._is_occupied() and not self._departure.is_over:  # else the driver has stopped the trainer
                 sync.keep()
+        if not self._departure.is_leaving and self._rest.advance():
+            self._beat()
+            changed = True
         self._departure.follow_directive(self._is_occupied, self._is_behind)
         return changed or head != context.chain.head
 
@@ -651,9 +669,10 @@ class RoundMachine:
         """Return the phase after what has happened so far, and check that the table has the transition."""
         round_ = self._consensus.round
         phase = phase_of(
-            observer=self._context.observer,
             left=self._departure.has_left,
+            observer=self._context.observer,
             leaving=self._departure.is_leaving,
+            resting=self._context.is_resting,
             joined=self._sync.joined,
             holds_state=self._sync.holds_state,
             announced=round_ is not None and round_.announced_at is not None,

@@ -31,7 +31,7 @@ class Member:
     @property
     def takes_part(self) -> bool:
         """True unless its last heartbeat says that it only follows, or is still on the way to a state."""
-        return self.beat.phase not in ("joining", "syncing", "observing")
+        return self.beat.phase not in ("joining", "syncing", "observing", "resting")
 
     def trains_in(self, parent: Digest) -> bool:
         """Return whether its last heartbeat says that it works on the round after `parent`."""

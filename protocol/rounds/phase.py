@@ -28,6 +28,9 @@ class Phase(str, Enum):
     EXCHANGING = "exchanging"
     """The own update of the open round is announced."""
 
+    RESTING = "resting"
+    """The user wants the devices for a while. Once the round of the last update is decided, it observes."""
+
     LEAVING = "leaving"
     """The user wants to stop: the round of the last update is awaited for a short time."""
 
@@ -48,37 +51,53 @@ ANNOUNCED = "own header broadcast, or received from before a crash"
 DECIDED = "the next round begins, or the open round begins again on another branch"
 PAUSE = "a directive pauses or ends the run, or bans this peer; or an audit bars it"
 RESUMED = "a directive ends the pause, or the bar ends"
+REST = "`Rest`"
+WOKEN = "`Resume`"
 LEAVE = "`Leave`"
 GOODBYE = "the last update is decided, or the time for leaving is over"
 
 TRANSITIONS: Mapping[Phase, Mapping[Phase, str]] = {
     Phase.JOINING: {
         Phase.SYNCING: JOINED,
+        Phase.RESTING: REST,
         Phase.LEAVING: LEAVE,
     },
     Phase.SYNCING: {
         Phase.TRAINING: STATE_REACHED,
         Phase.PAUSED: STATE_REACHED,
         Phase.EXCHANGING: STATE_REACHED,
+        Phase.RESTING: REST,
         Phase.LEAVING: LEAVE,
     },
     Phase.TRAINING: {
         Phase.EXCHANGING: ANNOUNCED,
         Phase.PAUSED: PAUSE,
         Phase.SYNCING: STATE_LOST,
+        Phase.RESTING: REST,
         Phase.LEAVING: LEAVE,
     },
     Phase.PAUSED: {
         Phase.TRAINING: RESUMED,
         Phase.EXCHANGING: ANNOUNCED,
         Phase.SYNCING: STATE_LOST,
+        Phase.RESTING: REST,
         Phase.LEAVING: LEAVE,
     },
     Phase.EXCHANGING: {
         Phase.TRAINING: DECIDED,
         Phase.PAUSED: DECIDED,
         Phase.SYNCING: STATE_LOST,
+        Phase.RESTING: REST,
         Phase.LEAVING: LEAVE,
+    },
+    Phase.RESTING: {
+        Phase.JOINING: WOKEN,
+        Phase.SYNCING: WOKEN,
+        Phase.TRAINING: WOKEN,
+        Phase.PAUSED: WOKEN,
+        Phase.EXCHANGING: WOKEN,
+        Phase.LEAVING: LEAVE,
+        Phase.LEFT: LEAVE,
     },
     Phase.LEAVING: {
         Phase.LEFT: GOODBYE,
@@ -92,15 +111,28 @@ TRANSITIONS: Mapping[Phase, Mapping[Phase, str]] = {
 
 
 def phase_of(
-    *, observer: bool, left: bool, leaving: bool, joined: bool, holds_state: bool, announced: bool, paused: bool
+    *,
+    left: bool,
+    observer: bool,
+    leaving: bool,
+    resting: bool,
+    joined: bool,
+    holds_state: bool,
+    announced: bool,
+    paused: bool,
 ) -> Phase:
-    """Return the phase that these facts give; earlier arguments take precedence over later ones."""
+    """Return the phase that these facts give; earlier arguments take precedence over later ones.
+
+    An `observer` that is `resting` is one for as long as it rests.
+    """
     if left:
         return Phase.LEFT
     if observer:
-        return Phase.OBSERVING
+        return Phase.RESTING if resting else Phase.OBSERVING
     if leaving:
         return Phase.LEAVING
+    if resting:
+        return Phase.RESTING
     if not joined:
         return Phase.JOINING
     if not holds_state:

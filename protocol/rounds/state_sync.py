@@ -63,6 +63,9 @@ class StateSync:
         self.is_keeping = False
         """The trainer owes us an answer to `KeepState`."""
 
+        self._has_trainer = True
+        """False while the peer rests and has let its trainer go."""
+
         self._last_good: Digest | None = None
         """The last record whose state was reached."""
 
@@ -120,6 +123,22 @@ class StateSync:
     def join(self) -> None:
         """Note that the time of joining is over: the trainer may be moved."""
         self.joined = True
+
+    # -- a rest ----------------------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Let the trainer go, whatever it owes us. The round of the state that it held stays ours to decide."""
+        if self.is_moving:
+            self.applied = None
+        self._has_trainer = self.is_keeping = False
+        self.sync_target = self._making = None
+
+    def start_over(self, *, has_trainer: bool) -> None:
+        """Hold no state: from now on we only follow, or there is a trainer again."""
+        self._has_trainer = has_trainer
+        self.applied = self.state = self._waiting = None
+        self._failures, self._retry_at = 0, 0.0
+        self._needed.clear()
 
     # -- what is needed --------------------------------------------------------------------------------------
 
@@ -223,7 +242,9 @@ class StateSync:
         if self.applied == head:
             self._waiting = None
             return False
-        if self.is_busy or not self.joined or not context.deadlines.due("retry", self._retry_at):
+        if self.is_busy or not (self.joined and self._has_trainer):
+            return False
+        if not context.deadlines.due("retry", self._retry_at):
             return False
         if self.applied is not None and self.applied not in chain:
             self.applied = None

@@ -88,7 +88,7 @@ class WorkAuditor:
     def _follow(self, report: Signed[WorkReport], following: CarriedReports) -> None:
         """Replay an update that a report accuses, if that is ours to do."""
         body = report.body
-        if self._reporter is None:
+        if self._reporter is None or self._context.is_resting:
             return
         if report.author == (me := self._reporter.key):
             if body.check == "loss" and not body.passed:
@@ -104,7 +104,7 @@ class WorkAuditor:
         """Request the checks of the records up to `parent` that are ours, and repeat reports that no record carries."""
         context, chain = self._context, self._context.chain
         context.reports.prune()
-        if self._reporter is None:
+        if self._reporter is None or context.is_resting:
             return
         me = self._reporter.key
         for report in context.reports.by(me):

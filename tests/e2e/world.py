@@ -20,7 +20,7 @@ from benchmarks.convergence.wan_run_file import toml
 from cairn.commands.serve import coordinator_folder
 from cairn.demo.processes import Process, free_ports, stop_all
 from coordinator.authoring.resolve import SPEC
-from coordinator.authoring.runfile import tomllib
+from coordinator.authoring.toml_file import tomllib
 from peer.coordinator_client import CoordinatorClient, SwarmStatus
 from peer.node.enrollment import ADMISSION, run_folder
 from peer.node.snapshot import Snapshot, read_snapshot

@@ -38,7 +38,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from coordinator.authoring.runfile import tomllib
+from coordinator.authoring.toml_file import tomllib
 from tests.wan.topology import Topology, WanError
 
 HOME = "home"

@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.convergence.wan_run_file import toml
 from cairn.demo.processes import Process
 from coordinator.authoring.resolve import GENESIS, SPEC
-from coordinator.authoring.runfile import tomllib
+from coordinator.authoring.toml_file import tomllib
 from peer.node.snapshot import FILE, Snapshot
 from protocol.identity import parse_key_file
 from protocol.ids import PeerKey

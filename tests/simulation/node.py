@@ -112,7 +112,9 @@ class Node:
         self.made: dict[Digest, Digest] = {}
         """Updates of this incarnation's trainer, or taken over from the one before: blob -> parent."""
         self.queue: list = []
-        self.working = False
+        self.working: Any = None
+        """The action that the trainer carries out."""
+        self.rests = False
         self.fetching: set[Digest] = set()
         self.committee_work = CommitteeWork(self)
         self.shards_asked: dict[Digest, set[Digest]] = {}
@@ -232,7 +234,8 @@ class Node:
         """Do nothing: a restarted trainer has learnt nothing."""
 
     def on_directives_changed(self, action: do.DirectivesChanged) -> None:
-        self.trainer.order(self.world.clock.now, action.paused, action.policy.max_update_windows)
+        self.changed = action
+        self.trainer.order(self.world.clock.now, action.paused or self.rests, action.policy.max_update_windows)
 
     def audit_update(self, action: do.AuditUpdate) -> None:
         """Make the check in half a second, and tell the truth: fakes fail it. Some first attempts cannot be made."""
@@ -257,6 +260,29 @@ class Node:
             action.certificate.digest, action.update, action.check, (Score("work", float(passed), 0.5),)
         )
         self.world.clock.after(AUDIT_SECONDS, self.later, self.incarnation, event)
+
+    def rest(self) -> None:
+        """Want the devices for a while: no step begins from now on."""
+        self.rests = True
+        self.trainer.run(self.world.clock.now)
+        self.trainer.rests = True
+        self.step(ev.Rest())
+
+    def release_trainer(self) -> None:
+        """Save and end: what was learnt comes back with the next trainer."""
+        self.queue.clear()
+        self.working = None
+        self.trainer.run(self.world.clock.now)
+        self.trainer.state = self.trainer_record = None
+
+    def resume(self) -> None:
+        """Train again."""
+        self.rests = False
+        self.on_directives_changed(self.changed)
+        self.step(ev.Resume())
+
+    def acquire_trainer(self) -> None:
+        """Do nothing: a move follows, which is all that a trainer without a state can do."""
 
     def notify(self, action: do.Notice) -> None:
         self.world.report(self, action)
@@ -331,16 +357,15 @@ class Node:
     # -- the trainer: one thing at a time, in order ------------------------------------------------------------
 
     def work(self) -> None:
-        if self.queue and not self.working:
-            self.working = True
-            action = self.queue.pop(0)
+        if self.queue and self.working is None:
+            action = self.working = self.queue.pop(0)
             seconds = self.world.trainer_seconds * (3 if isinstance(action, do.SyncState) else 1)
             self.world.clock.after(seconds, self.worked, self.incarnation, action)
 
     def worked(self, incarnation: int, action) -> None:
-        if not self.alive or incarnation != self.incarnation:
+        if not self.alive or incarnation != self.incarnation or action is not self.working:
             return
-        self.working = False
+        self.working = None
         match action:
             case do.RequestUpdate():
                 self.make_update(action)

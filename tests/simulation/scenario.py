@@ -50,13 +50,13 @@ class Outcome:
 class Scenario:
     """Runs one seed. `node_type` is replaced by the negative controls.
 
-    `attackers`: the hostile peers are a coalition.
+    `attackers`: the hostile peers are a coalition. `rests`: users take their devices back for a while.
     """
 
     def __init__(
         self, seed: int, *, peers: int | None = None, calm: bool = False, verbose: bool = False, node_type=Node,
         fault_seconds: float = 120.0, hostile: bool = True, exchange: ReducePlan = GATHER, orders: bool = False,
-        attackers: bool = False,
+        attackers: bool = False, rests: bool = False,
     ):  # fmt: skip
         rng = self.rng = random.Random(seed)
         if peers is None:
@@ -89,6 +89,7 @@ class Scenario:
             self.world.add(observer=True)
         self.orders = orders
         """True if the owner meddles."""
+        self.resting = random.Random(seed * 19 + 7) if rests else None
         self.changed = 0.0
         """When the faults last changed."""
         self._watched: tuple[float, int] = (0.0, 0)
@@ -145,6 +146,11 @@ class Scenario:
             self.changed = world.clock.now
             if world.owner.rng.random() < 0.4:
                 return
+        if self.resting is not None:
+            for node in world.honest:
+                if self.resting.random() < 0.3:
+                    node.resume() if node.rests else node.rest()
+            self.changed = world.clock.now
         node = rng.choice(world.nodes)
         match rng.choice(
             ("crash", "crash", "restart", "restart", "partition", "one way", "heal", "heal", "join", "drift")
@@ -185,6 +191,8 @@ class Scenario:
             node.drifts = False
             if not node.alive:
                 node.boot()
+            if node.rests:
+                node.resume()
         if self.orders and world.owner.body.run_status != "running":
             world.owner.say(run_status="running")
         self.changed = world.clock.now
@@ -227,7 +235,7 @@ class Scenario:
 
     def _groups(self) -> list[list[Node]]:
         """Honest live peers by who can talk to whom, both ways, each with each."""
-        left = set(self.world.honest)
+        left = {n for n in self.world.honest if not n.rests}
         found = []
         for node in self.world.honest:
             if node in left:

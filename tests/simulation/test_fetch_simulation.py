@@ -432,3 +432,24 @@ def test_a_slot_for_a_request_that_is_cancelled_before_it_begins_is_returned(tmp
         world.close()
 
     simulated(main())
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_the_rate_that_a_user_allows_is_kept_and_used(tmp_path: Path, way: str):
+    """For several fetches at once; a second's worth may go at first."""
+    data, rate = [data_of(12, seed) for seed in range(4)], 1_000_000
+
+    async def main() -> float:
+        world = World(tmp_path, rtt=0.05)
+        author, other = world.host(100), world.host(100)
+        (author.paces.up if way == "up" else other.paces.down).set_rate(rate)
+        digests = [author.store.put(each) for each in data]
+        began = asyncio.get_running_loop().time()
+        await asyncio.gather(*(other.fetch(d, len(e), [author]) for d, e in zip(digests, data, strict=True)))
+        took = asyncio.get_running_loop().time() - began
+        assert author.traffic.up <= 1.1 * sum(map(len, data)) and not other.bad
+        world.close()
+        return took
+
+    size = sum(map(len, data))
+    assert (size - rate - 2 * CHUNK) / rate <= simulated(main()) <= 1.1 * size / rate

@@ -65,6 +65,13 @@ def test_all_promises_hold_while_the_owner_meddles(seed, exchange):
     Scenario(seed, orders=True, exchange=exchange).run()
 
 
+@pytest.mark.parametrize("exchange", [GATHER, REDUCE])
+@pytest.mark.parametrize("seed", range(3000, 3006))
+def test_all_promises_hold_while_users_take_their_devices_back(seed, exchange):
+    """Nothing that was trained before a rest is lost, and nobody waits for who rests."""
+    Scenario(seed, exchange=exchange, rests=True, orders=seed % 3 == 0).run()
+
+
 def test_every_transition_that_is_seen_is_in_the_table(monkeypatch):
     """A machine raises at any other; here it is seen that the simulator makes nearly all of the table's."""
     seen: set[tuple[Phase, Phase]] = set()
@@ -76,7 +83,7 @@ def test_every_transition_that_is_seen_is_in_the_table(monkeypatch):
 
     monkeypatch.setattr(machine, "check_transition", note)
     for seed in (2000, 2001, 2002, 2003):
-        scenario = Scenario(seed, orders=True, peers=5, fault_seconds=60.0)
+        scenario = Scenario(seed, orders=True, peers=5, fault_seconds=60.0, rests=True)
         scenario.run()
         world = scenario.world
         for node in world.honest:
@@ -93,6 +100,8 @@ def test_every_transition_that_is_seen_is_in_the_table(monkeypatch):
         (Phase.JOINING, Phase.LEAVING), (Phase.SYNCING, Phase.LEAVING), (Phase.PAUSED, Phase.LEAVING),
         (Phase.PAUSED, Phase.EXCHANGING), (Phase.SYNCING, Phase.EXCHANGING), (Phase.PAUSED, Phase.SYNCING),
     }  # fmt: skip
+    common = {(Phase.TRAINING, Phase.RESTING), (Phase.EXCHANGING, Phase.RESTING), (Phase.RESTING, Phase.SYNCING)}
+    rare |= {step for step in table if Phase.RESTING in step} - common  # see tests/unit/rounds/test_rest.py
     assert table - rare <= seen <= table, sorted(map(str, table - rare - seen))
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from peer.store import Store
+from peer.swarm.pace import Pace, Paces
 from peer.swarm.transfer.blob_server import BlobServer, ServeLimits
 from peer.swarm.transfer.fetch import Fetch
 from peer.swarm.transfer.streams import StreamLimits, StreamPool
@@ -104,6 +105,10 @@ def simulated(main: Coroutine[Any, Any, T]) -> T:
         loop.close()
 
 
+def _simulated_time() -> float:
+    return asyncio.get_running_loop().time()
+
+
 class Host:
     """A peer: a store, the serving side, the fetching side, an uplink of some Mbit/s."""
 
@@ -114,13 +119,16 @@ class Host:
         self.bad: list[PeerKey] = []
         self.serve_refusal: Callable[[Digest, PeerKey], str | None] = lambda digest, peer: None
         self.executor: Executor = _Inline()
+        self.paces = Paces(Pace(_simulated_time), Pace(_simulated_time))
         self.server = BlobServer(
-            self.store, lambda d, p: self.serve_refusal(d, p), _Inline(), self.traffic, ServeLimits(streams_per_peer=4)
-        )
+            self.store, lambda d, p: self.serve_refusal(d, p), _Inline(), self.traffic,
+            ServeLimits(streams_per_peer=4), pace=self.paces.up,
+        )  # fmt: skip
         self.transport = network.host(self.key, up=up_mbit * MBIT)
         self.streams = StreamPool(
-            lambda peer, seconds: self.transport.open_stream(peer, BLOB, seconds), self.traffic, StreamLimits()
-        )
+            lambda peer, seconds: self.transport.open_stream(peer, BLOB, seconds), self.traffic, StreamLimits(),
+            self.paces.down,
+        )  # fmt: skip
 
     @property
     def pipes(self) -> list[Pipe]:

@@ -36,6 +36,7 @@ from peer.node.builder import build_node
 from peer.node.enrollment import Enrollment
 from peer.node.node import Node
 from peer.node.options import NodeOptions
+from peer.node.rest import RestWish
 from peer.store import Store
 from peer.swarm import BlobFetchError, Handlers, PeerUnreachable
 from peer.training.trainer import Trainer
@@ -249,7 +250,8 @@ class LoopTrainer:
                     batch = await self._call(trainer.steps.batches.take, trainer.windows.counter)
                     await self._call(trainer.steps.step, batch)
                     windows, loss = trainer.windows, trainer.steps.throughput.late_loss
-                    self._say(Progress(windows.uncovered, loss, 1000.0, windows.steps, 0.0, False))
+                    done = {"trained": trainer.steps.trained_windows, "next_window": windows.counter}
+                    self._say(Progress(windows.uncovered, loss, 1000.0, windows.steps, 0.0, False, **done))
                 else:
                     await asyncio.sleep(0.01)
         finally:
@@ -345,7 +347,7 @@ class NodeWorld:
     def key(self, name: str) -> PeerKey:
         return identity(name).key
 
-    def start(self, name: str) -> Node:
+    def start(self, name: str, rest: RestWish | None = None) -> Node:
         """Start a peer, with the disk that it had when it was there before."""
         me, home = identity(name), self.folder / name
         home.mkdir(exist_ok=True)
@@ -357,7 +359,7 @@ class NodeWorld:
         decoder = MessageDecoder(self.spec.run_id, OWNER.key)
         ways_in = [address_of(self.key(n)) for n in self.nodes if n != name]
         membership = Enrollment(me, self.spec, decoder, store, None, name, admission(self.spec, me).encoded, ways_in)
-        node = self.nodes[name] = self.build(membership, NodeOptions(home, device="cpu", audit_device="off"))
+        node = self.nodes[name] = self.build(membership, NodeOptions(home, device="cpu", audit_device="off"), rest=rest)
         self.run(name, node, store)
         return node
 
@@ -383,9 +385,9 @@ class NodeWorld:
         for name in names:
             del self.nodes[name]
 
-    def build(self, membership: Enrollment, options: NodeOptions, *, owner: Identity | None = None) -> Node:
-        """Build a node in this world's network, with a trainer in this process."""
-        return build_node(membership, options, owner=owner, start_swarm=LoopSwarm.start, supervise=self._supervise)
+    def build(self, membership: Enrollment, options: NodeOptions, **given: Any) -> Node:
+        """Build a node in this world's network, with a trainer in this process. `given`: as for `build_node`."""
+        return build_node(membership, options, start_swarm=LoopSwarm.start, supervise=self._supervise, **given)
 
     def _supervise(self, start: Start, **how: Any) -> Any:
         trainer = self.trainers[start.identity_key] = LoopTrainer(start, **how)

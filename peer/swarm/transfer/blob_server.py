@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import async_timeout
 
 from peer.store import BlobMissing, Store, StoreError
+from peer.swarm.pace import Pace
 from peer.swarm.transfer.frames import (
     BITS_PER_PAGE,
     LEAVES_PER_PAGE,
@@ -107,8 +108,10 @@ class BlobServer:
         limits: ServeLimits,
         is_known: Callable[[PeerKey], bool] = lambda peer: True,
         on_requested: Callable[[Digest, PeerKey], None] = lambda digest, peer: None,
+        pace: Pace | None = None,
     ):
         self.store = store
+        self._pace = pace or Pace()
         self.serve_refusal = serve_refusal
         self.limits = limits
         self.is_known = is_known
@@ -225,6 +228,7 @@ class BlobServer:
 
     async def _write(self, writer: asyncio.StreamWriter, reply: BlobReply) -> None:
         """Send a reply. Raises TimeoutError when the other side does not read it."""
+        await self._pace.take(len(reply.data))
         writer.writelines((reply.head(), reply.data))
         async with async_timeout.timeout(self.limits.write_seconds):
             await writer.drain()

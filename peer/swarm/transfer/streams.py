@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import async_timeout
 
 from peer.swarm.errors import PeerUnreachable
+from peer.swarm.pace import Pace
 from peer.swarm.transfer.congestion import CongestionController, SentMark
 from peer.swarm.transfer.frames import (
     CLIENT_IDLE_SECONDS,
@@ -30,6 +31,7 @@ from peer.swarm.transport import ByteCount
 from protocol.bounded import BoundedDict
 from protocol.errors import MalformedError
 from protocol.ids import PeerKey
+from protocol.merkle import CHUNK
 
 OpenStream = Callable[[PeerKey, float], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 
@@ -74,6 +76,11 @@ class Priority(enum.Enum):
     QUERY = "sizes, leaf hashes and bitmaps"
 
 
+def _expected(priority: Priority) -> int:
+    """Return the bytes that a request will bring."""
+    return 0 if priority is Priority.QUERY else CHUNK
+
+
 @dataclass(slots=True)
 class _Pending:
     limit: int
@@ -85,8 +92,17 @@ class Stream:
     """An open stream to one peer."""
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limits: StreamLimits, traffic: ByteCount
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        limits: StreamLimits,
+        traffic: ByteCount,
+        pace: Pace,
+        expected: int = 0,
     ):
+        """Start to read. `pace` lets the bytes through that a slot stands for (`expected`) before it is given."""
+        self._pace = pace
+        self._expected = expected
         self._reader = reader
         self._writer = writer
         self._limits = limits
@@ -127,11 +143,15 @@ class Stream:
             return await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled() and turn.result():
-                self.free()  # it was given at the same instant
+                self._release()  # it was given at the same instant
             raise
 
     def free(self) -> None:
-        """Return a slot."""
+        """Return a slot. The bytes of its reply were counted when they came."""
+        self._pace.give_back(self._expected)
+        self._release()
+
+    def _release(self) -> None:
         self._taken -= 1
         self._give_slots()
 
@@ -192,6 +212,7 @@ class Stream:
                     return  # closed at the same instant
                 self._pending.popleft()
                 self._traffic.down += len(reply.data)
+                self._pace.give_back(-len(reply.data))
                 self.congestion.received(pending.mark, len(reply.data), asyncio.get_running_loop().time())
                 self._give_slots()
                 if pending.answer.done():
@@ -242,6 +263,7 @@ class StreamPool:
     open_stream: OpenStream
     traffic: ByteCount
     limits: StreamLimits = field(default_factory=StreamLimits)
+    pace: Pace = field(default_factory=Pace)
     _streams: dict[tuple[PeerKey, Priority], Stream] = field(default_factory=dict)
     _opening: dict[tuple[PeerKey, Priority], asyncio.Lock] = field(default_factory=dict)
     _latencies: BoundedDict[tuple[PeerKey, Priority], float] = field(default_factory=lambda: BoundedDict(REMEMBERED))
@@ -261,7 +283,18 @@ class StreamPool:
 
     async def slot(self, peer: PeerKey, priority: Priority) -> Stream | Lost:
         """Wait until one more request to a peer may be under way; return the stream with the slot taken."""
-        name = (peer, priority)
+        name, expected = (peer, priority), _expected(priority)
+        await self.pace.take(expected)
+        slot: Stream | Lost | None = None
+        try:
+            slot = await self._slot(name)
+            return slot
+        finally:
+            if not isinstance(slot, Stream):
+                self.pace.give_back(expected)
+
+    async def _slot(self, name: tuple[PeerKey, Priority]) -> Stream | Lost:
+        peer, priority = name
         for _ in range(ATTEMPTS):
             try:
                 stream = self._live(peer, priority) or await self._open(peer, priority)
@@ -333,7 +366,9 @@ class StreamPool:
                 return stream
             self._sweep()
             reader, writer = await self.open_stream(peer, self.limits.open_seconds)
-            stream = self._streams[name] = Stream(reader, writer, self.limits, self.traffic)
+            stream = self._streams[name] = Stream(
+                reader, writer, self.limits, self.traffic, self.pace, _expected(priority)
+            )
             stream.congestion.loaded_latency = self._latencies.get(name, 0.0)
             if self._closed:
                 stream.close()

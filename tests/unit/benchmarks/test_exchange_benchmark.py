@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.exchange import PEERS, RUN_FILE, Sample, all_to_all, endless, floors, judged, percentile, table
-from coordinator.authoring.runfile import tomllib
+from coordinator.authoring.toml_file import tomllib
 
 PARTS = {
     "tcp_blobs": 0.001,

@@ -15,7 +15,7 @@ from benchmarks.exchange_wan.run_spec import furnish, spec_of, write_genesis
 from benchmarks.exchange_wan.setting import SYSTEMS, Setting
 from benchmarks.exchange_wan.values import fill, is_right, shares
 from benchmarks.overlap import run_file, topology
-from coordinator.authoring.runfile import tomllib
+from coordinator.authoring.toml_file import tomllib
 from peer.store import Store
 from protocol.codec import make_codec
 

@@ -149,3 +149,39 @@ def test_a_download_that_is_not_the_nodes_is_logged(capsys, tmp_path, monkeypatc
             if said:
                 break
     assert said[0]["download"]["size"] == 100 and said[0]["message"].startswith("the last state, ")
+
+
+class RunningNode:
+    """A node that ends as soon as it is to leave."""
+
+    def __init__(self) -> None:
+        self._over = asyncio.Event()
+        self.left = 0
+        self.membership = SimpleNamespace(client=None, identity=SimpleNamespace(key=KEY))
+        self.reporter, self.store = SimpleNamespace(latest=VIEW.node), Values()
+        self.end_of_run = SimpleNamespace(info=None, is_awaited=False)
+
+    async def run(self) -> None:
+        await self._over.wait()
+
+    def leave(self) -> None:
+        self.left += 1
+        self._over.set()
+
+    def snapshot(self) -> SimpleNamespace:
+        return SimpleNamespace(own_updates=3, finished="left the swarm", round=7, state="ab" * 32)
+
+
+@pytest.mark.parametrize("why", ["its user", "the day's volume"])
+async def test_it_leaves_in_order_at_its_users_word_and_when_the_days_volume_is_used_up(why, capsys):
+    node, stop, away = RunningNode(), asyncio.Event(), asyncio.Event()
+    stopping = asyncio.ensure_future(stop.wait())
+    ending = asyncio.ensure_future(
+        join.run_node(cast(Any, node), PeerScreen(plain=True), stopping, away, auditor=False)
+    )
+    await asyncio.sleep(0.05)
+    assert not node.left and not ending.done()
+    (stop if why == "its user" else away).set()
+    await ended(ending)
+    assert node.left == 1 and "left the swarm: round 7" in capsys.readouterr().out
+    stopping.cancel()

@@ -100,6 +100,14 @@ def test_a_round_that_does_not_end_is_told_and_is_over_with_the_round():
     assert [a.name for a in world.journal.active] == ["peers"]
 
 
+def test_peers_that_their_users_have_paused_are_not_gone():
+    world = World()
+    assert world.good_rounds(8) == []
+    assert world.good_rounds(8, training=4, resting=6) == []
+    assert world.good_rounds(8, training=4, resting=1) == [("peers", "fired")]
+    assert world.journal.active[0].message == "4 peers train and 1 rest, of 10"
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_loss_that_is_no_number_fires_at_once(bad):
     world = World()

@@ -22,8 +22,9 @@ from coordinator.authoring import measurements
 from coordinator.authoring.measurements import MEASURED, MeasuredSetting
 from coordinator.authoring.model_config import LEAST_PARAMETERS, llama_of, parameters_of_table, read_model
 from coordinator.authoring.plan import PlanError, PlanInputs, RunPlan, plan
-from coordinator.authoring.runfile import RunFile, load_run, tomllib
+from coordinator.authoring.runfile import RunFile, load_run
 from coordinator.authoring.template import fill
+from coordinator.authoring.toml_file import tomllib
 from protocol.codec import make_codec
 from protocol.errors import CairnError
 from protocol.layout import BLOCK, Layout

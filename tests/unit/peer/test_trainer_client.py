@@ -14,6 +14,7 @@ import pytest
 from peer import channel
 from peer.node import trainer_client
 from peer.node.options import NodeOptions
+from peer.node.rest import RestWish
 from peer.node.tasks import Tasks
 from peer.node.trainer_client import TrainerClient
 from peer.store import StoreFull
@@ -73,7 +74,7 @@ async def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
         other: Any = SimpleNamespace(run=nothing, prune=nothing, head=digest("head"), trust=print, protect_update=print)
         client = TrainerClient(
             cast(Any, None), identity("me").key, NodeOptions(tmp_path), cast(Any, store), other, other, other, other,
-            Tasks(), post, supervise=cast(Any, Supervisor),
+            Tasks(), post, RestWish(), supervise=cast(Any, Supervisor),
         )  # fmt: skip
         clients.append(client)
         await ended(client.begin(cast(Any, None)))

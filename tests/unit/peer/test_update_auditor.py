@@ -603,3 +603,23 @@ async def test_where_updates_cannot_be_replayed_none_is_screened(tmp_path):
         w.ask(2, "loss")
         await w.done(1)
         assert len(w.process.asked) == 1 and not w.auditor.waiting
+
+
+async def test_a_peer_that_rests_ends_its_check_and_begins_none_until_it_goes_on(tmp_path):
+    async with world(tmp_path) as w:
+        w.process.gate.clear()
+        w.ask(1)
+        await until(lambda: len(w.process.asked) == 1, "it makes a check")
+        w.process.answers.append(AuditError("the process was ended"))
+        closed = w.process.closed
+        await w.auditor.release()
+        assert w.process.closed == closed + 1
+        w.process.gate.set()
+        await w.done(1)
+        assert len(w.not_made) == 1  # it may be asked for again
+        w.ask(2)
+        await asyncio.sleep(0.05)
+        assert len(w.process.asked) == 1 and w.auditor.waiting == 1
+        w.auditor.resume()
+        await w.done(2)
+        assert len(w.process.asked) == 2 and len(w.posted) == 1

@@ -44,12 +44,17 @@ def test_no_other_transition_is_allowed(before: Phase, after: Phase):
 
 
 def test_earlier_facts_take_precedence():
-    facts = dict(observer=False, left=False, leaving=False, joined=True, holds_state=True, announced=True, paused=True)
+    facts = dict(
+        left=False, observer=False, leaving=False, resting=False, joined=True, holds_state=True, announced=True,
+        paused=True,
+    )  # fmt: skip
     assert phase_of(**facts) is Phase.EXCHANGING
     assert phase_of(**{**facts, "announced": False}) is Phase.PAUSED
     assert phase_of(**{**facts, "announced": False, "paused": False}) is Phase.TRAINING
     assert phase_of(**{**facts, "holds_state": False}) is Phase.SYNCING
     assert phase_of(**{**facts, "joined": False}) is Phase.JOINING
-    assert phase_of(**{**facts, "leaving": True}) is Phase.LEAVING
+    assert phase_of(**{**facts, "resting": True, "joined": False}) is Phase.RESTING
+    assert phase_of(**{**facts, "leaving": True, "resting": True}) is Phase.LEAVING
+    assert phase_of(**{**facts, "observer": True, "leaving": True, "resting": True}) is Phase.RESTING
     assert phase_of(**{**facts, "observer": True, "leaving": True}) is Phase.OBSERVING
     assert phase_of(**{**facts, "observer": True, "left": True}) is Phase.LEFT

@@ -25,8 +25,8 @@ class Auditor:
     def __init__(self, branch: Branch, me: PeerKey, *, trains: bool = True):
         self.asked: list[Any] = []
         self.reports = ReportPool(me, branch.chain)
-        context = SimpleNamespace(
-            run=RUN, chain=branch.chain, reports=self.reports, observer=not trains,
+        context = self.context = SimpleNamespace(
+            run=RUN, is_resting=False, chain=branch.chain, reports=self.reports, observer=not trains,
             emit=lambda action: self.asked.append(action) if isinstance(action, AuditUpdate) else None,
         )  # fmt: skip
         self.work = WorkAuditor(cast(Any, context), cast(Any, FakeSigner(me)))

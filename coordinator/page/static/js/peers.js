@@ -12,7 +12,7 @@ const COLUMNS = [
   [null, "Not in the newest", false], ["credits", "Credits", true, "down"], ["device", "Device", false, "up"],
 ];
 
-export const phase = (p) => el("span", { class: "phase", "data-phase": p.phase }, p.phase);
+export const phase = (p) => el("span", { class: "phase", "data-phase": p.phase, title: p.phase === "resting" ? "paused by its user" : null }, p.phase);
 
 export const convicted = (c) => `convicted in round ${c.round}, barred until ${c.barred_until}: ${c.message || "its work was not what it claims"}`;
 

@@ -1,0 +1,69 @@
+"""`cairn peer pause`, `resume` and `leave`: for peers that run on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from cairn.commands.options import home_option
+from cairn.connection import parse_invite
+from protocol.errors import CairnError
+
+
+def _run_command(name: str, help: str) -> click.Command:
+    """Return the command that asks running peers for something."""
+
+    def command(run: str | None, home: Path) -> None:
+        ask_running(name, home, run, click.echo)
+
+    command.__doc__ = help
+    command = home_option("Where identity, runs and logs are kept.")(command)
+    return click.command(name)(click.argument("run", required=False, metavar="[INVITE]")(command))
+
+
+pause = _run_command(
+    "pause",
+    """Have this machine's devices back within seconds: its peers rest until `cairn peer resume`.
+
+    What is trained is handed in and saved. INVITE names one run, or the start of its id does; without it all rest.
+    A pause ends with the peer's process.
+    """,
+)
+resume = _run_command("resume", """Train again after `cairn peer pause`. INVITE as there.""")
+leave = _run_command("leave", """End this machine's peers in order, as Ctrl-C does. INVITE as in `cairn peer pause`.""")
+
+
+def ask_running(ask: str, home: Path, run: str | None, say: Callable[[str], None]) -> None:
+    """Ask the running peers under a home, and `say` what each answers. Raises CairnError when none runs."""
+    from cairn.peer_control import ask_peer
+
+    asked = 0
+    for folder in _folders(home, run):
+        if (said := ask_peer(folder, ask)) is not None:
+            asked += 1
+            say(f"{_name(folder)}: {said}" if ask != "leave" else f"{_name(folder)}: has left")
+    if not asked:
+        which = "no peer" if run is None else "no peer of this run"
+        raise CairnError(f"{which} is running under {home}: `cairn peer join INVITE` starts one")
+
+
+def _folders(home: Path, run: str | None) -> list[Path]:
+    """Return the folders of the runs that are meant. Raises CairnError for a text that names no run."""
+    from peer.node.enrollment import run_folder
+
+    runs = sorted(p for pattern in ("runs/*", "anonymous/*/runs/*") for p in home.glob(pattern) if p.is_dir())
+    if run is None:
+        return runs
+    if 4 <= len(run) <= 64 and set(run) <= set("0123456789abcdef"):
+        return [p for p in runs if p.name.startswith(run[:12])]
+    return [p for p in runs if p.name == run_folder(home, parse_invite(run).run).name]
+
+
+def _name(folder: Path) -> str:
+    """Return the name of a run for people: its own, if the peer has written it, and its id."""
+    from peer.node.snapshot import read_snapshot
+
+    snapshot = read_snapshot(folder)
+    return folder.name if snapshot is None else f"{snapshot.run} ({folder.name})"

@@ -1,0 +1,68 @@
+"""The bytes a second that the user of this machine allows for blobs: nearly all that a peer sends and gets."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from protocol.token_bucket import TokenBucket
+
+MIN_SECONDS, LOOK_SECONDS = 0.001, 1.0
+"""The shortest sleep, and the longest: the rate may change meanwhile."""
+
+
+class Pace:
+    """A bound on one way's bytes a second, for all streams together. Without a rate there is none.
+
+    A piece is let through whole once the debt of those before it is paid, in the order of asking.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ):
+        """`clock` and `sleep` count seconds of one clock."""
+        self._clock = clock
+        self._sleep = sleep
+        self._bucket: TokenBucket | None = None
+        self._turn = asyncio.Lock()
+        self.gone = 0
+        """Bytes that went so far, those under way included."""
+
+    def set_rate(self, rate: int) -> None:
+        """Allow these bytes a second from now on; 0: any number."""
+        if rate != (0 if self._bucket is None else self._bucket.rate):
+            self._bucket = TokenBucket(rate, rate, self._clock()) if rate else None
+
+    async def take(self, size: int) -> None:
+        """Wait until these bytes may go."""
+        if self._bucket is not None:
+            async with self._turn:
+                while (wait := self._debt_seconds()) > 0:
+                    await self._sleep(min(LOOK_SECONDS, max(MIN_SECONDS, wait)))
+                if self._bucket is not None:
+                    self._bucket.charge(size)
+        self.gone += size
+
+    def give_back(self, size: int) -> None:
+        """Take back what was taken and did not go; a negative number went without having been taken."""
+        self.gone -= size
+        if self._bucket is not None:
+            self._bucket.charge(-size)
+
+    def _debt_seconds(self) -> float:
+        if self._bucket is None:
+            return 0.0
+        self._bucket.refill(self._clock())
+        return -self._bucket.tokens / self._bucket.rate
+
+
+@dataclass(frozen=True)
+class Paces:
+    """The bounds of both ways. They outlive the swarm, and may change at any time."""
+
+    up: Pace = field(default_factory=Pace)
+    down: Pace = field(default_factory=Pace)

@@ -1,0 +1,114 @@
+"""Signs that somebody else uses the machine, by programs of the system, which are fakes here."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from cairn import idle_watch
+from cairn.day_traffic import DayTraffic
+from cairn.idle_watch import IdleFacts, idle_facts, others_program
+from cairn.peer_schedule import QUIET, PeerSchedule
+from cairn.peer_settings import FILE, PeerSettings, SettingsFile
+from peer.node.rest import RestWish
+from peer.swarm.pace import Paces
+
+
+def program(folder: Path, name: str, script: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+@pytest.mark.parametrize(("hint", "people"), [("yes", False), ("no", True), ("maybe", None)])
+async def test_logind_tells_of_people(tmp_path, monkeypatch, hint, people):
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    program(tmp_path, "loginctl", f"echo IdleHint={hint}")
+    program(tmp_path, "nvidia-smi", "exit 9")
+    assert await idle_facts() == IdleFacts(None, people)
+
+
+@pytest.fixture
+def child() -> Iterator[int]:
+    """Run a program that this process started."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process.pid
+        process.communicate(b"\n")
+
+
+async def test_a_program_of_somebody_else_is_told_from_our_own(tmp_path, monkeypatch, child):
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    ours = f"echo '{os.getpid()}, python'; echo '{child}, /usr/bin/python3'"
+    program(tmp_path, "nvidia-smi", ours)
+    assert (await idle_facts()).program == ""
+    program(tmp_path, "nvidia-smi", f"{ours}; echo '1, /opt/games/doom'")
+    facts = await idle_facts()
+    assert facts.program == "doom" and facts.reason == "doom uses the GPU"
+
+
+async def test_programs_that_hang_fail_or_flood_tell_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setattr(idle_watch, "ANSWER_SECONDS", 2.0)
+    program(tmp_path, "nvidia-smi", "exec sleep 1000")
+    program(tmp_path, "loginctl", "exec yes IdleHint=no")
+    facts = await idle_facts()
+    assert facts == IdleFacts() and not facts.reason
+    assert "nvidia-smi" in facts.unknown and "loginctl" in facts.unknown
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    assert await idle_facts() == IdleFacts()
+
+
+@pytest.mark.parametrize("listed", ["No devices were found", "1 python", "x, python", "99999999999, python", "1,"])
+def test_another_text_than_a_list_of_programs_is_none(listed):
+    assert others_program(listed, os.getpid()) is None
+
+
+def test_no_program_is_a_list_too():
+    assert others_program("\n", os.getpid()) == ""
+
+
+def test_facts_count_where_they_are_asked_for():
+    now, busy = datetime(2026, 11, 25, 12), IdleFacts("doom", people=True)
+    assert PeerSettings().reason_to_rest(now, busy) == ""
+    idle = PeerSettings(only_when_idle=True)
+    assert idle.reason_to_rest(now, busy) == "doom uses the GPU"
+    assert idle.reason_to_rest(now, IdleFacts("", people=True)) == "somebody uses this machine"
+    assert idle.reason_to_rest(now, IdleFacts("", people=False)) == idle.reason_to_rest(now) == ""
+
+
+async def test_it_trains_again_when_nobody_has_used_the_machine_for_a_while(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("cairn.peer_schedule.FACTS_SECONDS", 0.0)
+    (tmp_path / FILE).write_text("only_when_idle = true\n")
+    now, facts = datetime(2026, 11, 25, 12), IdleFacts("doom", people=None)
+
+    async def ask() -> IdleFacts:
+        return facts
+
+    rest = RestWish()
+    schedule = PeerSchedule(
+        SettingsFile(tmp_path / FILE, {}), rest, Paces(), DayTraffic(tmp_path), lambda: None, lambda: now, ask
+    )
+
+    async def look(seconds: float) -> str:
+        nonlocal now
+        now += timedelta(seconds=seconds)
+        await schedule.learn()
+        schedule.look()
+        return rest.reason
+
+    with caplog.at_level(logging.WARNING):
+        assert await look(0) == "doom uses the GPU" == await look(1000)
+    assert caplog.text.count("does not tell of people at the keyboard") == 1
+    facts = IdleFacts("", people=False)
+    assert await look(1) == "the machine was in use a moment ago" == await look(QUIET.total_seconds() - 2)
+    assert await look(1) == ""
+    facts = IdleFacts("", people=True)
+    assert await look(1) == "somebody uses this machine"
+    (tmp_path / FILE).write_text("")
+    assert await look(1) == ""
