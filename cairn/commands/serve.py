@@ -342,12 +342,12 @@ def _public(options: ServeOptions, port: int) -> tuple[tuple[HostPort, ...], tup
 
 
 def published_page(options: ServeOptions) -> str:
-    """Return the address that --page-url gives, as clients accept it; "" for none. Raises CairnError."""
+    """Return the address that --page-url gives, as clients accept it; "" for none. Raises click.BadParameter."""
     from cairn.peer_screen import page_address
 
     address = page_address(options.page_url)
     if options.page_url and not address:
-        raise CairnError("--page-url: write an address like https://run.example.org/")
+        raise click.BadParameter("write an address like https://run.example.org/", param_hint="--page-url")
     return address
 
 
