@@ -8,7 +8,7 @@ import re
 import shutil
 import tracemalloc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -139,17 +139,19 @@ class World:
         return folder
 
 
-def snapshot(**fields: Any) -> Snapshot:
+def snapshot(**given: Any) -> Snapshot:
     plain = {
         "str": "",
         "int": 0,
+        "bool": False,
         "float": 0.0,
         "dict[str, float]": {},
         "dict[str, int]": {},
         "list[dict[str, float]]": [],
     }
     plain |= {"float | None": None}
-    return Snapshot(**({n: plain[str(t)] for n, t in Snapshot.__annotations__.items()} | fields))
+    needed = {f.name: plain[str(f.type)] for f in fields(Snapshot) if f.default is f.default_factory is MISSING}
+    return Snapshot(**needed | given)
 
 
 @pytest.fixture
