@@ -150,6 +150,7 @@ class Node:
     async def _follow_rest(self, trainer: TrainerClient) -> None:
         """Rest while there is a reason to, and train otherwise, until cancelled."""
         rests = False
+        trainer.hold(bool(self.rest.reason))  # the reason may have come or gone since the trainer began
         while True:
             reason = self.rest.reason
             if reason and not rests:

@@ -69,6 +69,8 @@ class TrainerClient:
     def __post_init__(self) -> None:
         self._start: channel.Start | None = None
         self._supervisor: TrainerSupervisor | None = None
+        self._launched = asyncio.Event()
+        """Set once there was a process: `begin` starts none while there is a reason to rest."""
         self._usage = UsageLog()
         self._orders: channel.Orders | None = None
         self._holds = False
@@ -103,6 +105,7 @@ class TrainerClient:
             command=self.options.trainer_command or None,
         )
         self.rest.note_devices(free=False)
+        self._launched.set()
         self.tasks.spawn(self._supervisor.run(), "trainer")
 
     async def stop(self) -> bool:
@@ -114,19 +117,26 @@ class TrainerClient:
     # -- a rest ----------------------------------------------------------------------------------------------
 
     def hold(self, holds: bool) -> None:
-        """Have no step begin any more, and the one that is under way dropped; or have steps begin again."""
+        """Have no step begin any more, and the one that is under way dropped; or have steps begin again.
+
+        A process that `begin` did not start, since there was a reason to rest, is started with the first steps.
+        """
         self._holds = holds
+        if not holds and self._start is not None and self._supervisor is None and self._changing is None:
+            self._launch(self._start)
         self.tasks.spawn(self._send_orders(), "orders")
 
     def release(self, *others: Awaitable[None]) -> None:
         """Have the trainer save and end, whatever it does. The devices are free then, and when `others` are done."""
         self._stop_verifying()
         self.loader.drop()
-        self._changing = self.tasks.spawn(self._release(others), "rest")
+        self._changing = self.tasks.spawn(self._release(others, self._changing), "rest")
 
-    async def _release(self, others: Iterable[Awaitable[None]]) -> None:
-        began, held = time.monotonic(), self._supervisor is not None
+    async def _release(self, others: Iterable[Awaitable[None]], before: asyncio.Task[None] | None) -> None:
         done = asyncio.gather(*others)
+        if before is not None:
+            await asyncio.wait([before])  # the process that it starts is the one to end
+        began, held = time.monotonic(), self._supervisor is not None
         is_saved = self._supervisor is None or await self._supervisor.stop(RELEASE_SECONDS)
         await done
         self._clear_progress()
@@ -156,6 +166,7 @@ class TrainerClient:
         """Send a message to the present trainer. Raise TrainerDied."""
         if self._changing is not None:
             await asyncio.wait([self._changing])
+        await self._launched.wait()  # a rest drops what waits here
         if self._supervisor is None:
             raise TrainerDied("the trainer was not started")
         await self._supervisor.send(message)
@@ -230,6 +241,8 @@ class TrainerClient:
     async def _reset(self, action: SyncState) -> None:
         """Replace the trainer by a new process without its saved state."""
         log.warning("the trainer starts from scratch: what it had learnt since is of rounds that were rolled back")
+        if self._changing is not None:
+            await asyncio.wait([self._changing])  # two processes must not use one folder
         if self._start is not None and self._supervisor is not None:
             await self._supervisor.stop(0.0)
             await asyncio.to_thread(remove_saved_state, self._start.state_folder)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 from peer.auditor.job import AuditAnswer, Job
 from peer.auditor.score_words import score_words
@@ -103,10 +105,10 @@ class UpdateAuditor:
         if screens >= SCREENS_TOGETHER or screens < len(self._waiting):
             self._asked.set()
 
-    async def release(self) -> None:
-        """End the present check, and begin no other until `resume`: the user wants the devices."""
+    def release(self) -> Coroutine[Any, Any, None]:
+        """Begin no check until `resume`: the user wants the devices. The present one ends when the result is awaited."""
         self._may_work.clear()
-        await self.process.close()
+        return self.process.close()
 
     def resume(self) -> None:
         """Make checks again."""

@@ -56,9 +56,11 @@ class RestSteps:
             return False
         context.is_resting = False
         if self._is_released:
+            if context.observer:
+                self._consensus.stop_exchange()
+                self._consensus.abandon()
+            # Else the round of our last update is open. What was announced stands: a second update would contradict it.
             self._is_released = context.observer = False
-            self._consensus.stop_exchange()
-            self._consensus.abandon()
             self._sync.start_over(has_trainer=True)
             context.emit(AcquireTrainer())
         return True

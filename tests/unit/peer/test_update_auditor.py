@@ -623,3 +623,13 @@ async def test_a_peer_that_rests_ends_its_check_and_begins_none_until_it_goes_on
         w.auditor.resume()
         await w.done(2)
         assert len(w.process.asked) == 2 and len(w.posted) == 1
+
+
+async def test_who_goes_on_at_once_makes_checks_again(tmp_path):
+    async with world(tmp_path) as w:
+        ended_check = w.auditor.release()
+        w.auditor.resume()
+        await ended_check
+        w.ask(1)
+        await w.done(1)
+        assert len(w.process.asked) == 1

@@ -119,6 +119,21 @@ def test_who_resumes_before_the_trainer_has_gone_goes_on_as_before():
     assert b.machine.phase is Phase.SYNCING  # it had nothing more to hand in
 
 
+def test_what_was_announced_stands_when_the_rest_ends_within_its_round():
+    b = trained()
+    b.step(ev.Rest())
+    made(b)
+    (first,) = b.said(UpdateHeader)
+    assert b.of(do.ReleaseTrainer)
+    b.step(ev.Resume())
+    assert b.of(do.AcquireTrainer) and b.of(do.SyncState)
+    b.step(ev.StateReached(b.chain.genesis, STATE))
+    b.step(ev.TrainingProgress(10**6, 1.0, 1.0))
+    assert b.machine.phase is Phase.EXCHANGING and not b.of(do.RequestUpdate)
+    round_ = b.machine.open_round
+    assert round_ is not None and round_.headers[ME].body == first
+
+
 def test_a_rest_may_begin_before_a_state_is_held():
     b = Bench(alone=False)
     assert b.machine.phase is Phase.JOINING

@@ -1,0 +1,104 @@
+"""However often a user's mind changes, one process of the trainer runs at a time, and none while the peer rests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from peer import channel
+from peer.node import trainer_client
+from peer.node.options import NodeOptions
+from peer.node.rest import RestWish
+from peer.node.tasks import Tasks
+from peer.node.trainer_client import TrainerClient
+from protocol.rounds.actions import SyncState
+from tests.support.specs import digest, identity
+from tests.support.waiting import ended, until
+
+
+class Process:
+    """A trainer's process that takes a moment to end."""
+
+    made: list[Process]
+
+    def __init__(self, *_: Any, **__: Any):
+        self.stopping = False
+        self.runs = True
+        self.got: list[Any] = []
+        self.made.append(self)
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+    async def send(self, message: channel.ToTrainer) -> None:
+        self.got.append(message)
+
+    async def stop(self, seconds: float) -> bool:
+        self.stopping = True
+        await asyncio.sleep(0.01)
+        self.runs = False
+        return True
+
+
+def running() -> list[Process]:
+    return [process for process in Process.made if process.runs]
+
+
+async def nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+@pytest.fixture
+async def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TrainerClient]:
+    for name in ("remove_outdated_state", "remove_saved_state"):
+        monkeypatch.setattr(trainer_client, name, lambda *_: None)
+    monkeypatch.setattr(trainer_client, "start_message", lambda *_: SimpleNamespace(state_folder=tmp_path))
+    monkeypatch.setattr(trainer_client, "fetch_assets", nothing)
+    monkeypatch.setattr(Process, "made", [], raising=False)
+    other: Any = SimpleNamespace(run=nothing, drop=lambda: None, sync=print)
+    made = TrainerClient(
+        cast(Any, None), identity("me").key, NodeOptions(tmp_path), other, other, other, other, other, Tasks(), print,
+        RestWish(), supervise=cast(Any, Process),
+    )  # fmt: skip
+    yield made
+    await made.tasks.cancel()
+
+
+async def test_a_pause_before_the_last_one_has_ended_leaves_no_process(client):
+    await ended(client.begin(cast(Any, None)))
+    client.release()
+    client.acquire()
+    client.release()
+    await until(lambda: len(Process.made) == 2 and not running(), "no process runs")
+    await until(lambda: client.rest.is_free, "the devices are free")
+    client.acquire()
+    await until(lambda: len(Process.made) == 3, "a process is started again")
+    assert len(running()) == 1 and not client.rest.is_free
+
+
+async def test_a_rollback_during_a_rest_starts_one_process(client):
+    await ended(client.begin(cast(Any, None)))
+    client.release()
+    await until(lambda: client.rest.is_free, "the devices are free")
+    client.acquire()
+    client.move(SyncState((), (), 0, 0, (), None, True, (), False))
+    await until(lambda: len(Process.made) == 3, "the reset is made")
+    assert len(running()) == 1
+
+
+async def test_a_reason_that_goes_before_the_node_follows_it_keeps_no_trainer_away(client):
+    client.rest.want("schedule", "not yet")
+    await ended(client.begin(cast(Any, None)))
+    assert not Process.made
+    sending = asyncio.create_task(client.send(cast(Any, digest("load"))))
+    await asyncio.sleep(0)
+    client.rest.want("schedule", "")
+    client.hold(False)
+    await ended(sending)
+    (process,) = running()
+    assert process.got == [digest("load")]
