@@ -155,7 +155,7 @@ def lines(run: ListedRun) -> list[str]:
         done += f", loss {run.loss:.3f}"
     return [
         f"{spec.name} ({spec.run_id.short})  {run.health}: {run.message}",
-        f"  model     {str(spec.model.config['model_type'])[:40]}, {count(spec.model.layout.numel)} parameters",
+        f"  model     {_printable(spec.model.config['model_type'][:40])}, {count(spec.model.layout.numel)} parameters",
         f"  data      {count(tokens)} tokens, {where}; windows of {spec.data.window}",
         f"  progress  {done}, round {run.round}",
         f"  peers     {run.peers} training, {count(run.tokens_per_second)} tokens/s together",

@@ -9,13 +9,17 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
 from urllib.parse import urlencode
+
+import async_timeout
 
 from peer.coordinator_client import CoordinatorRefused, CoordinatorUnreachable
 from protocol.errors import CairnError, MalformedError
@@ -35,6 +39,11 @@ BALANCES_PAGE = 1000
 
 MAX_TEXT = 80
 TIMEOUT_SECONDS = 20.0
+"""Seconds of silence after which a page is given up."""
+
+ANSWER_SECONDS = 120.0
+"""Maximum seconds of one answer."""
+
 PAUSES = (0.5, 2.0, 5.0)
 """Seconds before each repetition of a request that a busy or silent coordinator did not answer."""
 
@@ -150,10 +159,30 @@ async def fetch_url(url: str, pauses: Sequence[float] = PAUSES) -> bytes:
     """
     for pause in pauses:
         try:
-            return await asyncio.to_thread(_read, url)
+            return await _answer(url)
         except CoordinatorUnreachable:
             await asyncio.sleep(pause)
-    return await asyncio.to_thread(_read, url)
+    return await _answer(url)
+
+
+async def _answer(url: str) -> bytes:
+    """Return what `_read` does. It runs in a daemon, since a server that sends little by little must not hold us."""
+    answer = Future[bytes]()
+    answer.set_running_or_notify_cancel()  # so that it takes an answer that nobody awaits any more
+
+    def read() -> None:
+        try:
+            answer.set_result(_read(url))
+        except Exception as e:  # noqa: BLE001 - it is raised where the answer is awaited
+            answer.set_exception(e)
+
+    threading.Thread(target=read, daemon=True).start()
+    try:
+        async with async_timeout.timeout(ANSWER_SECONDS):
+            return await asyncio.wrap_future(answer)
+    except asyncio.TimeoutError:
+        page = url.partition("/api/")[0]
+        raise CoordinatorUnreachable(f"the coordinator's page at {page} answers too slowly: try again later") from None
 
 
 def _read(url: str) -> bytes:

@@ -106,7 +106,7 @@ class UpdateAuditor:
             self._asked.set()
 
     def release(self) -> Coroutine[Any, Any, None]:
-        """Begin no check until `resume`: the user wants the devices. The present one ends when the result is awaited."""
+        """Begin no check until `resume`: the user wants the devices. The present one ends once it is awaited."""
         self._may_work.clear()
         return self.process.close()
 

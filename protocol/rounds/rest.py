@@ -59,7 +59,7 @@ class RestSteps:
             if context.observer:
                 self._consensus.stop_exchange()
                 self._consensus.abandon()
-            # Else the round of our last update is open. What was announced stands: a second update would contradict it.
+            # Else the round of our last update is open. Its header stands: a second one would contradict it.
             self._is_released = context.observer = False
             self._sync.start_over(has_trainer=True)
             context.emit(AcquireTrainer())

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from cairn.listed_run import ask, lines, page_of
+from cairn.listed_run import ListedRun, ask, lines, page_of
 from protocol.errors import CairnError
 from tests.support.command_line import (
     cairn,
@@ -94,3 +94,10 @@ async def test_what_is_no_page_of_a_run_is_said_to_be_none():
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(CairnError, match="not the page of a run"):
             await ask(f"127.0.0.1:{port}")
+
+
+def test_a_run_of_a_stranger_cannot_write_control_characters_to_the_terminal():
+    spec = make_spec()
+    model = spec.model.model_copy(update={"config": spec.model.config | {"model_type": "\x1b[2Jllama"}})
+    run = ListedRun(spec.model_copy(update={"model": model}), "healthy", "well", 1, 1, 1.0, 1.0, 1, "")
+    assert all(line.isprintable() for line in lines(run)) and "?[2Jllama" in lines(run)[1]
