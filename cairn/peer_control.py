@@ -134,9 +134,9 @@ def ask_peer(folder: Path, ask: str) -> str | None:
     Raises CairnError when it refuses, or does not answer.
     """
     path = folder / SOCKET
-    with _openable(path) as name, socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(ANSWER_SECONDS)
-        try:
+    try:
+        with _openable(path) as name, socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(ANSWER_SECONDS)
             connection.connect(name)
             connection.sendall(json.dumps({"ask": ask}).encode() + b"\n")
             with connection.makefile("rb") as lines:
@@ -144,12 +144,12 @@ def ask_peer(folder: Path, ask: str) -> str | None:
                 if ask == "leave" and line:
                     connection.settimeout(LEAVE_SECONDS)
                     lines.read(1)
-        except (FileNotFoundError, ConnectionRefusedError):
-            return None
-        except TimeoutError:
-            raise CairnError(f"the peer in {folder} does not answer: its peer.log says what it does") from None
-        except OSError as e:
-            raise CairnError(f"{path}: {(e.strerror or str(e)).lower()}: is it another user's?") from None
+    except (FileNotFoundError, ConnectionRefusedError):
+        return None
+    except TimeoutError:
+        raise CairnError(f"the peer in {folder} does not answer: its peer.log says what it does") from None
+    except OSError as e:
+        raise CairnError(f"{path}: {(e.strerror or str(e)).lower()}: is it another user's?") from None
     if (refused := _field(line, "refused")) is not None:
         raise CairnError(refused)
     if (said := _field(line, "said")) is None:

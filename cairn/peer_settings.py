@@ -39,6 +39,8 @@ _TIME = re.compile(r"([0-9]{1,2})(?::([0-9]{2}))?")
 _HOURS = re.compile(rf"{_TIME.pattern}-{_TIME.pattern}")
 _UNTIL = re.compile(rf"(?:([0-9]{{4}}-[0-9]{{2}}-[0-9]{{2}})[ T])?{_TIME.pattern}")
 
+DAY_MINUTES = 24 * 60
+
 
 class PeerSettingsError(CairnError):
     """A peer.toml, or an option that stands for one of its fields, that cannot be used."""
@@ -58,9 +60,9 @@ class Hours:
         if found is None:
             raise ValueError(f"{text[:40]!r} is no part of a day: write for example 22-7 or 22:30-7:15")
         first, end = _minutes(found[1], found[2]), _minutes(found[3], found[4])
-        if first == end:
+        if first % DAY_MINUTES == end % DAY_MINUTES:
             raise ValueError(f"{text[:40]!r} is no part of a day, but all of it, or nothing: leave it out")
-        return cls(first, end)
+        return cls(first % DAY_MINUTES, end % DAY_MINUTES)
 
     def contains(self, at: datetime) -> bool:
         """Return whether a time of the wall clock is in these hours. The end is not."""
@@ -71,9 +73,9 @@ class Hours:
 
 def _minutes(hour: str, minute: str | None) -> int:
     minutes = int(hour) * 60 + int(minute or 0)
-    if int(minute or 0) > 59 or minutes > 24 * 60:
+    if int(minute or 0) > 59 or minutes > DAY_MINUTES:
         raise ValueError(f"{hour}:{minute or '00'} is no time of a day: from 0:00 to 24:00")
-    return minutes % (24 * 60)
+    return minutes
 
 
 def parse_until(text: str, now: datetime) -> datetime:

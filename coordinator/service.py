@@ -285,7 +285,7 @@ class Coordinator:
             caught_up=self.indexer.caught_up, round=o.round,
             round_limit=r.max_seconds + r.exchange_seconds + r.patience_seconds,
             losses=tuple(x.account.loss for x in o.rounds), training=o.training, diverged=o.diverged,
-            resting=sum(p.phase == "resting" for p in o.peers),
+            resting=sum(p.phase == "resting" and p.last_round is not None for p in o.peers),
             disk_free=disk.free, disk_size=disk.total,
             validation_losses=self._archiver.newest_losses(), archive_problem=o.archive_problem,
             convictions=tuple((str(c.update), c.describe(self.admitter.name_of)) for c in o.convictions),

@@ -185,13 +185,28 @@ async def _answer(url: str) -> bytes:
         raise CoordinatorUnreachable(f"the coordinator's page at {page} answers too slowly: try again later") from None
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A stranger's page must not have us call other machines, such as those of our own network."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirects)
+
+
 def _read(url: str) -> bytes:
     page = url.partition("/api/")[0]
     request = urllib.request.Request(url, headers={"User-Agent": "cairn", "Accept": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
+        with _OPENER.open(request, timeout=TIMEOUT_SECONDS) as response:
             data: bytes = response.read(MAX_ANSWER + 1)
     except urllib.error.HTTPError as e:
+        if 300 <= e.code < 400:
+            to = _text(e.headers.get("Location", "elsewhere"))
+            raise CoordinatorRefused(
+                f"the page at {page} redirects to {to}: if you trust that address, give it"
+            ) from None
         said = _text(e.read(500).decode(errors="replace").strip())
         if e.code in (429, 502, 503, 504):
             raise CoordinatorUnreachable(f"the coordinator's page at {page} is busy: {said or e.code}") from None

@@ -27,8 +27,8 @@ pause = _run_command(
     "pause",
     """Have this machine's devices back within seconds: its peers rest until `cairn peer resume`.
 
-    What is trained is handed in and saved. INVITE names one run, or the start of its id does; without it all rest.
-    A pause ends with the peer's process.
+    The peers hand in what they have trained, and save the rest. Name one run by INVITE, or by the start of its id;
+    otherwise all rest. A pause ends with the peer's process.
     """,
 )
 resume = _run_command("resume", """Train again after `cairn peer pause`. INVITE as there.""")

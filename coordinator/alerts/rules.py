@@ -63,7 +63,7 @@ class AlertInput:
     """The newest convictions, newest first: an identifier of the case, and whom it convicts of what."""
 
     resting: int = 0
-    """Peers that their users have paused."""
+    """Peers that their users have paused, of those that contributed to a round: a newcomer may say that, too."""
 
 
 @dataclass(frozen=True, slots=True)

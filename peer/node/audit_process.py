@@ -9,8 +9,6 @@ import signal
 import sys
 from collections.abc import Sequence
 
-import async_timeout
-
 from peer.auditor.job import MAX_ANSWER, AuditAnswer, Job, job_line, parse_answer
 from peer.channel.link import trainer_environment
 from peer.errors import AuditError
@@ -27,32 +25,46 @@ class AuditProcess:
         self._command = command or (sys.executable, "-m", "peer.auditor")
         self._process: asyncio.subprocess.Process | None = None
         self._words: asyncio.Task[bytes] | None = None
+        self._exchanging: asyncio.Task[bytes] | None = None
+        """The start of the process and the wait for its answer: `close` ends them, whatever they are at."""
 
     async def answer(self, job: Job, seconds: float) -> AuditAnswer:
         """Return the process's answer to a job. It is started if need be.
 
-        Raise AuditError when there is none within `seconds`. The process is over when this raises or is cancelled, and
-        after an answer without scores.
+        Raise AuditError when there is none within `seconds`, or `close` comes first. The process is over when this
+        raises or is cancelled, and after an answer without scores.
         """
-        line = job_line(job)
         keep = False
+        exchanging = self._exchanging = asyncio.create_task(self._exchange(job.threads, job_line(job)))
         try:
-            async with async_timeout.timeout(seconds):
-                process = self._process = self._process or await self._start(job.threads)
-                _, data = await asyncio.gather(_send(process.stdin, line), _receive(process.stdout))
-                if not data:
-                    raise AuditError(await self._last_words(process))
-            answer = parse_answer(data)
+            await asyncio.wait([exchanging], timeout=seconds)
+            if not exchanging.done():
+                raise AuditError(f"no answer within {seconds:.0f} s")
+            if exchanging.cancelled():
+                raise AuditError("the check was ended before its answer")
+            answer = parse_answer(exchanging.result())
             keep = not answer.reason
             return answer
-        except asyncio.TimeoutError:
-            raise AuditError(f"no answer within {seconds:.0f} s") from None
         finally:
             if not keep:
                 await self.close()
 
+    async def _exchange(self, threads: int, line: bytes) -> bytes:
+        """Return the answer to a line. Raise AuditError if the process cannot be started, or ends without one."""
+        process = self._process = self._process or await self._start(threads)
+        _, data = await asyncio.gather(_send(process.stdin, line), _receive(process.stdout))
+        if not data:
+            raise AuditError(await self._last_words(process))
+        return data
+
     async def close(self) -> None:
         """Kill the process with all that it has started, and wait for its end. Idempotent."""
+        exchanging, self._exchanging = self._exchanging, None
+        if exchanging is not None:
+            exchanging.cancel()  # a process that is starting is killed by asyncio
+            await asyncio.wait([exchanging])
+            if not exchanging.cancelled():
+                exchanging.exception()  # `answer` has raised it, or nobody waits for it any more
         process, words = self._process, self._words
         self._process = self._words = None
         if process is not None:

@@ -254,3 +254,21 @@ def _runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+@pytest.mark.parametrize("is_ready", [False, True], ids=["starting", "at work"])
+async def test_a_check_that_is_being_made_can_be_ended(audited, tmp_path, is_ready):
+    pid = tmp_path / "pid"
+    text = f"import os, pathlib, time; pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); time.sleep(3600)"
+    process = AuditProcess(script(tmp_path, text))
+    asked = asyncio.ensure_future(process.answer(audited.job(), NEVER))
+    if is_ready:
+        await until(lambda: pid.exists() and pid.read_text(), "the process is at work")
+    else:
+        await asyncio.sleep(0)  # it is being started
+    await ended(process.close())
+    with pytest.raises(AuditError, match="ended before its answer"):
+        await ended(asked)
+    if is_ready:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid.read_text()), 0)

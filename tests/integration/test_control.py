@@ -108,10 +108,13 @@ async def test_what_is_late_goes_by_the_policy_that_holds_now(tmp_path):
         async with client(coordinator) as c:
             await c.publish_directive(word(1, changes=slower, from_round=2).encoded)
         assert coordinator.directives.round_policy == SPEC.round, "not yet"
-        swarm.round({0: 10})
+        swarm.round({0: 10, 1: 10})
         await settled(coordinator, 2)
+        for n in (1, 7):  # the last one has never contributed
+            swarm.beat(n, phase="resting")
         assert await after(4000) == "healthy"
         judged = coordinator._alert_input()
+        assert judged.resting == 1
         assert judged.round_limit == 5000 + 700 + SPEC.round.patience_seconds
         assert coordinator._member_seconds() == 300
         async with client(coordinator) as c:

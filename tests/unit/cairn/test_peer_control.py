@@ -123,3 +123,10 @@ async def test_the_command_asks_all_runs_or_the_one_that_is_named(tmp_path):
             await ask("aaaa")
         with pytest.raises(CairnError, match="invite"):
             await ask("nonsense")
+
+
+def test_a_folder_that_cannot_be_opened_is_told_in_one_line(tmp_path):
+    beside = tmp_path / ("deep" * 25)
+    beside.write_text("a file where the run's folder should be")
+    with pytest.raises(CairnError, match="not a directory: is it another user's"):
+        ask_peer(beside, "pause")

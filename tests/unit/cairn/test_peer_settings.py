@@ -59,6 +59,8 @@ def test_the_end_is_the_next_such_time_within_a_day(minutes: int, now: datetime)
 
 def test_an_end_may_have_a_date_and_may_be_over():
     assert parse_until("2026-11-30 7:30", datetime(2026, 12, 24)) == datetime(2026, 11, 30, 7, 30)
+    assert parse_until("2026-11-30 24:00", datetime(2026, 11, 30, 9)) == datetime(2026, 12, 1)
+    assert parse_until("24:00", datetime(2026, 11, 30, 9)) == datetime(2026, 12, 1)
     for text in ("tomorrow", "7:77", "2026-13-01 7:00", "2026-11-30", "24:01"):
         with pytest.raises(ValueError):
             parse_until(text, datetime(2026, 1, 1))
