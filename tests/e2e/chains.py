@@ -58,7 +58,7 @@ def read_branch(spec: RunSpec, store: Path) -> Branch:
     if (word := store / "values" / DIRECTIVE).exists():
         chain.add_directive(decoder.decode(word.read_bytes(), Directive))
     stored, parents = 0, dict[Digest, Digest]()
-    for file in sorted((store / "chain").glob("*-*")):
+    for file in _certificate_files(store / "chain"):
         certificate = decoder.decode_certificate(file.read_bytes()[32:])
         parents[certificate.digest] = certificate.record.body.parent
         # Of rounds that were rolled back, or built on such.
@@ -71,6 +71,15 @@ def read_branch(spec: RunSpec, store: Path) -> Branch:
         chain.add_finalization(final)
     path = chain.path(chain.genesis, chain.head)
     return Branch(path, stored, final, longest_side(parents, {c.digest for c in path}))
+
+
+def _certificate_files(folder: Path) -> list[Path]:
+    """Return the files by ascending round, none without its parent though a node writes meanwhile.
+
+    A listing may have a record that came during it and not the one before. A second listing has all that are older.
+    """
+    newest = max((file.name.partition("-")[0] for file in folder.glob("*-*")), default="")
+    return sorted(file for file in folder.glob("*-*") if file.name.partition("-")[0] <= newest)
 
 
 def longest_side(parents: Mapping[Digest, Digest], main: Set[Digest]) -> int:
