@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Set
 from contextlib import suppress
@@ -51,14 +52,29 @@ class Branch:
 _OPENERS: dict[bytes, MessageDecoder] = {}
 
 
+READINGS = 20
+"""Of a chain that is written meanwhile: a listing may have a record and not its parent, which came a moment before."""
+
+
 def read_branch(spec: RunSpec, store: Path) -> Branch:
     """Read the chain, and verify every certificate like a stranger's. Raises ProtocolError for one that is none."""
+    for reading in range(READINGS):
+        try:
+            return _read(spec, store)
+        except (UnknownParent, FileNotFoundError):  # a node also removes records that lost
+            if reading + 1 == READINGS:
+                raise
+            time.sleep(0.1)
+    raise AssertionError("not reached")
+
+
+def _read(spec: RunSpec, store: Path) -> Branch:
     decoder = _OPENERS.setdefault(bytes(spec.run_id), MessageDecoder(spec.run_id, spec.owner_key))
     chain = Chain(spec.run_id, spec.genesis.name, RoundPolicy.of(spec).chain_limits)
     if (word := store / "values" / DIRECTIVE).exists():
         chain.add_directive(decoder.decode(word.read_bytes(), Directive))
     stored, parents = 0, dict[Digest, Digest]()
-    for file in _certificate_files(store / "chain"):
+    for file in sorted((store / "chain").glob("*-*")):
         certificate = decoder.decode_certificate(file.read_bytes()[32:])
         parents[certificate.digest] = certificate.record.body.parent
         # Of rounds that were rolled back, or built on such.
@@ -71,15 +87,6 @@ def read_branch(spec: RunSpec, store: Path) -> Branch:
         chain.add_finalization(final)
     path = chain.path(chain.genesis, chain.head)
     return Branch(path, stored, final, longest_side(parents, {c.digest for c in path}))
-
-
-def _certificate_files(folder: Path) -> list[Path]:
-    """Return the files by ascending round, none without its parent though a node writes meanwhile.
-
-    A listing may have a record that came during it and not the one before. A second listing has all that are older.
-    """
-    newest = max((file.name.partition("-")[0] for file in folder.glob("*-*")), default="")
-    return sorted(file for file in folder.glob("*-*") if file.name.partition("-")[0] <= newest)
 
 
 def longest_side(parents: Mapping[Digest, Digest], main: Set[Digest]) -> int:

@@ -33,7 +33,7 @@ from tests.support import waiting
 
 T = TypeVar("T")
 
-LIMIT = 300.0
+LIMIT = 600.0
 """Seconds after which a wait for any event fails. Importing torch takes eight seconds of CPU a process, trainers yield
 to whatever else runs, and the cores are shared."""
 

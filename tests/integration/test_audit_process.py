@@ -23,8 +23,6 @@ from tests.support.audit_world import Audited
 from tests.support.local_trainer import closed  # noqa: F401 - a fixture
 from tests.support.waiting import LIMIT, NEVER, ended, until
 
-pytestmark = pytest.mark.timeout(600)
-
 
 @pytest.fixture(scope="module")
 def audited(tmp_path_factory) -> Audited:

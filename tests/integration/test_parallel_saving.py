@@ -22,7 +22,6 @@ from tests.support.local_trainer import Heard, same, train, update
 from tests.support.trainer_world import BATCH, World, finish, saved_counter
 from tests.support.waiting import LIMIT
 
-pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -44,8 +44,6 @@ from tests.support.trainer_process import Node
 from tests.support.trainer_world import BATCH, GENESIS, World, accepted_round, apply, record_digest
 from tests.support.waiting import ended, until, wait_until
 
-pytestmark = pytest.mark.timeout(900)
-
 
 def born(world: World, n: int, parallel: str) -> tuple[Trainer, Heard]:
     heard = Heard()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-import pytest
 import torch
 
 from cairn.update_audit import RepeatedCheck, find_update, follow, lines, make_check, take_held
@@ -22,8 +21,6 @@ from tests.support.node_world import TIMERS, NodeWorld, address_of, replaced
 from tests.support.specs import OWNER, identity
 from tests.support.trainer_world import BATCH, WINDOW
 from tests.support.waiting import LIMIT
-
-pytestmark = pytest.mark.timeout(600)
 
 NAMES = ("ada", "grace", "noisy")
 LIAR = "noisy"

@@ -36,8 +36,6 @@ from tests.support.trainer_process import Node
 from tests.support.trainer_world import BATCH, GENESIS, World, accepted_round, record_digest
 from tests.support.waiting import LIMIT, ended
 
-pytestmark = pytest.mark.timeout(600)
-
 
 @asynccontextmanager
 async def node(start: Start | None = None) -> AsyncIterator[Node]:

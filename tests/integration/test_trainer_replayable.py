@@ -28,8 +28,6 @@ from tests.support.trainer_process import Node
 from tests.support.trainer_world import BATCH, GENESIS, WINDOW, World, accepted_round, apply, peer_key, record_digest
 from tests.support.waiting import ended
 
-pytestmark = pytest.mark.timeout(900)
-
 SCHEDULE = Schedule(kind="cosine", warmup_tokens=20 * BATCH * WINDOW, total_tokens=400 * BATCH * WINDOW)
 
 

@@ -26,7 +26,6 @@ from tests.support.waiting import ended
 
 __all__ = ["closed"]  # a fixture
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import TypeVar, cast
 
 T = TypeVar("T")
 
-LIMIT = 240.0
+LIMIT = 480.0
 """Seconds after which a wait fails. It only has to be longer than the slowest machine needs."""
 
 NEVER = 3600.0

@@ -33,7 +33,6 @@ from tests.support.waiting import LIMIT
 
 __all__ = ["closed"]  # a fixture
 ROOT = Path(__file__).resolve().parents[3]
-pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture
