@@ -144,7 +144,7 @@ def test_another_run_another_owner_and_what_is_no_trust_at_all(world: Checkpoint
 # -- folders that a stranger made to break the reader -------------------------------------------------------------
 
 FILES = ("cairn.json", "config.json", "tokenizer.json", "spec.signed", "certificate.bin", "model.safetensors")
-FOR_EVER = 20
+FOR_EVER = 300
 
 
 def _replace(folder: Path, name: str) -> Path:
