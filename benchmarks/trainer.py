@@ -42,8 +42,9 @@ from coordinator.authoring.resolve import resolve
 from coordinator.authoring.runfile import load_run
 from peer.channel import Load, MakeUpdate, Start, UpdateMade
 from peer.training.device import choose_device
-from peer.training.inner_optimizer import hidden_matrices, muon
+from peer.training.inner_optimizer import hidden_matrices
 from peer.training.layers import decoder_layers
+from peer.training.muon import Muon
 from peer.training.trainer import Trainer
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey
@@ -136,7 +137,8 @@ def bare_loop(
     ]
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, **settings)]
     if chosen:
-        optimizers.append(muon([named[n] for n in chosen], spec.inner))
+        optimizers.append(by_muon := Muon([named[n] for n in chosen], spec.inner))
+        by_muon.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
     def step(windows: torch.Tensor) -> None:
         windows = windows.to(device)

@@ -14,7 +14,8 @@ from torch.func import functional_call, grad_and_value, vmap
 
 from benchmarks.convergence.replica import split
 from benchmarks.convergence.setting import Setting
-from peer.training.inner_optimizer import hidden_matrices, muon
+from peer.training.inner_optimizer import hidden_matrices
+from peer.training.muon import Muon
 from protocol.spec import InnerSpec
 
 
@@ -32,7 +33,7 @@ class Fleet:
         self.optimizer = torch.optim.AdamW(
             [self.flat], lr=lr, betas=self.spec.betas, eps=self.spec.eps, weight_decay=0.0, fused=True
         )
-        self.muon = Muon(setting, self.flat, self.spec, hidden_matrices(model)) if optimizer == "muon" else None
+        self.muon = FleetMuon(setting, self.flat, self.spec, hidden_matrices(model)) if optimizer == "muon" else None
         decayed = [torch.full((t.numel,), float(len(t.shape) >= 2)) for t in setting.layout.tensors]
         self.decayed = torch.cat(decayed).to(setting.device)
 
@@ -84,7 +85,7 @@ class Fleet:
             self.muon.optimizer.state.clear()
 
 
-class Muon:
+class FleetMuon:
     """The trainer's Muon on every peer's hidden matrices; all else is left to AdamW, weight decay to the fleet."""
 
     def __init__(self, setting: Setting, flat: Tensor, spec: InnerSpec, hidden: Set[str]):
@@ -97,7 +98,7 @@ class Muon:
                 self.hidden += [(here, row[here].view(t.shape)) for row in flat]
             at += t.numel
         self.peers = len(flat)
-        self.optimizer = muon([m for _, m in self.hidden], spec.model_copy(update={"weight_decay": 0.0}))
+        self.optimizer = Muon([m for _, m in self.hidden], spec.model_copy(update={"weight_decay": 0.0}))
 
     def step(self, gradient: Tensor, factor: float) -> None:
         """One step of the hidden matrices by fp32 [peers, parameters], whose part for them becomes 0."""

@@ -13,7 +13,7 @@ layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +25,11 @@ from transformers import PreTrainedModel
 from peer.errors import TrainingError
 from peer.training import packed_sequences
 from peer.training.layers import USUAL, LayerOptions, Layers, Report
+from peer.training.muon import MOMENT, Muon
 from protocol.spec import InnerSpec
 
 ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
-MUON_MOMENTS = ("momentum_buffer",)
+MUON_MOMENTS = (MOMENT,)
 MOMENTS = (*ADAMW_MOMENTS, *MUON_MOMENTS)
 
 PIECE_TOKENS = 512
@@ -90,11 +91,14 @@ class InnerOptimizer:
             eps=spec.eps,
             fused=True,
         )
-        self.muon = muon(self._by_muon.values(), spec) if self._by_muon else None
+        self.muon = Muon(self._by_muon.values(), spec) if self._by_muon else None
         self._piece = spec.batch
         """Windows in one forward pass; fewer when memory runs out."""
         self.in_bf16 = device.type == "cuda"
-        """The forward pass runs in bf16 by autocast. An audit also uses what its device usually does not."""
+        """The forward pass runs in bf16 by autocast, and Muon's iterations in bf16.
+
+        An audit also uses what its device usually does not.
+        """
         self.layers = Layers(model, layers, report)
         self._report = report
         self._on_cpu = device.type == "cpu"
@@ -208,6 +212,8 @@ class InnerOptimizer:
     def optimizer_step(self, step: StepResult) -> None:
         """Step the optimizers by the gradient that `forward_backward` left, if the step is finite."""
         if step.is_finite:
+            if self.muon is not None:
+                self.muon.dtype = torch.bfloat16 if self.in_bf16 else torch.float32
             for optimizer in self._optimizers:
                 optimizer.step()
         self._zero_gradients()
@@ -267,14 +273,3 @@ def hidden_matrices(model: nn.Module) -> frozenset[str]:
     if isinstance(head, nn.Linear):
         outside.add(id(head.weight))
     return frozenset(n for n, p in model.named_parameters() if p.ndim == 2 and id(p) not in outside)
-
-
-def muon(matrices: Iterable[Tensor], spec: InnerSpec) -> torch.optim.Muon:
-    """Return Muon (Jordan et al. 2024; within DiLoCo: MuLoCo, arXiv 2505.23725), its steps scaled to AdamW's.
-
-    Momentum 0.95 (Nesterov), five Newton-Schulz iterations. "match_rms_adamw" (Moonlight, arXiv 2502.16982) scales the
-    root mean square of a step to that of AdamW's, so that one learning rate and weight decay serve both.
-    """
-    return torch.optim.Muon(
-        matrices, lr=spec.lr, weight_decay=spec.weight_decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"
-    )

@@ -18,9 +18,10 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from peer.training.device import pinned_for
-from peer.training.inner_optimizer import MUON_MOMENTS, PIECE_TOKENS, InnerOptimizer, StepResult, muon
+from peer.training.inner_optimizer import PIECE_TOKENS, InnerOptimizer, StepResult
 from peer.training.layers import USUAL, LayerOptions, Report
 from peer.training.memory import memory_of
+from peer.training.muon import Muon, step_along
 from peer.training.parallel.model import RankModel, shard
 from peer.training.parallel.pipeline import Pipeline, groups_of
 from protocol.spec import InnerSpec
@@ -152,8 +153,8 @@ class RankOptimizer(InnerOptimizer):
             part.grad = None if gradient is None else shard(gradient)
 
 
-class ShardedMuon(torch.optim.Muon):
-    """`inner_optimizer.muon` on matrices of which each rank has a shard: the same step as on whole ones.
+class ShardedMuon(Muon):
+    """Muon on matrices of which each rank has a shard: the same step as on whole ones.
 
     Momentum stays sharded. Its direction is gathered, one matrix after the other, on each rank of the stage. Each rank
     makes it orthogonal by itself and applies its own shard. That costs one gather of the hidden matrices a step.
@@ -161,37 +162,10 @@ class ShardedMuon(torch.optim.Muon):
 
     def __init__(self, shards: Mapping[str, nn.Parameter], built: RankModel, spec: InnerSpec):
         """Step `shards`: this rank's shards of the hidden matrices, by name."""
-        like = muon(shards.values(), spec).param_groups[0]
-        super().__init__(
-            shards.values(), lr=like["lr"], weight_decay=like["weight_decay"], momentum=like["momentum"],
-            adjust_lr_fn=like["adjust_lr_fn"],
-        )  # fmt: skip
-        self._shards = shards
+        super().__init__(shards.values(), spec)
+        self._names = {id(shard): name for name, shard in shards.items()}
         self._built = built
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        """Apply Nesterov's momentum to the shards, then torch's own Muon to the gathered result."""
-        group = self.param_groups[0]
-        rate, momentum = group["lr"], group["momentum"]
-        for name, held in self._shards.items():
-            gradient = held.grad
-            if gradient is None:
-                continue
-            state = self.state[held]
-            if not state:
-                state[MUON_MOMENTS[0]] = torch.zeros_like(gradient)
-            kept = state[MUON_MOMENTS[0]].lerp_(gradient, 1 - momentum)
-            direction = gradient.lerp(kept, momentum)
-            change = self._orthogonal(self._built.whole(name, direction), rate)
-            held.mul_(1 - rate * group["weight_decay"]).add_(self._built.shard_of(name, change))
-
-    def _orthogonal(self, direction: Tensor, rate: float) -> Tensor:
-        """Return the step itself: how torch's Muon, without momentum, moves a matrix from zero."""
-        moved = nn.Parameter(torch.zeros_like(direction))
-        moved.grad = direction
-        torch.optim.Muon(
-            [moved], lr=rate, weight_decay=0.0, momentum=0.0, nesterov=False,
-            adjust_lr_fn=self.param_groups[0]["adjust_lr_fn"],
-        ).step()  # fmt: skip
-        return moved.detach()
+    def _change(self, matrix: Tensor, direction: Tensor, rate: float) -> Tensor:
+        name = self._names[id(matrix)]
+        return self._built.shard_of(name, step_along(self._built.whole(name, direction), rate, self.dtype))
