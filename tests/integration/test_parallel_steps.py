@@ -59,7 +59,7 @@ MOST = 5e-7
 """How far relative to a tensor's norm (measured for DDP and FSDP2: 0 to 5e-7)."""
 
 FURTHER, BY_MUON = 5e-6, 1e-3
-"""Parameters after a step, and gradients after those; Muon computes in bf16."""
+"""Parameters after a step, and gradients after those; Muon's iterations magnify rounding."""
 
 BATCH, STEPS = 5, 3
 

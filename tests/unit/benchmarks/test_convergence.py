@@ -183,7 +183,7 @@ def test_every_row_of_every_study_is_of_a_method_and_its_options(setting: Settin
     assert len(set(labels)) == len(labels)
 
 
-@pytest.mark.parametrize(("optimizer", "most"), [("adamw", 1e-3), ("muon", 1e-2)])  # Muon's iterations are in bf16
+@pytest.mark.parametrize(("optimizer", "most"), [("adamw", 1e-3), ("muon", 1e-2)])  # Muon's iterations magnify rounding
 def test_a_fleet_steps_as_its_peers_would_alone(setting: Setting, optimizer: str, most: float):
     fleet = Fleet(setting, LR, 4, optimizer)
     alone = [Replica(setting, LR, optimizer=optimizer) for _ in range(4)]
