@@ -32,6 +32,7 @@ from peer.doctor.findings import DoctorFinding, Verdict, verdict_of
 from peer.doctor.measured import DownloadProbe
 from peer.doctor.probes import dial, disk_space, own_address
 from peer.node.enrollment import run_folder
+from peer.node.options import NodeOptions
 from protocol.errors import CairnError
 from protocol.ids import RunId
 from protocol.invite import Invite
@@ -57,6 +58,8 @@ class Examined:
     private_data: bool
     device: str
     parallel: str
+    gpu_memory: int = 0
+    """Bytes; 0: all."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,11 @@ async def examine(machine: Examined, via: Sequence[str], progress: Progress = la
     with tempfile.TemporaryDirectory(prefix="cairn-doctor-") as folder:
         file = Path(folder) / "spec.json"
         file.write_bytes(spec.canonical())
-        trial = await try_device(file, machine.device, machine.parallel, os.cpu_count() or 1, progress)
+        options = NodeOptions(
+            machine.home, device=machine.device, parallel=machine.parallel, gpu_memory=lambda: machine.gpu_memory
+        )
+        share = options.gpu_share(replayable=spec.audit.replayable)
+        trial = await try_device(file, machine.device, machine.parallel, os.cpu_count() or 1, progress, share)
     swarm = links.swarm_of(status)
     speed = pace.pace_of(spec, swarm, trial)
     first = data_bytes(spec, private_data=machine.private_data) + state_bytes(spec)

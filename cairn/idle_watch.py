@@ -2,6 +2,9 @@
 
 The first come from nvidia-smi, the second from systemd-logind, which counts input on terminals and asks desktops. If
 one of them does not answer, that fact is not known, and no reason to rest.
+
+In a container nvidia-smi may list the host's process ids, which tell nothing of whose they are: our own trainer has
+another one there.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import asyncio
 import contextlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +25,9 @@ PEOPLE = ("loginctl", "show-session", "--property=IdleHint")  # without a sessio
 ANSWER_SECONDS = 10.0
 MAX_ANSWER = 64 * 1024
 MAX_ANCESTORS = 64
+
+HOST_PROCESSES = "pid:[4026531836]"
+"""Name of Linux's first namespace of processes (PROC_PID_INIT_INO), which a container does not have."""
 
 _PROGRAM = re.compile(r"\s*([0-9]{1,10}),\s*(\S.*)")
 
@@ -43,7 +49,8 @@ class IdleFacts:
     @property
     def unknown(self) -> str:
         """The facts that are not known here, for people; "" when all are."""
-        missing = ["programs on the GPU (nvidia-smi does not answer)"] * (self.program is None)
+        missing = ["programs on the GPU (nvidia-smi does not answer, or lists processes from outside of a container)"]
+        missing *= self.program is None
         missing += ["people at the keyboard (loginctl does not answer)"] * (self.people is None)
         return " and ".join(missing)
 
@@ -55,34 +62,57 @@ async def idle_facts() -> IdleFacts:
     """Return what is known now. Programs that this process started are not somebody else's."""
     programs, people = await asyncio.gather(_output(PROGRAMS), _output(PEOPLE))
     return IdleFacts(
-        None if programs is None else others_program(programs, os.getpid()),
+        None if programs is None else others_program(programs, os.getpid(), sees_all=_sees_all_processes()),
         {"IdleHint=yes": False, "IdleHint=no": True}.get((people or "").strip()),
     )
 
 
-def others_program(listed: str, me: int) -> str | None:
-    """Return the first program in nvidia-smi's list that process `me` did not start; None for another text."""
-    found = ""
+def _parent(pid: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def others_program(
+    listed: str, me: int, *, sees_all: bool = True, parent: Callable[[int], int | None] = _parent
+) -> str | None:
+    """Return the first program in nvidia-smi's list that process `me` did not start; None when that is not known.
+
+    `parent` gives the parent of a process, None for one that is not seen here. With `sees_all`, that is no process of
+    ours. Otherwise it may be.
+    """
+    found, is_known = "", True
     for line in listed.splitlines():
         if not line.strip():
             continue
         program = _PROGRAM.fullmatch(line)
         if program is None:
             return None
-        if not found and not _is_started_by(me, int(program[1])):
+        pid = int(program[1])
+        if not sees_all and parent(pid) is None:
+            is_known = False
+        elif not found and not _is_started_by(me, pid, parent):
             found = Path(program[2].strip()).name[:40]
-    return found
+    return found if found or is_known else None
 
 
-def _is_started_by(me: int, pid: int) -> bool:
+def _is_started_by(me: int, pid: int, parent: Callable[[int], int | None]) -> bool:
     for _ in range(MAX_ANCESTORS):
         if pid == me:
             return True
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError, IndexError):
+        if (above := parent(pid)) is None:
             return False
+        pid = above
     return False
+
+
+def _sees_all_processes() -> bool:
+    """Return whether the process ids here are the host's."""
+    try:
+        return os.readlink("/proc/self/ns/pid") == HOST_PROCESSES
+    except OSError:
+        return True  # not Linux
 
 
 async def _output(command: Sequence[str]) -> str | None:

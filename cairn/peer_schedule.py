@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any
 
 from cairn.day_traffic import DayTraffic
@@ -23,8 +23,8 @@ LOOK_SECONDS = 2.0
 FACTS_SECONDS = 10.0
 """Seconds between two looks at who uses the machine."""
 
-QUIET = timedelta(seconds=60)
-"""Time for which nobody must have used the machine: a trainer takes a while to start."""
+QUIET_SECONDS = 60.0
+"""Seconds for which nobody must have used the machine: a trainer takes a while to start."""
 
 
 class PeerSchedule:
@@ -39,8 +39,12 @@ class PeerSchedule:
         leave: Callable[[], None],
         clock: Callable[[], datetime] = datetime.now,
         facts: Callable[[], Awaitable[IdleFacts]] = idle_facts,
+        timer: Callable[[], float] = time.monotonic,
     ):
-        """`leave` has the peer end in order. `clock` gives this machine's wall clock, `facts` who uses it."""
+        """`leave` has the peer end in order. `clock` gives this machine's wall clock, `facts` who uses it.
+
+        `timer` measures seconds: the wall clock may be set.
+        """
         self._file = file
         self._rest = rest
         self._paces = paces
@@ -52,10 +56,11 @@ class PeerSchedule:
         self._leave = leave
         self._clock = clock
         self._ask = facts
+        self._timer = timer
         self._facts = IdleFacts()
         self._asked_at: float | None = None
-        self._quiet_from: datetime | None = None
-        """The time from which nobody will have used the machine for long enough."""
+        self._quiet_from: float | None = None
+        """The timer's seconds from which nobody will have used the machine for long enough."""
         self._said = ""
         self._end: datetime | None = None
         self._follow(file.settings)
@@ -70,17 +75,20 @@ class PeerSchedule:
 
     def look(self) -> None:
         """Read the file if it has changed, then rest, train or leave as the settings say now."""
+        gpu_memory = self._file.settings.gpu_memory
         try:
             if self._file.refresh():
                 log.info("new settings: %s", self._file.settings)
                 self._follow(self._file.settings)
+                if self._file.settings.gpu_memory != gpu_memory:
+                    log.info("gpu_memory counts when training starts again: `cairn peer pause`, `cairn peer resume`")
         except PeerSettingsError as e:
             log.warning("the settings stay as they were: %s", e)
-        now = self._clock()
+        now, seconds = self._clock(), self._timer()
         reason = self._file.settings.reason_to_rest(now, self._facts)
         if self._file.settings.only_when_idle and self._facts.reason:
-            self._quiet_from = now + QUIET
-        elif not reason and self._file.settings.only_when_idle and self._quiet_from and now < self._quiet_from:
+            self._quiet_from = seconds + QUIET_SECONDS
+        elif not reason and self._file.settings.only_when_idle and self._quiet_from and seconds < self._quiet_from:
             reason = "the machine was in use a moment ago"
         self._rest.want("schedule", reason)
         self._count(now)
@@ -110,7 +118,7 @@ class PeerSchedule:
 
     async def learn(self) -> None:
         """Find out who uses the machine if that matters, and say once what cannot be known."""
-        now = time.monotonic()
+        now = self._timer()
         if not self._file.settings.only_when_idle or (self._asked_at and now < self._asked_at + FACTS_SECONDS):
             return
         self._asked_at, self._facts = now, await self._ask()

@@ -6,6 +6,7 @@
     max_download = "5M"
     max_upload_day = "20G"      # bytes a day; the peer is out of the swarm for the rest of it
     max_download_day = "20G"
+    gpu_memory = 6              # GB that tensors may take on each GPU, from the trainer's next start on
     only_when_idle = true       # rest while others use the GPU or the keyboard (see `idle_watch`)
 
 It is read again when it changes. The rules of time are pure functions of a wall clock, so they need no care for
@@ -34,6 +35,9 @@ MIN_RATE = 100_000
 """Least bytes a second: with less, every reply to others comes too late to be of use."""
 
 MIN_VOLUME = 10**6
+MIN_GPU_MEMORY = 0.1
+"""GB. Less is a mistake in the unit."""
+
 
 _TIME = re.compile(r"([0-9]{1,2})(?::([0-9]{2}))?")
 _HOURS = re.compile(rf"{_TIME.pattern}-{_TIME.pattern}")
@@ -133,8 +137,14 @@ def _checked_volume(text: str) -> str:
     return text
 
 
+def _checked_gpu_memory(size: float) -> float:
+    if size and not MIN_GPU_MEMORY <= size < 10**6:
+        raise ValueError(f"{size:g} is not a number of GB, at least {MIN_GPU_MEMORY}: write for example 6 or 7.5")
+    return size
+
+
 class PeerSettings(BaseModel):
-    """The checked fields of a peer.toml, with the options that override it. An empty text: no such rule."""
+    """The checked fields of a peer.toml, with the options that override it. An empty text, or 0: no such rule."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -144,12 +154,18 @@ class PeerSettings(BaseModel):
     max_download: Annotated[str, AfterValidator(_checked_rate)] = ""
     max_upload_day: Annotated[str, AfterValidator(_checked_volume)] = ""
     max_download_day: Annotated[str, AfterValidator(_checked_volume)] = ""
+    gpu_memory: Annotated[float, AfterValidator(_checked_gpu_memory)] = 0.0
     only_when_idle: bool = False
 
     @property
     def rates(self) -> tuple[int, int]:
         """The bytes a second that may be sent and received; 0: any number."""
         return _rate(self.max_upload), _rate(self.max_download)
+
+    @property
+    def gpu_bytes(self) -> int:
+        """The most bytes that tensors of a peer may take on each GPU; 0: all."""
+        return round(10**9 * self.gpu_memory)
 
     def reason_to_be_away(self, up: int, down: int) -> str:
         """Return why the peer is out of the swarm after these bytes of today; "" when it may be in."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from cairn.commands.join import device_option, disk_option, parallel_option, private_data_option
+from cairn.commands.join import device_option, disk_option, gpu_memory_option, parallel_option, private_data_option
 from cairn.commands.options import home_option, invite_argument, via_option
 from cairn.connection import parse_invite
 
@@ -21,11 +21,12 @@ from cairn.connection import parse_invite
 @via_option
 @device_option
 @parallel_option
+@gpu_memory_option
 @click.option("--json", "as_json", is_flag=True, help="For scripts.")
 @click.pass_context
 def doctor(
     context: click.Context, invite: str, home: Path, disk: int, allow_private_data: bool, via: tuple[str, ...],
-    device: str, parallel: str, as_json: bool,
+    device: str, parallel: str, gpu_memory: float | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Check this machine for the run that INVITE names, before you spend money on it.
 
@@ -37,11 +38,13 @@ def doctor(
 
     from cairn.doctor_view import as_plain, lines
     from cairn.examination import Examined, examine
+    from cairn.peer_settings import FILE, read_settings
 
     parsed = parse_invite(invite)
+    limit = read_settings(home / FILE, {"gpu_memory": gpu_memory}).gpu_bytes
     waiting = Console(stderr=True, highlight=False)
     with waiting.status("asking the coordinator") as status:
-        examined = Examined(parsed, home, disk, allow_private_data, device, parallel)
+        examined = Examined(parsed, home, disk, allow_private_data, device, parallel, limit)
         report = asyncio.run(examine(examined, via, lambda text: status.update(Text(text))))
     if as_json:
         print(json.dumps(as_plain(report), indent=1))

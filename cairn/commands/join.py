@@ -50,7 +50,8 @@ CREDIT_CALLS = 160.0
 SAY_SECONDS = 1.0
 """Seconds between two looks at whether an auditor's reports can count."""
 
-SETTINGS = ("hours", "until", "max_upload", "max_download", "max_upload_day", "max_download_day", "only_when_idle")
+SETTINGS = ("hours", "until", "max_upload", "max_download", "max_upload_day", "max_download_day", "gpu_memory",
+            "only_when_idle")  # fmt: skip
 """The options that peer.toml may set as well."""
 
 _CHOICE = click.Choice(["auto", "on", "off"])
@@ -101,6 +102,10 @@ parallel_option = _auto(
     callback=_parallel,
 )
 
+gpu_memory_option = click.option(
+    "--gpu-memory", type=float, metavar="GB", help="Most memory to take on each GPU, for example 6.  [default: all]"
+)
+
 _MEMBER_OPTIONS = (
     invite_argument,
     home_option("Where identity, runs and logs are kept."),
@@ -132,6 +137,7 @@ def member_options(command: Callable[..., None]) -> Callable[..., None]:
 @member_options
 @device_option
 @parallel_option
+@gpu_memory_option
 @_auto(
     "--recompute",
     type=_CHOICE,
@@ -192,6 +198,7 @@ class JoinOptions:
     max_download: str | None = None
     max_upload_day: str | None = None
     max_download_day: str | None = None
+    gpu_memory: float | None = None
     only_when_idle: bool | None = None
     trainer_command: tuple[str, ...] = ()
     auditor: bool = False
@@ -237,6 +244,7 @@ async def _join(options: JoinOptions, invite: Invite, settings_file: Path) -> No
         for line in seen_by_others(options.name, anonymous=options.anonymous, home=options.home):
             screen.say(line)
     set_up_logging(folder / "peer.log", terminal=screen.handler)
+    settings = SettingsFile(settings_file, {name: getattr(options, name) for name in SETTINGS})
     node_options = NodeOptions(
         folder=folder,
         listen=options.listen,
@@ -251,11 +259,11 @@ async def _join(options: JoinOptions, invite: Invite, settings_file: Path) -> No
         audit_device=options.audit_device,
         auditor=options.auditor,
         shows_device=not options.anonymous,
+        gpu_memory=lambda: settings.settings.gpu_bytes,
         trainer_command=options.trainer_command,
     )
     rest, paces = RestWish(), Paces()
     control = PeerControl(None if options.auditor else rest, stop)
-    settings = SettingsFile(settings_file, {name: getattr(options, name) for name in SETTINGS})
     with Store(folder / "store", options.disk) as store:
         schedule = PeerSchedule(settings, rest, paces, DayTraffic(folder), stop.set)
         await schedule.learn()

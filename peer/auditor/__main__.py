@@ -78,24 +78,30 @@ def _scores(job: Job) -> tuple[Score, ...]:
     if device.type == "cpu":
         os.nice(CPU_NICENESS)  # no more than that, however often
     else:
-        _leave_memory(device)
+        _leave_memory(device, job.gpu_memory)
     return audit(job, device)
 
 
-def _leave_memory(device: torch.device) -> None:
-    """Bound this process's part of a GPU, on which the trainer may be. Raise AuditError when too little is free."""
+def _leave_memory(device: torch.device, limit: int) -> None:
+    """Bound this process's part of a GPU, on which the trainer may be. Raise AuditError when too little is free.
+
+    `limit`: the most bytes that it may have in any case; 0: none.
+    """
     import torch
 
     torch.cuda.empty_cache()  # of the job before
     free, whole = torch.cuda.mem_get_info(device)
-    torch.cuda.set_per_process_memory_fraction(memory_share(free, whole), device)
+    torch.cuda.set_per_process_memory_fraction(memory_share(free, whole, limit), device)
 
 
-def memory_share(free: int, whole: int) -> float:
-    """Return the share of a GPU that an audit may use, by its free bytes and all. Raise AuditError for none."""
+def memory_share(free: int, whole: int, limit: int = 0) -> float:
+    """Return the share of a GPU that an audit may use, by its free bytes, all, and a limit (0: none).
+
+    Raise AuditError for none.
+    """
     if (share := free / whole - FREE_SHARE) <= 0:
         raise AuditError("the GPU's memory is needed for training: --audit-device cpu checks on the CPU")
-    return share
+    return min(share, limit / whole) if limit else share
 
 
 if __name__ == "__main__":

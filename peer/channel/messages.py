@@ -118,6 +118,7 @@ class Start(_Message):
     activations are computed again in the backward pass; "auto": when they do not fit into memory. `compile`: the layers
     are compiled; "auto": on a GPU. `overlap`: training continues while an update is undecided. `private_data`:
     the spec's addresses may lead to this disk, to private networks and, with this user's accounts, into a cloud.
+    `gpu_memory`: the most bytes that tensors may take on each GPU; 0: all.
     """
 
     spec_path: Path
@@ -132,6 +133,7 @@ class Start(_Message):
     compile: Choice = "auto"
     overlap: bool = True
     private_data: bool = False
+    gpu_memory: Count = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,22 +37,26 @@ def memory_finding(trial: Trial, base: int) -> DoctorFinding | None:
     ranks, of = (1, "a GPU") if device.kind == "cuda" else (device.ranks, "this machine")
     needed = device.needed * ranks
     has = f"{decimal(device.free)} of {of}'s {decimal(device.whole)} are free"
+    if device.limit:
+        has += f", and --gpu-memory lets training take {decimal(device.limit)}"
     found = f"training needs {decimal(needed)} and room for a window ({device.layout}); {has}"
     if needed > device.whole:
+        return DoctorFinding("memory", "no", found, _larger(device))
+    if device.limit and needed > device.limit:
         return DoctorFinding("memory", "no", found, _larger(device))
     if needed > device.free:
         remedy = "stop other programs (nvidia-smi lists those on a GPU), or take a larger one"
         return DoctorFinding("memory", "no", found, remedy)
     used = max((s.memory for s in trial.samples), default=0)
     if not used:
-        if needed > USABLE * device.free:
+        if needed > USABLE * device.usable:
             return DoctorFinding("memory", "warning", found, f"it may not suffice: {_larger(device)}")
         return DoctorFinding("memory", "ok", found)
     used = used * ranks + base // (device.ranks // ranks)
     found = f"training uses {decimal(used)} ({device.layout}), as measured; {has}"
-    if used > device.free:
+    if used > device.usable:
         return DoctorFinding("memory", "no", found, _larger(device))
-    if used > 0.95 * device.free:
+    if used > 0.95 * device.usable:
         return DoctorFinding(
             "memory", "warning", found, "leave it to this run alone, or training may run out of memory"
         )
@@ -66,6 +70,8 @@ def fits(device: Device) -> bool:
 
 
 def _larger(device: Device) -> str:
+    if device.usable < device.free:
+        return "allow more with --gpu-memory, or use more GPUs (--parallel)"
     if device.kind == "cuda":
         return "take a GPU with more memory, or more of them (--parallel)"
     return "take a machine with more memory, or a GPU"

@@ -75,9 +75,13 @@ async def run_check(spec: Path, words: Sequence[str], report: Report, *, threads
 
 
 async def try_device(
-    spec: Path, device: str, parallel: str, threads: int, progress: Callable[[str], None] = lambda text: None
-) -> Trial:
-    """Look at the device, and if the model fits, train on random tokens for up to TRIAL_SECONDS. Raise PeerError."""
+    spec: Path, device: str, parallel: str, threads: int, progress: Callable[[str], None] = lambda text: None,
+    gpu_memory: int = 0,
+) -> Trial:  # fmt: skip
+    """Look at the device, and if the model fits, train on random tokens for up to TRIAL_SECONDS. Raise PeerError.
+
+    `gpu_memory`: the most bytes of each GPU; 0: all.
+    """
     trial = Trial()
     built = False
 
@@ -99,6 +103,7 @@ async def try_device(
 
     progress("looking at the device")
     words = ("--device", device, "--parallel", parallel, "--threads", str(threads), "--steps", str(STEP_SECONDS))
+    words += ("--gpu-memory", str(gpu_memory))
     try:
         end = await run_check(spec, words, take, threads=threads)
         if end and not trial.refused:

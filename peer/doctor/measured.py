@@ -11,8 +11,9 @@ from statistics import fmean
 class Device:
     """The devices of a trainer: `ranks` of one `kind` ("cuda" or "cpu"), laid out as `layout` says.
 
-    Bytes of one of them: `needed` for the state of the training, without activations; `free` now; `whole`. The ranks of
-    a CPU share its memory. `unused` are GPUs that nvidia-smi lists and this torch does not see.
+    Bytes of one of them: `needed` for the state of the training, without activations; `free` now; `whole`; `limit`, the
+    most that training may take of a GPU (0: all). The ranks of a CPU share its memory. `unused` are GPUs that
+    nvidia-smi lists and this torch does not see.
     """
 
     name: str
@@ -26,6 +27,12 @@ class Device:
     cuda: str = ""
     driver: str = ""
     unused: tuple[str, ...] = ()
+    limit: int = 0
+
+    @property
+    def usable(self) -> int:
+        """Bytes of one that training can have now."""
+        return min(self.free, self.limit or self.free)
 
 
 @dataclass(frozen=True, slots=True)

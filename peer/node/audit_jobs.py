@@ -127,6 +127,7 @@ class AuditJobs:
             threads=self.options.threads,
             shards=data_shards(self.spec, self.store),
             private_data=self.options.private_data,
+            gpu_memory=self.options.gpu_share(replayable=self.spec.audit.replayable),
         )
 
 

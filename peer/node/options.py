@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,8 @@ class NodeOptions:
     audit_device: str = "auto"
     shows_device: bool = True
     """True if heartbeats say what kind of device this peer trains on."""
+    gpu_memory: Callable[[], int] = lambda: 0
+    """Returns the most bytes that tensors of this peer may take on each GPU from now on; 0: all."""
     trainer_command: tuple[str, ...] = ()
     """Replaces the trainer's own command line, to measure the node by itself."""
 
@@ -47,3 +50,24 @@ class NodeOptions:
         """Return whether this node checks others' updates."""
         is_off = self.audit_device == "off" or (self.audit_device == "auto" and not replayable)
         return not self.observer and (self.auditor or not is_off)
+
+    def gpu_share(self, *, replayable: bool) -> int:
+        """Return the most bytes that the trainer may take on each GPU, and so may an audit; 0: all.
+
+        Each has half of `gpu_memory` if both may be on one GPU.
+        """
+        limit = self.gpu_memory()
+        return limit // 2 if self.trains and self._audits_beside_trainer(replayable=replayable) else limit
+
+    def _audits_beside_trainer(self, *, replayable: bool) -> bool:
+        """Return whether checks may be made on a GPU that the trainer uses."""
+        if not self.makes_audits(replayable=replayable) or "cpu" in (self.device, self.audit_device):
+            return False
+        if self.audit_device == "auto" or (":" not in self.device and self.parallel != "dp=1"):
+            return True  # the trainer may use all GPUs
+        return _number(self.device) == _number(self.audit_device)
+
+
+def _number(device: str) -> int:
+    """Return N of "cuda:N"; 0 for "cuda" and "auto"."""
+    return int(device.partition(":")[2] or 0)

@@ -103,6 +103,7 @@ class TrainerClient:
             on_message=self._on_message,
             on_lost=self._on_lost,
             command=self.options.trainer_command or None,
+            gpu_memory=lambda: self.options.gpu_share(replayable=self.spec.audit.replayable),
         )
         self.rest.note_devices(free=False)
         self._launched.set()

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import async_timeout
 
@@ -43,13 +43,14 @@ class TrainerSupervisor:
     """The supervisor of one trainer process at a time.
 
     `on_message` receives all its messages; `on_lost(reason)` is called when it has died. `command` replaces the
-    trainer's own command line.
+    trainer's own command line. `gpu_memory` is asked at each start of a process (see `Start`).
     """
 
     start: channel.Start
     on_message: Callable[[channel.FromTrainer], None]
     on_lost: Callable[[str], None]
     command: Sequence[str] | None = None
+    gpu_memory: Callable[[], int] = lambda: 0
 
     def __post_init__(self) -> None:
         self._ready_link: asyncio.Future[channel.TrainerLink] = asyncio.get_running_loop().create_future()
@@ -100,7 +101,7 @@ class TrainerSupervisor:
             link.kill()
         self._arm_watchdog(f"was not ready within {START_SECONDS:.0f} s", START_SECONDS)
         try:
-            await link.send(self.start)
+            await link.send(replace(self.start, gpu_memory=self.gpu_memory()))
             async for message in link:
                 self._note_message(message)
                 match message:

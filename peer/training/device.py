@@ -12,11 +12,16 @@ from torch import Tensor
 from peer.errors import TrainingError
 
 
-def choose_device(name: str, threads: int) -> torch.device:
-    """Return the device for "auto" (CUDA if there is one), "cpu" or "cuda:N", ready for use. Raise TrainingError."""
+def choose_device(name: str, threads: int, gpu_memory: int = 0) -> torch.device:
+    """Return the device for "auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N", ready for use.
+
+    `gpu_memory`: the most bytes that this process's tensors may take of a CUDA device; 0: all. Raise TrainingError.
+    """
     torch.set_num_threads(threads)
     if name == "auto":
-        name = "cuda:0" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        name = "cuda:0"  # some of torch's functions take no device without a number
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -39,6 +44,9 @@ def choose_device(name: str, threads: int) -> torch.device:
         raise TrainingError(
             f"{name} cannot be used ({' '.join(str(e).split())[:200]}): is another program on it?"
         ) from None
+    if gpu_memory:
+        whole = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, gpu_memory / whole), device)
     torch.set_float32_matmul_precision("high")
     return device
 
@@ -71,7 +79,8 @@ def out_of_memory(device: torch.device, doing: str) -> TrainingError:
     """Return the error for memory that ran out outside of a step."""
     return TrainingError(
         f"the memory of {device_name(device)} does not suffice to {doing}: a peer of this run needs about 28 bytes a "
-        "parameter and room for one window; stop other programs on it, choose another device, or a GPU with more memory"
+        "parameter and room for one window; stop other programs on it, allow more with --gpu-memory if that is set, "
+        "choose another device, or a GPU with more memory"
     )
 
 

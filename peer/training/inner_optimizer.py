@@ -144,7 +144,8 @@ class InnerOptimizer:
                     off = ", leave out --recompute off" if self.layers.refused else ""
                     raise TrainingError(
                         "the GPU's memory does not suffice for one window: stop other programs on it (nvidia-smi lists "
-                        f"them), choose another with --device{off}, or take a GPU with more memory"
+                        f"them), allow more with --gpu-memory if that is set, choose another with --device{off}, "
+                        "or take a GPU with more memory"
                     ) from None
             # Outside of the handler: the exception's frames hold the tensors that are to be freed.
             torch.cuda.empty_cache()

@@ -35,6 +35,7 @@ def main() -> int:
     parser.add_argument("--device", action="append", default=[], help="may be repeated")
     parser.add_argument("--steps", type=float, help="seconds of steps to measure, with --parallel")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--gpu-memory", type=int, default=0, help="the most bytes of each GPU; 0: all")
     asked = parser.parse_args()
     if not exit_with_parent(asked.parent):
         return 1
@@ -61,16 +62,16 @@ def _reports(asked: argparse.Namespace, spec: RunSpec) -> Iterator[tuple[str, An
         choose_device(device, asked.threads)
     if asked.parallel is None:
         return
-    dims, kind, _ = resolve(asked.parallel, asked.device[0], spec)
+    dims, kind, _ = resolve(asked.parallel, asked.device[0], spec, asked.gpu_memory)
     if asked.steps is None:
         return
     from peer.doctor.device import fits
     from peer.training import trial
 
-    found = trial.look(spec, asked.device[0], kind, dims)
+    found = trial.look(spec, asked.device[0], kind, dims, asked.gpu_memory)
     yield "device", asdict(found)
     if fits(found):
-        trainer = trial.build(asked.spec, asked.device[0], dims, asked.threads)
+        trainer = trial.build(asked.spec, asked.device[0], dims, asked.threads, asked.gpu_memory)
         yield "built", True
         for sample in trial.steps(trainer, dims, asked.steps):
             yield "sample", asdict(sample)

@@ -37,7 +37,7 @@ def main() -> int:
 
     command, code = None, 1
     try:
-        device = choose_device(a.device, a.threads)
+        device = choose_device(a.device, a.threads, a.gpu_memory)
         spec = parse_spec(Path(a.spec).read_bytes())
         group = RankGroup.join(ParallelDims.parse(a.parallel), a.rank, folder / "meet", device, a.seconds)
         try:

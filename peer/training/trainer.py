@@ -49,7 +49,7 @@ class Trainer:
         `report` is called with what a person should know. Raise CairnError, OSError or torch.OutOfMemoryError.
         """
         self.spec: RunSpec = parse_spec(start.spec_path.read_bytes())
-        dims, kind, why = resolve(start.parallel, start.device, self.spec)
+        dims, kind, why = resolve(start.parallel, start.device, self.spec, start.gpu_memory)
         model = build_model(self.spec.model.config, device="meta")
         if model_layout(model) != self.spec.model.layout:
             raise TrainingError(
@@ -62,6 +62,10 @@ class Trainer:
         self.backend = _backend(self.spec, start, dims, kind, self.gate, times, report, lost)
         if dims.world > 1:
             report("info", "parallel", why)
+        if start.gpu_memory and kind == "cpu":
+            report(
+                "warning", "memory", "--gpu-memory does nothing here: it is for GPUs, and this peer trains on the CPU"
+            )
         self.flops_per_token = flops_per_token(model, self.spec.data.window)
         self.peak_flops = peak_flops(self.backend.devices)
         self._threads = start.threads
@@ -122,15 +126,16 @@ def _backend(
         keep_compiled(start.state_folder / "compiled")
     yield_hook = partial(gate.wait, times)
     if dims.world == 1:
-        device = choose_device(start.device, start.threads)
+        device = choose_device(start.device, start.threads, start.gpu_memory)
         return SingleProcessBackend(spec, device, yield_hook, layers, report, gate.wait)
     from peer.training.parallel.distributed_backend import DistributedBackend  # torch.distributed: only where needed
     from peer.training.parallel.micro_batch import MicroBatchStore
 
-    profiles = MicroBatchStore(start.state_folder, str(dims), device_name(torch.device(kind)))
+    profiles = MicroBatchStore(start.state_folder, str(dims), device_name(torch.device(kind)), start.gpu_memory)
     return DistributedBackend(
-        spec, start.spec_path, dims, kind, start.threads, yield_hook=yield_hook, background_hook=gate.wait,
-        lost=lost, profiles=profiles, folder=start.state_folder / "ranks", layers=layers, report=report,
+        spec, start.spec_path, dims, kind, start.threads, gpu_memory=start.gpu_memory, yield_hook=yield_hook,
+        background_hook=gate.wait, lost=lost, profiles=profiles, folder=start.state_folder / "ranks", layers=layers,
+        report=report,
     )  # fmt: skip
 
 

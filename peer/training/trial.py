@@ -30,8 +30,8 @@ STEPS = 3
 """Steps with the same number of windows, after the first."""
 
 
-def look(spec: RunSpec, name: str, kind: str, dims: ParallelDims) -> Device:
-    """Return the device that the trainer would use. Raise TrainingError."""
+def look(spec: RunSpec, name: str, kind: str, dims: ParallelDims, gpu_memory: int = 0) -> Device:
+    """Return the device that the trainer would use; `gpu_memory` as in `choose_device`. Raise TrainingError."""
     device = choose_device(name if dims.world == 1 else kind, 1)
     layout = spec.model.layout
     largest = max(tensor.numel for tensor in layout.tensors) if dims.world > 1 else 0
@@ -52,6 +52,7 @@ def look(spec: RunSpec, name: str, kind: str, dims: ParallelDims) -> Device:
         needed=parallel_dims.memory(dims, layout.numel, largest) + outer,
         free=free,
         whole=whole,
+        limit=gpu_memory if device.type == "cuda" else 0,
         torch=torch.__version__,
         cuda=(torch.version.cuda or "") if device.type == "cuda" else "",
         driver=driver if device.type == "cuda" else "",
@@ -70,13 +71,14 @@ def _smi() -> tuple[str, tuple[str, ...]]:
     return (rows[0][0][:40] if rows else ""), tuple(name[:80] for _, name in rows)
 
 
-def build(spec_path: Path, device: str, dims: ParallelDims, threads: int) -> Trainer:
+def build(spec_path: Path, device: str, dims: ParallelDims, threads: int, gpu_memory: int = 0) -> Trainer:
     """Return a trainer of the run, in a folder beside the spec's file. Raise TrainingError."""
     folder = spec_path.resolve().parent / "trial"
     me = PeerKey(secrets.token_bytes(32))
     start = Start(
-        spec_path, folder / "store", me, folder, device, threads, shards={}, parallel=str(dims), compile="off"
-    )
+        spec_path, folder / "store", me, folder, device, threads, shards={}, parallel=str(dims), compile="off",
+        gpu_memory=gpu_memory,
+    )  # fmt: skip
     return Trainer(start, lambda level, kind, text: None)
 
 

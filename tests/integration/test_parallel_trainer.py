@@ -367,7 +367,8 @@ def test_what_fits_into_a_pass_is_of_one_layout_and_device_and_never_nothing(tmp
     assert profiles() == [(1, True), (1, False), (1, True)]
     for other in (("dp=4", "A"), ("dp=2", "B")):
         assert MicroBatchStore(tmp_path / "new", *other).profile("auto") == MicroBatchProfile(None, False)
-    for spoilt in ("[rubbish", "[]", '{"layout": "dp=2", "device": "A", "windows": 0, "recompute": 1}'):
+    nothing = '{"layout": "dp=2", "device": "A", "gpu_memory": 0, "windows": 0, "recompute": 1}'
+    for spoilt in ("[rubbish", "[]", nothing):
         (tmp_path / "new" / NAME).write_text(spoilt)
         assert store.profile("auto") == MicroBatchProfile(None, False)
 

@@ -220,6 +220,7 @@ class LoopTrainer:
         on_message: Callable[[FromTrainer], None],
         on_lost: Callable[[str], None],
         command: None = None,
+        gpu_memory: Callable[[], int] = lambda: 0,
     ):
         self._start = start
         self._say = on_message

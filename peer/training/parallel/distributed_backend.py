@@ -57,6 +57,7 @@ class DistributedBackend:
         kind: str,
         threads: int,
         *,
+        gpu_memory: int = 0,
         yield_hook: Callable[[], None],
         background_hook: Callable[[], None] = lambda: None,
         lost: Callable[[str], None],
@@ -71,9 +72,10 @@ class DistributedBackend:
         `lost(why)` is called, by a thread, when a rank has ended. `profiles`: the micro-batches that fit. `folder`: of
         these ranks alone, emptied first; they meet there. `layers`, `report`: as in `InnerOptimizer`. `yield_hook` is
         called often by the thread that trains, `background_hook` by the one that writes a state. `seconds`: deadline
-        of a collective.
+        of a collective. `gpu_memory`: as in `choose_device`, on each rank's GPU.
         """
         self.dims = dims
+        self._gpu_memory = gpu_memory
         self._on_lost = lost
         self._reported = threading.Lock()
         """Acquired for good by the thread that reports that the ranks are lost."""
@@ -90,7 +92,9 @@ class DistributedBackend:
         self._folder = folder
         shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
         folder.mkdir(parents=True)
-        self.device = choose_device("cuda:0" if kind == "cuda" else "cpu", max(1, threads // dims.world))
+        self.device = choose_device(
+            "cuda:0" if kind == "cuda" else "cpu", max(1, threads // dims.world), gpu_memory
+        )  # fmt: skip
         self.ranks = [
             self._start(rank, spec_path, kind, max(1, threads // dims.world), profile, layers.compiled, seconds)
             for rank in range(1, dims.world)
@@ -125,6 +129,7 @@ class DistributedBackend:
             "rank": rank, "threads": threads, "parent": os.getpid(), "piece": profile.windows, "spec": str(spec),
             "recompute": profile.recompute, "compile": compiled, "folder": str(self._folder),
             "parallel": str(self.dims), "device": f"cuda:{rank}" if kind == "cuda" else "cpu", "seconds": seconds,
+            "gpu_memory": self._gpu_memory,
         }  # fmt: skip
         command = [sys.executable, "-m", "peer.training.rank", json.dumps(options)]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}

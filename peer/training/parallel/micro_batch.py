@@ -26,11 +26,12 @@ class MicroBatchProfile:
 
 
 class MicroBatchStore:
-    """The file in a trainer's folder. It counts only for the layout and the device that it was written for."""
+    """The file in a trainer's folder. It counts only for the layout, device and limit that it was written for."""
 
-    def __init__(self, folder: Path, layout: str, device: str):
+    def __init__(self, folder: Path, layout: str, device: str, gpu_memory: int = 0):
+        """`gpu_memory`: the most bytes of a device; 0: all."""
         self._path = folder / NAME
-        self._key = {"layout": layout, "device": device}
+        self._key = {"layout": layout, "device": device, "gpu_memory": gpu_memory}
 
     def profile(self, recompute: Choice) -> MicroBatchProfile:
         """Return what to try, by what was found before and by the user's choice."""

@@ -172,7 +172,8 @@ def choose(
         least = min(works, key=needs)
         raise TrainingError(
             f"{_gib(needs(least))} a GPU is the least that {limits.parameters:,} parameters need on {world} of them "
-            f"(with {least}), and {_gib(room)} of each can be used: use more GPUs, or larger ones"
+            f"(with {least}), and {_gib(room)} of each can be used: use more GPUs, or larger ones, or allow more with "
+            "--gpu-memory if that is set"
         )
     if link == "nvlink":
         best = min(fitting, key=lambda d: (d.pp, d.tp, d.fsdp))

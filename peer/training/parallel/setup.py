@@ -15,11 +15,11 @@ from protocol.spec import RunSpec
 _LINK_SECONDS = 10.0
 
 
-def resolve(parallel: str, device: str, spec: RunSpec) -> tuple[ParallelDims, str, str]:
+def resolve(parallel: str, device: str, spec: RunSpec, gpu_memory: int = 0) -> tuple[ParallelDims, str, str]:
     """Return (dims, "cuda" or "cpu", the reason in one line).
 
-    `parallel` is "auto" or dims, `device` as in `device.choose_device`. Raise TrainingError: no such layout, too few
-    GPUs, too little memory.
+    `parallel` is "auto" or dims, `device` and `gpu_memory` as in `device.choose_device`. Raise TrainingError: no such
+    layout, too few GPUs, too little memory.
     """
     allowed = limits(spec.model.config, spec.model.layout, batch=spec.inner.batch)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -27,9 +27,11 @@ def resolve(parallel: str, device: str, spec: RunSpec) -> tuple[ParallelDims, st
     if parallel == "auto":
         if kind == "cpu" or ":" in device or gpus <= 1:
             return ParallelDims(), kind, "one process"
-        free = min(torch.cuda.get_device_properties(n).total_memory for n in range(gpus))
+        usable = min(torch.cuda.get_device_properties(n).total_memory for n in range(gpus))
+        if gpu_memory:
+            usable = min(usable, gpu_memory)
         largest = max(t.numel for t in spec.model.layout.tensors)
-        best, why = choose(gpus, free, link(), allowed, largest)
+        best, why = choose(gpus, usable, link(), allowed, largest)
         return best, kind, f"--parallel auto picks {why}"
     dims = ParallelDims.parse(parallel)
     if dims.world == 1:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ import pytest
 from cairn import idle_watch
 from cairn.day_traffic import DayTraffic
 from cairn.idle_watch import IdleFacts, idle_facts, others_program
-from cairn.peer_schedule import QUIET, PeerSchedule
+from cairn.peer_schedule import QUIET_SECONDS, PeerSchedule
 from cairn.peer_settings import FILE, PeerSettings, SettingsFile
 from peer.node.rest import RestWish
 from peer.swarm.pace import Paces
@@ -69,6 +69,25 @@ def test_another_text_than_a_list_of_programs_is_none(listed):
     assert others_program(listed, os.getpid()) is None
 
 
+@pytest.mark.parametrize(
+    ("listed", "sees_all", "found"),
+    [
+        ("70, python", True, ""),
+        ("30001, python", True, "python"),  # hidden from us, so another user's
+        ("30001, [Not Found]", False, None),  # the host's number of our own trainer, or of a stranger
+        ("70, python\n30001, python", False, None),
+        ("30001, python\n80, doom", False, "doom"),
+        ("70, python", False, ""),
+        ("", False, ""),
+    ],
+)
+def test_in_a_container_a_process_id_of_the_host_accuses_nobody(listed: str, sees_all: bool, found: str | None):
+    """Our process is 7; 70 is its trainer, and 80 somebody else's program."""
+    parents = {70: 7, 7: 1, 80: 1, 1: 0}
+    assert others_program(listed, 7, sees_all=sees_all, parent=parents.get) == found
+    assert IdleFacts(None).reason == "" and "outside of a container" in IdleFacts(None).unknown
+
+
 def test_no_program_is_a_list_too():
     assert others_program("\n", os.getpid()) == ""
 
@@ -85,19 +104,20 @@ def test_facts_count_where_they_are_asked_for():
 async def test_it_trains_again_when_nobody_has_used_the_machine_for_a_while(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("cairn.peer_schedule.FACTS_SECONDS", 0.0)
     (tmp_path / FILE).write_text("only_when_idle = true\n")
-    now, facts = datetime(2026, 11, 25, 12), IdleFacts("doom", people=None)
+    seconds, facts = 1000.0, IdleFacts("doom", people=None)
 
     async def ask() -> IdleFacts:
         return facts
 
     rest = RestWish()
     schedule = PeerSchedule(
-        SettingsFile(tmp_path / FILE, {}), rest, Paces(), DayTraffic(tmp_path), lambda: None, lambda: now, ask
-    )
+        SettingsFile(tmp_path / FILE, {}), rest, Paces(), DayTraffic(tmp_path), lambda: None, facts=ask,
+        timer=lambda: seconds,
+    )  # fmt: skip
 
-    async def look(seconds: float) -> str:
-        nonlocal now
-        now += timedelta(seconds=seconds)
+    async def look(after: float) -> str:
+        nonlocal seconds
+        seconds += after
         await schedule.learn()
         schedule.look()
         return rest.reason
@@ -106,7 +126,7 @@ async def test_it_trains_again_when_nobody_has_used_the_machine_for_a_while(tmp_
         assert await look(0) == "doom uses the GPU" == await look(1000)
     assert caplog.text.count("does not tell of people at the keyboard") == 1
     facts = IdleFacts("", people=False)
-    assert await look(1) == "the machine was in use a moment ago" == await look(QUIET.total_seconds() - 2)
+    assert await look(1) == "the machine was in use a moment ago" == await look(QUIET_SECONDS - 2)
     assert await look(1) == ""
     facts = IdleFacts("", people=True)
     assert await look(1) == "somebody uses this machine"

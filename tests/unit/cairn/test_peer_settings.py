@@ -73,6 +73,10 @@ def test_a_file_gives_the_settings_and_options_come_before_it(tmp_path: Path):
     assert read_settings(path, {"hours": None}) == PeerSettings(hours="22-7", until="7:30")
     assert read_settings(path, {"hours": "9-17", "until": ""}) == PeerSettings(hours="9-17")
     assert PeerSettings(max_upload="2M").rates == (2_000_000, 0) and PeerSettings().rates == (0, 0)
+    path.write_text("gpu_memory = 6\n")
+    assert read_settings(path, {"gpu_memory": None}).gpu_bytes == 6 * 10**9
+    assert read_settings(path, {"gpu_memory": 7.5}).gpu_bytes == 7_500_000_000
+    assert read_settings(path, {"gpu_memory": 0.0}).gpu_bytes == PeerSettings().gpu_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -82,6 +86,9 @@ def test_a_file_gives_the_settings_and_options_come_before_it(tmp_path: Path):
         ("\nhours = 22\n", r"peer\.toml:2: hours: .*\(found '22'\)"),
         ('hour = "22-7"\n', r"peer\.toml:1: hour: is not a field; did you mean hours\?"),
         ('max_upload = "9K"\n', r"peer\.toml:1: max_upload: '9K' is not a rate of at least 100K bytes a second"),
+        ("gpu_memory = 6e9\n", r"peer\.toml:1: gpu_memory: 6e\+09 is not a number of GB, at least 0\.1: write for"),
+        ("gpu_memory = nan\n", r"peer\.toml:1: gpu_memory: nan is not a number of GB"),
+        ('gpu_memory = "6G"\n', r"peer\.toml:1: gpu_memory: .*\(found '6G'\)"),
         ("hours = \n", r"peer\.toml: not TOML: "),
         ("\xff", r"peer\.toml: not UTF-8 text: mend it"),
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,7 +17,7 @@ from peer.node.rest import RestWish
 from peer.node.tasks import Tasks
 from peer.node.trainer_client import TrainerClient
 from protocol.rounds.actions import SyncState
-from tests.support.specs import digest, identity
+from tests.support.specs import digest, identity, tiny_spec
 from tests.support.waiting import ended, until
 
 
@@ -26,7 +26,8 @@ class Process:
 
     made: list[Process]
 
-    def __init__(self, *_: Any, **__: Any):
+    def __init__(self, *_: Any, gpu_memory: Callable[[], int], **__: Any):
+        self.gpu_memory = gpu_memory
         self.stopping = False
         self.runs = True
         self.got: list[Any] = []
@@ -102,3 +103,16 @@ async def test_a_reason_that_goes_before_the_node_follows_it_keeps_no_trainer_aw
     await ended(sending)
     (process,) = running()
     assert process.got == [digest("load")]
+
+
+async def test_a_limit_of_a_gpu_counts_in_what_starts_after_a_rest(client, tmp_path):
+    limits = [6]
+    client.spec = tiny_spec(audit={"replayable": True}, codec={"kind": "sign", "beta": 0})
+    client.options = NodeOptions(tmp_path, gpu_memory=lambda: limits[-1])
+    await ended(client.begin(cast(Any, None)))
+    assert Process.made[-1].gpu_memory() == 3  # checks have the other half
+    client.release()
+    limits.append(8)
+    client.acquire()
+    await until(lambda: len(Process.made) == 2, "a process is started again")
+    assert Process.made[-1].gpu_memory() == 4

@@ -113,6 +113,20 @@ async def test_a_trainer_that_dies_of_a_question_is_told_once_and_the_question_i
         assert len(world.lost) == 1 and world.trainer.restarts == 1
 
 
+async def test_each_process_has_the_limit_of_a_gpu_as_it_is_when_it_starts(tmp_path):
+    program = """
+    end.send(Ready(str(start.gpu_memory), 1, 1, 1))
+    if life == 0:
+        sys.exit(3)
+    end.receive(None)
+    """
+    async with supervised(tmp_path, program) as (world, _):
+        limits = iter([6, 7])
+        world.trainer.gpu_memory = lambda: next(limits)
+        await world.until(lambda: world.names().count("Ready") == 2)
+        assert [m.device for m in world.said if isinstance(m, Ready)] == ["6", "7"]
+
+
 async def test_who_waits_for_a_trainer_that_dies_before_it_is_ready_hears_of_it(tmp_path):
     program = """
     if life == 0:

@@ -427,6 +427,17 @@ async def test_the_process_ends_when_nothing_waits(tmp_path):
         await until(lambda: w.process.closed == 1, "it ends")
 
 
+async def test_each_audit_has_its_part_of_the_limit_of_a_gpu_as_it_is_then(tmp_path):
+    limits = [6]
+    async with world(tmp_path, device="cuda:1", gpu_memory=lambda: limits[-1]) as w:
+        w.ask(2)
+        await w.done(1)
+        limits.append(8)
+        w.ask(1)
+        await w.done(2)
+        assert [job.gpu_memory for job in w.process.asked] == [3, 4]
+
+
 async def test_audits_have_a_device_of_their_own(tmp_path):
     async with world(tmp_path, device="cuda:1", audit_device="cpu") as w:
         w.ask(2)

@@ -1,0 +1,166 @@
+"""The most that a peer may use of a GPU: who gets which part of it, and what follows it. The GPUs are fakes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from peer.auditor.__main__ import memory_share
+from peer.doctor.device import fits, memory_finding
+from peer.doctor.measured import Device, Sample, Trial
+from peer.errors import TrainingError
+from peer.node.options import NodeOptions
+from peer.training import trial
+from peer.training.device import choose_device, out_of_memory
+from peer.training.parallel import setup
+from peer.training.parallel.micro_batch import MicroBatchProfile, MicroBatchStore
+from peer.training.parallel.parallel_dims import ParallelDims
+from tests.support.local_trainer import born, closed, world  # noqa: F401 - fixtures
+from tests.support.specs import tiny_spec
+
+GB = 10**9
+WHOLE = 80 * GB
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, torch.device]]:
+    """Have two GPUs, with 50 GB free; return the shares of them that this process bounds itself to."""
+    bounds: list[tuple[float, torch.device]] = []
+    fakes: dict[str, Any] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 2,
+        "set_device": lambda device: None,
+        "get_device_name": lambda device: "NVIDIA H100",
+        "get_device_properties": lambda device: type("", (), {"total_memory": WHOLE}),
+        "mem_get_info": lambda device: (50 * GB, WHOLE),
+        "set_per_process_memory_fraction": lambda share, device: bounds.append((share, device)),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    monkeypatch.setattr(setup, "link", lambda: "nvlink")
+    return bounds
+
+
+@pytest.mark.parametrize(("name", "number"), [("auto", 0), ("cuda", 0), ("cuda:0", 0), ("cuda:1", 1)])
+def test_a_device_is_ready_with_its_number_and_the_limit_in_force(gpus, name: str, number: int):
+    device = torch.device("cuda", number)
+    assert choose_device(name, 1) == device and not gpus
+    assert choose_device(name, 1, 6 * GB) == device and gpus == [(6 / 80, device)]
+    choose_device(name, 1, 2 * WHOLE)
+    assert gpus[-1] == (1.0, device)
+
+
+def test_a_limit_means_nothing_to_a_cpu(gpus):
+    assert choose_device("cpu", 1, GB) == torch.device("cpu") and not gpus
+
+
+def test_a_trainer_on_a_cpu_says_that_the_limit_does_nothing(world):  # noqa: F811
+    _, heard = born(world, gpu_memory=GB)
+    assert [(level, text[:31]) for level, _, text in heard] == [("warning", "--gpu-memory does nothing here:")]
+    assert not born(world, 2)[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "replayable", "share"),
+    [
+        ({}, True, 3),
+        ({}, False, 6),  # no checks
+        ({"audit_device": "off"}, True, 6),
+        ({"audit_device": "cpu"}, True, 6),
+        ({"audit_device": "cuda:1"}, False, 3),  # the trainer may use all GPUs
+        ({"audit_device": "cuda:1", "parallel": "dp=2"}, True, 3),
+        ({"audit_device": "cuda:1", "parallel": "dp=1"}, True, 6),
+        ({"audit_device": "cuda", "parallel": "dp=1"}, True, 3),
+        ({"audit_device": "cuda:1", "device": "cuda:0"}, True, 6),
+        ({"audit_device": "cuda:1", "device": "cuda:1"}, True, 3),
+        ({"audit_device": "cuda:1", "device": "cpu"}, True, 6),
+        ({"auditor": True}, True, 6),
+    ],
+)
+def test_training_and_checks_have_half_each_where_they_may_be_on_one_gpu(options: dict, replayable: bool, share: int):
+    some = replace(NodeOptions(Path(), gpu_memory=lambda: 6 * GB), **options)
+    assert some.gpu_share(replayable=replayable) == share * GB
+    assert replace(some, gpu_memory=lambda: 0).gpu_share(replayable=replayable) == 0
+
+
+def test_a_check_has_what_is_free_and_its_part_of_the_limit_at_most():
+    assert memory_share(30 * GB, WHOLE, 3 * GB) == 3 / 80
+    assert memory_share(30 * GB, WHOLE, 70 * GB) == memory_share(30 * GB, WHOLE) == pytest.approx(0.275)
+
+
+def test_the_layout_is_chosen_by_the_limit(gpus):
+    """80% of the limit must hold a rank's share: 700 kB of the whole model for dp=2, 469 kB for fsdp=2."""
+    spec = tiny_spec()
+    assert setup.resolve("auto", "auto", spec)[0] == ParallelDims(dp=2)
+    assert setup.resolve("auto", "auto", spec, 10**6)[0] == ParallelDims(dp=2)
+    assert setup.resolve("auto", "auto", spec, 700_000)[0] == ParallelDims(fsdp=2)
+    with pytest.raises(TrainingError, match="use more GPUs, or larger ones, or allow more with --gpu-memory"):
+        setup.resolve("auto", "auto", spec, 500_000)
+
+
+def test_the_doctor_looks_at_what_is_free_and_the_limit(gpus):
+    spec = tiny_spec()
+    one = ParallelDims()
+    assert trial.look(spec, "auto", "cuda", one).usable == 50 * GB
+    assert trial.look(spec, "auto", "cuda", one, 6 * GB).usable == 6 * GB
+    assert trial.look(spec, "auto", "cuda", one, 60 * GB).usable == 50 * GB
+    assert trial.look(spec, "cpu", "cpu", one, 1).limit == 0
+
+
+GPU = Device("NVIDIA H100", "cuda", "dp=1", 1, 10 * GB, 50 * GB, WHOLE, "2.9.0", limit=16 * GB)
+
+
+@pytest.mark.parametrize(
+    ("device", "used", "verdict"),
+    [
+        (GPU, 0, "ok"),
+        (replace(GPU, needed=14 * GB), 0, "warning"),
+        (replace(GPU, needed=17 * GB), 0, "no"),
+        (GPU, 12, "ok"),
+        (GPU, 15, "warning"),
+        (GPU, 16, "no"),
+    ],
+)
+def test_the_doctor_judges_by_the_limit_and_says_how_to_have_more(device: Device, used: int, verdict: str):
+    samples = [Sample(1, 0.1, memory=used * GB)] if used else []
+    finding = memory_finding(Trial(device, samples), GB // 2)
+    assert finding is not None and finding.verdict == verdict
+    assert "50.0 GB of a GPU's 80.0 GB are free, and --gpu-memory lets training take 16.0 GB" in finding.found
+    assert verdict == "ok" or "--gpu-memory" in finding.remedy or "to this run alone" in finding.remedy
+    assert fits(device) is (used > 0 or verdict != "no")
+
+
+def test_what_fills_a_gpu_below_the_limit_is_another_program():
+    finding = memory_finding(Trial(replace(GPU, free=9 * GB)), 0)
+    assert finding is not None and finding.verdict == "no" and "stop other programs" in finding.remedy
+
+
+def test_a_pass_that_fits_is_found_anew_under_another_limit(tmp_path: Path):
+    MicroBatchStore(tmp_path, "dp=2", "A", 6 * GB).make_easier(MicroBatchProfile(8, False), "auto")
+    assert MicroBatchStore(tmp_path, "dp=2", "A", 6 * GB).profile("auto").windows == 4
+    for other in (0, 12 * GB):
+        assert MicroBatchStore(tmp_path, "dp=2", "A", other).profile("auto").windows is None
+
+
+def test_memory_that_runs_out_names_the_limit(gpus):
+    assert "allow more with --gpu-memory if that is set" in str(out_of_memory(torch.device("cuda:0"), "load a state"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+def test_a_real_gpu_gives_no_more_than_the_limit():
+    torch.cuda.empty_cache()
+    held = torch.cuda.memory_reserved(0)
+    try:
+        device = choose_device("cuda:0", 1, held + 2**28)
+        fine = torch.empty(2**27, dtype=torch.uint8, device=device)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(2**28, dtype=torch.uint8, device=device)
+        del fine
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, 0)
