@@ -247,7 +247,8 @@ class Chain:
     def announce(self, header: Signed[UpdateHeader]) -> None:
         """Count a header that came by itself: its author is for its parent, also if no record lists it.
 
-        Without this, who proposes several records in a row decides who is for them. Only authors with stake count.
+        Without this, a peer that proposes several records in a row decides which keys are for them. Only authors with
+        stake count.
         """
         node, key = self._nodes.get(header.body.parent), header.author
         if node is None or key not in self._stakes_at(node):
@@ -573,7 +574,7 @@ class Chain:
         return True
 
     def quarantine(self, record: Digest) -> None:
-        """Leave a record, and what is built on it, out of the fork choice (its blobs cannot be had yet)."""
+        """Leave a record, and what is built on it, out of the fork choice: its blobs are not available yet."""
         self._node(record)
         self._quarantined.add(record)
         self._choose_head()
@@ -828,7 +829,7 @@ class Chain:
             node.count_in(gone)
             for above in self._undecided(node.parent):
                 if above.latest is not None:
-                    gone = {key: end for key, end in gone.items() if above.is_older_without(key, end)}
+                    gone = {key: end for key, end in gone.items() if above.recount_without(key, end)}
                 if not gone:
                     break
         todo = [node]

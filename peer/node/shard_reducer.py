@@ -246,4 +246,4 @@ class ShardReducer:
                 return None
             return map_file(arriving.path)
         except BlobMissing:
-            return None  # it became whole, and was moved, in this moment
+            return None  # it was completed, and moved, at this moment

@@ -77,7 +77,7 @@ class RoundState:
         *,
         holds: Callable[[Digest], bool] = lambda blob: True,
     ):
-        """Open a round. `holds` returns whether a blob is held: in a reduced round True, as nobody holds others'."""
+        """Open a round. `holds` returns whether a blob is held: True in a reduced round, where none need be."""
         self.policy = policy
         self.chain = chain
         self.parent = parent
@@ -93,13 +93,14 @@ class RoundState:
         """The time of each header's arrival."""
 
         self.first_hand: set[PeerKey] = set()
-        """Authors whose header came by itself. A header that only a record lists takes no turn and is not awaited."""
+        """Authors whose header arrived on its own. One whose header only a record lists takes no turn, and nobody waits
+        for its update."""
 
         self.equivocators: set[PeerKey] = set()
         """Authors of two headers: no record of ours lists either."""
 
         self.claimants: dict[Digest, PeerKey] = {}
-        """The author from whose header we know a blob."""
+        """The author whose header announced a blob, by blob."""
 
         self.disputed: set[Digest] = set()
         """Blobs that a second author claimed: which of the two copied is not known for certain."""
@@ -298,7 +299,7 @@ class RoundState:
         self.ready_at = now
 
     def patience_since(self, arrived: float) -> float:
-        """Return the time from which patience counts for a record without support that came at a time.
+        """Return the time from which patience counts for a record without support that arrived at a time.
 
         It counts from when this peer could decide the round: from its own announcement, or from the round's
         `max_seconds` on, whichever is earlier. While the others train, nothing better can come. Nor does it count

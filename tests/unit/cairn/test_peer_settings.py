@@ -83,7 +83,7 @@ def test_a_file_gives_the_settings_and_options_come_before_it(tmp_path: Path):
         ('hour = "22-7"\n', r"peer\.toml:1: hour: is not a field; did you mean hours\?"),
         ('max_upload = "9K"\n', r"peer\.toml:1: max_upload: '9K' is not a rate of at least 100K bytes a second"),
         ("hours = \n", r"peer\.toml: not TOML: "),
-        ("\xff", r"peer\.toml: not UTF-8 text: mend it"),
+        ("\xff", r"peer\.toml: not UTF-8 text: correct it"),
     ],
 )
 def test_a_mistake_in_the_file_is_told_with_its_line(tmp_path: Path, text: str, said: str):
