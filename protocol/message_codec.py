@@ -155,7 +155,7 @@ def _decode_record(payload: bytes, decoder: MessageDecoder) -> RoundRecord:
         raise MalformedError(f"a record lists 1 to {MAX_CONTRIBUTORS} updates, not {len(m.updates)}")
     run, parent, base = RunId(m.run), Digest(m.parent), Digest(m.base_state)
     number = Round(bounded("round", m.round, MAX_ROUND))
-    # Claimed authors first: else one admitted key could have thousands of headers verified in vain.
+    # Claimed authors first, or one admitted key could have thousands of headers verified in vain.
     if not ascending([claimed_author(u, limit=MAX_HEADER_ENVELOPE) for u in m.updates]):
         raise MalformedError("a record lists each author once, by ascending key")
     updates = tuple(decoder.decode_header(u) for u in m.updates)
@@ -422,7 +422,7 @@ class MessageDecoder:
     def decode_admission_at(
         self, encoded: bytes, peer: PeerKey, unix_seconds: float, *, tolerance: float = 600
     ) -> Admission:
-        """Return the admission of this peer, valid at a time within a tolerance for clocks. Raises AdmissionError."""
+        """Return the admission of this peer if it is valid at a time, give or take a tolerance. Raises AdmissionError."""
         a = self.decode_admission(encoded, peer)
         if not a.not_before - tolerance <= unix_seconds <= a.not_after + tolerance:
             raise AdmissionError(

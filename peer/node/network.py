@@ -366,7 +366,7 @@ class Network:
     def save_addresses(self) -> None:
         """Store the addresses of members for the next start."""
         addresses = self.peers.addresses()
-        # Only addresses that name a member: else peers could have us dial anybody, and give the address to others.
+        # Only addresses that name a member, or peers could have us dial anybody, and give the address to others.
         of_members = [a for k, each in _by_peer(addresses).items() if self.peers.is_member(k) for a in each]
         if of_members:
             try:

@@ -11,7 +11,7 @@ from protocol.rounds.deadlines import Deadlines
 MAX_PAUSE = 60.0
 
 MAX_STRANGER_CLAIMS = 8
-"""Maximum number of claims of peers that are no members (the coordinator's observer is one): anybody can make keys."""
+"""Maximum number of claims of non-members (the coordinator's observer is one): anybody can make keys."""
 
 ANSWER_MARGIN_SECONDS = 1e-6
 """Seconds beyond the time for an answer before the request counts as failed."""
@@ -75,7 +75,7 @@ class ChainSync:
         return self._drop_a_stranger(now - self._answer_within)
 
     def _drop_a_stranger(self, silent_since: float) -> bool:
-        """Drop the stranger that has been silent the longest, of those silent since a time, or asked in vain."""
+        """Drop the stranger that has been silent the longest, of those silent since `silent_since`, or asked in vain."""
         strangers = [
             source
             for source, claim in self._claims.items()

@@ -534,7 +534,7 @@ class Consensus:
         return 2 * len(signers) > len(announced | signers)
 
     def is_patience_over(self, parent: Digest, arrived: float) -> bool:
-        """Return whether a record without support, which came at a time, may be followed: nothing better has come.
+        """Return whether a record without support that came at `arrived` may be followed: nothing better has come.
 
         While the round after its parent is not open here, although the parent is the head, nothing better can come.
         """

@@ -167,7 +167,7 @@ class RoundMachine:
         return context.actions
 
     def step(self, event: ev.Event, now: float, status: LocalStatus | None = None) -> list[Action]:
-        """Return what follows from an event at a time. Times never decrease. `status`: None where nothing changed.
+        """Return the actions that follow from an event at time `now`, which never decreases. `status`: None where nothing changed.
 
         Raise `InvariantError` when the machine contradicts itself: a bug.
         """

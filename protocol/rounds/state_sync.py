@@ -277,8 +277,8 @@ class StateSync:
         missed, regained = context.own.plan_move(context.chain, self.applied, record)
         self.sync_target = record
         next_window, weight = context.chain.next_window(context.me, record), context.chain.weight(record)
-        is_checkpoint = self._must_write(record)
-        context.emit(ApplyRecord(certificate, missed, next_window, weight, regained, is_checkpoint))
+        must_write = self._must_write(record)
+        context.emit(ApplyRecord(certificate, missed, next_window, weight, regained, must_write))
         return True
 
     def _resync(self, head: Digest) -> bool:
@@ -409,7 +409,7 @@ class StateSync:
         self.sync_target = None
         self._failures = 0
         if record not in self._context.chain or self._context.chain.is_ancestor(record, self._context.chain.head):
-            self._waiting = None  # else it was a step on our own branch, and the head is awaited all the same
+            self._waiting = None  # otherwise it was a step on our own branch, and the head is still awaited
         self.reset = self.reset and record not in self._context.chain
         self.applied = self._last_good = record
         self.state = state
