@@ -422,7 +422,7 @@ class MessageDecoder:
     def decode_admission_at(
         self, encoded: bytes, peer: PeerKey, unix_seconds: float, *, tolerance: float = 600
     ) -> Admission:
-        """Return the admission of this peer if it is valid at a time, give or take a tolerance. Raises AdmissionError."""
+        """Return the admission of this peer if it is valid at a time, within a tolerance. Raises AdmissionError."""
         a = self.decode_admission(encoded, peer)
         if not a.not_before - tolerance <= unix_seconds <= a.not_after + tolerance:
             raise AdmissionError(

@@ -88,7 +88,7 @@ class PacketDecoder:
                 yield None
 
     def note(self, event: MessageReceived | CertificateReceived) -> bool:
-        """Note an event. Return False for a heartbeat whose exact bytes were noted before: the machine needs no copy."""
+        """Note an event. Return False for a heartbeat whose exact bytes were noted before: it has no news."""
         if not isinstance(event, MessageReceived) or not isinstance(event.message.body, Heartbeat):
             return True
         digest = event.message.digest

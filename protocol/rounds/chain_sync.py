@@ -75,7 +75,7 @@ class ChainSync:
         return self._drop_a_stranger(now - self._answer_within)
 
     def _drop_a_stranger(self, silent_since: float) -> bool:
-        """Drop the stranger that has been silent the longest, of those silent since `silent_since`, or asked in vain."""
+        """Drop the longest silent stranger, of those silent since `silent_since`, or asked in vain."""
         strangers = [
             source
             for source, claim in self._claims.items()
