@@ -39,7 +39,7 @@ def _wrapped(text: str, width: int) -> list[str]:
 def _together(report: Report) -> str:
     counts = {verdict: sum(f.verdict == verdict for f in report.findings) for verdict in ("no", "warning")}
     if counts["no"]:
-        return f"no: {counts['no']} of these must be mended before this machine can take part"
+        return f"no: {counts['no']} of these must be fixed before this machine can take part"
     if counts["warning"]:
         many = "1 warning" if counts["warning"] == 1 else f"{counts['warning']} warnings"
         return f"this machine can take part, with {many}: cairn peer join INVITE"

@@ -140,7 +140,7 @@ def _disk(machine: Examined, spec: RunSpec) -> DoctorFinding:
     """Judge the disk of --home, of which nothing need exist yet. Raises CairnError."""
     space = disk_space(run_folder(machine.home, spec.run_id) / "store")
     if not space.is_writable:
-        remedy = "name another folder with --home, or mend this one"
+        remedy = "name another folder with --home, or fix this one"
         return DoctorFinding("disk", "no", f"{space.folder} cannot be written to", remedy)
     return disk_finding(
         spec, space.folder, limit=machine.disk, used=space.used, free=space.free, private_data=machine.private_data

@@ -133,7 +133,7 @@ def set_up_logging(file: Path, *, terminal: logging.Handler | None = None) -> No
     except OSError as e:
         raise CairnError(
             f"{file.parent} cannot be written to ({(e.strerror or str(e)).lower()}): name another folder with --home, "
-            "or mend this one"
+            "or fix this one"
         ) from None
     # On a full disk logging would print a traceback for each line; the line itself still shows in the terminal.
     logging.raiseExceptions = False

@@ -186,7 +186,7 @@ def read_settings(path: Path, options: Mapping[str, Any]) -> PeerSettings:
 
     Raises PeerSettingsError, with a line for each mistake: file, line and field.
     """
-    tables, text = read_tables(path, PeerSettingsError, "mend it, or remove it") if path.exists() else ({}, "")
+    tables, text = read_tables(path, PeerSettingsError, "correct it, or remove it") if path.exists() else ({}, "")
     try:
         PeerSettings.model_validate(tables)
     except ValidationError as e:

@@ -48,7 +48,7 @@ class DirectiveFile:
             lines = self._file.read(MAX_FILE)
         except OSError as e:
             raise CoordinatorError(
-                f"{self._file.path} cannot be read: {(e.strerror or str(e)).lower()}; mend its permissions"
+                f"{self._file.path} cannot be read: {(e.strerror or str(e)).lower()}; fix its permissions"
             ) from None
         for line in lines:
             if line.startswith(b"done "):

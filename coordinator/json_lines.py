@@ -75,5 +75,5 @@ class JsonLines:
 
 def _error(path: Path, e: OSError) -> CoordinatorError:
     return CoordinatorError(
-        f"{path} cannot be used: {(e.strerror or str(e)).lower()}: free some disk space, or mend it"
+        f"{path} cannot be used: {(e.strerror or str(e)).lower()}: free some disk space, or repair it"
     )

@@ -1,7 +1,8 @@
 """The windows on which an auditor measures an update's gain: claimed ones against unclaimed ones. Pure.
 
 They are drawn by the certificate digest, which is fixed after the update was committed to. The claimed are drawn from
-each quarter of the update's windows, so that who stops early shows. The unclaimed are any others of the training data.
+each quarter of the update's windows, which exposes an author that stopped early. The unclaimed are any others of the
+training data.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The draw of audits: the updates of a record to audit, and the auditors. Pure, of the certificate and the stakes.
+"""The draw of audits: the updates of a record to audit, and the auditors. A pure function of certificate and stakes.
 
 The certificate digest is the only randomness. It is fixed after every update of the record was committed to, so nobody
 knows while it trains whether, by whom or on which windows it will be audited (`audit_windows`). Integers only, so that
 all peers get the same.
 
 Stakes are those at the record's parent, as at a fork. A key without any is always audited. For the others the rate
-rises with the weight of the update and falls with a clean record: stake is work that no verdict voided.
+rises with the weight of the update and falls with the author's stake, which is work that no verdict has voided.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ UpdateCheck = AuditCheck | Literal["screen"]
 """A check of an update. A screen trains nothing, is made of each update, and only chooses what is replayed."""
 
 SCREENED_UPDATES = 3
-"""Least updates of a record that are screened: each is compared with at least two others."""
+"""The least updates that a record must have to be screened: each is compared with at least two others."""
 
 WINDOWS_COMPARED = 64
 """Windows of each kind that a loss check compares, if there are as many."""
@@ -139,8 +139,8 @@ def draw_jury(
 ) -> tuple[PeerKey, ...]:
     """Return the keys that confirm or refute what the auditors of an update say.
 
-    Auditors and the author are drawn like all others. The author has no say, and its stake counts: else who has less
-    than half of all stake could have more than half of the rest, and convict the honest.
+    Auditors and the author are drawn like all others. The author has no say, but its stake counts. Otherwise liars with
+    less than half of all stake could have more than half of the rest, and convict the honest.
     """
     return draw_by_stake(b"cairn/v1/jury" + certificate + update, stakes, rule.jury)
 

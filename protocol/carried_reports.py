@@ -70,7 +70,7 @@ class CarriedReports:
         if author not in audited.auditors and not audited.is_accused:
             return "a juror reports when records carry two accusations"
         if any((r.author, r.body.check) == (author, check) for r in audited.reports):
-            return f"a record before carries what {author.short} has reported by this check"
+            return f"an earlier record carries the report of {author.short} by this check"
         return None
 
     def decisions(self, reports: Iterable[Signed[WorkReport]]) -> tuple[AuditDecision, ...]:
@@ -82,8 +82,8 @@ class CarriedReports:
         for new in added.values():
             audited = self._audited(new[0])
             if audited is not None and not audited.is_decided:
-                told = [*audited.reports, *new]
-                found.append(decide(audited.certificate, audited.update, told, audited.stakes, self._rule))
+                reports_so_far = [*audited.reports, *new]
+                found.append(decide(audited.certificate, audited.update, reports_so_far, audited.stakes, self._rule))
         return tuple(sorted((d for d in found if d is not None), key=lambda d: (d.record, d.author)))
 
     def auditors_of(self, report: Signed[WorkReport]) -> set[PeerKey]:

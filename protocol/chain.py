@@ -132,7 +132,7 @@ class Chain:
         self._stakes: OrderedDict[Digest, Mapping[PeerKey, int]] = OrderedDict()
         self._invalid: OrderedDict[Digest, None] = OrderedDict()
         self._dropped_twins: OrderedDict[Digest, None] = OrderedDict()
-        """Records of `_drop_lone_twins`: sent again, they are no news until something is built on them."""
+        """Records that `_drop_lone_twins` dropped: they are ignored until something is built on them."""
         self._newest_directive: Signed[Directive] | None = None
         self._finalization: Signed[Finalization] | None = None
         self._pending_finalization: Signed[Finalization] | None = None
@@ -195,8 +195,8 @@ class Chain:
 
         Most of the stake at a record's parent must be for it. The stake of its signers counts, and of those that
         contributed in the hold rounds before it; founders contributed just before the first. While none of them has
-        any, most of the keys must be for it. A record counts only with all before it. Else a coalition could certify a
-        branch longer than the hold in a second, and at its end nobody else has stake. Raises ChainError.
+        any, most of the keys must be for it. A record counts only with all before it. Otherwise a coalition could
+        certify a branch longer than the hold in a second: at its end nobody else has stake. Raises ChainError.
         """
         return self.count_followed(path, self._is_backed)
 
@@ -247,7 +247,8 @@ class Chain:
     def announce(self, header: Signed[UpdateHeader]) -> None:
         """Count a header that came by itself: its author is for its parent, also if no record lists it.
 
-        Without this, who proposes several records in a row decides who is for them. Only authors with stake count.
+        Without this, a peer that proposes several records in a row decides which keys are for them. Only authors with
+        stake count.
         """
         node, key = self._nodes.get(header.body.parent), header.author
         if node is None or key not in self._stakes_at(node):
@@ -456,8 +457,8 @@ class Chain:
     def add(self, certificate: Certificate) -> bool:
         """Put a verified certificate in its place. Return whether it was new, and is in the tree now.
 
-        It is not if its record is in the tree already, or if limits drop it at once. Votes that a certificate of the
-        same record did not have are added to that one: its voters are those that anybody has seen vote.
+        Return False if its record is in the tree already, or if limits drop it at once. If the held certificate of the
+        same record is missing some of its votes, they are added there.
 
         Raises UnknownParent, or ChainError when it breaks a rule of the chain: its source, or an author, is at fault.
         """
@@ -512,9 +513,9 @@ class Chain:
     def add_finalization(self, finalization: Signed[Finalization]) -> bool:
         """Add a finalization. Return True when it is newer than every other so far.
 
-        One for a record that is not here yet is remembered, and takes effect when the record comes.
-        So is one that contradicts an older finalization: its record can never come. Raises ChainError when it names a
-        wrong round for its record.
+        One for a record that is not here yet is remembered, and takes effect when the record comes. One that
+        contradicts an older finalization is remembered, too, although its record can never come. Raises ChainError when
+        it names a wrong round for its record.
         """
         body = finalization.body
         if self._newest_directive is not None and body.epoch < self._newest_directive.body.epoch:
@@ -573,7 +574,7 @@ class Chain:
         return True
 
     def quarantine(self, record: Digest) -> None:
-        """Leave a record, and what is built on it, out of the fork choice (its blobs cannot be had yet)."""
+        """Leave a record, and what is built on it, out of the fork choice: its blobs are not available yet."""
         self._node(record)
         self._quarantined.add(record)
         self._choose_head()
@@ -828,7 +829,7 @@ class Chain:
             node.count_in(gone)
             for above in self._undecided(node.parent):
                 if above.latest is not None:
-                    gone = {key: end for key, end in gone.items() if above.is_older_without(key, end)}
+                    gone = {key: end for key, end in gone.items() if above.recount_without(key, end)}
                 if not gone:
                     break
         todo = [node]

@@ -1,4 +1,4 @@
-"""Ed25519 identities: who signs. Key files live at the edges; this module turns keys into bytes and back."""
+"""Ed25519 identities, which sign. Other packages read and write key files; this one turns keys into bytes and back."""
 
 from __future__ import annotations
 

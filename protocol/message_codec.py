@@ -155,7 +155,7 @@ def _decode_record(payload: bytes, decoder: MessageDecoder) -> RoundRecord:
         raise MalformedError(f"a record lists 1 to {MAX_CONTRIBUTORS} updates, not {len(m.updates)}")
     run, parent, base = RunId(m.run), Digest(m.parent), Digest(m.base_state)
     number = Round(bounded("round", m.round, MAX_ROUND))
-    # Claimed authors first: else one admitted key could have thousands of headers verified in vain.
+    # Claimed authors first, or one admitted key could have thousands of headers verified in vain.
     if not ascending([claimed_author(u, limit=MAX_HEADER_ENVELOPE) for u in m.updates]):
         raise MalformedError("a record lists each author once, by ascending key")
     updates = tuple(decoder.decode_header(u) for u in m.updates)
@@ -167,7 +167,7 @@ def _decode_record(payload: bytes, decoder: MessageDecoder) -> RoundRecord:
     directive = decoder.decode(m.directive, Directive) if m.directive else None
     weights = tuple(bounded("weight", w) for w in m.weights)
     if weights and (len(weights) != len(updates) or 0 in weights or weights == tuple(u.body.windows for u in updates)):
-        raise MalformedError("a record weighs each update with 1 window or more, or all as they claim by no weights")
+        raise MalformedError("a record gives each update a weight of 1 or more, or none if all weigh what they claim")
     attempt = bounded("attempt", m.attempt, 2**20)
     return RoundRecord(
         run, number, parent, base, attempt, updates, directive, weights, _decode_reports(m, decoder),
@@ -304,7 +304,7 @@ KINDS: dict[type, MessageKind] = {
 """The kind of each body."""
 
 EXTENSIBLE = (Heartbeat, Goodbye)
-"""Status, on which no agreement depends: fields that a newer version adds are passed over. All else has one form."""
+"""Status, on which no agreement depends: fields that a newer version adds are ignored. All else has one form."""
 
 _BODIES = {kind.name: body for body, kind in KINDS.items()}
 
@@ -375,9 +375,9 @@ class MessageDecoder:
     def decode(self, encoded: bytes, body: type[T]) -> Signed[T]:
         """Return the signed body of the given type. Raises MalformedError, SignatureError, AdmissionError.
 
-        The author of an update header was admitted at some time; `decode_admission_at` checks an admission for a given
-        time. So was that of a heartbeat, unless it carries no admission, as an observer's. Votes and records carry
-        none either: the chain and the round machine check that their authors are contributors.
+        The author of an update header, or of a heartbeat with an admission, was admitted at some time.
+        `decode_admission_at` checks an admission for a given time. An observer's heartbeat carries none. Votes and
+        records carry none either: the chain and the round machine check that their authors are contributors.
         """
         kind = KINDS[body]
         if len(encoded) > kind.limit:
@@ -422,7 +422,7 @@ class MessageDecoder:
     def decode_admission_at(
         self, encoded: bytes, peer: PeerKey, unix_seconds: float, *, tolerance: float = 600
     ) -> Admission:
-        """Return the admission of this peer, valid at a time within a tolerance for clocks. Raises AdmissionError."""
+        """Return the admission of this peer if it is valid at a time, within a tolerance. Raises AdmissionError."""
         a = self.decode_admission(encoded, peer)
         if not a.not_before - tolerance <= unix_seconds <= a.not_after + tolerance:
             raise AdmissionError(

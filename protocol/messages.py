@@ -38,7 +38,7 @@ MAX_REFUTED = 96
 
 AuditCheck = Literal["loss", "replay"]
 AUDIT_CHECKS: tuple[AuditCheck, ...] = ("loss", "replay")
-"""Checks of an update, by the weight of what they show (docs/audits.md)."""
+"""Checks of an update, the weaker evidence first (docs/audits.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,10 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The credit of `peer` in `record` is void, for a `reason` in prose. It counts while that is pending."""
+    """The credit of `peer` in `record` (certificate digest) is void, for a `reason` in prose.
+
+    It counts while that credit is pending.
+    """
 
     record: Digest
     peer: PeerKey
@@ -235,7 +238,8 @@ class RoundRecord:
 class Vote:
     """A contributor's statement that it holds and has checked every update of a record.
 
-    In a reduced round it is about every shard of the mean, and names their digest.
+    In a reduced round it is about every shard of the mean, and names their digest. `record` is the record digest: the
+    certificate is not known yet.
     """
 
     run: RunId
@@ -249,7 +253,8 @@ class ShardAttestation:
     """A committee member's statement about one shard of a record's mean: a tagged union.
 
     Either `blob` is the digest of the shard that it computed, and `missing` is empty. Or `blob` is None, and `missing`
-    lists the authors (ascending keys, 1 to MAX_MISSING_AUTHORS) whose updates it could not fetch or use.
+    lists the authors (ascending keys, 1 to MAX_MISSING_AUTHORS) whose updates it could not fetch or use. `record` is
+    the record digest.
     """
 
     run: RunId
@@ -262,7 +267,7 @@ class ShardAttestation:
 
 @dataclass(frozen=True, slots=True)
 class Finalization:
-    """The owner's signature that nothing up to and including this record is reverted.
+    """The owner's signature that nothing up to and including this record (certificate digest) is reverted.
 
     Only a rollback reverts it: it begins a later epoch. `epoch`: number of rollbacks when it was signed.
     """
@@ -283,7 +288,7 @@ class Heartbeat:
     round: Round
     """The round that it trains in: the one after `head`."""
     head: Digest
-    """The newest record that its trainer has applied, which may be behind the head of its chain."""
+    """The newest record that its trainer has applied. It may be behind the chain's head, the fork choice's."""
     weight: int
     """Weight of `head`: windows accepted up to it."""
     windows: int

@@ -137,7 +137,7 @@ class RecordNode:
         for key in self.weighed:
             note_message(latest, key, self.histories[key].end_window)
 
-    def is_older_without(self, key: PeerKey, end: int) -> bool:
+    def recount_without(self, key: PeerKey, end: int) -> bool:
         """Count a key's messages again after one with this end has left. Return whether its newest is older now."""
         latest = self.latest
         if latest is None or latest.get(key) != end:

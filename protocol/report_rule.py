@@ -58,13 +58,13 @@ def decide(
     digest, author = certificate.digest, update.author
     auditors, jury = drawn_reporters(certificate, update, stakes, rule)
     name = digest, certificate.record.body.round, update.digest
-    told = [r for r in reports if (r.body.record, r.body.round, r.body.update) == name]
-    if len(accusers(told, auditors)) < ACCUSERS:
+    on_update = [r for r in reports if (r.body.record, r.body.round, r.body.update) == name]
+    if len(accusers(on_update, auditors)) < ACCUSERS:
         return None
-    passed = _replays(told, {*auditors, *jury} - {author})
+    results = _replays(on_update, {*auditors, *jury} - {author})
     total = sum(stakes[key] for key in jury)
-    for fine in (True, False):
-        if 2 * sum(stakes[key] for key in jury if passed.get(key) is fine) > total:
-            refuted = tuple(sorted(key for key, said in passed.items() if said is not fine))
-            return AuditDecision(digest, author, not fine, refuted)
+    for passed in (True, False):
+        if 2 * sum(stakes[key] for key in jury if results.get(key) is passed) > total:
+            refuted = tuple(sorted(key for key, result in results.items() if result is not passed))
+            return AuditDecision(digest, author, not passed, refuted)
     return None

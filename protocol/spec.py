@@ -116,18 +116,18 @@ class ModelSpec(Section):
         return Layout(tuple(TensorShape(name, tuple(shape)) for name, shape in self.tensors))
 
 
-def _chances(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the fields by which training a model throws dice, such as GPT-2's dropout of 0.1: nobody can repeat it."""
+def _random_fields(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the fields that make training random, such as GPT-2's dropout of 0.1: nobody could repeat it."""
     for name, value in config.items():
         if isinstance(value, Mapping):
-            yield from (f"{name}.{inner}" for inner in _chances(value))
+            yield from (f"{name}.{inner}" for inner in _random_fields(value))
         elif isinstance(value, int | float) and value and not isinstance(value, bool):
             if any(word in name for word in ("drop", "jitter", "noise")):
                 yield name
 
 
 def _check_plain(value: Any, field: str, depth: int = 0) -> None:
-    """Raise ValueError unless the value is as good in canonical JSON as it is here, and brings no code."""
+    """Raise ValueError unless the value survives canonical JSON unchanged, and brings no code."""
     if depth > MAX_CONFIG_DEPTH:
         raise ValueError(f"{field[:60]}... is nested more than {MAX_CONFIG_DEPTH} deep")
     if isinstance(value, dict):
@@ -183,7 +183,7 @@ class DataSpec(Section):
                 if shard.size != width * shard.tokens:
                     raise ValueError(
                         f"{kind}.{i}: {shard.tokens} tokens of {self.dtype} are {width * shard.tokens} bytes, "
-                        f"not {shard.size}: mend size, tokens or dtype"
+                        f"not {shard.size}: correct size, tokens or dtype"
                     )
         return self
 
@@ -339,7 +339,7 @@ class AuditSpec(Section):
             'codec.kind = "sign"': codec.kind == "sign",
             "codec.beta = 0": codec.beta == 0,
             'round.exchange = "gather"': rounds.exchange == "gather",
-        } | {f"model.{name} = 0": False for name in _chances(model)}
+        } | {f"model.{name} = 0": False for name in _random_fields(model)}
         if not self.replayable or all(needed.values()):
             return ""
         missing = ", ".join(setting for setting, holds in needed.items() if not holds)
@@ -414,22 +414,22 @@ class RunSpec(Section):
 
 
 def explain(error: ValidationError, where: str) -> str:
-    """One line a problem, the first MAX_PROBLEMS_SHOWN: the field, what is wrong, and what was found there.
+    """Return one line per problem, the first MAX_PROBLEMS_SHOWN: the field, what is wrong, and what was found there.
 
-    Fit for a terminal, even if the spec's author is hostile.
+    The text is safe for a terminal, even if the spec's author is hostile.
     """
     lines = []
     for e in error.errors(include_url=False)[:MAX_PROBLEMS_SHOWN]:
         field = ".".join(_shown(part) for part in e["loc"]) or "the spec"
         what = {
             "missing": "is missing",
-            "extra_forbidden": "is not a field of the spec: remove it, or mend its spelling",
+            "extra_forbidden": "is not a field of the spec: remove it, or correct its spelling",
         }
         message = what.get(e["type"], e["msg"].removeprefix("Value error, "))
         found = "" if e["type"] in ("missing", "value_error", "json_invalid") else f" (found {str(e['input'])[:60]!r})"
         lines.append(f"{where}: {field}: {message}{found}")
     if error.error_count() > MAX_PROBLEMS_SHOWN:
-        lines.append(f"{where}: and {error.error_count() - MAX_PROBLEMS_SHOWN} problems more")
+        lines.append(f"{where}: and {error.error_count() - MAX_PROBLEMS_SHOWN} more problems")
     return "\n".join(lines)
 
 
@@ -442,7 +442,7 @@ def _shown(part: str | int) -> str:
 def parse_spec(data: bytes) -> RunSpec:
     """Return the spec in its canonical bytes. Raises SpecError for anything else; VersionError for another protocol's.
 
-    Of another protocol nothing but the version is looked at: all else may have another form there.
+    Of another protocol's spec only the version is read: all else may have another form there.
     """
     try:
         value = read_json(data, "the run spec", MAX_SPEC)

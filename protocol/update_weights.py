@@ -1,6 +1,6 @@
-"""The weight of an update: its author's record bounds it, whatever the header claims. Pure.
+"""The weight of an update: its author's history bounds it, whatever the header claims. Pure.
 
-A claim costs nothing, so it must not buy weight. An update weighs at most twice what its author's update before it
+A claim costs nothing, so it must not buy weight. An update weighs at most twice what its author's previous update
 weighed on the same branch. A newcomer weighs no more than the lower quartile of the known authors' windows. The rest of
 a claim is not lost: it is the author's backlog, and counts in its next updates as far as their limit allows. A verdict
 makes its author a newcomer again, without a backlog: what it claimed falsely must not count later.

@@ -370,7 +370,7 @@ async def run_node(
     over = node.end_of_run
     after = "; the same command resumes" if over.info is None and not end.finished.startswith(BANNED) else ""
     if over.is_awaited:
-        after = "; the coordinator has not got the last state: run the same command again later"
+        after = "; the coordinator does not have the last state: run the same command again later"
     screen.say(f"{end.finished or 'stopped'}: round {end.round}, state {end.state[:16] or 'none'}, {made} made{after}")
     if auditor and beside.done() and not beside.cancelled():
         beside.result()

@@ -136,7 +136,7 @@ def read_documents(source: DocumentFile, field: str) -> Iterator[TextSegment]:
         ) from None
     except UnicodeEncodeError:
         raise DataInputError(
-            f"{source.name}: text with half a surrogate pair: mend the escapes \\ud800 to \\udfff"
+            f"{source.name}: text with half a surrogate pair: correct the escapes \\ud800 to \\udfff"
         ) from None
     except Exception as e:
         if type(e).__module__.partition(".")[0] in ("_lzma", "lzma", "zlib", "zstandard", "pyarrow"):

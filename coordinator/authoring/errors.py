@@ -6,7 +6,7 @@ from coordinator.errors import CoordinatorError
 
 
 class AuthoringError(CoordinatorError):
-    """The root: something in the owner's files must be mended."""
+    """The root: something in the owner's files must be corrected."""
 
 
 class DataInputError(AuthoringError):

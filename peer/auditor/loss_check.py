@@ -1,9 +1,9 @@
 """The loss check: has an update learnt more about the windows that it claims than about others?
 
-The gain of a window is what the single update at full rate, base - decode(blob), saves of its loss. Scores are t
+The gain of a window is how much the update alone, at full rate (base - decode(blob)), lowers its loss. Scores are t
 values: differences of mean gains, divided by their standard errors (Welch 1947). `gain` compares the claimed windows
-with the unclaimed ones. `quarter` is the least of the update's four quarters: who stops early gains nothing in the
-last. A t value is free of the model's size, and of how far training has come.
+with the unclaimed ones. `quarter` is the least of the update's four quarters: an author that stops early gains
+nothing in the last. A t value is free of the model's size, and of how far training has come.
 
 When an update fails, its auditor's own update of the same record is measured in the same way. An honest update then
 has to show half of what that one does: late in a run one update gains too little for any fixed threshold.

@@ -1,8 +1,8 @@
 """The wait of a newcomer whose coordinator is away: it is in the swarm as an observer until it is admitted.
 
 Only the run's key admits peers, so members cannot. They serve the chain, the data and the coordinator's address, and
-they notice when it is back. The observer node collects all of this. It ends before the member node begins, since an
-observer's machine neither trains nor holds updates.
+they notice when it is back. The observer node collects all of this. It ends before another node begins as a member,
+since an observer's machine neither trains nor holds updates.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class AuditDisk:
 
     @property
     def most_bytes(self) -> int:
-        """Most bytes of all files of audits: what one check may need, if no peer gives less than the rules let it.
+        """The most bytes that all files of audits may take: as many as one check needs in the worst case.
 
         That is a checkpoint, and the updates of all rounds to the next one and of one more, each by all members that
         the run may have.
@@ -49,7 +49,7 @@ class AuditDisk:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes of the store that training leaves, which needs room for a checkpoint and the updates of its rounds."""
+        """Free bytes of the store, less what training needs: a checkpoint, and the updates of ROUNDS_OF_TRAINING."""
         if not self.trains:
             return self.store.free_bytes
         head, codec = self.chain.head, self.files.updates.codec

@@ -1,4 +1,4 @@
-"""The jobs of audits, with all that they need in the store: for this node's audits, and for who repeats a check."""
+"""The jobs of audits, with all that they need in the store: for this node's audits, and for `cairn audit update`."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class AuditJobs:
         header, body = audited.body, certificate.record.body
         has_rebase = check == "replay" and header.rebase_window > header.first_window
         if has_rebase and len(path) < 2:
-            raise AuditError("the record before its own is not in memory")
+            raise AuditError("the record that its own follows is not in memory")
         at = len(path) - 1 - has_rebase
         before = path[at].record.body
 

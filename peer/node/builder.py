@@ -73,9 +73,9 @@ def build_node(
 
     makes_audits = options.makes_audits(replayable=spec.audit.replayable)
     signer = KeySigner(membership.identity)
-    reporter = None
+    report_signer = None
     if makes_audits:
-        reporter = signer if owner is None else KeySigner(owner)
+        report_signer = signer if owner is None else KeySigner(owner)
     policy = RoundPolicy.of(spec)
     limits = policy.chain_limits
     if options.observer:
@@ -91,7 +91,7 @@ def build_node(
         observer=not options.trains,
         blob_size=codec.size,
         assets=assets(spec),
-        reporter=reporter,
+        reporter=report_signer,
     )
     banned = partial(is_banned, chain)
     network = Network(membership, tasks, options.listen, options.announce, banned, start_swarm, paces=paces or Paces())
@@ -105,7 +105,7 @@ def build_node(
         spec, store, updates,
         lambda: {*machine.retained_blobs(), *reducer.retained_blobs(), *jobs.in_use},
     )  # fmt: skip
-    # An observer's checks are its user's, who waits for them.
+    # An observer makes checks only for a user who waits for them: the store's limit alone bounds their files.
     disk = None if options.observer else AuditDisk(spec, store, chain, files, retention.prune, options.trains)
     jobs = AuditJobs(spec, options, store, chain, updates, files, disk)
     auditor = None
@@ -130,8 +130,10 @@ def build_node(
     driver = RoundDriver(machine, handler, queue, bus, timings, status=status)
     requests = RequestServer(membership, packets, network, machine, certificates, relay, queue, bus)
     folder = options.folder
-    reporter = StatusReporter(membership, folder, network, machine, directives, timings, trainer, auditor, rest, bus)
+    status_reporter = StatusReporter(
+        membership, folder, network, machine, directives, timings, trainer, auditor, rest, bus
+    )
     return Node(
-        membership, network, certificates, retention, trainer, jobs, auditor, driver, requests, reporter, end, rest,
-        bus, tasks,
+        membership, network, certificates, retention, trainer, jobs, auditor, driver, requests, status_reporter, end,
+        rest, bus, tasks,
     )  # fmt: skip

@@ -36,7 +36,7 @@ class ChainStore:
     def __init__(self, store: Store, decoder: MessageDecoder, spec: RunSpec, limits: ChainLimits):
         """Load the chain from the store. Raise StoreError.
 
-        Values that do not verify are left out with a warning, and fetched from other peers again.
+        Values that do not verify are ignored with a warning, and fetched from other peers again.
         """
         self._store = store
         self._decoder = decoder

@@ -68,7 +68,7 @@ class CoordinatorLocator:
             self._client.moved(record.body)
 
     def accept(self, encoded: bytes) -> bool:
-        """Keep a record if it is newer than the one before, and return whether it is. Raise ProtocolError."""
+        """Keep a record if it is newer than the one held, and return whether it is. Raise ProtocolError."""
         found = open_if_newer(encoded, self._run, self._owner, self.newest)
         if found is None:
             return False
@@ -163,7 +163,7 @@ async def discover_run(run: RunId, addresses: Iterable[str]) -> DiscoveredRun | 
     usable: list[str] = []
 
     def accept(member: PeerKey, reply: wire.CoordinatorAddressReply) -> bool:
-        """Return whether an honest member would answer so: the spec is the run's, and it verifies the rest."""
+        """Return whether a member's answer is valid: the spec is the run's, and the rest verifies by it."""
         nonlocal encoded, spec
         try:
             if spec is None or reply.spec != encoded:

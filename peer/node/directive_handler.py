@@ -1,4 +1,4 @@
-"""Execution of the owner's directives on this machine (docs/control.md): the round policy, and rest for the trainer."""
+"""Execution of the owner's directives on this machine (docs/control.md): the round policy, and the trainer's orders."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ class DirectiveHandler:
 
     @property
     def description(self) -> str:
-        """The reasons why this peer rests, for people; empty when there are none."""
+        """The reasons why this peer may not train, for people; empty when there are none."""
         present = self._present
         if present is None:
             return ""
         said = describe(present.directive, self.me)
         if not present.barred_until:
             return said
-        barred = f"convicted by an audit, rests until round {present.barred_until} (the log and the run page say why)"
+        barred = f"convicted by an audit, barred until round {present.barred_until} (the log and the run page say why)"
         return f"{said}; {barred}" if said else barred
 
 

@@ -1,7 +1,7 @@
 """The end of a run at one peer: whether the coordinator has its last state, and whether this peer can still reach it.
 
-A peer that holds the last state stays until the coordinator has it, as far as the machine lets it. A peer without it
-leaves when nobody gives it any more.
+A peer that holds the last state stays until the coordinator has it, as far as the machine lets it. A peer without the
+state leaves when nobody gives it any more.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class EndOfRun:
     membership: Enrollment
     machine: RoundMachine
     info: RunInfo | None = field(default=None, init=False)
-    """The coordinator's words about a run that is over and whose last state it has; None while it has not said so."""
+    """The coordinator's answer that the run is over and that it has the last state; None before it."""
 
     _is_completed: bool = field(default=False, init=False)
     _late_since: float | None = field(default=None, init=False)
@@ -97,7 +97,7 @@ class EndOfRun:
             log.info("the coordinator has the last state")
             return
         what = "the coordinator does not answer, and" if problem else "the coordinator"
-        self._say(f"{what} has not got the last state: staying for it", "absent" if problem else "fetching")
+        self._say(f"{what} does not have the last state: staying for it", "absent" if problem else "fetching")
 
     def _is_archived(self, info: RunInfo, record: Digest) -> bool:
         """Return whether the run is over and the coordinator has the state after `record`, or is on another branch."""

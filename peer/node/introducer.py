@@ -1,6 +1,6 @@
 """Introduction of newcomers: a new peer is sent the others' heartbeats, and the others are sent its heartbeat.
 
-So members find each other however the DHT fares.
+So members find each other even when the DHT fails.
 """
 
 from __future__ import annotations

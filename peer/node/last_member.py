@@ -27,7 +27,7 @@ class Serving(Protocol):
 
 
 async def serve_coordinator(network: Serving) -> None:
-    """Return once the coordinator has what it fetches from us, or another member is here to give it."""
+    """Return once the coordinator has fetched what it wants from us, or another member is here to give it."""
     now = time.monotonic()
     end, sent, quiet_since, said = now + MAX_STAY_SECONDS, network.bytes_up, now, False
     while network.is_alone_with_coordinator() and now < min(end, quiet_since + QUIET_SECONDS):

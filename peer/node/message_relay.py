@@ -1,6 +1,6 @@
 """Relaying between two members that cannot reach each other, by members in contact with both.
 
-Each heartbeat names the members that its author receives nothing from directly: for example, both are behind NATs, or
+Each heartbeat names the members from which its author receives nothing directly: for example, both are behind NATs, or
 the network between them is cut. Of the members in contact with both, RELAYS forward the messages. They are the first
 ones on a ring of all members, from a place determined by author and receiver. Every member computes the same relays
 from heartbeats alone, and other members that come and go do not change them. Update slices take the same path

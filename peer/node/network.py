@@ -55,7 +55,7 @@ MIN_FORGET_SECONDS = 60.0
 MAX_BAD_PROVIDERS = 1024
 
 NONMEMBER_SENDS = 8
-"""Packets on their way to peers that are no members: anybody can make keys, accept calls, and not answer them."""
+"""Packets on their way to non-members: anybody can make keys, accept calls, and not answer them."""
 
 NONMEMBER_DIALS = 16
 """Number of dials under way above which no newcomer without an admission is dialled. A member is dialled once at a
@@ -164,7 +164,7 @@ class Network:
             await self.receive(self._me, wire.Packet(messages=found[i : i + MAX_MESSAGES]))
 
     async def search(self) -> list[PeerKey]:
-        """Dial a few lost members, and while no peer is known, also all peers that the run was entered by.
+        """Dial a few lost members, and while no peer is known, also all entry peers: those by which we entered the run.
 
         Return the peers that answered; our heartbeat is sent to them.
         """
@@ -174,7 +174,7 @@ class Network:
         away = [k for k in {**lost, **entries} if k not in known and not self.is_banned(k)]
         sought = [k for k in away if not table.has_left(k)]
         chosen = self.chance.sample(sought, min(SEARCHED_FOR, len(sought)))
-        if len(known) == 1:  # a peer that left may be back without our knowledge
+        if len(known) == 1:  # only we: a peer that left may be back without our knowledge
             chosen = list(dict.fromkeys([*(k for k in away if k in entries), *chosen]))
         addresses = {k: [*entries.get(k, ()), *_by_peer(lost.get(k, ())).get(k, ())] for k in chosen}
         found = await self.swarm.connect(dict.fromkeys(a for each in addresses.values() for a in each), soon=True)
@@ -298,7 +298,7 @@ class Network:
     # -- messages out ----------------------------------------------------------------------------------------
 
     def broadcast(self, message: Signed) -> None:
-        """Queue our message for all peers; while no peer is known, for those that the run was entered by."""
+        """Queue our message for all peers; while no peer is known, for the entry peers."""
         if isinstance(message.body, Heartbeat):
             self.relay.own_heartbeat = message
         self._compact.note(message)
@@ -366,7 +366,7 @@ class Network:
     def save_addresses(self) -> None:
         """Store the addresses of members for the next start."""
         addresses = self.peers.addresses()
-        # Only addresses that name a member: else peers could have us dial anybody, and give the address to others.
+        # Only addresses that name a member, or peers could have us dial anybody, and give the address to others.
         of_members = [a for k, each in _by_peer(addresses).items() if self.peers.is_member(k) for a in each]
         if of_members:
             try:

@@ -103,7 +103,7 @@ class Node:
             return
         self._leaving = True
         if not self._started.is_set():
-            self._finish("left before it had begun")
+            self._finish("left before it had entered the swarm")
             return
         self.driver.post(events.Leave())
         asyncio.get_running_loop().call_later(HARD_STOP_SECONDS, self._finish, "left")

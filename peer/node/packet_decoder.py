@@ -88,7 +88,7 @@ class PacketDecoder:
                 yield None
 
     def note(self, event: MessageReceived | CertificateReceived) -> bool:
-        """Note an event. Return False for a heartbeat that was noted before, to the byte: no news for the machine."""
+        """Note an event. Return False for a heartbeat whose exact bytes were noted before: it has no news."""
         if not isinstance(event, MessageReceived) or not isinstance(event.message.body, Heartbeat):
             return True
         digest = event.message.digest
@@ -129,7 +129,7 @@ class PacketDecoder:
     def _refuse(self, sender: PeerKey, what: str, error: ProtocolError) -> None:
         key = (sender, _fault(error))
         count = self.refused[key] = self.refused.get(key, 0) + 1
-        # The first of a fault is news; a flood of the same is logged once for each power of ten.
+        # The first refusal for a fault is logged at once; a flood of the same, once for each power of ten.
         if count in (1, 10, 100, 1000) or count % 10_000 == 0:
             log.warning("refused a %s from %s: %s%s", what, sender.short, error, f" ({count} times)" * (count > 1))
 

@@ -18,7 +18,7 @@ class RateMeter:
         """(time, number), oldest first; the oldest is at least RATE_SECONDS old once that much time has passed."""
 
     def note(self, number: float, now: float) -> float:
-        """Note the number at a time, and return its growth per second of late; 0 before there are two times."""
+        """Note the number at time `now`, and return its recent growth per second; 0 after the first note."""
         points = self._points
         points.append((now, number))
         while len(points) > 2 and points[1][0] <= now - RATE_SECONDS:

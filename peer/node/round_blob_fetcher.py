@@ -130,7 +130,7 @@ class RoundBlobFetcher:
     async def verify(self, blob: Digest, blob_format: BlobFormat | None = None) -> None:
         """Compare a held blob that was never checked with its digest; the store drops it when the disk damaged it.
 
-        Such a blob is from before a restart, perhaps after a power cut. Its author is not at fault for our disk.
+        Such a blob is from before a restart, perhaps a power cut. Its author is not to blame for our disk.
         """
         if (blob, blob_format or self.codec) not in self._checked and self.store.has(blob):
             with contextlib.suppress(BlobMissing):

@@ -65,7 +65,7 @@ class ReducedShardFormat:
 
 @dataclass(eq=False)
 class ShardReducer:
-    """The reductions in work at this node: one task for each shard.
+    """The reductions under way at this node: one task for each shard.
 
     An unexpected error in a task, such as a full disk, ends the node.
     `update_size` is in bytes. `post` receives ShardReduced or ShardUnavailable for each shard, and BlobInvalid for an
@@ -107,7 +107,7 @@ class ShardReducer:
         self.updates.fetch(blob, blob_format.size, holders, blob_format)
 
     def _note(self, record: Signed[RoundRecord]) -> set[Digest]:
-        """Return the shards of this record that are in work; forget those of records long before it."""
+        """Return the shards of this record that are under way; forget those of records long before it."""
         oldest = record.body.round - KEPT_ROUNDS
         self._shards = {d: entry for d, entry in self._shards.items() if entry[0] > oldest}
         return self._shards.setdefault(record.digest, (record.body.round, set()))[1]
@@ -246,4 +246,4 @@ class ShardReducer:
                 return None
             return map_file(arriving.path)
         except BlobMissing:
-            return None  # it became whole, and was moved, in this moment
+            return None  # it was completed, and moved, at this moment

@@ -32,7 +32,7 @@ class Snapshot:
     `time_shares` are shares of the trainer's last minute; empty when unknown.
     `trained_windows` counts from the start of this node; windows that were trained again count again. `open_windows`
     are not covered by an update yet. `next_window` is the absolute number of the window to train next; 0 without a
-    trainer. `orders` are the reasons why this peer rests, for people: a directive of the owner, or an audit's
+    trainer. `orders` are the reasons why this peer may not train, for people: a directive of the owner, or a
     conviction. It is empty when there are none. `rest` is why its user wants it to rest, empty while it may train.
     With `devices_free` no process of it uses a device.
     `audits` counts this node's checks of others' updates (`update_auditor.AuditCounts`), and those that wait. It is

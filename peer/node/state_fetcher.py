@@ -76,7 +76,7 @@ class StateFetcher:
             yield StateStart(i, body.parent, body.round, body.base_state)
 
     def missing(self, start: StateStart, path: Sequence[Certificate]) -> dict[Digest, int]:
-        """Return the blobs that are not held of what `collect` collects from a start, with their sizes in bytes."""
+        """Return the blobs that `collect` would have to fetch for a start, with their sizes in bytes."""
         sizes = {start.state: self._checkpoint_size(start.state)}
         for certificate in path[start.index :]:
             sizes |= self.blob_sizes(certificate)
@@ -102,7 +102,7 @@ class StateFetcher:
         """
         errors: list[str] = []
         unavailable = -1
-        """The last round on the path that nobody gave: to start before it is useless."""
+        """The last round on the path that nobody gave: it is useless to start before it."""
         for start in starts:
             if start.index <= unavailable:
                 continue

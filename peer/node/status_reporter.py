@@ -36,9 +36,9 @@ def local_status(
     is_peer: bool,
     shows_device: bool,
 ) -> LocalStatus:
-    """Return the part of our heartbeats that the machine does not know. An observer is no peer.
+    """Return the part of our heartbeats that the machine does not know. An observer (`is_peer` False) has no admission.
 
-    `shows_device`: whether they tell the kind of its device.
+    `shows_device`: whether they name the kind of our device.
     """
     return LocalStatus(
         sequence=int(time.time() * 1000),

@@ -118,9 +118,9 @@ class TrainerClient:
     # -- a rest ----------------------------------------------------------------------------------------------
 
     def hold(self, holds: bool) -> None:
-        """Have no step begin any more, and the one that is under way dropped; or have steps begin again.
+        """Have no more steps begin, and the one under way dropped; or (`holds` False) have steps begin again.
 
-        A process that `begin` did not start, since there was a reason to rest, is started with the first steps.
+        In the second case a process is started, if `begin` started none because there was a reason to rest.
         """
         self._holds = holds
         if not holds and self._start is not None and self._supervisor is None and self._changing is None:
@@ -128,7 +128,7 @@ class TrainerClient:
         self.tasks.spawn(self._send_orders(), "orders")
 
     def release(self, *others: Awaitable[None]) -> None:
-        """Have the trainer save and end, whatever it does. The devices are free then, and when `others` are done."""
+        """Have the trainer save and end, whatever it does. The devices are free once it and `others` are done."""
         self._stop_verifying()
         self.loader.drop()
         self._changing = self.tasks.spawn(self._release(others, self._changing), "rest")
@@ -209,7 +209,7 @@ class TrainerClient:
         try:
             await self.send(channel.WriteState(self.store.scratch / f"held-{action.record.short}.safetensors"))
         except TrainerDied as e:
-            log.warning("the state of the resting run was not written: %s", e)
+            log.warning("the state of the stopped run was not written: %s", e)
             self.post(events.StateNotKept(action.record))
 
     def order(self, orders: channel.Orders) -> None:
@@ -241,7 +241,7 @@ class TrainerClient:
 
     async def _reset(self, action: SyncState) -> None:
         """Replace the trainer by a new process without its saved state."""
-        log.warning("the trainer starts from scratch: what it had learnt since is of rounds that were rolled back")
+        log.warning("the trainer starts from scratch: what it had learnt is of rounds that were rolled back")
         if self._changing is not None:
             await asyncio.wait([self._changing])  # two processes must not use one folder
         if self._start is not None and self._supervisor is not None:

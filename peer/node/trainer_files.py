@@ -1,6 +1,6 @@
 """The trainer's files: the run's assets in the store, the spec that it starts with, and the state that it saves.
 
-A trainer that was away during a rollback must not continue with what it saved before: that was learnt from states that
+A trainer that was off during a rollback must not continue with what it saved before: that was learnt from states that
 no longer count. So the epoch of the saved state, the number of rollbacks that it knows of, is stored.
 """
 

@@ -89,7 +89,7 @@ class TrainerSupervisor:
     async def _run_process(self) -> tuple[str, bool]:
         """Run one process from start to end. Return why it ended, and whether it had worked.
 
-        It worked when it trained or went from one state to the next. To load a state does not count: a process that
+        It worked when it trained or went from one state to the next. Loading a state does not count: a process that
         runs out of memory in its first step also gets this far every time.
         """
         worked, applied = False, 0

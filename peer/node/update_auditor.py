@@ -1,6 +1,6 @@
 """The checks that the round machine asks for, made one after the other by a process.
 
-A check that cannot be made gives no report: the files are not to be had, the process failed, or it came too late. It is
+A check that cannot be made gives no report: files are unavailable, the process failed, or it took too long. It is
 logged, and nobody is accused. The machine receives `AuditNotMade`, since it may ask again. In a run that is not
 replayable no replay is made.
 """
@@ -144,8 +144,9 @@ class UpdateAuditor:
         check, then screens, which are cheap, then loss checks, then replays.
 
         Of each kind the newest round comes first. A conviction takes an auditor's replay, then another's, then those of
-        a jury, one after the other. With more to do than time, the oldest first would all begin too late for that. In a
-        round the certificate digest draws the order: an author must not be able to choose a key that comes last.
+        a jury, one after the other. If there is more to do than time for it, and the oldest came first, all would begin
+        too late for that. In a round the certificate digest draws the order: an author must not be able to choose a key
+        that comes last.
         """
         action, certificate = waiting.action, waiting.action.certificate
         if action.is_accused:

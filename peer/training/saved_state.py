@@ -135,7 +135,7 @@ class SavedFolder:
         """Return the error to raise. Remove what was begun, since the disk may be full."""
         self.remove_unused()
         return SavedStateError(
-            f"the trainer's state was not saved in {self.folder} ({why}): free some space or mend its permissions; "
+            f"the trainer's state was not saved in {self.folder} ({why}): free some space or fix its permissions; "
             "until then a restart loses what was not yet announced"
         )
 

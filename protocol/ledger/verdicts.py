@@ -10,8 +10,8 @@ class VerdictWalk:
     """The verdicts that newer records carry. Call `pass_record` with each record from the newest on, then ask.
 
     A verdict counts if a record within `hold_rounds` rounds after the named one carries it, on this branch. Without a
-    rollback `CreditFold` says the same. It counts final records on all branches, since credit outlives a rollback: a
-    verdict that comes late by its count leaves the credit, and still takes the stake.
+    rollback `CreditFold` decides the same. After one it differs, because it counts final records on all branches, since
+    credit outlives a rollback. So a verdict can be too late to void the credit, and still take the stake.
     """
 
     def __init__(self, hold_rounds: int):

@@ -162,7 +162,8 @@ class ApplyRecord:
     """Windows that the chain has accepted after this record."""
 
     regained: tuple[Digest, ...] = ()
-    """Own blobs that returned to the error feedback earlier and that the chain has after all: they are taken out."""
+    """Own blobs that returned to the error feedback earlier, and that the chain has accepted after all: they are taken
+    out of the feedback again."""
 
     is_checkpoint: bool = False
     """The state is one that members keep: write it to the store."""
@@ -200,7 +201,8 @@ class SyncState:
 class KeepState:
     """Trainer: write the held state, which is that after `record`, to the store as a checkpoint.
 
-    The run rests, so others may need it and no record names it. Answered by `StateReached`, or by `StateNotKept`.
+    The run is paused or ended, so others may need the state although no record names it. Answered by `StateReached`, or
+    by `StateNotKept`.
     """
 
     record: Digest

@@ -18,7 +18,7 @@ class AwaitedMembers:
     """The members that the first proposer of one round still waits for."""
 
     def __init__(self, context: Context, round_: RoundState, exchange: Exchange, seconds_before: float):
-        """`seconds_before`: duration of the round before; 0 when that is not known."""
+        """`seconds_before`: duration of the previous round; 0 when that is not known."""
         self._context = context
         self._round = round_
         self._exchange = exchange
@@ -47,7 +47,7 @@ class AwaitedMembers:
             return False
         header, member = round_.headers.get(key), context.members.get(key)
         if header is not None:
-            # A peer that announced and has fallen silent since sends no more of its update.
+            # A peer that announced and then fell silent sends no more of its update.
             if not self._exchange.awaits(header):
                 return False
             expires = round_.received_at[key] + context.policy.member_seconds
@@ -100,7 +100,7 @@ class AwaitedMembers:
                 context.notify("info", "late", text, key)
 
     def _penalise_lagging(self) -> None:
-        """Penalise the members that the round awaited last and in vain, whatever they say of themselves by now."""
+        """Penalise the members that the round awaited last and in vain, whatever their heartbeats say by now."""
         members, number = self._context.members, self._round.number
         lagging = {m.key for m in members if self._lags(m.key) and not self._is_awaited(m.key)}
         for key in sorted({*lagging} if self._blocker is None else {self._blocker, *lagging}):

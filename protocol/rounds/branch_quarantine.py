@@ -33,10 +33,13 @@ class _Entry:
 
     contributors: int
     active: bool = True
+    """False once it is released: the entry then only remembers its failures."""
+
     retried_since: float | None = None
     """The time from which its blobs are to be requested again."""
 
     turns: int = 0
+    """The turns that it has had: see `BranchQuarantine._take_turn`."""
 
 
 class BranchQuarantine:
@@ -63,8 +66,8 @@ class BranchQuarantine:
     def add(self, record: Digest, *, failed: bool = False) -> bool:
         """Quarantine a branch for `patience_seconds`, or until an absent peer is back; then until its blobs are here.
 
-        `failed`: a move failed though they were here; the time is twice as long after each such failure. Return False
-        when there is no other branch.
+        `failed`: a move failed although they were here. The time doubles with each such failure. Return False when
+        there is no other branch.
         """
         old = self._entries.get(record)
         failures = failed + (0 if old is None else old.failures)
@@ -117,7 +120,7 @@ class BranchQuarantine:
                 entry.until = self._context.now
 
     def advance(self, is_here: Callable[[Digest], bool], is_patience_over: Callable[[Digest, float], bool]) -> None:
-        """Release what is over. `is_here(tip)`: whether all blobs are held that a move to a record needs.
+        """Release the branches whose time is over. `is_here(tip)`: all blobs that a move to a record needs are held.
 
         `is_patience_over(parent, arrived)`: whether a record without support may be followed now.
         """
@@ -174,7 +177,10 @@ class BranchQuarantine:
         return self._turn is not None
 
     def _prolong(self, record: Digest) -> None:
-        """End a turn in vain. Members that came during it are news still: it may have been too short for them."""
+        """End a turn in which the blobs did not come.
+
+        Members that came during it still count as new: it may have been too short for them.
+        """
         entry = self._entries[record]
         entry.since, entry.until, entry.retried_since = self._turn_since, self._end_of(entry.failures), None
         self._context.deadlines.register("quarantine", entry.until)

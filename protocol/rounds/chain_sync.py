@@ -11,7 +11,7 @@ from protocol.rounds.deadlines import Deadlines
 MAX_PAUSE = 60.0
 
 MAX_STRANGER_CLAIMS = 8
-"""Maximum number of claims of peers that are no members (the coordinator's observer is one): anybody can make keys."""
+"""Maximum number of claims of non-members (the coordinator's observer is one): anybody can make keys."""
 
 ANSWER_MARGIN_SECONDS = 1e-6
 """Seconds beyond the time for an answer before the request counts as failed."""
@@ -75,7 +75,7 @@ class ChainSync:
         return self._drop_a_stranger(now - self._answer_within)
 
     def _drop_a_stranger(self, silent_since: float) -> bool:
-        """Drop the stranger that has been silent the longest, of those silent since then, or asked in vain."""
+        """Drop the longest silent stranger, of those silent since `silent_since`, or asked in vain."""
         strangers = [
             source
             for source, claim in self._claims.items()
@@ -169,12 +169,12 @@ class Bootstrap:
     """
 
     def __init__(self, now: float, patience: float):
-        self._late = self._grew = now
+        self._wait_until = self._grew = now
         self._patience = patience
 
     def begin(self, now: float, seconds: float) -> None:
-        """Start. Peers that are there are heard from within this time."""
-        self._late, self._grew = now + seconds, now
+        """Start. Peers that are present send a heartbeat within this time."""
+        self._wait_until, self._grew = now + seconds, now
 
     def grew(self, now: float) -> None:
         """Note that missing records arrived, and that their source has more."""
@@ -182,6 +182,7 @@ class Bootstrap:
 
     def is_over(self, deadlines: Deadlines, *, ahead: bool, equal: bool) -> bool:
         """Return whether it is over. `ahead`: a peer has records that we miss; `equal`: one has a head that we know."""
-        late = deadlines.due("bootstrap", self._late)
-        at_last = max(self._late, min(self._grew, self._late + MAX_PATIENCES * self._patience)) + self._patience
-        return (not ahead and (equal or late)) or deadlines.due("bootstrap at last", at_last)
+        waited = deadlines.due("bootstrap", self._wait_until)
+        grew = min(self._grew, self._wait_until + MAX_PATIENCES * self._patience)
+        at_last = max(self._wait_until, grew) + self._patience
+        return (not ahead and (equal or waited)) or deadlines.due("bootstrap at last", at_last)

@@ -93,7 +93,7 @@ class Consensus:
         return round_
 
     def reopen(self) -> None:
-        """Begin the round once more, on another branch: what was announced for it counts no more."""
+        """Begin the round once more, on another branch: headers announced for it no longer count."""
         if self.round is not None:
             self.open(self.round.parent)
 
@@ -182,26 +182,26 @@ class Consensus:
             return None
         if record.body.parent != round_.parent or round_.parent not in context.chain:
             return None
-        refused = f"a record of {record.author.short} is refused: "
+        text = f"a record of {record.author.short} is refused: "
         if record.author not in record.body.contributors or len(record.body.updates) > context.policy.max_members:
-            context.notify("warning", "refused", refused + "it breaks the rules", record.author)
+            context.notify("warning", "refused", text + "it breaks the rules", record.author)
             return None
         if (reason := context.chain.record_refusal(record.body)) is not None:
-            context.notify("warning", "refused", refused + reason, record.author)
+            context.notify("warning", "refused", text + reason, record.author)
             return None
         for u in record.body.updates:
             if (reason := round_.header_refusal(u, context.accepts_size)) is not None:
-                refused += f"the update of {u.author.short}: {reason}"
-                context.notify("warning", "refused", refused, record.author)
+                text += f"the update of {u.author.short}: {reason}"
+                context.notify("warning", "refused", text, record.author)
                 return None
-        refused = any(u.author in round_.equivocators or round_.contradicts(u) for u in record.body.updates)
+        is_refused = any(u.author in round_.equivocators or round_.contradicts(u) for u in record.body.updates)
         for u in record.body.updates:
             self._receive_header(u, listed=u.author != record.author)
             if u.author == context.me:
                 context.own.made(u.body.blob, round_.parent, round_.number)
         proposal = round_.add_record(record, context.now, exchange.missing_for(record.body), context.blobs.is_invalid)
         if proposal is not None:
-            proposal.refused = refused
+            proposal.refused = is_refused
         if proposal is not None and proposal.equivocated and round_.report_once(record.author):
             text = f"peer {record.author.short} proposed two records at once"
             context.notify("warning", "equivocation", text, record.author)
@@ -392,8 +392,8 @@ class Consensus:
 
         Others that announced have seen enough. We follow them once they are more than a third of those that take part,
         or once we see half of the target ourselves. Nobody has measured these two fractions. Authors that kept an
-        earlier round waiting in vain do not count: claims that never came true ended everybody's rounds. Nor do headers
-        that only a record lists: one record can name any number of keys.
+        earlier round waiting in vain do not count: false claims would end everybody's rounds. Nor do headers that only
+        a record lists: one record can name any number of keys.
         """
         context = self._context
         if hurry or context.deadlines.due("round", round_.began + context.policy.max_seconds):
@@ -446,7 +446,7 @@ class Consensus:
     def _without_surplus_struck(
         self, round_: RoundState, listed: list[Signed[UpdateHeader]]
     ) -> list[Signed[UpdateHeader]]:
-        """Return the headers that a record of ours lists: none of authors that announced two in a round lately.
+        """Return the headers that a record of ours lists: none by an author that lately announced two in a round.
 
         It lists silent authors only while the others' votes suffice; after our first vote only those that voted.
         """
@@ -534,7 +534,7 @@ class Consensus:
         return 2 * len(signers) > len(announced | signers)
 
     def is_patience_over(self, parent: Digest, arrived: float) -> bool:
-        """Return whether a record without support, which came at a time, may be followed: nothing better has come.
+        """Return whether a record without support that came at `arrived` may be followed: nothing better has come.
 
         While the round after its parent is not open here, although the parent is the head, nothing better can come.
         """
@@ -553,7 +553,7 @@ class Consensus:
         return {vote.author for vote in self.round.votes_for(proposal.record)}
 
     def _believed(self, round_: RoundState) -> list[Signed[UpdateHeader]]:
-        """Return the headers that count: anybody can claim windows, and give nothing."""
+        """Return the headers whose claims count: anybody can claim windows, and give nothing."""
         exchange = self.exchange
         members, number = self._context.members, round_.number
         headers = [
@@ -574,7 +574,7 @@ class Consensus:
         exchange.repeat(self._repeats)
         vote = round_.last_vote
         if vote is not None and (proposal := round_.proposals.get(vote.body.record)) is not None:
-            # Others' too: not everyone receives everyone.
+            # Others' too: not every member receives every other directly.
             few = context.members.is_my_turn(proposal.record.digest, self._repeats)
             if few or proposal.record.author == context.me:
                 context.emit(Broadcast(proposal.record))

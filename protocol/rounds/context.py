@@ -43,7 +43,7 @@ class Context:
         accepts_size: Callable[[int], bool],
         now: float,
     ):
-        self.base = policy
+        self.spec_policy = policy
         """The policy of the spec."""
 
         self.policy = policy
@@ -60,7 +60,10 @@ class Context:
         """The user wants the devices for a while."""
 
         self.is_peer = is_peer
-        """It is admitted, serves only what is decided, and ends with the run. The coordinator's observer is no peer."""
+        """It is admitted, serves blobs by commit-reveal, and ends with the run.
+
+        The coordinator's observer is no peer. It holds blobs of decided rounds only, and serves them to all.
+        """
 
         self.accepts_size = accepts_size
         self.members = Members(policy, self.me, self._chain_rank)
@@ -88,7 +91,7 @@ class Context:
 
     def adopt_policy(self, parent: Digest) -> None:
         """Adopt the policy of the round after this record."""
-        self.policy = self.base.under(self.chain.directives(parent).changes)
+        self.policy = self.spec_policy.under(self.chain.directives(parent).changes)
         self.members.adopt_policy(self.policy)
         self.blobs.grow(_blob_bound(self.policy))
 
@@ -116,12 +119,12 @@ class Context:
 
     @property
     def is_paused(self) -> bool:
-        """True when the owner wants no update of ours."""
+        """True when the owner wants no update of ours: the run is paused or ended, or we are banned or barred."""
         return self.directive.run_status != "running" or self.is_excluded(self.me)
 
     @property
-    def run_rests(self) -> bool:
-        """True when the owner has paused or ended the run: it may be that no record follows the newest."""
+    def is_run_stopped(self) -> bool:
+        """True when the owner has paused or ended the run: perhaps no record follows the newest."""
         return self.directive.run_status != "running"
 
     def emit(self, action: Action) -> None:
@@ -136,7 +139,10 @@ class Context:
         self.notify("error", "twin", text, self.me)
 
     def notify(self, level: str, kind: str, text: str, about: PeerKey | None = None) -> None:
-        """Report something to a person: of one kind and peer, the first in a round. Faults can be repeated."""
+        """Report something to a person; about one peer, only the first of each kind in a round.
+
+        A peer could repeat a fault any number of times.
+        """
         if about is not None:
             height = self.chain.height(self.chain.head)
             if height != self._reported_at:

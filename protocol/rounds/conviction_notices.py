@@ -19,8 +19,8 @@ def notify_convictions(context: Context, certificate: Certificate) -> None:
         found = _findings(context, certificate, decision)
         if key == context.me:
             text = (
-                f"THIS PEER IS CONVICTED: {found}. Its stake and pending credit are lost. It rests until round "
-                f"{until} and trains again then, as a newcomer: leave it running. If it trained honestly, check its "
+                f"THIS PEER IS CONVICTED: {found}. Its stake and pending credit are lost. It is barred until round "
+                f"{until}, and then trains again as a newcomer: leave it running. If it trained honestly, check its "
                 "memory, its GPU's driver and its version of Cairn, and write to the run's owner"
             )
             context.notify("error", "convicted", text, key)

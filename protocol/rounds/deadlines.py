@@ -19,7 +19,7 @@ class Deadlines:
         """The earliest deadline of each name."""
 
     def begin(self, now: float) -> None:
-        """Start a step at this time, or at the time of the step before if that is later."""
+        """Start a step at this time, or at the time of the previous step if that is later."""
         self.now = max(self.now, now)
         self.pending.clear()
 

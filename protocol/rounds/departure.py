@@ -42,7 +42,7 @@ class Departure:
         """The round of the leaver's last update."""
 
         self._ordered_from = 0.0
-        """The earliest time to stop by a directive: one that was stored in an earlier life may not be the newest."""
+        """The earliest time to stop by a directive: one that was stored before a restart may not be the newest."""
 
         self._ordered_at: float | None = None
         """The time at which a directive to stop took effect."""
@@ -98,7 +98,7 @@ class Departure:
         self._ordered_from = self._context.now + self._context.policy.member_seconds
 
     def directive_changed(self) -> None:
-        """Note a newer directive: it counts at once, and may end an order to stop."""
+        """Note a newer directive: it counts at once, and may withdraw an order to stop."""
         self._ordered_from = 0.0
         if not self._context.is_paused:
             self._ordered_at, self.is_over = None, self._reached_total or self._context.chain.is_rolled_back_past_root
@@ -113,7 +113,7 @@ class Departure:
     def follow_directive(self, is_occupied: Callable[[], bool], is_behind: Callable[[], bool]) -> None:
         """Stop when a directive says so, but not before the open round that we announced in is decided.
 
-        At the end of the run a peer that is still on the way to the last state goes on: it may be all that has it.
+        At the end of the run a peer that is still on the way to the last state goes on: nobody else may have it.
         """
         context, directive = self._context, self._context.directive
         banned = context.is_banned(context.me)

@@ -1,8 +1,8 @@
 """The owner's directives (docs/control.md): accepted from any source, passed on, and stored.
 
 The decisions that all peers share (the banned, the policy of a round, the branch that counts) follow from the chain's
-records. For the rest each peer follows the newest directive that it knows. It rests while the run is paused, stops when
-the run has ended or it is banned itself, and ignores the messages of banned peers.
+records. In all else each peer follows the newest directive that it knows. It does not train while the run is paused,
+stops when the run has ended or it is banned itself, and ignores the messages of banned peers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class DirectiveGossip:
     def __init__(self, context: Context):
         self._context = context
         self._due: dict[PeerKey, float] = {}
-        """The time at which a peer that knows another directive than we do is sent ours."""
+        """The time at which we send our directive to a peer that knows another one."""
 
     def accept(self, directive: Signed[Directive], source: PeerKey | None) -> bool:
         """Accept the owner's directive from anybody. Return whether it is newer than what was known."""
@@ -52,7 +52,7 @@ class DirectiveGossip:
             text = f"paused by the run's owner{because(now)}: nothing is trained until the run goes on"
             self._context.notify("warning", "paused", text)
         elif not was_running and now.run_status == "running":
-            self._context.notify("info", "resumed", "the run goes on: its owner has said so")
+            self._context.notify("info", "resumed", "the run goes on: its owner has resumed it")
 
     def inform(self, source: PeerKey, beat: Heartbeat) -> None:
         """Send our directive to a peer whose heartbeats show for a while that it does not have it."""
@@ -75,7 +75,8 @@ class DirectiveGossip:
             context.emit(Send(source, (directive,)))
 
     def sizes(self) -> dict[str, tuple[int, int]]:
-        return {"informed": (len(self._due), 2 * max(self._context.policy.max_members, self._context.base.max_members))}
+        policy, base = self._context.policy, self._context.spec_policy
+        return {"informed": (len(self._due), 2 * max(policy.max_members, base.max_members))}
 
 
 def because(directive: Directive) -> str:

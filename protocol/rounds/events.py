@@ -49,7 +49,7 @@ class ChainUnanswered:
 
 @dataclass(frozen=True, slots=True)
 class TrainingProgress:
-    """The own trainer's work: windows that no update of ours covers yet, loss and speed."""
+    """Our trainer's work: windows that no update of ours covers yet, loss and speed."""
 
     windows: int
     loss: float
@@ -58,7 +58,7 @@ class TrainingProgress:
 
 @dataclass(frozen=True, slots=True)
 class UpdateReady:
-    """The own trainer's answer to `RequestUpdate`: the blob is in the store. `blob is None`: nothing was trained."""
+    """Our trainer's answer to `RequestUpdate`: the blob is in the store. `blob is None`: nothing was trained."""
 
     parent: Digest
     first_window: int
@@ -161,7 +161,7 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """The user wants the devices for a while: hand in what is done, let the trainer go, and only follow."""
+    """The user wants the devices for a while: announce what is done, release the trainer, and only follow."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Messages of a round that has not begun here, because we still apply the one before: kept, then replayed."""
+"""Messages of a round that has not begun here, because we still apply the previous one: kept, then replayed."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class RoundMachine:
         self._foreign: int | None = None
         """The sequence of the last heartbeat by our key that is not ours.
 
-        One alone may be of our life before a restart, if the clock was set back. Two are another machine's.
+        One alone may be ours from before a restart, if the clock was set back. Two are another machine's.
         """
 
         self._reached_height = -1
@@ -154,7 +154,7 @@ class RoundMachine:
     # -- the only entry --------------------------------------------------------------------------------------
 
     def start(self, now: float, status: LocalStatus | None = None, *, alone: bool = False) -> list[Action]:
-        """Begin. `alone`: nobody else is there, so do not wait for anybody before training. `status` as in `step`."""
+        """Begin. `alone`: no other peer is known, so wait for nobody before training. `status` as in `step`."""
         context = self._context
         context.begin_step(now)
         self._status = status or self._status
@@ -167,9 +167,9 @@ class RoundMachine:
         return context.actions
 
     def step(self, event: ev.Event, now: float, status: LocalStatus | None = None) -> list[Action]:
-        """Return what follows from an event at a time. Times never decrease. `status`: None where nothing changed.
+        """Return the actions that follow from an event at time `now`, which never decreases.
 
-        Raise `InvariantError` when the machine contradicts itself: a bug.
+        `status`: None where nothing changed. Raise `InvariantError` when the machine contradicts itself: a bug.
         """
         context = self._context
         context.begin_step(now)
@@ -242,7 +242,7 @@ class RoundMachine:
         if context.is_banned(requester):
             return "the run's owner has banned you"
         if not context.is_peer:
-            return None  # it holds what is decided only
+            return None  # an observer that is no peer holds blobs of decided rounds only
         if round_ is None or context.observer:
             if blob in self._applied_blobs():
                 return None
@@ -260,7 +260,7 @@ class RoundMachine:
         """Return the run's assets, and the checkpoints and blobs that the head's path has applied."""
         chain = self._context.chain
         if self._applied_at != chain.head:
-            self._applied_at, self._applied = chain.head, self._assets | retained(self._context.base, chain)
+            self._applied_at, self._applied = chain.head, self._assets | retained(self._context.spec_policy, chain)
         return self._applied
 
     @property
@@ -280,11 +280,11 @@ class RoundMachine:
         They are the last checkpoints, all blobs applied since the oldest of them, those of the open round, and own
         updates that may still return to the error feedback. An observer that is no peer keeps the checkpoints alone.
         """
-        context = self._context
+        context, policy = self._context, self._context.spec_policy
         if not context.is_peer:
-            return retained_states(context.base, context.chain)
+            return retained_states(policy, context.chain)
         final = -1 if context.chain.finalization is None else context.chain.finalization.body.round
-        return retained(context.base, context.chain) | self._consensus.blobs() | set(context.own.since(final + 1))
+        return retained(policy, context.chain) | self._consensus.blobs() | set(context.own.since(final + 1))
 
     def summary(self, now: float) -> Summary:
         """Return a frozen view for people."""
@@ -301,14 +301,15 @@ class RoundMachine:
     def _follow_user(self, event: ev.Leave | ev.Rest | ev.Resume) -> None:
         """Do what this peer's user wants; nothing any more once it is to leave, or the run is over.
 
-        At the end of the run the driver has stopped the trainer, and others need our word on the last state.
+        At the end of the run the driver has stopped the trainer, and others need our heartbeats to confirm the last
+        state.
         """
         if isinstance(event, ev.Leave):
             exchange = self._consensus.exchange
             self._departure.leave(GatheredExchange.leave_seconds if exchange is None else exchange.leave_seconds)
         elif not self._departure.is_leaving and not self._departure.is_over and self._rest.follow(event):
             self._requested_for = ()
-            self._beat()  # the others need not wait for us any more, or may again
+            self._beat()  # it tells the others whether to wait for us
 
     # -- messages --------------------------------------------------------------------------------------------
 
@@ -482,8 +483,8 @@ class RoundMachine:
     def _has_support(self, record: Digest, signers: set[PeerKey]) -> bool:
         """Return whether a record has support. Members whose state is of the record, or of a later one, are for it."""
         chain = self._context.chain
-        standing = {m.key for m in self._context.members if m.takes_part and chain.is_ancestor(record, m.beat.head)}
-        return self._consensus.is_supported(chain.parent(record), signers | standing)
+        holders = {m.key for m in self._context.members if m.takes_part and chain.is_ancestor(record, m.beat.head)}
+        return self._consensus.is_supported(chain.parent(record), signers | holders)
 
     def _chain_received(self, event: ev.ChainReceived) -> None:
         context = self._context
@@ -540,7 +541,7 @@ class RoundMachine:
             consensus.stop_exchange()
         else:
             self._add_own_certificate(consensus.advance(hurry=self._departure.is_hurrying or self._rest.is_hurrying))
-        if context.run_rests and not (context.observer or context.is_resting) and sync.joined:
+        if context.is_run_stopped and not (context.observer or context.is_resting) and sync.joined:
             if not self._is_occupied() and not self._departure.is_over:  # else the driver has stopped the trainer
                 sync.keep()
         if not self._departure.is_leaving and self._rest.advance():
@@ -575,7 +576,7 @@ class RoundMachine:
             self._hold_back_what_came_while_joining()
 
     def _state_reached(self, record: Digest, state: Digest) -> None:
-        # A finalization may have cut the record off meanwhile: then the trainer moves on from there.
+        # A finalization may have dropped the record's branch meanwhile: then the trainer moves on from there.
         if self._sync.reached(record, state) and record in self._context.chain:
             self._begin_round(record)
         epoch = self._context.directive.epoch
@@ -586,7 +587,7 @@ class RoundMachine:
     def _begin_round(self, parent: Digest) -> None:
         context, consensus = self._context, self._consensus
         if consensus.round is not None and consensus.round.parent == parent:
-            # The trainer was lost and is back at its place: what was announced stands.
+            # The trainer was lost and holds the same state again: the announced update stands.
             consensus.rebase()
             self._beat()
             return
@@ -691,7 +692,7 @@ class RoundMachine:
     def introduction(self, status: LocalStatus) -> Signed[Heartbeat]:
         """Return a heartbeat for the time before `start`, in which the driver fetches what training needs.
 
-        Others then know us as a member: to those that are none they give little of their uplink.
+        Others then know us as a member: they give non-members little of their uplink.
         """
         self._status = status
         return self._heartbeat()

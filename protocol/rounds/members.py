@@ -39,7 +39,7 @@ class Member:
 
 
 class Penalties:
-    """Peers that failed a round, and the round until which it counts: twice as many rounds each time. Bounded."""
+    """Peers that failed a round, and the round until which that counts: twice as long each time. Bounded."""
 
     def __init__(self, bound: int):
         self._bound = bound
@@ -106,7 +106,7 @@ class Members:
         since a record may list a peer that never votes."""
 
         self.equivocated = Penalties(policy.max_members)
-        """For two updates, or another's, in one round. Nothing clears it but time: the proof is signed."""
+        """For announcing two updates in one round. Nothing clears it but time: the proof is signed."""
 
         self._forgiven_when_listed = (self.late, self.withheld, self.distrusted, self.lagging)
         self._penalties = (*self._forgiven_when_listed, self.silent, self.equivocated)

@@ -23,13 +23,13 @@ class Phase(str, Enum):
     """The trainer holds the state that the open round starts from. Nothing is announced yet."""
 
     PAUSED = "paused"
-    """As `TRAINING`, but the owner wants no update: the trainer rests."""
+    """As `TRAINING`, but the owner wants no update: the trainer makes no steps."""
 
     EXCHANGING = "exchanging"
-    """The own update of the open round is announced."""
+    """Our update of the open round is announced."""
 
     RESTING = "resting"
-    """The user wants the devices for a while. Once the round of the last update is decided, it observes."""
+    """The user wants the devices for a while. Once the round of our last update is decided, the machine observes."""
 
     LEAVING = "leaving"
     """The user wants to stop: the round of the last update is awaited for a short time."""
@@ -123,7 +123,7 @@ def phase_of(
 ) -> Phase:
     """Return the phase that these facts give; earlier arguments take precedence over later ones.
 
-    An `observer` that is `resting` is one for as long as it rests.
+    A peer that is `resting` becomes an `observer` after its last update, until the rest ends.
     """
     if left:
         return Phase.LEFT
@@ -143,6 +143,6 @@ def phase_of(
 
 
 def check_transition(before: Phase, after: Phase) -> None:
-    """Raise `InvariantError` when the table has no such transition. To stay in a phase is none."""
+    """Raise `InvariantError` when the table has no such transition. Staying in a phase is always allowed."""
     if before is not after and after not in TRANSITIONS[before]:
         raise InvariantError(f"the round machine went from {before} to {after}, which its table does not have")

@@ -61,8 +61,8 @@ class ReducedExchange(Exchange):
         self._silent: set[PeerKey] = set()
         """Committee members that attested nothing before the last proposal ran out of time."""
 
-        self._late = False
-        """Others were faster with the current proposal's shards that we make, so those are fetched too."""
+        self._fetches_own_shards = False
+        """The shards that we make for the current proposal are late: those that others have agreed on are fetched."""
 
         self._failed_attempts = 0
         """Number of proposals that were worked on in vain."""
@@ -131,8 +131,8 @@ class ReducedExchange(Exchange):
         self._continue_with(best)
         proposal, seconds = self._current, self._context.policy.propose_seconds
         late = proposal is not None and self._context.deadlines.due("own shards", proposal.seen + seconds)
-        if late is not self._late:
-            self._late = late
+        if late is not self._fetches_own_shards:
+            self._fetches_own_shards = late
             self._round.changed()
 
     def _continue_with(self, best: Best) -> None:
@@ -182,12 +182,12 @@ class ReducedExchange(Exchange):
     # -- blobs -----------------------------------------------------------------------------------------------
 
     def needed(self) -> dict[Digest, BlobRole]:
-        """Return the agreed shards of the current proposal that we do not make ourselves in a moment."""
+        """Return the agreed shards of the current proposal, without those that we are about to make ourselves."""
         proposal = self._current
         if proposal is None:
             return {}
         tally = self._tallies[proposal.record.digest]
-        mine = set() if self._late else set(tally.duties(self._context.me))
+        mine = set() if self._fetches_own_shards else set(tally.duties(self._context.me))
         agreed = [(i, d) for i, d in enumerate(tally.agreed) if d is not None and i not in mine]
         return {d: ShardBlob(proposal.record, i) for i, d in agreed if d in proposal.missing}
 
@@ -250,7 +250,8 @@ class ReducedExchange(Exchange):
     def receive(self, attestation: Signed[ShardAttestation]) -> bool:
         """Add an attestation, our own too, also of a record that is not here yet. Return False when it does not count.
 
-        It does not when its author has attested the shard before, has no seat in the committee, or there is no room.
+        It does not count when its author has already attested the shard or has no seat in the committee, or when there
+        is no room.
         """
         proposal = self._round.proposals.get(attestation.body.record)
         if self._bytes + len(attestation.encoded) > MAX_ATTESTATION_BYTES:
@@ -331,8 +332,8 @@ class ReducedExchange(Exchange):
         if truth is None:
             return
         if tally.agreed[shard] not in (None, truth) and self._round.report_once(context.me):
-            text = f"shard {shard} of record {proposal.record.digest.short} came out otherwise than for most of its "
-            context.notify("error", "shard-differs", text + "committee: they lie, or this device computes wrongly")
+            text = f"shard {shard} of record {proposal.record.digest.short} differs from that of most of its committee"
+            context.notify("error", "shard-differs", text + ": they lie, or this device computes wrongly")
         for author, attestation in tally.attestations[shard].items():
             if author != context.me and attestation.body.blob not in (None, truth):
                 text = f"peer {author.short} signed a digest of a shard that is not what its updates give"
@@ -348,7 +349,7 @@ class ReducedExchange(Exchange):
     # -- time ------------------------------------------------------------------------------------------------
 
     def repeat(self, count: int) -> None:
-        """Broadcast the proposal, our attestations of it, and the evidence against the one before again.
+        """Broadcast again the proposal, our attestations of it, and the evidence against the previous one.
 
         Once we have voted, some of the others' attestations too: not everyone receives everyone.
         """

@@ -49,8 +49,8 @@ class ReportPool:
     def to_include(self, parent: Digest) -> tuple[tuple[Signed[WorkReport], ...], tuple[AuditDecision, ...]]:
         """Return the reports that a record of ours after `parent` carries, and the decisions that follow.
 
-        Of many, the first of each key go before any key's second. Those that convict us are for others to carry: the
-        convicted cannot be in the record.
+        Of many, the first of each key go before any key's second. Reports that convict us are left to other proposers:
+        the convicted cannot be in the record.
         """
         following = self._chain.reports_after(parent)
         turns: Counter[PeerKey] = Counter()

@@ -6,7 +6,8 @@
               from then on the peer observes
     Resume    a new trainer is acquired, and goes to the head, as after a start
 
-From the request on heartbeats say "resting". So rounds do not wait for this peer, and its stake is missed by none.
+From the request on, heartbeats say "resting". So rounds do not wait for this peer, and its stake counts against no
+record.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class RestSteps:
         return self._context.is_resting and not self._is_released
 
     def follow(self, event: ev.Rest | ev.Resume) -> bool:
-        """Begin a rest, or end it. Return False when nothing changes: it does so already, or never trains."""
+        """Begin a rest, or end it. Return False when nothing changes: it rests or trains already, or never trains."""
         return self._begin() if isinstance(event, ev.Rest) else self._end()
 
     def _begin(self) -> bool:
@@ -59,7 +60,7 @@ class RestSteps:
             if context.observer:
                 self._consensus.stop_exchange()
                 self._consensus.abandon()
-            # Else the round of our last update is open. Its header stands: a second one would contradict it.
+            # Otherwise the round of our last update is still open. Its header stands: a second one would contradict it.
             self._is_released = context.observer = False
             self._sync.start_over(has_trainer=True)
             context.emit(AcquireTrainer())

@@ -22,7 +22,7 @@ RECENT_RECORDS = 8
 
 MIN_STRANGERS = 8
 STRANGER_SHARE = 8
-"""Headers of peers that are no members: at most `max_members` divided by this number, but at least MIN_STRANGERS."""
+"""Headers of non-members: at most `max_members` divided by this number, but at least MIN_STRANGERS."""
 
 
 def proposer_order(
@@ -77,7 +77,7 @@ class RoundState:
         *,
         holds: Callable[[Digest], bool] = lambda blob: True,
     ):
-        """Open a round. `holds` returns whether a blob is held: in a reduced round True, as nobody holds others'."""
+        """Open a round. `holds` returns whether a blob is held: True in a reduced round, where none need be."""
         self.policy = policy
         self.chain = chain
         self.parent = parent
@@ -93,13 +93,14 @@ class RoundState:
         """The time of each header's arrival."""
 
         self.first_hand: set[PeerKey] = set()
-        """Authors whose header came by itself. A header that only a record lists takes no turn and is not awaited."""
+        """Authors whose header arrived on its own. One whose header only a record lists takes no turn, and nobody waits
+        for its update."""
 
         self.equivocators: set[PeerKey] = set()
         """Authors of two headers: no record of ours lists either."""
 
         self.claimants: dict[Digest, PeerKey] = {}
-        """The author from whose header we know a blob."""
+        """The author whose header announced a blob, by blob."""
 
         self.disputed: set[Digest] = set()
         """Blobs that a second author claimed: which of the two copied is not known for certain."""
@@ -298,7 +299,7 @@ class RoundState:
         self.ready_at = now
 
     def patience_since(self, arrived: float) -> float:
-        """Return the time from which patience counts for a record without support that came at a time.
+        """Return the time from which patience counts for a record without support that came at `arrived`.
 
         It counts from when this peer could decide the round: from its own announcement, or from the round's
         `max_seconds` on, whichever is earlier. While the others train, nothing better can come. Nor does it count
@@ -470,9 +471,9 @@ class RoundState:
         return {order[a % len(order)] for a in range(base, min(before, self.attempt(now), base + len(order))) if order}
 
     def jump(self, author: PeerKey, attempt: int, now: float) -> None:
-        """Move to a later attempt because a record names it: else peers would never consider one record at one time.
+        """Move to a later attempt because a record names it: so peers consider the same record at the same time.
 
-        One author can do so only once in the time of everybody's turns. Else an author that always skips to its own
+        One author can do so only once in a full rotation of turns. Otherwise an author that always skips to its own
         turn would be the only one to propose.
         """
         if self.announced_at is None or not max(0, self.attempt(now)) < attempt <= self.attempt(now) + MAX_JUMP:

@@ -1,4 +1,4 @@
-"""The record whose state the own trainer holds, and the moves that lead it to the chain's head.
+"""The record whose state our trainer holds, and the moves that lead it to the chain's head.
 
 One thing at a time is requested of the trainer: an update, or a move to another state.
 """
@@ -54,17 +54,17 @@ class StateSync:
         """The parent for whose round the trainer makes an update."""
 
         self._making_round = Round(0)
-        self._kept: Digest | None = None
+        self._written: Digest | None = None
         """The last record whose state the trainer was asked to write to the store, unless that failed."""
 
-        self._keep_at = 0.0
+        self._write_at = 0.0
         """The time before which a failed write is not tried again."""
 
         self.is_keeping = False
         """The trainer owes us an answer to `KeepState`."""
 
         self._has_trainer = True
-        """False while the peer rests and has let its trainer go."""
+        """False while the peer rests and has released its trainer."""
 
         self._last_good: Digest | None = None
         """The last record whose state was reached."""
@@ -110,7 +110,7 @@ class StateSync:
 
     @property
     def best_record(self) -> Digest:
-        """The record that this peer stands at, for others: of the trainer's state, else the chain's head."""
+        """The record at which this peer is, as heartbeats name it: of the trainer's state, else the chain's head."""
         applied, chain = self.applied, self._context.chain
         return applied if applied is not None and applied in chain else chain.head
 
@@ -127,7 +127,7 @@ class StateSync:
     # -- a rest ----------------------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Let the trainer go, whatever it owes us. The round of the state that it held stays ours to decide."""
+        """Release the trainer, whatever it owes us. The round of the state that it held stays ours to decide."""
         if self.is_moving:
             self.applied = None
         self._has_trainer = self.is_keeping = False
@@ -164,7 +164,7 @@ class StateSync:
         return self._needed[key]
 
     def _is_here(self, head: Digest) -> bool:
-        """Return whether all of them are held."""
+        """Return whether all blobs that a move to a record needs are held."""
         needed, holds = self._blobs_to(head), self._context.blobs.holds
         if self._missing is not None and self._missing in needed and not holds(self._missing):
             return False
@@ -201,7 +201,7 @@ class StateSync:
         return back
 
     def rolled_back(self) -> None:
-        """Leave the trainer's place, or its goal, if the owner has rolled it back."""
+        """Leave the record of the trainer's state, or the one that it moves to, if the owner has rolled it back."""
         places = (self.applied, self.sync_target, self._making, self._last_good)
         if any(record is not None and record not in self._context.chain for record in places):
             self.reset = True
@@ -277,8 +277,8 @@ class StateSync:
         missed, regained = context.own.plan_move(context.chain, self.applied, record)
         self.sync_target = record
         next_window, weight = context.chain.next_window(context.me, record), context.chain.weight(record)
-        keep = self._is_kept(record)
-        context.emit(ApplyRecord(certificate, missed, next_window, weight, regained, keep))
+        must_write = self._must_write(record)
+        context.emit(ApplyRecord(certificate, missed, next_window, weight, regained, must_write))
         return True
 
     def _resync(self, head: Digest) -> bool:
@@ -300,34 +300,34 @@ class StateSync:
         context.emit(
             SyncState(
                 path, missed, chain.next_window(context.me, head), weight, regained, back, self.reset,
-                starts(context.base, path), self._is_kept(head),
+                starts(context.spec_policy, path), self._must_write(head),
             )
         )  # fmt: skip
         return True
 
-    def _is_kept(self, record: Digest) -> bool:
+    def _must_write(self, record: Digest) -> bool:
         """Return whether the trainer is to write the state after a record to the store, and note that it is asked."""
         context, chain = self._context, self._context.chain
-        keep = is_checkpoint(context.base, chain.height(record), chain.weight(record))
-        keep = keep or (context.run_rests and record == chain.head and record != chain.genesis)
-        if keep:
-            self._kept = record
-        return keep
+        must = is_checkpoint(context.spec_policy, chain.height(record), chain.weight(record))
+        must = must or (context.is_run_stopped and record == chain.head and record != chain.genesis)
+        if must:
+            self._written = record
+        return must
 
     def keep(self) -> None:
-        """Have the trainer write the state that it holds to the store, unless that is done: the run rests."""
+        """Have the trainer write the state that it holds to the store, unless it did: the run is paused or ended."""
         held = self.applied
-        if held is None or held in (self._kept, self._context.chain.genesis) or self.is_busy or not self.holds_state:
+        if held is None or held in (self._written, self._context.chain.genesis) or self.is_busy or not self.holds_state:
             return
-        if self._context.deadlines.due("keep", self._keep_at):
-            self._kept, self.is_keeping = held, True
+        if self._context.deadlines.due("keep", self._write_at):
+            self._written, self.is_keeping = held, True
             self._context.emit(KeepState(held))
 
-    def _not_kept(self, record: Digest) -> None:
+    def _write_failed(self, record: Digest) -> None:
         """Note that the state after `record` was not written: it is tried again after a pause."""
-        if record == self._kept:
-            self._kept, self.is_keeping = None, False
-            self._keep_at = self._context.now + MAX_PAUSE
+        if record == self._written:
+            self._written, self.is_keeping = None, False
+            self._write_at = self._context.now + MAX_PAUSE
 
     def _wait_for_blobs(self, path: tuple[Certificate, ...], head: Digest) -> bool:
         """Wait while blobs of the path are fetched; quarantine a branch whose blobs stay unavailable.
@@ -345,7 +345,7 @@ class StateSync:
         certificate, origin = next(missing, (None, None))
         if certificate is None or origin is None:
             return False
-        # An author that let us wait in vain before gets little time.
+        # An author that has kept us waiting in vain before gets little time.
         author, number = origin.responsible, certificate.record.body.round
         if not context.deadlines.due("missing blobs", since + context.policy.patience_seconds):
             if not context.members.late.applies_to(author, number):
@@ -402,14 +402,14 @@ class StateSync:
 
     def reached(self, record: Digest, state: Digest) -> bool:
         """Note that the trainer holds the state after `record`. Return False when no move to it was requested."""
-        if record == self._kept:
+        if record == self._written:
             self.is_keeping = False
         if record != self.sync_target:
             return False
         self.sync_target = None
         self._failures = 0
         if record not in self._context.chain or self._context.chain.is_ancestor(record, self._context.chain.head):
-            self._waiting = None  # else it was a step on our own branch, and the head is awaited all the same
+            self._waiting = None  # otherwise it was a step on our own branch, and the head is still awaited
         self.reset = self.reset and record not in self._context.chain
         self.applied = self._last_good = record
         self.state = state
@@ -422,7 +422,7 @@ class StateSync:
         After a move, unless the trainer `kept` its state, it holds nothing that can be relied on.
         """
         if isinstance(event, StateNotKept):
-            self._not_kept(event.record)
+            self._write_failed(event.record)
             return
         context, chain = self._context, self._context.chain
         record, reason, kept = event.record, event.reason, event.kept

@@ -60,7 +60,7 @@ class Summary:
 
 
 def summarise(context: Context, consensus: Consensus, sync: StateSync, phase: Phase, now: float) -> Summary:
-    """Return the view of a machine's parts at a time."""
+    """Return the view of a machine's parts at time `now`."""
     round_, head = consensus.round, sync.best_record
     votes = 0
     vote = None if round_ is None else round_.last_vote

@@ -146,9 +146,9 @@ class WorkAuditor:
             self._follow(report, following)
 
     def _request_screens(self, record: Digest, following: CarriedReports, replayed: Collection[Digest]) -> None:
-        """Request the screens of a record's updates that are ours to check, but of those that we replay anyway.
+        """Request the screens of a record's updates that are ours to make, except of those that we replay anyway.
 
-        A peer that does not train holds no updates, and makes none.
+        A peer that does not train holds no updates, and so makes no screens.
         """
         chain = self._context.chain
         certificate, rule = chain.certificate(record), chain.limits.audit
@@ -216,7 +216,8 @@ class WorkAuditor:
     ) -> None:
         """Request a check that was not requested before, if a record may still carry its report.
 
-        An accusation requests one again that has no report: it comes before others then, and at once after failures.
+        An accusation requests again a check that has no report yet: it then comes before others, and at once after
+        failures.
         """
         old = self._asked.get((record, update, check))
         is_raised = old is not None and asked.is_accused and not old.is_accused
@@ -230,7 +231,7 @@ class WorkAuditor:
         return any((r.body.record, r.body.update, r.body.check) == (record, update, check) for r in own)
 
     def _is_wanted(self, following: CarriedReports, record: Digest, update: Digest, check: UpdateCheck) -> bool:
-        """Return whether a record may carry our report, and the update's author is not convicted: that voids it too.
+        """Return whether a record may carry our report, and the author is not convicted, which voids the update too.
 
         A screen is followed by the report of a replay, if by any.
         """

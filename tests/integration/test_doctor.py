@@ -101,7 +101,7 @@ async def test_a_machine_that_does_not_fit(
     assert "clock is 3600 s ahead of the coordinator's" in text and "-> set it (for example with NTP)" in text
     assert "1.0 kB are free" in text and "on another disk with --home" in text
     assert "sees no CUDA device" in text and "or train with --device cpu" in text
-    assert lines[-1] == "no: 3 of these must be mended before this machine can take part"
+    assert lines[-1] == "no: 3 of these must be fixed before this machine can take part"
     # A path is not broken, and this machine's may be long.
     assert max(len(line) for line in done.stdout.splitlines() if "/" not in line) <= 80
 

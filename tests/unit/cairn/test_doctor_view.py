@@ -45,7 +45,7 @@ def test_verdict_name_and_words_are_in_columns_and_the_remedy_is_below():
 def test_the_last_line_says_what_to_do_next():
     assert shown(NOTE, OK)[-1] == "this machine can take part: cairn peer join INVITE"
     assert shown(OK, WARNING)[-1] == "this machine can take part, with 1 warning: cairn peer join INVITE"
-    assert shown(OK, WARNING, NO, NO)[-1] == "no: 2 of these must be mended before this machine can take part"
+    assert shown(OK, WARNING, NO, NO)[-1] == "no: 2 of these must be fixed before this machine can take part"
 
 
 def test_colours_are_for_terminals():

@@ -90,7 +90,7 @@ def test_a_file_gives_the_settings_and_options_come_before_it(tmp_path: Path):
         ("gpu_memory = nan\n", r"peer\.toml:1: gpu_memory: nan is not a number of GB"),
         ('gpu_memory = "6G"\n', r"peer\.toml:1: gpu_memory: .*\(found '6G'\)"),
         ("hours = \n", r"peer\.toml: not TOML: "),
-        ("\xff", r"peer\.toml: not UTF-8 text: mend it"),
+        ("\xff", r"peer\.toml: not UTF-8 text: correct it"),
     ],
 )
 def test_a_mistake_in_the_file_is_told_with_its_line(tmp_path: Path, text: str, said: str):

@@ -59,7 +59,7 @@ def test_a_barred_peer_says_so_and_until_when():
     running = Directive(SPEC.run_id, 1)
     handler.handle(DirectivesChanged(running, True, RoundPolicy(8, 16), Round(71)))
     assert trainer.told == [Orders(True, 16, 256)]
-    assert "convicted by an audit, rests until round 71" in handler.description
+    assert "convicted by an audit, barred until round 71" in handler.description
     handler.handle(DirectivesChanged(running, False, RoundPolicy(8, 16)))
     assert handler.description == ""
 

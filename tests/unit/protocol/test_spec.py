@@ -131,7 +131,7 @@ SHARD = {"digest": digest("shard").hex(), "size": 20_000, "tokens": 10_000}
         ({"name": ""}, "name", "at least 1 character"),
         ({"name": "a\nb"}, "name", "should match"),
         ({"name": "a\n"}, "name", "should match"),
-        ({"nmae": "x"}, "nmae", "mend its spelling"),
+        ({"nmae": "x"}, "nmae", "correct its spelling"),
         ({"version": 2}, "version", "less than or equal to 1"),
         ({"version": 0}, "version", "greater than or equal to 1"),
         ({"seed": 2**53}, "seed", "less than or equal to"),
@@ -220,7 +220,7 @@ def test_the_first_mistake_in_a_list_ends_its_check():
 def test_many_mistakes_are_counted_not_listed():
     lines = problems(**{f"field{i}": i for i in range(1000)})
     assert len(lines) == MAX_PROBLEMS_SHOWN + 1
-    assert f"{1000 - MAX_PROBLEMS_SHOWN} problems more" in lines[-1]
+    assert f"{1000 - MAX_PROBLEMS_SHOWN} more problems" in lines[-1]
 
 
 def _config(text: bytes) -> bytes:

@@ -40,7 +40,7 @@ def test_the_convicted_reads_the_numbers_how_long_it_rests_and_what_it_can_do(co
     assert (notice.level, notice.kind, notice.about) == ("error", "convicted", LIAR)
     for said in (
         "THIS PEER IS CONVICTED: its update of round 6 was not trained as it claims: the replays of 5 peers",
-        "found warm 0 where 0.5 is needed", f"rests until round {until} and trains again then", "leave it running",
+        "found warm 0 where 0.5 is needed", f"barred until round {until}, and then trains again", "leave it running",
         "write to the run's owner",
     ):  # fmt: skip
         assert said in notice.text, said
