@@ -37,7 +37,7 @@ class Muon(torch.optim.Optimizer):
         self.dtype = torch.float32
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # none is used
         """Step each matrix that has a gradient."""
         for group in self.param_groups:
             rate, decay = group["lr"], group["weight_decay"]
