@@ -40,7 +40,6 @@ JSON keys:
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -511,12 +510,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = json.loads(options.json.read_text())["runs"] if options.json and options.json.exists() else []
     done = {(r["profile"], r["seed"], r["mode"]) for r in runs if r["loss"] is not None}
     runs = [r for r in runs if r["loss"] is not None]
-    about = {
-        "command": " ".join(["python -m benchmarks.audit_scores", *(arguments or sys.argv[1:])]),
-        "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": report.machine(),
-    }
+    about = report.header("audit_scores", arguments)
     results: dict[str, Any] = {"runs": runs, "summary": summaries(runs)}
     for seed, mode in ((s, m) for s in seeds for m in options.modes):
         setting = Setting.of(replace(PROFILES[options.profile], peers=len(PEERS)), seed)

@@ -39,7 +39,6 @@ JSON keys:
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -558,12 +557,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = json.loads(options.json.read_text())["runs"] if options.json and options.json.exists() else []
     runs = [r for r in runs if r["loss"] is not None]
     done = {tuple(r[k] for k in ("profile", "seed", "swarm", "rule", "rounds")) for r in runs}
-    about = {
-        "command": " ".join(["python -m benchmarks.replayable", *(arguments or sys.argv[1:])]),
-        "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": report.machine(),
-    }
+    about = report.header("replayable", arguments)
     results: dict[str, Any] = {"runs": runs, **summaries(runs)}
     for seed, swarm, rule in ((s, w, r) for s in seeds for w in options.swarms for r in options.rules):
         if (options.profile, seed, swarm, rule, rounds) in done:

@@ -8,7 +8,7 @@ is for. A run ends when it has accepted its windows, so what the hostile make ot
 newcomers, and each of their updates is checked.
 
 JSON keys:
-  command, commit, date, machine, setting
+  command, commit, date, machine, seeds: see benchmarks.report; setting
   honest: a list, each with profile, parameters, seed, updates, comparisons; verdicts: comparisons by verdict (`passed`,
     `passed second`: in the other precision; `no report`; `failed`); pairs: the same by precisions and steps, with
     agreement of signs and ratio of norms
@@ -24,7 +24,6 @@ JSON keys:
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -94,7 +93,7 @@ def goals(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     runs, found = results["runs"], []
 
     def goal(text: str, value: Any, met: bool) -> None:
-        found.append({"goal": text, "value": value, "met": met})
+        found.append(report.goal(text, value, met))
 
     compared = sum(h["comparisons"] for h in results["honest"])
     failed = sum(h["verdicts"]["failed"] for h in results["honest"])
@@ -171,9 +170,7 @@ def _harm(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def show(results: Mapping[str, Any]) -> str:
     """Return the tables."""
-    rows = [[g["goal"], g["value"], "met" if g["met"] else "MISSED"]
-            for g in sorted(results["goals"], key=lambda g: g["met"])]  # fmt: skip
-    out = [report.table(["goal", "measured", ""], rows)]
+    out = []
     keys = sorted({(r["attack"] or "", r["hostile"], r["established"]) for r in results["runs"]})
     rows = []
     for attack, hostile, established in keys:
@@ -207,16 +204,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = report.command_line(__doc__ or "", "adversaries")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="runs that are played at once")
-    parser.add_argument("--no-goals", action="store_true", help="exit with 0 though goals are missed")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     results: dict[str, Any] = {"honest": [], "runs": []}
     if options.json and options.json.exists():
         results = json.loads(options.json.read_text())
-    results |= {
-        "command": " ".join(["python -m benchmarks.adversaries", *(arguments or sys.argv[1:])]),
-        "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()), "machine": report.machine(),
+    results |= report.header("adversaries", arguments, options.seeds) | {
         "setting": {"peers": SWARM.peers, "steps": SWARM.steps, "batch": SWARM.batch, "window": SWARM.window,
                     "rounds": SWARM.rounds, "lr": SWARM.lr},
     }  # fmt: skip
@@ -238,8 +231,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results["runs"].append(row | {"commit": results["commit"]})
             keep()
             print(row, file=sys.stderr, flush=True)
-    print(show(results))
-    return int(not options.no_goals and not all(g["met"] for g in results["goals"]))
+    keep()
+    return report.ended(results, options, show(results))
 
 
 def _row(name: str, scenario: Scenario) -> dict[str, Any]:

@@ -21,21 +21,21 @@ the share of the GPU's time that is not an update or a round. "No overlap" is th
 announcement to the new state.
 
 JSON keys:
-  machine: processor, cores, python, torch, threads, load (before anything ran)
+  command, commit, date, machine, seeds: see benchmarks.report
   rows: a list, each with
     peers, parameters, codec, exchange, records ("names" or "whole"), heartbeat (s), up, down (bit/s), rtt (s), blob
     (bytes), efficiency, floor, rounds, and the fields of `world.Counts`: bytes and messages of one peer and round,
     times in seconds
   heartbeats: a list, each with peers, seconds, bytes (a second, each way, of one peer), known_bytes (what comes to
     that while all are exchanging and know all headers)
-  goals: training (at least, of 1B at 16 peers), met
+  goals: a list of goal, value, met
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ LONGEST = 200_000.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Simulate, print, save. Returns 0 when the goal is met or was not measured."""
+    """Simulate, print, save. Return 1 when a goal is missed."""
     parser = report.command_line(__doc__ or "", "scale")
     parser.add_argument("--peers", default="16,100", help="how many, with commas between")
     parser.add_argument("--parameters", default="1B,25M")
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     for file in o.add:
         rows += json.loads(file.read_text())["rows"]
-    results: dict[str, Any] = {"machine": report.machine(), "rows": rows}
+    results: dict[str, Any] = report.header("scale", argv) | {"rows": rows}
     for parameters in o.parameters.split(","):
         for codec in o.codec.split(","):
             for exchange in o.exchange.split(","):
@@ -89,13 +89,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                     print(shown([row]), flush=True)
                     if o.json is not None:
                         report.save(o.json, finished(results))
-    finished(results)
-    if o.json is not None:
-        report.save(o.json, results)
-    print("\n" + shown(rows) + "\n\n" + heartbeats_shown(results["heartbeats"]))
-    goals = results["goals"]
-    print(f"\n1B, 16 peers: at least {GOAL:.0%} of the time training: {goals['met']}")
-    return 1 if goals["met"] is False else 0
+    return report.ended(finished(results), o, show(results))
+
+
+def show(results: Mapping[str, Any]) -> str:
+    """Return the tables."""
+    return "\n" + shown(results["rows"]) + "\n\n" + heartbeats_shown(results["heartbeats"])
 
 
 def row_of(shape: Shape, rounds: int) -> dict[str, Any]:
@@ -127,7 +126,12 @@ def finished(results: dict[str, Any]) -> dict[str, Any]:
         for n, s in ((16, 2.0), (100, 2.0), (300, 2.0), (1000, 2.0), (1000, 10.0), (1000, 30.0))
     ]  # fmt: skip
     of_16 = [r["training"] for r in results["rows"] if r["peers"] == 16 and r["parameters"] == "1B"]
-    results["goals"] = {"training": GOAL, "met": min(of_16) >= GOAL if of_16 else None}
+    least = min(of_16, default=None)
+    results["goals"] = [
+        report.goal(
+            f"1B, 16 peers: at least {GOAL:.0%} of the time training", least, None if least is None else least >= GOAL
+        )
+    ]
     return results
 
 
