@@ -20,6 +20,7 @@ import math
 import re
 import statistics
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -40,6 +41,13 @@ FIGURE = re.compile(r"\d+\.\d+|(?<![\w.])\.\d+|\d\s?%|\d+x\b|\d[\d,.]* times\b")
 
 NOT_PROSE = re.compile(r"```.*?```|`[^`\n]*`|\{\{.*?\}\}|\{%.*?%\}|\{#.*?#\}|\]\([^)\n]*\)|https?://\S+", re.S)
 """Code, expressions and addresses."""
+
+
+NOT_FILLED = re.compile(r"[ |#!<>]|\[[^]]*\]: ")
+"""The beginning of a block that is code, a table, a heading, a picture or a quotation."""
+
+LINE = 120
+"""Characters."""
 
 
 def names() -> list[str]:
@@ -124,7 +132,27 @@ def page(name: str) -> str:
         if all(field in r for field in HEAD):
             values["head"] = head(r)
         values["tables"] = lambda: import_module(_module(name)).show(r)
-    return environment().get_template(f"{name}.md").render(values)
+    return filled(environment().get_template(f"{name}.md").render(values))
+
+
+def filled(text: str) -> str:
+    """Return the page with its prose in lines of equal length, since figures differ in length."""
+    blocks, code = [], False
+    for block in re.split(r"\n{2,}", text.strip("\n")):
+        fences = len(re.findall(r"^```", block, re.M))
+        if not code and not fences and not NOT_FILLED.match(block):
+            block = "\n".join(_filled(item) for item in re.split(r"\n(?=- |\d+\. )", block))
+        code ^= fences % 2 == 1
+        blocks.append(block)
+    return "\n\n".join(blocks) + "\n"
+
+
+def _filled(item: str) -> str:
+    mark = re.match(r"(?:- |\d+\. )?", item)
+    indent = " " * len(mark[0]) if mark else ""
+    return textwrap.fill(
+        " ".join(item.split()), LINE, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _module(name: str) -> str:

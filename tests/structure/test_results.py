@@ -94,10 +94,12 @@ def test_a_missed_goal_ends_a_benchmark_with_1(capsys: pytest.CaptureFixture[str
 
 
 def test_significant_digits():
-    assert [pages.significant(v) for v in (1234.5, 12.345, 0.012345, 0, 1.0)] == [
-        "1,234",
-        "12.3",
-        "0.0123",
-        "0",
-        "1.00",
-    ]
+    written = {1234.5: "1,234", 12.345: "12.3", 0.012345: "0.0123", 0: "0", 1.0: "1.00"}
+    assert [pages.significant(value) for value in written] == list(written.values())
+
+
+def test_prose_is_filled_and_nothing_else():
+    text = "# A\n\n" + "word\n" * 30 + "\n- one\n  and more\n- two\n\n    code\n\n| a |\n| b |\n\n```\nx\n\ny\n```\n"
+    found = pages.filled(text)
+    assert "\n\n- one and more\n- two\n\n    code\n\n| a |\n| b |\n\n```\nx\n\ny\n```\n" in found
+    assert max(map(len, found.splitlines())) == 119
