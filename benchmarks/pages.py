@@ -74,7 +74,7 @@ def some(rows: Iterable[Mapping[str, Any]], **wanted: object) -> list[Mapping[st
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """Return a number with so many significant digits, and thousands separated."""
+    """Return a number with a number of significant digits, and thousands separated."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
