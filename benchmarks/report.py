@@ -29,7 +29,9 @@ def command_line(doc: str, name: str) -> argparse.ArgumentParser:
     return parser
 
 
-def header(name: str, arguments: Sequence[str] | None = None, seeds: Sequence[int] = ()) -> dict[str, Any]:
+def header(
+    name: str, arguments: Sequence[str] | None = None, seeds: Sequence[int] = (), package: str = "benchmarks"
+) -> dict[str, Any]:
     """Return the fields with which each result begins.
 
     command: as it was typed. commit: of the checkout, or null outside of one. changed: whether the checkout had changes
@@ -38,7 +40,7 @@ def header(name: str, arguments: Sequence[str] | None = None, seeds: Sequence[in
     typed = sys.argv[1:] if arguments is None else arguments
     changed = _git("status", "--porcelain", "--untracked-files=no")
     return {
-        "command": " ".join(["python -m benchmarks." + name, *typed]),
+        "command": " ".join([f"python -m {package}.{name}", *typed]),
         "commit": _git("rev-parse", "HEAD") or None,
         "changed": bool(changed),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),

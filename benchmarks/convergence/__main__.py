@@ -136,13 +136,8 @@ def _base(name: str, sections: Mapping[str, list[Measured]]) -> Measured:
 
 def show(results: Mapping[str, Any]) -> str:
     """Return the tables: the methods, their time to one loss, and each study beside its base."""
-    sections = rows_of(results)
-    profile, parameters = profile_of(results), results["setting"]["parameters"]
-    out = [methods(results), times(results)] if "main" in sections else []
-    for name, found in sections.items():
-        if name != "main":
-            rows = tables.study_rows(found, _base(name, sections), profile, parameters)
-            out.append(f"{name}\n\n{report.table(tables.STUDY_COLUMNS, rows)}")
+    out = [methods(results), times(results)] if "main" in results else []
+    out += [f"{name}\n\n{study(results, name)}" for name in NAMES if name != "main" and name in results]
     return "\n\n".join(out)
 
 
@@ -150,6 +145,19 @@ def methods(results: Mapping[str, Any]) -> str:
     """Return the table of the main comparison."""
     profile, parameters = profile_of(results), results["setting"]["parameters"]
     return report.table(tables.COLUMNS, tables.main_rows(rows_of(results)["main"], profile, parameters))
+
+
+def study(results: Mapping[str, Any], name: str) -> str:
+    """Return the table of a study, each row beside its base."""
+    sections = rows_of(results)
+    profile, parameters = profile_of(results), results["setting"]["parameters"]
+    rows = tables.study_rows(sections[name], _base(name, sections), profile, parameters)
+    return report.table(tables.STUDY_COLUMNS, rows)
+
+
+def by_label(results: Mapping[str, Any], name: str = "main") -> dict[str, Measured]:
+    """Return the rows of the main comparison or of a study, by label."""
+    return {m.row.label: m for m in rows_of(results)[name]}
 
 
 def times(results: Mapping[str, Any]) -> str:
