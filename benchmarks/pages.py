@@ -7,6 +7,7 @@ In a template:
   r              the page's own JSON, docs/results/NAME.json; `results("other")` is another one
   head           the sentence on command, commit, date and machine, then the goals that were missed
   tables()       what `benchmarks.NAME` prints of the JSON; `goals()` is the table of all goals
+  benchmark()    the module itself, for one of its tables or a constant
   one(rows, key=value, ...)   the only row with these values; `some(...)` is all of them
   table(columns, rows)        a Markdown table
   x | n(3)       three significant digits; `x | pct(1)` per cent with one decimal; `x | fixed(2)` two decimals
@@ -131,7 +132,8 @@ def page(name: str) -> str:
         values = {"r": r, "goals": lambda: report.goal_lines(r["goals"])}
         if all(field in r for field in HEAD):
             values["head"] = head(r)
-        values["tables"] = lambda: import_module(_module(name)).show(r)
+        values["benchmark"] = lambda: import_module(_module(name))
+        values["tables"] = lambda: values["benchmark"]().show(r)
     return filled(environment().get_template(f"{name}.md").render(values))
 
 
