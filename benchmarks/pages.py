@@ -7,7 +7,7 @@ In a template:
   r              the page's own JSON, docs/results/NAME.json; `results("other")` is another one
   head           the sentence on command, commit, date and machine, then the goals that were missed
   tables()       what `benchmarks.NAME` prints of the JSON; `goals()` is the table of all goals
-  benchmark()    the module itself, for one of its tables or a constant
+  made_by(name)  the module that made a page's JSON, for a table of its own: `made_by("convergence").methods(r)`
   one(rows, key=value, ...)   the only row with these values; `some(...)` is all of them
   table(columns, rows)        a Markdown table
   x | n(3)       three significant digits; `x | pct(1)` per cent with one decimal; `x | fixed(2)` two decimals
@@ -25,6 +25,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jinja2
@@ -120,6 +121,7 @@ def environment() -> jinja2.Environment:
         "median": statistics.median,
     }
     env.globals |= {"results": results, "one": one, "some": some, "table": report.table, "measured": measured}
+    env.globals["made_by"] = made_by
     return env
 
 
@@ -132,8 +134,7 @@ def page(name: str) -> str:
         values = {"r": r, "goals": lambda: report.goal_lines(r["goals"])}
         if all(field in r for field in HEAD):
             values["head"] = head(r)
-        values["benchmark"] = lambda: import_module(_module(name))
-        values["tables"] = lambda: values["benchmark"]().show(r)
+        values["tables"] = lambda: made_by(name).show(r)
     return filled(environment().get_template(f"{name}.md").render(values))
 
 
@@ -157,9 +158,10 @@ def _filled(item: str) -> str:
     )
 
 
-def _module(name: str) -> str:
+def made_by(name: str) -> ModuleType:
+    """Return the module that made a page's JSON."""
     folder = Path(__file__).parent / name
-    return f"benchmarks.{name}.__main__" if folder.is_dir() else f"benchmarks.{name}"
+    return import_module(f"benchmarks.{name}.__main__" if folder.is_dir() else f"benchmarks.{name}")
 
 
 def hand_written(template: str) -> list[str]:

@@ -247,8 +247,9 @@ def beside_hivemind(rows: Sequence[Mapping[str, Any]]) -> str:
     for where in dict.fromkeys(key(r)[1:] for r in rows):
         here = {r["name"]: r for r in rows if key(r)[1:] == where}
         for ours, theirs in ((here[a], here[b]) for a, b in pairs if a in here and b in here):
+            names = ours["says"].removeprefix("Cairn, "), theirs["says"].rpartition(" ")[2]
             cells.append(
-                [f"{where[1]} peers, {where[0] / 1e6:.0f}M", ours["says"], theirs["says"].rpartition(" ")[2],
+                [f"{where[1]} peers, {where[0] / 1e6:.0f}M", *names,
                  *(f"{r[k]:.2f}" for r, k in ((ours, "exchange"), (ours, "applied"), (theirs, "applied"))),
                  *(f"{theirs['applied'] / ours[k]:.2f}" for k in ("exchange", "applied"))]
             )  # fmt: skip
@@ -258,9 +259,9 @@ def beside_hivemind(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rounds, seconds, MB and CPU seconds of each row."""
-    columns = ["", "rounds", "MB each", "floor s", "first s", "exchange s", "/ floor", "certified s", "applied s", "MB up",
-               "MB down", "CPU s", "result"]  # fmt: skip
+    """Return the rounds, seconds, MB and CPU seconds of each row."""
+    columns = ["", "rounds", "MB each", "floor s", "first s", "exchange s", "/ floor", "certified s", "applied s",
+               "MB up", "MB down", "CPU s", "result"]  # fmt: skip
     cells = []
     for r in rows:
         cells.append(

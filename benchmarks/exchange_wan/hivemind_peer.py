@@ -7,9 +7,9 @@ The round is its all-reduce, which all begin at the same instant. A search may l
 group, and the fourth searches for one. Then all stop after a while and search again, and the time counts with that
 round's search.
 
-`hivemind.Optimizer` gives its averagers limits that they do not have by themselves: it takes a peer for failed that
-sends nothing for `matchmaking_time`, and gives one all-reduce as long as the whole step. So it is here. Three settings
-are not the optimizer's: a search waits for requests for 5 s instead of 15, a group may be without one peer, and each
+`hivemind.Optimizer` gives its averagers limits that they do not have by themselves, and so it is here. A peer that
+sends nothing for `matchmaking_time` has failed. One all-reduce may take as long as the whole step. Three settings are
+not the optimizer's: a search waits for requests for 5 s instead of 15, a group may be without one peer, and each
 peer states its bandwidth. A peer listens by TCP and by QUIC, as Cairn's do.
 """
 
@@ -39,7 +39,7 @@ MATCHMAKING = 5.0
 NEXT_CHUNK_SECONDS = 15.0
 """As `hivemind.Optimizer` sets it by default. The limit of senders follows, and that of reducers is twice as long."""
 STEP_SECONDS = 240.0
-"""Of a step and its all-reduce. The optimizer's 60 would end the longest rows; its guide advises twice what it takes."""
+"""Of a step and its all-reduce. The optimizer's 60 would end the longest rows; its guide advises twice the need."""
 SEARCH_SECONDS = 20.0
 """Seconds after which all stop a search."""
 SETTLE_SECONDS = 3.0
