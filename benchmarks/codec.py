@@ -16,7 +16,7 @@ JSON keys:
     encode_gbps, check_gbps, apply_gbps; encode_ratio, check_ratio, apply_ratio (to memcpy); null where there is none
     error; error_feedback
   small_model: what a round costs a peer of the demo's run (many small tensors, signs, 4 updates of 4 peers), in
-    milliseconds of this process's CPU time, whatever the clock: parameters; tensors; announce_ms (encode the own
+    milliseconds of this process's CPU time, whatever the clock: codec; parameters; tensors; announce_ms (encode the own
     update); check_ms (the 3 others'); apply_ms (all 4); digest_ms (of the new state); total_ms; limit_ms
   goals: a list of goal, value, met
 """
@@ -296,7 +296,7 @@ def small_model(turns: int) -> dict:
                 best[what] = min(best[what], 1e3 * clock(f, "cpu", time.process_time))
     finally:
         torch.set_num_threads(threads)
-    sizes = {"parameters": layout.numel, "tensors": len(layout.tensors)}
+    sizes = {"codec": SMALL_CODEC.kind, "parameters": layout.numel, "tensors": len(layout.tensors)}
     return sizes | best | {"total_ms": sum(best.values()), "limit_ms": SMALL_MODEL_MS}
 
 
@@ -335,7 +335,8 @@ def show(results: dict) -> str:
     codecs = report.table([*columns, "error", "with feedback"], rows)
     small = results["small_model"]
     about = (
-        f"A round of a small model ({small['parameters']:,} parameters in {small['tensors']} tensors, signs), "
+        f"A round of a small model ({small['parameters']:,} parameters in {small['tensors']} tensors, "
+        f"{small.get('codec', 'sparse, k = 256')}), "  # older files do not name it
         "ms of one peer's CPU time, of 4 peers"
     )
     parts = {"announce_ms": "announce", "check_ms": "check the others' 3", "apply_ms": "apply 4", "digest_ms": "digest"}

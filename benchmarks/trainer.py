@@ -301,7 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def show(results: dict[str, Any]) -> str:
     """Return the tables."""
     m = results["machine"]
-    compiled = ", layers compiled" if results["compiled"] else ""
+    compiled = ", layers compiled" if results.get("compiled") else ""
     what = f"{results['device']}, {results['optimizer']}{compiled}"
     out = [f"{what}, {m['cores']} cores at load {m['load']}, torch {m['torch']}"]
     columns = ("model", "parameters", "tokens a step", "tokens/s", "of bare loop", "MFU", "announce ms per M",

@@ -176,26 +176,27 @@ def goals(growth: Sequence[Any], flood: dict[str, Any], hour: dict[str, Any]) ->
 
 def show(results: Mapping[str, Any]) -> str:
     """Return the tables."""
-    machine, growth, flood, hour = (results[k] for k in ("machine", "growth", "flood", "hour"))
-    columns = ("peers", "at rest, % of a core", "under load", "MB", *(f"{m} p99 ms" for m in METHODS), "viewers")
+    growth, flood, hour = (results[k] for k in ("growth", "flood", "hour"))
+    methods = sorted({m for g in growth for m in g["calls"]})  # the service's of today may be others
+    columns = ("peers", "at rest, % of a core", "under load", "MB", *(f"{m} p99 ms" for m in methods), "viewers")
     rows: list[Sequence[object]] = [
         [f"{g['peers']:,}", f"{g['idle_percent']:.0f}", f"{g['busy_percent']:.0f}", f"{g['megabytes']:.0f}"]
-        + [_p99(g, m) for m in METHODS]
+        + [_p99(g, m) for m in methods]
         + [g["viewers"]]
         for g in growth
     ]
     rows.append(
-        ["10,000 and a flood", "-", "-", f"{flood['megabytes_after']:.0f}", *(_p99(flood, m) for m in METHODS), 0]
+        ["10,000 and a flood", "-", "-", f"{flood['megabytes_after']:.0f}", *(_p99(flood, m) for m in methods), 0]
     )
     bad = ", ".join(f"{n:,} {code}" for code, n in sorted(flood["bad"].items(), key=lambda x: -x[1]))
-    floods = f"flood: {10 * flood['rate']:.0f} bad calls a second beside {flood['rate']:.0f} honest ones: {bad}"
+    rates = f"{10 * flood['rate']:.0f} bad calls a second beside {flood['rate']:.0f} honest ones"
+    floods = f"Flood: {rates}. Replies: {bad}."
     rounds = (
         f"{hour['rounds']} rounds of {hour['peers']:,} updates: {hour['processor_seconds']:.1f} s of processor, "
         f"{hour['bytes_per_round'] / 1e3:.0f} kB a round on disk, followed after {hour['followed_ms']:.0f} ms, "
-        f"ready {hour['restart_seconds']:.1f} s after a restart"
+        f"ready {hour['restart_seconds']:.1f} s after a restart."
     )
-    about = f"{machine['cores']} cores at load {machine['load']}, Python {machine['python']}"
-    return "\n\n".join([about, report.table(columns, rows), floods, rounds])
+    return "\n\n".join([report.table(columns, rows), floods, rounds])
 
 
 def _p99(found: dict[str, Any], method: str) -> str:

@@ -17,7 +17,7 @@ others' result is checked by values (or by the state's digest), not by return co
 (see tests/wan).
 
 JSON keys: machine; command; rows: a list of `setting.Row` (seconds, bytes of IP), by name, parameters and peers. --add
-keeps the file's other rows. goals: a list of what, value, goal, met.
+keeps the file's other rows. goals: a list of goal, value, met.
 """
 
 from __future__ import annotations
@@ -228,22 +228,44 @@ def show(found: Mapping[str, Any]) -> str:
 
 
 def searched(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return lines about hivemind's searches for a group, which are not part of its rounds."""
-    return "\n".join(
-        f"{r['says']}: {r['matchmaking']:.1f} s to find a group before each round, not counted above"
-        + (f"; {again} times begun anew, since it had left somebody out" if (again := r.get("searches", 0)) else "")
+    """Return a sentence about hivemind's searches for a group, which are not part of its rounds."""
+    found = [
+        f"{r['says'].rpartition(' ')[2]} {r['matchmaking']:.1f} s"
+        + (f" ({again} begun again, since a peer was left out)" if (again := r.get("searches", 0)) else "")
         for r in rows if r["matchmaking"] is not None
-    )  # fmt: skip
+    ]  # fmt: skip
+    return f"hivemind's search for a group before each round is not counted: {', '.join(found)}." if found else ""
+
+
+def beside_hivemind(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of Cairn's rows beside hivemind's of the same swarm, until the last peer is done.
+
+    Small updates are beside its 8-bit row, which is its fastest; int8 and fp32 are beside the same number of bits.
+    """
+    pairs = [("sparse", "hivemind-u8"), ("sign", "hivemind-u8"), ("int8", "hivemind-u8"), ("none", "hivemind-none")]
+    cells = []
+    for where in dict.fromkeys(key(r)[1:] for r in rows):
+        here = {r["name"]: r for r in rows if key(r)[1:] == where}
+        for ours, theirs in ((here[a], here[b]) for a, b in pairs if a in here and b in here):
+            names = ours["says"].removeprefix("Cairn, "), theirs["says"].rpartition(" ")[2]
+            cells.append(
+                [f"{where[1]} peers, {where[0] / 1e6:.0f}M", *names,
+                 *(f"{r[k]:.2f}" for r, k in ((ours, "exchange"), (ours, "applied"), (theirs, "applied"))),
+                 *(f"{theirs['applied'] / ours[k]:.2f}" for k in ("exchange", "applied"))]
+            )  # fmt: skip
+    columns = ("swarm", "Cairn", "hivemind", "Cairn: exchange s", "applied s", "hivemind: all-reduce s",
+               "all-reduce / exchange", "all-reduce / applied")  # fmt: skip
+    return report.table(columns, cells)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Seconds, MB and CPU seconds of each row."""
-    columns = ["", "MB each", "floor s", "first s", "exchange s", "/ floor", "certified s", "applied s", "MB up",
-               "MB down", "CPU s", "result"]  # fmt: skip
+    """Return the rounds, seconds, MB and CPU seconds of each row."""
+    columns = ["", "rounds", "MB each", "floor s", "first s", "exchange s", "/ floor", "certified s", "applied s",
+               "MB up", "MB down", "CPU s", "result"]  # fmt: skip
     cells = []
     for r in rows:
         cells.append(
-            [r["says"], round(r["size"] / 1e6, 2), round(r["floor"], 2), cold(r),
+            [r["says"], len(r["rounds"]), round(r["size"] / 1e6, 2), round(r["floor"], 2), cold(r),
              *(round(r[k], 2) for k in ("exchange", "ratio", "certified", "applied")), megabytes(r["up"]),
              megabytes(r["down"]), round(sum_of(r["cpu"]), 1) if r["cpu"] else None, verdict(r)]
         )  # fmt: skip

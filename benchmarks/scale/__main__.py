@@ -41,12 +41,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
+from benchmarks.exchange_wan.setting import PAUSE
 from benchmarks.scale.shape import EFFICIENCY, Shape
 from benchmarks.scale.sizes import PACKET, Sizes
 from benchmarks.scale.world import World
+from cairn.commands.options import parse_count
 from protocol.rounds.header_repair import LIST_ALWAYS, LIST_EVERY
 
 GOAL = 0.98
+FITTED_PEERS = 4
+"""Of the real swarms to which `--efficiency` was fitted."""
+REAL_PARAMETERS = {"25M": 25_165_824, "100M": 100_663_296}
+"""Of the real rows beside which a model is put."""
 LONGEST = 200_000.0
 """Seconds of virtual time."""
 
@@ -135,25 +141,44 @@ def finished(results: dict[str, Any]) -> dict[str, Any]:
     return results
 
 
-def shown(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the table."""
+def shown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the table: large models first, then by codec, exchange and number of peers."""
     columns = (
-        "peers", "model", "codec", "exchange", "records", "round s", "steps", "exchange s", "floor s", "of floor",
-        "blobs MB", "messages", "up kB", "most kB", "training", "no overlap", "us/step", "machine ms",
+        "peers", "model", "codec", "exchange", "round s", "steps", "exchange s", "floor s", "of floor", "blobs MB",
+        "messages", "up kB", "most kB", "training", "no overlap", "machine ms",
     )  # fmt: skip
+    ordered = sorted(rows, key=lambda r: (-parse_count(r["parameters"], ""), r["codec"], r["exchange"], r["peers"]))
     return report.table(
         columns,
         [
             (
-                r["peers"], r["parameters"], r["codec"], r["exchange"], r["records"], f"{r['round_seconds']:.1f}",
-                f"{r['inner_steps']:.0f}", f"{r['exchange_seconds']:.2f}", f"{r['floor']:.2f}",
-                f"{r['exchange_seconds'] / r['floor']:.2f}", f"{r['blob_bytes'] / 1e6:,.1f}", f"{r['messages']:,.0f}",
-                f"{r['message_up'] / 1e3:,.0f}", f"{r['message_most'] / 1e3:,.0f}", f"{r['training']:.1%}",
-                f"{r['training_without_overlap']:.1%}", f"{r['machine_us']:.0f}", f"{1e3 * r['machine_seconds']:,.0f}",
+                r["peers"], r["parameters"], r["codec"] + ("" if r["records"] == "names" else ", records whole"),
+                r["exchange"], f"{r['round_seconds']:.1f}", f"{r['inner_steps']:.0f}", f"{r['exchange_seconds']:.2f}",
+                f"{r['floor']:.2f}", f"{r['exchange_seconds'] / r['floor']:.2f}", f"{r['blob_bytes'] / 1e6:,.1f}",
+                f"{r['messages']:,.0f}", f"{r['message_up'] / 1e3:,.0f}", f"{r['message_most'] / 1e3:,.0f}",
+                f"{r['training']:.1%}", f"{r['training_without_overlap']:.1%}", f"{1e3 * r['machine_seconds']:,.0f}",
             )
-            for r in rows
+            for r in ordered
         ],
     )  # fmt: skip
+
+
+def calibration_shown(simulated: Sequence[Mapping[str, Any]], real: Sequence[Mapping[str, Any]]) -> str:
+    """Return simulated exchanges beside real ones: rows of benchmarks.exchange_wan with usual pauses and buffers."""
+    cells = []
+    for s in simulated:
+        wanted = REAL_PARAMETERS[s["parameters"]], s["peers"], s["codec"], s["up"] / 1e6, 1e3 * s["rtt"]
+        same = [r for r in real if tuple(r[k] for k in ("parameters", "peers", "name", "mbit", "rtt_ms")) == wanted]
+        usual = [r for r in same if r.get("pause", PAUSE) == PAUSE and not r.get("ordinary") and r["tcp"] == "bbr"]
+        if len(usual) != 1:
+            raise ValueError(f"{len(usual)} real rows are like {wanted}")
+        took = usual[0]["certified"]
+        cells.append(
+            [f"{s['peers']} peers, {s['up'] / 1e6:g} Mbit/s", f"{s['codec']}, {s['parameters']}",
+             "fitted" if s["peers"] == FITTED_PEERS else "out of sample", f"{s['floor']:.2f}", f"{took:.2f}",
+             f"{s['exchange_seconds']:.2f}", f"{s['exchange_seconds'] / took:.2f}"]
+        )  # fmt: skip
+    return report.table(("swarm", "update", "", "floor s", "real s", "simulated s", "simulated / real"), cells)
 
 
 def heartbeats_shown(rows: Sequence[dict[str, Any]]) -> str:
