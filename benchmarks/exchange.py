@@ -40,7 +40,7 @@ from typing import Any
 from benchmarks import report
 from cairn.demo.processes import Process, free_ports, serve, stop_all, wait_for_file
 from peer.node.enrollment import run_folder
-from peer.node.snapshot import read_snapshot
+from peer.node.snapshot import Snapshot, read_snapshot
 from protocol.errors import CairnError
 from protocol.invite import Invite
 
@@ -227,7 +227,10 @@ async def _plain_turns(me: int, ports: Sequence[int], size: int, turns: int, bar
 
 
 class Swarm:
-    """A coordinator and the peers, in a folder that is gone at the end."""
+    """A coordinator and peers of one device, in a folder that is gone at the end."""
+
+    def __init__(self, names: Sequence[str] = PEERS, device: str = "cpu"):
+        self._names, self._device = names, device
 
     def __enter__(self) -> Swarm:
         self._folder = tempfile.TemporaryDirectory(prefix="cairn-exchange-", ignore_cleanup_errors=True)
@@ -254,16 +257,16 @@ class Swarm:
         self._processes.append(coordinator)
         home = coordinator_folder(folder / "coordinator", "sotu")
         invite = Invite.parse(wait_for_file(home / "invite", coordinator, START_SECONDS))
-        for name in PEERS:
+        for name in self._names:
             self._processes.append(
                 Process(
                     name,
                     ["peer", "join", str(invite), "--home", str(folder / name), "--name", name, "--threads", "1",
-                     "--device", "cpu", "--listen", "/ip4/127.0.0.1/tcp/0", "--plain"],
+                     "--device", self._device, "--listen", "/ip4/127.0.0.1/tcp/0", "--plain"],
                     folder,
                 )
             )  # fmt: skip
-        self._homes = {name: run_folder(folder / name, invite.run) for name in PEERS}
+        self._homes = {name: run_folder(folder / name, invite.run) for name in self._names}
 
     def measure(self, rounds: int) -> list[Sample]:
         """Watch a number of rounds, from the first one to which all peers contributed. Raises CairnError."""
@@ -272,7 +275,7 @@ class Swarm:
         end = time.monotonic() + START_SECONDS
         while True:
             self._look(seen)
-            last = {name: max((r for n, r in seen if n == name), default=-1) for name in PEERS}
+            last = {name: max((r for n, r in seen if n == name), default=-1) for name in self._names}
             if first is None and min(last.values()) >= 0:
                 first = max(last.values()) + 1
                 end = time.monotonic() + ROUND_SECONDS * rounds
@@ -281,6 +284,16 @@ class Swarm:
             if time.monotonic() > end:
                 raise CairnError(f"not in time: the peers' last rounds are {last}, the first to measure is {first}")
             time.sleep(0.25)
+
+    def states(self) -> list[Snapshot]:
+        """Return what the peers show when they hold the state of the same round. Raises CairnError."""
+        end = time.monotonic() + ROUND_SECONDS
+        while time.monotonic() < end:
+            shown = [s for home in self._homes.values() if (s := read_snapshot(home)) is not None]
+            if len(shown) == len(self._names) and len({s.state_round for s in shown}) == 1:
+                return shown
+            time.sleep(0.05)
+        raise CairnError("the peers were never seen with states of one round")
 
     def _look(self, seen: dict[tuple[str, int], Sample]) -> None:
         for p in self._processes:

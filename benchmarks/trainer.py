@@ -15,6 +15,7 @@ JSON keys:
   sizes: a list, each with
     name, parameters, batch_tokens, threads
     trainer_tokens_per_second, bare_tokens_per_second, ratio; matmul_flops; mfu
+    peak_bytes (the most that the trainer held on a CUDA device in its first step; else null)
     announce_seconds, apply_seconds, announce_per_million, apply_per_million (seconds), round_share
   ranks: a list, each with world, tokens_per_second, speedup (over one rank)
   goals: a list of goal, value, met
@@ -76,8 +77,9 @@ CPU = (
 )
 CUDA = (
     Size("150M", 768, 2048, 16, 12, 4096, 1024, 32),
-    Size("1B", 2048, 5632, 20, 16, 4096, 2048, 16),
+    Size("1B", 2048, 5632, 20, 16, 4096, 2048, 4),
 )
+"""The batch of the largest leaves room for the bare loop, which keeps all activations of a step beside the trainer."""
 
 
 @contextmanager
@@ -178,6 +180,8 @@ def measured(
     torch.compiler.reset()  # else what was compiled for another size made this one's for any size
     with trainer_of(size, device, threads, optimizer, "dp=1", compiled) as (trainer, _):
         where = trainer.backend.device
+        trainer.steps.step(trainer.steps.batches.take(trainer.windows.counter))
+        held = torch.cuda.max_memory_allocated(where) if where.type == "cuda" else None
         _, bare = bare_loop(trainer.spec, where, compiled)
         ready = [trainer.steps.batches.take(n * size.batch) for n in range(steps)]
 
@@ -210,6 +214,7 @@ def measured(
         "trainer_tokens_per_second": speeds["trainer"],
         "bare_tokens_per_second": speeds["bare"],
         "ratio": ratio,
+        "peak_bytes": held,
         "matmul_flops": peak,
         "mfu": 6 * parameters * speeds["trainer"] / peak,
         "announce_seconds": announce,
@@ -267,18 +272,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda:0 (default auto)")
     parser.add_argument("--threads", type=int, default=1, help="of the trainer, on a CPU (default 1)")
     parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
+    parser.add_argument("--size", action="append", metavar="NAME", help="only this model, and no ranks")
     parser.add_argument("--compile", action="store_true", help="compile the layers, of the bare loop too")
     options = parser.parse_args(arguments)
     device = choose_device(options.device, options.threads)
     head = report.header("trainer", arguments)
     sizes = CPU if device.type == "cpu" else CUDA
+    if unknown := set(options.size or ()) - {s.name for s in sizes}:
+        parser.error(f"--size: there is no {', '.join(sorted(unknown))} for {device.type}")
     turns, steps = (3, 3) if options.quick else (9, 6)
+    if options.size:
+        sizes = [s for s in sizes if s.name in options.size]
+    elif options.quick:
+        sizes = sizes[:1]
     found = [
-        measured(s, options.device, options.threads, options.optimizer, turns, steps, options.compile)
-        for s in (sizes[:1] if options.quick else sizes)
+        measured(s, options.device, options.threads, options.optimizer, turns, steps, options.compile) for s in sizes
     ]
     most = torch.cuda.device_count() if device.type == "cuda" else 4
-    worlds = [] if options.quick else [w for w in (1, 2, 4, 8) if w <= most]
+    worlds = [] if options.quick or options.size else [w for w in (1, 2, 4, 8) if w <= most]
     ranks = [
         scaled(sizes[-1], options.device.split(":")[0], 2, options.optimizer, w, 2 * steps, options.compile)
         for w in worlds
