@@ -7,6 +7,7 @@ In a template:
   r              the page's own JSON, docs/results/NAME.json; `results("other")` is another one
   head           the sentence on command, commit, date and machine, then the goals that were missed
   tables()       what `benchmarks.NAME` prints of the JSON; `goals()` is the table of all goals
+  made_by(name)  the module that made a page's JSON, for a table of its own: `made_by("convergence").methods(r)`
   one(rows, key=value, ...)   the only row with these values; `some(...)` is all of them
   table(columns, rows)        a Markdown table
   x | n(3)       three significant digits; `x | pct(1)` per cent with one decimal; `x | fixed(2)` two decimals
@@ -24,6 +25,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jinja2
@@ -35,6 +37,9 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 HEAD = ("command", "commit", "date", "machine", "seeds")
 """Fields that a result has at least; `report.header` makes them."""
+
+MODULES = {"wan_convergence": "benchmarks.convergence.wan_report", "scenarios": "tests.scenarios.results"}
+"""Pages whose module has another name."""
 
 FIGURE = re.compile(r"\d+\.\d+|(?<![\w.])\.\d+|\d\s?%|\d+x\b|\d[\d,.]* times\b")
 """A figure that only a measurement gives. Whole numbers may name a setting: 16 peers, 50 ms."""
@@ -119,6 +124,7 @@ def environment() -> jinja2.Environment:
         "median": statistics.median,
     }
     env.globals |= {"results": results, "one": one, "some": some, "table": report.table, "measured": measured}
+    env.globals["made_by"] = made_by
     return env
 
 
@@ -131,7 +137,7 @@ def page(name: str) -> str:
         values = {"r": r, "goals": lambda: report.goal_lines(r["goals"])}
         if all(field in r for field in HEAD):
             values["head"] = head(r)
-        values["tables"] = lambda: import_module(_module(name)).show(r)
+        values["tables"] = lambda: made_by(name).show(r)
     return filled(environment().get_template(f"{name}.md").render(values))
 
 
@@ -155,9 +161,10 @@ def _filled(item: str) -> str:
     )
 
 
-def _module(name: str) -> str:
+def made_by(name: str) -> ModuleType:
+    """Return the module that made a page's JSON."""
     folder = Path(__file__).parent / name
-    return f"benchmarks.{name}.__main__" if folder.is_dir() else f"benchmarks.{name}"
+    return import_module(MODULES.get(name, f"benchmarks.{name}.__main__" if folder.is_dir() else f"benchmarks.{name}"))
 
 
 def hand_written(template: str) -> list[str]:

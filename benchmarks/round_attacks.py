@@ -7,17 +7,17 @@ table.
 JSON keys:
   command, commit, date, machine, seeds: see benchmarks.report
   usual: for each number of peers, without an attack: seconds_a_round, and the windows of a peer (means of the seeds)
-  runs: a list, each with attack, peers, attackers, seed, seconds_a_round, reverted (most rounds that an honest peer left
-    for another branch), share (of the attackers, of the windows), ends (an honest peer believes that the run has all
-    its windows), listed (share of the rounds that list the first honest peer, the victim if there is one), honest_work
-    (windows of an honest peer on the chain, relative to the usual)
+  runs: a list, each with attack, peers, attackers, seed, seconds_a_round, reverted (most rounds that an honest peer
+    left for another branch), share (of the attackers, of the windows), ends (an honest peer believes that the run has
+    all its windows), listed (share of the rounds that list the first honest peer, the victim if there is one),
+    honest_work (windows of an honest peer on the chain, relative to the usual)
   goals: a list of goal, value, met
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from statistics import mean
 from typing import Any
@@ -76,15 +76,20 @@ def goals(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the goals with what was measured. Nothing is promised beside half of the stake."""
     few = [r for r in results["runs"] if 3 * r["attackers"] < r["peers"]]
     reverted, ends = max(r["reverted"] for r in few), sum(r["ends"] for r in few)
-    slowest = max(r["seconds_a_round"] / results["usual"][str(r["peers"])]["seconds_a_round"] for r in few)
+    slow = slowest(few, results)
     excess = max(r["share"] - r["attackers"] / r["peers"] for r in few)
     beside = "beside attackers of less than a third: "
     return [
         report.goal(beside + "no honest peer leaves more than the round under way", reverted, reverted <= 1),
         report.goal(beside + "nobody ends the run", ends, not ends),
-        report.goal(beside + f"a round takes at most {SLOWEST} times as long", slowest, slowest <= SLOWEST),
+        report.goal(beside + f"a round takes at most {SLOWEST} times as long", slow, slow <= SLOWEST),
         report.goal(beside + "they have at most a tenth more of the windows than their share", excess, excess <= 0.1),
     ]
+
+
+def slowest(runs: Iterable[Mapping[str, Any]], results: Mapping[str, Any]) -> float:
+    """Return the most time of a round in some runs, relative to the usual."""
+    return max(r["seconds_a_round"] / results["usual"][str(r["peers"])]["seconds_a_round"] for r in runs)
 
 
 def rows(results: Mapping[str, Any], peers: int, attackers: int) -> list[list[Any]]:
@@ -94,10 +99,9 @@ def rows(results: Mapping[str, Any], peers: int, attackers: int) -> list[list[An
         some = [r for r in results["runs"]
                 if (r["attack"], r["peers"], r["attackers"]) == (attack, peers, attackers)]  # fmt: skip
         if some:
-            times = [r["seconds_a_round"] / results["usual"][str(peers)]["seconds_a_round"] for r in some]
             work = [r["honest_work"] for r in some]
             out.append([
-                f"{attackers} of {peers}: {attack}", max(r["reverted"] for r in some), f"{max(times):.2f}",
+                f"{attackers} of {peers}: {attack}", max(r["reverted"] for r in some), f"{slowest(some, results):.2f}",
                 f"{mean(r['share'] for r in some):.0%}", f"{mean(work):.2f}", f"{min(work):.2f}",
                 f"{min(r['listed'] for r in some):.0%}",
             ])  # fmt: skip
