@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,14 @@ def test_a_result_says_how_when_and_where_it_was_measured(name: str):
 )
 def test_figures_in_prose_are_found(text: str, found: list[str]):
     assert pages.hand_written(text) == found
+
+
+def test_each_figure_of_the_claims_is_on_the_page_of_results():
+    claims = (pages.RESULTS.parents[1] / "README.md").read_text().split("## Three claims")[1].split("\n## ")[0]
+    number = re.compile(r"\d[\d.,]*\d%?|\d%?")
+    said = set(number.findall(pages.NOT_PROSE.sub("", claims)))
+    assert len(said) > 3
+    assert said - set(number.findall((pages.RESULTS / "README.md").read_text())) == set()
 
 
 def result(**more: Any) -> dict[str, Any]:
