@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-page test-long test-wan fuzz lint format simulate stubs vectors benchmarks clean
+.PHONY: demo test test-page test-long test-wan fuzz lint format simulate stubs vectors clean
 
 $(STAMP): pyproject.toml setup.py
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -108,6 +108,11 @@ docs: mkdocs
 mkdocs: $(STAMP)
 	@$(BIN)/python -c "import material" 2>/dev/null || $(BIN)/python -m pip install --quiet --editable '.[docs]' \
 	  || echo "mkdocs-material is not here and could not be installed: the documentation is not built as a site"
+
+# The pages of docs/results, from the JSON files beside them and benchmarks/templates.
+.PHONY: results
+results: $(STAMP)
+	$(BIN)/python -m benchmarks.pages
 
 # Style, prose and types.
 lint: $(STAMP)

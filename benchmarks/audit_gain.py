@@ -1,24 +1,38 @@
-"""The expected gain of a cheat that audits look for: `python -m benchmarks.audit_gain`.
+"""The expected gain of a cheat that audits look for, computed from the protocol's rates.
 
 The unit is the credit of one round of the peer, and the gain is that of one round of cheating. A cheat saves a share of
 the work and is credited for all of it. When it is convicted, the credit of the hold rounds is void. It has also lost
 the credit of the rounds in which it is barred, if its machine has no other use and no other key.
 
-Honest work is worth its cost, so it neither gains nor loses. docs/results/audit_gain.md has the table that this command
-prints.
+Honest work is worth its cost, so it neither gains nor loses. Nothing is drawn and nothing is measured: a simulation in
+tests/unit/benchmarks/test_audit_gain.py holds the signs to the product's own rules.
+
+JSON keys:
+  command, commit, date, machine, seeds: see benchmarks.report
+  setting: hold_rounds, decision_rounds, bar_rounds, stake_rounds
+  gains: a list, each with cheat, saved (share of the work), found (whether a replay finds it), weight (relative to the
+    mean of the record; null: a newcomer), rounds (of cheating until the conviction; null: never convicted), voided
+    (of these and of the rounds before), gain, gain_with_bar
+  goals: a list of goal, value, met
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from benchmarks import report
 from protocol.audits import MILLION, AuditRule
 from protocol.messages import AuditCheck
+from protocol.stake import STAKE_ROUNDS
 
 HOLD_ROUNDS = 12
 DECISION_ROUNDS = 3
 """Rounds from an update to the decision about it: reports of auditors, then of jurors, each carried by a record."""
+STAKE = float(STAKE_ROUNDS)
+"""The stake of a peer that is no newcomer: rounds of updates like this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +55,7 @@ WEIGHTS = (1 / 3, 1.0, 3.0)
 """Weighed windows of the peer's update, relative to the mean of its record."""
 
 
-def audit_chance(rule: AuditRule, check: AuditCheck, weight: float, stake_rounds: float = 64.0) -> float:
+def audit_chance(rule: AuditRule, check: AuditCheck, weight: float, stake_rounds: float = STAKE) -> float:
     """Return the chance that a check is due for an update, as `protocol.audits.due_audits` draws it.
 
     `weight` is relative to the mean of the record. `stake_rounds`: the author's stake in updates like this one, at most
@@ -50,10 +64,10 @@ def audit_chance(rule: AuditRule, check: AuditCheck, weight: float, stake_rounds
     rate = rule.rate(check, 1) / MILLION  # of an update small enough for the least rate
     if not stake_rounds:
         return float(rate > 0)
-    return min(1.0, max(rate / 3, rate * 64.0 / stake_rounds * weight))
+    return min(1.0, max(rate / 3, rate * STAKE / stake_rounds * weight))
 
 
-def conviction_chance(cheat: Cheat, rule: AuditRule, weight: float, stake_rounds: float = 64.0) -> float:
+def conviction_chance(cheat: Cheat, rule: AuditRule, weight: float, stake_rounds: float = STAKE) -> float:
     """Return the chance that one update of a cheat convicts it: one draw decides about both checks."""
     loss, replay = (audit_chance(rule, check, weight, stake_rounds) for check in ("loss", "replay"))
     return (replay + max(0.0, loss - replay) * cheat.by_loss) * cheat.by_replay
@@ -68,34 +82,72 @@ def expected_gain(
     It cheats in each round until it is convicted. `counts_bar`: the rounds of the first bar cost their credit. A
     newcomer has no stake and has done nothing else before.
     """
-    chance = conviction_chance(cheat, rule, weight, 0.0 if is_newcomer else 64.0)
+    rounds, voided = _course(cheat, rule, weight, hold_rounds, is_newcomer=is_newcomer)
+    return cheat.saved - (voided + rule.bar_rounds * counts_bar) / rounds if rounds else cheat.saved
+
+
+def _course(
+    cheat: Cheat, rule: AuditRule, weight: float, hold_rounds: int, *, is_newcomer: bool
+) -> tuple[float | None, float]:
+    """Return the expected rounds of cheating until the conviction (None: never), and the rounds that it voids."""
+    chance = conviction_chance(cheat, rule, weight, 0.0 if is_newcomer else STAKE)
     if not chance:
-        return cheat.saved
+        return None, 0.0
     rounds = 1 / chance + DECISION_ROUNDS
-    voided = min(float(hold_rounds), rounds) if is_newcomer else float(hold_rounds)
-    return cheat.saved - (voided + rule.bar_rounds * counts_bar) / rounds
+    return rounds, min(float(hold_rounds), rounds) if is_newcomer else float(hold_rounds)
 
 
-def gain_table() -> list[str]:
-    """Return the table of docs/results/audit_gain.md as lines: gains without the bar, and with it in brackets.
-
-    The rates are the protocol's: no run can choose others.
-    """
-    weights = ("a third of the mean", "the mean", "three times the mean")
-    lines = [f"| cheat | newcomer | {' | '.join(weights)} |", "| --- | ---: | ---: | ---: | ---: |"]
+def gains() -> list[dict[str, Any]]:
+    """Return a row for each cheat, as a newcomer and by each weight, at the rates of the protocol."""
+    rule, out = AuditRule(), []
     for cheat in CHEATS:
-        cells = [_cell(cheat, AuditRule(), 1.0, is_newcomer=True)]
-        cells += [_cell(cheat, AuditRule(), weight, is_newcomer=False) for weight in WEIGHTS]
-        lines.append(f"| {cheat.name} | {' | '.join(cells)} |")
-    return lines
+        for weight in (None, *WEIGHTS):
+            new, at = weight is None, weight or 1.0
+            rounds, voided = _course(cheat, rule, at, HOLD_ROUNDS, is_newcomer=new)
+            plain, barred = (expected_gain(cheat, rule, at, counts_bar=bar, is_newcomer=new) for bar in (False, True))
+            out.append({
+                "cheat": cheat.name, "saved": cheat.saved, "found": bool(cheat.by_replay), "weight": weight,
+                "rounds": rounds, "voided": voided, "gain": plain, "gain_with_bar": barred,
+            })  # fmt: skip
+    return out
 
 
-def _cell(cheat: Cheat, rule: AuditRule, weight: float, *, is_newcomer: bool) -> str:
-    plain, barred = (
-        expected_gain(cheat, rule, weight, counts_bar=counts, is_newcomer=is_newcomer) for counts in (False, True)
-    )
-    return f"{plain:+.2f} ({barred:+.2f})"
+def goals(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the goals: what a replay finds gains nothing."""
+    found = [r for r in rows if r["found"]]
+    newcomers = max(r["gain"] for r in found if r["weight"] is None)
+    barred = max(r["gain_with_bar"] for r in found)
+    free = max(r["gain"] for r in found if r["weight"] is not None)
+    return [
+        report.goal("a newcomer gains nothing by what a replay finds", newcomers, newcomers <= 1e-9),
+        report.goal("nobody with one key gains by what a replay finds", barred, barred <= 1e-9),
+        report.goal("nobody with free keys gains by what a replay finds", free, free <= 1e-9),
+    ]
+
+
+def show(results: Mapping[str, Any]) -> str:
+    """Return the table: gains without the bar, and with it in brackets."""
+    cheats = dict.fromkeys(r["cheat"] for r in results["gains"])
+    rows = [
+        [cheat, *(f"{r['gain']:+.2f} ({r['gain_with_bar']:+.2f})" for r in results["gains"] if r["cheat"] == cheat)]
+        for cheat in cheats
+    ]
+    columns = ["cheat", "newcomer", "a third of the mean", "the mean", "three times the mean"]
+    return report.table(columns, rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compute, print, save. Return 1 when a goal is missed."""
+    options = report.command_line(__doc__ or "", "audit_gain").parse_args(arguments)
+    rows = gains()
+    results = report.header("audit_gain", arguments) | {
+        "setting": {"hold_rounds": HOLD_ROUNDS, "decision_rounds": DECISION_ROUNDS,
+                    "bar_rounds": AuditRule().bar_rounds, "stake_rounds": STAKE},
+        "gains": rows,
+        "goals": goals(rows),
+    }  # fmt: skip
+    return report.ended(results, options, show(results))
 
 
 if __name__ == "__main__":
-    sys.stdout.write("\n".join(gain_table()) + "\n")
+    sys.exit(main())

@@ -31,16 +31,17 @@ Fakes. Each is of one round only, by an author that was honest before.
   crafted        honest, but the signs of the quarter of least magnitude are reversed
 
 JSON keys:
+  command, commit, date, machine, seeds: see benchmarks.report; of the newest run
   runs: a list, each with command, commit, date, machine, profile, seed, mode, mark (known by step or window), rounds,
     loss (validation, nats a token; null: not finished), cpu_seconds; columns, and audits: a list of rows. Score
     "agree X" is of signs, "pc X" the correlation
   summary: for each profile and mode, score by score (see `summary`)
+  goals: none, since the scores are what thresholds are made of
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -76,6 +77,8 @@ WINDOWS = 64
 """Claimed windows of a loss score, in quarters over the update; and as many unclaimed ones."""
 REPLAYS = ("unmarked", "after", "marked", "pair", "pair_feedback", "three", "four", "stateful")
 LOSSES = ("loss", "loss_quarter")
+FAKES = ("half", "half_batch", "mixed", "warm", "fresh", "skip", "wrong_data", "stale", "copy", "random",
+         "flip", "crafted")  # fmt: skip
 COLUMNS = ("round", "peer", "fake", *(f"{kind} {r}" for r in REPLAYS for kind in ("agree", "pc")), *LOSSES)
 
 
@@ -470,20 +473,39 @@ def _relative(one: Mapping[str, Any], score: str) -> Iterable[tuple[str, float]]
         yield fake, value / kinds[p] / (mean(peers) if peers else 1.0)
 
 
-def show(results: Mapping[str, Any]) -> str:
-    """Return a table of each profile and mode: mean (most) of each fake, by score."""
-    out = []
-    for name, scores in ((name, s) for name, s in results["summary"].items() if s):
-        rows = []
-        for score, s in scores.items():
+def show_relative(results: Mapping[str, Any], name: str) -> str:
+    """Return the table of a profile and mode in `summary`: scores relative to the usual, fakes at best."""
+    rows = []
+    for score, s in results["summary"][name].items():
+        if not score.startswith("pc "):
             h = s["honest"]
-            fakes = max(s["fakes"].items(), key=lambda f: f[1]["most"])
-            rows.append([score, h["n"], h["raw"], h["sd"], h["least"], s["threshold"], fakes[0], fakes[1]["most"],
-                         *(f"{f['most']:.2f} {f['found']:.0%}" for f in s["fakes"].values())])  # fmt: skip
-        columns = ["score", "n", "honest", "sd", "least", "threshold", "best fake", "its most"]
-        columns += list(next(iter(scores.values()))["fakes"])
-        out.append(f"{name}\n\n{report.table(columns, rows)}\n")
-    return "\n".join(out)
+            rows.append([score, h["n"], *(f"{x:.3f}" for x in (h["mean"], h["sd"], h["least"], s["threshold"])),
+                         *(f"{s['fakes'][fake]['most']:.2f}" for fake in FAKES)])  # fmt: skip
+    return report.table(["score", "n", "honest", "sd", "least", "threshold", *FAKES], rows)
+
+
+def show_raw(results: Mapping[str, Any], mode: str) -> str:
+    """Return the table of a mode's agreement as it is: honest, and fakes at best."""
+    runs = [r for r in results["runs"] if r["mode"] == mode]
+    rows = []
+    for replay in REPLAYS:
+        by_fake: dict[str, list[float]] = {}
+        for one in runs:
+            at = one["columns"].index(f"agree {replay}") if f"agree {replay}" in one["columns"] else None
+            for row in one["audits"]:
+                if at is not None and row[at] is not None and row[0] >= SETTLED:
+                    by_fake.setdefault(row[2], []).append(row[at])
+        if len(honest := by_fake.get("honest", [])) > 1:
+            rows.append([replay, len(honest), *(f"{x:.3f}" for x in (mean(honest), stdev(honest), min(honest))),
+                         *(f"{max(by_fake[fake]):.3f}" for fake in FAKES)])  # fmt: skip
+    return report.table(["replay", "n", "honest", "sd", "least", *FAKES], rows)
+
+
+def show(results: Mapping[str, Any]) -> str:
+    """Return the tables of each profile and mode."""
+    out = [f"{name}\n\n{show_relative(results, name)}" for name, scores in results["summary"].items() if scores]
+    modes = dict.fromkeys(r["mode"] for r in results["runs"])
+    return "\n\n".join([*out, *(f"agreement, {mode}\n\n{show_raw(results, mode)}" for mode in modes)])
 
 
 def summaries(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -511,13 +533,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = json.loads(options.json.read_text())["runs"] if options.json and options.json.exists() else []
     done = {(r["profile"], r["seed"], r["mode"]) for r in runs if r["loss"] is not None}
     runs = [r for r in runs if r["loss"] is not None]
-    about = {
-        "command": " ".join(["python -m benchmarks.audit_scores", *(arguments or sys.argv[1:])]),
-        "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": report.machine(),
-    }
-    results: dict[str, Any] = {"runs": runs, "summary": summaries(runs)}
+    about = report.header("audit_scores", arguments, seeds)
+    results = about | {"runs": runs, "summary": summaries(runs), "goals": []}
     for seed, mode in ((s, m) for s in seeds for m in options.modes):
         setting = Setting.of(replace(PROFILES[options.profile], peers=len(PEERS)), seed)
         if (options.profile, seed, mode) in done:
@@ -525,13 +542,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         entry: dict[str, Any] = {}
         for entry in run(setting, rounds, mode, options.audited):
             together = [*runs, about | entry]
-            results = {"runs": together, "summary": summaries(together)}
+            results = about | {"runs": together, "summary": summaries(together), "goals": []}
             print(f"{options.profile} seed {seed} {mode}: {entry['cpu_seconds']} s", file=sys.stderr, flush=True)
             if options.json:
                 report.save(options.json, results)
         runs.append(about | entry)
-    print(show(results))
-    return 0
+    return report.ended(results, options, show(results))
 
 
 if __name__ == "__main__":

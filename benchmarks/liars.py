@@ -7,18 +7,20 @@ share of the mean is cut to `weight_cap`. The second table is arithmetic: a newc
 slowest quarter. It says after how many rounds it has its full weight, and after how many nothing of its work waits.
 
 JSON keys:
-  command, machine: processor, cores, python, torch, threads, load
+  command, commit, date, machine, seeds: see benchmarks.report
   setting: profile, parameters, rounds, inner_steps (of a round), lr, seed
   runs: a list, each with
     label, peers, liars, claim (of a liar, in targets; null: what it trained), scale (of its update, null: honest)
     speeds, weight_cap, loss (nats a token, validation; null: diverged), ended (the round in which it broke, or null)
   newcomers: a list of speed, full_weight_rounds, backlog_rounds
+  goals: a list of goal, value, met
 """
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -158,36 +160,50 @@ def newcomer(speed: int) -> dict[str, int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, save."""
+    """Measure, print, save. Return 1 when a goal is missed."""
     parser = report.command_line(__doc__ or "", "liars")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     rounds = 4 if options.quick else 20
     profile = replace(PROFILES["tiny"], steps=rounds * STEPS)
     torch.set_num_threads(1)
-    runs = []
+    runs, head = [], report.header("liars", arguments, seeds=[options.seed])
     for run in (*ATTACKS, *UNEQUAL):
         runs.append(measured(profile, run, options.seed))
         print(f"{run.label}: {runs[-1]['loss']}", file=sys.stderr)
     newcomers = [newcomer(speed) for speed in (1, 2, 4, 10, 100)]
     setting = Setting.of(profile, options.seed)
-    results = {
-        "command": " ".join(["python -m benchmarks.liars", *(arguments or sys.argv[1:])]),
-        "machine": report.machine(),
+    results = head | {
         "setting": {
             "profile": profile.name, "parameters": setting.layout.numel, "rounds": rounds, "inner_steps": STEPS,
             "lr": LR, "seed": options.seed,
         },
         "runs": runs,
         "newcomers": newcomers,
+        "goals": goals(runs),
     }  # fmt: skip
+    return report.ended(results, options, show(results))
+
+
+def goals(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the goals: beside liars the model learns, so its loss is below that of equal odds for all tokens."""
+    most = math.log(PROFILES["tiny"].vocabulary)
+    beside = [r for r in runs if 0 < r["liars"] < r["peers"]]
+    return [
+        report.goal(
+            f"{r['label']}: the model learns (a loss below {most:.2f})", r["loss"],
+            r["ended"] is None and r["loss"] is not None and r["loss"] < most,
+        ) for r in beside
+    ]  # fmt: skip
+
+
+def show(results: Mapping[str, Any]) -> str:
+    """Return the tables."""
+    runs, newcomers = results["runs"], results["newcomers"]
     rows = [[r["label"], r["loss"] if r["ended"] is None else f"ended in round {r['ended']}"] for r in runs]
-    print(report.table(["run", "validation loss"], rows) + "\n")
     columns = ["newcomer's speed", "rounds to full weight", "rounds until nothing waits"]
-    print(report.table(columns, [[str(n["speed"]), n["full_weight_rounds"], n["backlog_rounds"]] for n in newcomers]))
-    if options.json:
-        report.save(options.json, results)
-    return 0
+    of_newcomers = [[str(n["speed"]), n["full_weight_rounds"], n["backlog_rounds"]] for n in newcomers]
+    return report.table(["run", "validation loss"], rows) + "\n\n" + report.table(columns, of_newcomers)
 
 
 if __name__ == "__main__":

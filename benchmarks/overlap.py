@@ -8,10 +8,11 @@ cores, so a share is of wall-clock in which others may hold the core; the swarm'
 root.
 
 JSON keys:
-  machine
+  command, commit, date, machine, seeds: see benchmarks.report
   parameters, blob_bytes, peers, up_mbit, rtt_ms
   runs: a list, each with overlap; seconds (measured); rounds, round_seconds; tokens_per_second (accepted, all peers);
     shares (mean of the peers); exchange_seconds (median of the peers' medians until applied)
+  goals: a list of goal, value, met
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -34,11 +35,12 @@ from tests.wan import Topology, why_not
 COORDINATOR, PEERS = "coord", ("p1", "p2", "p3", "p4")
 START_SECONDS = 200.0
 SETTLE_SECONDS = 10.0
+GOAL_SHARE = 0.95
 GRPC, PAGE, SWARM = 7410, 7411, 7412
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, print, save."""
+    """Measure, print, save. Return 1 when a goal is missed."""
     parser = report.command_line(__doc__ or "", "overlap")
     parser.add_argument("--up-mbit", type=float, default=2.0)
     parser.add_argument("--rtt-ms", type=float, default=100.0)
@@ -52,12 +54,11 @@ def main(argv: list[str] | None = None) -> int:
     from protocol.codec import make_codec
 
     seconds = 15.0 if options.quick else options.seconds
-    machine, layout = report.machine(), small_llama()
+    head, layout = report.header("overlap", argv), small_llama()
     old = json.loads(options.json.read_text())["runs"] if options.json and options.json.exists() else []
     modes = options.modes.split(",")
     runs = [r for r in old if r["overlap"] not in modes]
-    results: dict[str, Any] = {
-        "machine": machine,
+    results: dict[str, Any] = head | {
         "parameters": layout.numel,
         "blob_bytes": make_codec(SMALL_CODEC, layout).size,
         "peers": len(PEERS),
@@ -67,10 +68,24 @@ def main(argv: list[str] | None = None) -> int:
     for mode in modes:
         runs.append(measure(mode, options.up_mbit, options.rtt_ms, seconds))
         results["runs"] = sorted(runs, key=lambda r: r["overlap"], reverse=True)
+        results["goals"] = goals(results["runs"])
         if options.json:
             report.save(options.json, results)
-    print(show(results))
-    return 0
+    return report.ended(results, options, show(results))
+
+
+def goals(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the goals of the runs that there are."""
+    training = {r["overlap"]: r["shares"]["training"] for r in runs}
+    speed = {r["overlap"]: r["tokens_per_second"] for r in runs}
+    gain = speed["on"] / speed["off"] if len(speed) == 2 else None
+    return [
+        report.goal(
+            f"training for at least {GOAL_SHARE:.0%} of the time, with overlap", training.get("on"),
+            None if "on" not in training else training["on"] >= GOAL_SHARE,
+        ),
+        report.goal("more tokens a second with overlap than without", gain, None if gain is None else gain > 1),
+    ]  # fmt: skip
 
 
 def run_file(text: str, folder: Path) -> str:

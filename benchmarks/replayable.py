@@ -27,6 +27,7 @@ Fakes. `share`: the part of the training that was done, counted in windows.
   crafted           honest, but the signs of the quarter of least magnitude are reversed
 
 JSON keys:
+  command, commit, date, machine, seeds: see benchmarks.report; of the first run
   runs: a list, each with command, commit, date, machine, profile, seed, swarm, rule, rounds, steps (inner steps, of
     all peers), windows (trained), dropped (windows, in steps that were dropped), loss (validation, nats a token;
     null: not finished), cpu_seconds; columns, and audits: a list of rows
@@ -34,12 +35,12 @@ JSON keys:
   agreement: for each float environment, and for each fake: n, mean, sd, least, most of each score
   least_share: for each way to save work: the least share that passes each threshold of `signs` in any audit
   loss_check: for each kind of update: the share that passes, by the thresholds alone, and with the auditor's own
+  goals: a list of goal, value, met
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,6 +56,7 @@ from benchmarks import report
 from benchmarks.audit_scores import LR, PEERS, WINDOWS, Bench, Position, Trained
 from benchmarks.convergence.replica import split
 from benchmarks.convergence.setting import PROFILES, Setting
+from peer.auditor.replay import SCALE, SIGNS
 from peer.training import inner_optimizer
 from peer.training.inner_optimizer import StepResult
 from peer.training.schedule import factor
@@ -68,6 +70,11 @@ GAIN, QUARTER = 3.0, 1.0
 """Thresholds of the loss check, as t values."""
 THRESHOLDS = (0.95, 0.97, 0.98, 0.99)
 """Thresholds of `signs` for which the least share of the work that passes is stated."""
+MACHINES = ("pieces of 256", "bf16", "bf16, pieces of 256", "2 threads")
+"""Environments that a machine may have. The noise is none: no machine is known to make it."""
+IDLE = ("wrong_data", "copy", "random", "flip")
+"""Fakes without any of the claimed work."""
+STEADY = "steady, alone"
 COLUMNS = ("round", "peer", "update", "share", "signs", "weighted", "scale", "gain", "quarter")
 
 
@@ -480,7 +487,7 @@ def loss_check(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         alone = row["gain"] >= GAIN and row["quarter"] >= QUARTER
         passed = {"alone": alone, "with own": row["gain"] >= lower[0] and row["quarter"] >= lower[1]}
         if row["round"] >= 4:
-            passed["steady, alone"] = alone
+            passed[STEADY] = alone
         for way, it in passed.items():
             found.setdefault(row["update"], {}).setdefault(way, []).append(it)
     return {kind: {way: {"n": len(it), "passed": mean(it)} for way, it in ways.items()} for kind, ways in found.items()}
@@ -488,56 +495,106 @@ def loss_check(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def summaries(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return all that is derived from the runs."""
-    return {
+    found = {
         "cost": cost(runs),
         "agreement": agreement(runs),
         "least_share": least_share(runs),
         "loss_check": loss_check(runs),
     }
+    return found | {"goals": goals(found)}
+
+
+def goals(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the goals with what was measured; None where the runs have no audits of it."""
+    out = []
+    elsewhere = [found["agreement"][f"in {kind}"] for kind in MACHINES if f"in {kind}" in found["agreement"]]
+    least = [min((scores[score]["least"] for scores in elsewhere), default=None) for score in ("signs", "scale")]
+    out.append(report.goal(
+        f"each honest replay on another machine passes: signs at least {SIGNS}, scale at least {SCALE}",
+        None if None in least else f"{least[0]}, {least[1]}",
+        None if None in least else bool(least[0] >= SIGNS and least[1] >= SCALE),
+    ))  # fmt: skip
+    shares = [way[str(SIGNS)]["least"] for way in found["least_share"].values() if str(SIGNS) in way]
+    share = min(shares, default=None)
+    out.append(report.goal(
+        "an early end that a replay passes has at least 90% of the steps", share,
+        None if share is None else share >= 0.9,
+    ))  # fmt: skip
+    for text, way in (
+        ("each honest update passes the loss check", "alone"),
+        ("the same from the fifth round on", STEADY),
+    ):
+        honest = found["loss_check"].get("honest", {}).get(way)
+        out.append(report.goal(
+            text, honest and f"{round(honest['n'] * honest['passed'])} of {honest['n']}",
+            honest and honest["passed"] == 1,
+        ))  # fmt: skip
+    idle = [found["loss_check"][kind]["alone"] for kind in IDLE if kind in found["loss_check"]]
+    passed = sum(round(it["n"] * it["passed"]) for it in idle)
+    out.append(report.goal(
+        "no update without the claimed work passes the loss check",
+        f"{passed} of {sum(it['n'] for it in idle)}" if idle else None, passed == 0 if idle else None,
+    ))  # fmt: skip
+    return out
+
+
+def false_alarms(results: Mapping[str, Any]) -> list[int]:
+    """Return the round of each honest update that fails the loss check, counted from 0."""
+    return sorted(
+        row["round"] for row in _rows(results["runs"])
+        if row["update"] == "honest" and row["gain"] is not None and (row["gain"] < GAIN or row["quarter"] < QUARTER)
+    )  # fmt: skip
+
+
+def show_cost(results: Mapping[str, Any]) -> str:
+    """Return the table of losses."""
+    seeds = sorted({seed for rules in results["cost"].values() for r in rules.values() for seed in r["losses"]})
+    rows = [
+        [f"{swarm}: {rule}", *(f"{r['losses'][n]:.3f}" if n in r["losses"] else None for n in seeds),
+         None if r["excess"] is None else f"{r['excess']:+.1%}"]
+        for swarm, rules in results["cost"].items() for rule, r in rules.items()
+    ]  # fmt: skip
+    return report.table(["swarm: rule", *(f"seed {n}" for n in seeds), "excess over kept"], rows)
+
+
+def show_elsewhere(results: Mapping[str, Any]) -> str:
+    """Return the table of honest replays in other float environments."""
+    rows = [
+        [kind.removeprefix("in "), s["signs"]["n"], *(f"{s['signs'][k]:.4f}" for k in ("mean", "sd", "least")),
+         f"{s['scale']['least']:.3f}"]
+        for kind, s in results["agreement"].items() if _is_elsewhere(kind)
+    ]  # fmt: skip
+    return report.table(["honest replay", "n", "signs", "sd", "least", "scale, least"], rows)
+
+
+def _is_elsewhere(kind: str) -> bool:
+    return kind.startswith(("in ", "both "))
+
+
+def show_fakes(results: Mapping[str, Any]) -> str:
+    """Return the table of fakes beside a replay and the loss check; the first line is honest."""
+    rows = []
+    for kind, s in results["agreement"].items():
+        if _is_elsewhere(kind):
+            continue
+        gain, quarter = (f"{s[k]['least']:.1f} to {s[k]['most']:.1f}" for k in ("gain", "quarter"))
+        alone, steady = (results["loss_check"][kind][way] for way in ("alone", STEADY))
+        rows.append([kind, s["gain"]["n"], f"{s['signs']['most']:.3f}", gain, quarter, f"{alone['passed']:.0%}",
+                     f"{steady['passed']:.0%} of {steady['n']}"])  # fmt: skip
+    columns = ["update", "n", "signs, most", "gain", "quarter", "passes the loss check", "from the fifth round on"]
+    return report.table(columns, rows)
+
+
+def show_shares(results: Mapping[str, Any]) -> str:
+    """Return the table of the least share of the work that passes a replay, over all audits."""
+    ways = results["least_share"]
+    rows = [[t, *(f"{way[t]['least']:.0%}" for way in ways.values())] for t in map(str, THRESHOLDS)] if ways else []
+    return report.table(["threshold of signs", *(f"least share that passes, {way}" for way in ways)], rows)
 
 
 def show(results: Mapping[str, Any]) -> str:
     """Return the tables."""
-    losses = [[f"{swarm}: {rule}", *(f"{x:.3f}" for x in r["losses"].values()),
-               None if r["excess"] is None else f"{r['excess']:+.1%}"]
-              for swarm, rules in results["cost"].items() for rule, r in rules.items()]  # fmt: skip
-    seeds = max((len(row) for row in losses), default=2) - 2
-    losses = [[*row[:-1], *[None] * (seeds + 2 - len(row)), row[-1]] for row in losses]
-    out = [report.table(["swarm: rule", *(f"loss {n + 1}" for n in range(seeds)), "excess"], losses)]
-    rows = []
-    for kind, s in results["agreement"].items():
-        signs, weighted, scale, gain, quarter = (
-            s.get(k, {}) for k in ("signs", "weighted", "scale", "gain", "quarter")
-        )
-        passed = results["loss_check"].get(kind, {})
-        rows.append([
-            kind, signs.get("n"), *(signs.get(k) for k in ("mean", "sd", "least", "most")),
-            *(weighted.get(k) for k in ("mean", "least", "most")), scale.get("least"),
-            gain.get("n"), *(t.get(k) for t in (gain, quarter) for k in ("mean", "least", "most")),
-            *(passed[k]["passed"] if k in passed else None for k in ("alone", "with own")),
-        ])  # fmt: skip
-    columns = [
-        "update",
-        "n",
-        "signs",
-        "sd",
-        "least",
-        "most",
-        "weighted",
-        "least",
-        "most",
-        "scale, least",
-        "n",
-        "gain",
-        "least",
-        "most",
-    ]
-    columns += ["quarter", "least", "most", "passes", "with own"]
-    out.append(report.table(columns, rows))
-    shares = [[f"{way}, signs >= {t}", *(s[k] for k in ("n", "mean", "least", "most"))]
-              for way, ts in results["least_share"].items() for t, s in ts.items()]  # fmt: skip
-    out.append(report.table(["least share that passes", "n", "mean", "least", "most"], shares))
-    return "\n\n".join(out)
+    return "\n\n".join(table(results) for table in (show_cost, show_elsewhere, show_fakes, show_shares))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -555,34 +612,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     seeds, rounds = (options.seeds[:1], 3) if options.quick else (options.seeds, options.rounds)
     audited = range(1, rounds) if options.audited is None else options.audited
-    runs = json.loads(options.json.read_text())["runs"] if options.json and options.json.exists() else []
-    runs = [r for r in runs if r["loss"] is not None]
+    earlier = json.loads(options.json.read_text()) if options.json and options.json.exists() else {"runs": []}
+    runs = [r for r in earlier["runs"] if r["loss"] is not None]
     done = {tuple(r[k] for k in ("profile", "seed", "swarm", "rule", "rounds")) for r in runs}
-    about = {
-        "command": " ".join(["python -m benchmarks.replayable", *(arguments or sys.argv[1:])]),
-        "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": report.machine(),
-    }
-    results: dict[str, Any] = {"runs": runs, **summaries(runs)}
+    about = report.header("replayable", arguments, seeds)
+    head = {k: earlier[k] for k in ("command", "commit", "recorded_in", "changed", "date", "machine", "seeds")
+            if k in earlier} or about  # fmt: skip
     for seed, swarm, rule in ((s, w, r) for s in seeds for w in options.swarms for r in options.rules):
         if (options.profile, seed, swarm, rule, rounds) in done:
             continue
         setting = Setting.of(replace(PROFILES[options.profile], peers=len(SWARMS[swarm])), seed)
         entry: dict[str, Any] = {}
         for entry in run(setting, rounds, swarm, rule, audited if rule == "replayable" else ()):
-            results = {"runs": [*runs, about | entry]}
             print(
                 f"{options.profile} {swarm} {rule}, seed {seed}: {entry['cpu_seconds']} s", file=sys.stderr, flush=True
             )
             if options.json:
-                report.save(options.json, results | summaries(results["runs"]))
+                report.save(options.json, head | {"runs": [*runs, about | entry]} | summaries([*runs, about | entry]))
         runs.append(about | entry)
-        results = {"runs": runs, **summaries(runs)}
-    if options.json:
-        report.save(options.json, results)
-    print(show(results))
-    return 0
+    head["seeds"] = sorted({r["seed"] for r in runs})
+    results = head | {"runs": runs} | summaries(runs)
+    return report.ended(results, options, show(results))
 
 
 if __name__ == "__main__":

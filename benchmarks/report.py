@@ -1,4 +1,8 @@
-"""The command line, the table and the JSON file of every benchmark."""
+"""The command line, the goals, the table and the JSON file of every benchmark.
+
+A result is a JSON object that begins with `header`: which command measured, of which commit, when, where and with which
+seeds. `goals` is a list of `goal`. `benchmarks.pages` makes the pages of docs/results from these files.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,9 @@ import argparse
 import json
 import os
 import platform
+import subprocess
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +25,61 @@ def command_line(doc: str, name: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--quick", action="store_true", help="end within a minute or two on 2 cores")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    parser.add_argument("--no-goals", action="store_true", help="exit with 0 though goals are missed")
     return parser
+
+
+def header(
+    name: str, arguments: Sequence[str] | None = None, seeds: Sequence[int] = (), package: str = "benchmarks"
+) -> dict[str, Any]:
+    """Return the fields with which each result begins.
+
+    command: as it was typed. commit: of the checkout, or null outside of one. changed: whether the checkout had changes
+    that were not committed. date: of the start, UTC. machine: see `machine`. seeds: of what is drawn, if anything is.
+    """
+    typed = sys.argv[1:] if arguments is None else arguments
+    changed = _git("status", "--porcelain", "--untracked-files=no")
+    return {
+        "command": " ".join([f"python -m {package}.{name}", *typed]),
+        "commit": _git("rev-parse", "HEAD") or None,
+        "changed": bool(changed),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "machine": machine(),
+        "seeds": list(seeds),
+    }
+
+
+def _git(*arguments: str) -> str:
+    """Return what git prints in this checkout; empty without git or without a checkout."""
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), *arguments], capture_output=True, text=True, timeout=60
+        )
+    except OSError:
+        return ""
+    return found.stdout.strip() if found.returncode == 0 else ""
+
+
+def goal(text: str, value: object, met: bool | None) -> dict[str, Any]:
+    """Return a goal with what was measured. `met` is None when this run did not measure it."""
+    return {"goal": text, "value": value, "met": met}
+
+
+def goal_lines(goals: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of the goals, the missed ones first."""
+    words = {False: "MISSED", None: "not measured", True: "met"}
+    ordered = sorted(goals, key=lambda g: list(words).index(g["met"]))
+    return table(["goal", "measured", ""], [[g["goal"], g["value"], words[g["met"]]] for g in ordered])
+
+
+def ended(results: Mapping[str, Any], options: argparse.Namespace, tables: str) -> int:
+    """Print tables and goals, save, and return the exit status: 1 when a goal is missed, unless `--no-goals`."""
+    print(tables)
+    if results["goals"]:
+        print("\n" + goal_lines(results["goals"]))
+    if options.json:
+        save(options.json, results)
+    return int(not options.no_goals and any(g["met"] is False for g in results["goals"]))
 
 
 def machine() -> dict[str, Any]:

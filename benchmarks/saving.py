@@ -4,11 +4,12 @@ Beside it, steps go on while another thread writes: how many, and how much longe
 it, but for the pause before writing. The rival is the trainer itself, writing at once as it does when it stops.
 
 JSON keys:
-  machine: processor, cores, python, torch, threads, load
+  command, commit, date, machine, seeds: see benchmarks.report
   device, megabytes (of what is saved)
   layouts: a list, each with
     parallel, parameters; still_seconds (for a save beside), begin_seconds (the copy, of those), at_once_seconds, ratio
     write_seconds; step_seconds, step_seconds_beside (while it is written)
+  goals: a list of goal, value, met
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks import report
@@ -79,15 +80,28 @@ def measured(size: Size, device: str, threads: int, parallel: str, turns: int) -
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, save."""
+    """Measure, print, save. Return 1 when a goal is missed."""
     parser = report.command_line(__doc__ or "", "saving")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
     parser.add_argument("--threads", type=int, default=1, help="of the trainer, on a CPU (default 1)")
     parser.add_argument("--parallel", nargs="+", default=["dp=1", "fsdp=2"], help="layouts (default dp=1 fsdp=2)")
     options = parser.parse_args(arguments)
     size, turns = (QUICK, 3) if options.quick else (SIZE, 5)
+    head = report.header("saving", arguments)
     found = [measured(size, options.device, options.threads, p, turns) for p in options.parallel]
-    results = {"machine": report.machine(), "device": options.device, "layouts": found}
+    results = head | {
+        "device": options.device,
+        "layouts": found,
+        "goals": [
+            report.goal(f"{f['parallel']}: training stands still for less than beside a save at once", f["ratio"],
+                        f["ratio"] < 1) for f in found
+        ],
+    }  # fmt: skip
+    return report.ended(results, options, show(results))
+
+
+def show(results: Mapping[str, Any]) -> str:
+    """Return the table."""
     columns = ("layout", "parameters", "saved MiB", "stands still ms", "of that copying", "at once ms", "ratio",
                "writing ms", "a step ms", "beside ms")  # fmt: skip
     rows = [
@@ -95,14 +109,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         + [f"{1e3 * f[k]:,.0f}" for k in ("still_seconds", "begin_seconds", "at_once_seconds")]
         + [f"{f['ratio']:.3f}"]
         + [f"{1e3 * f[k]:,.0f}" for k in ("write_seconds", "step_seconds", "step_seconds_beside")]
-        for f in found
+        for f in results["layouts"]
     ]
     m = results["machine"]
-    print(f"{options.device}, {m['cores']} cores at load {m['load']}, torch {m['torch']}\n")
-    print(report.table(columns, rows))
-    if options.json:
-        report.save(options.json, results)
-    return 0
+    about = f"{results['device']}, {m['cores']} cores at load {m['load']}, torch {m['torch']}"
+    return f"{about}\n\n{report.table(columns, rows)}"
 
 
 if __name__ == "__main__":

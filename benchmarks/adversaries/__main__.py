@@ -8,7 +8,7 @@ is for. A run ends when it has accepted its windows, so what the hostile make ot
 newcomers, and each of their updates is checked.
 
 JSON keys:
-  command, commit, date, machine, setting
+  command, commit, date, machine, seeds: see benchmarks.report; setting
   honest: a list, each with profile, parameters, seed, updates, comparisons; verdicts: comparisons by verdict (`passed`,
     `passed second`: in the other precision; `no report`; `failed`); pairs: the same by precisions and steps, with
     agreement of signs and ratio of norms
@@ -24,10 +24,9 @@ JSON keys:
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from statistics import mean
 from typing import Any
@@ -94,7 +93,7 @@ def goals(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     runs, found = results["runs"], []
 
     def goal(text: str, value: Any, met: bool) -> None:
-        found.append({"goal": text, "value": value, "met": met})
+        found.append(report.goal(text, value, met))
 
     compared = sum(h["comparisons"] for h in results["honest"])
     failed = sum(h["verdicts"]["failed"] for h in results["honest"])
@@ -169,37 +168,107 @@ def _harm(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
             "mean_rounds": round(mean(after), 1)}  # fmt: skip
 
 
-def show(results: Mapping[str, Any]) -> str:
-    """Return the tables."""
-    rows = [[g["goal"], g["value"], "met" if g["met"] else "MISSED"]
-            for g in sorted(results["goals"], key=lambda g: g["met"])]  # fmt: skip
-    out = [report.table(["goal", "measured", ""], rows)]
-    keys = sorted({(r["attack"] or "", r["hostile"], r["established"]) for r in results["runs"]})
-    rows = []
-    for attack, hostile, established in keys:
-        some = [r for r in results["runs"]
-                if ((r["attack"] or ""), r["hostile"], r["established"]) == (attack, hostile, established)]  # fmt: skip
-        row: list[Any] = [f"{hostile} of {SWARM.peers}: {attack}" + ("" if established else ", newcomers")]
-        for name in ("plain mean", "weights and clip", "all"):
-            ratios = [r["loss_ratio"] for r in some if r["defences"] == name]
-            broke = any(r is None for r in ratios)
-            row.append(None if not ratios else "broke" if broke else round(max(r for r in ratios if r is not None), 3))
-        defended = [r for r in some if r["defences"] == "all"]
-        after = [n for r in defended for n in r["named_after"]]
-        hostile_peers, credited, fakes = (
-            sum(r[k] for r in defended) for k in ("hostile", "fakes_credited", "fakes_accepted")
-        )
-        row += [f"{len(after)} of {hostile_peers}", mean(after) if after else None, max(after, default=None)]
-        row.append(f"{credited} of {fakes}")
+def attacked(results: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the runs under attack with all defences."""
+    return [r for r in results["runs"] if r["defences"] == "all" and r["attack"] not in (None, ABSENT)]
+
+
+def total(runs: Iterable[Mapping[str, Any]], field: str) -> int:
+    """Return the sum of a field."""
+    return sum(r[field] for r in runs)
+
+
+def named(runs: Iterable[Mapping[str, Any]]) -> int:
+    """Return how many hostile peers were convicted in time."""
+    return sum(n <= NAMED_WITHIN for r in runs for n in r["named_after"])
+
+
+def _ratio(runs: Iterable[Mapping[str, Any]]) -> str | None:
+    """Return the worst loss ratio of some runs."""
+    ratios = [r["loss_ratio"] for r in runs]
+    return None if not ratios else "broke" if None in ratios else f"{max(ratios):.3f}"
+
+
+def show_attacks(results: Mapping[str, Any]) -> str:
+    """Return the table of attacks: the worst of all seeds."""
+    order = {name: n for n, name in enumerate((None, ABSENT, *ATTACKS))}
+    keys = sorted({(not r["established"], r["hostile"], order[r["attack"]]) for r in results["runs"]})
+    names, rows = list(order), []
+    for newcomers, hostile, number in keys:
+        wanted = (names[number], hostile, not newcomers)
+        some = [r for r in results["runs"] if (r["attack"], r["hostile"], r["established"]) == wanted]
+        all_ = [r for r in some if r["defences"] == "all"]
+        after = [n for r in all_ for n in r["named_after"]]
+        fights = names[number] in ATTACKS
+        label = f"{hostile} of {SWARM.peers}: {names[number] or 'nobody attacks'}"
+        row: list[Any] = [label + ", newcomers" * (newcomers and fights), len({r["seed"] for r in some})]
+        row += [_ratio(r for r in some if r["defences"] == name) for name in ("plain mean", "weights and clip", "all")]
+        row += [f"{named(all_)} of {total(all_, 'hostile')}", f"{mean(after):.1f}" if after else None,
+                max(after, default=None)] if fights else [None] * 3  # fmt: skip
+        row.append(f"{total(all_, 'fakes_credited')} of {total(all_, 'fakes_accepted')}" if fights else None)
         rows.append(row)
-    columns = ["attack", "plain mean", "weights and clip", "all", "convicted", "after rounds, mean", "most"]
-    out.append(report.table([*columns, "fakes credited"], rows))
-    rows = [[f"{h['profile']}, {p['precisions']}, {p['steps']} steps", p["n"], p["signs_mean"], p["signs_least"],
-             p["scale_least"], p["passed"], p["passed second"], p["no report"], p["failed"]]
+    columns = ["attack", "seeds", "plain mean", "weights and clip", "all", f"convicted within {NAMED_WITHIN}",
+               "after rounds, mean", "most", "fakes credited"]  # fmt: skip
+    return report.table(columns, rows)
+
+
+def show_honest(results: Mapping[str, Any]) -> str:
+    """Return the table of honest replays on other machines."""
+    rows = [[f"{h['profile']}, {p['precisions']}, {p['steps']} steps", p["n"], f"{p['signs_mean']:.4f}",
+             f"{p['signs_least']:.4f}", f"{p['scale_least']:.3f}",
+             *(p[verdict] for verdict in ("passed", "passed second", "no report", "failed"))]
             for h in results["honest"] for p in h["pairs"]]  # fmt: skip
     columns = ["honest replays", "n", "signs", "least", "scale, least", "passed", "passed second", "no report"]
-    out.append(report.table([*columns, "failed"], rows))
-    return "\n\n".join(out)
+    return report.table([*columns, "failed"], rows)
+
+
+def show_without(results: Mapping[str, Any]) -> str:
+    """Return the table of runs without one defence, beside runs that have it: five attack, with stake."""
+    rows = []
+    for name, (attack, other) in FOR.items():
+        without, beside = (
+            [r for r in results["runs"] if (r["defences"], r["attack"], r["hostile"]) == (d, attack, 5)
+             and r["established"]] for d in (name, other)
+        )  # fmt: skip
+        seeds = {r["seed"] for r in without}
+        for label, some in ((name, without), (other, [r for r in beside if r["seed"] in seeds])):
+            if some and without:
+                after = [n for r in some for n in r["named_after"]]
+                rows.append([f"{attack}: {label}", len(some), _ratio(some),
+                             f"{named(some)} of {total(some, 'hostile')}",
+                             f"{mean(after):.1f}" if after else None,
+                             f"{total(some, 'fakes_credited')} of {total(some, 'fakes_accepted')}"])  # fmt: skip
+    columns = ["attack: defences", "runs", "loss, worst", f"convicted within {NAMED_WITHIN}", "after rounds, mean"]
+    return report.table([*columns, "fakes credited"], rows)
+
+
+def show_cost(results: Mapping[str, Any]) -> str:
+    """Return the table of what audits cost, as shares of the training of the honest."""
+    shares: list[tuple[str, Callable[[Mapping[str, Any]], float]]] = [
+        ("loss checks", lambda r: r["audit_share"] - r["replay_share"]), ("replays", lambda r: r["replay_share"]),
+        ("screens", lambda r: r["screen_share"]), ("in all", lambda r: r["audit_share"] + r["screen_share"]),
+    ]  # fmt: skip
+    rows = []
+    groups = {
+        "nobody attacks": [r for r in results["runs"] if r["attack"] is None and r["defences"] == "all"],
+        "under attack, mean": attacked(results),
+    }
+    for label, some in groups.items():
+        if some:
+            rows.append([label, len(some), *(f"{mean(map(share, some)):.0%}" for _, share in shares)])
+    if groups["under attack, mean"]:
+        worst = max(groups["under attack, mean"], key=lambda r: r["audit_share"])
+        label = f"most for checks ({worst['hostile']}: {worst['attack']})"
+        rows.append([label, 1, *(f"{share(worst):.0%}" for _, share in shares)])
+    if groups["nobody attacks"]:
+        large = mean(map(_share_for_large_updates, groups["nobody attacks"]))
+        rows.append([f"nobody attacks, computed for {LARGE} windows", None, None, None, None, f"{large:.0%}"])
+    return report.table([f"updates of {SWARM.windows} windows", "runs", *(name for name, _ in shares)], rows)
+
+
+def show(results: Mapping[str, Any]) -> str:
+    """Return the tables."""
+    return "\n\n".join(table(results) for table in (show_attacks, show_honest, show_without, show_cost))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -207,16 +276,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = report.command_line(__doc__ or "", "adversaries")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="runs that are played at once")
-    parser.add_argument("--no-goals", action="store_true", help="exit with 0 though goals are missed")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     results: dict[str, Any] = {"honest": [], "runs": []}
     if options.json and options.json.exists():
         results = json.loads(options.json.read_text())
-    results |= {
-        "command": " ".join(["python -m benchmarks.adversaries", *(arguments or sys.argv[1:])]),
-        "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()), "machine": report.machine(),
+    results |= report.header("adversaries", arguments, options.seeds) | {
         "setting": {"peers": SWARM.peers, "steps": SWARM.steps, "batch": SWARM.batch, "window": SWARM.window,
                     "rounds": SWARM.rounds, "lr": SWARM.lr},
     }  # fmt: skip
@@ -238,8 +303,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results["runs"].append(row | {"commit": results["commit"]})
             keep()
             print(row, file=sys.stderr, flush=True)
-    print(show(results))
-    return int(not options.no_goals and not all(g["met"] for g in results["goals"]))
+    keep()
+    return report.ended(results, options, show(results))
 
 
 def _row(name: str, scenario: Scenario) -> dict[str, Any]:

@@ -10,27 +10,27 @@ trips
 of 0.1 s for each exchange, none of it overlapped.
 
 JSON keys:
-  machine: processor, cores, python, torch, threads, load
+  command, commit, date, machine, seeds: see benchmarks.report
   setting: the profile: name, model, parameters, vocabulary, window, peers, batch, steps, tokens, lr, device
   main, and one for each study: a list of rows, each with
     label; method; options; lr; tried (loss by learning rate); loss (mean over seeds); losses (by seed)
     payload_bytes; up_bytes; exchanges (of one peer, over the training); seconds (of this machine, by seed)
     curve: [tokens, validation loss, payload bytes, bytes up, exchanges] of the first seed
-  goals: for each: what, wanted, found, met
+  goals: a list of goal, value, met
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks import report
 from benchmarks.convergence import goals, measure, pool, tables
-from benchmarks.convergence.corpus import FOLDER, ROOT, corpus
+from benchmarks.convergence.corpus import FOLDER, corpus
 from benchmarks.convergence.measure import Measured
 from benchmarks.convergence.setting import PROFILES, Profile, Setting
 from benchmarks.convergence.studies import MAIN, OWN_ROWS, QUICK, STATELESS, STUDIES, Row
@@ -38,15 +38,10 @@ from protocol.errors import CairnError
 
 NAMES = ("main", *STUDIES, *OWN_ROWS)
 QUICK_STEPS = 60
-REAL = {
-    "hivemind Optimizer, fp32": "fp32",
-    "hivemind Optimizer, fp16": "fp16",
-    "hivemind Optimizer, PowerSGD rank 4": "powersgd4",
-}
-"""Rows that ran as real processes too: label to `rival_hivemind` variant."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Train, print, save. Return 1 when a goal is missed."""
     parser = report.command_line(__doc__ or "", "convergence")
     parser.add_argument("--profile", choices=tuple(PROFILES), default="tiny", help="the model's size")
     parser.add_argument("--study", action="append", choices=("all", *NAMES), help="what to compare (default: main)")
@@ -73,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CairnError as e:
         print(f"benchmarks.convergence: {e}", file=sys.stderr)
         return 1
+    head = report.header("convergence", arguments, list(seeds))
     run = partial(pool.results, folder=FOLDER / "results", processes=chosen.processes, compiled=chosen.compile)
     parameters = Setting.of(profile, 0).layout.numel
     print(f"{parameters:,} parameters, {profile.peers} peers of {profile.batch} windows of {profile.window} tokens, "
@@ -83,21 +79,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         rows = [r for r in MAIN if r == MAIN[0] or any(text in r.label for text in chosen.row or [""])]
         sections = _compared(names, rows, chosen.profile, seeds, study_seeds, chosen.rate, run)
-    judged = _shown(sections, profile, parameters) if "main" in sections else []
-    for name, found in sections.items():
-        if name != "main":
-            print(f"\n{name}\n")
-            print(
-                report.table(tables.STUDY_COLUMNS, tables.study_rows(found, _base(name, sections), profile, parameters))
-            )
     if chosen.plot and "main" in sections:
         title = f"{parameters:,} parameters, {profile.peers} peers, equal data, tokens and global batch"
         tables.figure(sections["main"], chosen.plot, title)
-    if chosen.json:
-        kept = {name: [tables.as_json(m) for m in found] for name, found in sections.items()}
-        kept["goals"] = [asdict(g) for g in judged]
-        tables.save(chosen.json, report.machine(), profile, parameters, kept)
-    return 0
+    results = head | {
+        "setting": tables.setting(profile, parameters),
+        **{name: [tables.as_json(m) for m in found] for name, found in sections.items()},
+        "goals": goals.judged(sections["main"], profile, parameters) if "main" in sections else [],
+    }
+    return report.ended(results, chosen, show(results))
 
 
 def _compared(
@@ -144,28 +134,51 @@ def _base(name: str, sections: Mapping[str, list[Measured]]) -> Measured:
     return sections[name if name in OWN_ROWS else "base"][0]
 
 
-def _shown(sections: Mapping[str, list[Measured]], profile: Profile, parameters: int) -> list[goals.Goal]:
-    found, waiting = sections["main"], _waiting()
-    print(report.table(tables.COLUMNS, tables.main_rows(found, profile, parameters)))
-    ours = [m for m in found if m.row.method == "cairn"]
-    target = goals.target_loss(min(ours, key=lambda m: m.loss), found[0])
-    print(f"\nto a validation loss of {target:.3f}, at {goals.MBIT:g} Mbit/s\n")
-    print(report.table(tables.TIME_COLUMNS, tables.time_rows(found, target, profile, goals.MBIT, waiting)))
-    judged = goals.judged(found, profile, parameters, waiting)
-    print("\ngoals\n")
-    told = {True: "yes", False: "NO", None: "not measured"}
-    print(report.table(("goal", "wanted", "found", "met"), [[g.what, g.wanted, g.found, told[g.met]] for g in judged]))
-    return judged
+def show(results: Mapping[str, Any]) -> str:
+    """Return the tables: the methods, their time to one loss, and each study beside its base."""
+    out = [methods(results), times(results)] if "main" in results else []
+    out += [f"{name}\n\n{study(results, name)}" for name in NAMES if name != "main" and name in results]
+    return "\n\n".join(out)
 
 
-def _waiting() -> dict[str, float]:
-    """Seconds beyond its bytes and round trips that an exchange waits, by row label: as `rival_hivemind` measured."""
-    path = ROOT / "docs" / "results" / "wan_convergence.json"
-    if not path.is_file():
-        return {}
-    rows = json.loads(path.read_text())["hivemind"]
-    measured = {r["variant"]: r["averaging_seconds"] - r["transport_floor"] for r in rows if r["profile"] == "tiny"}
-    return {label: measured[variant] for label, variant in REAL.items() if variant in measured}
+def methods(results: Mapping[str, Any]) -> str:
+    """Return the table of the main comparison."""
+    profile, parameters = profile_of(results), results["setting"]["parameters"]
+    return report.table(tables.COLUMNS, tables.main_rows(rows_of(results)["main"], profile, parameters))
+
+
+def study(results: Mapping[str, Any], name: str) -> str:
+    """Return the table of a study, each row beside its base."""
+    sections = rows_of(results)
+    profile, parameters = profile_of(results), results["setting"]["parameters"]
+    rows = tables.study_rows(sections[name], _base(name, sections), profile, parameters)
+    return report.table(tables.STUDY_COLUMNS, rows)
+
+
+def by_label(results: Mapping[str, Any], name: str = "main") -> dict[str, Measured]:
+    """Return the rows of the main comparison or of a study, by label."""
+    return {m.row.label: m for m in rows_of(results)[name]}
+
+
+def times(results: Mapping[str, Any]) -> str:
+    """Return a table of the seconds, by arithmetic, to a loss that the best row and the reference reach."""
+    found = rows_of(results)["main"]
+    target = goals.target_loss(min((m for m in found if m.row.method == "cairn"), key=lambda m: m.loss), found[0])
+    rows = tables.time_rows(found, target, profile_of(results), goals.MBIT)
+    return (
+        f"to a validation loss of {target:.3f}, at {goals.MBIT:g} Mbit/s\n\n{report.table(tables.TIME_COLUMNS, rows)}"
+    )
+
+
+def profile_of(results: Mapping[str, Any]) -> Profile:
+    """Return the profile of a comparison that was saved."""
+    return replace(PROFILES[results["setting"]["name"]], steps=results["setting"]["steps"])
+
+
+def rows_of(results: Mapping[str, Any]) -> dict[str, list[Measured]]:
+    """Return the rows of a comparison that was saved, by study."""
+    profile = profile_of(results)
+    return {name: [tables.from_json(row, profile) for row in results[name]] for name in NAMES if name in results}
 
 
 if __name__ == "__main__":

@@ -10,13 +10,12 @@ LINKS = (20, 100, 1000)
 """Mbit/s, of each peer's uplink."""
 
 
-def seconds(steps: float, step: float, up: float, exchanges: float, mbit: float, waiting: float = 0.0) -> float:
+def seconds(steps: float, step: float, up: float, exchanges: float, mbit: float) -> float:
     """Return the seconds of `steps` inner steps of `step` seconds, with `up` bytes sent in `exchanges` without overlap.
 
-    An exchange costs its bytes and two round trips, and `waiting` seconds if its software waits beyond that. Nothing
-    overlaps: kind to those who cannot.
+    An exchange costs its bytes and two round trips. Nothing overlaps: kind to those who cannot.
     """
-    return steps * step + up * 8 / (mbit * 1e6) + exchanges * (2 * RTT + waiting)
+    return steps * step + up * 8 / (mbit * 1e6) + exchanges * 2 * RTT
 
 
 def crossing(curve: Sequence[Sequence[float]], target: float) -> list[float] | None:

@@ -6,7 +6,8 @@
 run's tokens are accepted. Needs root and iproute2 (see tests/wan). All peers share the cores, so computing takes far
 longer than on separate machines. The results are bytes, exchange times and loss, not wall-clock seconds.
 
-JSON: the fields of `WanResult`. Wire bytes are IP bytes at a host's line; payload is what the node counts.
+JSON: the fields of `benchmarks.report.header` and of `WanResult`. Wire bytes are IP bytes at a host's line; payload is
+what the node counts.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from benchmarks.convergence.job import CURVE_WINDOWS, FINAL_WINDOWS
 from benchmarks.convergence.setting import PROFILES, Setting
 from benchmarks.convergence.wan_hosts import Hosts, Running, Wire, hosts
 from benchmarks.convergence.wan_run_file import Tables, tables_of, toml
-from benchmarks.report import machine, save
+from benchmarks.report import header, save
 from coordinator.checkpoints.archive import read_manifest
 from coordinator.checkpoints.evaluation import load_archived, measure
 from peer.node.snapshot import Snapshot, read_snapshot
@@ -347,6 +348,7 @@ def main() -> int:
     if reason := why_not():
         print(f"no emulated internet: {reason}", file=sys.stderr)
         return 2
+    head = header("convergence.over_wan", seeds=[options.seed])
     profile = PROFILES[options.profile]
     setting = Setting.of(profile, options.seed)
     codec: dict[str, Any] = {"kind": options.codec} | ({"k": options.k} if options.codec == "sparse" else {})
@@ -368,7 +370,7 @@ def main() -> int:
         return 1
     print(show(result))
     if options.json:
-        save(options.json, asdict(result) | {"machine": machine()})
+        save(options.json, head | asdict(result))
     return 0 if result.digests_equal else 1
 
 

@@ -7,13 +7,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
 from benchmarks.convergence import links
+from benchmarks.convergence.job import Job, Result
 from benchmarks.convergence.measure import Measured
 from benchmarks.convergence.setting import Profile
+from benchmarks.convergence.studies import MAIN, Row
 
 BF16 = 2.0
 FP32 = 4.0
+SCALES = {row.label: row.scale for row in MAIN}
 
 COLUMNS = (
     "method", "loss", "sd", "to reference", "lr", "bytes/token", "fewer than bf16", "MB up",
@@ -67,28 +69,24 @@ def study_rows(found: Sequence[Measured], base: Measured, profile: Profile, para
     return rows
 
 
-def time_rows(
-    found: Sequence[Measured], target: float, profile: Profile, mbit: float, waiting: Mapping[str, float]
-) -> list[list[object]]:
-    """Seconds to a validation loss. `waiting`: measured seconds beyond the bytes of an exchange, by row label."""
+def time_rows(found: Sequence[Measured], target: float, profile: Profile, mbit: float) -> list[list[object]]:
+    """Seconds to a validation loss, by arithmetic."""
     step = compute_seconds(found[0], profile)
     rows = []
     for m in found:
         first = next(iter(m.results.values()))
         at = links.crossing(first.curve, target)
         if at is None:
-            rows.append([m.row.label, None, None, None])
+            rows.append([m.row.label, None, None])
             continue
         tokens, _, up, exchanges = at
         steps = tokens / profile.step_tokens
-        bare = links.seconds(steps, step, up * m.row.scale, exchanges, mbit)
-        more = waiting.get(m.row.label)
-        measured = links.seconds(steps, step, up * m.row.scale, exchanges, mbit, more) if more is not None else None
-        rows.append([m.row.label, f"{steps:.0f}", f"{bare:.0f}", measured and f"{measured:.0f}"])
+        took = links.seconds(steps, step, up * m.row.scale, exchanges, mbit)
+        rows.append([m.row.label, f"{steps:.0f}", f"{took:.0f}"])
     return rows
 
 
-TIME_COLUMNS = ("method", "steps", "seconds", "with its software's measured waiting")
+TIME_COLUMNS = ("method", "steps", "seconds")
 
 
 def _short(value: float) -> str:
@@ -105,6 +103,7 @@ def as_json(m: Measured) -> dict[str, Any]:
         "label": m.row.label,
         "method": m.row.method,
         "options": dict(m.row.options),
+        "scale": m.row.scale,
         "lr": m.lr,
         "tried": {f"{lr:g}": loss for lr, loss in m.tried.items()},
         "loss": m.loss,
@@ -115,6 +114,20 @@ def as_json(m: Measured) -> dict[str, Any]:
         "seconds": [r.seconds for r in m.results.values()],
         "curve": next(iter(m.results.values())).curve,
     }
+
+
+def from_json(row: Mapping[str, Any], profile: Profile) -> Measured:
+    """Return a row that `as_json` has written. Bytes and exchanges are the mean of its seeds."""
+    scale = row.get("scale", SCALES.get(row["label"], 1.0))
+    results = {
+        int(seed): Result(
+            Job(profile.name, row["method"], row["options"], row["lr"], int(seed), None), loss, profile.tokens,
+            row["payload_bytes"] / scale, row["up_bytes"] / scale, row["exchanges"], seconds, row["curve"],
+        )
+        for (seed, loss), seconds in zip(row["losses"].items(), row["seconds"], strict=True)
+    }  # fmt: skip
+    tried = {float(lr): loss for lr, loss in row["tried"].items()}
+    return Measured(Row(row["label"], row["method"], row["options"], scale), row["lr"], tried, results)
 
 
 def figure(found: Sequence[Measured], path: Path, title: str) -> None:
@@ -152,9 +165,6 @@ def figure(found: Sequence[Measured], path: Path, title: str) -> None:
     pyplot.close(fig)
 
 
-def save(
-    path: Path, machine: Mapping[str, Any], profile: Profile, parameters: int, sections: Mapping[str, Any]
-) -> None:
-    """Return the content of the JSON file; the package's command lists its keys."""
-    setting = {**asdict(profile), "model": dict(profile.model), "parameters": parameters, "tokens": profile.tokens}
-    report.save(path, {"machine": machine, "setting": setting, **sections})
+def setting(profile: Profile, parameters: int) -> dict[str, Any]:
+    """Return the size of a comparison, for its JSON file."""
+    return {**asdict(profile), "model": dict(profile.model), "parameters": parameters, "tokens": profile.tokens}

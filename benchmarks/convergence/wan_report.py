@@ -2,7 +2,10 @@
 
     python -m benchmarks.convergence.wan_report RESULT.json... [--json FILE]
 
-JSON: {"cairn": [WanResult...], "hivemind": [RivalResult...]}, each with the machine it was measured on.
+JSON keys:
+  command, commit, date, machine: of joining; seeds: of all runs; see benchmarks.report
+  cairn: a list of results of `over_wan`; hivemind: of `rival_hivemind`; each with its own header
+  goals: none
 """
 
 from __future__ import annotations
@@ -10,45 +13,53 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.report import save, table
+from benchmarks.report import header, save, table
 
-Result = dict[str, Any]
+Result = Mapping[str, Any]
 
 
-def joined(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """Tables by their system."""
-    return {
+def joined(results: Sequence[Result], arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return one result with the runs by their system."""
+    seeds = sorted({seed for r in results for seed in r["seeds"]})
+    return header("convergence.wan_report", arguments, seeds) | {
         "cairn": [r for r in results if "exchange_seconds" in r],
         "hivemind": [r for r in results if "variant" in r],
+        "goals": [],
     }
 
 
-def cairn_table(results: Sequence[Result]) -> str:
+def show(results: Result) -> str:
+    """Return both tables."""
+    return f"Cairn\n\n{cairn(results)}\n\nhivemind.Optimizer\n\n{hivemind(results)}"
+
+
+def cairn(results: Result) -> str:
+    """Return the table of Cairn's runs. Bytes are by token that the peer itself trained on, as in `convergence`."""
     rows = [
         (
-            f"{r['run'].removeprefix('wan ')} H {round(r['target_tokens'] / _step_tokens(r))}",
-            _codec(r), r["rounds"], f"{r['tokens_per_round'] / r['target_tokens']:.2f}", f"{r['loss']:.4f}",
-            f"{r['updates_per_token']:.4f}", f"{r['between_peers_per_token']:.4f}",
+            r["run"].removeprefix("wan "), _codec(r), round(r["target_tokens"] / step_tokens(r)),
+            f"{steps_a_round(r):.0f}", r["rounds"], f"{r['loss']:.4f}",
+            f"{r['peers'] * r['updates_per_token']:.3g}", f"{r['peers'] * r['between_peers_per_token']:.3g}",
             f"{r['control_bytes_per_second'] / 1e3:.1f}",
-            f"{r['exchange_seconds']['certified']:.2f}", f"{r['exchange_floor']:.2f}",
-            f"{1e3 * r['trainer_cpu_seconds_per_step']:.1f}", f"{r['train_seconds']:.0f}",
+            f"{r['exchange_seconds']['certified']:.2f}", f"{r['exchange_floor']:.2f}", f"{r['train_seconds']:.0f}",
             "yes" if r["digests_equal"] else "NO", _load(r),
         )
-        for r in results
+        for r in results["cairn"]
     ]  # fmt: skip
     columns = (
-        "run", "codec", "rounds", "tokens/asked", "loss", "update B/token", "wire B/token", "control kB/s",
-        "exchange s", "floor s", "CPU ms/step", "wall s", "digests equal", "load",
+        "run", "codec", "H asked", "H", "rounds", "loss", "update B/token", "wire B/token", "control kB/s",
+        "exchange s", "floor s", "wall s", "digests equal", "load",
     )  # fmt: skip
     return table(columns, rows)
 
 
-def hivemind_table(results: Sequence[Result]) -> str:
+def hivemind(results: Result) -> str:
+    """Return the table of hivemind's runs."""
     rows = [
         (
             f"{r['profile']} {r['variant']}{' free' if r['free'] else ''}",
@@ -58,7 +69,7 @@ def hivemind_table(results: Sequence[Result]) -> str:
             f"{r['loss']:.4f}",
             "-" if r["curve"][-1]["simulated"] is None else f"{r['curve'][-1]['simulated']:.4f}", _load(r),
         )
-        for r in results
+        for r in results["hivemind"]
     ]  # fmt: skip
     columns = (
         "variant", "steps", "windows", "s/step", "p90", "floor s", "up B/step", "averaged", "agreed", "missed", "loss",
@@ -67,8 +78,20 @@ def hivemind_table(results: Sequence[Result]) -> str:
     return table(columns, rows)
 
 
-def _step_tokens(r: Result) -> int:
+def step_tokens(r: Result) -> int:
+    """Return the tokens of one inner step of all peers."""
     return r["peers"] * r["tables"]["inner"]["batch"] * r["tables"]["data"]["window"]
+
+
+def steps_a_round(r: Result) -> float:
+    """Return the inner steps that a peer trained in a round."""
+    return r["tokens_per_round"] / step_tokens(r)
+
+
+def furthest(results: Result) -> float:
+    """Return the largest difference between a real loss of hivemind's and the simulator's at the same step."""
+    points = [p for r in results["hivemind"] for p in r["curve"]]
+    return max(abs(p["loss"] - p["simulated"]) for p in points if p["simulated"] is not None)
 
 
 def _codec(r: Result) -> str:
@@ -92,10 +115,10 @@ def main() -> int:
     parser.add_argument("results", nargs="+", type=Path)
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    parts = joined([json.loads(path.read_text()) for path in options.results])
-    print(f"Cairn\n\n{cairn_table(parts['cairn'])}\n\nhivemind.Optimizer\n\n{hivemind_table(parts['hivemind'])}")
+    results = joined([json.loads(path.read_text()) for path in options.results])
+    print(show(results))
     if options.json:
-        save(options.json, parts)
+        save(options.json, results)
     return 0
 
 

@@ -4,7 +4,7 @@ Server and callers are processes of their own on the same cores. Calls are open 
 was due. The swarm is simulated behind `SwarmView`: verifying heartbeats and records is the observer's work, not here.
 
 JSON keys:
-  machine: processor, cores, python, torch, threads, load
+  command, commit, date, machine, seeds: see benchmarks.report
   growth: a list by peers: peers, seconds, idle_percent (of a core, before anybody calls), busy_percent, megabytes,
     viewers, events (updates sent to viewers), late_ms (how late the callers themselves were at most),
     calls: by method, p50, p99 and max in ms, calls, codes (REFUSED_STREAM: by the server's gRPC, unread)
@@ -13,6 +13,7 @@ JSON keys:
   hour: peers, rounds, processor_seconds (for so many rounds, a minute of simulated time each), wall_seconds,
     followed_ms (median from a round's arrival to its being followed), followed_max_ms, bytes_per_round,
     final_rounds, restart_seconds, peak_megabytes
+  goals: a list of goal, value, met
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -142,11 +143,11 @@ def one_hour(peers: int, rounds: int) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, save."""
+    """Measure, print, save. Return 1 when a goal is missed."""
     options = report.command_line(__doc__ or "", "coordinator").parse_args(arguments)
     quick = options.quick
     seconds = 6.0 if quick else 20.0
-    machine = report.machine()
+    head = report.header("coordinator", arguments, seeds=[2])
     sizes = (100, 10_000) if quick else (100, 1000, 10_000)
     growth = [
         grown(n, seconds, 20, {k: v * n / 10_000 for k, v in RATES.items()} | {"Status": 2.0}) for n in sizes[:-1]
@@ -154,29 +155,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
     growth.append(grown(sizes[-1], seconds, 20 if quick else 200, RATES))
     flood = flooded(10_000, seconds, 10.0 if quick else 30.0)
     hour = one_hour(1000, 10 if quick else 60)
-    results = {"machine": machine, "growth": growth, "flood": flood, "hour": hour}
-    print(f"{machine['cores']} cores at load {machine['load']}, Python {machine['python']}\n")
-    columns = ("peers", "at rest, % of a core", "under load", "MB", *(f"{m} p99 ms" for m in METHODS), "viewers")
+    results = head | {"growth": growth, "flood": flood, "hour": hour, "goals": goals(growth, flood, hour)}
+    return report.ended(results, options, show(results))
+
+
+def goals(growth: Sequence[Any], flood: dict[str, Any], hour: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the goals with what was measured."""
+    worst = max(call["p99"] for call in growth[-1]["calls"].values())
+    flooded = max(call["p99"] for call in flood["calls"].values())
+    own = sum(flood["bad"].get(code, 0) for code in ("INTERNAL", "UNKNOWN"))
+    busy, seconds = growth[-1]["busy_percent"], hour["processor_seconds"] / hour["rounds"]
+    return [
+        report.goal("10,000 peers: at most half of a core, in per cent", busy, busy <= 50),
+        report.goal("10,000 peers: 99% of each kind of call within 500 ms", worst, worst <= 500),
+        report.goal("beside a flood: 99% of each kind of honest call within 500 ms", flooded, flooded <= 500),
+        report.goal("no bad call ends in INTERNAL or UNKNOWN", own, own == 0),
+        report.goal("a round of 1,000 updates: at most 0.5 s of processor", seconds, seconds <= 0.5),
+    ]
+
+
+def show(results: Mapping[str, Any]) -> str:
+    """Return the tables."""
+    growth, flood, hour = (results[k] for k in ("growth", "flood", "hour"))
+    methods = sorted({m for g in growth for m in g["calls"]})  # the service's of today may be others
+    columns = ("peers", "at rest, % of a core", "under load", "MB", *(f"{m} p99 ms" for m in methods), "viewers")
     rows: list[Sequence[object]] = [
         [f"{g['peers']:,}", f"{g['idle_percent']:.0f}", f"{g['busy_percent']:.0f}", f"{g['megabytes']:.0f}"]
-        + [_p99(g, m) for m in METHODS]
+        + [_p99(g, m) for m in methods]
         + [g["viewers"]]
         for g in growth
     ]
     rows.append(
-        ["10,000 and a flood", "-", "-", f"{flood['megabytes_after']:.0f}", *(_p99(flood, m) for m in METHODS), 0]
+        ["10,000 and a flood", "-", "-", f"{flood['megabytes_after']:.0f}", *(_p99(flood, m) for m in methods), 0]
     )
-    print(report.table(columns, rows))
     bad = ", ".join(f"{n:,} {code}" for code, n in sorted(flood["bad"].items(), key=lambda x: -x[1]))
-    print(f"\nflood: {10 * flood['rate']:.0f} bad calls a second beside {flood['rate']:.0f} honest ones: {bad}")
-    print(
+    rates = f"{10 * flood['rate']:.0f} bad calls a second beside {flood['rate']:.0f} honest ones"
+    floods = f"Flood: {rates}. Replies: {bad}."
+    rounds = (
         f"{hour['rounds']} rounds of {hour['peers']:,} updates: {hour['processor_seconds']:.1f} s of processor, "
         f"{hour['bytes_per_round'] / 1e3:.0f} kB a round on disk, followed after {hour['followed_ms']:.0f} ms, "
-        f"ready {hour['restart_seconds']:.1f} s after a restart"
+        f"ready {hour['restart_seconds']:.1f} s after a restart."
     )
-    if options.json:
-        report.save(options.json, results)
-    return 0
+    return "\n\n".join([report.table(columns, rows), floods, rounds])
 
 
 def _p99(found: dict[str, Any], method: str) -> str:

@@ -17,7 +17,7 @@ others' result is checked by values (or by the state's digest), not by return co
 (see tests/wan).
 
 JSON keys: machine; command; rows: a list of `setting.Row` (seconds, bytes of IP), by name, parameters and peers. --add
-keeps the file's other rows. goals: a list of what, value, goal, met.
+keeps the file's other rows. goals: a list of goal, value, met.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RMEM_MAX, USUAL_BUFFER = Path("/proc/sys/net/core/rmem_max"), 212_992
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Play the rows, print, save. Returns 0 when every row was played."""
+    """Play the rows, print, save. Return 1 when a goal is missed, or a row could not be played."""
     parser = report.command_line(__doc__ or "", "exchange_wan")
     parser.add_argument("--parameters", type=number, default=25_000_000, metavar="N", help="e.g. 25M (the default)")
     parser.add_argument("--peers", type=int, default=4)
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         options.ordinary_user, options.warm,
     )  # fmt: skip
     rows = old_rows(options.json) if options.add and options.json else []
-    machine, failed = report.machine(), False
+    head, failed = report.header("exchange_wan", argv), False
     for name in wanted:
         keep = options.keep / name if options.keep else None
         try:
@@ -87,12 +87,13 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{name}: {e}", file=sys.stderr)
             failed = True
             continue
+        row |= {k: head[k] for k in ("commit", "changed", "date", "machine")}
         rows = [r for r in rows if key(r) != key(row)] + [row]
         print(line(row), flush=True)
         if options.json:
-            report.save(options.json, results(rows, machine, argv))
-    print("\n" + show(results(rows, machine, argv)))
-    return 1 if failed else 0
+            report.save(options.json, results(rows, head))
+    found = results(rows, head)
+    return max(int(failed), report.ended(found, options, "\n" + show(found)))
 
 
 def number(text: str) -> int:
@@ -124,12 +125,11 @@ def old_rows(file: Path) -> list[dict[str, Any]]:
     return json.loads(file.read_text())["rows"] if file.exists() else []
 
 
-def results(rows: Sequence[Mapping[str, Any]], machine: Mapping[str, Any], argv: list[str] | None) -> dict[str, Any]:
+def results(rows: Sequence[Mapping[str, Any]], head: Mapping[str, Any]) -> dict[str, Any]:
     """Return the JSON's content, with the rows in the table's order."""
     order = list(SYSTEMS)
     ordered = sorted(rows, key=lambda r: (*key(r)[1:], order.index(r["name"])))
-    command = " ".join(["python -m benchmarks.exchange_wan", *(sys.argv[1:] if argv is None else argv)])
-    return {"machine": dict(machine), "command": command, "rows": ordered, "goals": goals(ordered)}
+    return {**head, "rows": ordered, "goals": goals(ordered)}
 
 
 def goals(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -140,8 +140,11 @@ def goals(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             continue
         where = f"{r['name']}, {r['parameters'] / 1e6:.0f}M x {r['peers']}, {r['mbit']:g} Mbit/s, {r['tcp']}"
         where += more_of(r)
-        found.append({"what": f"exchange / floor ({where})", "value": r["ratio"], "goal": MOST_RATIO,
-                      "met": r["ratio"] <= MOST_RATIO})  # fmt: skip
+        found.append(
+            report.goal(
+                f"exchange at most {MOST_RATIO:g} times its floor ({where})", r["ratio"], r["ratio"] <= MOST_RATIO
+            )
+        )
         rivals = [
             h for h in rows
             if h["name"].startswith("hivemind") and key(h)[1:] == key(r)[1:]
@@ -153,8 +156,13 @@ def goals(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 ("round", best["applied"] + (best["matchmaking"] or 0.0)),
             ):
                 gain = their / r["applied"]
-                found.append({"what": f"{best['name']}'s {what} / ours until applied ({where})", "value": gain,
-                              "goal": LEAST_GAIN, "met": gain >= LEAST_GAIN})  # fmt: skip
+                found.append(
+                    report.goal(
+                        f"{best['name']}'s {what} at least {LEAST_GAIN:g} times ours until applied ({where})",
+                        gain,
+                        gain >= LEAST_GAIN,
+                    )
+                )
     return found
 
 
@@ -216,28 +224,48 @@ def show(found: Mapping[str, Any]) -> str:
         if any(r["death"] for r in rows):
             told = [[r["name"], death(r)] for r in rows if r["death"]]
             parts.append(report.table(["one of them is killed in mid-round", "what happens to the others"], told))
-    for g in found["goals"]:
-        parts.append(f"{g['what']}: {g['value']:.2f}, goal {g['goal']:g}: {'met' if g['met'] else 'MISSED'}")
     return "\n\n".join(parts)
 
 
 def searched(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return lines about hivemind's searches for a group, which are not part of its rounds."""
-    return "\n".join(
-        f"{r['says']}: {r['matchmaking']:.1f} s to find a group before each round, not counted above"
-        + (f"; {again} times begun anew, since it had left somebody out" if (again := r.get("searches", 0)) else "")
+    """Return a sentence about hivemind's searches for a group, which are not part of its rounds."""
+    found = [
+        f"{r['says'].rpartition(' ')[2]} {r['matchmaking']:.1f} s"
+        + (f" ({again} begun again, since a peer was left out)" if (again := r.get("searches", 0)) else "")
         for r in rows if r["matchmaking"] is not None
-    )  # fmt: skip
+    ]  # fmt: skip
+    return f"hivemind's search for a group before each round is not counted: {', '.join(found)}." if found else ""
+
+
+def beside_hivemind(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of Cairn's rows beside hivemind's of the same swarm, until the last peer is done.
+
+    Small updates are beside its 8-bit row, which is its fastest; int8 and fp32 are beside the same number of bits.
+    """
+    pairs = [("sparse", "hivemind-u8"), ("sign", "hivemind-u8"), ("int8", "hivemind-u8"), ("none", "hivemind-none")]
+    cells = []
+    for where in dict.fromkeys(key(r)[1:] for r in rows):
+        here = {r["name"]: r for r in rows if key(r)[1:] == where}
+        for ours, theirs in ((here[a], here[b]) for a, b in pairs if a in here and b in here):
+            names = ours["says"].removeprefix("Cairn, "), theirs["says"].rpartition(" ")[2]
+            cells.append(
+                [f"{where[1]} peers, {where[0] / 1e6:.0f}M", *names,
+                 *(f"{r[k]:.2f}" for r, k in ((ours, "exchange"), (ours, "applied"), (theirs, "applied"))),
+                 *(f"{theirs['applied'] / ours[k]:.2f}" for k in ("exchange", "applied"))]
+            )  # fmt: skip
+    columns = ("swarm", "Cairn", "hivemind", "Cairn: exchange s", "applied s", "hivemind: all-reduce s",
+               "all-reduce / exchange", "all-reduce / applied")  # fmt: skip
+    return report.table(columns, cells)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Seconds, MB and CPU seconds of each row."""
-    columns = ["", "MB each", "floor s", "first s", "exchange s", "/ floor", "certified s", "applied s", "MB up",
-               "MB down", "CPU s", "result"]  # fmt: skip
+    """Return the rounds, seconds, MB and CPU seconds of each row."""
+    columns = ["", "rounds", "MB each", "floor s", "first s", "exchange s", "/ floor", "certified s", "applied s",
+               "MB up", "MB down", "CPU s", "result"]  # fmt: skip
     cells = []
     for r in rows:
         cells.append(
-            [r["says"], round(r["size"] / 1e6, 2), round(r["floor"], 2), cold(r),
+            [r["says"], len(r["rounds"]), round(r["size"] / 1e6, 2), round(r["floor"], 2), cold(r),
              *(round(r[k], 2) for k in ("exchange", "ratio", "certified", "applied")), megabytes(r["up"]),
              megabytes(r["down"]), round(sum_of(r["cpu"]), 1) if r["cpu"] else None, verdict(r)]
         )  # fmt: skip

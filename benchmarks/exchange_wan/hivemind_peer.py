@@ -1,4 +1,4 @@
-"""One peer of the `hivemind` rows: `DecentralizedAverager` of hivemind 1.1.12, as its optimizer uses it.
+"""One peer of the `hivemind` rows: `DecentralizedAverager` of hivemind 1.1.12, with its optimizer's time limits.
 
     python -m benchmarks.exchange_wan.hivemind_peer JOB.json NUMBER
 
@@ -6,6 +6,11 @@ Its search for a group takes seconds and may overlap training, so it comes befor
 The round is its all-reduce, which all begin at the same instant. A search may leave a peer out: three of four form a
 group, and the fourth searches for one. Then all stop after a while and search again, and the time counts with that
 round's search.
+
+`hivemind.Optimizer` gives its averagers limits that they do not have by themselves, and so it is here. A peer that
+sends nothing for `matchmaking_time` has failed. One all-reduce may take as long as the whole step. Three settings are
+not the optimizer's: a search waits for requests for 5 s instead of 15, a group may be without one peer, and each
+peer states its bandwidth. A peer listens by TCP and by QUIC, as Cairn's do.
 """
 
 from __future__ import annotations
@@ -30,8 +35,11 @@ from benchmarks.exchange_wan.values import fill, shares
 
 PORT = 7440
 MATCHMAKING = 5.0
-"""Its default."""
+"""The averager's default."""
+NEXT_CHUNK_SECONDS = 15.0
+"""As `hivemind.Optimizer` sets it by default. The limit of senders follows, and that of reducers is twice as long."""
 STEP_SECONDS = 240.0
+"""Of a step and its all-reduce. The optimizer's 60 would end the longest rows; its guide advises twice the need."""
 SEARCH_SECONDS = 20.0
 """Seconds after which all stop a search."""
 SETTLE_SECONDS = 3.0
@@ -49,7 +57,7 @@ def main() -> int:
     torch.set_num_threads(1)
     diary, n = Diary(job, number), len(job.ips)
     dht = hivemind.DHT(
-        host_maddrs=[f"/ip4/{job.ips[number]}/tcp/{PORT}"],
+        host_maddrs=[f"/ip4/{job.ips[number]}/{port}" for port in (f"tcp/{PORT}", f"udp/{PORT}/quic-v1")],
         initial_peers=_first(job) if number else [],
         start=True,
     )
@@ -64,7 +72,9 @@ def main() -> int:
         target_group_size=n,
         min_group_size=max(2, n - 1),  # only one group is possible, and it may be without the dead peer
         min_matchmaking_time=MATCHMAKING,
-        request_timeout=MATCHMAKING / 2,
+        next_chunk_timeout=NEXT_CHUNK_SECONDS,
+        sender_timeout=NEXT_CHUNK_SECONDS,
+        allreduce_timeout=STEP_SECONDS,
         compression=COMPRESSIONS[job.options["compression"]](),
         bandwidth=100.0,
         allow_state_sharing=False,

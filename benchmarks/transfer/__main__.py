@@ -6,7 +6,7 @@ from each fetcher to each donor, on the same hosts right after; donors share the
 them. Needs root (see tests/wan).
 
 JSON keys:
-  machine: processor, cores, python, torch, threads, load
+  command, commit, date, machine, seeds: see benchmarks.report
   rows: a list, each with
     name, size (bytes), donors, fetchers, donor_mbit, fetcher_mbit, rtt_ms, loss, tcp (congestion control, "": the
       machine's): the case
@@ -14,6 +14,7 @@ JSON keys:
     copies: bytes that the donors sent, in blobs; came: bytes that reached the fetcher that got most, in blobs
     rss_mb, daemon_rss_mb: highest resident memory of a fetcher's process and of its libp2p's meanwhile;
       rss_before_mb: of its process before; cpu_seconds: of its process
+  goals: a list of goal, value, met
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -36,6 +37,8 @@ from tests.wan import Wan, WanError, why_not
 
 HOST, PLAIN = "benchmarks.transfer.host", "benchmarks.transfer.plain"
 WITHIN = 240.0
+COPIES, DOWNLINK = 1.25, 0.8
+"""Goals: copies that an author sends, and the share of a newcomer's downlink that is used."""
 
 
 class BenchError(CairnError):
@@ -140,8 +143,11 @@ def measured(case: Case) -> dict[str, Any]:
     return judged(case, found, sent, plain)
 
 
-def tables(rows: Sequence[dict[str, Any]]) -> str:
-    def line(r: dict[str, Any]) -> str:
+def show(results: Mapping[str, Any]) -> str:
+    """Return the tables."""
+    rows = results["rows"]
+
+    def line(r: Mapping[str, Any]) -> str:
         rates = f"{r['donor_mbit']:g}" + (f"/{r['fetcher_mbit']:g}" if r["donor_mbit"] != r["fetcher_mbit"] else "")
         extra = (f", {r['loss']:.0%} loss" if r["loss"] else "") + (f", {r['tcp']}" if r["tcp"] else "")
         return f"{r['donors']} -> {r['fetchers']}, {rates} Mbit/s, {r['rtt_ms']:g} ms{extra}"
@@ -177,6 +183,7 @@ def tables(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Measure, print, save. Return 1 when a goal is missed."""
     parser = report.command_line(__doc__ or "", "transfer")
     parser.add_argument("--only", metavar="NAME,...", help="these cases: " + ", ".join(c.name for c in CASES))
     options = parser.parse_args(argv)
@@ -185,15 +192,30 @@ def main(argv: list[str] | None = None) -> int:
     cases = QUICK if options.quick else CASES
     if options.only:
         cases = [c for c in cases if c.name in options.only.split(",")]
-    results: dict[str, Any] = {"machine": report.machine(), "rows": []}
+    results: dict[str, Any] = report.header("transfer", argv) | {"rows": []}
     for case in cases:
         results["rows"].append(measured(case))
         r = results["rows"][-1]
         print(f"{case.name}: {r['seconds']:.2f} s, floor {r['floor']:.2f}", file=sys.stderr, flush=True)
+        results["goals"] = goals(results["rows"])
         if options.json:
             report.save(options.json, results)
-    print(tables(results["rows"]))
-    return 0
+    return report.ended(results, options, show(results))
+
+
+def goals(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the goals of the rows that there are."""
+    found = []
+    for r in rows:
+        if r["name"] == "author":
+            found.append(report.goal("author: each byte leaves at most 1.25 times", r["copies"], r["copies"] <= COPIES))
+        if r["name"] == "join":
+            share = r["floor"] / r["seconds"]
+            found.append(report.goal("join: at least 80% of the downlink is used", share, share >= DOWNLINK))
+        if r["plain"] is not None:
+            ratio = r["seconds"] / r["plain"]
+            found.append(report.goal(f"{r['name']}: no longer than plain TCP", ratio, ratio <= 1))
+    return found
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Measured settings as constants for `cairn run plan` and its template.
 
-All figures are from docs/results/convergence.md (data: docs/results/convergence.json), made by
-`python -m benchmarks.convergence` with the same model, data, tokens and global batch for every row. Nothing is computed
-here: a new measurement changes this file, and nothing else.
+The figures were made by `python -m benchmarks.convergence` with the same model, data, tokens and global batch for every
+row. Most are in docs/results/convergence.json. No result is recorded for momentum at other lengths of rounds than H 36,
+nor for OUTER_WHY. Nothing is computed here: a new measurement changes this file, and nothing else.
 """
 
 from __future__ import annotations

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import signal
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
-from tests.scenarios import script
+from benchmarks.report import save
+from tests.scenarios import results, script
 from tests.scenarios.play import Outcome, Play
 from tests.scenarios.swarm import Swarm
 from tests.wan.testbed import Wan, why_not
@@ -59,64 +58,43 @@ def report(outcome: Outcome) -> str:
     return "\n".join(lines)
 
 
-def page(outcomes: list[Outcome]) -> str:
-    """Return all results as Markdown."""
-    lines = ["# The scenarios on the emulated internet", "", "    make test-wan", ""]
-    for o in outcomes:
-        lines += [
-            f"## {o.scenario.name}: {'passed' if o.ok else '**FAILED**'}",
-            "",
-            f"{_sentence(o.scenario.what)}",
-            "",
-        ]
-        lines += ["| step | seconds | found |", "| --- | ---: | --- |"]
-        lines += [f"| {s.step.replace('|', 'and')} | {s.seconds:.0f} | {s.found or 'done'} |" for s in o.steps]
-        lines += ["", f"{o.rounds} rounds in {o.seconds:.0f} s.", ""]
-    return "\n".join(lines)
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}."
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.scenarios", description=__doc__)
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help=f"of {', '.join(script.names())}; all if none is given"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was found there")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write a page for people there")
-    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the whole logs of all processes there")
+    parser.add_argument("--tries", type=int, default=1, metavar="N", help="play each N times (default 1)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all tries and what they found there")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the logs of all processes there, by try")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # processes and hosts are removed, results are kept
-    outcomes, left_out = list[Outcome](), list[str]()
     try:
         scenarios = [script.read(name) for name in given.names or script.names()]
-        for scenario in scenarios:
-            if reason := why_not(nat=scenario.nat):
-                print(f"{scenario.name}: left out: it cannot be played here: {reason}\n", flush=True)
-                left_out.append(scenario.name)
-                continue
-            print(f"{scenario.name}: {scenario.what}", flush=True)
-            outcomes.append(play(scenario, given.logs))
-            print(report(outcomes[-1]) + "\n", flush=True)
-            if not outcomes[-1].ok:
-                print(outcomes[-1].logs, file=sys.stderr, flush=True)
     except script.ScriptError as e:
         print(e, file=sys.stderr)
         return 2
+    found = results.begun()
+    try:
+        for scenario in scenarios:
+            left_out = why_not(nat=scenario.nat) or None
+            row = results.scenario(scenario.name, scenario.what, left_out)
+            found["scenarios"].append(row)
+            if left_out:
+                print(f"{scenario.name}: left out: it cannot be played here: {left_out}\n", flush=True)
+                continue
+            print(f"{scenario.name}: {scenario.what}", flush=True)
+            for number in range(1, given.tries + 1):
+                outcome = play(scenario, given.logs / str(number) if given.logs else None)
+                row["tries"].append(results.tried(outcome))
+                print(report(outcome) + "\n", flush=True)
+                if not outcome.ok:
+                    print(outcome.logs, file=sys.stderr, flush=True)
     finally:
-        if given.markdown:
-            given.markdown.write_text(page(outcomes))
+        found["goals"] = results.judged(found)
         if given.json:
-            given.json.write_text(json.dumps([asdict(o) | {"scenario": o.scenario.name} for o in outcomes], indent=1))
-    failed = [o.scenario.name for o in outcomes if not o.ok]
-    print(
-        f"{len(outcomes) - len(failed)} of {len(outcomes)} scenarios passed"
-        + (f"; not: {', '.join(failed)}" if failed else "")
-        + (f"; left out: {', '.join(left_out)}" if left_out else "")
-    )
-    return 1 if failed or not outcomes else 0
+            save(given.json, found)
+    print(results.show(found))
+    return 0 if found["goals"][0]["met"] else 1
 
 
 if __name__ == "__main__":

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.scenarios import script
+from benchmarks import pages
+from benchmarks.report import save
+from tests.scenarios import results, script
 from tests.scenarios.__main__ import play, report
+from tests.scenarios.play import Done, Outcome
 from tests.scenarios.swarm import TIMERS
 from tests.wan.testbed import why_not
 
@@ -78,6 +82,27 @@ def test_a_scenario_that_makes_no_sense_is_refused_with_the_place(
 def test_a_scenario_that_is_not_there_is_refused_with_those_that_are():
     with pytest.raises(script.ScriptError, match="partition"):
         script.read("nonsense")
+
+
+def test_a_run_of_scenarios_is_shown_with_every_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    scenario = SCENARIOS["nat"]
+    failed = Outcome(scenario, [Done("expect pace | last 3", 2.0, "9.5 s a round", ok=False)], rounds=3, seconds=61.2)
+    passed = Outcome(scenario, [Done("start", 1.0, "done")] * (len(scenario.steps) - 1), rounds=12, seconds=84.4)
+    passed.steps.append(Done("expect one chain", 1.0, "6 on one chain"))
+    run = results.begun(["--tries", "2"])
+    run["scenarios"] = [results.scenario("nat", scenario.what, None), results.scenario("mixed", "", "no root")]
+    run["scenarios"][0]["tries"] = [results.tried(o) for o in (failed, passed)]
+    run["goals"] = results.judged(run)
+    save(tmp_path / "scenarios.json", run)
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    assert pages.main(["scenarios"]) == 0
+    page = (tmp_path / "scenarios.md").read_text()
+    assert "python -m tests.scenarios --tries 2" in page
+    assert re.search(r"each try of a scenario passes +\| +1 of 2 \|", page)
+    assert re.search(r"\| nat +\| +1 of 2 \| +61, 84 \| +3, 12 \|\n\| mixed +\| left out \|", page)
+    assert "| 1 | expect pace and last 3 | **FAILED:** 9.5 s a round |\n" in page
+    assert "| 2 | expect one chain | 6 on one chain |\n" in page
+    assert "no figures" not in page
 
 
 def roomy(scenario: script.Scenario) -> script.Scenario:

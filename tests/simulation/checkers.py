@@ -35,6 +35,9 @@ class Damage:
     victims: float
     """The part of those rounds that list the first peer."""
 
+    honest_windows: int
+    """The honest peers' windows of those rounds, on the same chain."""
+
 
 def check_history(damage: Damage) -> None:
     """Check that no honest peer left more than the round under way for another branch."""

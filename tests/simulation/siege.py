@@ -63,6 +63,7 @@ class Siege:
         return Damage(
             rounds, (self.end - self.begins) / max(1, rounds), world.deepest, theirs / max(1, windows),
             world.completed, sum(world.nodes[0].key in listed for listed in lists) / max(1, len(lists)),
+            windows - theirs,
         )  # fmt: skip
 
     def height(self) -> int:

@@ -29,8 +29,8 @@ MAY_IMPORT = {
 }
 """`cairn -> peer, coordinator -> protocol`: peer and coordinator never know each other."""
 
-OF_TESTS = {"benchmarks": "tests.wan"}
-"""Parts of the tests that a package may import: benchmarks use the emulated internet, which knows nothing of Cairn."""
+OF_TESTS = {"benchmarks": {"tests.wan", "tests.simulation"}}
+"""Parts of the tests that a package may import: benchmarks use the emulated internet and the simulator of rounds."""
 
 WORLD = {
     "asyncio", "concurrent", "ctypes", "datetime", "fcntl", "fsspec", "glob", "grpc", "hivemind", "http", "httpx", "io",
@@ -134,7 +134,7 @@ def test_the_walk_sees_every_package_and_every_kind_of_import():
 def test_dependencies_point_one_way(package: str):
     forbidden = {*PACKAGES, "benchmarks", "tests"} - MAY_IMPORT[package]
     wrong = [(s.path, m) for s in sources(package) for m in s.imports if is_of(m, forbidden)]
-    assert not [(p, m) for p, m in wrong if not is_of(m, {OF_TESTS.get(package, package)})]
+    assert not [(p, m) for p, m in wrong if not is_of(m, OF_TESTS.get(package, {package}))]
 
 
 def test_the_emulated_internet_knows_nothing_of_the_project():

@@ -90,6 +90,14 @@ def results(**changes: Any) -> dict[str, Any]:
     return {"runs": adversaries.with_ratios(runs), "honest": [{"comparisons": 20_000, "verdicts": verdicts}]}
 
 
+@pytest.mark.parametrize("runs", [0, 1, 5, 1000])
+def test_tables_are_made_of_whatever_runs_there_are(runs: int):
+    some = results()
+    text = adversaries.show({"runs": some["runs"][:runs], "honest": []})
+    assert ("3 of 16: noise" in text) is (runs == 1000) and ("noise, newcomers" in text) is (runs == 1000)
+    assert ("nobody attacks" in text) is (runs > 0)
+
+
 def test_goals_are_met_by_what_meets_them():
     assert all(goal["met"] for goal in adversaries.goals(results()))
 

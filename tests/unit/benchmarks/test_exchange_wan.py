@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.exchange_wan import judging
-from benchmarks.exchange_wan.__main__ import goals, number, show
+from benchmarks.exchange_wan.__main__ import beside_hivemind, goals, number, show
 from benchmarks.exchange_wan.job import Diary, Job, publish, read_diary
 from benchmarks.exchange_wan.run_spec import furnish, spec_of, write_genesis
 from benchmarks.exchange_wan.setting import SYSTEMS, Setting
@@ -164,6 +164,14 @@ def test_a_rival_counts_only_where_the_swarm_is_the_same():
     found = goals([ours, rival, _row("hivemind-fp16", applied=60.0)])
     assert [(round(g["value"], 1), g["met"]) for g in found] == [(1.2, True), (20.0, True), (24.0, True)]
     assert len(goals([ours, rival | {"peers": 8}])) == 1
+
+
+def test_each_codec_stands_beside_hivemind_in_the_same_swarm_and_losing_is_shown():
+    rival = _row("hivemind-u8", says="hivemind's averager, u8", exchange=0.75, applied=0.75)
+    rows = [_row("int8"), _row("none"), rival, _row("sign", peers=8), _row("gloo")]
+    lines = beside_hivemind(rows).splitlines()[2:]
+    assert len(lines) == 1 and "int8" in lines[0]
+    assert lines[0].split("|")[-2].strip() == "0.50"
 
 
 def test_a_table_shows_who_was_wrong_and_what_a_death_did():

@@ -1,0 +1,227 @@
+"""All that only a GPU can show, in nine minutes: on a machine with one CUDA device, Python and no network.
+
+The machine needs a virtual environment with Cairn's packages, and PyTorch for CUDA. Prepare wheels for it on another
+machine of the same Python and system, carry the folder, and install from it:
+
+    python3.11 -m pip download --dest wheels '.[test]'           # 4 to 5 GB, of which CUDA's libraries are most
+    python3.11 -m venv .venv && .venv/bin/pip install --no-index --find-links wheels --editable '.[test]'
+    .venv/bin/python -m benchmarks.gpu --json gpu.json
+
+Each part is a process of its own with a limit, so one that fails or hangs costs no other. What time leaves no room for
+is named as left out. `--pretend` plays all parts on the CPU with small models: it shows that they run.
+
+Parts. `tests`: pytest -m gpu, bit-equality of codecs, sums and states between CPU and CUDA. `trainer`: the trainer
+beside a bare loop, eager and compiled; tokens/s, MFU, peak memory, announce and apply. `ranks`: two ranks on the one
+device, which NCCL may refuse. `swarm`: a coordinator and two peers on the device, three rounds, states compared.
+
+JSON keys:
+  command, commit, date, machine, seeds: see benchmarks.report
+  device: name, memory (bytes), capability, cuda, driver; null with --pretend
+  parts: a list, each with part, seconds, outcome ("done", "failed", "left out"), why (of the last two), result (null
+    or: the JSON of benchmarks.trainer for `trainer`; passed, failed, skipped, errors for `tests`; tokens_per_second for
+    `ranks`; rounds, applied_seconds, state_round, states of both peers for `swarm`)
+  goals: a list of goal, value, met
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from protocol.errors import CairnError
+
+MINUTES = 9.0
+SHORTEST = 20.0
+"""Seconds that a part needs at least: with less left it is not begun."""
+
+ROUNDS = 3
+LEAST_RATIO = 0.97
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process. `seconds`: its limit; `file`: whether it writes JSON to the path that ends its command."""
+
+    name: str
+    command: Sequence[str]
+    seconds: float
+    file: bool = True
+
+
+def parts(pretend: bool) -> list[Part]:
+    """Return the parts in order: what matters most comes first."""
+    device, sizes = ("cpu", ("1M", "5M")) if pretend else ("cuda:0", ("150M", "1B"))
+    own = [sys.executable, "-m", "benchmarks.gpu"]
+
+    def trainer(size: str, *more: str) -> Part:
+        command = [sys.executable, "-m", "benchmarks.trainer", "--quick", "--no-goals", "--device", device]
+        told = f"trainer {size}" + (", compiled" if more else "")
+        return Part(told, [*command, "--size", size, *more, "--json"], 150)
+
+    tests = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", "0", "-p", "no:cacheprovider", "tests/unit"]
+    return [
+        Part("tests", tests, 150, file=False),
+        trainer(sizes[0]),
+        trainer(sizes[1]),
+        Part("swarm", [*own, "--part", "swarm", "--device", device, "--json"], 180),
+        trainer(sizes[1], "--compile"),
+        trainer(sizes[0], "--compile"),
+        Part("ranks", [*own, "--part", "ranks", "--device", device, "--json"], 60),
+    ]
+
+
+def played(part: Part, seconds: float) -> dict[str, Any]:
+    """Run a part for at most so long, and return its entry."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="cairn-gpu-") as name:
+        file = Path(name) / "part.json"
+        command = [*part.command, *([str(file)] if part.file else [])]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+        try:
+            output, _ = process.communicate(timeout=seconds)
+            why = "" if process.returncode == 0 else f"exit status {process.returncode}: {output[-2000:]}"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            why = f"not done within {seconds:.0f} s: {output[-2000:]}"
+        result = json.loads(file.read_text()) if file.exists() else None if part.file else counted(output)
+    entry = {"part": part.name, "seconds": round(time.monotonic() - began, 1), "outcome": "failed" if why else "done"}
+    return entry | {"why": why, "result": result}
+
+
+def counted(output: str) -> dict[str, int]:
+    """Return pytest's counts, from its last line."""
+    words = {"passed": 0, "failed": 0, "skipped": 0, "errors": 0}
+    for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)", output[-500:]):
+        words["errors" if word == "error" else word] = int(number)
+    return words
+
+
+def swarm(device: str) -> dict[str, Any]:
+    """Return the rounds of two peers on one device, and the state that each holds. Raises CairnError."""
+    from benchmarks.exchange import PEERS, Swarm
+
+    with Swarm(PEERS[:2], device) as world:
+        samples = world.measure(ROUNDS)
+        shown = world.states()
+    return {
+        "rounds": len({s.round for s in samples}),
+        "applied_seconds": sorted(s.applied for s in samples),
+        "state_round": shown[0].state_round,
+        "states": [s.state for s in shown],
+    }
+
+
+def ranks(device: str) -> dict[str, Any]:
+    """Return the tokens a second of two ranks on one device. Raises CairnError where they are refused."""
+    from benchmarks.trainer import CPU, CUDA, scaled
+
+    kind = device.partition(":")[0]
+    return scaled((CPU if kind == "cpu" else CUDA)[0], kind, 2, "muon", 2, 4)
+
+
+def described() -> dict[str, Any]:
+    """Return the CUDA device. Raises CairnError if there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise CairnError("no CUDA device is here; --pretend plays all parts on the CPU")
+    about = torch.cuda.get_device_properties(0)
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
+    )
+    return {
+        "name": about.name, "memory": about.total_memory, "capability": f"{about.major}.{about.minor}",
+        "cuda": torch.version.cuda, "driver": driver.stdout.strip(),
+    }  # fmt: skip
+
+
+def goals(entries: Sequence[Mapping[str, Any]], pretend: bool) -> list[dict[str, Any]]:
+    """Return the goals with what was measured."""
+    done = {e["part"]: e["result"] for e in entries if e["outcome"] == "done"}
+    tests, states = done.get("tests"), (done.get("swarm") or {}).get("states")
+    found = [report.goal("two peers hold one state after three rounds", states, states and len(set(states)) == 1)]
+    if not pretend:
+        same = tests and tests["passed"] > 0 and tests["failed"] == tests["skipped"] == tests["errors"] == 0
+        found.insert(0, report.goal("CPU and CUDA compute the same bits: all tests of them pass", tests, same))
+        for name in ("trainer 150M", "trainer 1B", "trainer 1B, compiled", "trainer 150M, compiled"):
+            ratio = done[name]["sizes"][0]["ratio"] if name in done else None
+            text = f"{name}: at least {LEAST_RATIO} of the bare loop"
+            found.append(report.goal(text, ratio, None if ratio is None else ratio >= LEAST_RATIO))
+    failed = [e["part"] for e in entries if e["outcome"] == "failed" and e["part"] != "ranks"]
+    return [*found, report.goal("each part that was begun ends in order", failed, not failed)]
+
+
+def show(results: Mapping[str, Any]) -> str:
+    """Return the tables."""
+    about = results["device"]
+    title = "pretended, on the CPU" if about is None else f"{about['name']}, {about['memory'] / 2**30:.0f} GiB"
+    rows = [[e["part"], e["seconds"], e["outcome"], e["why"][:60].replace("\n", " ")] for e in results["parts"]]
+    out = [title, report.table(["part", "seconds", "outcome", "why"], rows)]
+    sizes = [(e["part"], s) for e in results["parts"] if e["part"].startswith("trainer") and e["result"]
+             for s in e["result"]["sizes"]]  # fmt: skip
+    rows = [
+        [name, f"{s['trainer_tokens_per_second']:,.0f}", s["ratio"], f"{s['mfu']:.1%}",
+         None if s["peak_bytes"] is None else s["peak_bytes"] / s["parameters"],
+         s["announce_seconds"], s["apply_seconds"]]
+        for name, s in sizes
+    ]  # fmt: skip
+    columns = ["", "tokens/s", "of bare loop", "MFU", "peak bytes a parameter", "announce s", "apply 4 s"]
+    return "\n\n".join([*out, report.table(columns, rows)] if rows else out)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Play the parts, save after each, print. Return 1 when a goal is missed, 2 without a device."""
+    parser = report.command_line(__doc__ or "", "gpu")
+    parser.add_argument("--pretend", action="store_true", help="play all parts on the CPU, with small models")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for all of it (default {MINUTES:g})")
+    parser.add_argument("--part", choices=("swarm", "ranks"), help=argparse.SUPPRESS)
+    parser.add_argument("--device", default="cuda:0", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    try:
+        if options.part:
+            report.save(options.json, {"swarm": swarm, "ranks": ranks}[options.part](options.device))
+            return 0
+        device = None if options.pretend else described()
+    except CairnError as e:
+        print(f"benchmarks.gpu: {e}", file=sys.stderr)
+        return 2
+    end = time.monotonic() + 60 * options.minutes
+    results: dict[str, Any] = report.header("gpu", arguments) | {"device": device, "parts": [], "goals": []}
+    every = parts(options.pretend)
+    for part in every[:2] if options.quick else every:
+        left = end - time.monotonic()
+        if left < SHORTEST:
+            entry = {
+                "part": part.name,
+                "seconds": 0.0,
+                "outcome": "left out",
+                "why": "no time was left",
+                "result": None,
+            }
+        else:
+            entry = played(part, min(left, part.seconds))
+        print(f"{part.name}: {entry['outcome']} after {entry['seconds']} s", file=sys.stderr, flush=True)
+        results["parts"].append(entry)
+        results["goals"] = goals(results["parts"], options.pretend)
+        if options.json:
+            report.save(options.json, results)
+    return report.ended(results, options, show(results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""The benchmark of attacks on rounds: what a few attackers do misses a goal, what half of the stake does misses none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks import round_attacks
+
+
+def results(attackers: int, peers: int, **changes: Any) -> dict[str, Any]:
+    usual = {
+        "attack": "never vote", "peers": peers, "attackers": attackers, "seed": 1, "seconds_a_round": 4.0,
+        "reverted": 0, "share": attackers / peers, "ends": False, "listed": 1.0, "honest_work": 1.0,
+    }  # fmt: skip
+    calm = usual | {"peers": 5, "attackers": 1, "share": 0.2}
+    without = {str(n): {"seconds_a_round": 4.0, "windows": 9.0} for n in (5, peers)}
+    return {"usual": without, "runs": [calm, usual | changes]}
+
+
+CHANGES = [{"reverted": 2}, {"ends": True}, {"seconds_a_round": 6.1}, {"share": 0.5}]
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+def test_each_goal_can_be_missed_and_only_by_less_than_a_third(changes: dict[str, Any]):
+    assert all(g["met"] for g in round_attacks.goals(results(2, 7)))
+    assert [g["met"] for g in round_attacks.goals(results(2, 7, **changes))].count(False) == 1
+    assert all(g["met"] for g in round_attacks.goals(results(3, 6, **changes)))
+
+
+def test_a_row_has_the_worst_of_the_seeds():
+    found = results(3, 6)
+    found["runs"].append(found["runs"][-1] | {"seconds_a_round": 8.0, "reverted": 7, "honest_work": 0.5})
+    assert round_attacks.rows(found, 3 + 3, 3) == [["3 of 6: never vote", 7, "2.00", "50%", "0.75", "0.50", "100%"]]
