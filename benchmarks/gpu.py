@@ -7,8 +7,8 @@ machine of the same Python and system, carry the folder, and install from it:
     python3.11 -m venv .venv && .venv/bin/pip install --no-index --find-links wheels --editable '.[test]'
     .venv/bin/python -m benchmarks.gpu --json gpu.json
 
-Each part is a process of its own with a limit, so one that fails or hangs costs no other. What time leaves no room for
-is named as left out. `--pretend` plays all parts on the CPU with small models: it shows that they run.
+Each part is a process of its own with a limit, so one that fails or hangs costs no other. Parts for which no time
+remains are named as left out. `--pretend` plays all parts on the CPU with small models: it shows that they run.
 
 Parts. `tests`: pytest -m gpu, bit-equality of codecs, sums and states between CPU and CUDA. `trainer`: the trainer
 beside a bare loop, eager and compiled; tokens/s, MFU, peak memory, announce and apply. `ranks`: two ranks on the one
@@ -83,7 +83,7 @@ def parts(pretend: bool) -> list[Part]:
 
 
 def played(part: Part, seconds: float) -> dict[str, Any]:
-    """Run a part for at most so long, and return its entry."""
+    """Run a part for at most `seconds`, and return its entry."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="cairn-gpu-") as name:
         file = Path(name) / "part.json"

@@ -23,8 +23,8 @@ LEAD_IN_WORDS = 6
 """A sentence of at most this length that ends with a colon introduces a list and is read as a heading."""
 
 SUFFIXES = (".md", ".proto", ".py")
-SKIPPED = re.compile(r"\.|build$|demo-run$|.*\.egg-info$|.*_pb2")
-"""Names of folders and files without prose of ours: hidden, built and generated ones."""
+SKIPPED = re.compile(r"\.|build$|templates$|demo-run$|.*\.egg-info$|.*_pb2")
+"""Names of folders and files without prose of ours: hidden, built and generated ones, and templates of pages."""
 
 RELATIVE = re.compile(
     r"(?:(?:about|after|at|before|by|for|from|in|of|on|over|since|than|through|to|until|with)\s+)?"

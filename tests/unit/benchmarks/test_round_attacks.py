@@ -1,4 +1,4 @@
-"""The benchmark of attacks on rounds: what a few attackers do misses a goal, what half of the stake does misses none."""
+"""The benchmark of attacks on rounds: its goals are about few attackers, not about half of the stake."""
 
 from __future__ import annotations
 
