@@ -2,7 +2,8 @@
 
 hivemind's `P2P` is used as it is, except for the following, which it has no option for (version 1.1.12):
 
-- `_make_process_args`: the daemon outlives a parent that is killed. Here a watchdog starts it.
+- `_make_process_args`: the daemon outlives a parent that is killed. Here a watchdog starts it. And the daemon offers to
+  relay strangers' traffic whatever `use_relay` says: `-relay=0` leaves its default. A configuration file ends that.
 - `_log_p2pd_message`, `_read_outputs`: a failed start hides its cause, and a line that exceeds the reader's limit ends
   the reader, after which the daemon blocks on a full pipe.
 - `control._pending_calls`: an answer that arrives in the instant in which its call times out ends hivemind's reader,
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import logging
 import os
 import shutil
@@ -106,7 +108,11 @@ class Daemon(P2P):
     def _make_process_args(self, *args, **kwargs) -> list[str]:  # pyright: ignore[reportIncompatibleMethodOverride]
         watchdog = Path(__file__).with_name("watchdog.py")
         command = P2P._make_process_args(*args, **kwargs)
-        return [sys.executable, "-I", "-S", str(watchdog), str(os.getpid()), self.folder, *command]
+        configuration = Path(self.folder, "p2pd.json")
+        configuration.write_text(json.dumps({"Relay": {"Enabled": False}}))
+        return [
+            sys.executable, "-I", "-S", str(watchdog), str(os.getpid()), self.folder, *command, f"-f={configuration}"
+        ]  # fmt: skip
 
     def _log_p2pd_message(self, line: str) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         self.lines.append(line[:500])
