@@ -41,6 +41,7 @@ JSON keys:
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -508,11 +509,11 @@ def goals(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the goals with what was measured; None where the runs have no audits of it."""
     out = []
     elsewhere = [found["agreement"][f"in {kind}"] for kind in MACHINES if f"in {kind}" in found["agreement"]]
-    least = [min((scores[score]["least"] for scores in elsewhere), default=None) for score in ("signs", "scale")]
+    signs, scale = (min((s[score]["least"] for s in elsewhere), default=math.nan) for score in ("signs", "scale"))
     out.append(report.goal(
         f"each honest replay on another machine passes: signs at least {SIGNS}, scale at least {SCALE}",
-        None if None in least else f"{least[0]}, {least[1]}",
-        None if None in least else bool(least[0] >= SIGNS and least[1] >= SCALE),
+        f"{signs}, {scale}" if elsewhere else None,
+        bool(signs >= SIGNS and scale >= SCALE) if elsewhere else None,
     ))  # fmt: skip
     shares = [way[str(SIGNS)]["least"] for way in found["least_share"].values() if str(SIGNS) in way]
     share = min(shares, default=None)
