@@ -112,11 +112,12 @@ def test_a_failure_of_the_installer_is_a_failure(environment: Path, tmp_path: Pa
 
 def test_nothing_is_installed_under_a_peer_that_runs(environment: Path, tmp_path: Path):
     script = environment / "bin" / "cairn"
-    script.write_text(f"#!{environment}/bin/python\nimport time\ntime.sleep(3600)\n")
+    runs = tmp_path / "runs"  # until it does, the script may not be read, and `upgrade` writes another one
+    script.write_text(f"#!{environment}/bin/python\nimport time\nopen('{runs}', 'w')\ntime.sleep(3600)\n")
     script.chmod(0o755)
     peer = subprocess.Popen([str(script), "peer", "join", "cairn1:an-invite"])
     try:
-        wait_until(lambda: b"join" in Path(f"/proc/{peer.pid}/cmdline").read_bytes(), "the peer's process")
+        wait_until(runs.exists, "the peer's process")
         code, said = upgrade(environment, tmp_path)
     finally:
         peer.kill()

@@ -228,7 +228,6 @@ def test_a_search_in_which_all_diverge_says_so():
 
 def test_seconds_are_compute_bytes_and_round_trips():
     assert links.seconds(10, 0.5, 12_500_000, 3, 100) == pytest.approx(5 + 1 + 0.6)
-    assert links.seconds(10, 0.5, 0, 3, 100, waiting=2) == pytest.approx(5 + 0.6 + 6)
 
 
 def test_a_crossing_lies_between_two_points():
@@ -250,19 +249,16 @@ def test_the_goals_are_judged_by_the_rows():
     full = 2.0 * parameters * profile.steps
     found = [
         _measured("data-parallel AdamW, bf16", "synchronous", 3.0, full),
-        _measured("hivemind Optimizer, fp16", "synchronous", 3.0, full),
-        _measured("DiLoCo, H 30, fp32", "diloco", 3.2, full / 15, h=30),
-        _measured("DiLoCo, H 30, better", "diloco", 3.1, full / 15, h=30, momentum=0.5),
         _measured("cheap", "cairn", 3.02, full / 1000),
         _measured("dear", "cairn", 3.0, full / 100),
         _measured("data-parallel Muon", "synchronous", 2.8, full, optimizer="muon"),
         _measured("cheap Muon", "cairn", 2.95, full / 1000, inner="muon"),
     ]
-    goals = judged(found, profile, parameters, {"hivemind Optimizer, fp16": 100.0})
-    assert [g.met for g in goals] == [True, False, True, True]
-    assert "cheap Muon" in goals[0].found and "+5.36%" in goals[1].found and "-4.84%" in goals[2].found
-    worse = [*found[:4], _measured("cheap", "cairn", 3.04, full / 1000, inner="muon")]
-    assert [g.met for g in judged(worse, profile, parameters, {})] == [False, None, True, None]
+    by_muon, by_adamw = judged(found, profile, parameters)
+    assert not by_muon["met"] and "+5.36%" in by_muon["value"] and "cheap Muon" in by_muon["value"]
+    assert by_adamw["met"] and "cheap Muon" in by_adamw["value"]
+    worse = [found[0], _measured("cheap", "cairn", 3.04, full / 1000, inner="muon")]
+    assert [g["met"] for g in judged(worse, profile, parameters)] == [None, False]
     assert [row[0] for row in tables.main_rows(found, profile, parameters)] == [m.row.label for m in found]
 
 

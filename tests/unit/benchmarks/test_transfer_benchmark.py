@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.transfer.__main__ import tables
+from benchmarks.transfer.__main__ import goals, show
 from benchmarks.transfer.cases import CASES, MB, QUICK, Case, judged
 
 
@@ -37,7 +37,14 @@ def test_a_row_is_of_the_last_fetcher_and_counts_what_donors_sent():
     row = judged(case, [found(2.0, 10 * MB), found(3.0, 12 * MB)], {"d0": 5 * MB, "d1": 10 * MB}, None)
     assert (row["seconds"], row["copies"], row["came"]) == (3.0, 1.5, 1.2)
     assert row["ratio"] == pytest.approx(3.0 / case.floor)
-    assert "2 -> 2, 100 Mbit/s, 100 ms" in tables([row])
+    assert "2 -> 2, 100 Mbit/s, 100 ms" in show({"rows": [row]})
+
+
+def test_goals_are_of_the_cases_that_were_played():
+    author = {"name": "author", "copies": 1.3, "seconds": 7.0, "floor": 6.0, "plain": 48.0}
+    join = {"name": "join", "copies": 1.0, "seconds": 7.0, "floor": 6.0, "plain": 6.5}
+    assert [g["met"] for g in goals([author, join])] == [False, True, True, False]
+    assert goals([{**author, "name": "far", "plain": None}]) == []
 
 
 @pytest.mark.parametrize("case", [*CASES, *QUICK], ids=lambda c: c.name)

@@ -75,7 +75,7 @@ def test_reports_that_are_late_foreign_repeated_or_by_others_are_refused(branch)
     assert "two accusations" in refusal(branch, branch.record(*(report(record, key) for key in OTHERS), decisions=()))
     record, accusers, jurors = accused(branch)
     cases = {
-        "carries what": report(record, accusers[0], passed=True),
+        "an earlier record carries": report(record, accusers[0], passed=True),
         "was not drawn": report(record, PeerKey(sha256(b"a stranger"))),
         "its author is the update's": report(record, LIAR, passed=True),
         "no update whose credit is pending": report(chain.certificate(chain.main_chain_at(2)), OTHERS[0]),
