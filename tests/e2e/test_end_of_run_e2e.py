@@ -20,7 +20,7 @@ from tests.e2e.world import LIMIT, World
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200)]
 
 PEERS = ["ada", "alan"]
-TOTAL = 100_000
+TOTAL = 70_000
 
 
 async def test_at_the_end_of_a_run_all_finish_and_its_model_can_be_loaded_and_used():
@@ -69,7 +69,7 @@ async def test_at_the_end_of_a_run_all_finish_and_its_model_can_be_loaded_and_us
         assert text.returncode == 0 and text.stdout.startswith("once upon") and len(text.stdout) > 15, text
 
         world.start_peer("late")
-        await world.until("a newcomer is told, and leaves", lambda: not world.processes["late"].running, seconds=120)
+        await world.until("a newcomer is told, and leaves", lambda: not world.processes["late"].running)
         said = world.processes["late"].output.read_text()
         assert world.processes["late"].code == 0 and "Traceback" not in said, said
         model = f"http://127.0.0.1:{world.page}/#model"
