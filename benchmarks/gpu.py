@@ -98,6 +98,9 @@ def played(part: Part, seconds: float) -> dict[str, Any]:
             os.killpg(process.pid, signal.SIGKILL)
             output, _ = process.communicate()
             why = f"not done within {seconds:.0f} s: {output[-2000:]}"
+        except BaseException:  # Ctrl-C does not reach a session of its own
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
         result = json.loads(file.read_text()) if file.exists() else None if part.file else counted(output)
     entry = {"part": part.name, "seconds": round(time.monotonic() - began, 1), "outcome": "failed" if why else "done"}
     return entry | {"why": why, "result": result}

@@ -91,8 +91,10 @@ def measured(r: Mapping[str, Any]) -> str:
     machine, seeds = r["machine"], r["seeds"]
     if r["commit"]:
         origin = f"at commit `{r['commit'][:12]}`" + (" with changes" if r["changed"] else "")
-    else:
+    elif r.get("recorded_in"):
         origin = f"before commit `{r['recorded_in'][:12]}` (which one was not noted)"
+    else:
+        origin = "outside of a checkout"
     place = f"{machine['cores']} cores ({machine['processor']}) at load {machine['load']:g}, Python {machine['python']}"
     drawn = f"; seed{'s' * (len(seeds) != 1)} {', '.join(map(str, seeds))}" if seeds else ""
     return f"Measured on {r['date']} {origin}, on {place}, torch {machine['torch']}{drawn}."

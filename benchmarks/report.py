@@ -55,7 +55,7 @@ def _git(*arguments: str) -> str:
         found = subprocess.run(
             ["git", "-C", str(Path(__file__).parent), *arguments], capture_output=True, text=True, timeout=60
         )
-    except OSError:
+    except (OSError, subprocess.TimeoutExpired):
         return ""
     return found.stdout.strip() if found.returncode == 0 else ""
 

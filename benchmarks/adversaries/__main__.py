@@ -9,9 +9,9 @@ newcomers, and each of their updates is checked.
 
 JSON keys:
   command, commit, date, machine, seeds: see benchmarks.report; setting
-  honest: a list, each with profile, parameters, seed, updates, comparisons; verdicts: comparisons by verdict (`passed`,
-    `passed second`: in the other precision; `no report`; `failed`); pairs: the same by precisions and steps, with
-    agreement of signs and ratio of norms
+  honest: a list, each with commit, profile, parameters, seed, updates, comparisons; verdicts: comparisons by verdict
+    (`passed`, `passed second`: in the other precision; `no report`; `failed`); pairs: the same by precisions and steps,
+    with agreement of signs and ratio of norms
   runs: a list, each with attack (null: all honest), hostile, defences, established, seed; loss (validation, nats a
     token), loss_ratio (to the honest run of 16, same seed), ended (why it broke, or null), rounds (to the run's end),
     rounds_audited, named_after (rounds from the first fake to the conviction of each hostile peer), honest_convicted,
@@ -26,6 +26,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from statistics import mean
@@ -214,12 +215,19 @@ def show_attacks(results: Mapping[str, Any]) -> str:
 
 def show_honest(results: Mapping[str, Any]) -> str:
     """Return the table of honest replays on other machines."""
-    rows = [[f"{h['profile']}, {p['precisions']}, {p['steps']} steps", p["n"], f"{p['signs_mean']:.4f}",
-             f"{p['signs_least']:.4f}", f"{p['scale_least']:.3f}",
-             *(p[verdict] for verdict in ("passed", "passed second", "no report", "failed"))]
-            for h in results["honest"] for p in h["pairs"]]  # fmt: skip
+    rows = [
+        [f"`{(h['commit'] or 'unknown')[:8]}`, {p['precisions']}, {p['steps']} steps", p["n"],
+         *(f"{p[share]:.4f}" for share in ("signs_mean", "signs_least")), f"{p['scale_least']:.3f}",
+         *(p[verdict] for verdict in ("passed", "passed second", "no report", "failed"))]
+        for h in results["honest"] for p in h["pairs"]
+    ]  # fmt: skip
     columns = ["honest replays", "n", "signs", "least", "scale, least", "passed", "passed second", "no report"]
     return report.table([*columns, "failed"], rows)
+
+
+def origins(results: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Return the commits of the runs of a swarm, each with the number of its runs, the most first."""
+    return Counter((r["commit"] or "unknown")[:8] for r in results["runs"]).most_common()
 
 
 def show_without(results: Mapping[str, Any]) -> str:
@@ -295,7 +303,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     done = {h["profile"] for h in results["honest"]}
     for profile, updates in HONEST:
         if profile.name not in done:
-            results["honest"].append(honest.measured(profile, options.seeds[0], 4 if options.quick else updates))
+            found = honest.measured(profile, options.seeds[0], 4 if options.quick else updates)
+            results["honest"].append(found | {"commit": results["commit"]})
             keep()
     missing = list(_missing(options.seeds, options.quick, results["runs"]))
     with ProcessPoolExecutor(options.processes, initializer=torch.set_num_threads, initargs=(1,)) as pool:

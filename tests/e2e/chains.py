@@ -58,14 +58,11 @@ READINGS = 20
 
 def read_branch(spec: RunSpec, store: Path) -> Branch:
     """Read the chain, and verify every certificate like a stranger's. Raises ProtocolError for one that is none."""
-    for reading in range(READINGS):
-        try:
+    for _ in range(READINGS):
+        with suppress(UnknownParent, FileNotFoundError):  # a node also removes records that lost
             return _read(spec, store)
-        except (UnknownParent, FileNotFoundError):  # a node also removes records that lost
-            if reading + 1 == READINGS:
-                raise
-            time.sleep(0.1)
-    raise AssertionError("not reached")
+        time.sleep(0.1)
+    return _read(spec, store)
 
 
 def _read(spec: RunSpec, store: Path) -> Branch:
