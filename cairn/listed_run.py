@@ -137,7 +137,7 @@ def _printable(text: str) -> str:
 
 def memory(spec: RunSpec) -> int:
     """Return about how many bytes of memory training takes on one GPU."""
-    return training_memory(spec.model.layout.numel, spec.model.config, spec.inner.batch * spec.data.window)
+    return training_memory(spec.model.layout, spec.model.config, spec.inner, spec.data.window)
 
 
 def lines(run: ListedRun) -> list[str]:

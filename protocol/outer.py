@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 import struct
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
@@ -53,6 +54,7 @@ def apply(
     outer: OuterSpec,
     batch_blocks: int | None = None,
     slices: Sequence[TensorSlice] | None = None,
+    device: torch.device | None = None,
 ) -> None:
     """state[r] to state[r+1] in place, from the accepted updates in any order.
 
@@ -63,7 +65,8 @@ def apply(
     and nothing is divided. The reference norms become the round's limits (`clip_limit`). With no contributions nothing
     changes, not even the momentum.
 
-    `state` holds fp32 tensors, all on one device; `batch_blocks` bounds the scratch memory and changes no bit. With
+    `state` holds fp32 tensors, all on one device; `device` does the work (None: the same), and changes no bit, as
+    `batch_blocks`, which bounds the scratch memory. With
     `slices` (of the codec's layout) the state's tensors, momentum too, are these slices only, and the reference norms
     are whole. They get the same bits as in the whole, so several processes can hold a state together. Raises
     CodecError for blobs of another run, and MalformedError for such a state, before anything is changed. A blob that
@@ -72,13 +75,14 @@ def apply(
     for c in contributions:
         codec.check_header(c.blob)
     target = OuterOptimizer(state, codec.layout, outer, slices)
+    device = device or target.device
     reference = reference_norms(state, codec.layout) if outer.clip == "median" else None
     ordered = canonical_order(contributions)
     if not ordered:
         return
-    clipping = None if reference is None else Clipping.of(ordered, codec, outer, reference.device, reference)
+    clipping = None if reference is None else Clipping.of(ordered, codec, outer, device, reference)
     if target.values:
-        mean = RobustMean(ordered, codec, outer, target.device, slices, clipping, batch_blocks=batch_blocks)
+        mean = RobustMean(ordered, codec, outer, device, slices, clipping, batch_blocks=batch_blocks)
         for batch in mean.batches:
             target.step(batch, mean.batch_mean(batch))
     if reference is not None and clipping is not None:
@@ -115,18 +119,28 @@ class OuterOptimizer:
         return next((value.device for _, value in self.values.values()), torch.device("cpu"))
 
     def step(self, batch: Batch, mean: Tensor) -> None:
-        """One optimizer step on a batch of the layout; `mean`, fp32 [batch.numel], is used up."""
+        """One optimizer step on a batch of the layout; `mean`, fp32 [batch.numel], is used up. Its device works."""
         lr, mu = round_to_fp32(self.outer.lr), round_to_fp32(self.outer.momentum)
         for segment in batch.segments:
             start, value = self.values[segment.index]
             here, change = batch.source_slice(segment, start), mean[batch.batch_slice(segment)]
             if self.momenta:
-                momentum = self.momenta[segment.index][1][here]
-                momentum.mul_(mu).add_(change)
-                change.add_(momentum.mul(mu))
+                with _on(mean.device, self.momenta[segment.index][1][here]) as momentum:
+                    momentum.mul_(mu).add_(change)
+                    change.add_(momentum.mul(mu))
             if lr != 1.0:
                 change.mul_(lr)
-            value[here].sub_(change)
+            with _on(mean.device, value[here]) as changed:
+                changed.sub_(change)
+
+
+@contextmanager
+def _on(device: torch.device, values: Tensor) -> Iterator[Tensor]:
+    """Yield values on a device, to change; a copy is written back at the end."""
+    there = values.to(device)
+    yield there
+    if there is not values:
+        values.copy_(there)
 
 
 def mean_weights(windows: Sequence[int], cap: float) -> list[float]:

@@ -202,14 +202,15 @@ def apply_reduced(
     outer: OuterSpec,
     batch_blocks: int | None = None,
     slices: Sequence[TensorSlice] | None = None,
+    device: torch.device | None = None,
 ) -> None:
     """state[r] to state[r+1] in place, from all of a round's reduced shards in order: `apply`, with them as the mean.
 
     The reference norms stay as they are: nobody has read the norms of whole updates.
-    `state`, `batch_blocks` and `slices` as for `apply`, and as exact. Raises CodecError for shards of another run
-    before anything is changed; one that never passed `check` can raise it half way: the state is then lost.
+    `state`, `batch_blocks`, `slices` and `device` as for `apply`, and as exact. Raises CodecError for shards of another
+    run before anything is changed; one that never passed `check` can raise it half way: the state is then lost.
     """
     reduction.check_shard_headers(shards)
     target = OuterOptimizer(state, reduction.codec.layout, outer, slices)
-    for batch, mean in reduction.batches(shards, target.device, slices, batch_blocks):
+    for batch, mean in reduction.batches(shards, device or target.device, slices, batch_blocks):
         target.step(batch, mean)

@@ -19,6 +19,7 @@ from benchmarks.convergence.fleet import Fleet
 from benchmarks.convergence.method import Method
 from benchmarks.convergence.replica import Replica, split
 from benchmarks.convergence.setting import Setting
+from peer.training.offload import Offload
 from peer.training.outer_state import OuterState
 from protocol.codec import make_codec
 from protocol.layout import is_outer_tensor
@@ -60,7 +61,7 @@ class Peer:
         self.number = number
         self.replica = None if swarm.fleet else Replica(swarm.setting, swarm.lr, optimizer=swarm.inner)
         local = self.replica.tensors if self.replica else swarm.fleet.tensors(number) if swarm.fleet else {}
-        self.side = OuterState(local, swarm.codec, swarm.codec_spec.beta, swarm.outer)
+        self.side = OuterState(local, swarm.codec, swarm.codec_spec.beta, swarm.outer, Offload(torch.device("cpu")))
         self.side.load(swarm.base)
         self.counter = 0
         self.waiting = 0

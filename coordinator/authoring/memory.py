@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-STATE_BYTES = 28
-"""Bytes a parameter: weights, gradients, optimizer, base, anchor, error feedback."""
+from protocol.layout import Layout
+from protocol.spec import InnerSpec
+from protocol.training_memory import model_bytes
 
 
-def training_memory(parameters: int, config: Mapping[str, Any], step: int) -> int:
-    """Estimate the bytes on one GPU: state, activations of one inner step in bf16, and fp32 logits with their gradient.
+def training_memory(layout: Layout, config: Mapping[str, Any], inner: InnerSpec, window: int) -> int:
+    """Estimate the bytes on one GPU: what a step holds, weights in bf16, and activations. `window`: its tokens.
 
-    `step`: tokens of an inner step. Activations are 34 values a token, layer and hidden unit (Korthikanti et al. 2022,
-    without attention scores). A config whose sizes have other names counts without them.
+    Activations of an inner step are 34 values a token, layer and hidden unit (Korthikanti et al. 2022, without
+    attention scores) in bf16, and fp32 logits with their gradient. A config whose sizes have other names counts without
+    them.
     """
     hidden = _size(config, "hidden_size", "n_embd")
     layers = _size(config, "num_hidden_layers", "n_layer")
-    return STATE_BYTES * parameters + step * (34 * hidden * layers + 10 * _size(config, "vocab_size"))
+    activations = inner.batch * window * (34 * hidden * layers + 10 * _size(config, "vocab_size"))
+    return model_bytes(layout, config, inner) + 2 * layout.numel + activations
 
 
 def _size(config: Mapping[str, Any], *names: str) -> int:

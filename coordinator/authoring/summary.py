@@ -13,12 +13,13 @@ from coordinator.authoring import tokens
 from coordinator.authoring.data_check import check_tokenizer, check_windows, passes_warning
 from coordinator.authoring.documents import DocumentFile, read_documents
 from coordinator.authoring.errors import DataInputError
-from coordinator.authoring.memory import STATE_BYTES, training_memory
+from coordinator.authoring.memory import training_memory
 from coordinator.authoring.prepare import Prepared, check_held_out, find_documents
 from coordinator.authoring.resolve import check_weights, model_of, prepare_data
 from coordinator.authoring.runfile import RunFile, load_run
 from protocol.codec import make_codec
 from protocol.spec import windows_in
+from protocol.training_memory import model_bytes, round_bytes
 
 SAMPLED = 4096
 """Maximum number of segments (of at most 256 Ki characters) that are read from each file."""
@@ -44,7 +45,7 @@ def validate(path: Path) -> list[str]:
     update = make_codec(run_file.codec, layout).size
     round_, inner = run_file.round, run_file.inner
     step = inner.batch * run_file.data.window
-    memory, state = training_memory(layout.numel, config, step), STATE_BYTES * layout.numel
+    memory, state = training_memory(layout, config, inner, run_file.data.window), model_bytes(layout, config, inner)
     lines = [
         f"{path} is a valid run file: {run_file.run.name}",
         f"model: {config['model_type']}, {layout.numel:,} parameters in {len(layout.tensors)} tensors; "
@@ -57,7 +58,8 @@ def validate(path: Path) -> list[str]:
         f"update: {_bytes(update)} ({8 * update / layout.numel:.3f} bits a parameter, {run_file.codec.kind}); each "
         f"round a peer sends its own and fetches every other contributor's: with 16 peers {_bytes(15 * update)} down",
         f"memory: about {_bytes(memory)} on each GPU "
-        f"({_bytes(state)} of it state: weights, gradients, optimizer, base, anchor, error feedback)",
+        f"({_bytes(state)} of it weights, gradients and moments), and of the machine's memory "
+        f"{_bytes(round_bytes(layout, run_file.outer))} for the state between rounds",
     ]
     if run_file.audit.replayable:
         lines.append("audits: updates are replayable; there is no error feedback, and a missed round costs its work")

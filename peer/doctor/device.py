@@ -27,7 +27,7 @@ def device_finding(trial: Trial) -> DoctorFinding:
 
 
 def memory_finding(trial: Trial, base: int) -> DoctorFinding | None:
-    """Judge the memory of each device; None without one. `base`: bytes of a state, which the trial does not hold.
+    """Judge the memory of each device; None without one. `base`: bytes of a state, which the trial does not hold yet.
 
     Before any step the need is the state's alone. Then it is the most that a step had in use.
     """
@@ -39,6 +39,8 @@ def memory_finding(trial: Trial, base: int) -> DoctorFinding | None:
     has = f"{decimal(device.free)} of {of}'s {decimal(device.whole)} are free"
     if device.limit:
         has += f", and --gpu-memory lets training take {decimal(device.limit)}"
+    if device.offloaded:
+        has += f"; {decimal(device.offloaded)} more lie in the machine's memory"
     found = f"training needs {decimal(needed)} and room for a window ({device.layout}); {has}"
     if needed > device.whole:
         return DoctorFinding("memory", "no", found, _larger(device))
@@ -52,7 +54,7 @@ def memory_finding(trial: Trial, base: int) -> DoctorFinding | None:
         if needed > USABLE * device.usable:
             return DoctorFinding("memory", "warning", found, f"it may not suffice: {_larger(device)}")
         return DoctorFinding("memory", "ok", found)
-    used = used * ranks + base // (device.ranks // ranks)
+    used = used * ranks + (0 if device.offloaded else base // (device.ranks // ranks))
     found = f"training uses {decimal(used)} ({device.layout}), as measured; {has}"
     if used > device.usable:
         return DoctorFinding("memory", "no", found, _larger(device))

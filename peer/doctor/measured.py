@@ -12,8 +12,9 @@ class Device:
     """The devices of a trainer: `ranks` of one `kind` ("cuda" or "cpu"), laid out as `layout` says.
 
     Bytes of one of them: `needed` for the state of the training, without activations; `free` now; `whole`; `limit`, the
-    most that training may take of a GPU (0: all). The ranks of a CPU share its memory. `unused` are GPUs that
-    nvidia-smi lists and this torch does not see.
+    most that training may take of a GPU (0: all). `offloaded`: bytes of the state between rounds, of
+    all ranks, that lie in the machine's memory. The ranks of a CPU share its memory. `unused` are GPUs that nvidia-smi
+    lists and this torch does not see.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Device:
     driver: str = ""
     unused: tuple[str, ...] = ()
     limit: int = 0
+    offloaded: int = 0
 
     @property
     def usable(self) -> int:

@@ -78,8 +78,8 @@ def pinned_for(device: torch.device) -> Callable[[Tensor], Tensor] | None:
 def out_of_memory(device: torch.device, doing: str) -> TrainingError:
     """Return the error for memory that ran out outside of a step."""
     return TrainingError(
-        f"the memory of {device_name(device)} does not suffice to {doing}: a peer of this run needs about 28 bytes a "
-        "parameter and room for one window; stop other programs on it, allow more with --gpu-memory if that is set, "
+        f"the memory of {device_name(device)} does not suffice to {doing}: `cairn peer doctor INVITE` says what a peer "
+        "of this run needs; stop other programs on it, allow more with --gpu-memory if that is set, "
         "choose another device, or a GPU with more memory"
     )
 

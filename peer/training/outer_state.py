@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from peer.mapped import mapped_files
+from peer.training.offload import Offload
 from peer.training.parallel.group import SoleRank
 from peer.training.parallel.sharded_file import ShardedFile
 from protocol.codec import Batch, Codec
@@ -54,21 +55,26 @@ class OuterOperations(ABC):
         spec: OuterSpec,
         anchor: dict[str, Tensor],
         group: SoleRank,
+        offload: Offload,
         slices: Sequence[TensorSlice] | None = None,
         *,
         replayable: bool = False,
     ):
-        """Start without a base. `anchor`: the model's tensors as far as they are owned: `slices`, None for all."""
+        """Start without a base. `anchor`: the model's tensors as far as they are owned: `slices`, None for all.
+
+        Base, anchor and feedback lie where `offload` says; the arithmetic is done on its device.
+        """
         self.codec = codec
         self.beta = beta
         self.spec = spec
         self.group = group
         self.slices = slices
         self.replayable = replayable
+        self.offload = offload
         self.base: dict[str, Tensor] | None = None
         """The replicated state with its outer momentum; None before the first `load`, and after one that failed."""
         self.anchor = anchor
-        self.feedback = {n: torch.zeros_like(t) for n, t in anchor.items()}
+        self.feedback = {n: offload.zeros(t.shape) for n, t in anchor.items()}
 
     # -- what depends on the number of ranks -------------------------------------------------------------------
 
@@ -107,23 +113,30 @@ class OuterOperations(ABC):
         In a replayable run the anchor stays: another announcement encodes the same progress again.
         """
         for name, values in self.owned_of(lambda name: None):
-            if self.replayable:
-                self.feedback[name].copy_(self.anchor[name]).sub_(values)
-                continue
-            self.feedback[name].mul_(self.beta).add_(self.anchor[name]).sub_(values)
-            self.anchor[name].copy_(values)
+            for fed, anchor, local in self.offload.pieces(self.feedback[name], self.anchor[name], values):
+                with self.offload.changed_on_device(fed) as sum_:
+                    if self.replayable:
+                        sum_.copy_(anchor).sub_(local)
+                        continue
+                    sum_.mul_(self.beta).add_(self.offload.on_device(anchor)).sub_(local)
+                anchor.copy_(local)
 
     def advance(self, contributions: Sequence[Contribution]) -> None:
         """Move the base to the next state by a round's accepted updates; `rebase` is then due.
 
         Raise CodecError, after which there is no base; anchor and feedback are as before.
         """
-        self._advance(lambda base: apply(base, contributions, self.codec, self.spec, slices=self.slices))
+        device = self.offload.device
+        self._advance(lambda base: apply(base, contributions, self.codec, self.spec, slices=self.slices, device=device))
 
     def advance_reduced(self, parts: Sequence[Path]) -> None:
         """Do the same by the files of a round's reduced shards, all and in order. Raise CodecError or OSError."""
-        reduction = Reduction.of(self.codec)
-        self._advance(lambda base: apply_reduced(base, mapped_files(parts), reduction, self.spec, slices=self.slices))
+        reduction, device = Reduction.of(self.codec), self.offload.device
+        self._advance(
+            lambda base: apply_reduced(
+                base, mapped_files(parts), reduction, self.spec, slices=self.slices, device=device
+            )
+        )
 
     def _advance(self, how: Callable[[dict[str, Tensor]], None]) -> None:
         base, self.base = self.base, None
@@ -141,8 +154,9 @@ class OuterOperations(ABC):
             raise ValueError("rebase before a state was loaded")
 
         def moved(name: str, values: Tensor) -> None:
-            values.sub_(self.anchor[name]).add_(base[name])
-            self.anchor[name].copy_(base[name])
+            for local, anchor, new in self.offload.pieces(values, self.anchor[name], base[name]):
+                local.sub_(self.offload.on_device(anchor)).add_(self.offload.on_device(new))
+                anchor.copy_(new)
 
         self._change(moved)
 
@@ -161,10 +175,13 @@ class OuterOperations(ABC):
             self._add(blob, self.feedback, None)
 
         def begun(name: str, values: Tensor) -> None:
-            values.copy_(base[name])
-            if blob is not None:
-                values.sub_(self.feedback[name])
-            self.anchor[name].copy_(values)
+            for local, anchor, new, own in self.offload.pieces(
+                values, self.anchor[name], base[name], self.feedback[name]
+            ):
+                local.copy_(new)
+                if blob is not None:
+                    local.sub_(self.offload.on_device(own))
+                anchor.copy_(local)
 
         self._change(begun)
 
@@ -193,9 +210,9 @@ class OuterOperations(ABC):
 
     @torch.no_grad()
     def progress(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the progress since the anchor, local - anchor, by name, in fresh tensors. Collective."""
+        """Yield the progress since the anchor, local - anchor, by name, in fresh tensors at home. Collective."""
         for name, values in self.owned_of(lambda name: None):
-            yield name, values - self.anchor[name]
+            yield name, self.offload.copy(values).sub_(self.anchor[name].view(values.shape))
 
     @torch.no_grad()
     def resume(self, feedback: Mapping[str, Tensor], progress: Mapping[str, Tensor]) -> None:
@@ -225,12 +242,19 @@ class OuterState(OuterOperations):
     """The outer state of one process, in whole tensors."""
 
     def __init__(
-        self, local: Mapping[str, Tensor], codec: Codec, beta: float, spec: OuterSpec, *, replayable: bool = False
+        self,
+        local: Mapping[str, Tensor],
+        codec: Codec,
+        beta: float,
+        spec: OuterSpec,
+        offload: Offload,
+        *,
+        replayable: bool = False,
     ):
         """Start without a base. `local`: the model's tensors (fp32, contiguous, one device), changed in place."""
         self.local = {t.name: local[t.name] for t in codec.layout.tensors}
-        anchor = {n: t.clone() for n, t in self.local.items()}
-        super().__init__(codec, beta, spec, anchor, SoleRank(), replayable=replayable)
+        anchor = {n: offload.copy(t) for n, t in self.local.items()}
+        super().__init__(codec, beta, spec, anchor, SoleRank(), offload, replayable=replayable)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Replace the base, and move the progress since the anchor onto it. The tensors of `state` become its own."""
@@ -240,7 +264,7 @@ class OuterState(OuterOperations):
     def announce(self) -> bytes:
         """Return an update's blob of all progress that was not sent. Raise CodecError when it is not finite."""
         self._gather_progress()
-        return bytes(self.codec.encode(self.feedback))
+        return bytes(self.codec.encode(self.feedback, self.offload.device))
 
     def owned_of(
         self, tensor_of: Callable[[str], Tensor | None], names: Container[str] | None = None

@@ -15,6 +15,7 @@ from peer.training.device import device_name
 from peer.training.inner_optimizer import InnerOptimizer
 from peer.training.layers import USUAL, LayerOptions, Report
 from peer.training.memory import memory_of
+from peer.training.offload import Offload
 from peer.training.outer_state import OuterState
 from peer.training.saved_state import SavedState
 from peer.training.state_writer import StateWriter
@@ -56,10 +57,11 @@ class SingleProcessBackend(StateWriter):
         model = build_model(spec.model.config, device=device)
         self.inner = InnerOptimizer(spec.inner, model, device, yield_hook, layers, report)
         codec = make_codec(spec.codec, spec.model.layout)
-        self.outer = OuterState(
-            parameters_of(model), codec, spec.codec.beta, spec.outer, replayable=spec.audit.replayable
-        )
         self._state_layout = state_layout(spec.model.layout, spec.outer)
+        offload = Offload.choose(device, spec, report)
+        self.outer = OuterState(
+            parameters_of(model), codec, spec.codec.beta, spec.outer, offload, replayable=spec.audit.replayable
+        )
         super().__init__(spec.model.layout, self.inner, self.outer, background_hook)
 
     @property
@@ -84,7 +86,7 @@ class SingleProcessBackend(StateWriter):
         self.outer.drop_base()
         with open(checkpoint, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             state = tensors_from_checkpoint(self._state_layout, data)
-        self.outer.base = {name: tensor.to(self.device) for name, tensor in state.items()}
+        self.outer.base = {name: self.outer.offload.place(tensor) for name, tensor in state.items()}
 
     def store_state(self, threads: int, checkpoint: Path | None) -> Digest:
         """Return the base's digest, computed by `threads` CPU threads. Write its checkpoint where a path is given.

@@ -94,10 +94,10 @@ class StateWriter:
         self._reserved = copy_size(self._file, device)
         tensors = self._tensors(self._file)
         if device.type == "cuda":
-            self._copies = [self._to_pinned(t) for t in tensors]
+            self._copies = [self._to_pinned(t) if t.tensor.device.type == "cuda" else _in_memory(t) for t in tensors]
             torch.cuda.current_stream(device).synchronize()
         else:
-            self._copies = [(t.tensor if t.fresh else t.tensor.detach().clone()).reshape(-1) for t in tensors]
+            self._copies = [_in_memory(t) for t in tensors]
 
     def _to_pinned(self, saved: TensorToSave) -> Tensor:
         """Copy to pinned memory, which the GPU writes by itself. It is slow to allocate, so it is reused."""
@@ -113,8 +113,9 @@ class StateWriter:
 
     def _release_copies(self) -> list[Tensor]:
         copies, self._copies = self._copies, []
-        if not self.pinned:
-            self._reserved = 0
+        self._reserved = self._group.world * sum(
+            _allocation(4 * t.numel(), self._inner.device) for t in self.pinned.values()
+        )
         return copies
 
     def start_write(self, path: Path) -> None:
@@ -200,6 +201,10 @@ class StateWriter:
                 found = self._outer.owned_of(lambda n, g=group: moments[f"{g}/{n}"], here)
             for name, tensor in found:
                 yield TensorToSave(f"{group}/{name}", tensor, fresh=group == PROGRESS)
+
+
+def _in_memory(saved: TensorToSave) -> Tensor:
+    return (saved.tensor if saved.fresh else saved.tensor.detach().clone()).reshape(-1)
 
 
 def _consumed(tensors: list[Tensor]) -> Iterator[Tensor]:

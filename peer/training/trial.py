@@ -18,12 +18,14 @@ from peer.channel import Start
 from peer.doctor.measured import Device, Sample
 from peer.training.device import choose_device, device_name
 from peer.training.memory import available, memory_of
+from peer.training.offload import can_offload
 from peer.training.parallel import parallel_dims
 from peer.training.parallel.parallel_dims import ParallelDims
+from peer.training.parallel.plans import limits
 from peer.training.trainer import Trainer
 from protocol.ids import PeerKey
 from protocol.spec import RunSpec
-from protocol.state import state_layout
+from protocol.training_memory import round_bytes
 
 SMI_SECONDS = 10.0
 STEPS = 3
@@ -35,7 +37,7 @@ def look(spec: RunSpec, name: str, kind: str, dims: ParallelDims, gpu_memory: in
     device = choose_device(name if dims.world == 1 else kind, 1)
     layout = spec.model.layout
     largest = max(tensor.numel for tensor in layout.tensors) if dims.world > 1 else 0
-    outer = 4 * (state_layout(layout, spec.outer).numel - layout.numel) // dims.world
+    offloads = can_offload(device.type, spec)
     driver, gpus = _smi()
     if device.type == "cuda":
         # All of them: training is as fast as the slowest, and fits if it fits on the fullest.
@@ -49,7 +51,8 @@ def look(spec: RunSpec, name: str, kind: str, dims: ParallelDims, gpu_memory: in
         kind=device.type,
         layout=str(dims),
         ranks=dims.world,
-        needed=parallel_dims.memory(dims, layout.numel, largest) + outer,
+        needed=parallel_dims.memory(dims, limits(spec, offloads=offloads), largest),
+        offloaded=round_bytes(layout, spec.outer) if offloads else 0,
         free=free,
         whole=whole,
         limit=gpu_memory if device.type == "cuda" else 0,

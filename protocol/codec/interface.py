@@ -113,21 +113,21 @@ class Codec(ABC):
 
     # -- encoding -------------------------------------------------------------------------------------------
 
-    def encode(self, feedback: Mapping[str, Tensor]) -> bytearray:
+    def encode(self, feedback: Mapping[str, Tensor], device: torch.device | None = None) -> bytearray:
         """Compress the error feedback e into a blob, in place e <- e - decode(blob), bit for bit.
 
-        The tensors of `feedback` are all on one device. A sparse codec may keep any of several equally large
-        coordinates; it subtracts the ones that it keeps. Raises CodecError when e has a value that is not finite or
-        absurdly large (e is then spoilt).
+        The tensors of `feedback` are all on one device; `device` does the work (None: theirs). A sparse codec may keep
+        any of several equally large coordinates; it subtracts the ones that it keeps. Raises CodecError when e has a
+        value that is not finite or absurdly large (e is then spoilt).
         """
         tensors = [flat_view(feedback, t) for t in self.layout.tensors]
         blob = bytearray(self.size)
         blob[:HEADER] = self.header
-        for batch in self.batches(device=tensors[0].device):
-            self.encode_batch(batch, [tensors[p.index][batch.source_slice(p)] for p in batch.segments], blob)
+        for batch in self.batches(device=device or tensors[0].device):
+            self.encode_batch(batch, [tensors[p.index][batch.source_slice(p)] for p in batch.segments], blob, device)
         return blob
 
-    def encode_blocks(self, index: int, first: int, values: Tensor) -> bytearray:
+    def encode_blocks(self, index: int, first: int, values: Tensor, device: torch.device | None = None) -> bytearray:
         """Encode a tensor's blocks from `first` on. `values` is their slice of its flattened error feedback.
 
         `values` (fp32, contiguous, 1-d) covers whole blocks, or extends to the tensor's end; it is reduced in place by
@@ -139,17 +139,21 @@ class Codec(ABC):
             raise CodecError(f"{self._where(index)}: coordinates {start} to {stop} of {numel} are not whole blocks")
         encoded = bytearray(self._blocks_size(values.numel()))
         span = BlockRange(index, start, stop, 0)
-        for batch in split_into_batches([span], _batch_limit(values.device), self.encoded_size(BLOCK)):
+        for batch in split_into_batches([span], _batch_limit(device or values.device), self.encoded_size(BLOCK)):
             here = [batch.source_slice(p) for p in batch.segments]
-            self.encode_batch(batch, [values[h.start - start : h.stop - start] for h in here], encoded)
+            self.encode_batch(batch, [values[h.start - start : h.stop - start] for h in here], encoded, device)
         return encoded
 
-    def encode_batch(self, batch: Batch, tensors: Sequence[Tensor], into: bytearray) -> None:
+    def encode_batch(
+        self, batch: Batch, tensors: Sequence[Tensor], into: bytearray, device: torch.device | None = None
+    ) -> None:
         """Encode a batch's coordinates, in place, and put the encoded blocks where they belong in `into`, a blob.
 
-        `tensors`: fp32, each of the batch's segments; or one tensor of all of them. Raises CodecError.
+        `tensors`: fp32, each of the batch's segments; or one tensor of all of them. `device` does the work (None:
+        theirs). Raises CodecError.
         """
-        x = tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+        here = [t.to(device or t.device) for t in tensors]
+        x = here[0] if len(here) == 1 else torch.cat(here)
         try:
             encoded = self._encode(x.view(batch.count, batch.width))
         except BlockError as e:
@@ -157,6 +161,8 @@ class Codec(ABC):
         if len(tensors) > 1:
             for segment, tensor in zip(batch.segments, tensors, strict=True):
                 tensor.copy_(x[batch.batch_slice(segment)])
+        elif x is not tensors[0]:
+            tensors[0].copy_(x)
         size = encoded.shape[1]
         data = encoded.contiguous().view(-1).cpu().numpy().data
         for p in batch.segments:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from peer.durable import write_durably
+from peer.training.offload import Offload
 from peer.training.outer_state import OuterState
 from peer.training.parallel.group import RankGroup
 from peer.training.parallel.model import build_rank_model, make_mesh
@@ -166,7 +167,7 @@ def one_process(name: str, folder: Path) -> tuple[list[str], bytes]:
     state = genesis(folder / f"genesis-{name}", name)
     _, outer = begin(name)
     of = layout()
-    side = OuterState({t.name: torch.zeros(t.shape) for t in of.tensors}, _codec, BETA, outer)  # type: ignore[arg-type]
+    side = OuterState({t.name: torch.zeros(t.shape) for t in of.tensors}, _codec, BETA, outer, Offload(CPU))  # type: ignore[arg-type]
     side.load(state)
 
     def learn(seed: int) -> None:
@@ -193,7 +194,9 @@ def rank(me: int, world: int, folder: Path) -> None:
         built = build_rank_model(CONFIG, degrees, make_mesh(degrees, CPU), CPU)
         codec, outer = begin(name)
         assert _codec is not None
-        share = ShardedOuterState(built, group, _codec, BETA, outer, TINY_LLAMA["num_hidden_layers"])
+        # Offloaded or not: the one process beside is not.
+        offload = Offload(CPU, enabled=True)
+        share = ShardedOuterState(built, group, _codec, BETA, outer, TINY_LLAMA["num_hidden_layers"], offload)
         share.load(folder / f"genesis-{name}")
         share.rebase()
 
@@ -259,7 +262,7 @@ def large_rank(me: int, world: int, folder: Path) -> None:
         peak()
         before = peak()
         built = build_rank_model(config, degrees, make_mesh(degrees, CPU), CPU)
-        share = ShardedOuterState(built, group, codec, 0.9, OuterSpec(), LARGE["num_hidden_layers"])
+        share = ShardedOuterState(built, group, codec, 0.9, OuterSpec(), LARGE["num_hidden_layers"], Offload(CPU))
         share.load(folder / "genesis")
         share.rebase()
         for parameter in built.parameters:

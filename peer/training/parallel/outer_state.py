@@ -15,6 +15,7 @@ from torch import Tensor
 
 from peer.durable import publish
 from peer.training.background import write_file
+from peer.training.offload import Offload
 from peer.training.outer_state import OuterOperations
 from peer.training.parallel.group import RankGroup
 from peer.training.parallel.model import RankModel
@@ -37,8 +38,8 @@ class ShardedOuterState(OuterOperations):
     group: RankGroup
 
     def __init__(
-        self, built: RankModel, group: RankGroup, codec: Codec, beta: float, spec: OuterSpec, layers: int, *,
-        replayable: bool = False,
+        self, built: RankModel, group: RankGroup, codec: Codec, beta: float, spec: OuterSpec, layers: int,
+        offload: Offload, *, replayable: bool = False,
     ):  # fmt: skip
         """Start without a base. `layers`: the number of the whole model's layers."""
         self.built = built
@@ -49,8 +50,8 @@ class ShardedOuterState(OuterOperations):
         self._of_stage = [i for i, s in enumerate(stages) if s == group.stage]
         self._mine = {self._name(p.index): p for p in parts}
         # The model is all zeros yet, and so is the anchor.
-        anchor = {n: torch.zeros(p.numel, dtype=torch.float32, device=built.device) for n, p in self._mine.items()}
-        super().__init__(codec, beta, spec, anchor, group, parts, replayable=replayable)
+        anchor = {n: offload.zeros((p.numel,)) for n, p in self._mine.items()}
+        super().__init__(codec, beta, spec, anchor, group, offload, parts, replayable=replayable)
         self.state_file = self.file_of(state_layout(self.layout, spec))
 
     def file_of(self, layout: Layout) -> ShardedFile:
@@ -74,7 +75,7 @@ class ShardedOuterState(OuterOperations):
             for name, part in self._mine.items():
                 first = part.start // BLOCK
                 for n, values in enumerate(self.feedback[name].split(PIECE * BLOCK)):
-                    encoded += self.codec.encode_blocks(part.index, first + n * PIECE, values)
+                    encoded += self.codec.encode_blocks(part.index, first + n * PIECE, values, self.offload.device)
         places = {rank: [self.codec.encoded_range(p) for p in parts] for rank, parts in self.owned.parts.items()}
         sizes = [sum(size for _, size in places[rank]) for rank in range(self.group.world)]
         every = self.group.gather(encoded, sizes)
@@ -92,10 +93,11 @@ class ShardedOuterState(OuterOperations):
         """Read the base from a checked checkpoint; `rebase` is then due. Raise OSError."""
         self.base = None
         with self.group.together():
-            found = self.state_file.read(path, self.group.rank, self.built.device)
+            found = self.state_file.read(path, self.group.rank, self.offload.home)
             if self.spec.clip == "median":  # every rank clips by it, and computes the same next one
-                found[REFERENCE_NORMS] = self.state_file.read_tensor(path, REFERENCE_NORMS, self.built.device)
-        self.base = found
+                found[REFERENCE_NORMS] = self.state_file.read_tensor(path, REFERENCE_NORMS, self.offload.home)
+            base = {name: self.offload.place(tensor) for name, tensor in found.items()}
+        self.base = base
 
     def store(self, path: Path | None) -> Digest | None:
         """Return the state's digest on rank 0; write its checkpoint, durably, to `path`. Raise OSError."""

@@ -19,12 +19,6 @@ AXES = ("pp", "dp", "fsdp", "tp")
 MAX_RANKS = 64
 """Maximum number of ranks, all on one machine."""
 
-INNER_BYTES = 16
-"""Bytes of a parameter in the model: itself, gradient and two moments, fp32."""
-
-OUTER_BYTES = 12
-"""Bytes of its base, anchor and feedback, which are always split over all ranks."""
-
 USABLE = 0.8
 """Usable share of a GPU's memory: the rest is for activations of one window, buffers and fragments."""
 
@@ -38,12 +32,15 @@ Interconnect = Literal["nvlink", "pcie"]
 class ModelLimits:
     """The degrees that a model and a run allow. `tp`: a multiple of every possible degree; `pp`: maximum stages.
 
+    `model_bytes`: weights, gradients and moments. `round_bytes`: what the devices hold of the state between rounds.
     `batch`: windows of an inner step, split over dp * fsdp. `no_tp`, `no_pp`: the reason when it is not possible at
     all.
     """
 
     kind: str
     parameters: int
+    model_bytes: int
+    round_bytes: int
     batch: int
     tp: int = 1
     pp: int = 1
@@ -140,14 +137,14 @@ def check(degrees: ParallelDims, world: int, limits: ModelLimits) -> ParallelDim
     return degrees
 
 
-def memory(degrees: ParallelDims, parameters: int, largest: int = 0) -> int:
-    """Return the bytes on each rank without activations: its shares of the model and of the state between peers.
+def memory(degrees: ParallelDims, limits: ModelLimits, largest: int = 0) -> int:
+    """Return the bytes on each rank without activations: its shares of the model and of the state between rounds.
 
     `largest`: the elements of the largest tensor, which each rank gathers for a moment.
     """
     split = degrees.fsdp * degrees.tp * degrees.pp
-    gathered = parameters // (degrees.tp * degrees.pp) * 2 if degrees.zero == 2 and degrees.fsdp > 1 else 0
-    return INNER_BYTES * parameters // split + OUTER_BYTES * parameters // degrees.world + gathered + 8 * largest
+    gathered = limits.parameters // (degrees.tp * degrees.pp) * 2 if degrees.zero == 2 and degrees.fsdp > 1 else 0
+    return limits.model_bytes // split + limits.round_bytes // degrees.world + gathered + 8 * largest
 
 
 def choose(
@@ -165,7 +162,7 @@ def choose(
     room = int(memory_bytes * USABLE)
 
     def needs(d: ParallelDims) -> int:
-        return memory(d, limits.parameters, largest)
+        return memory(d, limits, largest)
 
     fitting = [d for d in works if needs(d) <= room]
     if not fitting:

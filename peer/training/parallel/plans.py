@@ -8,12 +8,11 @@ computes the same, which also serves tied embeddings. Models without a plan have
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from math import gcd
-from typing import Any
 
 from peer.training.parallel.parallel_dims import ModelLimits
-from protocol.layout import Layout
+from protocol.spec import RunSpec
+from protocol.training_memory import model_bytes, round_bytes
 
 LLAMA_LIKE = frozenset({"llama", "mistral", "qwen2"})
 
@@ -26,17 +25,19 @@ ROWS = ("o_proj", "down_proj")
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
-def limits(config: Mapping[str, Any], layout: Layout, *, batch: int) -> ModelLimits:
-    """Return what a model allows. `config` is the spec's, with all defaults written out."""
-    kind = str(config.get("model_type"))
+def limits(spec: RunSpec, *, offloads: bool) -> ModelLimits:
+    """Return what a run's model allows. `offloads`: the devices hold nothing of the state between rounds."""
+    config, layout, batch = spec.model.config, spec.model.layout, spec.inner.batch
+    kind = str(config.get("model_type"))  # the config has all defaults written out
+    sizes = (layout.numel, model_bytes(layout, config, spec.inner), 0 if offloads else round_bytes(layout, spec.outer))
     if kind not in LLAMA_LIKE:
         none = f"has no plan for model_type {kind} (there is one for {', '.join(sorted(LLAMA_LIKE))})"
-        return ModelLimits(kind, layout.numel, batch, no_tp=none, no_pp=none)
+        return ModelLimits(kind, *sizes, batch, no_tp=none, no_pp=none)
     heads = int(config["num_attention_heads"])
     split = gcd(heads, int(config.get("num_key_value_heads") or heads), int(config["intermediate_size"]))
     tied = "would put tied embeddings on its first and on its last stage" if config.get("tie_word_embeddings") else ""
     layers = 1 if tied else int(config["num_hidden_layers"])
-    return ModelLimits(kind, layout.numel, batch, tp=split, pp=layers, no_pp=tied)
+    return ModelLimits(kind, *sizes, batch, tp=split, pp=layers, no_pp=tied)
 
 
 def first_layers(layers: int, stages: int) -> list[int]:

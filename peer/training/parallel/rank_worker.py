@@ -15,6 +15,7 @@ from torch import Tensor
 
 from peer.training.inner_optimizer import MOMENTS, StepResult
 from peer.training.layers import USUAL, LayerOptions, Report
+from peer.training.offload import Offload
 from peer.training.parallel.group import RankGroup
 from peer.training.parallel.model import build_rank_model, make_mesh
 from peer.training.parallel.outer_state import ShardedOuterState
@@ -85,8 +86,9 @@ class RankWorker(StateWriter):
         self.inner = RankOptimizer(spec.inner, self.built, piece, layers, report)
         depth = int(spec.model.config.get("num_hidden_layers") or 1)
         self.outer = ShardedOuterState(
-            self.built, group, codec, spec.codec.beta, spec.outer, depth, replayable=spec.audit.replayable
-        )
+            self.built, group, codec, spec.codec.beta, spec.outer, depth,
+            Offload.choose(device, spec, report), replayable=spec.audit.replayable,
+        )  # fmt: skip
         super().__init__(spec.model.layout, self.inner, self.outer, background_hook)
         self._step: StepResult | None = None
 

@@ -8,6 +8,7 @@ import subprocess
 import torch
 
 from peer.errors import TrainingError
+from peer.training.offload import can_offload
 from peer.training.parallel.parallel_dims import Interconnect, ParallelDims, check, choose
 from peer.training.parallel.plans import limits
 from protocol.spec import RunSpec
@@ -21,9 +22,9 @@ def resolve(parallel: str, device: str, spec: RunSpec, gpu_memory: int = 0) -> t
     `parallel` is "auto" or dims, `device` and `gpu_memory` as in `device.choose_device`. Raise TrainingError: no such
     layout, too few GPUs, too little memory.
     """
-    allowed = limits(spec.model.config, spec.model.layout, batch=spec.inner.batch)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     kind = "cuda" if device.startswith("cuda") or (device == "auto" and gpus) else "cpu"
+    allowed = limits(spec, offloads=can_offload(kind, spec))
     if parallel == "auto":
         if kind == "cpu" or ":" in device or gpus <= 1:
             return ParallelDims(), kind, "one process"

@@ -20,14 +20,12 @@ from peer.training.parallel.parallel_dims import (
     rejection,
 )
 from peer.training.parallel.plans import first_layers, limits, stage_of
-from protocol.layout import Layout
-from tests.support.specs import TINY_LLAMA, TINY_LLAMA_TENSORS
+from tests.support.specs import TINY_LLAMA, TINY_LLAMA_TENSORS, tiny_spec
 
 GIB = 2**30
 counts = st.integers(1, 16)
 some_limits = st.builds(
-    ModelLimits,
-    st.just("llama"),
+    lambda parameters, **fields: ModelLimits("llama", parameters, 16 * parameters, 12 * parameters, **fields),
     parameters=st.integers(10**6, 10**11),
     batch=st.integers(1, 64),
     tp=st.sampled_from([1, 2, 4, 8, 12]),
@@ -73,11 +71,11 @@ def test_what_is_chosen_works_and_fits_or_nothing_does(world, gib, link, limits)
         best, why = choose(world, gib * GIB, link, limits)
     except TrainingError as e:
         assert "\n" not in str(e)
-        fits = [d for d in layouts(world, limits) if memory(d, limits.parameters) <= gib * GIB * USABLE]
+        fits = [d for d in layouts(world, limits) if memory(d, limits) <= gib * GIB * USABLE]
         assert not fits
         return
     assert not rejection(best, world, limits) and "\n" not in why
-    assert memory(best, limits.parameters) <= gib * GIB * USABLE
+    assert memory(best, limits) <= gib * GIB * USABLE
 
 
 @given(st.builds(ParallelDims, *[st.integers(1, 4)] * 4))
@@ -90,7 +88,8 @@ def test_ranks_stand_at_distinct_places_and_shares_are_evenly_many(degrees):
 
 def chosen(world: int, gib: int, link, billions: float, **more) -> str:
     fields = {"batch": 64, "tp": 8, "pp": 32} | more
-    return str(choose(world, gib * GIB, link, ModelLimits("llama", int(billions * 10**9), **fields))[0])
+    n = int(billions * 10**9)
+    return str(choose(world, gib * GIB, link, ModelLimits("llama", n, 16 * n, 12 * n, **fields))[0])
 
 
 def test_the_choice_is_as_little_splitting_as_fits():
@@ -110,8 +109,7 @@ def test_too_little_memory_for_any_layout_is_one_line_with_the_numbers():
 
 
 def tiny(**config) -> ModelLimits:
-    layout = Layout.of({n: tuple(s) for n, s in TINY_LLAMA_TENSORS})
-    return limits(TINY_LLAMA | config, layout, batch=4)
+    return limits(tiny_spec(model={"config": TINY_LLAMA | config, "tensors": TINY_LLAMA_TENSORS}), offloads=False)
 
 
 def test_a_model_says_what_it_allows():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from peer.training.offload import Offload
 from peer.training.outer_state import OuterState
 from protocol.codec import make_codec
 from protocol.errors import CodecError
@@ -31,11 +32,29 @@ def noise(seed: int, scale: float = 0.01) -> dict[str, Tensor]:
     return {t.name: torch.randn(t.shape, generator=made) * scale for t in LAYOUT.tensors}
 
 
-def side(spec: CodecSpec, *, beta: float = 1.0, outer: OuterSpec | None = None, start: int = 99) -> OuterState:
+@pytest.fixture(params=[False, True], ids=["beside", "offloaded"], autouse=True)
+def offloaded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep what is used once a round beside the model, or elsewhere, from where it visits in several pieces."""
+    monkeypatch.setattr("tests.unit.peer.test_trainer_outer.OFFLOAD", Offload(torch.device("cpu"), request.param))
+    monkeypatch.setattr("peer.training.offload.PIECE", 4096)
+
+
+OFFLOAD = Offload(torch.device("cpu"))
+
+
+def side(
+    spec: CodecSpec,
+    *,
+    beta: float = 1.0,
+    outer: OuterSpec | None = None,
+    start: int = 99,
+    offload: Offload | None = None,
+    replayable: bool = False,
+) -> OuterState:
     """Return a peer's outer state with the base made from `start`."""
     outer = outer or OuterSpec()
     local = {t.name: torch.zeros(t.shape) for t in LAYOUT.tensors}
-    made = OuterState(local, make_codec(spec, LAYOUT), beta, outer)
+    made = OuterState(local, make_codec(spec, LAYOUT), beta, outer, offload or OFFLOAD, replayable=replayable)
     state = noise(start, 1.0)
     for t in state_layout(LAYOUT, outer).tensors:
         state.setdefault(t.name, torch.zeros(t.shape))
@@ -203,3 +222,39 @@ def test_what_is_not_finite_is_never_announced():
     next(iter(peer.local.values())).view(-1)[5] = float("nan")
     with pytest.raises(CodecError):
         peer.announce()
+
+
+@pytest.mark.parametrize("spec", CODECS, ids=lambda s: f"{s.kind}-{s.k}")
+def test_where_tensors_lie_changes_no_bit(spec):
+    outer = OuterSpec(optimizer="nesterov", lr=0.7)
+    beside, away = (
+        side(spec, beta=0.5, outer=outer, offload=Offload(torch.device("cpu"), enabled)) for enabled in (False, True)
+    )
+    for r in range(3):
+        blobs = []
+        for peer in (beside, away):
+            learn(peer, noise(r))
+            blobs.append(peer.announce())
+            learn(peer, noise(100 + r))
+            peer.add_back(blobs[0])
+            peer.subtract(blobs[0], 0.5)
+            apply(peer, [Contribution(KEYS[0], 1, blobs[0]), Contribution(KEYS[1], 3, blobs[-1])])
+        assert blobs[0] == blobs[1] and digest(beside) == digest(away)
+        for name, tensor in beside.local.items():
+            assert torch.equal(tensor, away.local[name]) and torch.equal(beside.feedback[name], away.feedback[name])
+            assert torch.equal(dict(beside.progress())[name], dict(away.progress())[name])
+
+
+def test_where_tensors_lie_changes_no_bit_of_a_replayable_update():
+    spec = CodecSpec(kind="sign", beta=0)
+    beside, away = (
+        side(spec, beta=0, offload=Offload(torch.device("cpu"), enabled), replayable=True) for enabled in (False, True)
+    )
+    for peer in (beside, away):
+        learn(peer, noise(1))
+    blob = beside.announce()
+    assert away.announce() == blob
+    for own in (blob, None):
+        for peer in (beside, away):
+            peer.begin_again(own)
+        assert all(torch.equal(t, away.local[n]) and torch.equal(t, away.anchor[n]) for n, t in beside.local.items())
