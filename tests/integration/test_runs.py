@@ -58,7 +58,7 @@ async def test_a_run_is_the_same_by_invite_and_by_the_address_of_its_page(tmp_pa
     assert done.returncode == 1 and "does not answer" in done.stderr and "Traceback" not in done.stderr
     (told,) = json.loads(done.stdout)
     assert told["name"] == SPEC.name and told["run"] == str(SPEC.run_id) and told["admission"] == "open"
-    assert told["memory_bytes"] > 28 * told["parameters"] > 0
+    assert told["memory_bytes"] > 14 * told["parameters"] > 0
 
 
 def free_port() -> int:
