@@ -7,11 +7,15 @@ import torch
 
 from peer.training import offload
 from peer.training.offload import Offload, can_offload
+from peer.training.outer_state import OuterState
 from peer.training.parallel.parallel_dims import ParallelDims, memory
 from peer.training.parallel.plans import limits
 from peer.training.single_process import SingleProcessBackend
+from protocol.codec import make_codec
+from protocol.ids import PeerKey
+from protocol.outer import Contribution
 from protocol.spec import RunSpec
-from protocol.state import state_layout
+from protocol.state import state_digest, state_layout
 from protocol.training_memory import model_bytes, round_bytes
 from tests.support.specs import tiny_spec
 
@@ -62,3 +66,27 @@ def test_beside_a_gpu_the_state_between_rounds_lies_in_the_machine_s_memory_if_t
         more = 0 if room else round_bytes(spec.model.layout, spec.outer)
         assert on_gpu == model_bytes(spec.model.layout, spec.model.config, spec.inner) + more
     assert len(said) == 1 and "stays on the GPU" in said[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_beside_a_gpu_offloaded_tensors_are_pinned_and_give_the_bits_of_a_cpu(monkeypatch):
+    monkeypatch.setattr("peer.training.offload.PIECE", 4096)
+    spec = spec_of("muon", "nesterov")
+    layout, codec = spec.model.layout, make_codec(spec.codec, spec.model.layout)
+    blobs, digests = [], []
+    for device, enabled in ((CPU, False), (torch.device("cuda:0"), True)):
+        made = torch.Generator().manual_seed(1)
+        place = Offload(device, enabled)
+        local = {t.name: torch.zeros(t.shape, device=device) for t in layout.tensors}
+        side = OuterState(local, codec, 0.5, spec.outer, place)
+        side.load({t.name: place.zeros(t.shape) for t in state_layout(layout, spec.outer).tensors})
+        assert all(t.device.type == "cpu" and t.is_pinned() == enabled for t in side.anchor.values())
+        for tensor in local.values():
+            tensor.sub_(torch.randn(tensor.shape, generator=made).to(device))
+        blobs.append(side.announce())
+        side.advance([Contribution(PeerKey(bytes(32)), 1, blobs[-1])])
+        side.rebase()
+        assert side.base is not None
+        digests.append(state_digest(state_layout(layout, spec.outer), side.base))
+    assert blobs[0] == blobs[1] and digests[0] == digests[1]
