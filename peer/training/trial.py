@@ -21,6 +21,7 @@ from peer.training.memory import available, memory_of
 from peer.training.parallel import parallel_dims
 from peer.training.parallel.parallel_dims import ParallelDims
 from peer.training.trainer import Trainer
+from protocol.adapter import held_bytes
 from protocol.ids import PeerKey
 from protocol.spec import RunSpec
 from protocol.state import state_layout
@@ -49,7 +50,7 @@ def look(spec: RunSpec, name: str, kind: str, dims: ParallelDims, gpu_memory: in
         kind=device.type,
         layout=str(dims),
         ranks=dims.world,
-        needed=parallel_dims.memory(dims, layout.numel, largest) + outer,
+        needed=parallel_dims.memory(dims, layout.numel, largest) + outer + held_bytes(spec.model.adapter, device.type),
         free=free,
         whole=whole,
         limit=gpu_memory if device.type == "cuda" else 0,
@@ -79,7 +80,7 @@ def build(spec_path: Path, device: str, dims: ParallelDims, threads: int, gpu_me
         spec_path, folder / "store", me, folder, device, threads, shards={}, parallel=str(dims), compile="off",
         gpu_memory=gpu_memory,
     )  # fmt: skip
-    return Trainer(start, lambda level, kind, text: None)
+    return Trainer(start, lambda level, kind, text: None, trial=True)
 
 
 def steps(trainer: Trainer, dims: ParallelDims, seconds: float) -> Iterator[Sample]:
