@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from peer.channel import Start
+from peer.node.base_model import fetch_base_nearby
 from peer.node.network import Network
 from peer.node.options import NodeOptions
 from peer.store import Store
@@ -42,6 +43,7 @@ async def fetch_training_files(spec: RunSpec, store: Store, network: Network, *,
     Raise CairnError.
     """
     if (adapter := spec.model.adapter) is not None:
+        await fetch_base_nearby(adapter, store, network, private_data=private_data)
         await _fetch("base model", adapter.base, store, network)
     for shard in fetched_shards(spec, private_data=private_data):
         await _fetch("data shard", shard, store, network)
