@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from coordinator.authoring.resolve import BASE
 from coordinator.checkpoints.archive import CONFIG, MANIFEST, MODEL, SPEC, TOKENIZER, ArchivedState, read_manifest
 from coordinator.checkpoints.copies import file_names, file_reader
 from coordinator.checkpoints.verification import VerificationError, VerifiedCheckpoint
@@ -34,7 +35,7 @@ from protocol.invite import Invite
 from protocol.merkle import blob_digest
 from protocol.message_codec import MessageDecoder
 from protocol.messages import MAX_CERTIFICATE, RoundRecord
-from protocol.spec import KIND, MAX_SPEC, RunSpec, open_spec, parse_spec
+from protocol.spec import KIND, MAX_SPEC, AdapterSpec, RunSpec, open_spec, parse_spec
 
 SPECS = ("spec.json", "run/spec.signed", "spec.signed", "store/values/spec", "values/spec")
 """Paths of a run's spec, relative to a folder of the run."""
@@ -56,12 +57,17 @@ WANTED = (
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint file with its model's config, its run's tokenizer.json, and its origin."""
+    """A checkpoint file with its model's config, its run's tokenizer.json, and its origin.
+
+    Of a run that trains an adapter, `adapter` is that of the spec; `base` the base's file, if it is here.
+    """
 
     checkpoint: Path
     config: dict[str, Any]
     tokenizer: Path
     origin: Origin
+    adapter: AdapterSpec | None = None
+    base: Path | None = None
 
 
 def find_checkpoint(path: Path, spec_file: Path | None = None, run: RunId | None = None) -> FoundCheckpoint:
@@ -163,7 +169,7 @@ def _of_archived(archived: ArchivedState, given: _Run | None) -> FoundCheckpoint
         run = _Run(folder, read_spec(folder / SPEC))
     before = run.record(archived.round - 1, archived.record)
     origin = run.origin(archived.state, archived.round, archived.tokens, before)
-    return FoundCheckpoint(folder / MODEL, run.spec.model.config, run.tokenizer(folder / MODEL), origin)
+    return run.found(folder / MODEL, origin)
 
 
 def _run_above(path: Path) -> _Run:
@@ -181,7 +187,7 @@ def _newest_held(run: _Run, folder: Path) -> FoundCheckpoint:
     """Return the newest checkpoint in a node's store. Raises ExportError."""
     for origin in run.origins():
         if origin.state is not None and (file := run.blob(origin.state)) is not None:
-            return FoundCheckpoint(file, run.spec.model.config, run.tokenizer(file), origin)
+            return run.found(file, origin)
     every = run.spec.checkpoint.every
     raise ExportError(f"{folder}: holds no checkpoint yet: one is kept every {every} rounds: try again after the next")
 
@@ -195,7 +201,7 @@ def _of_file(path: Path, run: _Run) -> FoundCheckpoint:
         state = checkpoint_digest(path)
     unknown = Origin(run.spec.name, run.spec.run_id, state)
     origin = next((o for o in run.origins() if o.state == state), unknown)
-    return FoundCheckpoint(path, run.spec.model.config, run.tokenizer(path), origin)
+    return run.found(path, origin)
 
 
 @dataclass(frozen=True)
@@ -216,6 +222,20 @@ class _Run:
     def blob(self, digest: Digest) -> Path | None:
         path = self.store / "blobs" / digest.hex()[:2] / digest.hex()
         return path if path.is_file() else None
+
+    def found(self, checkpoint: Path, origin: Origin) -> FoundCheckpoint:
+        """Return what belongs to a checkpoint of the run. Raises ExportError."""
+        model = self.spec.model
+        return FoundCheckpoint(
+            checkpoint, model.config, self.tokenizer(checkpoint), origin, model.adapter, self._base(checkpoint)
+        )
+
+    def _base(self, checkpoint: Path) -> Path | None:
+        if (adapter := self.spec.model.adapter) is None:
+            return None
+        places = [self.folder / "run" / BASE, self.folder / BASE, checkpoint.parent]
+        files = [self.blob(adapter.base.name), *(p / f"{adapter.base.digest}.safetensors" for p in places)]
+        return next((f for f in files if f is not None and f.is_file()), None)
 
     def tokenizer(self, checkpoint: Path) -> Path:
         """Return the run's tokenizer.json, from the store, beside the spec or the checkpoint. Raises ExportError."""

@@ -137,7 +137,9 @@ def _printable(text: str) -> str:
 
 def memory(spec: RunSpec) -> int:
     """Return about how many bytes of memory training takes on one GPU."""
-    return training_memory(spec.model.layout, spec.model.config, spec.inner, spec.data.window)
+    adapter = spec.model.adapter
+    frozen = 0 if adapter is None else adapter.base.size
+    return training_memory(spec.model.layout, spec.model.config, spec.inner, spec.data.window, frozen)
 
 
 def lines(run: ListedRun) -> list[str]:

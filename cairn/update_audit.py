@@ -295,7 +295,10 @@ def take_held(node: Node, audited: AuditedUpdate, check: AuditCheck, store: Path
     last = len(path) - 1 - _has_rebase(audited, check)
     states = [c.record.body.base_state for c in path[: last + 1]]
     start = next((i for i in range(last, -1, -1) if held(states[i]).is_file()), last)
-    shards = [shard.name for shard in node.membership.spec.data.train]
+    spec = node.membership.spec
+    shards = [shard.name for shard in spec.data.train]
+    if spec.model.adapter is not None:
+        shards.append(spec.model.adapter.base.name)
     needed = [blob for c in path[start:] if c is not certificate for blob in applied_blobs(c)]
     for digest in (*shards, *states[start : start + 1], *needed, audited.update.body.blob):
         if held(digest).is_file() and not node.store.has(digest):

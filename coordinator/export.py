@@ -7,11 +7,13 @@ OUT/model.safetensors        the model's tensors, fp32; a tied one once; no mome
     tokenizer_config.json
     README.md                the model card: run, round, tokens, loss
 
-The checkpoint is read once, a chunk at a time, so it may be larger than memory. Its digest is checked.
+The checkpoint is read once, a chunk at a time, so it may be larger than memory. Its digest is checked. Of a run that
+trains an adapter, `adapter_export` writes the adapter alone, or merged into its base.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -30,6 +32,7 @@ from protocol.layout import Layout, checkpoint_header_size
 from protocol.merkle import leaf_hash, leaves_of, read_chunks, tree_hash
 
 MODEL, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 SPARE = 64 * 1024 * 1024
 """Bytes of free space that are required beside the weights."""
 
@@ -61,15 +64,44 @@ def export(
 
     Raises ExportError, in one line with the remedy; SpecError for the config.
     """
-    _check_out(out, force)
-    layout, made, whole = _model(config)
+    layout, made, whole = model_files(config)
+    held = held_layout(checkpoint, layout, origin)
+    size = 4 * layout.numel
+    with new_folder(out, size, force=force) as draft:
+        digest = _write_weights(checkpoint, held, draft / MODEL, {"format": "pt"} | origin.metadata())
+        check_state(checkpoint, digest, origin)
+        card = model_card(origin, digest, layout.numel, made, config)
+        write_texts(draft, model_texts(whole) | tokenizer_texts(tokenizer, config) | {"README.md": card})
+    return Exported(out, layout.numel, size)
+
+
+def held_layout(checkpoint: Path, layout: Layout, origin: Origin) -> Layout:
+    """Return the layout of a state, whose model must have this layout. Raises ExportError."""
     held = read_layout(checkpoint)
     if held.of_model() != layout:
         raise ExportError(
             f"{checkpoint}: a checkpoint of another model than that of run {origin.name!r}: name the run that it is "
             "of, by its folder or with --spec"
         )
-    size = 4 * layout.numel
+    return held
+
+
+def check_state(checkpoint: Path, digest: Digest, origin: Origin) -> None:
+    """Raise ExportError unless the digest of the file that was read is the one that its origin names."""
+    if origin.state is not None and digest != origin.state:
+        raise ExportError(
+            f"{checkpoint}: damaged: its digest is {digest.short}, and should be {origin.state.short}: take another "
+            "copy of it"
+        )
+
+
+@contextlib.contextmanager
+def new_folder(out: Path, size: int, *, force: bool) -> Iterator[Path]:
+    """Yield a draft to be filled with about `size` bytes, which becomes the folder `out` at the end of the block.
+
+    Raises ExportError for a folder that may not be written to (without `force`: with a model in it), and for the disk.
+    """
+    _check_out(out, force)
     draft = out.with_name(f".{out.name}.partial-{os.getpid()}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -81,30 +113,38 @@ def export(
             )
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir()
-        digest = _write_weights(checkpoint, held, draft / MODEL, {"format": "pt"} | origin.metadata())
-        if origin.state is not None and digest != origin.state:
-            raise ExportError(
-                f"{checkpoint}: damaged: its digest is {digest.short}, and should be {origin.state.short}: take "
-                "another copy of it"
-            )
-        tokens = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version")
-        text = _read_tokenizer(tokenizer)
-        for name, content in (
-            (CONFIG, whole),
-            ("generation_config.json", {k: whole[k] for k in tokens if whole.get(k) is not None}),
-            (TOKENIZER, text),
-            ("tokenizer_config.json", tokenizer_settings(text, tokenizer, config)),
-            ("README.md", model_card(origin, digest, layout.numel, made, config)),
-        ):
-            written = content if isinstance(content, str) else json.dumps(content, indent=2, sort_keys=True) + "\n"
-            durable.write(draft / name, written.encode())
+        yield draft
         durable.sync(draft)
         _put_in_place(draft, out)
     except OSError as e:
         raise ExportError(_disk_error(e, out)) from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    return Exported(out, layout.numel, size)
+
+
+def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
+    """Write small files into a draft. Raises OSError."""
+    for name, text in texts.items():
+        durable.write(folder / name, text.encode())
+
+
+def model_texts(whole: Mapping[str, Any]) -> dict[str, str]:
+    """Return the settings of a whole model as files: of a config.json's fields."""
+    tokens = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version")
+    return {
+        CONFIG: _json(whole),
+        "generation_config.json": _json({k: v for k, v in whole.items() if k in tokens and v is not None}),
+    }
+
+
+def tokenizer_texts(tokenizer: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the tokenizer as files. Raises CoordinatorError."""
+    text = _read_tokenizer(tokenizer)
+    return {TOKENIZER: text, "tokenizer_config.json": _json(tokenizer_settings(text, tokenizer, config))}
+
+
+def _json(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=2, sort_keys=True) + "\n"
 
 
 def read_layout(checkpoint: Path) -> Layout:
@@ -126,7 +166,7 @@ def read_layout(checkpoint: Path) -> Layout:
     return layout
 
 
-def _model(config: Mapping[str, Any]) -> tuple[Layout, str, dict[str, Any]]:
+def model_files(config: Mapping[str, Any]) -> tuple[Layout, str, dict[str, Any]]:
     """Return the model's layout, its class name, and the config.json that loads it."""
     from protocol.model import build_model, model_layout
 
@@ -198,7 +238,7 @@ def _check_out(out: Path, force: bool) -> None:
         raise ExportError(f"{out}: cannot be read: {e.strerror or e}") from None
     if not there:
         return
-    if not {CONFIG, MODEL} <= there or "cairn.json" in there:
+    if not ({CONFIG, MODEL} <= there or {ADAPTER_CONFIG, ADAPTER} <= there) or "cairn.json" in there:
         raise ExportError(f"{out}: is there already, and is no exported model: name another folder")
     if not force:
         raise ExportError(f"{out}: is there already: name another folder, or --force to replace the model in it")

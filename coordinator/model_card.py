@@ -10,6 +10,7 @@ from typing import Any
 
 from coordinator.errors import CoordinatorError
 from protocol.ids import Digest, RunId
+from protocol.spec import AdapterSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Origin:
 
 CARD = Template("""\
 ---
-library_name: transformers
+library_name: $library
 pipeline_tag: text-generation
 tags:
 - cairn
@@ -44,7 +45,7 @@ tags:
 
 # $name
 
-A causal language model of $parameters parameters ($model_type), trained by volunteers over the internet with Cairn.
+$what of $parameters parameters ($model_type), trained by volunteers over the internet with Cairn.
 
 | | |
 | --- | --- |
@@ -54,20 +55,49 @@ A causal language model of $parameters parameters ($model_type), trained by volu
 | tokens trained on | $tokens |
 | training loss | $loss |
 | state digest | `$state` |
-| weights | fp32, `$architecture` |
+| weights | $weights |
 
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained("FOLDER")
+$usage
     tokenizer = AutoTokenizer.from_pretrained("FOLDER")
 
 The state digest names the checkpoint that this was made from: the certificates of the run vouch for it.
 """)
 
 
+USAGE = """\
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained("FOLDER")"""
+
+ADAPTER_USAGE = """\
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base = AutoModelForCausalLM.from_pretrained("BASE")
+    model = PeftModel.from_pretrained(base, "FOLDER")"""
+
+
 def model_card(origin: Origin, state: Digest, parameters: int, architecture: str, config: Mapping[str, Any]) -> str:
     """Return the text of README.md; `state` is the digest of the checkpoint that was read."""
+    return _card(
+        origin, state, parameters, config, library="transformers", what="A causal language model",
+        weights=f"fp32, `{architecture}`", usage=USAGE,
+    )  # fmt: skip
+
+
+def adapter_card(
+    origin: Origin, state: Digest, parameters: int, adapter: AdapterSpec, config: Mapping[str, Any]
+) -> str:
+    """Return the text of README.md of an adapter alone."""
+    base = f"fp32; the base has {adapter.parameters:,} parameters ({adapter.dtype}), digest `{adapter.base.digest}`"
+    return _card(
+        origin, state, parameters, config, library="peft", what="A LoRA adapter", weights=base, usage=ADAPTER_USAGE
+    )
+
+
+def _card(origin: Origin, state: Digest, parameters: int, config: Mapping[str, Any], **words: str) -> str:
     return CARD.substitute(
+        words,
         name=origin.name,
         run=origin.run,
         parameters=f"{parameters:,}",
@@ -76,7 +106,6 @@ def model_card(origin: Origin, state: Digest, parameters: int, architecture: str
         tokens="not known" if origin.tokens is None else f"{origin.tokens:,}",
         loss="not known" if origin.loss is None else f"{origin.loss:.4f} nats a token, in the round before",
         state=state,
-        architecture=architecture,
     )
 
 

@@ -8,10 +8,15 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from protocol.errors import MalformedError
 from protocol.ids import Digest, sha256
 from protocol.merkle import CHUNK, MAX_BLOB
+
+ValueKind = Literal["F32", "BF16"]
+"""The values of a file, in safetensors' words."""
+VALUE_BYTES: Mapping[ValueKind, int] = {"F32": 4, "BF16": 2}
 
 BLOCK = 4096
 """Coordinates in a block. Blocks lie over each flattened tensor; the last of a tensor may be shorter."""
@@ -130,16 +135,19 @@ class Layout:
 
     # -- checkpoints: canonical safetensors ----------------------------------------------------------------
 
-    def checkpoint_header(self) -> bytes:
+    def checkpoint_header(self, kind: ValueKind = "F32") -> bytes:
         """Return the first bytes of a checkpoint file of this layout: a safetensors header, padded with spaces.
 
-        The tensors (fp32, little endian, in layout order, without gaps) then begin at a chunk's boundary.
+        The tensors (little endian, in layout order, without gaps) then begin at a chunk's boundary. States are fp32;
+        another `kind` of values is that of a frozen base.
         """
+        width = VALUE_BYTES[kind]
         entries: dict[str, object] = {}
         offset = 0
         for t in self.tensors:
-            entries[t.name] = {"dtype": "F32", "shape": list(t.shape), "data_offsets": [offset, offset + 4 * t.numel]}
-            offset += 4 * t.numel
+            end = offset + width * t.numel
+            entries[t.name] = {"dtype": kind, "shape": list(t.shape), "data_offsets": [offset, end]}
+            offset = end
         text = json.dumps(entries, separators=(",", ":"), ensure_ascii=True).encode()
         size = -(-(8 + len(text)) // CHUNK) * CHUNK
         return (size - 8).to_bytes(8, "little") + text.ljust(size - 8, b" ")
@@ -147,7 +155,11 @@ class Layout:
     @cached_property
     def checkpoint_size(self) -> int:
         """Bytes of a checkpoint file of this layout."""
-        return len(self.checkpoint_header()) + 4 * self.numel
+        return self.file_size("F32")
+
+    def file_size(self, kind: ValueKind) -> int:
+        """Return the bytes of a file of this layout with such values."""
+        return len(self.checkpoint_header(kind)) + VALUE_BYTES[kind] * self.numel
 
     @classmethod
     def from_checkpoint(cls, start: bytes) -> Layout:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import rfc8785
@@ -83,14 +83,15 @@ def build_model(
     except torch.OutOfMemoryError:
         raise
     except Exception as e:  # noqa: BLE001 - models of a hundred authors raise what they like, as configs do
-        raise SpecError(f"model: {made.model_type} cannot be built from this config: {_one_line(e)}") from None
+        raise SpecError(f"model: {made.model_type} cannot be built from this config: {one_line(e)}") from None
     return model.to(dtype).train()
 
 
 def model_layout(model: nn.Module) -> Layout:
-    """Return the layout of the model's parameters; a tied parameter has the first one's name only.
+    """Return the layout of the model's state: its parameters, or those that are trained of one with an adapter.
 
-    Raises SpecError for persistent buffers: they change while training, and updates would not carry them.
+    A tied parameter has the first one's name only. Raises SpecError for persistent buffers: they change while training,
+    and updates would not carry them.
     """
     for name, module in model.named_modules():
         for buffer in module._buffers:
@@ -99,12 +100,17 @@ def model_layout(model: nn.Module) -> Layout:
                     f"model: it keeps state outside its parameters (buffer {name}.{buffer}), which updates do "
                     "not carry: choose a model_type without such buffers"
                 )
-    return Layout.of({name: tuple(p.shape) for name, p in model.named_parameters()})
+    return Layout.of({name: tuple(p.shape) for name, p in _state_parameters(model)})
+
+
+def _state_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    adapted = hasattr(model, "peft_config")
+    return ((name, p) for name, p in model.named_parameters() if p.requires_grad or not adapted)
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's parameters by their layout names: the tensors themselves, detached, in layout order."""
-    named = dict(model.named_parameters())
+    """Return the parameters of the model's state by their layout names: the tensors themselves, in layout order."""
+    named = dict(_state_parameters(model))
     return {t.name: named[t.name].detach() for t in model_layout(model).tensors}
 
 
@@ -157,7 +163,7 @@ def _config_of(config: Mapping[str, Any]) -> PretrainedConfig:
     except SpecError:
         raise
     except Exception as e:  # noqa: BLE001 - configs of a hundred authors raise what they like; the cause is passed on
-        raise SpecError(f"model: {_one_line(e)}") from None
+        raise SpecError(f"model: {one_line(e)}") from None
     if not isinstance(layers, int) or not 1 <= layers <= MAX_LAYERS:
         raise SpecError(f"model: the number of layers is {layers!r}: write one from 1 to {MAX_LAYERS}")
     return made
@@ -172,5 +178,6 @@ def _like(value: Any, default: Any) -> Any:
     return value
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """Return the text of an error of any library, for a line of ours."""
     return " ".join(str(error).split())[:300] or type(error).__name__

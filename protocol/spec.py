@@ -14,11 +14,14 @@ import rfc8785
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     FailFast,
     Field,
+    SerializerFunctionWrapHandler,
     ValidationError,
     field_validator,
+    model_serializer,
     model_validator,
 )
 
@@ -27,7 +30,7 @@ from protocol.envelope import Envelope, open_envelope, seal
 from protocol.errors import MalformedError, SignatureError, SpecError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, RunId
-from protocol.layout import MAX_DIMENSIONS, MAX_TENSORS, RESERVED, Layout, TensorShape
+from protocol.layout import MAX_DIMENSIONS, MAX_TENSOR_NAME, MAX_TENSORS, RESERVED, Layout, TensorShape, ValueKind
 from protocol.merkle import MAX_BLOB, blob_digest
 from protocol.messages import MAX_CONTRIBUTORS
 from protocol.proof_of_work import MAX_WORK_BITS
@@ -58,6 +61,9 @@ def _data_address(text: str) -> str:
 Hex32 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Address = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_data_address)]
 Count = Annotated[int, Field(ge=1, le=MAX_INT)]
+ModuleName = Annotated[
+    str, Field(min_length=1, max_length=MAX_TENSOR_NAME, pattern=r"^[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*$")
+]
 Seconds = Annotated[float, Field(gt=0, le=86_400 * 7)]
 # The first error of a list ends its check: each error takes a thousand times the bytes of a wrong item.
 Shape = Annotated[list[Annotated[int, Field(ge=1, le=2**40)]], FailFast(), Field(max_length=MAX_DIMENSIONS)]
@@ -80,14 +86,72 @@ class BlobRef(Section):
         return Digest.parse(self.digest)
 
 
+ALL_LINEAR = "all-linear"
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class AdapterSettings(Section):
+    """A LoRA adapter (Hu et al. 2021) as `peft` builds it, without dropout. The end of a module's name names it."""
+
+    rank: Annotated[int, Field(ge=1, le=1024)]
+    alpha: Annotated[float, Field(gt=0, le=1e6)] = Field(description="the adapter's output counts alpha / rank times")
+    targets: Annotated[list[ModuleName], FailFast(), Field(min_length=1, max_length=1024), BeforeValidator(_listed)] = (
+        Field(
+            default=[ALL_LINEAR],
+            description='linear modules that get an adapter, such as ["q_proj", "v_proj"]; ["all-linear"]: all of them',
+        )
+    )
+    train: Annotated[list[ModuleName], FailFast(), Field(max_length=1024)] = Field(
+        default=[], description='modules of vectors alone that are trained in full, such as ["input_layernorm"]'
+    )
+    dtype: Literal["bfloat16", "float32"] = Field(
+        default="bfloat16", description="the frozen base's values, as its file has them"
+    )
+    addresses: Annotated[list[Address], FailFast(), Field(max_length=64)] = Field(
+        default=[],
+        description="addresses of folders that hold the base as DIGEST.safetensors and DIGEST.leaves; without one that "
+        "may be used, it is fetched from the swarm as a blob",
+    )
+
+    @model_validator(mode="after")
+    def _all_or_named(self):
+        if ALL_LINEAR in self.targets and len(self.targets) > 1:
+            raise ValueError(f"targets: {ALL_LINEAR} stands alone: name all modules, or none")
+        return self
+
+    @property
+    def kind(self) -> ValueKind:
+        """The values of the base's file."""
+        return "BF16" if self.dtype == "bfloat16" else "F32"
+
+
+class AdapterSpec(AdapterSettings):
+    """The adapter that a run trains, and its frozen base, which is no part of the state.
+
+    The base is a file of all the model's parameters in `dtype`, in the form of a checkpoint.
+    """
+
+    base: BlobRef
+    parameters: Count = Field(description="of the base")
+
+
 class ModelSpec(Section):
     """Any causal language model of `transformers`, by its config."""
 
     config: dict[str, Any] = Field(description="the model's transformers config, with its model_type")
     tensors: Annotated[list[tuple[str, Shape]], FailFast(), Field(min_length=1, max_length=MAX_TENSORS)] = Field(
         description="name and shape of each parameter, by ascending name: the layout of updates, so that a node "
-        "knows it without building the model"
+        "knows it without building the model; of a run with an adapter, the trained parameters alone"
     )
+    adapter: AdapterSpec | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        return {name: value for name, value in fields.items() if name != "adapter" or value is not None}
 
     @field_validator("config")
     @classmethod

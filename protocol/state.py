@@ -17,12 +17,13 @@ from torch import Tensor
 
 from protocol.errors import MalformedError
 from protocol.ids import Digest
-from protocol.layout import Layout, TensorShape, TensorSlice
+from protocol.layout import Layout, TensorShape, TensorSlice, ValueKind
 from protocol.merkle import CHUNK, leaf_hash, tree_hash
 from protocol.spec import OuterSpec
 
 STAGING_BYTES = 256 * CHUNK
 """Bytes of a tensor on an accelerator that are copied to memory at a time."""
+DTYPES: Mapping[ValueKind, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16}
 HASH_BATCH = 256
 """Chunks that wait to be hashed at a time."""
 
@@ -33,17 +34,18 @@ def state_layout(model: Layout, outer: OuterSpec) -> Layout:
     return layout.with_reference_norms() if outer.clip == "median" else layout
 
 
-def flat_view(tensors: Mapping[str, Tensor], shape: TensorShape) -> Tensor:
+def flat_view(tensors: Mapping[str, Tensor], shape: TensorShape, kind: ValueKind = "F32") -> Tensor:
     """Return the named tensor as a 1-d view of the same memory.
 
-    Raises MalformedError unless it is there, fp32, contiguous and of the layout's shape (or flattened).
+    Raises MalformedError unless it is there, fp32 (or of this `kind`), contiguous and of the layout's shape (or
+    flattened).
     """
     tensor = tensors.get(shape.name)
     if tensor is None:
         raise MalformedError(f"tensor {shape.name[:120]!r} of the run's layout is missing")
     tensor = tensor.detach()
-    if tensor.dtype != torch.float32 or not tensor.is_contiguous():
-        raise MalformedError(f"tensor {shape.name[:120]!r} is not contiguous fp32: it is {tensor.dtype}")
+    if tensor.dtype != DTYPES[kind] or not tensor.is_contiguous():
+        raise MalformedError(f"tensor {shape.name[:120]!r} is not contiguous {kind}: it is {tensor.dtype}")
     if tuple(tensor.shape) not in (shape.shape, (shape.numel,)):
         raise MalformedError(f"tensor {shape.name[:120]!r} has shape {tuple(tensor.shape)}, not {shape.shape}")
     return tensor.view(-1)
@@ -66,14 +68,14 @@ def local_views(
     return found
 
 
-def checkpoint_chunks(layout: Layout, tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
-    """Yield the checkpoint file of a state in chunks of CHUNK bytes, the last one shorter.
+def checkpoint_chunks(layout: Layout, tensors: Mapping[str, Tensor], kind: ValueKind = "F32") -> Iterator[memoryview]:
+    """Yield the checkpoint file of a state in chunks of CHUNK bytes, the last one shorter; or a base's, of this `kind`.
 
     Most are views of the tensors' own memory: use each before the state changes. Raises MalformedError for tensors that
     do not fit the layout.
     """
-    flat = [flat_view(tensors, t) for t in layout.tensors]
-    header = memoryview(layout.checkpoint_header())
+    flat = [flat_view(tensors, t, kind) for t in layout.tensors]
+    header = memoryview(layout.checkpoint_header(kind))
     yield from (header[i : i + CHUNK] for i in range(0, len(header), CHUNK))
     pending = bytearray()  # the start of a chunk that spans tensors
     for view in _byte_views(flat):
@@ -96,7 +98,7 @@ def _byte_views(tensors: list[Tensor]) -> Iterator[memoryview]:
     """Yield the bytes of each flat tensor: views where it is in memory, copies of STAGING_BYTES where it is not."""
     for tensor in tensors:
         for some in (tensor,) if tensor.device.type == "cpu" else tensor.split(STAGING_BYTES // 4):
-            yield some.cpu().numpy().data.cast("B")
+            yield some.cpu().view(torch.uint8).numpy().data
 
 
 def state_leaves(layout: Layout, tensors: Mapping[str, Tensor], threads: int | None = None) -> list[bytes]:
@@ -123,17 +125,23 @@ def tensors_from_checkpoint(layout: Layout, data: bytes | bytearray | memoryview
 
     The bytes are taken to be what a digest vouched for. Raises MalformedError when they are not of this layout.
     """
-    header = layout.checkpoint_header()
-    if len(data) != layout.checkpoint_size:
-        raise MalformedError(f"a checkpoint of {len(data)} bytes: for this model it has {layout.checkpoint_size}")
+    return dict(tensors_in(layout, data))
+
+
+def tensors_in(
+    layout: Layout, data: bytes | bytearray | memoryview | mmap.mmap, kind: ValueKind = "F32"
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the same tensors one by one, by name; of a base's file, whose values are of this `kind`."""
+    header = layout.checkpoint_header(kind)
+    if len(data) != layout.file_size(kind):
+        raise MalformedError(f"a checkpoint of {len(data)} bytes: for this model it has {layout.file_size(kind)}")
     if data[: len(header)] != header:
         raise MalformedError("this checkpoint is of another model, or its header is not in canonical form")
-    tensors: dict[str, Tensor] = {}
     offset = len(header)
     with memoryview(data) as view:
         for shape in layout.tensors:
-            tensor = torch.empty(shape.numel, dtype=torch.float32)
-            tensor.numpy().data.cast("B")[:] = view[offset : offset + 4 * shape.numel]
-            tensors[shape.name] = tensor.view(shape.shape)
-            offset += 4 * shape.numel
-    return tensors
+            tensor = torch.empty(shape.numel, dtype=DTYPES[kind])
+            size = tensor.nbytes
+            tensor.view(torch.uint8).numpy().data[:] = view[offset : offset + size]
+            yield shape.name, tensor.view(shape.shape)
+            offset += size

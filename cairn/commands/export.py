@@ -19,8 +19,9 @@ from protocol.errors import CairnError, MalformedError
     "--spec", type=FILE, help="The run's spec.json or spec.signed, for a checkpoint file that lies elsewhere."
 )
 @click.option("--invite", help="The checkpoint must be of the run that this invite names.")
-def export(checkpoint: Path, out: Path, force: bool, spec: Path | None, invite: str | None) -> None:
-    """Write the model in CHECKPOINT as a folder OUT that transformers loads.
+@click.option("--merge", is_flag=True, help="Of an adapter: write the whole model, the adapter added to its base.")
+def export(checkpoint: Path, out: Path, force: bool, spec: Path | None, invite: str | None, merge: bool) -> None:
+    """Write the model in CHECKPOINT as a folder OUT that transformers loads, or an adapter that peft loads.
 
     CHECKPOINT is a run's folder (its newest checkpoint), a state that a coordinator archived, or a checkpoint file.
     """
@@ -33,7 +34,25 @@ def export(checkpoint: Path, out: Path, force: bool, spec: Path | None, invite: 
     except MalformedError as e:
         raise CairnError(f"--invite: {e}") from None
     found = find_checkpoint(checkpoint, spec, run)
-    made = export(found.checkpoint, found.config, found.tokenizer, found.origin, out, force=force)
+    what, loads = "model ", f'AutoModelForCausalLM.from_pretrained("{out}")'
+    if found.adapter is None:
+        if merge:
+            raise CairnError("--merge: this run trains a whole model, not an adapter: leave it out")
+        made = export(found.checkpoint, found.config, found.tokenizer, found.origin, out, force=force)
+    else:
+        from coordinator.adapter_export import export_adapter, export_merged
+
+        given = (found.tokenizer, found.origin, out)
+        if not merge:
+            what, loads = "adapter", f'PeftModel.from_pretrained(base, "{out}")'
+            made = export_adapter(found.checkpoint, found.config, found.adapter, *given, force=force)
+        elif found.base is not None:
+            made = export_merged(found.checkpoint, found.config, found.adapter, found.base, *given, force=force)
+        else:
+            raise CairnError(
+                f"--merge: the base model is not in the run's folder: put it beside the checkpoint as "
+                f"{found.adapter.base.digest}.safetensors, or name the folder of a peer or the coordinator of the run"
+            )
     o = found.origin
     facts = [] if o.round is None else [f"round {o.round}"]
     if o.tokens is not None:
@@ -41,5 +60,5 @@ def export(checkpoint: Path, out: Path, force: bool, spec: Path | None, invite: 
     if o.loss is not None:
         facts.append(f"training loss {o.loss:.4f}")
     click.echo(f"run     {o.name} ({o.run.short}){': ' if facts else ''}{', '.join(facts)}")
-    click.echo(f"model   {made.parameters:,} parameters, {byte_size(made.size)}")
-    click.echo(f'folder  {made.folder}  (AutoModelForCausalLM.from_pretrained("{made.folder}"))')
+    click.echo(f"{what:7} {made.parameters:,} parameters, {byte_size(made.size)}")
+    click.echo(f"folder  {made.folder}  ({loads})")

@@ -193,6 +193,7 @@ async def _serve(
     from peer.node.coordinator_discovery import SPEC
     from peer.node.enrollment import Enrollment, known_addresses
     from peer.node.options import NodeOptions
+    from peer.node.trainer_files import base_file
     from protocol.chain import genesis_digest
     from protocol.message_codec import MessageDecoder
 
@@ -200,11 +201,12 @@ async def _serve(
     _, announce = _public(options, config.listen_port)
     until = asyncio.Event()
     stop_on_signals(until)
+    frozen = () if spec.model.adapter is None else (spec.model.adapter.base.name,)  # large, and not written to again
     for digest, path in resolved.blobs.items():
         if until.is_set():
             return
         if not store.has(digest):
-            await asyncio.to_thread(put_blob, store, digest, path)
+            await asyncio.to_thread(put_blob, store, digest, path, link=digest in frozen)
     store.write_value(SPEC, resolved.spec_envelope)  # members ask the observer for it
     check_address(settings.archive.address, folder)
     if settings.archive.address:
@@ -231,7 +233,14 @@ async def _serve(
     view = ObserverView(node, spec, archive)
     shards = [store.path(s.name) for s in spec.data.validation]
     archiver = CheckpointArchiver(
-        archive, evaluations, spec, view, settings, shards=shards, fetch_problem=lambda: view.problem
+        archive,
+        evaluations,
+        spec,
+        view,
+        settings,
+        shards=shards,
+        base=base_file(spec, store),
+        fetch_problem=lambda: view.problem,
     )
     coordinator = Coordinator(config, spec, resolved.spec_envelope, owner, view, archiver)
     kept = KeptUpdates(node, view, settings.archive, coordinator.admitter.name_of)

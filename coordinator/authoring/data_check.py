@@ -48,7 +48,7 @@ def check_tokenizer(run_file: RunFile) -> None:
 
 def check_vocabulary(run_file: RunFile, size: int) -> None:
     """Raise RunFileError if [model] has a smaller vocabulary than a tokenizer of this size."""
-    vocabulary = run_file.model.get("vocab_size")
+    vocabulary = run_file.model.config.get("vocab_size")
     if type(vocabulary) is int and vocabulary < size:
         raise RunFileError(
             f"{run_file.path}: model.vocab_size: {vocabulary} is less than the tokenizer's {size} tokens: remove the "

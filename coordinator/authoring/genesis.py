@@ -1,4 +1,7 @@
-"""The genesis checkpoint: state[0] of a run, initial weights drawn from the run's seed, or those of a trained model."""
+"""The genesis checkpoint: state[0] of a run, initial weights drawn from the run's seed, or those of a trained model.
+
+Of a run that trains an adapter, state[0] is the adapter, and the trained model is a file of its own: the frozen base.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from coordinator import durable
 from coordinator.authoring.errors import AuthoringError
 from coordinator.authoring.shards import PARTIAL
 from coordinator.authoring.weights import read
-from protocol.layout import Layout, is_outer_tensor
+from protocol.adapter import draw_adapter
+from protocol.layout import Layout, ValueKind, is_outer_tensor
 from protocol.merkle import leaf_hash, tree_hash
 from protocol.model import build_model, parameters_of
-from protocol.spec import BlobRef, OuterSpec
-from protocol.state import checkpoint_chunks, state_layout
+from protocol.spec import AdapterSettings, AdapterSpec, BlobRef, OuterSpec
+from protocol.state import DTYPES, checkpoint_chunks, state_layout
 
 
 def write_genesis(
@@ -33,15 +38,56 @@ def write_genesis(
         tensors = read(weights, config)
     else:
         tensors = {name: p.contiguous() for name, p in parameters_of(build_model(config, seed=seed)).items()}
+    return _write_state(tensors, outer, path)
+
+
+def write_adapter_genesis(
+    config: Mapping[str, Any], settings: AdapterSettings, seed: int, outer: OuterSpec, path: Path, weights: Path,
+    base_folder: Path,
+) -> tuple[BlobRef, AdapterSpec]:  # fmt: skip
+    """Write the checkpoint of a new adapter, and its base into a folder: DIGEST.safetensors and DIGEST.leaves.
+
+    The adapter is drawn from the seed. Raises as `write_genesis` does.
+    """
+    base = read(weights, config, DTYPES[settings.kind])
+    layout = Layout.of({name: tuple(t.shape) for name, t in base.items()})
+    draft = base_folder / f"{PARTIAL}base"
+    try:
+        base_folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise AuthoringError(f"{base_folder}: cannot be made: {e.strerror or e}") from None
+    ref, leaves = _write(layout, base, draft, settings.kind)
+    try:
+        durable.replace(base_folder / f"{ref.digest}.leaves", b"".join(leaves))
+        draft.rename(base_folder / f"{ref.digest}.safetensors")
+        durable.sync(base_folder)
+    except OSError as e:
+        raise AuthoringError(f"{base_folder}: the base model cannot be written: {e.strerror or e}") from None
+    adapter = draw_adapter(config, settings, seed)
+    # What is trained in full has the same name in the base, and begins with its values.
+    state = {name: base[name].float() if name in base else drawn for name, drawn in adapter.items()}
+    spec = AdapterSpec(**settings.model_dump(), base=ref, parameters=layout.numel)
+    return _write_state(state, outer, path), spec
+
+
+def _write_state(tensors: dict[str, Tensor], outer: OuterSpec, path: Path) -> BlobRef:
     layout = state_layout(Layout.of({name: tuple(t.shape) for name, t in tensors.items()}), outer)
     for t in layout.tensors:
         if is_outer_tensor(t.name):
             tensors[t.name] = torch.zeros(t.shape)
+    ref, _ = _write(layout, tensors, path)
+    return ref
+
+
+def _write(
+    layout: Layout, tensors: Mapping[str, Tensor], path: Path, kind: ValueKind = "F32"
+) -> tuple[BlobRef, list[bytes]]:
+    """Write a checkpoint file, whole or not at all; return its digest and size, and its leaf hashes."""
     partial = path.with_name(f"{PARTIAL}{path.name}")
     leaves = []
     try:
         with partial.open("wb") as file:
-            for chunk in checkpoint_chunks(layout, tensors):
+            for chunk in checkpoint_chunks(layout, tensors, kind):
                 leaves.append(leaf_hash(chunk))
                 file.write(chunk)
             file.flush()
@@ -49,5 +95,5 @@ def write_genesis(
         partial.rename(path)
         durable.sync(path.parent)
     except OSError as e:
-        raise AuthoringError(f"{path}: the genesis checkpoint cannot be written: {e.strerror or e}") from None
-    return BlobRef(digest=str(tree_hash(leaves)), size=layout.checkpoint_size)
+        raise AuthoringError(f"{path}: cannot be written: {e.strerror or e}") from None
+    return BlobRef(digest=str(tree_hash(leaves)), size=layout.file_size(kind)), leaves

@@ -1,6 +1,7 @@
 """`resolve`: from a run.toml to a signed run spec and the files of all blobs that it names.
 
-The first call in a working folder begins the run: it writes data/, genesis.safetensors, then run.json and spec.signed.
+The first call in a working folder begins the run: it writes data/, genesis.safetensors, base/ for a run that trains an
+adapter, then run.json and spec.signed.
 Every later call returns the same spec, and refuses a run.toml or data that differ: a run's spec never changes.
 """
 
@@ -28,6 +29,7 @@ from protocol.merkle import leaves_of, read_chunks, tree_hash
 from protocol.spec import (
     KIND,
     MAX_SPEC,
+    AdapterSpec,
     BlobRef,
     DataSpec,
     ModelSpec,
@@ -37,8 +39,17 @@ from protocol.spec import (
     sign_spec,
 )
 
-SPEC, RUN, DATA, GENESIS = "spec.signed", "run.json", "data", "genesis.safetensors"
+SPEC, RUN, DATA, GENESIS, BASE = "spec.signed", "run.json", "data", "genesis.safetensors", "base"
 Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class RunModel:
+    """A run's model: its full config, the layout of what is trained, and that of all its parameters."""
+
+    config: dict[str, Any]
+    layout: Layout
+    whole: Layout
 
 
 @dataclass(frozen=True)
@@ -78,9 +89,9 @@ def resolve(
     check_windows(run_file, prepared.manifest)
     if warning := passes_warning(run_file, prepared.manifest.train.tokens):
         report(warning)
-    config, layout = _model(run_file, prepared)
-    genesis = _genesis(run_file, config, layout, workdir, report)
-    spec = _spec(run_file, owner, config, layout, prepared, genesis)
+    model = _model(run_file, prepared)
+    genesis, adapter = _genesis(run_file, model, workdir, report)
+    spec = _spec(run_file, owner, model, prepared, genesis, adapter)
     envelope = sign_spec(owner, spec).encoded
     try:
         durable.replace(workdir / RUN, json.dumps(run_file.model_dump(mode="json"), indent=1).encode())
@@ -88,7 +99,15 @@ def resolve(
     except OSError as e:
         raise AuthoringError(f"{workdir}: cannot be written to: {e.strerror or e}") from None
     report(f"run {spec.run_id.short} ({spec.name}) begins")
-    return ResolvedRun(spec, envelope, prepared.blobs | {spec.genesis.name: workdir / GENESIS})
+    return ResolvedRun(spec, envelope, prepared.blobs | _weights_of(spec, workdir))
+
+
+def _weights_of(spec: RunSpec, workdir: Path) -> dict[Digest, Path]:
+    """Return the files of the genesis checkpoint, and of the base if the run has one."""
+    files = {spec.genesis.name: workdir / GENESIS}
+    if (adapter := spec.model.adapter) is not None:
+        files[adapter.base.name] = workdir / BASE / f"{adapter.base.digest}.safetensors"
+    return files
 
 
 def check_weights(run_file: RunFile, config: dict[str, Any] | None = None, layout: Layout | None = None) -> list[str]:
@@ -112,14 +131,20 @@ def check_weights(run_file: RunFile, config: dict[str, Any] | None = None, layou
     return lines
 
 
-def _genesis(run_file: RunFile, config: dict[str, Any], layout: Layout, workdir: Path, report: Report) -> BlobRef:
-    from coordinator.authoring.genesis import write_genesis
+def _genesis(run_file: RunFile, model: RunModel, workdir: Path, report: Report) -> tuple[BlobRef, AdapterSpec | None]:
+    """Write the genesis checkpoint, and the base if the run trains an adapter."""
+    from coordinator.authoring.genesis import write_adapter_genesis, write_genesis
     from coordinator.authoring.weights import WeightsError
 
-    for line in check_weights(run_file, config, layout) or [f"drawing initial weights: {layout.numel:,} parameters"]:
+    drawn = f"drawing initial weights: {model.layout.numel:,} parameters"
+    for line in check_weights(run_file, model.config, model.whole) or [drawn]:
         report(line)
+    config, seed, outer, path = model.config, run_file.run.seed, run_file.outer, workdir / GENESIS
     try:
-        return write_genesis(config, run_file.run.seed, run_file.outer, workdir / GENESIS, run_file.weights)
+        if (settings := run_file.model.adapter) is None or run_file.weights is None:
+            return write_genesis(config, seed, outer, path, run_file.weights), None
+        report(f"drawing an adapter of {model.layout.numel:,} parameters; the weights are its frozen base")
+        return write_adapter_genesis(config, settings, seed, outer, path, run_file.weights, workdir / BASE)
     except WeightsError as e:
         raise WeightsError(f"{run_file.path}: run.weights: {e}") from None
 
@@ -163,16 +188,18 @@ def _continued(
         if _data_spec(run_file, prepared) != spec.data or prepared.manifest.tokenizer != spec.tokenizer:
             raise RunChangedError(f"{prepared.folder}: holds other data than the run began with: {remedy}")
         blobs = prepared.blobs
-    if held(spec.genesis.name):
-        return ResolvedRun(spec, sent, blobs)
-    if not _is_blob(workdir / GENESIS, spec.genesis):
-        report("writing the genesis checkpoint again: the file is missing or damaged")
-        if _genesis(run_file, spec.model.config, spec.model.layout, workdir, report) != spec.genesis:
+    refs = [spec.genesis, *([spec.model.adapter.base] if spec.model.adapter else [])]
+    files = _weights_of(spec, workdir)
+    wanted = {ref.name: files[ref.name] for ref in refs if not held(ref.name)}
+    if any(not _is_blob(files[ref.name], ref) for ref in refs if ref.name in wanted):
+        report("writing the initial weights again: a file is missing or damaged")
+        model = model_of(run_file, spec.model.config)
+        if _genesis(run_file, model, workdir, report) != (spec.genesis, spec.model.adapter):
             why = "this version of torch draws" if run_file.weights is None else f"{run_file.weights} now holds"
             raise AuthoringError(
                 f"{workdir / GENESIS}: missing or damaged, and {why} other weights: restore the file from a copy"
             )
-    return ResolvedRun(spec, sent, blobs | {spec.genesis.name: workdir / GENESIS})
+    return ResolvedRun(spec, sent, blobs | wanted)
 
 
 def prepare_data(run_file: RunFile, folder: Path, report: Report = lambda line: None, *, replace: bool) -> Prepared:
@@ -202,24 +229,27 @@ def prepare_data(run_file: RunFile, folder: Path, report: Report = lambda line: 
         raise DataInputError(f"{run_file.path}: data: {e}") from None
 
 
-def _model(run_file: RunFile, prepared: Prepared) -> tuple[dict[str, Any], Layout]:
-    """Return the model's full config, with the fields of the tokenizer filled in, and its layout."""
+def _model(run_file: RunFile, prepared: Prepared) -> RunModel:
+    """Return the run's model, with the fields of the tokenizer filled in."""
     manifest = prepared.manifest
     check_vocabulary(run_file, manifest.vocabulary)
     end = manifest.end_of_text_id
     return model_of(run_file, {"vocab_size": manifest.vocabulary, "bos_token_id": end, "eos_token_id": end})
 
 
-def model_of(run_file: RunFile, from_data: dict[str, Any]) -> tuple[dict[str, Any], Layout]:
-    """Return the config and layout of a run's model; `from_data` fills fields that [model] leaves out.
+def model_of(run_file: RunFile, from_data: dict[str, Any]) -> RunModel:
+    """Return a run's model; `from_data` fills fields that [model] leaves out.
 
     Raises SpecError, and RunFileError if a window does not fit the model's positions.
     """
+    from protocol.adapter import build_adapted
     from protocol.model import build_model, model_layout, plain_config
 
+    adapter = run_file.model.adapter
     try:
-        config = plain_config(from_data | run_file.model)
-        layout = model_layout(build_model(config, device="meta"))
+        config = plain_config(from_data | run_file.model.config)
+        whole = model_layout(build_model(config, device="meta"))
+        layout = whole if adapter is None else model_layout(build_adapted(config, adapter))
     except SpecError as e:
         raise SpecError(f"{run_file.path}: {e}") from None
     for field in ("max_position_embeddings", "n_positions"):
@@ -229,7 +259,7 @@ def model_of(run_file: RunFile, from_data: dict[str, Any]) -> tuple[dict[str, An
                 f"{run_file.path}: data.window: {run_file.data.window} tokens do not fit model.{field} = {most}: make "
                 "one smaller or the other larger"
             )
-    return config, layout
+    return RunModel(config, layout, whole)
 
 
 def _data_spec(run_file: RunFile, prepared: Prepared) -> DataSpec:
@@ -244,8 +274,10 @@ def _data_spec(run_file: RunFile, prepared: Prepared) -> DataSpec:
 
 
 def _spec(
-    run_file: RunFile, owner: Identity, config: dict[str, Any], layout: Layout, prepared: Prepared, genesis: BlobRef
-) -> RunSpec:
+    run_file: RunFile, owner: Identity, model: RunModel, prepared: Prepared, genesis: BlobRef,
+    adapter: AdapterSpec | None,
+) -> RunSpec:  # fmt: skip
+    tensors = [(t.name, list(t.shape)) for t in model.layout.tensors]
     sections = ("inner", "codec", "outer", "round", "admission", "credit", "audit", "checkpoint")
     try:
         return RunSpec(
@@ -253,7 +285,7 @@ def _spec(
             owner=str(owner.key),
             seed=run_file.run.seed,
             total_tokens=run_file.run.total_tokens,
-            model=ModelSpec(config=config, tensors=[(t.name, list(t.shape)) for t in layout.tensors]),
+            model=ModelSpec(config=model.config, tensors=tensors, adapter=adapter),
             genesis=genesis,
             tokenizer=prepared.manifest.tokenizer,
             data=_data_spec(run_file, prepared),

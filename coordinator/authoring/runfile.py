@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, PrivateAttr, ValidationError, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from coordinator.authoring.errors import RunFileError
 from coordinator.authoring.prepare import SHARD_TOKENS, TOKENIZER, check_choices
@@ -19,6 +19,7 @@ from protocol.data_address import check_address
 from protocol.errors import SpecError
 from protocol.spec import (
     MAX_INT,
+    AdapterSettings,
     AdmissionSpec,
     AuditSpec,
     CheckpointSpec,
@@ -38,6 +39,19 @@ class RunTable(Section):
     seed: Annotated[int, Field(ge=0, le=MAX_INT)] = 0
     weights: Annotated[str, Field(max_length=4096)] = ""
     total_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] = 0
+
+
+class ModelTable(Section):
+    """[model]: the fields of a transformers config; and [model.adapter]."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+
+    adapter: AdapterSettings | None = None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The fields of the config."""
+        return dict(self.model_extra or {})
 
 
 class DataTable(Section):
@@ -94,7 +108,7 @@ class RunFile(Section):
     """A checked run.toml."""
 
     run: RunTable
-    model: dict[str, Any]
+    model: ModelTable
     data: DataTable
     inner: InnerSpec = InnerSpec()
     codec: CodecSpec = CodecSpec()
@@ -135,8 +149,10 @@ class RunFile(Section):
 
     @model_validator(mode="after")
     def _consistent(self):
-        if not isinstance(self.model.get("model_type"), str):
+        if not isinstance(self.model.config.get("model_type"), str):
             raise ValueError('model.model_type: is missing: write one, e.g. model_type = "llama"')
+        if self.model.adapter is not None and not self.run.weights:
+            raise ValueError("run.weights: an adapter needs a trained base: name that model's folder")
         if self.inner.schedule.kind != "constant" and not self.inner.schedule.total_tokens:
             raise ValueError(
                 "run.total_tokens: a schedule that decays needs an end: write the run's tokens, or "
@@ -145,7 +161,7 @@ class RunFile(Section):
         step = self.inner.batch * self.data.window
         if self.round.max_update_tokens < step:
             raise ValueError(f"round.max_update_tokens: must allow one inner step, batch * window = {step} tokens")
-        if remedy := self.audit.remedy(self.codec, self.round, self.model):
+        if remedy := self.audit.remedy(self.codec, self.round, self.model.config):
             raise ValueError(f"audit.replayable: needs {remedy}")
         return self
 

@@ -15,10 +15,11 @@ from coordinator.authoring.documents import DocumentFile, read_documents
 from coordinator.authoring.errors import DataInputError
 from coordinator.authoring.memory import training_memory
 from coordinator.authoring.prepare import Prepared, check_held_out, find_documents
-from coordinator.authoring.resolve import check_weights, model_of, prepare_data
+from coordinator.authoring.resolve import RunModel, check_weights, model_of, prepare_data
 from coordinator.authoring.runfile import RunFile, load_run
 from protocol.codec import make_codec
-from protocol.spec import windows_in
+from protocol.layout import VALUE_BYTES
+from protocol.spec import AdapterSettings, windows_in
 from protocol.training_memory import model_bytes, round_bytes
 
 SAMPLED = 4096
@@ -40,16 +41,20 @@ def validate(path: Path) -> list[str]:
     run_file = load_run(path)
     check_tokenizer(run_file)
     vocabulary, data_lines = _data(run_file)
-    config, layout = model_of(run_file, {"vocab_size": vocabulary})
-    weights = check_weights(run_file, config, layout)
+    model = model_of(run_file, {"vocab_size": vocabulary})
+    config, layout, adapter = model.config, model.layout, run_file.model.adapter
+    weights = check_weights(run_file, config, model.whole)
+    frozen = 0 if adapter is None else VALUE_BYTES[adapter.kind] * model.whole.numel
     update = make_codec(run_file.codec, layout).size
     round_, inner = run_file.round, run_file.inner
     step = inner.batch * run_file.data.window
-    memory, state = training_memory(layout, config, inner, run_file.data.window), model_bytes(layout, config, inner)
+    memory = training_memory(layout, config, inner, run_file.data.window, frozen)
+    state = model_bytes(layout, config, inner)
     lines = [
         f"{path} is a valid run file: {run_file.run.name}",
         f"model: {config['model_type']}, {layout.numel:,} parameters in {len(layout.tensors)} tensors; "
         f"a checkpoint is {_bytes(layout.checkpoint_size)}",
+        *([] if adapter is None else [_adapter_line(adapter, model, frozen)]),
         *weights,
         *data_lines,
         f"inner step: {inner.batch} windows of {run_file.data.window} = {step:,} tokens",
@@ -58,7 +63,8 @@ def validate(path: Path) -> list[str]:
         f"update: {_bytes(update)} ({8 * update / layout.numel:.3f} bits a parameter, {run_file.codec.kind}); each "
         f"round a peer sends its own and fetches every other contributor's: with 16 peers {_bytes(15 * update)} down",
         f"memory: about {_bytes(memory)} on each GPU "
-        f"({_bytes(state)} of it weights, gradients and moments), and of the machine's memory "
+        f"({_bytes(state)} of it weights, gradients and moments"
+        f"{f'; {_bytes(frozen)} the frozen base' if frozen else ''}), and of the machine's memory "
         f"{_bytes(round_bytes(layout, run_file.outer))} for the state between rounds",
     ]
     if run_file.audit.replayable:
@@ -74,6 +80,13 @@ def validate(path: Path) -> list[str]:
     else:
         lines.append("length: without end (run.total_tokens is 0)")
     return [*lines, f"admission {cost_to_attackers(run_file.admission)}"]
+
+
+def _adapter_line(adapter: AdapterSettings, model: RunModel, frozen: int) -> str:
+    return (
+        f"adapter: rank {adapter.rank}, alpha {adapter.alpha:g}, on a frozen base of {model.whole.numel:,} parameters "
+        f"({adapter.dtype}), of which each peer fetches {_bytes(frozen)} once"
+    )
 
 
 def _data(run_file: RunFile) -> tuple[int, list[str]]:

@@ -109,8 +109,8 @@ def check(found: PretrainedWeights, layout: Layout) -> None:
         )
 
 
-def read(folder: Path, config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the weights as parameters of the model with this config: fp32, contiguous, by their layout names.
+def read(folder: Path, config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Return the weights as parameters of the model with this config: contiguous, by their layout names.
 
     No tensor may be missing or left over, and every value must be finite and at most MAX_VALUE. Raises WeightsError,
     and SpecError for the config.
@@ -127,7 +127,7 @@ def read(folder: Path, config: Mapping[str, Any]) -> dict[str, Tensor]:
         # The library's reader knows the names that each model's files have had over time; `info` lists what it drew.
         with quiet_transformers():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder, config=empty.config, dtype=torch.float32, local_files_only=True, use_safetensors=True,
+                folder, config=empty.config, dtype=dtype, local_files_only=True, use_safetensors=True,
                 trust_remote_code=False, output_loading_info=True,
             )  # fmt: skip
     except (OSError, ValueError, RuntimeError, SafetensorError) as e:

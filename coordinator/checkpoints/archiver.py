@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from coordinator.checkpoints.archive import CERTIFICATE, Archive, ArchivedState
-from coordinator.checkpoints.evaluation_job import plain
+from coordinator.checkpoints.evaluation_job import model_parameters, plain
 from coordinator.checkpoints.evaluations import EvaluationLog
 from coordinator.checkpoints.job import Row, run_job
 from coordinator.checkpoints.settings import CheckpointSettings
@@ -54,9 +54,13 @@ class CheckpointArchiver:
 
     def __init__(
         self, archive: Archive, evaluations: EvaluationLog, spec: RunSpec, view: SwarmView,
-        settings: CheckpointSettings, *, shards: Sequence[Path] = (), fetch_problem: Callable[[], str] = str,
+        settings: CheckpointSettings, *, shards: Sequence[Path] = (), base: Path | None = None,
+        fetch_problem: Callable[[], str] = str,
     ):  # fmt: skip
-        """Prepare; `shards` are the validation shards, `fetch_problem` says why no new state is archived."""
+        """Prepare; `shards` are the validation shards, `base` the file of a frozen base model.
+
+        `fetch_problem` says why no new state is archived.
+        """
         self.archive = archive
         self.evaluations = evaluations
         self._fetch_problem = fetch_problem
@@ -65,6 +69,7 @@ class CheckpointArchiver:
         self._view = view
         self._settings = settings
         self._shards = [str(p) for p in shards]
+        self._base = None if base is None else str(base)
         self._wakes: list[asyncio.Event] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._unsubscribe: Callable[[], None] | None = None
@@ -208,13 +213,13 @@ class CheckpointArchiver:
         e, s = self._settings.evaluation, self._settings.samples
         rows = self.evaluations.rows()
         before = rows[-1]["windows"] if rows else None
-        size = 4 * self._spec.model.layout.numel
+        size = 4 * model_parameters(self._spec)
         return {
             "spec": self._spec.canonical().decode(), "folder": str(archived.folder), "shards": self._shards,
             "windows": e.windows, "most": before if before is not None and before < e.windows else None,
             "seconds": e.seconds / 2, "device": e.device, "threads": e.threads or max(1, (os.cpu_count() or 1) // 4),
             "memory": e.memory or 4 * size + 4 * 2**30, "prompts": s.prompts, "sample_tokens": s.tokens,
-            "temperature": s.temperature, "seed": s.seed,
+            "temperature": s.temperature, "seed": s.seed, "base": self._base,
         }  # fmt: skip
 
     def to_copy(self) -> list[ArchivedState]:

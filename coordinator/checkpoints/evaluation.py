@@ -13,8 +13,10 @@ import torch
 
 from coordinator.errors import CoordinatorError
 from coordinator.logging_filters import quiet_transformers
+from protocol.adapter import build_run_model, load_base
 from protocol.layout import is_outer_tensor
-from protocol.spec import DataSpec, windows_in
+from protocol.model import load_state
+from protocol.spec import DataSpec, ModelSpec, windows_in
 
 LOGITS_BYTES = 256 * 1024 * 1024
 """Approximate maximum of memory for the logits of a batch."""
@@ -39,10 +41,24 @@ def load_archived(folder: Path, device: str = "cpu") -> torch.nn.Module:
     model, said = loaded
     # A state has the outer step's tensors beside the model.
     strange = sorted(k for k in said["unexpected_keys"] if not is_outer_tensor(k))
+    if any(".lora_A." in k for k in strange):
+        raise CoordinatorError(f"{folder} holds an adapter, not a whole model: `cairn export --merge` makes one of it")
     if missing := sorted(said["missing_keys"]) + strange:
         raise CoordinatorError(f"{folder}: its tensors are not its config's: {', '.join(missing)[:300]}")
     model.to(torch.device(device))
     return model.eval()
+
+
+def load_adapted(folder: Path, model: ModelSpec, base: Path, device: str = "cpu") -> torch.nn.Module:
+    """Load an archived adapter with its base, in evaluation mode, in fp32. Raises CairnError, and OSError."""
+    from safetensors.torch import load_file
+
+    assert model.adapter is not None
+    built = build_run_model(model, device=device, exact=True)
+    load_base(built, model.adapter, base)
+    state = load_file(folder / "model.safetensors")
+    load_state(built, {t.name: state[t.name] for t in model.layout.tensors if t.name in state})
+    return built.eval()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """The evaluation of one archived state, as a separate process: its validation loss, then a few texts.
 
 Job: spec (canonical JSON), folder, shards, windows, most (or null), seconds, threads, memory (bytes), device, prompts,
-sample_tokens, temperature, seed. Rows: {"loss": number or null (not finite), "windows", "seconds", "device"}, then
-{"prompt", "text", "temperature"} for each text.
+sample_tokens, temperature, seed, base (the file of a frozen base model, or null). Rows: {"loss": number or null (not
+finite), "windows", "seconds", "device"}, then {"prompt", "text", "temperature"} for each text.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _work(job: Row, say: Callable[[Row], None]) -> None:
 
     torch.set_num_threads(job["threads"])
     spec = parse_spec(job["spec"].encode())
-    device = free_device(job["device"], 4 * spec.model.layout.numel)
+    device = free_device(job["device"], 4 * model_parameters(spec))
     if device == "cpu":
         bound_memory(job["memory"])
     try:
@@ -56,12 +56,15 @@ def _work(job: Row, say: Callable[[Row], None]) -> None:
 
 
 def _evaluate(job: Row, spec: RunSpec, device: str, say: Callable[[Row], None]) -> None:
-    from coordinator.checkpoints.evaluation import load_archived, measure
+    from coordinator.checkpoints.evaluation import load_adapted, load_archived, measure
 
     began = time.monotonic()
     folder = Path(job["folder"])
     shards = [Path(p) for p in job["shards"]]
-    model = load_archived(folder, device)
+    if job["base"] is None:
+        model = load_archived(folder, device)
+    else:
+        model = load_adapted(folder, spec.model, Path(job["base"]), device)
     if shards:
         windows, most, seconds = job["windows"], job["most"], job["seconds"]
         found = measure(model, spec.data, shards, max_windows=windows, most=most, seconds=seconds)
@@ -71,6 +74,11 @@ def _evaluate(job: Row, spec: RunSpec, device: str, say: Callable[[Row], None]) 
     if job["sample_tokens"]:
         for row in _samples(job, model, spec.data, folder, shards):
             say(row)
+
+
+def model_parameters(spec: RunSpec) -> int:
+    """Return the parameters of a run's model, with those of a frozen base."""
+    return spec.model.layout.numel + (spec.model.adapter.parameters if spec.model.adapter else 0)
 
 
 def free_device(name: str, size: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from protocol.ids import PeerKey
-from protocol.ledger.credits import CreditLine, RoundCredits
+from protocol.ledger.credits import CreditLine, CreditRule, RoundCredits
 from protocol.messages import Verdict
 from protocol.spec import RoundSpec, RunSpec
 
@@ -16,7 +16,7 @@ class PlausibilityCheck:
 
     def __init__(self, spec: RunSpec):
         self._limit = spec.credit.max_teraflops_per_second
-        self._flops_per_token = spec.credit.flops_per_parameter_token * spec.model.layout.numel
+        self._flops_per_token = CreditRule.of(spec).flops_per_token
         # Training continues during an exchange, so an update may hold work from before the record was seen.
         self._slack = 0.0
         self.update_rules(spec.round)

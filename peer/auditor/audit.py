@@ -32,7 +32,9 @@ def audit(job: AuditJob, device: torch.device) -> tuple[Score, ...]:
 def _audit(job: AuditJob, spec: RunSpec, device: torch.device) -> tuple[Score, ...]:
     files = RoundFiles.of(spec)
     files.check_checkpoint(job.start.checkpoint, job.start.checkpoint_digest)
-    backend = SingleProcessBackend(spec, device, lambda: None)
+    if spec.model.adapter is not None and job.base is None:
+        raise AuditError("the run's frozen base model is not here, and nothing is measured without it")
+    backend = SingleProcessBackend(spec, device, lambda: None, base=job.base, exact=True)
     backend.outer.replayable = True  # in any run: an audit has no error feedback
     _load(job, backend, files)
     vocabulary = spec.model.config.get("vocab_size")

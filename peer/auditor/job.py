@@ -88,7 +88,7 @@ class AuditJob:
     `start`: the state that a loss check measures from, or that a replay begins with. `rebase`: for a replay, the record
     between the author's first step and its last; None when it trained on one state. `own`: for a loss check, the
     auditor's update of the same record, which measures what an honest one gains. `spec_path`, `device`, `threads`,
-    `shards`, `private_data`, `gpu_memory`: as in `peer.channel.Start`.
+    `shards`, `private_data`, `gpu_memory`, `base`: as in `peer.channel.Start`.
     """
 
     check: AuditCheck
@@ -103,6 +103,7 @@ class AuditJob:
     shards: Annotated[dict[str, str], Field(max_length=65_536)] = field(default_factory=dict)
     private_data: bool = False
     gpu_memory: Count = 0
+    base: Path | None = None
     __pydantic_config__ = STRICT
 
 

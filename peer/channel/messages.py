@@ -118,7 +118,8 @@ class Start(_Message):
     activations are computed again in the backward pass; "auto": when they do not fit into memory. `compile`: the layers
     are compiled; "auto": on a GPU. `overlap`: training continues while an update is undecided. `private_data`:
     the spec's addresses may lead to this disk, to private networks and, with this user's accounts, into a cloud.
-    `gpu_memory`: the most bytes that tensors may take on each GPU; 0: all.
+    `gpu_memory`: the most bytes that tensors may take on each GPU; 0: all. `base`: the file of the frozen base model,
+    in a run that trains an adapter.
     """
 
     spec_path: Path
@@ -134,6 +135,7 @@ class Start(_Message):
     overlap: bool = True
     private_data: bool = False
     gpu_memory: Count = 0
+    base: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,9 @@ from protocol.state import state_layout
 
 
 def data_bytes(spec: RunSpec, *, private_data: bool) -> int:
-    """Return the bytes of tokenizer and training data that a peer fetches from members."""
-    return spec.tokenizer.size + sum(shard.size for shard in fetched_shards(spec, private_data=private_data))
+    """Return the bytes of tokenizer, training data and frozen base model that a peer fetches from members."""
+    base = 0 if spec.model.adapter is None else spec.model.adapter.base.size
+    return base + spec.tokenizer.size + sum(shard.size for shard in fetched_shards(spec, private_data=private_data))
 
 
 def state_bytes(spec: RunSpec) -> int:

@@ -14,7 +14,7 @@ from peer.node.network import Network
 from peer.node.options import NodeOptions
 from peer.node.round_blob_fetcher import RoundBlobFetcher
 from peer.node.state_fetcher import StateFetcher, StateStart
-from peer.node.trainer_files import data_shards, fetch_shards, spec_file, write_spec
+from peer.node.trainer_files import base_file, data_shards, fetch_training_files, spec_file, write_spec
 from peer.store import Store
 from protocol.audits import SCREENED_UPDATES
 from protocol.chain import Chain
@@ -49,7 +49,7 @@ class AuditJobs:
     async def begin(self, network: Network) -> None:
         """Fetch the data that jobs need, and write the spec for them. Raise CairnError, and TimeoutError."""
         write_spec(self.spec, self.options.folder)
-        await fetch_shards(self.spec, self.store, network, private_data=self.options.private_data)
+        await fetch_training_files(self.spec, self.store, network, private_data=self.options.private_data)
 
     @property
     def in_use(self) -> frozenset[Digest]:
@@ -128,6 +128,7 @@ class AuditJobs:
             shards=data_shards(self.spec, self.store),
             private_data=self.options.private_data,
             gpu_memory=self.options.gpu_share(replayable=self.spec.audit.replayable),
+            base=base_file(self.spec, self.store),
         )
 
 

@@ -67,4 +67,6 @@ class BlobRetention:
 def assets(spec: RunSpec) -> set[Digest]:
     """Return the blobs that the spec itself names."""
     named = [spec.genesis, spec.tokenizer, *spec.data.train, *spec.data.validation]
+    if spec.model.adapter is not None:
+        named.append(spec.model.adapter.base)
     return {b.name for b in named}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from peer.channel import Start
+from peer.node.base_model import fetch_base_nearby
 from peer.node.network import Network
 from peer.node.options import NodeOptions
 from peer.store import Store
@@ -19,6 +20,8 @@ from protocol.ids import PeerKey
 from protocol.spec import BlobRef, DataShard, RunSpec
 
 FETCH_SECONDS = 3600.0
+LEAST_RATE = 500_000
+"""Bytes a second that a large blob must arrive at; what came before it is kept for the next start."""
 
 EPOCH = "epoch"
 """Name of the value in the store."""
@@ -29,13 +32,19 @@ _SAVED_STATE = (
 
 
 async def fetch_assets(spec: RunSpec, store: Store, network: Network, *, private_data: bool) -> None:
-    """Fetch the tokenizer, and the training shards if the spec names no address that may be used. Raise CairnError."""
+    """Fetch the tokenizer, and what `fetch_training_files` fetches. Raise CairnError."""
     await _fetch("tokenizer", spec.tokenizer, store, network)
-    await fetch_shards(spec, store, network, private_data=private_data)
+    await fetch_training_files(spec, store, network, private_data=private_data)
 
 
-async def fetch_shards(spec: RunSpec, store: Store, network: Network, *, private_data: bool) -> None:
-    """Fetch the training shards from members if the spec names no address that may be used. Raise CairnError."""
+async def fetch_training_files(spec: RunSpec, store: Store, network: Network, *, private_data: bool) -> None:
+    """Fetch a frozen base model, and the training shards if the spec names no address that may be used.
+
+    Raise CairnError.
+    """
+    if (adapter := spec.model.adapter) is not None:
+        await fetch_base_nearby(adapter, store, network, private_data=private_data)
+        await _fetch("base model", adapter.base, store, network)
     for shard in fetched_shards(spec, private_data=private_data):
         await _fetch("data shard", shard, store, network)
 
@@ -49,8 +58,9 @@ def fetched_shards(spec: RunSpec, *, private_data: bool) -> list[DataShard]:
 async def _fetch(what: str, blob: BlobRef, store: Store, network: Network) -> None:
     if not store.has(blob.name):
         await network.fetch_blob(
-            blob.name, blob.size, network.providers(), deadline_seconds=FETCH_SECONDS, what=f"the run's {what}"
-        )
+            blob.name, blob.size, network.providers(),
+            deadline_seconds=max(FETCH_SECONDS, blob.size / LEAST_RATE), what=f"the run's {what}",
+        )  # fmt: skip
 
 
 def start_message(spec: RunSpec, store: Store, key: PeerKey, options: NodeOptions) -> Start:
@@ -68,6 +78,7 @@ def start_message(spec: RunSpec, store: Store, key: PeerKey, options: NodeOption
         overlap=options.overlap,
         private_data=options.private_data,
         shards=data_shards(spec, store),
+        base=base_file(spec, store),
     )
 
 
@@ -87,6 +98,11 @@ def write_spec(spec: RunSpec, folder: Path) -> Path:
 def data_shards(spec: RunSpec, store: Store) -> dict[str, str]:
     """Return the training shards by digest, each with its file if the store has it, else ""."""
     return {s.digest: str(store.path(s.name)) if store.has(s.name) else "" for s in spec.data.train}
+
+
+def base_file(spec: RunSpec, store: Store) -> Path | None:
+    """Return the file of the run's frozen base model; None for a run without one. Raise StoreError."""
+    return None if spec.model.adapter is None else store.path(spec.model.adapter.base.name)
 
 
 def saved_epoch(store: Store) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from peer.training.inner_optimizer import hidden_matrices
@@ -71,7 +71,7 @@ def flops_per_token(model: nn.Module, window: int) -> int | None:
     parameter that activations are multiplied with, and 12 * layers * heads * head size * window for attention. The
     former are matrices, and the output head even if it is the embedding, but no look-ups, norms and biases. The latter
     is of the whole window, not of the causal half; a layer with sliding attention has no more than its span. Work that
-    is repeated to save memory counts once.
+    is repeated to save memory counts once. A frozen parameter counts 4: it has no gradient of its own.
     """
     config = getattr(model, "config", None)
     if not isinstance(model, PreTrainedModel) or config is None or "expert" in str(config.to_dict()):
@@ -79,16 +79,16 @@ def flops_per_token(model: nn.Module, window: int) -> int | None:
     if any(p.ndim > 2 for p in model.parameters()):
         return None  # convolutions, states, stacked experts
     matrices = hidden_matrices(model)
-    multiplied = sum(p.numel() for n, p in model.named_parameters() if n in matrices)
+    multiplied: list[Tensor] = [p for n, p in model.named_parameters() if n in matrices]
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear):
-        multiplied += head.weight.numel()
+        multiplied.append(head.weight)
     attended = _attended(config, window)
     heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     if attended is None or not isinstance(heads, int) or not isinstance(hidden, int):
         return None
     width = heads * (getattr(config, "head_dim", None) or hidden // heads)
-    return 6 * multiplied + 12 * width * attended
+    return sum((6 if p.requires_grad else 4) * p.numel() for p in multiplied) + 12 * width * attended
 
 
 def _attended(config: object, window: int) -> int | None:

@@ -12,6 +12,7 @@ from peer.channel import Memory
 from peer.durable import write_durably
 from peer.errors import TrainingError
 from peer.training.device import device_name
+from peer.training.frozen_base import read_base
 from peer.training.inner_optimizer import InnerOptimizer
 from peer.training.layers import USUAL, LayerOptions, Report
 from peer.training.memory import memory_of
@@ -19,9 +20,10 @@ from peer.training.offload import Offload
 from peer.training.outer_state import OuterState
 from peer.training.saved_state import SavedState
 from peer.training.state_writer import StateWriter
+from protocol.adapter import build_run_model
 from protocol.codec import make_codec
 from protocol.ids import Digest
-from protocol.model import build_model, parameters_of
+from protocol.model import parameters_of
 from protocol.spec import RunSpec
 from protocol.state import checkpoint_chunks, state_digest, state_layout, tensors_from_checkpoint
 
@@ -48,13 +50,19 @@ class SingleProcessBackend(StateWriter):
         layers: LayerOptions = USUAL,
         report: Report = lambda *_: None,
         background_hook: Callable[[], None] = lambda: None,
+        *,
+        base: Path | None = None,
+        exact: bool = False,
     ):
         """Build the model. `yield_hook`, `layers`, `report`: as in `InnerOptimizer`.
 
-        `background_hook`: called often by the thread that writes a state.
+        `background_hook`: called often by the thread that writes a state. `base`: the file of the frozen base, which is
+        zeros without one. `exact`: the model also runs in fp32. Raise CairnError, and OSError for the base.
         """
         self.device = device
-        model = build_model(spec.model.config, device=device)
+        model = build_run_model(spec.model, device=device, exact=exact)
+        if base is not None and spec.model.adapter is not None:
+            read_base(model, spec.model.adapter, base)
         self.inner = InnerOptimizer(spec.inner, model, device, yield_hook, layers, report)
         codec = make_codec(spec.codec, spec.model.layout)
         self._state_layout = state_layout(spec.model.layout, spec.outer)

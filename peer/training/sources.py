@@ -1,5 +1,7 @@
 """Sources of token shards: a verified file of this peer, or a folder at an address that the spec names.
 
+A folder may also hold a frozen base model, which the node reads there.
+
 A source returns ranges of bytes, with a deadline and a fixed size, and never more than was requested. The reader checks
 the bytes.
 """
@@ -15,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cache, partial
 from pathlib import Path
+from typing import Literal
 from urllib.parse import urljoin, urlsplit
 
 from peer.errors import PeerError
@@ -82,7 +85,8 @@ class LocalFiles:
 
 
 class RemoteFolder(ABC):
-    """A folder at an address of the spec, with DIGEST.tokens and DIGEST.leaves. It answers as `LocalFiles` does.
+    """A folder at an address of the spec, with DIGEST.tokens (of another `kind`) and DIGEST.leaves, that answers as
+    `LocalFiles` does.
 
     Each request has a thread: neither the resolver of names nor most file systems have deadlines.
     """
@@ -95,8 +99,8 @@ class RemoteFolder(ABC):
     def leaves(self, shard: Digest, size: int) -> bytes:
         return self._range(f"{shard}.leaves", 0, 32 * chunk_count(size))
 
-    def chunk(self, shard: Digest, offset: int, size: int) -> bytes:
-        return self._range(f"{shard}.tokens", offset, size)
+    def chunk(self, shard: Digest, offset: int, size: int, kind: Literal["tokens", "safetensors"] = "tokens") -> bytes:
+        return self._range(f"{shard}.{kind}", offset, size)
 
     def _range(self, file: str, start: int, size: int) -> bytes:
         """Return at most `size` bytes, whatever the other side sends, within the deadline. Raise SourceError."""

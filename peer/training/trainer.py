@@ -31,9 +31,10 @@ from peer.training.single_process import SingleProcessBackend
 from peer.training.step_loop import StepLoop
 from peer.training.time_breakdown import TimeBreakdown
 from peer.training.windows import WindowAccounting
+from protocol.adapter import build_run_model
 from protocol.assignment import windows_of
 from protocol.ids import Digest, PeerKey
-from protocol.model import build_model, model_layout
+from protocol.model import model_layout
 from protocol.spec import RunSpec, parse_spec
 
 Lost = Callable[[str], None]
@@ -43,19 +44,23 @@ Lost = Callable[[str], None]
 class Trainer:
     """The parts of a peer's training. Built by the thread that trains, which owns all of them at first."""
 
-    def __init__(self, start: Start, report: Report, lost: Lost = lambda why: None):
+    def __init__(self, start: Start, report: Report, lost: Lost = lambda why: None, *, trial: bool = False):
         """Build the model and read what was saved.
 
-        `report` is called with what a person should know. Raise CairnError, OSError or torch.OutOfMemoryError.
+        `report` is called with what a person should know. `trial`: only time and memory matter, so a frozen base is
+        zeros. Raise CairnError, OSError or torch.OutOfMemoryError.
         """
         self.spec: RunSpec = parse_spec(start.spec_path.read_bytes())
         dims, kind, why = resolve(start.parallel, start.device, self.spec, start.gpu_memory)
-        model = build_model(self.spec.model.config, device="meta")
+        model = build_run_model(self.spec.model, device="meta")
         if model_layout(model) != self.spec.model.layout:
+            packages = "transformers" if self.spec.model.adapter is None else "transformers peft"
             raise TrainingError(
                 "the installed transformers builds another model from this run's config than its owner's did: "
-                "install a newer one (pip install --upgrade transformers), or ask the owner for the version"
+                f"install a newer one (pip install --upgrade {packages}), or ask the owner for the version"
             )
+        if self.spec.model.adapter is not None and start.base is None and not trial:
+            raise TrainingError("the run's frozen base model is not here: start the peer again, which fetches it")
         self.exchange = ExchangePoint()
         self.gate = YieldGate()
         times = TimeBreakdown(time.monotonic())
@@ -127,7 +132,7 @@ def _backend(
     yield_hook = partial(gate.wait, times)
     if dims.world == 1:
         device = choose_device(start.device, start.threads, start.gpu_memory)
-        return SingleProcessBackend(spec, device, yield_hook, layers, report, gate.wait)
+        return SingleProcessBackend(spec, device, yield_hook, layers, report, gate.wait, base=start.base)
     from peer.training.parallel.distributed_backend import DistributedBackend  # torch.distributed: only where needed
     from peer.training.parallel.micro_batch import MicroBatchStore
 

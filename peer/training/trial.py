@@ -23,6 +23,7 @@ from peer.training.parallel import parallel_dims
 from peer.training.parallel.parallel_dims import ParallelDims
 from peer.training.parallel.plans import limits
 from peer.training.trainer import Trainer
+from protocol.adapter import held_bytes
 from protocol.ids import PeerKey
 from protocol.spec import RunSpec
 from protocol.training_memory import round_bytes
@@ -51,7 +52,8 @@ def look(spec: RunSpec, name: str, kind: str, dims: ParallelDims, gpu_memory: in
         kind=device.type,
         layout=str(dims),
         ranks=dims.world,
-        needed=parallel_dims.memory(dims, limits(spec, offloads=offloads), largest),
+        needed=parallel_dims.memory(dims, limits(spec, offloads=offloads), largest)
+        + held_bytes(spec.model.adapter, device.type),
         offloaded=round_bytes(layout, spec.outer) if offloads else 0,
         free=free,
         whole=whole,
@@ -82,7 +84,7 @@ def build(spec_path: Path, device: str, dims: ParallelDims, threads: int, gpu_me
         spec_path, folder / "store", me, folder, device, threads, shards={}, parallel=str(dims), compile="off",
         gpu_memory=gpu_memory,
     )  # fmt: skip
-    return Trainer(start, lambda level, kind, text: None)
+    return Trainer(start, lambda level, kind, text: None, trial=True)
 
 
 def steps(trainer: Trainer, dims: ParallelDims, seconds: float) -> Iterator[Sample]:

@@ -21,9 +21,10 @@ LineStatus = Literal["pending", "settled", "voided"]
 
 @dataclass(frozen=True, slots=True)
 class CreditRule:
-    """The run's rule: FLOPs per parameter and token (spec), the model's parameters, and tokens per window (spec).
+    """The run's rule: FLOPs per parameter and token (spec), the trained parameters, and tokens per window (spec).
 
-    Credit settles when `hold_rounds` more rounds are final, or the run has its `total_tokens` (0: never).
+    A frozen parameter counts for two thirds: its own gradient, a third of the work, is not computed. Credit settles
+    when `hold_rounds` more rounds are final, or the run has its `total_tokens` (0: never).
     """
 
     flops_per_parameter_token: int
@@ -31,17 +32,24 @@ class CreditRule:
     window: int
     hold_rounds: int = 12
     total_tokens: int = 0
+    frozen_parameters: int = 0
 
     @classmethod
     def of(cls, spec: RunSpec) -> CreditRule:
+        adapter = spec.model.adapter
         return cls(
             spec.credit.flops_per_parameter_token, spec.model.layout.numel, spec.data.window, spec.credit.hold_rounds,
-            spec.total_tokens,
+            spec.total_tokens, 0 if adapter is None else adapter.parameters,
         )  # fmt: skip
+
+    @property
+    def flops_per_token(self) -> int:
+        """FLOPs that count for one token."""
+        return self.flops_per_parameter_token * (3 * self.parameters + 2 * self.frozen_parameters) // 3
 
     def micro_credits(self, windows: int) -> int:
         """Return the micro-credits of an accepted update over a number of windows."""
-        return self.flops_per_parameter_token * self.parameters * windows * self.window // FLOPS_PER_MICRO_CREDIT
+        return self.flops_per_token * windows * self.window // FLOPS_PER_MICRO_CREDIT
 
     def line(self, peer: PeerKey, update: Digest, windows: int) -> CreditLine:
         """Return the credits of an accepted update; `update` is the digest of its signed header."""

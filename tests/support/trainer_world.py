@@ -8,14 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from peer.channel import Applied, Apply, Load, RoundUpdates, Start, UpdateFile, UpdateMade
 from peer.durable import write_durably
 from peer.training.trainer import Trainer
+from protocol.adapter import draw_adapter
 from protocol.ids import Digest, PeerKey, sha256
+from protocol.layout import Layout
 from protocol.merkle import blob_digest
-from protocol.model import build_model, model_layout, parameters_of, plain_config
+from protocol.model import build_model, parameters_of, plain_config
 from protocol.spec import (
+    AdapterSettings,
+    AdapterSpec,
     AuditSpec,
     BlobRef,
     CodecSpec,
@@ -28,7 +33,7 @@ from protocol.spec import (
     RunSpec,
     Schedule,
 )
-from protocol.state import checkpoint_chunks, state_layout
+from protocol.state import DTYPES, checkpoint_chunks, state_layout
 
 WINDOW, BATCH = 16, 4
 GENESIS = Digest(sha256(b"genesis"))
@@ -60,12 +65,13 @@ class World:
         config: Mapping[str, Any] | None = None,
         replayable: bool = False,
         text: np.ndarray | None = None,
+        adapter: AdapterSettings | None = None,
         **inner,
     ) -> World:
         """`config`: fields of the model's, over those of a tiny one; `inner`: of the spec's.
 
         `replayable`: with the codec "sign", without error feedback, and with tokens that differ from window to window.
-        `text`: other training data, as tokens.
+        `text`: other training data, as tokens. `adapter`: train one, on a frozen base with the weights of seed 1.
         """
         config = plain_config(
             {
@@ -82,8 +88,11 @@ class World:
         write_durably(folder / f"{shard}.tokens", [tokens])
         model = build_model(config, seed=1)
         outer = outer or OuterSpec()
-        layout = state_layout(model_layout(model), outer)
-        tensors = parameters_of(model)
+        tensors, on_base = parameters_of(model), None
+        if adapter is not None:
+            tensors, on_base = _on_base(folder, config, adapter, tensors)
+        trained = Layout.of({n: tuple(t.shape) for n, t in tensors.items()})
+        layout = state_layout(trained, outer)
         tensors |= {
             t.name: next(iter(tensors.values())).new_zeros(t.shape) for t in layout.tensors if t.name not in tensors
         }
@@ -95,7 +104,7 @@ class World:
             name="tiny",
             owner=peer_key(0).hex(),
             seed=5,
-            model=ModelSpec(config=config, tensors=[(t.name, list(t.shape)) for t in model_layout(model).tensors]),
+            model=ModelSpec(config=config, tensors=[(t.name, list(t.shape)) for t in trained.tensors], adapter=on_base),
             genesis=BlobRef(digest=blob_digest(data).hex(), size=len(data)),
             tokenizer=nowhere,
             data=DataSpec(window=WINDOW, train=[DataShard(digest=shard.hex(), size=len(tokens), tokens=len(text))]),
@@ -117,15 +126,30 @@ class World:
     def start(self, n: int) -> Start:
         home = self.folder / f"peer{n}"
         home.mkdir(exist_ok=True)
-        shard = self.spec.data.train[0].digest
+        shard, adapter = self.spec.data.train[0].digest, self.spec.model.adapter
         return Start(
             self.folder / "spec.json", home, peer_key(n), home / "trainer", "cpu", 1,
             {shard: str(self.folder / f"{shard}.tokens")},
+            base=None if adapter is None else self.folder / f"{adapter.base.digest}.safetensors",
         )  # fmt: skip
 
     def load(self, *replay: RoundUpdates, restore: tuple[Path, ...] = (), next_window: int = 0) -> Load:
         accepted = sum(u.windows for r in replay for u in r.updates)
         return Load(self.genesis, self.spec.genesis.name, GENESIS, 0, replay, restore, next_window, accepted)
+
+
+def _on_base(
+    folder: Path, config: Mapping[str, Any], adapter: AdapterSettings, base: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], AdapterSpec]:
+    """Write the base's file; return the adapter's initial values, and its part of the spec."""
+    stored = {name: t.to(DTYPES[adapter.kind]) for name, t in base.items()}
+    layout = Layout.of({name: tuple(t.shape) for name, t in base.items()})
+    data = b"".join(checkpoint_chunks(layout, stored, adapter.kind))
+    ref = BlobRef(digest=blob_digest(data).hex(), size=len(data))
+    write_durably(folder / f"{ref.digest}.safetensors", [data])
+    drawn = draw_adapter(config, adapter, seed=5)
+    initial = {name: stored[name].float() if name in stored else value for name, value in drawn.items()}
+    return initial, AdapterSpec(**adapter.model_dump(), base=ref, parameters=layout.numel)
 
 
 def accepted_round(number: int, *made: tuple[int, UpdateMade]) -> RoundUpdates:

@@ -22,6 +22,8 @@ def resolve(parallel: str, device: str, spec: RunSpec, gpu_memory: int = 0) -> t
     `parallel` is "auto" or dims, `device` and `gpu_memory` as in `device.choose_device`. Raise TrainingError: no such
     layout, too few GPUs, too little memory.
     """
+    if spec.model.adapter is not None:
+        return _alone(parallel, device)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     kind = "cuda" if device.startswith("cuda") or (device == "auto" and gpus) else "cpu"
     allowed = limits(spec, offloads=can_offload(kind, spec))
@@ -45,6 +47,17 @@ def resolve(parallel: str, device: str, spec: RunSpec, gpu_memory: int = 0) -> t
     if kind == "cuda" and dims.world > gpus:
         check(dims, max(1, gpus), allowed)
     return check(dims, dims.world, allowed), kind, f"--parallel {dims}, as asked"
+
+
+def _alone(parallel: str, device: str) -> tuple[ParallelDims, str, str]:
+    """Return the one layout of a run that trains an adapter. Raise TrainingError if another is asked for."""
+    dims = ParallelDims() if parallel == "auto" else ParallelDims.parse(parallel)
+    if dims.world > 1:
+        raise TrainingError(
+            f"--parallel {dims}: this run trains an adapter on a frozen base, which one GPU does: leave out --parallel"
+        )
+    on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    return dims, "cuda" if on_gpu else "cpu", "one process"
 
 
 def link() -> Interconnect:

@@ -1,0 +1,90 @@
+"""The frozen base model of a run that trains an adapter: fetched once, from the nearest place that has it.
+
+That is another run's store on this machine, an address of the spec that may be used, or the members. Wherever it comes
+from, each chunk is checked, and chunks that are here already are not fetched again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+
+from peer.errors import PeerError
+from peer.node.network import Network
+from peer.store import Store
+from protocol.data_address import public_url
+from protocol.errors import MalformedError
+from protocol.ids import Digest
+from protocol.merkle import CHUNK, chunk_size
+from protocol.spec import AdapterSpec
+
+log = logging.getLogger(__name__)
+
+READ_CHUNKS = 64
+"""Chunks of one request to an address."""
+READ_SECONDS = 120.0
+
+
+async def fetch_base_nearby(adapter: AdapterSpec, store: Store, network: Network, *, private_data: bool) -> None:
+    """Take the base from another run's store or from an address, if one has it. Raise StoreError."""
+    name, size = adapter.base.name, adapter.base.size
+    if store.has(name) or await asyncio.to_thread(link_from_other_runs, store, name):
+        return
+    for address in adapter.addresses:
+        if not (private_data or public_url(address)):
+            continue
+        stopped = threading.Event()
+        try:
+            with network.downloads.noted("the run's base model", name, size):
+                await asyncio.to_thread(read_from_address, adapter, store, address, stopped, private=private_data)
+            return
+        except (PeerError, MalformedError) as e:
+            log.warning("the base model was not read from %s: %s", address, e)
+        finally:
+            stopped.set()
+
+
+def link_from_other_runs(store: Store, blob: Digest) -> bool:
+    """Take a blob from the store of another run in the same home, without a copy; return whether it is here now."""
+    for file in store.folder.parent.parent.glob(f"*/store/blobs/{blob.hex()[:2]}/{blob.hex()}"):
+        draft = store.scratch / f"linked-{blob.hex()}"
+        try:
+            with contextlib.suppress(OSError, MalformedError):
+                os.link(file, draft)
+                store.adopt(draft, blob)
+                log.info("the base model is that of another run here: %s", file)
+                return True
+        finally:
+            draft.unlink(missing_ok=True)
+    return False
+
+
+def read_from_address(
+    adapter: AdapterSpec, store: Store, address: str, stopped: threading.Event, *, private: bool
+) -> None:
+    """Read the base at an address of the spec, for as long as nobody has `stopped` it.
+
+    Raise PeerError, and MalformedError for wrong bytes.
+    """
+    from peer.training.sources import at_address
+
+    source, blob, size = at_address(address, READ_SECONDS, private=private), adapter.base.name, adapter.base.size
+    raw = source.leaves(blob, size)
+    arriving = store.receive(blob, size, [raw[i : i + 32] for i in range(0, len(raw), 32)])
+    if arriving is None:
+        return
+    try:
+        while (missing := arriving.missing()) and not stopped.is_set():
+            first = missing[0]
+            run = [i for n, i in enumerate(missing[:READ_CHUNKS]) if i == first + n]
+            wanted = sum(chunk_size(size, i) for i in run)
+            data = source.chunk(blob, first * CHUNK, wanted, "safetensors")
+            for i in run:
+                arriving.write(i, data[(i - first) * CHUNK : (i - first + 1) * CHUNK])
+        if not arriving.left:
+            arriving.finish()
+    finally:
+        arriving.close()

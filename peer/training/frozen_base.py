@@ -1,0 +1,28 @@
+"""The frozen base model of a run that trains an adapter: a blob of the peer's store, which is checked and read once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from peer.training.saved_state import file_digest
+from protocol.adapter import load_base
+from protocol.errors import MalformedError
+from protocol.spec import AdapterSpec
+
+
+def read_base(model: nn.Module, adapter: AdapterSpec, file: Path) -> None:
+    """Check the base's file and read it into a model. Raise MalformedError for a damaged or another one, OSError."""
+    if (size := file.stat().st_size) != adapter.base.size:
+        raise _wrong(file, adapter, f"{size:,} bytes, not {adapter.base.size:,}")
+    if (found := file_digest(file)) != adapter.base.name:
+        raise _wrong(file, adapter, f"the digest {found.short}")
+    load_base(model, adapter, file)
+
+
+def _wrong(file: Path, adapter: AdapterSpec, has: str) -> MalformedError:
+    return MalformedError(
+        f"{file} is damaged, or not the base model that the run names ({adapter.base.name.short}): it has {has}; "
+        "delete it, and the next start fetches it again"
+    )

@@ -1,0 +1,200 @@
+"""LoRA adapters: PEFT's modules in a run's model, whose own parameters are the frozen base.
+
+The adapter alone is the run's state. The base is a file of all the model's parameters, in the form of a checkpoint, and
+is named by its digest. `peft` is imported for such runs only.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from protocol.errors import MalformedError, SpecError
+from protocol.layout import Layout
+from protocol.model import build_model, model_layout, one_line
+from protocol.spec import ALL_LINEAR, AdapterSettings, AdapterSpec, ModelSpec
+from protocol.state import DTYPES, tensors_in
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+REQUIREMENT = "peft>=0.18,<1"
+NAME = "default"
+"""The adapter's name, which `peft` puts into the names of its parameters."""
+WRAPPED = ".base_layer."
+"""What `peft` adds to the name of a base parameter that has an adapter."""
+
+
+def build_run_model(model: ModelSpec, *, device: torch.device | str = "cpu", exact: bool = False) -> nn.Module:
+    """Build a run's model in training mode. A base and its adapter are zeros until `load_base` and a state come.
+
+    A base of bf16 values is held in bf16 on a GPU, unless it must also run in fp32 (`exact`), and elsewhere in fp32:
+    autocast makes the same numbers of both. Raises SpecError.
+    """
+    adapter = model.adapter
+    if adapter is None:
+        return build_model(model.config, device=device)
+    device = torch.device(device)
+    in_bf16 = adapter.kind == "BF16" and device.type == "cuda" and not exact
+    return build_adapted(model.config, adapter, device=device, held=torch.bfloat16 if in_bf16 else torch.float32)
+
+
+def run_layout(model: ModelSpec) -> Layout:
+    """Return the layout that this installation gives the run's model. Raises SpecError."""
+    return model_layout(build_run_model(model, device="meta"))
+
+
+def build_adapted(
+    config: Mapping[str, Any],
+    adapter: AdapterSettings,
+    *,
+    device: torch.device | str = "meta",
+    held: torch.dtype = torch.float32,
+) -> nn.Module:
+    """Build a model with an adapter, all zeros; only what the adapter trains has gradients. `held`: base's matrices.
+
+    Raises SpecError.
+    """
+    device = torch.device(device)
+    if device.type == "meta":
+        model = build_model(config, device=device)
+    else:
+        from accelerate import init_empty_weights  # a dependency of peft
+
+        _peft()
+        with init_empty_weights(include_buffers=False):  # only the buffers are computed
+            model = build_model(config, device=device)
+        model.tie_weights()  # type: ignore[operator]
+    add_adapter(model, adapter)
+    if device.type != "meta":
+        materialise(model, device, lambda p: held if not p.requires_grad and p.ndim > 1 else torch.float32)
+    if held != torch.float32:
+        # Activations between layers stay in fp32, as from an embedding that is held in fp32.
+        embeddings: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
+        embeddings.register_forward_hook(lambda _, given, out: out.float())
+    return model
+
+
+def add_adapter(model: nn.Module, adapter: AdapterSettings) -> LoraConfig:
+    """Put the adapter into a model, freeze all else, and return PEFT's settings with the names of the modules.
+
+    Raises SpecError for names that fit no module, or one that cannot have an adapter.
+    """
+    peft = _peft()
+    config = peft.LoraConfig(
+        r=adapter.rank,
+        lora_alpha=adapter.alpha,
+        target_modules=ALL_LINEAR if adapter.targets == [ALL_LINEAR] else list(adapter.targets),
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    trained = list(_trained_modules(model, adapter.train))
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[operator]
+    try:
+        peft.inject_adapter_in_model(config, model, NAME)
+    except ValueError as e:
+        raise SpecError(f"model.adapter: {one_line(e)}") from None
+    for name, module in model.named_modules():
+        if isinstance(module, peft.tuners.lora.LoraLayer) and module.get_base_layer() in ends:  # type: ignore[operator]
+            raise SpecError(f"model.adapter.targets: {name} is an embedding or the output head: name linear modules")
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not name.endswith((f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight")):
+            raise SpecError(f"model.adapter.targets: {name} is not of a linear module: name linear modules")
+    config.modules_to_save = [name for name, _ in trained] or None
+    for _, module in trained:
+        module.requires_grad_(True)
+    return config
+
+
+def _trained_modules(model: nn.Module, names: list[str]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that are trained in full. Raises SpecError unless each has vectors alone."""
+    for wanted in names:
+        found = [(n, m) for n, m in model.named_modules() if n == wanted or n.endswith(f".{wanted}")]
+        for name, module in found:
+            if any(p.ndim != 1 for p in module.parameters()) or not list(module.parameters()):
+                raise SpecError(
+                    f"model.adapter.train: {name} is not a module of vectors alone, such as a norm: give matrices an "
+                    "adapter (targets)"
+                )
+            yield name, module
+        if not found:
+            raise SpecError(f"model.adapter.train: the model has no module {wanted}")
+
+
+def materialise(model: nn.Module, device: torch.device, dtype_of: Callable[[nn.Parameter], torch.dtype | None]) -> None:
+    """Replace parameters on the meta device by zeros on this one; not those whose dtype is None. Ties stay."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_meta or (dtype := dtype_of(parameter)) is None:
+                continue
+            if id(parameter) not in made:
+                zeros = torch.zeros(parameter.shape, dtype=dtype, device=device)
+                made[id(parameter)] = nn.Parameter(zeros, requires_grad=parameter.requires_grad)
+            module._parameters[name] = made[id(parameter)]
+
+
+def draw_adapter(config: Mapping[str, Any], adapter: AdapterSettings, seed: int) -> dict[str, Tensor]:
+    """Return the adapter's initial values on the CPU, as PEFT draws them from a seed: B is zeros. No base is built.
+
+    Modules that are trained in full are zeros here: they begin as the base has them. Raises SpecError.
+    """
+    model = build_adapted(config, adapter)
+    materialise(model, torch.device("cpu"), lambda p: torch.float32 if p.requires_grad else None)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for module in model.modules():
+            if isinstance(module, _peft().tuners.lora.LoraLayer):
+                module.reset_lora_parameters(NAME, True)  # type: ignore[operator]
+    return {name: p.detach().contiguous() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def base_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Return the base's parameters in a model with an adapter, by the names that they have without one."""
+    lora = (f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight")
+    return {n.replace(WRAPPED, "."): p.detach() for n, p in model.named_parameters() if not n.endswith(lora)}
+
+
+def load_base(model: nn.Module, adapter: AdapterSpec, file: Path) -> None:
+    """Read the base from its file, whose digest was checked, into a model from `build_run_model`.
+
+    Raises MalformedError for a file of another model, and OSError.
+    """
+    base = base_parameters(model)
+    layout = Layout.of({name: tuple(p.shape) for name, p in base.items()})
+    if layout.numel != adapter.parameters:
+        raise MalformedError(f"the base has {layout.numel:,} parameters, and the spec says {adapter.parameters:,}")
+    with open(file, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        for name, tensor in tensors_in(layout, data, adapter.kind):
+            base[name].copy_(tensor)
+
+
+def merge_adapter(model: nn.Module) -> None:
+    """Add the adapter to the base's own parameters, on which it has no effect of its own any more."""
+    for module in model.modules():
+        if isinstance(module, _peft().tuners.lora.LoraLayer):
+            module.merge(safe_merge=True)  # type: ignore[attr-defined]
+
+
+def held_bytes(adapter: AdapterSpec | None, device_type: str) -> int:
+    """Return about how many bytes a trainer's device takes for a run's frozen base: those of `build_run_model`."""
+    if adapter is None:
+        return 0
+    return adapter.parameters * (DTYPES[adapter.kind].itemsize if device_type == "cuda" else 4)
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise SpecError(
+            f"this run trains a LoRA adapter, which needs one more package: pip install '{REQUIREMENT}' (installed by "
+            f"pipx: pipx inject cairn-swarm '{REQUIREMENT}')"
+        ) from None
+    return peft

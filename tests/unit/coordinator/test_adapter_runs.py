@@ -1,0 +1,260 @@
+"""A run that trains an adapter: from run.toml and a trained model to its spec and files, and out again for `peft`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from coordinator.adapter_export import export_adapter, export_merged
+from coordinator.authoring.errors import RunFileError
+from coordinator.authoring.resolve import ResolvedRun, resolve
+from coordinator.authoring.runfile import load_run
+from coordinator.authoring.summary import validate
+from coordinator.checkpoints.evaluation import load_adapted
+from coordinator.export import ExportError
+from coordinator.model_card import Origin
+from protocol.adapter import build_adapted
+from protocol.codec import make_codec
+from protocol.errors import SpecError
+from protocol.identity import Identity
+from protocol.ledger.credits import CreditRule
+from protocol.merkle import blob_digest, blob_leaves
+from protocol.model import model_layout
+from protocol.spec import AdapterSpec, parse_spec
+from protocol.state import checkpoint_chunks, state_digest, state_layout, tensors_from_checkpoint
+
+OWNER = Identity(b"o" * 32)
+RUN = """
+[run]
+name = "adapted"
+seed = 3
+total_tokens = 100_000
+weights = "base"
+
+[model]
+model_type = "llama"
+vocab_size = 300
+hidden_size = 32
+intermediate_size = 48
+num_hidden_layers = 2
+num_attention_heads = 4
+tie_word_embeddings = true
+max_position_embeddings = 64
+
+[model.adapter]
+rank = 4
+alpha = 8
+train = ["input_layernorm"]
+
+[data]
+source = "documents.jsonl"
+window = 16
+vocabulary = 300
+
+[inner]
+lr = 0.002
+batch = 4
+
+[round]
+target_tokens = 1_000
+"""
+TOKENS = torch.arange(48).reshape(3, 16) * 5 % 300
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with documents, and with a model in base/ whose norms are not all ones."""
+    folder = tmp_path_factory.mktemp("adapted")
+    texts = [f"Document {i}: the quick brown fox jumps over {i * i} lazy dogs." for i in range(40)]
+    (folder / "documents.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        tie_word_embeddings=True, max_position_embeddings=64,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = LlamaForCausalLM(config)
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                nn.init.uniform_(parameter, 0.5, 1.5)
+    model.save_pretrained(folder / "base")
+    return folder
+
+
+def run_file(folder: Path, *edits: tuple[str, str], name: str = "run.toml") -> Path:
+    text = RUN
+    for old, new in edits:
+        assert old in text
+        text = text.replace(old, new)
+    (folder / name).write_text(text)
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def begun(base: Path) -> ResolvedRun:
+    return resolve(load_run(run_file(base)), base / "work", OWNER)
+
+
+def adapter_of(run: ResolvedRun) -> AdapterSpec:
+    assert run.spec.model.adapter is not None
+    return run.spec.model.adapter
+
+
+def test_the_state_is_the_adapter_and_the_base_is_a_blob(base: Path, begun: ResolvedRun):
+    spec, adapter = begun.spec, adapter_of(begun)
+    assert parse_spec(spec.canonical()) == spec
+    model = load_file(base / "base" / "model.safetensors")
+    file = begun.blobs[adapter.base.name]
+    data = file.read_bytes()
+    assert len(data) == adapter.base.size and blob_digest(data) == adapter.base.name
+    assert file == base / "work" / "base" / f"{adapter.base.digest}.safetensors"
+    assert file.with_suffix(".leaves").read_bytes() == b"".join(blob_leaves(data))
+    held = load_file(file)
+    assert held.keys() == model.keys() and all(torch.equal(held[n], t.bfloat16()) for n, t in model.items())
+    assert adapter.parameters == sum(t.numel() for t in model.values())
+    names = {t.name for t in spec.model.layout.tensors}
+    assert all(".lora_" in n or "input_layernorm" in n for n in names) and len(names) == 2 * (7 * 2 + 1)
+    assert make_codec(spec.codec, spec.model.layout).size < adapter.base.size / 8
+
+
+def test_the_adapter_begins_as_nothing_and_what_is_trained_in_full_as_the_base(begun: ResolvedRun):
+    spec, adapter = begun.spec, adapter_of(begun)
+    layout = state_layout(spec.model.layout, spec.outer)
+    state = tensors_from_checkpoint(layout, begun.blobs[spec.genesis.name].read_bytes())
+    assert state_digest(layout, state) == spec.genesis.name
+    held = load_file(begun.blobs[adapter.base.name])
+    for name in (t.name for t in spec.model.layout.tensors):
+        if ".lora_B." in name:
+            assert not state[name].any()
+        elif ".lora_A." in name:
+            assert state[name].std() > 0.01
+        else:
+            assert torch.equal(state[name], held[name].float())
+
+
+def test_a_run_begins_with_the_same_bits_again_and_lost_files_are_written_again(base: Path, begun: ResolvedRun):
+    again = resolve(load_run(run_file(base)), base / "second", OWNER)
+    assert again.spec == begun.spec
+    file = begun.blobs[adapter_of(begun).base.name]
+    data = file.read_bytes()
+    file.write_bytes(data[:-1])
+    assert resolve(load_run(run_file(base)), base / "work", OWNER).blobs[adapter_of(begun).base.name] == file
+    assert file.read_bytes() == data
+    held = {begun.spec.genesis.name, adapter_of(begun).base.name}
+    assert held.isdisjoint(resolve(load_run(run_file(base)), base / "work", OWNER, held=lambda b: b in held).blobs)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error", "says"),
+    [
+        ('weights = "base"', "", RunFileError, "run.weights: an adapter needs a trained base"),
+        ("rank = 4", "rank = 0", RunFileError, r"run.toml:\d+: model.adapter.rank"),
+        ("rank = 4", "rnak = 4", RunFileError, "model.adapter.rnak: is not a field; did you mean rank"),
+        ("rank = 4", 'rank = 4\ntargets = ["q_prj"]', SpecError, "model.adapter: Target modules {'q_prj'} not found"),
+        ("rank = 4", 'rank = 4\ntargets = "lm_head"', SpecError, "lm_head is an embedding or the output head"),
+        ('"input_layernorm"', '"q_proj"', SpecError, "not a module of vectors alone"),
+    ],
+)
+def test_a_wrong_adapter_is_refused_with_its_field(base: Path, old: str, new: str, error: type, says: str):
+    with pytest.raises(error, match=says):
+        resolve(load_run(run_file(base, (old, new))), base / "refused", OWNER)
+
+
+def test_validate_tells_of_the_base(base: Path, begun: ResolvedRun):
+    text = "\n".join(validate(run_file(base)))
+    assert f"rank 4, alpha 8, on a frozen base of {adapter_of(begun).parameters:,} parameters (bfloat16)" in text
+    assert "the frozen base)" in text
+
+
+def test_credit_counts_a_frozen_parameter_for_two_thirds(begun: ResolvedRun):
+    spec = begun.spec
+    expected = 6 * spec.model.layout.numel + 4 * adapter_of(begun).parameters
+    assert CreditRule.of(spec).flops_per_token == expected
+
+
+# -- out again --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def learnt(base: Path, begun: ResolvedRun) -> Path:
+    """Return the checkpoint of a state that is noise."""
+    layout = state_layout(begun.spec.model.layout, begun.spec.outer)
+    chance = torch.Generator().manual_seed(5)
+    state = {t.name: torch.randn(t.shape, generator=chance) * 0.3 for t in layout.tensors}
+    (base / "round-000001").mkdir()
+    path = base / "round-000001" / "model.safetensors"
+    path.write_bytes(b"".join(checkpoint_chunks(layout, state)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def logits(begun: ResolvedRun, learnt: Path) -> Tensor:
+    """Return what the run's own model says."""
+    model = load_adapted(learnt.parent, begun.spec.model, begun.blobs[adapter_of(begun).base.name])
+    with torch.inference_mode():
+        return model(input_ids=TOKENS).logits
+
+
+def stored_base(base: Path) -> nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(base / "base", dtype=torch.float32)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    return model.eval()
+
+
+def origin(run: ResolvedRun, state: Path) -> Origin:
+    return Origin("adapted", run.spec.run_id, blob_digest(state.read_bytes()), 1, 1000)
+
+
+def test_peft_loads_the_exported_adapter_and_it_says_the_same(
+    base: Path, begun: ResolvedRun, learnt: Path, logits: Tensor, tmp_path: Path
+):
+    spec, out = begun.spec, tmp_path / "adapter"
+    made = export_adapter(
+        learnt, spec.model.config, adapter_of(begun), begun.blobs[spec.tokenizer.name], origin(begun, learnt), out
+    )
+    assert made.parameters == spec.model.layout.numel
+    assert {f.name for f in out.iterdir()} == {
+        "adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "tokenizer_config.json", "README.md"
+    }  # fmt: skip
+    plain = stored_base(base)
+    with torch.inference_mode():
+        before = plain(input_ids=TOKENS).logits
+        loaded = PeftModel.from_pretrained(plain, str(out)).eval()  # type: ignore[arg-type]
+        torch.testing.assert_close(loaded(input_ids=TOKENS).logits, logits, rtol=1e-5, atol=1e-5)
+    assert (before - logits).abs().max() > 0.1
+    assert "PeftModel.from_pretrained" in (out / "README.md").read_text()
+
+
+def test_a_merged_model_loads_alone_and_says_the_same(
+    base: Path, begun: ResolvedRun, learnt: Path, logits: Tensor, tmp_path: Path
+):
+    spec, adapter, tokenizer = begun.spec, adapter_of(begun), begun.blobs[begun.spec.tokenizer.name]
+    file = begun.blobs[adapter.base.name]
+    config, out = spec.model.config, tmp_path / "merged"
+    export_merged(learnt, config, adapter, file, tokenizer, origin(begun, learnt), out)
+    with torch.inference_mode():
+        merged = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+        torch.testing.assert_close(merged(input_ids=TOKENS).logits, logits, rtol=1e-4, atol=1e-4)
+    wrong = tmp_path / "wrong"
+    wrong.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ExportError, match="damaged: its digest"):
+        export_merged(learnt, config, adapter, wrong, tokenizer, origin(begun, learnt), tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_state_of_another_adapter_is_not_exported(begun: ResolvedRun, learnt: Path, tmp_path: Path):
+    spec = begun.spec
+    other = adapter_of(begun).model_copy(update={"rank": 2})
+    assert model_layout(build_adapted(spec.model.config, other)) != spec.model.layout
+    with pytest.raises(ExportError, match="a checkpoint of another model"):
+        export_adapter(
+            learnt, spec.model.config, other, begun.blobs[spec.tokenizer.name], origin(begun, learnt), tmp_path / "out"
+        )

@@ -1,0 +1,170 @@
+"""A trainer of a run that trains a LoRA adapter on a frozen base."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from peer.channel import Apply
+from peer.errors import TrainingError
+from peer.training import trial
+from peer.training.flops import flops_per_token
+from peer.training.inner_optimizer import MUON_MOMENTS
+from peer.training.parallel.parallel_dims import ParallelDims
+from peer.training.parallel.setup import resolve
+from peer.training.single_process import SingleProcessBackend
+from protocol.adapter import base_parameters, build_adapted, held_bytes, load_base
+from protocol.errors import MalformedError
+from protocol.model import build_model, parameters_of
+from protocol.spec import AdapterSettings, CodecSpec
+from tests.support.local_trainer import born, closed, copied, loaded, train, update  # noqa: F401
+from tests.support.trainer_world import World, accepted_round, apply
+
+ADAPTER = AdapterSettings(rank=4, alpha=8, train=["input_layernorm"])
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World.make(tmp_path, adapter=ADAPTER, codec=CodecSpec(kind="sign"))
+
+
+def frozen(trainer) -> dict[str, Tensor]:
+    trained = parameters_of(trainer.backend.inner.model)
+    return {n: t for n, t in base_parameters(trainer.backend.inner.model).items() if n not in trained}
+
+
+def test_two_peers_train_one_adapter_and_neither_moves_the_base(world, tmp_path):
+    a, b = loaded(world, 1), loaded(world, 2)
+    before, base = copied(a.backend.outer.base), copied(frozen(a))
+    assert set(before) == {t.name for t in world.spec.model.layout.tensors} | {"outer_reference_norms"}
+    train(a, 3)
+    train(b, 2)
+    made = [(1, update(a, tmp_path / "a")), (2, update(b, tmp_path / "b"))]
+    accepted = accepted_round(0, *made)
+    first, second = (
+        apply(t, Apply(accepted, (), next_window=m.end_window, accepted_windows=20))
+        for t, (_, m) in zip((a, b), made, strict=True)
+    )
+    assert first.state_digest == second.state_digest
+    assert any(not torch.equal(before[n], a.backend.outer.base[n]) for n in before if ".lora_B." in n)
+    for trainer in (a, b):
+        assert all(torch.equal(t, base[n]) for n, t in frozen(trainer).items())
+
+
+def test_the_base_in_the_model_has_the_values_of_its_file(world):
+    trainer = loaded(world)
+    stored = {n: t.bfloat16().float() for n, t in parameters_of(build_model(world.spec.model.config, seed=1)).items()}
+    assert all(torch.equal(t, stored[n]) for n, t in frozen(trainer).items())
+    assert torch.equal(
+        trainer.backend.outer.base["model.layers.0.input_layernorm.weight"],
+        stored["model.layers.0.input_layernorm.weight"],
+    )
+
+
+def test_what_is_saved_and_resumed_is_the_adapter(world):
+    a = loaded(world)
+    train(a, 3)
+    a.save()
+    learnt = copied(parameters_of(a.backend.inner.model))
+    a.close()
+    again = loaded(world)
+    for name, tensor in parameters_of(again.backend.inner.model).items():
+        torch.testing.assert_close(tensor, learnt[name], rtol=0, atol=1e-6)
+        assert not torch.equal(tensor, again.backend.outer.base[name])
+    files = (world.folder / "peer1" / "trainer").glob("trainer-*.safetensors")
+    names = {key.partition("/")[2] for file in files for key in load_file(file)}
+    assert names == {tensor.name for tensor in world.spec.model.layout.tensors}
+
+
+def test_a_damaged_base_or_another_one_is_refused(world):
+    file = world.start(1).base
+    assert file is not None
+    data = file.read_bytes()
+    for wrong, why in ((data[:-1], "bytes, not"), (data[:-1] + bytes([data[-1] ^ 1]), "the digest")):
+        file.write_bytes(wrong)
+        with pytest.raises(MalformedError, match=why):
+            born(world)
+    with pytest.raises(TrainingError, match="base model is not here"):
+        born(world, base=None)
+    file.write_bytes(data)
+    assert loaded(world).base.record is not None
+
+
+def test_a_base_of_another_model_is_refused_whatever_its_digest(world):
+    spec, file = world.spec.model, world.start(1).base
+    assert spec.adapter is not None and file is not None
+    model = build_adapted(dict(spec.config, num_hidden_layers=2), spec.adapter, device="cpu")
+    with pytest.raises(MalformedError, match="parameters, and the spec says"):
+        load_base(model, spec.adapter, file)
+    with pytest.raises(MalformedError, match="for this model it has"):
+        load_base(
+            build_adapted(spec.config, spec.adapter, device="cpu"),
+            spec.adapter.model_copy(update={"dtype": "float32"}),
+            file,
+        )
+
+
+def test_a_base_held_in_bf16_gives_the_same_bits_under_autocast(world):
+    spec, file = world.spec.model, world.start(1).base
+    assert spec.adapter is not None and file is not None
+    windows, found = torch.arange(2 * 17).reshape(2, 17) % 64, []
+    for held in (torch.float32, torch.bfloat16):
+        model = build_adapted(spec.config, spec.adapter, device="cpu", held=held)
+        load_base(model, spec.adapter, file)
+        for name, parameter in parameters_of(model).items():
+            with torch.random.fork_rng():
+                torch.manual_seed(len(name))
+                parameter.normal_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model(input_ids=windows[:, :-1]).logits
+        out.float().square().mean().backward()
+        found.append((out, [p.grad for p in model.parameters() if p.requires_grad]))
+    (out, gradients), (again, others) = found
+    assert torch.equal(out, again)
+    assert gradients and all(torch.equal(g, o) for g, o in zip(gradients, others, strict=True))
+
+
+def test_an_auditor_measures_with_the_base_in_fp32(world):
+    backend = SingleProcessBackend(world.spec, torch.device("cpu"), lambda: None, base=world.start(1).base, exact=True)
+    assert {p.dtype for p in backend.inner.model.parameters()} == {torch.float32}
+
+
+def test_several_gpus_are_refused_early_and_auto_takes_one(world):
+    with pytest.raises(TrainingError, match="trains an adapter on a frozen base, which one GPU does"):
+        resolve("fsdp=2", "cpu", world.spec)
+    assert resolve("auto", "cpu", world.spec)[0] == ParallelDims()
+
+
+def test_memory_and_flops_count_the_base(world):
+    adapter, layout = world.spec.model.adapter, world.spec.model.layout
+    assert adapter is not None
+    assert (
+        held_bytes(adapter, "cuda") == 2 * adapter.parameters and held_bytes(adapter, "cpu") == 4 * adapter.parameters
+    )
+    device = trial.look(world.spec, "cpu", "cpu", ParallelDims())
+    assert device.needed == 28 * layout.numel + 4 * len(layout.tensors) + 4 * adapter.parameters
+    config, window = world.spec.model.config, world.spec.data.window
+    whole = flops_per_token(build_model(config, device="meta"), window)
+    plain = build_adapted(config, AdapterSettings(rank=4, alpha=8))
+    counted = flops_per_token(plain, window)
+    assert whole is not None and counted is not None
+    attention = 12 * 32 * window
+    lora = sum(p.numel() for p in plain.parameters() if p.requires_grad)
+    assert counted == (whole - attention) * 4 // 6 + 6 * lora + attention
+
+
+def test_a_trial_needs_no_base(world):
+    trainer = trial.build(world.folder / "spec.json", "cpu", ParallelDims(), 1)
+    samples = list(trial.steps(trainer, ParallelDims(), 0.2))
+    assert samples and samples[0].windows == 1
+
+
+def test_muon_steps_the_adapters_matrices(tmp_path):
+    trainer = loaded(World.make(tmp_path, adapter=ADAPTER, optimizer="muon"))
+    train(trainer, 1)
+    by_muon = {n.partition("/")[2] for n in trainer.backend.inner.moments()[1] if n.partition("/")[0] in MUON_MOMENTS}
+    assert by_muon == {t.name for t in trainer.spec.model.layout.tensors if ".lora_" in t.name}
