@@ -54,7 +54,9 @@ class SingleProcessBackend(StateWriter):
         """
         self.device = device
         model = build_model(spec.model.config, device=device)
-        self.inner = InnerOptimizer(spec.inner, model, device, yield_hook, layers, report)
+        self.inner = InnerOptimizer(
+            spec.inner, model, device, yield_hook, layers, report, conversations=spec.data.conversations
+        )
         codec = make_codec(spec.codec, spec.model.layout)
         self.outer = OuterState(
             parameters_of(model), codec, spec.codec.beta, spec.outer, replayable=spec.audit.replayable

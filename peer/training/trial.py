@@ -22,7 +22,7 @@ from peer.training.parallel import parallel_dims
 from peer.training.parallel.parallel_dims import ParallelDims
 from peer.training.trainer import Trainer
 from protocol.ids import PeerKey
-from protocol.spec import RunSpec
+from protocol.spec import TRAINED, RunSpec
 from protocol.state import state_layout
 
 SMI_SECONDS = 10.0
@@ -97,6 +97,8 @@ def steps(trainer: Trainer, dims: ParallelDims, seconds: float) -> Iterator[Samp
         while True:
             size = (windows, spec.data.window + 1)
             tokens = torch.randint(vocabulary if isinstance(vocabulary, int) else 2, size, generator=chance)
+            if spec.data.conversations is not None:
+                tokens |= TRAINED
             first = time.monotonic()
             step = backend.inner.forward_backward(tokens)  # it ends with a wait for the device
             middle = time.monotonic()

@@ -35,8 +35,8 @@ class CreditRule:
     @classmethod
     def of(cls, spec: RunSpec) -> CreditRule:
         return cls(
-            spec.credit.flops_per_parameter_token, spec.model.layout.numel, spec.data.window, spec.credit.hold_rounds,
-            spec.total_tokens,
+            spec.credit.flops_per_parameter_token, spec.model.layout.numel, spec.data.window_tokens,
+            spec.credit.hold_rounds, spec.total_tokens,
         )  # fmt: skip
 
     def micro_credits(self, windows: int) -> int:
