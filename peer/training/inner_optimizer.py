@@ -133,7 +133,9 @@ class InnerOptimizer:
     def forward_backward(self, windows: Tensor, go_on: Callable[[], bool] = lambda: True) -> StepResult | None:
         """Compute the clipped gradient of a step on tokens [batch, window + 1]: inputs, and targets shifted by one.
 
-        The loss is the sum over the trained tokens, divided by their number in the step. No parameter changes. `go_on` is called between two pieces; when it returns False, the step is dropped and the
+        The loss is the sum over the trained tokens, divided by their number in the step.
+
+        No parameter changes. `go_on` is called between two pieces; when it returns False, the step is dropped and the
         result is None. The parameters may be moved meanwhile (a rebase): the gradient is then of both places. Raise
         TrainingError when memory does not suffice for a single window, even with `recompute` where that is allowed.
         """

@@ -1,8 +1,8 @@
 """The inner step of one rank: forward and backward of its share of the windows, the whole gradient, the step.
 
 All ranks call the same methods in the same order. The loss is weighted so that the sum over all ranks is the value of
-one process: the mean over all trained tokens of the step. The optimizer works on each rank's own plain shard of the parameters.
-AdamW uses one coordinate at a time, so its steps are the same for every layout.
+one process: the mean over all trained tokens of the step. The optimizer works on each rank's own plain shard of the
+parameters. AdamW uses one coordinate at a time, so its steps are the same for every layout.
 """
 
 from __future__ import annotations
