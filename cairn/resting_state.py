@@ -29,7 +29,7 @@ class RestingStateClaims:
     @property
     def tokens(self) -> int:
         """Tokens that the chain has accepted."""
-        return self._chain.weight(self._chain.head) * self._spec.data.window
+        return self._chain.weight(self._chain.head) * self._spec.data.window_tokens
 
     @property
     def is_finished(self) -> bool:

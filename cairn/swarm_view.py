@@ -242,7 +242,7 @@ class ObserverView:
             if body.round % every == 0 and body.round:
                 if self._is_archived(body.parent, body.base_state):
                     return None
-                return body.base_state, body.parent, chain.weight(body.parent) * self._spec.data.window
+                return body.base_state, body.parent, chain.weight(body.parent) * self._spec.data.window_tokens
         return None
 
     def _is_archived(self, record: Digest, state: Digest) -> bool:

@@ -267,7 +267,7 @@ class OverviewBuilder:
 
     def _next_round(self, working: list[PeerOverview], head: Digest, now: float) -> float | None:
         """Return the seconds until the round that is being trained is decided; None if unknown."""
-        s, r, window = self.observations, self.directives.round_policy, self.spec.data.window
+        s, r, window = self.observations, self.directives.round_policy, self.spec.data.window_tokens
         work = []
         for p in working:
             if (h := p.heartbeat) is not None:

@@ -43,6 +43,8 @@ MAX_INT = 2**53 - 1
 """The largest integer that canonical JSON has."""
 MAX_TOKENIZER = 256 * 1024 * 1024
 """Maximum bytes of a tokenizer.json, which is read whole."""
+MAX_TEMPLATE = 65_536
+"""Maximum characters of a chat template."""
 MAX_CONFIG_DEPTH = 32
 MAX_PROBLEMS_SHOWN = 20
 """Problems that an error lists; the rest it counts."""
@@ -64,6 +66,8 @@ Count = Annotated[int, Field(ge=1, le=MAX_INT)]
 ModuleName = Annotated[
     str, Field(min_length=1, max_length=MAX_TENSOR_NAME, pattern=r"^[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*$")
 ]
+TokenId = Annotated[int, Field(ge=0, lt=2**29)]
+Word = Annotated[str, Field(min_length=1, max_length=256)]
 Seconds = Annotated[float, Field(gt=0, le=86_400 * 7)]
 # The first error of a list ends its check: each error takes a thousand times the bytes of a wrong item.
 Shape = Annotated[list[Annotated[int, Field(ge=1, le=2**40)]], FailFast(), Field(max_length=MAX_DIMENSIONS)]
@@ -226,6 +230,46 @@ class DataShard(BlobRef):
     tokens: Count
 
 
+TRAINED = 1 << 30
+"""The mark of a token whose prediction counts in the loss."""
+BEGINS = 1 << 29
+"""The mark of a document's first token, and of the first of a window's padding."""
+NUMBER = BEGINS - 1
+"""The bits of a marked token that are its number. The marks are the two bits above: so a shard's chunks, digests and
+ranges are those of any other shard, and a window's marks are checked with its tokens."""
+
+
+class ChatSpec(Section):
+    """How conversations became text, for whoever exports the model. Peers never render the template."""
+
+    template: Annotated[str, Field(min_length=1, max_length=MAX_TEMPLATE)] = Field(
+        description="the chat template (Jinja) as transformers reads it"
+    )
+    special_tokens: dict[Literal["bos_token", "eos_token", "pad_token", "unk_token"], Word] = Field(
+        default={}, description="the special tokens that the template was given"
+    )
+    end_tokens: Annotated[list[TokenId], FailFast(), Field(min_length=1, max_length=16)] = Field(
+        description="tokens that end an answer, by ascending number"
+    )
+    generation: dict[
+        Literal["do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens"],
+        bool | Annotated[int, Field(ge=0, le=MAX_INT)] | Annotated[float, Field(ge=0, le=1e6)],
+    ] = Field(default={}, description="fields of the base model's generation_config.json")
+
+
+class ConversationSpec(Section):
+    """What windows of marked tokens hold (docs/data.md)."""
+
+    window_tokens: Count = Field(
+        description="tokens that a window counts as: the mean of its trained tokens over all training windows, rounded"
+    )
+    attention: Literal["document", "window"] = Field(
+        description="document: attention and positions begin anew with each document of a window; window: the model "
+        "cannot do that, so a token sees all of its window before it"
+    )
+    chat: ChatSpec | None = Field(default=None, description="absent if no document is a conversation")
+
+
 class DataSpec(Section):
     """Pre-tokenised shards. Window w is tokens [w*window, (w+1)*window + 1) of a shard: inputs and shifted targets."""
 
@@ -238,6 +282,17 @@ class DataSpec(Section):
         description="addresses of folders that hold the shards as DIGEST.tokens; without one that may be used, they "
         "are fetched from the swarm as blobs",
     )
+    conversations: ConversationSpec | None = Field(
+        default=None, description="present if the tokens are marked; a spec without it has no such field"
+    )
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return the fields; a run of plain text keeps the bytes, and so the run id, that it has without this field."""
+        fields = handler(self)
+        if self.conversations is None:
+            fields.pop("conversations", None)
+        return fields
 
     @model_validator(mode="after")
     def _sized(self):
@@ -249,12 +304,25 @@ class DataSpec(Section):
                         f"{kind}.{i}: {shard.tokens} tokens of {self.dtype} are {width * shard.tokens} bytes, "
                         f"not {shard.size}: correct size, tokens or dtype"
                     )
+        if self.conversations is not None:
+            if self.dtype != "uint32":
+                raise ValueError("dtype: marked tokens are uint32")
+            if self.conversations.window_tokens > self.window:
+                raise ValueError(f"conversations.window_tokens: more than the {self.window} tokens of a window")
         return self
 
     @property
     def train_windows(self) -> int:
         """Windows in all training shards together."""
         return sum(windows_in(s.tokens, self.window) for s in self.train)
+
+    @property
+    def window_tokens(self) -> int:
+        """Tokens that a window counts as, for weight, credit, schedule and the end of the run.
+
+        All of plain text; of conversations the mean of those that are trained.
+        """
+        return self.window if self.conversations is None else self.conversations.window_tokens
 
 
 def windows_in(tokens: int, window: int) -> int:
@@ -447,8 +515,11 @@ class RunSpec(Section):
 
     @model_validator(mode="after")
     def _consistent(self):
-        if self.round.max_update_tokens < self.inner.batch * self.data.window:
-            raise ValueError("round.max_update_tokens must allow one inner step: inner.batch * data.window tokens")
+        if self.round.max_update_tokens < self.inner.batch * self.data.window_tokens:
+            raise ValueError(
+                "round.max_update_tokens must allow one inner step: inner.batch windows of "
+                f"{self.data.window_tokens} tokens"
+            )
         if self.tokenizer.size > MAX_TOKENIZER:
             raise ValueError(f"tokenizer.size is more than {MAX_TOKENIZER >> 20} MiB: choose a smaller vocabulary")
         if self.data.train_windows < 1:
@@ -466,7 +537,7 @@ class RunSpec(Section):
     @property
     def max_update_windows(self) -> int:
         """The most windows that one update may cover."""
-        return self.round.max_update_tokens // self.data.window
+        return self.round.max_update_tokens // self.data.window_tokens
 
     def canonical(self) -> bytes:
         """RFC 8785 JSON: the bytes that the run id names."""

@@ -57,7 +57,13 @@ def check_vocabulary(run_file: RunFile, size: int) -> None:
 
 
 def check_windows(run_file: RunFile, manifest: Manifest) -> None:
-    """Raise RunFileError if no shard holds a window."""
+    """Raise RunFileError if no shard holds a window, or they were packed into windows of another size."""
+    packed = manifest.conversations
+    if packed is not None and packed.window != run_file.data.window:
+        raise RunFileError(
+            f"{run_file.path}: data.window: these conversations were packed into windows of {packed.window} tokens: "
+            "write that, or prepare them again"
+        )
     if not any(windows_in(s.tokens, run_file.data.window) for s in manifest.train.shards):
         raise RunFileError(
             f"{run_file.path}: data.window: {run_file.data.window} tokens, but the documents have only "

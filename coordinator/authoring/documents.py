@@ -11,6 +11,7 @@ import io
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -28,7 +29,7 @@ SEGMENT = 256 * 1024
 
 NAME_FIELD = "name the one that holds the text with --field, in a run.toml as data.field"
 
-_KINDS = {list: "a list", dict: "an object", bool: "true or false"}
+_KINDS = {list: "a list", dict: "an object", bool: "true or false", type(None): "null", str: "text"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,42 @@ class TextSegment:
 
     text: str
     last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentRow:
+    """A line of JSONL or a row of Parquet, and its place for errors."""
+
+    where: str
+    fields: dict[str, Any]
+
+    def text(self, field: str) -> str:
+        """Return the text in a field; "" for null. Raises DataInputError."""
+        if field not in self.fields:
+            there = ", ".join(map(repr, list(self.fields)[:10])) or "nothing"
+            raise DataInputError(f"{self.where}: no field {field!r}: there is {there}; {NAME_FIELD}")
+        text = self.fields[field]
+        if text is None:
+            return ""
+        if not isinstance(text, str):
+            raise DataInputError(f"{self.where}: field {field!r} holds {kind_of(text)}, not text; {NAME_FIELD}")
+        return checked_text(text, self.where)
+
+
+def checked_text(text: str, where: str) -> str:
+    """Return text that has a UTF-8 form. Raises DataInputError for a lone surrogate."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise DataInputError(
+            f"{where}: text with half a surrogate pair: correct the escapes \\ud800 to \\udfff"
+        ) from None
+    return text
+
+
+def kind_of(value: object) -> str:
+    """Return what a JSON value that is no text is, in words."""
+    return _KINDS.get(type(value), "a number")
 
 
 def find_sources(inputs: Sequence[str], base: Path) -> list[DocumentFile]:
@@ -116,27 +153,35 @@ def _matches(fs: Any, path: str, given: str) -> tuple[str, list[str]]:
 
 def read_documents(source: DocumentFile, field: str) -> Iterator[TextSegment]:
     """Yield the documents of one file, without empty ones. Raises DataInputError."""
-    kind, _ = source.suffixes
-    try:
-        if kind in JSONL:
-            documents = _read_jsonl(source, field)
-        elif kind in PARQUET:
-            documents = _read_parquet(source, field)
-        else:
+    if source.suffixes[0] in TEXT:
+        with _named_errors(source):
             yield from _read_text(source)
-            return
-        for text in documents:
-            if text.strip():
-                yield from _segments_of(text)
+        return
+    for row in read_rows(source, [field]):
+        text = row.text(field)
+        if text.strip():
+            yield from segments_of(text)
+
+
+def read_rows(source: DocumentFile, columns: Sequence[str]) -> Iterator[DocumentRow]:
+    """Yield the rows of a JSONL or Parquet file. Raises DataInputError.
+
+    Of Parquet only these columns are read, those that are there.
+    """
+    with _named_errors(source):
+        yield from (_read_jsonl(source) if source.suffixes[0] in JSONL else _read_parquet(source, columns))
+
+
+@contextmanager
+def _named_errors(source: DocumentFile) -> Iterator[None]:
+    """Raise what reading a file raises as DataInputError with its name."""
+    try:
+        yield
     except (OSError, EOFError) as e:
         raise DataInputError(f"{source.name}: cannot be read: {e}") from None
     except UnicodeDecodeError as e:
         raise DataInputError(
             f"{source.name}: not UTF-8 text (byte 0x{e.object[e.start]:02x}): convert it, e.g. iconv -t UTF-8"
-        ) from None
-    except UnicodeEncodeError:
-        raise DataInputError(
-            f"{source.name}: text with half a surrogate pair: correct the escapes \\ud800 to \\udfff"
         ) from None
     except Exception as e:
         if type(e).__module__.partition(".")[0] in ("_lzma", "lzma", "zlib", "zstandard", "pyarrow"):
@@ -170,7 +215,7 @@ def _read_text(source: DocumentFile) -> Iterator[TextSegment]:
         yield TextSegment(held, True)
 
 
-def _segments_of(text: str) -> Iterator[TextSegment]:
+def segments_of(text: str) -> Iterator[TextSegment]:
     """Yield a document in segments."""
     at = 0
     while len(text) - at > SEGMENT:
@@ -187,7 +232,7 @@ def _end_of_segment(text: str, at: int) -> int:
     return found if found > at else end
 
 
-def _read_jsonl(source: DocumentFile, field: str) -> Iterator[str]:
+def _read_jsonl(source: DocumentFile) -> Iterator[DocumentRow]:
     with _open(source) as file:
         number = 0
         while line := file.readline(MAX_LINE + 1):
@@ -202,26 +247,13 @@ def _read_jsonl(source: DocumentFile, field: str) -> Iterator[str]:
                 raise
             except (ValueError, RecursionError) as e:
                 raise DataInputError(f"{source.name}: line {number} is not JSON: {e}") from None
+            where = f"{source.name}: line {number}"
             if not isinstance(row, dict):
-                raise DataInputError(f"{source.name}: line {number} is not a JSON object: want one with {field!r}")
-            yield _text_of(row, field, f"{source.name}: line {number}")
+                raise DataInputError(f"{where} is not a JSON object: write one with named fields")
+            yield DocumentRow(where, row)
 
 
-def _text_of(row: dict, field: str, where: str) -> str:
-    if field not in row:
-        there = ", ".join(map(repr, list(row)[:10])) or "nothing"
-        raise DataInputError(f"{where}: no field {field!r}: there is {there}; {NAME_FIELD}")
-    text = row[field]
-    if text is None:
-        return ""
-    if not isinstance(text, str):
-        kind = _KINDS.get(type(text), "a number")
-        raise DataInputError(f"{where}: field {field!r} holds {kind}, not text; {NAME_FIELD}")
-    text.encode()  # a lone surrogate has no UTF-8 form
-    return text
-
-
-def _read_parquet(source: DocumentFile, field: str) -> Iterator[str]:
+def _read_parquet(source: DocumentFile, columns: Sequence[str]) -> Iterator[DocumentRow]:
     try:
         import pyarrow.parquet as pq
     except ImportError:
@@ -230,12 +262,13 @@ def _read_parquet(source: DocumentFile, field: str) -> Iterator[str]:
         ) from None
     with _open(source) as file:
         table = pq.ParquetFile(file)
-        columns = table.schema_arrow.names
-        if field not in columns:
-            there = ", ".join(map(repr, columns[:10]))
-            raise DataInputError(f"{source.name}: no column {field!r}: there is {there}; {NAME_FIELD}")
-        row = 0
-        for batch in table.iter_batches(batch_size=64, columns=[field]):
-            for value in batch.column(0).to_pylist():
-                row += 1
-                yield _text_of({field: value}, field, f"{source.name}: row {row}")
+        there = table.schema_arrow.names
+        wanted = [c for c in columns if c in there]
+        if not wanted:
+            names, found = " or ".join(map(repr, columns)), ", ".join(map(repr, there[:10]))
+            raise DataInputError(f"{source.name}: no column {names}: there is {found}; {NAME_FIELD}")
+        number = 0
+        for batch in table.iter_batches(batch_size=64, columns=wanted):
+            for row in batch.to_pylist():
+                number += 1
+                yield DocumentRow(f"{source.name}: row {number}", row)

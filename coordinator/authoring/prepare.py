@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,12 +20,15 @@ from pydantic import ValidationError
 
 from coordinator import durable
 from coordinator.authoring import tokens
+from coordinator.authoring.chat_template import ChatTemplate, chat_spec, load_template
+from coordinator.authoring.conversations import ConversationReader, ConversationTable, Counts, MarkedDocument
 from coordinator.authoring.documents import DocumentFile, TextSegment, find_sources, read_documents
 from coordinator.authoring.errors import DataInputError, RunChangedError
-from coordinator.authoring.shards import PARTIAL, ShardWriter
+from coordinator.authoring.packing import WindowPacker
+from coordinator.authoring.shards import PARTIAL, ShardWriter, WindowWriter
 from protocol.ids import Digest
 from protocol.merkle import MAX_BLOB, blob_digest
-from protocol.spec import BlobRef, DataShard, Section, explain
+from protocol.spec import BlobRef, ChatSpec, DataShard, Section, explain, windows_in
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -36,7 +40,7 @@ class SourceRef(Section):
 
     name: str
     fingerprint: str
-    split: Literal["train", "validation"]
+    split: Literal["train", "validation", "mix"]
 
 
 class PrepareSettings(Section):
@@ -48,6 +52,26 @@ class PrepareSettings(Section):
     end_of_text: str | None
     validation_every: int
     shard_tokens: int
+    window: int | None = None
+    """Tokens of a window, of conversations; those of text have any."""
+
+    conversations: ConversationTable | None = None
+    template: str | None = None
+    """The digest of the chat template and its special tokens."""
+
+
+class ConversationData(Section):
+    """What windows of conversations hold: the mean of their trained tokens, and what became of long ones."""
+
+    window: int
+    window_tokens: int
+    trained: int
+    """Trained tokens in all training windows."""
+
+    dropped: int
+    cut: int
+    split: int
+    chat: ChatSpec | None
 
 
 class DataSplit(Section):
@@ -72,6 +96,12 @@ class Manifest(Section):
     validation: DataSplit
     settings: PrepareSettings
     sources: list[SourceRef]
+    conversations: ConversationData | None = None
+
+    @property
+    def trained(self) -> int:
+        """Tokens that a pass over the training data trains."""
+        return self.train.tokens if self.conversations is None else self.conversations.trained
 
 
 @dataclass(frozen=True)
@@ -102,6 +132,8 @@ def prepare(
     validation_every: int = 0,
     validation: Sequence[str] = (),
     shard_tokens: int = SHARD_TOKENS,
+    window: int | None = None,
+    conversations: ConversationTable | None = None,
     base: Path | None = None,
     replace: bool = False,
     report: Callable[[str], None] = lambda line: None,
@@ -117,6 +149,7 @@ def prepare(
         validation_every: every n-th document (the n-th, 2n-th, ...) is held out; 0: none. Or
         validation: inputs whose documents are all held out.
         shard_tokens: maximum tokens in a shard.
+        window, conversations: the documents are conversations, packed into windows of this size.
         base: the folder that relative inputs start from; by default the current folder.
         replace: replace a folder that was prepared from other documents or settings; by default that is an error.
         report: called with one line about each step.
@@ -124,13 +157,22 @@ def prepare(
     Raises DataInputError, and RunChangedError for a folder with other contents unless `replace` is given.
     """
     try:
-        check_choices(vocabulary, tokenizer, validation_every, validation)
+        check_choices(vocabulary, tokenizer, validation_every, validation, conversations)
     except ValueError as e:
         raise DataInputError(str(e)) from None
     if shard_tokens < 2 or shard_tokens * 4 > MAX_BLOB:
         raise DataInputError(f"shard_tokens = {shard_tokens}: write a number from 2 to {MAX_BLOB // 4}")
-    train, held_out = find_documents(inputs, validation, base or Path.cwd())
+    base = base or Path.cwd()
+    train, held_out = find_documents(inputs, validation, base)
+    mixed = [find_sources(m.sources, base) for m in conversations.mix] if conversations else []
     given = tokens.load(tokenizer, end_of_text) if tokenizer else None
+    template = None
+    if conversations is not None:
+        if window is None or shard_tokens <= window:
+            raise DataInputError(f"conversations: give a window of fewer than {shard_tokens:,} tokens")
+        assert tokenizer is not None and given is not None  # `check_choices`
+        named = conversations.chat_template
+        template = load_template(base / Path(named).expanduser() if named else None, tokenizer, given.end)
     settings = PrepareSettings(
         field=field,
         vocabulary=vocabulary,
@@ -138,9 +180,13 @@ def prepare(
         end_of_text=given.end if given else None,
         validation_every=validation_every,
         shard_tokens=shard_tokens,
+        window=window if conversations else None,
+        conversations=conversations,
+        template=_template_digest(template),
     )
     sources = [SourceRef(name=s.name, fingerprint=s.fingerprint(), split="train") for s in train]
     sources += [SourceRef(name=s.name, fingerprint=s.fingerprint(), split="validation") for s in held_out]
+    sources += [SourceRef(name=s.name, fingerprint=s.fingerprint(), split="mix") for part in mixed for s in part]
     with _locked(out):
         if (out / MANIFEST).exists():
             there = load_prepared(out)
@@ -159,7 +205,11 @@ def prepare(
         if run is None:
             report(f"training a tokenizer of {vocabulary} tokens")
             run = tokens.train((p for p, held_out in _documents(train, settings) if not held_out), vocabulary or 0)
-        manifest = _write(out, run, train, held_out, settings, sources, report)
+        if conversations is None or tokenizer is None:
+            manifest = _write(out, run, train, held_out, settings, sources, report)
+        else:
+            marked = _MarkedWriter(out, run, template, tokenizer, settings, conversations)
+            manifest = marked.write(train, held_out, mixed, sources, report)
         durable.replace(out / TOKENIZER, run.file)
         durable.replace(out / MANIFEST, manifest.model_dump_json(indent=1).encode())
     return Prepared(out, manifest, reused=False)
@@ -176,8 +226,12 @@ def find_documents(
     return train, held_out
 
 
-def check_choices(vocabulary: object, tokenizer: object, validation_every: int, validation: Sequence[str]) -> None:
+def check_choices(
+    vocabulary: object, tokenizer: object, validation_every: int, validation: Sequence[str], conversations: object
+) -> None:
     """Raise ValueError unless there is one tokenizer, and at most one rule for what is held out."""
+    if conversations is not None and tokenizer is None:
+        raise ValueError("conversations need the base model's tokenizer: write tokenizer (a tokenizer.json)")
     if (vocabulary is None) == (tokenizer is None):
         raise ValueError("write either vocabulary (tokens of a tokenizer to train) or tokenizer (a tokenizer.json)")
     if validation_every and validation:
@@ -279,6 +333,118 @@ def _write(
         settings=settings,
         sources=sources,
     )
+
+
+@dataclass
+class _MarkedWriter:
+    """Writes conversations, and text beside them, as windows of marked tokens."""
+
+    out: Path
+    run: tokens.RunTokenizer
+    template: ChatTemplate | None
+    tokenizer: Path
+    settings: PrepareSettings
+    table: ConversationTable
+
+    def __post_init__(self):
+        self.counts = Counts()
+        self.window = self.settings.window or 0
+        self.reader = ConversationReader(
+            self.run, self.template, self.table, self.window, self.settings.field, self.counts
+        )
+        self.writers = [
+            WindowWriter(self.out, split, self.window, self.settings.shard_tokens, self.run.end_id)
+            for split in ("train", "validation")
+        ]
+        self.packers = [WindowPacker(self.window, self.run.end_id, w.add) for w in self.writers]
+        self.documents, self.trained = [0, 0], [0, 0]
+
+    def write(
+        self,
+        train: Sequence[DocumentFile],
+        held_out: Sequence[DocumentFile],
+        mixed: Sequence[Sequence[DocumentFile]],
+        sources: list[SourceRef],
+        report: Callable[[str], None],
+    ) -> Manifest:
+        """Write the shards, and return the manifest. Raises DataInputError."""
+        every = self.settings.validation_every
+        try:
+            for piece in self.reader.documents(train):
+                self._add(piece, int(bool(every) and sum(self.documents) % every == every - 1), report)
+            check_held_out(every, sum(self.documents))
+            for piece in self.reader.documents(held_out):
+                self._add(piece, 1, report)
+            if not self.trained[0]:
+                raise DataInputError("nothing to train on in these documents")
+            self._mix(mixed, report)
+            for packer in self.packers:
+                packer.finish()
+            shards = [w.finish() for w in self.writers]
+        finally:
+            for writer in self.writers:
+                writer.close()
+        c, (windows, _) = self.counts, [p.windows for p in self.packers]
+        report(
+            f"{sum(self.documents):,} documents, {self.trained[0]:,} trained tokens in {windows:,} windows, "
+            f"{self.documents[1]:,} documents held out; longer than a window: {c.dropped:,} left out, {c.cut:,} cut, "
+            f"{c.split:,} split"
+        )
+        chat = chat_spec(self.template, sorted(c.ends), self.tokenizer) if self.template and c.ends else None
+        made = [
+            DataSplit(shards=s, documents=d, tokens=self.window * p.windows, text_bytes=0)
+            for s, d, p in zip(shards, self.documents, self.packers, strict=True)
+        ]
+        assert all(sum(windows_in(s.tokens, self.window) for s in m.shards) * self.window == m.tokens for m in made)
+        return Manifest(
+            dtype="uint32",
+            vocabulary=self.run.size,
+            end_of_text=self.run.end,
+            end_of_text_id=self.run.end_id,
+            tokenizer=BlobRef(digest=str(blob_digest(self.run.file)), size=len(self.run.file)),
+            train=made[0],
+            validation=made[1],
+            settings=self.settings,
+            sources=sources,
+            conversations=ConversationData(
+                window=self.window,
+                window_tokens=max(1, round(self.trained[0] / windows)),
+                trained=self.trained[0],
+                dropped=c.dropped,
+                cut=c.cut,
+                split=c.split,
+                chat=chat,
+            ),
+        )
+
+    def _add(self, piece: MarkedDocument, split: int, report: Callable[[str], None]) -> None:
+        self.packers[split].add(piece.tokens)
+        self.trained[split] += piece.trained
+        self.documents[split] += piece.last
+        if piece.last and sum(self.documents) % 10_000 == 0:
+            report(f"{sum(self.documents):,} documents, {sum(self.trained):,} trained tokens")
+
+    def _mix(self, mixed: Sequence[Sequence[DocumentFile]], report: Callable[[str], None]) -> None:
+        """Add the first documents of each source in the mix, until it has its share. Raises DataInputError."""
+        whole = self.trained[0] / (1 - sum(m.share for m in self.table.mix))
+        for source, files in zip(self.table.mix, mixed, strict=True):
+            wanted, before = round(source.share * whole), self.trained[0]
+            for piece in self.reader.documents(files):
+                if self.trained[0] - before >= wanted:
+                    break
+                self._add(piece, 0, report)
+            if (found := self.trained[0] - before) < wanted:
+                raise DataInputError(
+                    f"{', '.join(source.sources)[:200]}: a share of {source.share:g} is {wanted:,} trained tokens, and "
+                    f"these documents have {found:,}: add some, or write a share of {found / whole:.2g}"
+                )
+
+
+def _template_digest(template: ChatTemplate | None) -> str | None:
+    """Return a digest of what rendering depends on beside the conversations."""
+    if template is None:
+        return None
+    return str(blob_digest(json.dumps([template.text, template.special_tokens], sort_keys=True).encode()))
 
 
 def _differences(there: Manifest, settings: PrepareSettings, sources: list[SourceRef]) -> list[str]:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -31,6 +31,7 @@ from protocol.spec import (
     MAX_SPEC,
     AdapterSpec,
     BlobRef,
+    ConversationSpec,
     DataSpec,
     ModelSpec,
     RunSpec,
@@ -41,6 +42,7 @@ from protocol.spec import (
 
 SPEC, RUN, DATA, GENESIS, BASE = "spec.signed", "run.json", "data", "genesis.safetensors", "base"
 Report = Callable[[str], None]
+Attention = Literal["document", "window"]
 
 
 @dataclass(frozen=True)
@@ -87,11 +89,12 @@ def resolve(
     check_tokenizer(run_file)
     prepared = prepare_data(run_file, workdir / DATA, report, replace=True)
     check_windows(run_file, prepared.manifest)
-    if warning := passes_warning(run_file, prepared.manifest.train.tokens):
+    if warning := passes_warning(run_file, prepared.manifest.trained):
         report(warning)
     model = _model(run_file, prepared)
     genesis, adapter = _genesis(run_file, model, workdir, report)
-    spec = _spec(run_file, owner, model, prepared, genesis, adapter)
+    data = _data_spec(run_file, prepared, _attention(model.config, prepared, report))
+    spec = _spec(run_file, owner, model, prepared, genesis, adapter, data)
     envelope = sign_spec(owner, spec).encoded
     try:
         durable.replace(workdir / RUN, json.dumps(run_file.model_dump(mode="json"), indent=1).encode())
@@ -185,7 +188,11 @@ def _continued(
             raise
         report(f"{e}. The run goes on with the data that it began with, which the coordinator's store has")
     else:
-        if _data_spec(run_file, prepared) != spec.data or prepared.manifest.tokenizer != spec.tokenizer:
+        marked = spec.data.conversations
+        if (
+            _data_spec(run_file, prepared, marked.attention if marked else "window") != spec.data
+            or prepared.manifest.tokenizer != spec.tokenizer
+        ):
             raise RunChangedError(f"{prepared.folder}: holds other data than the run began with: {remedy}")
         blobs = prepared.blobs
     refs = [spec.genesis, *([spec.model.adapter.base] if spec.model.adapter else [])]
@@ -221,6 +228,8 @@ def prepare_data(run_file: RunFile, folder: Path, report: Report = lambda line: 
             validation_every=data.validation_every,
             validation=data.validation,
             shard_tokens=data.shard_tokens,
+            window=data.window,
+            conversations=data.conversations,
             base=run_file.folder,
             replace=replace,
             report=report,
@@ -262,20 +271,36 @@ def model_of(run_file: RunFile, from_data: dict[str, Any]) -> RunModel:
     return RunModel(config, layout, whole)
 
 
-def _data_spec(run_file: RunFile, prepared: Prepared) -> DataSpec:
+def _attention(config: dict[str, Any], prepared: Prepared, report: Report) -> Attention:
+    """Return how far a token sees in windows of conversations."""
+    from coordinator.authoring.attention import keeps_documents_apart
+
+    if prepared.manifest.conversations is None or keeps_documents_apart(config):
+        return "document"
+    report(
+        f"note: {config['model_type']} cannot keep the documents of a window apart: each is trained after those before "
+        "it in its window"
+    )
+    return "window"
+
+
+def _data_spec(run_file: RunFile, prepared: Prepared, attention: Attention) -> DataSpec:
     manifest = prepared.manifest
+    marked = manifest.conversations
     return DataSpec(
         window=run_file.data.window,
         dtype=manifest.dtype,
         train=manifest.train.shards,
         validation=manifest.validation.shards,
         addresses=run_file.data.addresses,
+        conversations=marked
+        and ConversationSpec(window_tokens=marked.window_tokens, attention=attention, chat=marked.chat),
     )
 
 
 def _spec(
     run_file: RunFile, owner: Identity, model: RunModel, prepared: Prepared, genesis: BlobRef,
-    adapter: AdapterSpec | None,
+    adapter: AdapterSpec | None, data: DataSpec,
 ) -> RunSpec:  # fmt: skip
     tensors = [(t.name, list(t.shape)) for t in model.layout.tensors]
     sections = ("inner", "codec", "outer", "round", "admission", "credit", "audit", "checkpoint")
@@ -288,7 +313,7 @@ def _spec(
             model=ModelSpec(config=model.config, tensors=tensors, adapter=adapter),
             genesis=genesis,
             tokenizer=prepared.manifest.tokenizer,
-            data=_data_spec(run_file, prepared),
+            data=data,
             **{name: getattr(run_file, name) for name in sections},
         )
     except ValidationError as e:

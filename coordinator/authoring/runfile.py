@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
+from coordinator.authoring.conversations import ConversationTable
 from coordinator.authoring.errors import RunFileError
 from coordinator.authoring.prepare import SHARD_TOKENS, TOKENIZER, check_choices
 from coordinator.authoring.toml_file import problems, read_tables
@@ -68,13 +69,14 @@ class DataTable(Section):
     validation: list[str] = []
     shard_tokens: Annotated[int, Field(ge=2, le=2**38)] = SHARD_TOKENS
     addresses: Annotated[list[str], Field(max_length=64)] = []
+    conversations: ConversationTable | None = None
 
     @model_validator(mode="after")
     def _one_way(self):
         if (self.source is None) == (self.prepared is None):
             raise ValueError("write either source (documents) or prepared (a folder made by `cairn data prepare`)")
         if self.source is not None:
-            check_choices(self.vocabulary, self.tokenizer, self.validation_every, self.validation)
+            check_choices(self.vocabulary, self.tokenizer, self.validation_every, self.validation, self.conversations)
             if self.shard_tokens <= self.window:
                 raise ValueError(f"shard_tokens: a window of {self.window} tokens and the next do not fit: write more")
         for address in self.addresses:

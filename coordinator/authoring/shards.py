@@ -9,9 +9,43 @@ import numpy as np
 
 from coordinator import durable
 from protocol.merkle import CHUNK, leaf_hash, tree_hash
-from protocol.spec import DataShard
+from protocol.spec import BEGINS, DataShard
 
 PARTIAL = ".partial-"
+
+
+class WindowWriter:
+    """A writer of windows of marked tokens as shards of at most `tokens_each` tokens.
+
+    A window's last target is the token after it. So a shard ends with one more token, `end`: none of its own.
+    """
+
+    def __init__(self, folder: Path, split: str, window: int, tokens_each: int, end: int):
+        self._after = np.array([end | BEGINS], dtype=np.uint32)
+        self._each = (tokens_each - 1) // window
+        self._windows = 0
+        self._shards = ShardWriter(folder, split, "uint32", self._each * window + 1)
+
+    def add(self, window: np.ndarray) -> None:
+        """Append a window (uint32 [window])."""
+        self._shards.add(window)
+        self._windows += 1
+        if self._windows == self._each:
+            self._end()
+
+    def finish(self) -> list[DataShard]:
+        """End the last shard and return all shards, which are then on disk under their names."""
+        if self._windows:
+            self._end()
+        return self._shards.finish()
+
+    def close(self) -> None:
+        """Close the open file after a failure."""
+        self._shards.close()
+
+    def _end(self) -> None:
+        self._shards.add(self._after)
+        self._windows = 0
 
 
 class ShardWriter:

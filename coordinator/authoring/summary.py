@@ -36,7 +36,8 @@ def validate(path: Path) -> list[str]:
     """Check a run.toml, its model and its data; return the lines of a summary for people.
 
     Only the headers of initial weights are read. A small corpus is prepared, and removed again; of a large one the
-    numbers of tokens are estimates, and the lines say so. Raises the errors of `load_run` and `resolve`.
+    numbers of tokens are estimates, and the lines say so. Conversations are prepared whole. Raises the errors of
+    `load_run` and `resolve`.
     """
     run_file = load_run(path)
     check_tokenizer(run_file)
@@ -94,6 +95,9 @@ def _data(run_file: RunFile) -> tuple[int, list[str]]:
     if run_file.prepared is not None:
         return _counted(run_file, prepare_data(run_file, run_file.folder, replace=False))
     data = run_file.data
+    if data.conversations is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            return _counted(run_file, prepare_data(run_file, Path(folder), replace=False))
     try:
         sources, held_out = find_documents(data.sources, data.validation, run_file.folder)
         text = _sample(sources, data.field)
@@ -135,7 +139,13 @@ def _counted(run_file: RunFile, prepared: Prepared) -> tuple[int, list[str]]:
         f"data: {train:,} windows to train on, {validation:,} to validate on, from {documents:,} documents; "
         f"vocabulary {manifest.vocabulary:,}"
     ]
-    if warning := passes_warning(run_file, manifest.train.tokens):
+    if (packed := manifest.conversations) is not None:
+        lines.append(
+            f"conversations: {packed.trained:,} trained tokens; a window counts as {packed.window_tokens:,} of its "
+            f"{packed.window:,}; longer than a window: {packed.dropped:,} left out, {packed.cut:,} cut, "
+            f"{packed.split:,} split"
+        )
+    if warning := passes_warning(run_file, manifest.trained):
         lines.append(warning)
     return manifest.vocabulary, lines
 

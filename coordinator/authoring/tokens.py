@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from coordinator.authoring.documents import TextSegment
 from coordinator.authoring.errors import DataInputError
@@ -51,6 +52,20 @@ class RunTokenizer:
                 yield from self._encoded(batch)
                 batch, size = [], 0
         yield from self._encoded(batch)
+
+    def encode_rendered(self, texts: Sequence[str]) -> list[Encoding]:
+        """Return the encodings of rendered conversations, in which special tokens are recognised."""
+        self.tokenizer.encode_special_tokens = False
+        try:
+            return self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        finally:
+            self.tokenizer.encode_special_tokens = True
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The numbers of the special tokens."""
+        added = self.tokenizer.get_added_tokens_decoder()
+        return frozenset(number for number, token in added.items() if token.special)
 
     def _encoded(self, batch: Sequence[TextSegment]) -> Iterator[tuple[np.ndarray, bool]]:
         encodings = self.tokenizer.encode_batch_fast([p.text for p in batch], add_special_tokens=False)

@@ -92,7 +92,7 @@ def _train(
 ) -> None:
     """Make the steps over the author's windows [first, end)."""
     inner, batch = backend.inner, spec.inner.batch
-    tokens = accepted_windows * spec.data.window
+    tokens = accepted_windows * spec.data.window_tokens
     inner.set_rate(replayable_factor(spec.inner.schedule, tokens, spec.round.target_tokens))
     for counter in range(first, end, batch):
         windows = reader.read(windows_of(spec.seed, update.author, counter, batch, reader.total))

@@ -53,9 +53,9 @@ def pace_of(spec: RunSpec, swarm: PresentSwarm, trial: Trial) -> TrainingPace | 
     seconds = step_seconds(trial.samples, spec.inner.batch)
     if seconds is None:
         return None
-    speed = spec.inner.batch * spec.data.window / seconds
+    speed = spec.inner.batch * spec.data.window_tokens / seconds
     length = round_seconds(spec, swarm.tokens_per_second + speed)
-    trained = speed * length / spec.data.window
+    trained = speed * length / spec.data.window_tokens
     windows = min(trained, float(spec.max_update_windows))
     return TrainingPace(seconds, speed, length, windows, windows / trained)
 

@@ -118,7 +118,7 @@ def build_node(
         trainer = TrainerClient(
             spec, me, options, store, chain, updates, retention, loader, tasks, queue.post, rest, supervise
         )  # fmt: skip
-    directives = DirectiveHandler(me, spec.data.window, trainer, (updates, network.peers))
+    directives = DirectiveHandler(me, spec.data.window_tokens, trainer, (updates, network.peers))
     end = EndOfRun(membership, machine)
     handler = ActionHandler(
         store, network, packets, certificates, updates, reducer, directives, trainer, auditor, end, queue, tasks, bus

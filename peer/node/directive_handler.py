@@ -26,7 +26,7 @@ class PolicyUser(Protocol):
 class DirectiveHandler:
     """Passes changes of the directives in force to the trainer and to all users of the policy.
 
-    `window` is in tokens. `trainer` is None for an observer.
+    `window`: the tokens that one counts as. `trainer` is None for an observer.
     """
 
     me: PeerKey

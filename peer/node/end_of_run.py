@@ -64,7 +64,7 @@ class EndOfRun:
         chain, spec = self.machine.chain, self.membership.spec
         directive = chain.newest_directive
         ended = directive is not None and directive.body.run_status == "ended"
-        finished = 0 < spec.total_tokens <= chain.weight(chain.head) * spec.data.window
+        finished = 0 < spec.total_tokens <= chain.weight(chain.head) * spec.data.window_tokens
         return chain.head != chain.genesis and (ended or finished)
 
     async def run(self, ask_members: Callable[[], Awaitable[None]], leave: Callable[[str], None]) -> None:

@@ -83,7 +83,7 @@ class StatusReporter:
         view = self.machine.summary(now)
         spec, t, network = self.membership.spec, self.trainer, self.network
         progress = NO_PROGRESS if t is None else t.progress
-        window = spec.data.window
+        window = spec.data.window_tokens
         same = [m.heartbeat.windows for m in view.members if m.heartbeat.head == view.head]
         return Snapshot(
             run=spec.name,

@@ -26,7 +26,7 @@ from protocol.assignment import WindowTable
 from protocol.errors import MalformedError, SpecError
 from protocol.ids import Digest
 from protocol.merkle import CHUNK, check_leaves, chunk_count, chunk_size, leaf_hash
-from protocol.spec import DataShard, DataSpec
+from protocol.spec import NUMBER, DataShard, DataSpec
 
 LEAVES_KEPT = 64 * 1024 * 1024
 """Maximum bytes of leaf hashes in memory: those of 512 GiB of shards."""
@@ -84,6 +84,7 @@ class WindowReader:
         self._shards = data.train if part == "train" else data.validation
         self._table = WindowTable.of(self._shards, data.window)
         self._dtype = np.dtype("<u2" if data.dtype == "uint16" else "<u4")
+        self._number = self._dtype.type(np.iinfo(self._dtype).max if data.conversations is None else NUMBER)
         self._vocabulary = vocabulary
         self._report = report or _log.warning
         self._lock = threading.Lock()
@@ -105,7 +106,7 @@ class WindowReader:
         return self._table.total
 
     def read(self, windows: Sequence[int] | np.ndarray) -> Tensor:
-        """Return the tokens of windows: int64 [len(windows), window + 1]; inputs are [:, :-1], targets [:, 1:].
+        """Return the tokens of windows: int64 [len(windows), window + 1], marked if the run's are (`inputs_of`).
 
         Raise MalformedError for an index that does not exist, DataError when no source returned good bytes.
         """
@@ -124,9 +125,10 @@ class WindowReader:
             offset = index * CHUNK
             parts.append(self._chunk(shard, index)[max(0, start - offset) : end - offset])
         tokens = np.frombuffer(b"".join(parts), dtype=self._dtype)
-        if self._vocabulary is not None and int(tokens.max()) >= self._vocabulary:
+        largest = int((tokens & self._number).max())
+        if self._vocabulary is not None and largest >= self._vocabulary:
             raise DataError(
-                f"shard {self._shards[shard].name.short} has the token {int(tokens.max())}, the model's vocabulary "
+                f"shard {self._shards[shard].name.short} has the token {largest}, the model's vocabulary "
                 f"ends at {self._vocabulary - 1}: the run's owner must prepare the data with the model's tokenizer"
             )
         return tokens

@@ -26,7 +26,8 @@ from peer.errors import TrainingError
 from peer.training import packed_sequences
 from peer.training.layers import USUAL, LayerOptions, Layers, Report
 from peer.training.muon import MOMENT, Muon
-from protocol.spec import InnerSpec
+from protocol.marked_tokens import IGNORED, ModelInputs, inputs_of, trained_tokens
+from protocol.spec import ConversationSpec, InnerSpec
 
 ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
 MUON_MOMENTS = (MOMENT,)
@@ -66,15 +67,18 @@ class InnerOptimizer:
         *,
         parameters: Mapping[str, Tensor] | None = None,
         hidden: frozenset[str] | None = None,
+        conversations: ConversationSpec | None = None,
     ):
         """Build the optimizers. `yield_hook` is called often within a step on a CPU: other threads have a turn.
 
         `layers`: how the layers run. `report`: called with what a person should know of it. `parameters`: the tensors
         to step by name, if those are not the model's parameters themselves (a rank's shards of them). `hidden`:
-        the names of `hidden_matrices`, if the model does not have them all.
+        the names of `hidden_matrices`, if the model does not have them all. `conversations`: the spec's, if its tokens
+        are marked.
         """
-        packed_sequences.disable_packed_sequence_detection()
+        packed_sequences.control_detection()
         self.spec = spec
+        self.conversations = conversations
         self.model = model
         self.device = device
         self.parameters = parameters or {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -129,6 +133,8 @@ class InnerOptimizer:
     def forward_backward(self, windows: Tensor, go_on: Callable[[], bool] = lambda: True) -> StepResult | None:
         """Compute the clipped gradient of a step on tokens [batch, window + 1]: inputs, and targets shifted by one.
 
+        The loss is the sum over the trained tokens, divided by their number in the step.
+
         No parameter changes. `go_on` is called between two pieces; when it returns False, the step is dropped and the
         result is None. The parameters may be moved meanwhile (a rebase): the gradient is then of both places. Raise
         TrainingError when memory does not suffice for a single window, even with `recompute` where that is allowed.
@@ -169,6 +175,7 @@ class InnerOptimizer:
         return True
 
     def _forward_backward(self, windows: Tensor, go_on: Callable[[], bool]) -> StepResult | None:
+        each = 1 / max(1, trained_tokens(windows, self.conversations))
         windows = windows.to(self.device, non_blocking=True)
         total = torch.zeros((), device=self.device)
         self._zero_gradients()
@@ -176,11 +183,11 @@ class InnerOptimizer:
             if i and not go_on():
                 self._zero_gradients()
                 return None
-            tokens = piece.long()
-            with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.in_bf16):
-                logits = self.model(input_ids=tokens[:, :-1], use_cache=False).logits
-            loss = cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-            loss = loss * (len(piece) / len(windows))
+            inputs = inputs_of(piece, self.conversations)
+            logits = self._logits(inputs)
+            loss = each * cross_entropy(
+                logits.flatten(0, 1).float(), inputs.targets.flatten(), ignore_index=IGNORED, reduction="sum"
+            )
             loss.backward()
             self._yield_hook()
             total += loss.detach()
@@ -188,9 +195,14 @@ class InnerOptimizer:
         loss_value, norm_value = torch.stack([total, norm.to(total)]).tolist()  # the step's one wait for the device
         return StepResult(loss_value, norm_value, math.isfinite(loss_value) and math.isfinite(norm_value))
 
+    def _logits(self, inputs: ModelInputs) -> Tensor:
+        apart = packed_sequences.documents_apart(inputs.positions is not None)
+        with apart, torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.in_bf16):
+            return self.model(**inputs.forward_arguments(), use_cache=False).logits
+
     @torch.inference_mode()
     def window_losses(self, windows: Tensor) -> Tensor:
-        """Return each window's mean loss in nats per token: fp32 [windows], on the CPU. No parameter changes.
+        """Return each window's mean loss in nats per trained token: fp32 [windows], on the CPU. No parameter changes.
 
         `windows`: tokens [windows, window + 1]. Raise torch.OutOfMemoryError when one window does not fit.
         """
@@ -204,11 +216,10 @@ class InnerOptimizer:
                 piece //= 2
 
     def _window_losses(self, windows: Tensor) -> Tensor:
-        tokens = windows.long()
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.in_bf16):
-            logits = self.model(input_ids=tokens[:, :-1], use_cache=False).logits
-        losses = cross_entropy(logits.transpose(1, 2).float(), tokens[:, 1:], reduction="none")
-        return losses.mean(1).cpu()
+        inputs = inputs_of(windows, self.conversations)
+        logits = self._logits(inputs).transpose(1, 2).float()
+        losses = cross_entropy(logits, inputs.targets, ignore_index=IGNORED, reduction="none")
+        return (losses.sum(1) / (inputs.targets != IGNORED).sum(1).clamp(min=1)).cpu()
 
     def optimizer_step(self, step: StepResult) -> None:
         """Step the optimizers by the gradient that `forward_backward` left, if the step is finite."""

@@ -63,7 +63,9 @@ class SingleProcessBackend(StateWriter):
         model = build_run_model(spec.model, device=device, exact=exact)
         if base is not None and spec.model.adapter is not None:
             read_base(model, spec.model.adapter, base)
-        self.inner = InnerOptimizer(spec.inner, model, device, yield_hook, layers, report)
+        self.inner = InnerOptimizer(
+            spec.inner, model, device, yield_hook, layers, report, conversations=spec.data.conversations
+        )
         codec = make_codec(spec.codec, spec.model.layout)
         self._state_layout = state_layout(spec.model.layout, spec.outer)
         offload = Offload.choose(device, spec, report)

@@ -111,7 +111,7 @@ class StepLoop(ThreadOwned):
             self._exchange.windows = self._exchange.windows.trained(len(windows))
             self.trained_windows += len(windows)
             if step.is_finite:
-                self.throughput.step(time.monotonic(), len(windows) * self._spec.data.window, step.loss)
+                self.throughput.step(time.monotonic(), len(windows) * self._spec.data.window_tokens, step.loss)
                 self._exchange.loss = self._exchange.loss.add(step.loss)
         self._count_non_finite(step)
         return step
@@ -159,12 +159,12 @@ class StepLoop(ThreadOwned):
         In a replayable run from the accepted ones alone, and the spec.
         """
         if self._spec.audit.replayable:
-            accepted = self._accepted_windows * self._spec.data.window
+            accepted = self._accepted_windows * self._spec.data.window_tokens
             target = self._spec.round.target_tokens
             self._inner.set_rate(replayable_factor(self._spec.inner.schedule, accepted, target))
             return
         windows = self._exchange.windows
         since = windows.counter - windows.claimed_from + self._spec.inner.batch / 2
-        accepted = self._accepted_windows * self._spec.data.window
+        accepted = self._accepted_windows * self._spec.data.window_tokens
         schedule, target = self._spec.inner.schedule, self._orders.target_tokens
         self._inner.set_rate(step_factor(schedule, accepted, target, since, self._usual_windows))

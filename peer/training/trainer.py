@@ -71,7 +71,10 @@ class Trainer:
             report(
                 "warning", "memory", "--gpu-memory does nothing here: it is for GPUs, and this peer trains on the CPU"
             )
-        self.flops_per_token = flops_per_token(model, self.spec.data.window)
+        data = self.spec.data
+        flops = flops_per_token(model, data.window)
+        # Throughput is in tokens that count; the others of a window are computed all the same.
+        self.flops_per_token = None if flops is None else flops * data.window // data.window_tokens
         self.peak_flops = peak_flops(self.backend.devices)
         self._threads = start.threads
         self.folder = SavedFolder(start.state_folder, self.spec.run_id, start.identity_key, self.spec.model.layout)

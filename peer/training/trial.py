@@ -25,7 +25,7 @@ from peer.training.parallel.plans import limits
 from peer.training.trainer import Trainer
 from protocol.adapter import held_bytes
 from protocol.ids import PeerKey
-from protocol.spec import RunSpec
+from protocol.spec import TRAINED, RunSpec
 from protocol.training_memory import round_bytes
 
 SMI_SECONDS = 10.0
@@ -102,6 +102,8 @@ def steps(trainer: Trainer, dims: ParallelDims, seconds: float) -> Iterator[Samp
         while True:
             size = (windows, spec.data.window + 1)
             tokens = torch.randint(vocabulary if isinstance(vocabulary, int) else 2, size, generator=chance)
+            if spec.data.conversations is not None:
+                tokens |= TRAINED
             first = time.monotonic()
             step = backend.inner.forward_backward(tokens)  # it ends with a wait for the device
             middle = time.monotonic()

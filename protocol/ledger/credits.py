@@ -38,8 +38,8 @@ class CreditRule:
     def of(cls, spec: RunSpec) -> CreditRule:
         adapter = spec.model.adapter
         return cls(
-            spec.credit.flops_per_parameter_token, spec.model.layout.numel, spec.data.window, spec.credit.hold_rounds,
-            spec.total_tokens, 0 if adapter is None else adapter.parameters,
+            spec.credit.flops_per_parameter_token, spec.model.layout.numel, spec.data.window_tokens,
+            spec.credit.hold_rounds, spec.total_tokens, 0 if adapter is None else adapter.parameters,
         )  # fmt: skip
 
     @property

@@ -34,7 +34,7 @@ class RoundPolicy:
     checkpoint_keep: int = 2
     exchange: ReducePlan = GATHER
     window: int = 1
-    """Tokens of one window: the owner's changes are in tokens."""
+    """Tokens that one window counts as: the owner's changes are in tokens."""
 
     stake: StakeRule = StakeRule()
     audit: AuditRule = AuditRule()
@@ -44,7 +44,7 @@ class RoundPolicy:
     @classmethod
     def of(cls, spec: RunSpec) -> RoundPolicy:
         """Return the policy of a run spec. Targets in tokens are rounded up to windows."""
-        rounds, window = spec.round, spec.data.window
+        rounds, window = spec.round, spec.data.window_tokens
         return cls(
             target_windows=-(-rounds.target_tokens // window),
             max_update_windows=spec.max_update_windows,
@@ -90,7 +90,7 @@ class RoundPolicy:
 def stake_rule(spec: RunSpec) -> StakeRule:
     """Return the stake rule of a run: founders begin with the windows of one round, in equal parts."""
     founders = tuple(PeerKey.parse(key) for key in spec.admission.founders)
-    target = -(-spec.round.target_tokens // spec.data.window)
+    target = -(-spec.round.target_tokens // spec.data.window_tokens)
     return StakeRule(spec.credit.hold_rounds, founders, max(1, target // max(1, len(founders))))
 
 

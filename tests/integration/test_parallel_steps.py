@@ -18,7 +18,8 @@ from peer.training.parallel.model import RankModel, build_rank_model, make_mesh
 from peer.training.parallel.parallel_dims import ParallelDims
 from peer.training.parallel.rank_optimizer import RankOptimizer
 from protocol.model import build_model, parameters_of, plain_config
-from protocol.spec import InnerSpec, Schedule
+from protocol.spec import ConversationSpec, InnerSpec, Schedule
+from tests.support.marked import APART, marked_windows
 from tests.support.parallel_world import join, run_ranks, write_json
 from tests.support.specs import TINY_LLAMA
 
@@ -37,6 +38,10 @@ LAYOUTS = {
         "fsdp=2;recompute;compile",
         "tp=2;recompute;compile",
         "pp=2;recompute;compile",
+        "dp=2;marked",
+        "fsdp=2;marked",
+        "tp=2;marked",
+        "pp=2;marked",
     ],
     4: [
         "fsdp=2,tp=2",
@@ -73,18 +78,24 @@ def spec(layout: str) -> InnerSpec:
     return InnerSpec(lr=1e-3, batch=BATCH, clip_norm=0.5, optimizer=optimizer, schedule=Schedule(kind="constant"))
 
 
-def windows(step: int) -> Tensor:
+def windows(step: int, layout: str) -> Tensor:
+    if "marked" in layout:
+        return marked_windows(step, BATCH, 16, TINY_LLAMA["vocab_size"])
     made = torch.Generator().manual_seed(step)
     return torch.randint(0, TINY_LLAMA["vocab_size"], (BATCH, 17), generator=made, dtype=torch.int32)
+
+
+def conversations(layout: str) -> ConversationSpec | None:
+    return APART if "marked" in layout else None
 
 
 def one_process(layout: str) -> tuple[dict[str, Tensor], list[tuple[float, float]]]:
     """Gradients of each step and parameters after it, and each step's loss and norm."""
     model = build_model(config(layout), seed=3)
-    inner = InnerOptimizer(spec(layout), model, torch.device("cpu"))
+    inner = InnerOptimizer(spec(layout), model, torch.device("cpu"), conversations=conversations(layout))
     tensors, steps = {}, []
     for n in range(STEPS):
-        step = inner.forward_backward(windows(n))
+        step = inner.forward_backward(windows(n, layout))
         assert step is not None
         tensors |= {
             f"{n}/gradient/{name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
@@ -117,10 +128,10 @@ def rank(me: int, world: int, folder: Path) -> None:
         compiled = ";compile" in layout
         options = LayerOptions("on" if ";recompute" in layout else "off", compiled)
         calls = [] if compiled else calls_of_mlps(built)
-        inner = RankOptimizer(spec(layout), built, piece=1, layers=options)
+        inner = RankOptimizer(spec(layout), built, piece=1, layers=options, conversations=conversations(layout))
         tensors, steps = {}, []
         for n in range(STEPS):
-            pieces = inner.begin(windows(n))
+            pieces = inner.begin(windows(n, layout))
             for piece in range(pieces):
                 inner.piece(piece)
             step = inner.end()

@@ -15,10 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.functional import cross_entropy
 
+from peer.training import packed_sequences
 from peer.training.parallel.plans import first_layers
-
-NO_TARGET = -100
-"""The target of windows that only fill a group: it contributes no loss."""
+from protocol.marked_tokens import IGNORED, ModelInputs
 
 
 class StageModule(nn.Module):
@@ -42,9 +41,10 @@ class StageModule(nn.Module):
             body.lm_head = None  # type: ignore[assignment]
         self.body = body
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
         model = cast(nn.Module, self.body.model)
-        out = model(input_ids=x, use_cache=False) if self.first else model(inputs_embeds=x, use_cache=False)
+        given = {"input_ids" if self.first else "inputs_embeds": x}
+        out = model(**given, position_ids=position_ids, use_cache=False)
         if self.last:
             return cast(nn.Module, self.body.lm_head)(out.last_hidden_state).float()
         return out.last_hidden_state.float()  # one type between stages, whatever they compute in
@@ -81,27 +81,31 @@ class Pipeline:
         self._schedule = Schedule1F1B(part, groups, loss_fn=self._loss, scale_grads=False)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        total = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET, reduction="sum")
+        total = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
         return total * self._factor
 
-    def run(self, windows: Tensor, factor: float) -> Tensor:
-        """Run forward and backward on tokens [groups * each or fewer, width + 1].
+    def run(self, windows: ModelInputs, factor: float) -> Tensor:
+        """Run forward and backward on groups * each windows or fewer.
 
         Return the sum of the tokens' losses times `factor` on the last stage, 0 on others.
         """
         groups, each, width = self.shape
-        missing = groups * each - len(windows)
-        windows = torch.cat([windows, windows.new_zeros((missing, width + 1))]).long()
-        inputs, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-        targets[groups * each - missing :] = NO_TARGET
+        missing = groups * each - len(windows.tokens)
+
+        def filled(rows: Tensor, value: int) -> Tensor:
+            return torch.cat([rows, rows.new_full((missing, width), value)])
+
         self._factor = factor
         losses: list[Tensor] = []
-        arguments = (inputs,) if self.first else ()
-        if self.last:
-            self._schedule.step(*arguments, target=targets, losses=losses, return_outputs=False)
-        else:
-            self._schedule.step(*arguments, return_outputs=False)
-        return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=windows.device)
+        arguments = (filled(windows.tokens, 0),) if self.first else ()
+        named = {} if windows.positions is None else {"position_ids": filled(windows.positions, 0)}
+        with packed_sequences.documents_apart(windows.positions is not None):
+            if self.last:
+                targets = filled(windows.targets, IGNORED)
+                self._schedule.step(*arguments, target=targets, losses=losses, return_outputs=False, **named)
+            else:
+                self._schedule.step(*arguments, return_outputs=False, **named)
+        return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=windows.tokens.device)
 
 
 def groups_of(windows: int, stages: int, most: int | None) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """The inner step of one rank: forward and backward of its share of the windows, the whole gradient, the step.
 
 All ranks call the same methods in the same order. The loss is weighted so that the sum over all ranks is the value of
-one process: the mean over all tokens of the step. The optimizer works on each rank's own plain shard of the parameters.
-AdamW uses one coordinate at a time, so its steps are the same for every layout.
+one process: the mean over all trained tokens of the step. The optimizer works on each rank's own plain shard of the
+parameters. AdamW uses one coordinate at a time, so its steps are the same for every layout.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+from peer.training import packed_sequences
 from peer.training.device import pinned_for
 from peer.training.inner_optimizer import PIECE_TOKENS, InnerOptimizer, StepResult
 from peer.training.layers import USUAL, LayerOptions, Report
@@ -24,7 +25,8 @@ from peer.training.memory import memory_of
 from peer.training.muon import Muon, step_along
 from peer.training.parallel.model import RankModel, shard
 from peer.training.parallel.pipeline import Pipeline, groups_of
-from protocol.spec import InnerSpec
+from protocol.marked_tokens import IGNORED, inputs_of, trained_tokens
+from protocol.spec import ConversationSpec, InnerSpec
 
 
 class RankOptimizer(InnerOptimizer):
@@ -37,13 +39,19 @@ class RankOptimizer(InnerOptimizer):
         piece: int | None = None,
         layers: LayerOptions = USUAL,
         report: Report = lambda *_: None,
+        *,
+        conversations: ConversationSpec | None = None,
     ):
-        """Build it. `piece`: maximum windows in one pass; by default all on CUDA, PIECE_TOKENS on a CPU."""
+        """Build it. `piece`: maximum windows in one pass; by default all on CUDA, PIECE_TOKENS on a CPU.
+
+        `conversations`: as in `InnerOptimizer`.
+        """
         self.built = built
         self.shards = {n: nn.Parameter(built.local(n)) for n in built.parameters}
         super().__init__(
-            spec, built.body, built.device, layers=layers, report=report, parameters=self.shards, hidden=built.hidden
-        )
+            spec, built.body, built.device, layers=layers, report=report, parameters=self.shards, hidden=built.hidden,
+            conversations=conversations,
+        )  # fmt: skip
         if self.muon is not None and built.dims.fsdp * built.dims.tp > 1:
             self.muon = ShardedMuon({n: p for n, p in self.shards.items() if n in self._by_muon}, built, spec)
         self._most = piece
@@ -53,6 +61,8 @@ class RankOptimizer(InnerOptimizer):
         """Bytes in use, at the end of the last step, on the rank that uses most of its device."""
         self._windows = torch.empty(0)
         self._tokens: list[Tensor] = []
+        self._each = 1.0
+        """The weight of a trained token in the step's loss."""
         self._loss = torch.zeros((), device=self.device)
         self._pipeline: Pipeline | None = None
         self._pinned = pinned_for(self.device)
@@ -60,6 +70,7 @@ class RankOptimizer(InnerOptimizer):
     def begin(self, windows: Tensor) -> int:
         """Begin a step on tokens [batch, window + 1], the same on all ranks. Return its number of pieces."""
         dims = self.built.dims
+        self._each = 1 / max(1, trained_tokens(windows, self.conversations))
         # Without pinned memory the copy would wait for the last step's kernels.
         self._windows = (self._pinned(windows) if self._pinned else windows).to(self.device, non_blocking=True)
         mine = self._windows.tensor_split(dims.shares)[dims.share(dist.get_rank())]
@@ -81,21 +92,24 @@ class RankOptimizer(InnerOptimizer):
         if self._pipeline is not None:
             with torch.autocast("cuda", dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
                 shares = self.built.dims.shares
-                found = self._pipeline.run(tokens, shares / self._windows[:, 1:].numel())
+                found = self._pipeline.run(inputs_of(tokens, self.conversations), shares * self._each)
             self._loss += found / shares
             return
-        weight = len(tokens) / len(self._windows)
+        weight = self._each
         if not len(tokens):
-            tokens = self._windows[:1]  # others wait for this rank in every layer: it computes with weight 0
-        tokens = tokens.long()
+            tokens, weight = self._windows[:1], 0.0  # others wait for this rank in every layer
+        inputs = inputs_of(tokens, self.conversations)
         outside = self.built.outside
         last = number == len(self._tokens) - 1
         # Not for FSDP, which shards each piece's gradient at once: otherwise every rank would hold a whole gradient.
         apart = outside.no_sync() if isinstance(outside, DistributedDataParallel) and not last else None
         with apart or contextlib.nullcontext():
-            with torch.autocast("cuda", dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
-                logits = outside(input_ids=tokens[:, :-1], use_cache=False).logits
-            loss = cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()) * weight
+            documents = packed_sequences.documents_apart(inputs.positions is not None)
+            with documents, torch.autocast("cuda", dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
+                logits = outside(**inputs.forward_arguments(), use_cache=False).logits
+            loss = weight * cross_entropy(
+                logits.flatten(0, 1).float(), inputs.targets.flatten(), ignore_index=IGNORED, reduction="sum"
+            )
             # DDP and FSDP compute the mean over the shares; the sum is needed.
             (loss * self.built.dims.shares).backward()
         self._loss += loss.detach()

@@ -83,7 +83,7 @@ class RankWorker(StateWriter):
         dims = group.dims
         self.built = build_rank_model(spec.model.config, dims, make_mesh(dims, device), device)
         codec = make_codec(spec.codec, spec.model.layout)
-        self.inner = RankOptimizer(spec.inner, self.built, piece, layers, report)
+        self.inner = RankOptimizer(spec.inner, self.built, piece, layers, report, conversations=spec.data.conversations)
         depth = int(spec.model.config.get("num_hidden_layers") or 1)
         self.outer = ShardedOuterState(
             self.built, group, codec, spec.codec.beta, spec.outer, depth,

@@ -307,7 +307,7 @@ def test_a_model_computes_the_same_without_the_search_for_packed_windows(monkeyp
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda p: looked.append(p))
     before = model(input_ids=tokens, use_cache=False).logits
     assert looked  # else there is nothing to leave out
-    packed_sequences.disable_packed_sequence_detection()
+    assert packed_sequences.control_detection()
     assert torch.equal(model(input_ids=tokens, use_cache=False).logits, before) and len(looked) == 1
 
 

@@ -1,0 +1,235 @@
+"""The chat template of a run: conversations as text, with what is trained of it.
+
+A template comes from the owner's own files, never from the network. It is rendered in jinja2's immutable sandbox, with
+what `transformers` gives a template, so that a model is asked later in the form in which it was trained. One thing
+differs: `strftime_now` gives a fixed day, since the same data must give the same digests.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from coordinator.authoring.errors import DataInputError
+from protocol.spec import MAX_TEMPLATE, ChatSpec
+
+TOKENIZER_CONFIG, GENERATION_CONFIG, TEMPLATE = "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+GENERATION = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+MAX_CONFIG = 64 * 1024 * 1024
+FIXED_DAY = datetime(2024, 7, 26)
+"""The day that a template is told: Llama's own, where it is told none."""
+
+ASSISTANT = "assistant"
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+"""Around what a template marks as generated: code points that are no characters, and are removed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedSpan:
+    """A part of a rendered conversation that is trained: characters [start, end).
+
+    `said` is the end of what the message itself says; what follows it, the template added.
+    """
+
+    start: int
+    end: int
+    said: int
+    is_answer: bool
+
+
+class ChatTemplate:
+    """A template with the special tokens that it is given. `name`: its file, for errors."""
+
+    def __init__(self, text: str, special_tokens: Mapping[str, str], name: str):
+        if not 1 <= len(text) <= MAX_TEMPLATE:
+            raise DataInputError(f"{name}: a chat template of {len(text):,} characters: write 1 to {MAX_TEMPLATE:,}")
+        self.text, self.special_tokens, self.name = text, dict(special_tokens), name
+        try:
+            self._template = _environment().from_string(text)
+        except TemplateSyntaxError as e:
+            raise DataInputError(f"{name}: not a chat template: line {e.lineno}: {e.message}") from None
+        self._marks = "endgeneration" in text
+
+    def names_role(self, role: str) -> bool:
+        """Return whether the template's text has a role in quotes."""
+        return f"'{role}'" in self.text or f'"{role}"' in self.text
+
+    def rendered(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], train_on: Sequence[str], where: str
+    ) -> tuple[str, list[TrainedSpan]]:
+        """Return a conversation's text, and what is trained of it: the messages of the roles `train_on`.
+
+        A template that marks what the model says (`{% generation %}`) decides itself, if only the assistant is
+        trained. Otherwise the conversation is rendered up to each trained message, and with it; each text must be the
+        beginning of the next. Raises DataInputError, which begins with `where`.
+        """
+        text, marked = self._render(messages, tools, where)
+        for number, message in enumerate(messages, 1):
+            if (message.get("content") or "").strip() not in text:
+                raise DataInputError(
+                    f"{where}: the chat template leaves out or changes the text of message {number} "
+                    f"({message['role']}): correct {self.name}, or take such messages out"
+                )
+        if self._marks and list(train_on) == [ASSISTANT]:
+            return text, marked
+        spans: list[TrainedSpan] = []
+        for i, message in enumerate(messages):
+            if message["role"] not in train_on:
+                continue
+            is_answer = message["role"] == ASSISTANT
+            before = self._render(messages[:i], tools, where, ask=is_answer)[0] if i else ""
+            after = text if i == len(messages) - 1 else self._render(messages[: i + 1], tools, where)[0]
+            said = (message.get("content") or "").strip()
+            at = after.rfind(said, len(before)) if said else len(before)
+            if not after.startswith(before) or not text.startswith(after) or at < 0:
+                raise DataInputError(
+                    f"{where}: the chat template writes message {i + 1} ({message['role']}) otherwise when it is the "
+                    "last one than when others follow, so what the model would say is not what it would be trained "
+                    f"on: name a template that marks it with {{% generation %}}, or cut the conversation there "
+                    f"({self.name})"
+                )
+            spans.append(TrainedSpan(len(before), len(after), at + len(said), is_answer))
+        return text, spans
+
+    def question(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return the text after which the model answers. Raises DataInputError."""
+        return self._render(messages, (), "the prompt", ask=True)[0]
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], where: str, *, ask: bool = False
+    ) -> tuple[str, list[TrainedSpan]]:
+        """Return the text, and the spans that the template marks."""
+        try:
+            text = self._template.render(
+                messages=[dict(m) for m in messages],
+                tools=list(tools) or None,
+                documents=None,
+                add_generation_prompt=ask,
+                **self.special_tokens,
+            )
+        except TemplateError as e:
+            why = " ".join(str(e).split())[:300]
+            raise DataInputError(f"{where}: the chat template refuses it: {why} ({self.name})") from None
+        except Exception as e:  # noqa: BLE001 - a template computes with what it is given: any error may come
+            why = f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
+            raise DataInputError(f"{where}: the chat template cannot render it: {why} ({self.name})") from None
+        return _spans_of(text) if self._marks else (text, [])
+
+
+def _spans_of(text: str) -> tuple[str, list[TrainedSpan]]:
+    """Return the text without the signs around what is generated, and the spans between them."""
+    parts, spans, at, start = [], [], 0, 0
+    for part in re.split(f"([{_OPEN}{_CLOSE}])", text):
+        if part == _OPEN:
+            start = at
+        elif part == _CLOSE:
+            spans.append(TrainedSpan(start, at, start, True))
+        else:
+            parts.append(part)
+            at += len(part)
+    return "".join(parts), spans
+
+
+class _GenerationTag(Extension):
+    """The tag {% generation %} of transformers: what is in it, the model says."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Macro) -> str:
+        return f"{_OPEN}{caller()}{_CLOSE}"
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    def to_json(
+        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    made.filters["tojson"] = to_json
+    made.globals["raise_exception"] = refuse
+    made.globals["strftime_now"] = FIXED_DAY.strftime
+    return made
+
+
+def load_template(file: Path | None, tokenizer: Path, end: str) -> ChatTemplate | None:
+    """Return the template in a file, or by default the one beside a tokenizer.json; None if there is none.
+
+    `file` is Jinja, or a JSON file with a `chat_template`. Special tokens are those of the tokenizer_config.json beside
+    the tokenizer; the end of a document is `end` where it names none. Raises DataInputError.
+    """
+    beside = tokenizer.with_name(TOKENIZER_CONFIG)
+    config = _json(beside) if beside.is_file() else {}
+    special = {"eos_token": end} | {k: t for k in SPECIAL_TOKENS if (t := _token(config.get(k)))}
+    if file is None and tokenizer.with_name(TEMPLATE).is_file():
+        file = tokenizer.with_name(TEMPLATE)
+    if file is not None and file.suffix != ".json":
+        try:
+            return ChatTemplate(file.read_text(encoding="utf-8"), special, str(file))
+        except (OSError, UnicodeDecodeError) as e:
+            raise DataInputError(f"{file}: the chat template cannot be read: {e}") from None
+    if file is not None and file != beside:
+        config, beside = _json(file), file
+    found = config.get("chat_template")
+    if isinstance(found, list):  # several by name
+        found = next((t.get("template") for t in found if isinstance(t, dict) and t.get("name") == "default"), None)
+    if isinstance(found, str) and found:
+        return ChatTemplate(found, special, str(beside))
+    if file is not None:
+        raise DataInputError(f"{file}: no chat_template in it: name a file that has one")
+    return None
+
+
+def generation_of(tokenizer: Path) -> dict[str, Any]:
+    """Return the settings of the generation_config.json beside a tokenizer that are kept for the exported model."""
+    path = tokenizer.with_name(GENERATION_CONFIG)
+    config = _json(path) if path.is_file() else {}
+    return {k: v for k in GENERATION if isinstance(v := config.get(k), bool | int | float) and v >= 0}
+
+
+def chat_spec(template: ChatTemplate, end_tokens: Sequence[int], tokenizer: Path) -> ChatSpec:
+    """Return what the spec holds of a template."""
+    return ChatSpec(
+        template=template.text,
+        special_tokens=template.special_tokens,  # type: ignore[arg-type]
+        end_tokens=list(end_tokens),
+        generation=generation_of(tokenizer),  # type: ignore[arg-type]
+    )
+
+
+def _token(value: Any) -> str:
+    """Return a token of a tokenizer_config.json: text, or an object with it; "" for anything else."""
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) and 0 < len(value) <= 256 else ""
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > MAX_CONFIG:
+            raise DataInputError(f"{path}: larger than {MAX_CONFIG >> 20} MiB: take another copy")
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as e:
+        raise DataInputError(f"{path}: cannot be read: {e}: take another copy") from None
+    return value if isinstance(value, dict) else {}

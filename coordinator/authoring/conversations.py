@@ -1,0 +1,263 @@
+"""Conversations and text as documents of marked tokens (`protocol.spec.DataSpec`), each with what is trained of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field, field_validator
+
+from coordinator.authoring.chat_template import ASSISTANT, ChatTemplate, TrainedSpan
+from coordinator.authoring.documents import (
+    TEXT,
+    DocumentFile,
+    checked_text,
+    kind_of,
+    read_documents,
+    read_rows,
+    segments_of,
+)
+from coordinator.authoring.errors import DataInputError
+from coordinator.authoring.tokens import BATCH, RunTokenizer
+from protocol.spec import BEGINS, TRAINED, Section
+
+ROLES = ("system", "developer", "user", ASSISTANT, "tool")
+"""Roles that any template may know; another one must stand in the template."""
+
+MESSAGES, PROMPT, COMPLETION, TOOLS = "messages", "prompt", "completion", "tools"
+LONG = "write data.conversations.long = "
+
+
+class MixedSource(Section):
+    """[[data.conversations.mix]]: other documents, and their share of the trained tokens."""
+
+    source: str | list[str]
+    share: Annotated[float, Field(gt=0, lt=1)]
+
+    @property
+    def sources(self) -> list[str]:
+        """`source` as a list."""
+        return [self.source] if isinstance(self.source, str) else list(self.source)
+
+
+class ConversationTable(Section):
+    """[data.conversations]: its presence says that the documents are conversations, or text beside them."""
+
+    chat_template: str | None = None
+    train_on: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] = [ASSISTANT]
+    long: Literal["refuse", "drop", "cut", "split"] = "refuse"
+    mix: list[MixedSource] = []
+
+    @field_validator("mix")
+    @classmethod
+    def _shares(cls, mix: list[MixedSource]) -> list[MixedSource]:
+        if sum(m.share for m in mix) >= 1:
+            raise ValueError("the shares must leave some for data.source: together less than 1")
+        return mix
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedDocument:
+    """A piece of at most one window: marked tokens (uint32 [n]). `last`: it ends its document."""
+
+    tokens: np.ndarray
+    last: bool
+
+    @property
+    def trained(self) -> int:
+        """Number of trained tokens."""
+        return int(np.count_nonzero(self.tokens & TRAINED))
+
+
+@dataclass
+class Counts:
+    """What became of the documents that were longer than a window, and the tokens that end answers."""
+
+    dropped: int = 0
+    cut: int = 0
+    split: int = 0
+    ends: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class ConversationReader:
+    """Makes documents of marked tokens from files. `field`: the field of plain text in a row."""
+
+    run: RunTokenizer
+    template: ChatTemplate | None
+    table: ConversationTable
+    window: int
+    field: str
+    counts: Counts
+
+    def documents(self, sources: Iterable[DocumentFile]) -> Iterator[MarkedDocument]:
+        """Yield the pieces of the files' documents in order. Raises DataInputError."""
+        for source in sources:
+            if source.suffixes[0] in TEXT:
+                yield from self._pieces_of_text(ids for ids, _ in self.run.encode(read_documents(source, self.field)))
+            else:
+                yield from self._of_rows(source)
+
+    def _of_rows(self, source: DocumentFile) -> Iterator[MarkedDocument]:
+        batch: list[_Rendered] = []
+        size = 0
+        for row in read_rows(source, [MESSAGES, PROMPT, COMPLETION, TOOLS, self.field]):
+            messages = messages_of(row.fields, row.where)
+            if messages is None:
+                if not (MESSAGES in row.fields or self.field in row.fields):
+                    there = ", ".join(map(repr, list(row.fields)[:10])) or "nothing"
+                    raise DataInputError(
+                        f"{row.where}: neither {MESSAGES!r}, nor {PROMPT!r} and {COMPLETION!r}, nor {self.field!r}: "
+                        f"there is {there}: rename a field, or name that of plain text (data.field)"
+                    )
+                yield from self._encoded(batch)
+                batch, size = [], 0
+                if (text := row.text(self.field)).strip():
+                    yield from self._pieces_of_text(ids for ids, _ in self.run.encode(segments_of(text)))
+                continue
+            batch.append(self._rendered(messages, row.fields.get(TOOLS) or [], row.where))
+            size += len(batch[-1].text)
+            if size >= BATCH:
+                yield from self._encoded(batch)
+                batch, size = [], 0
+        yield from self._encoded(batch)
+
+    def _rendered(self, messages: list[dict[str, Any]], tools: Any, where: str) -> _Rendered:
+        template = self.template
+        if template is None:
+            raise DataInputError(
+                f"{where}: a conversation, and the tokenizer has no chat template: name a file with one "
+                "(data.conversations.chat_template)"
+            )
+        if not isinstance(tools, list):
+            raise DataInputError(f"{where}: {TOOLS!r} holds {kind_of(tools)}: write a list")
+        for number, message in enumerate(messages, 1):
+            role = message["role"]
+            if role not in ROLES and role not in self.table.train_on and not template.names_role(role):
+                raise DataInputError(
+                    f"{where}: message {number} has the role {role[:60]!r}, which {template.name} does not name: write "
+                    f"one of {', '.join(ROLES)}"
+                )
+        text, spans = template.rendered(messages, tools, self.table.train_on, where)
+        if not any(span.start < span.end for span in spans):
+            raise DataInputError(
+                f"{where}: nothing to train on: it has no message of {' or '.join(self.table.train_on)}: remove it, or "
+                "add the role to data.conversations.train_on"
+            )
+        return _Rendered(where, text, spans)
+
+    def _encoded(self, batch: Sequence[_Rendered]) -> Iterator[MarkedDocument]:
+        encodings = self.run.encode_rendered([b.text for b in batch])
+        for rendered, encoding in zip(batch, encodings, strict=True):
+            tokens = np.array(encoding.ids, dtype=np.uint32)
+            starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+            special = np.isin(tokens, list(self.run.special_ids))
+            for span in rendered.spans:
+                inside = (starts >= span.start) & (ends <= span.end) & (ends > starts)
+                if span.is_answer:
+                    closing = np.flatnonzero(inside & special & (starts >= span.said))
+                    if not len(closing):
+                        name = self.template.name if self.template else ""
+                        raise DataInputError(
+                            f"{rendered.where}: the chat template ends an answer with no special token of the "
+                            f"tokenizer, so the model would never stop: let {name} write eos_token there"
+                        )
+                    self.counts.ends.add(int(tokens[closing[-1]]))
+                    inside[closing[-1] + 1 :] = False  # line ends between messages are the template's
+                tokens[inside] |= TRAINED
+            tokens[0] &= ~np.uint32(TRAINED)
+            yield from self._fitted(tokens, rendered.where)
+
+    def _fitted(self, tokens: np.ndarray, where: str) -> Iterator[MarkedDocument]:
+        """Yield a conversation in pieces that fit into a window, as the table says. Raises DataInputError."""
+        long, window, counts = self.table.long, self.window, self.counts
+        if not (tokens & TRAINED).any():
+            raise DataInputError(f"{where}: nothing to train on: its one token is the first: remove it")
+        if len(tokens) <= window:
+            yield _piece(tokens, last=True)
+            return
+        if long == "refuse":
+            raise DataInputError(
+                f'{where}: {len(tokens):,} tokens, and a window has {window:,}: {LONG}"drop" to leave out such '
+                'conversations, "cut" to keep their beginnings or "split" to keep all in parts, or take a larger window'
+            )
+        if long == "drop":
+            counts.dropped += 1
+            return
+        cut = tokens[:window] if long == "cut" else tokens
+        pieces = [_piece(cut[at : at + window], last=False) for at in range(0, len(cut), window)]
+        kept = [p.tokens for p in pieces if p.trained]
+        if not kept:
+            counts.dropped += 1
+        elif long == "cut":
+            counts.cut += 1
+        else:
+            counts.split += 1
+        for number, piece in enumerate(kept, 1):
+            yield MarkedDocument(piece, number == len(kept))
+
+    def _pieces_of_text(self, encoded: Iterable[np.ndarray]) -> Iterator[MarkedDocument]:
+        """Yield a text in pieces of at most a window, of which every token but the first is trained."""
+        held = np.empty(0, dtype=np.uint32)
+        for ids in encoded:
+            held = np.concatenate([held, ids | np.uint32(TRAINED)])
+            while len(held) > self.window + 1:  # at least two tokens are left
+                yield _piece(held[: self.window].copy(), last=False)
+                held = held[self.window :]
+        if len(held) > 1:
+            yield _piece(held[: self.window].copy(), last=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rendered:
+    where: str
+    text: str
+    spans: list[TrainedSpan]
+
+
+def _piece(tokens: np.ndarray, *, last: bool) -> MarkedDocument:
+    """Return a piece, whose first token begins it and is not trained: nothing comes before it."""
+    tokens[0] = (tokens[0] & ~np.uint32(TRAINED)) | np.uint32(BEGINS)
+    return MarkedDocument(tokens, last)
+
+
+def messages_of(row: dict[str, Any], where: str) -> list[dict[str, Any]] | None:
+    """Return the messages of a row, or None if it holds none. Raises DataInputError.
+
+    `prompt` and `completion` are a user's and an assistant's text, or lists of messages.
+    """
+    if row.get(MESSAGES) is not None:
+        given = row[MESSAGES]
+    elif row.get(PROMPT) is not None and row.get(COMPLETION) is not None:
+        prompt, completion = row[PROMPT], row[COMPLETION]
+        if isinstance(prompt, str) and isinstance(completion, str):
+            given = [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": completion}]
+        elif isinstance(prompt, list) and isinstance(completion, list):
+            given = prompt + completion
+        else:
+            raise DataInputError(f"{where}: {PROMPT!r} and {COMPLETION!r}: write two texts, or two lists of messages")
+    else:
+        return None
+    if not isinstance(given, list) or not given:
+        what = "an empty list" if given == [] else kind_of(given)
+        raise DataInputError(f"{where}: {MESSAGES!r} holds {what}: write a list of messages with role and content")
+    return [_message(message, f"{where}: message {number}") for number, message in enumerate(given, 1)]
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    """Return a message without fields that are null. Raises DataInputError unless it has a role and says something."""
+    if not isinstance(message, dict):
+        raise DataInputError(f'{where} is {kind_of(message)}: write {{"role": ..., "content": ...}}')
+    kept = {k: v for k, v in message.items() if v is not None}
+    role, content = kept.get("role"), kept.get("content")
+    if not isinstance(role, str) or not role:
+        there = ", ".join(map(repr, list(message)[:10])) or "nothing"
+        raise DataInputError(f"{where} has no role: there is {there}: write role and content")
+    if content is None and isinstance(kept.get("tool_calls"), list):
+        return kept
+    if not isinstance(content, str):
+        raise DataInputError(f"{where}: its content is {kind_of(content)}: write text")
+    checked_text(content, where)
+    return kept

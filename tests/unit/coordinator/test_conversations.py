@@ -1,0 +1,285 @@
+"""Preparing conversations: what is trained, how they are packed, the same bytes each time, and words for bad data."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer
+
+from coordinator.authoring.conversations import ConversationTable
+from coordinator.authoring.errors import DataInputError, RunChangedError
+from coordinator.authoring.packing import OPEN, WindowPacker
+from coordinator.authoring.prepare import Prepared, prepare
+from protocol.spec import BEGINS, NUMBER, TRAINED, windows_in
+from tests.support.chat_world import CHATML, END, TURN_END, base_tokenizer, chat, write_rows
+
+WINDOW = 64
+
+
+def made(folder: Path, rows: list[dict[str, Any]], out: str = "out", template: str | None = CHATML, **more) -> Prepared:
+    base = folder / "base"
+    if not base.exists():
+        base_tokenizer(base, template)
+    settings: dict[str, Any] = {"tokenizer": base / "tokenizer.json", "window": WINDOW} | more
+    table = ConversationTable.model_validate(settings.pop("table", {}))
+    source = write_rows(folder / "chats.jsonl", rows)
+    return prepare([str(source)], folder / out, conversations=table, base=folder, **settings)
+
+
+def windows_of(prepared: Prepared, part: str = "train") -> np.ndarray:
+    """Return the windows as a peer reads them: [windows, window + 1]."""
+    found, window = [], prepared.manifest.conversations.window  # type: ignore[union-attr]
+    for shard in getattr(prepared.manifest, part).shards:
+        tokens = np.fromfile(prepared.folder / f"{shard.digest}.tokens", dtype="<u4")
+        count = windows_in(len(tokens), window)
+        assert len(tokens) == count * window + 1
+        found += [tokens[i * window : (i + 1) * window + 1] for i in range(count)]
+    return np.stack(found)
+
+
+def documents_of(prepared: Prepared, part: str = "train") -> list[tuple[str, str]]:
+    """Return each document with its trained text in brackets, sorted."""
+    tokenizer = Tokenizer.from_file(str(prepared.folder / "tokenizer.json"))
+    found = []
+    for window in windows_of(prepared, part)[:, :-1]:
+        for document in np.split(window, np.flatnonzero(window & BEGINS))[1:]:
+            numbers, trained = document & NUMBER, (document & TRAINED) != 0
+            if trained.any():
+                whole = tokenizer.decode(list(map(int, numbers)), skip_special_tokens=False)
+                learnt = tokenizer.decode(list(map(int, numbers[trained])), skip_special_tokens=False)
+                found.append((whole, learnt))
+    return sorted(found)
+
+
+def test_what_the_assistant_says_is_trained_with_the_token_that_ends_it(tmp_path):
+    rows = [chat("yes?", "no", "why?", "the dog", system="be brief"), chat("fox?", "lazy")]
+    prepared = made(tmp_path, rows, window=80)
+    first = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nyes?<|im_end|>\n"
+    first += "<|im_start|>assistant\nno<|im_end|>\n"
+    first += "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\nthe dog<|im_end|>\n"
+    second = "<|im_start|>user\nfox?<|im_end|>\n<|im_start|>assistant\nlazy<|im_end|>\n"
+    assert documents_of(prepared) == [(first, "no<|im_end|>the dog<|im_end|>"), (second, "lazy<|im_end|>")]
+    marked = prepared.manifest.conversations
+    assert marked is not None and marked.chat is not None
+    tokenizer = Tokenizer.from_file(str(prepared.folder / "tokenizer.json"))
+    assert marked.chat.end_tokens == [tokenizer.token_to_id(TURN_END)] and marked.chat.template == CHATML
+    assert marked.chat.special_tokens == {"eos_token": END}
+    windows = windows_of(prepared)
+    assert marked.trained == np.count_nonzero(windows[:, 1:] & TRAINED)
+    assert marked.window_tokens == round(marked.trained / len(windows))
+
+
+def test_the_tokens_are_those_of_transformers(tmp_path):
+    from transformers import PreTrainedTokenizerFast
+
+    row = chat("is <|im_end|> text?", "the fox – été", "x  y", "no", system=" s ")
+    prepared = made(tmp_path, [row], window=128)
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "base" / "tokenizer.json"), eos_token=END)
+    wanted = theirs.apply_chat_template(row["messages"], chat_template=CHATML, tokenize=True, return_dict=False)
+    assert (windows_of(prepared)[0][: len(wanted)] & NUMBER).tolist() == wanted
+
+
+def test_the_roles_of_the_run_file_are_trained(tmp_path):
+    prepared = made(tmp_path, [chat("a", "b")], table={"train_on": ["user", "assistant"]})
+    [(whole, learnt)] = documents_of(prepared)
+    # All of a user's message but the document's first token; of the assistant's what follows the question for it.
+    assert learnt == whole.replace("<|im_start|>user", "user").replace("<|im_start|>assistant\n", "").removesuffix("\n")
+
+
+def test_a_template_may_mark_itself_what_the_model_says(tmp_path):
+    marks = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}A:{% generation %}{{ m.content | upper | lower }}"
+        "{{ eos_token }}{% endgeneration %}{% else %}Q:{{ m.content }}{% endif %}{% endfor %}"
+    )
+    prepared = made(tmp_path, [chat("who", "fox", "and", "dog")], template=marks)
+    whole = "Q:whoA:fox<|endoftext|>Q:andA:dog<|endoftext|>"
+    assert documents_of(prepared) == [(whole, "fox<|endoftext|>dog<|endoftext|>")]
+
+
+@pytest.mark.parametrize("kind", ["messages", "pair", "lists", "parquet", "gz"])
+def test_every_form_of_a_conversation_gives_the_same_tokens(tmp_path, kind):
+    reference = made(tmp_path, [chat("q", "a")] * 3, "reference")
+    question, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    rows = {"pair": {"prompt": "q", "completion": "a"}, "lists": {"prompt": [question], "completion": [answer]}}
+    row = rows.get(kind, {"messages": [question, answer | {"name": None}]})
+    if kind == "parquet":
+        path = tmp_path / "chats.parquet"
+        pq.write_table(pa.table({"messages": [row["messages"]] * 3, "other": [1, 2, 3]}), path)
+        found = prepare(
+            [str(path)], tmp_path / "out", tokenizer=tmp_path / "base" / "tokenizer.json", window=WINDOW,
+            conversations=ConversationTable(),
+        )  # fmt: skip
+    else:
+        found = made(tmp_path, [row] * 3)
+    assert found.manifest.train == reference.manifest.train
+
+
+def test_plain_text_lies_beside_conversations_and_is_trained_whole(tmp_path):
+    text = "the quick brown fox " * 60
+    prepared = made(tmp_path, [{"text": text}, chat("q", "a"), {"text": "lazy"}])
+    documents = documents_of(prepared)
+    learnt = [trained for whole, trained in documents if "<|im_start|>" not in whole]
+    assert "azy<|endoftext|>" in learnt or "lazy<|endoftext|>" in [w for w, _ in documents]
+    pieces = [whole for whole, _ in documents if "im_start" not in whole and "quick" in whole]
+    assert len(pieces) > 2 and sum(map(len, pieces)) == len(text + END)  # nothing of it is lost
+    for window in windows_of(prepared)[:, :-1]:
+        for document in np.split(window, np.flatnonzero(window & BEGINS))[1:]:
+            assert not document[0] & TRAINED  # nothing is before it
+
+
+def test_no_conversation_is_cut_and_no_window_is_without_a_trained_token(tmp_path):
+    chance = random.Random(1)
+    rows = [chat("q" * chance.randint(1, 20), "a" * chance.randint(1, 20)) for _ in range(300)]
+    prepared = made(tmp_path, rows, validation_every=10)
+    assert len(documents_of(prepared)) == 270 and len(documents_of(prepared, "validation")) == 30
+    assert all("q<|im_end|>" in w and w.endswith("a<|im_end|>\n") for w, _ in documents_of(prepared))
+    windows = windows_of(prepared)
+    assert (windows[:, 1:] & TRAINED).any(1).all() and not (windows[:, -1] & TRAINED).any()
+    assert (windows[:, 0] & BEGINS).all()
+    full = prepared.manifest.train.tokens / sum(len(w) for w, _ in documents_of(prepared))
+    assert full < 1.2, "windows are mostly padding"  # a character is at least a token here, but for special ones
+
+
+def test_the_same_conversations_give_the_same_digests_and_a_change_is_named(tmp_path):
+    rows = [chat(f"q{i}", f"a{i}") for i in range(40)]
+    first = made(tmp_path, rows)
+    other = made(tmp_path, rows, "other")
+    assert other.manifest.train == first.manifest.train and not other.reused
+    assert made(tmp_path, rows).reused
+    config = json.loads((tmp_path / "base" / "tokenizer_config.json").read_text())
+    config["chat_template"] = "New: " + CHATML
+    (tmp_path / "base" / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(RunChangedError, match="template was"):
+        made(tmp_path, rows)
+    with pytest.raises(RunChangedError, match="window was 64, is 80"):
+        made(tmp_path, rows, "other", window=80)
+
+
+def test_shards_end_between_windows(tmp_path):
+    rows = [chat(f"question {i}", f"answer {i}") for i in range(60)]
+    whole, parts = made(tmp_path, rows), made(tmp_path, rows, "parts", shard_tokens=3 * WINDOW + 5)
+    shards = parts.manifest.train.shards
+    assert len(shards) > 3 and all(s.tokens == 3 * WINDOW + 1 for s in shards[:-1])
+    assert (windows_of(whole)[:, :-1] == windows_of(parts)[:, :-1]).all()
+
+
+LONG = [("drop", 0, "dropped"), ("cut", 1, "cut"), ("split", 2, "split")]
+
+
+@pytest.mark.parametrize(("long", "kept", "counted"), LONG)
+def test_a_conversation_longer_than_a_window_is_treated_as_the_owner_says(tmp_path, long, kept, counted):
+    rows = [chat("q", "a" * 50, "r", "b" * 50, "s", "c" * 5), chat("short", "yes")]
+    with pytest.raises(DataInputError, match=r'chats\.jsonl: line 1: 1\d\d tokens, and a window .*long = "drop"'):
+        made(tmp_path, rows)
+    prepared = made(tmp_path, rows, table={"long": long})
+    documents = [d for d in documents_of(prepared) if "short" not in d[0]]
+    assert len(documents) >= kept if long == "split" else len(documents) == kept
+    assert getattr(prepared.manifest.conversations, counted) == 1
+
+
+def test_a_mix_has_the_shares_of_trained_tokens_that_the_owner_says(tmp_path):
+    (tmp_path / "old.txt").write_text("the lazy dog says yes and no. " * 400)
+    write_rows(tmp_path / "more.jsonl", [chat("m", "n" * 9)] * 200)
+    rows = [chat("q", "a" * 20) for _ in range(100)]
+    mix = [{"source": "old.txt", "share": 0.3}, {"source": ["more.jsonl"], "share": 0.2}]
+    prepared = made(tmp_path, rows, table={"mix": mix})
+    marked = prepared.manifest.conversations
+    assert marked is not None
+    sizes = {"q": 0, "m": 0, "text": 0}
+    for window in windows_of(prepared)[:, :-1]:
+        for document in np.split(window, np.flatnonzero(window & BEGINS))[1:]:
+            trained = np.count_nonzero(document & TRAINED)
+            text = Tokenizer.from_file(str(prepared.folder / "tokenizer.json")).decode(
+                list(map(int, document & NUMBER)), skip_special_tokens=False
+            )
+            sizes["text" if "user" not in text else "q" if "user\nq" in text else "m"] += trained
+    assert sizes["text"] / marked.trained == pytest.approx(0.3, abs=0.02)
+    assert sizes["m"] / marked.trained == pytest.approx(0.2, abs=0.02)
+    few = [{"source": "old.txt", "share": 0.9}]
+    with pytest.raises(DataInputError, match=r"old\.txt: a share of 0\.9 is .* tokens, and these documents have"):
+        made(tmp_path, rows * 4, "few", table={"mix": few})
+
+
+USER = {"role": "user", "content": "q"}
+GOOD = chat("q", "a")
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"messages": "text"}, "line 2: 'messages' holds text: write a list"),
+        ({"messages": []}, "line 2: 'messages' holds an empty list"),
+        ({"messages": ["x"]}, "line 2: message 1 is text: write"),
+        ({"messages": [{"content": "x"}]}, "line 2: message 1 has no role: there is 'content'"),
+        ({"messages": [USER, {"role": "assistant", "content": 5}]}, "line 2: message 2: its content is a number"),
+        ({"messages": [USER, {"role": "assistant"}]}, "line 2: message 2: its content is null"),
+        ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "line 2: message 1: its content is a list"),
+        ({"messages": [{"role": "gpt", "content": "x"}]}, "line 2: message 1 has the role 'gpt', which .* not name"),
+        ({"messages": [USER]}, "line 2: nothing to train on: it has no message of assistant: remove it, or"),
+        ({"conversations": [{"from": "human"}]}, "line 2: neither 'messages', nor .*: there is 'conversations'"),
+        ({"prompt": "x", "completion": [USER]}, "line 2: 'prompt' and 'completion': write two texts, or two lists"),
+        (GOOD | {"tools": "x"}, "line 2: 'tools' holds text: write a list"),
+    ],
+)  # fmt: skip
+def test_bad_conversations_are_named_with_file_line_and_remedy(tmp_path, row, says):
+    with pytest.raises(DataInputError, match=rf"chats\.jsonl: {says}"):
+        made(tmp_path, [GOOD, row])
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        (CHATML.replace("<|im_end|>\\n", "\\n"), "line 1: the chat template ends an answer with no special token"),
+        ("{{ raise_exception('no system here') }}", r"line 1: the chat template refuses it: no system here \(.*base"),
+        ("{{ messages[9].content }}", "line 1: the chat template refuses it: .*(has no|no element)"),
+        ("{% for m in messages %}{{ m.content }", "tokenizer_config.json: not a chat template: line 1"),
+        ("{{ ''.__class__.__mro__ }}", "line 1: the chat template refuses it"),
+        ("{% for m in messages %}{{ m.role }}{{ eos_token }}{% endfor %}", "line 1: .* leaves out or changes .* 1"),
+        (CHATML.replace("message['content']", "(message['content'] if loop.last else message['content'] + '!')"),
+         "line 1: the chat template writes message 2 .assistant. otherwise when it is the last"),
+        (None, "line 1: a conversation, and the tokenizer has no chat template: name a file"),
+    ],
+)  # fmt: skip
+def test_bad_templates_are_named_with_the_file_and_what_to_do(tmp_path, template, says):
+    with pytest.raises(DataInputError, match=says):
+        made(tmp_path, [chat("q", "a", "r", "b")], template=template)
+
+
+def test_the_template_of_a_file_comes_before_the_tokenizer_s(tmp_path):
+    (tmp_path / "mine.jinja").write_text("Mine: " + CHATML)
+    prepared = made(tmp_path, [GOOD], table={"chat_template": "mine.jinja"})
+    assert prepared.manifest.conversations is not None and prepared.manifest.conversations.chat is not None
+    assert prepared.manifest.conversations.chat.template.startswith("Mine: ")
+    with pytest.raises(DataInputError, match=r"none\.jinja: the chat template cannot be read"):
+        made(tmp_path, [GOOD], "other", table={"chat_template": "none.jinja"})
+
+
+def test_a_template_knows_no_day_so_that_digests_stay(tmp_path):
+    prepared = made(tmp_path, [GOOD], template="{{ strftime_now('%d %b %Y') }}" + CHATML)
+    assert documents_of(prepared)[0][0].startswith("26 Jul 2024")
+
+
+def test_a_packer_gives_back_each_document_once_and_fills_windows():
+    chance, windows = random.Random(3), []
+    packer = WindowPacker(100, 0, windows.append)
+    sizes = [min(100, int(chance.lognormvariate(3, 0.8)) + 1) for _ in range(4 * OPEN)]
+    for number, size in enumerate(sizes, 1):
+        document = np.full(size, number, dtype=np.uint32)
+        document[0] |= BEGINS
+        packer.add(document)
+    packer.finish()
+    joined = np.concatenate(windows)
+    assert [int(np.count_nonzero((joined & NUMBER) == n)) for n in range(1, len(sizes) + 1)] == sizes
+    for window in windows:
+        assert len(window) == 100
+    for number, size in enumerate(sizes, 1):
+        places = np.flatnonzero((joined & NUMBER) == number)
+        assert places[-1] - places[0] == size - 1 and places[0] // 100 == places[-1] // 100
+    assert packer.windows == len(windows) < 1.02 * sum(sizes) / 100 + 1
