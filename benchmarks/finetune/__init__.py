@@ -1,0 +1,1 @@
+"""Fine-tuning by several peers against one process: whole models and LoRA adapters, on conversations."""

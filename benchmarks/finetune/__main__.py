@@ -1,0 +1,143 @@
+"""Fine-tuning on conversations: 4 and 8 peers against one process with the same tokens.
+
+A Llama is trained on the shipped addresses, then fine-tuned on conversations made of them, whole or by a LoRA adapter.
+Peers use the defaults: Muon, signs, Nesterov. Everything is simulated in one process, with the product's own data,
+trainer, codec and outer step. Each row has its own learning rate, from one search on the first seed: factors of two,
+until the best rate's neighbours are worse or the search ends. Rows that the JSON file has are kept.
+
+JSON keys:
+  command, commit, date, machine, seeds: see benchmarks.report
+  setting: parameters, adapter (its parameters), steps, batch, h, window, window_tokens (mean of the trained tokens of a
+    window), conversations, held_out (windows), base_loss (of the base's last training step), before (its loss on
+    held-out answers)
+  runs: a list, each with what ("whole" or "adapter"), way ("alone", "together", or "together, A frozen"), peers, seed,
+    lr, loss (nats a trained token on held-out answers; null if it diverged), bytes (that a peer announced; for "alone"
+    those of its bf16 gradients), commit
+  goals: a list of goal, value, met
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import mean, pstdev
+from typing import Any
+
+from benchmarks import report
+from benchmarks.finetune.base import make_base
+from benchmarks.finetune.chat import write_conversations
+from benchmarks.finetune.rows import FIRST_LR, WAYS, Run, measured_row, rows, sizes_of
+from benchmarks.finetune.world import FineTuning
+
+
+def best(runs: Sequence[Run], what: str, way: str, peers: int) -> list[Run]:
+    """Return a row's runs at its best rate, one for each seed."""
+    mine = [r for r in runs if (r["what"], r["way"], r["peers"]) == (what, way, peers) and r["loss"] is not None]
+    if not mine:
+        return []
+    first = min(r["seed"] for r in mine)
+    lr = min((r for r in mine if r["seed"] == first), key=lambda r: r["loss"])["lr"]
+    return [r for r in mine if r["lr"] == lr]
+
+
+def to_alone(runs: Sequence[Run], what: str, way: str, peers: int) -> list[float]:
+    """Return by how much a row's loss is above that of one process, relative, for each seed of both."""
+    alone = {r["seed"]: r["loss"] for r in best(runs, what, "alone", peers)}
+    return [r["loss"] / alone[r["seed"]] - 1 for r in best(runs, what, way, peers) if r["seed"] in alone]
+
+
+def goals(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the goals with what was measured."""
+    runs, out = results["runs"], []
+    for what in FIRST_LR:
+        for peers in results["sizes"]:
+            above = to_alone(runs, what, "together", peers)
+            value = mean(above) if above else None
+            out.append(
+                report.goal(
+                    f"{what}: the loss of {peers} peers at most +1% of one process's",
+                    None if value is None else f"{value:+.2%}", None if value is None else value <= 0.01,
+                )
+            )  # fmt: skip
+        some = best(runs, what, "together", results["sizes"][0]), best(runs, what, "alone", results["sizes"][0])
+        fewer = some[1][0]["bytes"] / some[0][0]["bytes"] if all(some) else None
+        out.append(
+            report.goal(
+                f"{what}: at least 500 times fewer bytes than bf16 gradients",
+                None if fewer is None else f"{fewer:.0f}x", None if fewer is None else fewer >= 500,
+            )
+        )  # fmt: skip
+    return out
+
+
+def show(results: Mapping[str, Any]) -> str:
+    """Return the table."""
+    lines = []
+    for peers in results["sizes"]:
+        for what in FIRST_LR:
+            for way in WAYS:
+                found = best(results["runs"], what, way, peers)
+                if not found:
+                    continue
+                losses, above = [r["loss"] for r in found], to_alone(results["runs"], what, way, peers)
+                lines.append([
+                    f"{what}, {peers} peers, {way}", f"{mean(losses):.4f}", f"{pstdev(losses):.4f}", len(losses),
+                    f"{mean(above):+.2%}" if above else None, f"{found[0]['lr']:g}", f"{found[0]['bytes']:,}",
+                ])  # fmt: skip
+    return report.table(["row", "loss", "sd", "seeds", "to alone", "lr", "bytes"], lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, save. Return 1 when a goal is missed."""
+    parser = report.command_line(__doc__ or "", "finetune")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--peers", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args(arguments)
+    seeds, sizes = (options.seeds[:1], options.peers[:1]) if options.quick else (options.seeds, options.peers)
+    results: dict[str, Any] = report.header("finetune", arguments, seeds)
+    before = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+    results |= {"sizes": sizes, "runs": list(before.get("runs", []))}
+    with tempfile.TemporaryDirectory(prefix="cairn-finetune-") as folder:
+        results["setting"] = _setting(Path(folder), options.quick, seeds[0])
+        # A fresh interpreter: torch's threads do not survive a fork.
+        with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
+            jobs = [
+                pool.submit(measured_row, row, folder, options.quick, seeds, results["commit"], results["runs"])
+                for row in rows(sizes)
+            ]
+            for job in as_completed(jobs):
+                results["runs"] += job.result()
+                results["goals"] = goals(results)
+                if options.json:
+                    report.save(options.json, results)
+    return report.ended(results, options, show(results))
+
+
+def _setting(folder: Path, quick: bool, seed: int) -> dict[str, Any]:
+    """Make base model and conversations in a folder, and describe them."""
+    size, plan = sizes_of(quick=quick)
+    loss = make_base(size, folder / "base")
+    texts = write_conversations(folder, every=24 if quick else 3)
+    worlds = [
+        FineTuning(folder / f"setting-{a}", folder / "base", texts, size, plan, adapter=a, seed=seed)
+        for a in (False, True)
+    ]
+    whole, adapter = worlds
+    return {
+        "parameters": whole.spec.model.layout.numel, "adapter": adapter.spec.model.layout.numel,
+        "steps": plan.steps, "batch": plan.batch, "h": plan.h, "window": plan.window, "rank": plan.rank,
+        "window_tokens": whole.spec.data.window_tokens, "windows": whole.train.total,
+        "held_out": whole.held_out.total, "conversations": sum(1 for _ in texts[0].open()), "base_loss": loss,
+        "before": whole.before(),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

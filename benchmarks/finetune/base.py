@@ -1,0 +1,122 @@
+"""A small base model in a folder that transformers loads: trained here on the shipped addresses, which it completes."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from coordinator.authoring.prepare import prepare
+from peer.training.data import WindowReader
+from peer.training.inner_optimizer import InnerOptimizer
+from peer.training.schedule import factor
+from protocol.assignment import windows_of
+from protocol.ids import PeerKey
+from protocol.model import build_model, plain_config
+from protocol.spec import DataSpec, InnerSpec, Schedule
+
+ADDRESSES = Path(__file__).resolve().parents[2] / "examples" / "sotu" / "addresses.jsonl.xz"
+"""State of the Union addresses, in the public domain."""
+HELD_OUT_EVERY = 12
+"""Every n-th address is in no training data, of the base model or of conversations."""
+
+END, TURN, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """The sizes of a base model and of its training: `steps` of `batch` windows."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    vocabulary: int
+    window: int
+    steps: int
+    batch: int
+    lr: float = 0.01
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config without defaults."""
+        return {
+            "model_type": "llama",
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.heads,
+            "max_position_embeddings": self.window,
+            "tie_word_embeddings": True,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        }
+
+
+def addresses(*, held_out: bool) -> Iterator[dict[str, Any]]:
+    """Yield the addresses that are held out, or the others: president, year, text."""
+    with lzma.open(ADDRESSES, "rt", encoding="utf-8") as file:
+        for i, line in enumerate(file):
+            if (i % HELD_OUT_EVERY == HELD_OUT_EVERY - 1) == held_out:
+                yield json.loads(line)
+
+
+def make_base(size: BaseModel, folder: Path, seed: int = 0) -> float:
+    """Train a base model and write its folder: config, weights, tokenizer, chat template. Return its last loss."""
+    from transformers import PreTrainedTokenizerFast
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = _tokenizer(size.vocabulary, folder / "tokenizer.json")
+    text = folder / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": a["text"]}) + "\n" for a in addresses(held_out=False)))
+    prepared = prepare([str(text)], folder / "prepared", tokenizer=folder / "tokenizer.json")
+    manifest = prepared.manifest
+    shards = [s.model_dump() for s in manifest.train.shards]
+    data = DataSpec.model_validate({"window": size.window, "dtype": manifest.dtype, "train": shards})
+    reader = WindowReader(data, prepared.blobs)
+    model = build_model(plain_config(size.config), seed=seed)
+    constant = Schedule(kind="constant")
+    inner = InnerOptimizer(InnerSpec(lr=size.lr, batch=size.batch, schedule=constant), model, torch.device("cpu"))
+    total = size.steps * size.batch * size.window
+    falls = Schedule(kind="cosine", warmup_tokens=total // 25, total_tokens=total, min_ratio=0.1)
+    loss = float("nan")
+    for step in range(size.steps):
+        inner.set_rate(factor(falls, (step + 0.5) / size.steps * total))
+        chosen = windows_of(seed, PeerKey(bytes(32)), step * size.batch, size.batch, reader.total)
+        result = inner.forward_backward(reader.read(chosen))
+        if result is None or not result.is_finite:
+            raise FloatingPointError("the base model's training diverged")
+        inner.optimizer_step(result)
+        loss = result.loss
+    model.eval()
+    model.save_pretrained(folder)  # type: ignore[operator]
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, chat_template=CHATML).save_pretrained(folder)
+    return loss
+
+
+def _tokenizer(vocabulary: int, path: Path) -> Tokenizer:
+    """Train a byte-level BPE on the addresses that are not held out, and write it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[AddedToken(t, special=True) for t in (END, TURN, TURN_END)],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((a["text"] for a in addresses(held_out=False)), trainer)
+    tokenizer.save(str(path))
+    return tokenizer
