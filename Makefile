@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-page test-long test-wan fuzz lint format simulate stubs vectors clean
+.PHONY: demo demo-finetune test test-page test-long test-wan fuzz lint format simulate stubs vectors clean
 
 $(STAMP): pyproject.toml setup.py
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -129,6 +129,10 @@ format: $(STAMP)
 # Four peers train a small Llama together on this machine: one is killed, one joins late. Under 4 minutes on 2 cores.
 demo: $(STAMP)
 	$(BIN)/cairn demo
+
+# Four peers make an assistant of a small base model by LoRA; one is killed. Under 5 minutes on 2 cores.
+demo-finetune: $(STAMP)
+	$(BIN)/python -m benchmarks.finetune.demo
 
 # The round machine under faults: thousands of rounds from as many seeds as asked for, on two processes.
 SEEDS ?= 340

@@ -1,0 +1,66 @@
+"""The benchmark of fine-tuning: its rows, its goals, its conversations, and runs that are small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.finetune.__main__ import best, goals, show, to_alone
+from benchmarks.finetune.base import BaseModel, make_base
+from benchmarks.finetune.chat import conversations, write_conversations
+from benchmarks.finetune.rows import WAYS, rows
+from benchmarks.finetune.world import FineTuning, Tuning
+from protocol.spec import TRAINED
+
+
+def run(way: str, lr: float, seed: int, loss: float | None, size: int = 1000, what: str = "adapter") -> dict:
+    return {"what": what, "way": way, "peers": 4, "seed": seed, "lr": lr, "loss": loss, "bytes": size, "commit": None}
+
+
+RUNS = [
+    run("alone", 0.1, 1, 2.0, 600_000),
+    run("alone", 0.2, 1, 2.5, 600_000),
+    run("alone", 0.1, 2, 2.0, 600_000),
+    run("together", 0.1, 1, None),
+    run("together", 0.2, 1, 2.02),
+    run("together", 0.2, 2, 2.06),
+]
+
+
+def test_a_row_is_told_at_its_best_rate_and_a_rate_that_diverged_is_not_it():
+    assert [r["lr"] for r in best(RUNS, "adapter", "alone", 4)] == [0.1, 0.1]
+    assert [r["loss"] for r in best(RUNS, "adapter", "together", 4)] == [2.02, 2.06]
+    assert to_alone(RUNS, "adapter", "together", 4) == pytest.approx([0.01, 0.03])
+
+
+def test_goals_compare_with_one_process_and_without_runs_nothing_is_measured():
+    results = {"runs": RUNS, "sizes": [4]}
+    met = {g["goal"]: g["met"] for g in goals(results)}
+    assert list(met.values()) == [None, None, False, True]
+    assert "adapter, 4 peers, together" in show(results) and "+2.00%" in show(results)
+
+
+def test_only_adapters_have_a_row_with_frozen_factors():
+    assert {way for what, way, _ in rows([4]) if what == "whole"} == {*WAYS[:2]}
+    assert {way for what, way, _ in rows([4]) if what == "adapter"} == {*WAYS}
+
+
+def test_held_out_conversations_are_of_other_addresses():
+    asked = [{row["messages"][0]["content"] for row in conversations(held_out=held_out)} for held_out in (True, False)]
+    assert asked[0] and len(asked[0] & asked[1]) < 0.05 * len(asked[0])
+
+
+def test_a_small_run_learns_answers_alone_and_together(tmp_path: Path):
+    size = BaseModel(32, 64, 1, 2, 320, 256, steps=2, batch=2)
+    make_base(size, tmp_path / "base")
+    texts = write_conversations(tmp_path, every=200)
+    world = FineTuning(
+        tmp_path / "run", tmp_path / "base", texts, size, Tuning(6, 2, 3, 256, rank=2), adapter=True, seed=1
+    )
+    windows = world.train.read(range(4))
+    assert 0 < int((windows & TRAINED != 0).sum()) < windows.numel(), "answers are trained, and questions are not"
+    before = world.before()
+    alone, together, frozen = world.alone(2, 0.05), world.together(2, 0.05), world.together(2, 0.05, freeze_a=True)
+    assert max(alone.loss, together.loss, frozen.loss) < before
+    assert len({alone.loss, together.loss, frozen.loss}) == 3 and together.bytes < alone.bytes
