@@ -35,7 +35,7 @@ CHATML = (
 
 @dataclass(frozen=True)
 class BaseModel:
-    """The sizes of a base model and of its training: `steps` of `batch` windows."""
+    """The sizes of a base model and of its training: `steps` of `batch` windows, of every `every`-th address."""
 
     hidden: int
     intermediate: int
@@ -46,6 +46,7 @@ class BaseModel:
     steps: int
     batch: int
     lr: float = 0.01
+    every: int = 1
 
     @property
     def config(self) -> dict[str, Any]:
@@ -78,9 +79,10 @@ def make_base(size: BaseModel, folder: Path, seed: int = 0) -> float:
     from transformers import PreTrainedTokenizerFast
 
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = _tokenizer(size.vocabulary, folder / "tokenizer.json")
+    texts = [a["text"] for a in addresses(held_out=False)][:: size.every]
+    tokenizer = _tokenizer(texts, size.vocabulary, folder / "tokenizer.json")
     text = folder / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": a["text"]}) + "\n" for a in addresses(held_out=False)))
+    text.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     prepared = prepare([str(text)], folder / "prepared", tokenizer=folder / "tokenizer.json")
     manifest = prepared.manifest
     shards = [s.model_dump() for s in manifest.train.shards]
@@ -106,8 +108,8 @@ def make_base(size: BaseModel, folder: Path, seed: int = 0) -> float:
     return loss
 
 
-def _tokenizer(vocabulary: int, path: Path) -> Tokenizer:
-    """Train a byte-level BPE on the addresses that are not held out, and write it."""
+def _tokenizer(texts: list[str], vocabulary: int, path: Path) -> Tokenizer:
+    """Train a byte-level BPE on texts, and write it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
@@ -117,6 +119,6 @@ def _tokenizer(vocabulary: int, path: Path) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((a["text"] for a in addresses(held_out=False)), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     tokenizer.save(str(path))
     return tokenizer

@@ -17,7 +17,7 @@ from benchmarks.finetune.world import FineTuning, Tuning
 WAYS = ("alone", "together", "together, A frozen")
 BASE = BaseModel(160, 432, 3, 5, 1024, 96, steps=400, batch=32)
 TUNING = Tuning(steps=180, batch=4, h=36, window=96)
-QUICK = BaseModel(96, 256, 2, 4, 512, 96, steps=60, batch=16), Tuning(steps=12, batch=4, h=6, window=96)
+QUICK = BaseModel(96, 256, 2, 4, 512, 96, steps=60, batch=16, every=8), Tuning(steps=12, batch=4, h=6, window=96)
 Run = dict[str, Any]
 FIRST_LR = {"whole": 4e-3, "adapter": 16e-3}
 """The first learning rate of a row's search."""

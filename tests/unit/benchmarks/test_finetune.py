@@ -52,7 +52,7 @@ def test_held_out_conversations_are_of_other_addresses():
 
 
 def test_a_small_run_learns_answers_alone_and_together(tmp_path: Path):
-    size = BaseModel(32, 64, 1, 2, 320, 256, steps=2, batch=2)
+    size = BaseModel(32, 64, 1, 2, 320, 256, steps=2, batch=2, every=50)
     make_base(size, tmp_path / "base")
     texts = write_conversations(tmp_path, every=200)
     world = FineTuning(
