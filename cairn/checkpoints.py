@@ -34,7 +34,7 @@ from protocol.invite import Invite
 from protocol.merkle import blob_digest
 from protocol.message_codec import MessageDecoder
 from protocol.messages import MAX_CERTIFICATE, RoundRecord
-from protocol.spec import KIND, MAX_SPEC, RunSpec, open_spec, parse_spec
+from protocol.spec import KIND, MAX_SPEC, ChatSpec, RunSpec, open_spec, parse_spec
 
 SPECS = ("spec.json", "run/spec.signed", "spec.signed", "store/values/spec", "values/spec")
 """Paths of a run's spec, relative to a folder of the run."""
@@ -56,12 +56,13 @@ WANTED = (
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint file with its model's config, its run's tokenizer.json, and its origin."""
+    """A checkpoint file with its model's config, its run's tokenizer.json and chat template, and its origin."""
 
     checkpoint: Path
     config: dict[str, Any]
     tokenizer: Path
     origin: Origin
+    chat: ChatSpec | None
 
 
 def find_checkpoint(path: Path, spec_file: Path | None = None, run: RunId | None = None) -> FoundCheckpoint:
@@ -163,7 +164,7 @@ def _of_archived(archived: ArchivedState, given: _Run | None) -> FoundCheckpoint
         run = _Run(folder, read_spec(folder / SPEC))
     before = run.record(archived.round - 1, archived.record)
     origin = run.origin(archived.state, archived.round, archived.tokens, before)
-    return FoundCheckpoint(folder / MODEL, run.spec.model.config, run.tokenizer(folder / MODEL), origin)
+    return FoundCheckpoint(folder / MODEL, run.spec.model.config, run.tokenizer(folder / MODEL), origin, run.chat)
 
 
 def _run_above(path: Path) -> _Run:
@@ -181,7 +182,7 @@ def _newest_held(run: _Run, folder: Path) -> FoundCheckpoint:
     """Return the newest checkpoint in a node's store. Raises ExportError."""
     for origin in run.origins():
         if origin.state is not None and (file := run.blob(origin.state)) is not None:
-            return FoundCheckpoint(file, run.spec.model.config, run.tokenizer(file), origin)
+            return FoundCheckpoint(file, run.spec.model.config, run.tokenizer(file), origin, run.chat)
     every = run.spec.checkpoint.every
     raise ExportError(f"{folder}: holds no checkpoint yet: one is kept every {every} rounds: try again after the next")
 
@@ -195,7 +196,7 @@ def _of_file(path: Path, run: _Run) -> FoundCheckpoint:
         state = checkpoint_digest(path)
     unknown = Origin(run.spec.name, run.spec.run_id, state)
     origin = next((o for o in run.origins() if o.state == state), unknown)
-    return FoundCheckpoint(path, run.spec.model.config, run.tokenizer(path), origin)
+    return FoundCheckpoint(path, run.spec.model.config, run.tokenizer(path), origin, run.chat)
 
 
 @dataclass(frozen=True)
@@ -208,6 +209,11 @@ class _Run:
     @property
     def store(self) -> Path:
         return self.folder if (self.folder / "blobs").is_dir() else self.folder / "store"
+
+    @property
+    def chat(self) -> ChatSpec | None:
+        marked = self.spec.data.conversations
+        return None if marked is None else marked.chat
 
     @cached_property
     def _decoder(self) -> MessageDecoder:

@@ -28,6 +28,7 @@ from protocol.errors import MalformedError
 from protocol.ids import Digest
 from protocol.layout import Layout, checkpoint_header_size
 from protocol.merkle import leaf_hash, leaves_of, read_chunks, tree_hash
+from protocol.spec import ChatSpec
 
 MODEL, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
 SPARE = 64 * 1024 * 1024
@@ -48,7 +49,14 @@ class Exported:
 
 
 def export(
-    checkpoint: Path, config: Mapping[str, Any], tokenizer: Path, origin: Origin, out: Path, *, force: bool = False
+    checkpoint: Path,
+    config: Mapping[str, Any],
+    tokenizer: Path,
+    origin: Origin,
+    out: Path,
+    *,
+    chat: ChatSpec | None = None,
+    force: bool = False,
 ) -> Exported:
     """Write the model of a checkpoint file to the folder `out`.
 
@@ -57,6 +65,7 @@ def export(
         config: the model's config as the run spec has it.
         tokenizer: the run's tokenizer.json.
         origin: what is known of the checkpoint. With a `state`, the file must be the blob of that digest.
+        chat: how the model is asked, if it was trained on conversations.
         force: replace a model that is in `out` already.
 
     Raises ExportError, in one line with the remedy; SpecError for the config.
@@ -87,13 +96,12 @@ def export(
                 f"{checkpoint}: damaged: its digest is {digest.short}, and should be {origin.state.short}: take "
                 "another copy of it"
             )
-        tokens = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version")
         text = _read_tokenizer(tokenizer)
         for name, content in (
             (CONFIG, whole),
-            ("generation_config.json", {k: whole[k] for k in tokens if whole.get(k) is not None}),
+            ("generation_config.json", _generation(whole, chat)),
             (TOKENIZER, text),
-            ("tokenizer_config.json", tokenizer_settings(text, tokenizer, config)),
+            ("tokenizer_config.json", tokenizer_settings(text, tokenizer, config, chat)),
             ("README.md", model_card(origin, digest, layout.numel, made, config)),
         ):
             written = content if isinstance(content, str) else json.dumps(content, indent=2, sort_keys=True) + "\n"
@@ -140,6 +148,21 @@ def _model(config: Mapping[str, Any]) -> tuple[Layout, str, dict[str, Any]]:
         architecture,
         whole | {"architectures": [architecture], "dtype": "float32", "torch_dtype": "float32", "use_cache": True},
     )
+
+
+def _generation(whole: Mapping[str, Any], chat: ChatSpec | None) -> dict[str, Any]:
+    """Return the generation_config.json of a model with this config. A conversation's answer ends at its own tokens."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version")
+    fields = {k: whole[k] for k in names if whole.get(k) is not None}
+    if chat is not None:
+        end = fields.get("eos_token_id", [])
+        fields["eos_token_id"] = [*chat.end_tokens, *(e for e in _listed(end) if e not in chat.end_tokens)]
+        fields = {"pad_token_id": chat.end_tokens[0]} | fields | chat.generation
+    return fields
+
+
+def _listed(value: int | list[int]) -> list[int]:
+    return value if isinstance(value, list) else [value]
 
 
 def _write_weights(checkpoint: Path, held: Layout, target: Path, metadata: Mapping[str, str]) -> Digest:

@@ -33,7 +33,7 @@ def export(checkpoint: Path, out: Path, force: bool, spec: Path | None, invite: 
     except MalformedError as e:
         raise CairnError(f"--invite: {e}") from None
     found = find_checkpoint(checkpoint, spec, run)
-    made = export(found.checkpoint, found.config, found.tokenizer, found.origin, out, force=force)
+    made = export(found.checkpoint, found.config, found.tokenizer, found.origin, out, chat=found.chat, force=force)
     o = found.origin
     facts = [] if o.round is None else [f"round {o.round}"]
     if o.tokens is not None:
