@@ -35,7 +35,7 @@ from protocol.invite import Invite
 from protocol.merkle import blob_digest
 from protocol.message_codec import MessageDecoder
 from protocol.messages import MAX_CERTIFICATE, RoundRecord
-from protocol.spec import KIND, MAX_SPEC, AdapterSpec, RunSpec, open_spec, parse_spec
+from protocol.spec import KIND, MAX_SPEC, AdapterSpec, ChatSpec, RunSpec, open_spec, parse_spec
 
 SPECS = ("spec.json", "run/spec.signed", "spec.signed", "store/values/spec", "values/spec")
 """Paths of a run's spec, relative to a folder of the run."""
@@ -57,7 +57,7 @@ WANTED = (
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint file with its model's config, its run's tokenizer.json, and its origin.
+    """A checkpoint file with its model's config, its run's tokenizer.json and chat template, and its origin.
 
     Of a run that trains an adapter, `adapter` is that of the spec; `base` the base's file, if it is here.
     """
@@ -66,6 +66,7 @@ class FoundCheckpoint:
     config: dict[str, Any]
     tokenizer: Path
     origin: Origin
+    chat: ChatSpec | None = None
     adapter: AdapterSpec | None = None
     base: Path | None = None
 
@@ -215,6 +216,11 @@ class _Run:
     def store(self) -> Path:
         return self.folder if (self.folder / "blobs").is_dir() else self.folder / "store"
 
+    @property
+    def chat(self) -> ChatSpec | None:
+        marked = self.spec.data.conversations
+        return None if marked is None else marked.chat
+
     @cached_property
     def _decoder(self) -> MessageDecoder:
         return MessageDecoder(self.spec.run_id, self.spec.owner_key)
@@ -227,7 +233,13 @@ class _Run:
         """Return what belongs to a checkpoint of the run. Raises ExportError."""
         model = self.spec.model
         return FoundCheckpoint(
-            checkpoint, model.config, self.tokenizer(checkpoint), origin, model.adapter, self._base(checkpoint)
+            checkpoint,
+            model.config,
+            self.tokenizer(checkpoint),
+            origin,
+            self.chat,
+            model.adapter,
+            self._base(checkpoint),
         )
 
     def _base(self, checkpoint: Path) -> Path | None:

@@ -35,13 +35,13 @@ from protocol.adapter import NAME, base_parameters, build_adapted, load_base, me
 from protocol.layout import Layout
 from protocol.merkle import blob_digest
 from protocol.model import load_state, model_layout
-from protocol.spec import AdapterSpec
+from protocol.spec import AdapterSpec, ChatSpec
 from protocol.state import tensors_in
 
 
 def export_adapter(
     checkpoint: Path, config: Mapping[str, Any], adapter: AdapterSpec, tokenizer: Path, origin: Origin, out: Path, *,
-    force: bool = False,
+    chat: ChatSpec | None = None, force: bool = False,
 ) -> Exported:  # fmt: skip
     """Write the adapter of a checkpoint file to the folder `out`, for `peft.PeftModel.from_pretrained(base, out)`.
 
@@ -58,13 +58,13 @@ def export_adapter(
         save_file(named, draft / ADAPTER, metadata={"format": "pt"} | origin.metadata())
         settings.save_pretrained(str(draft))
         card = adapter_card(origin, checkpoint_digest(checkpoint), layout.numel, adapter, config)
-        write_texts(draft, tokenizer_texts(tokenizer, config) | {"README.md": card})
+        write_texts(draft, tokenizer_texts(tokenizer, config, chat) | {"README.md": card})
     return Exported(out, layout.numel, size)
 
 
 def export_merged(
     checkpoint: Path, config: Mapping[str, Any], adapter: AdapterSpec, base: Path, tokenizer: Path, origin: Origin,
-    out: Path, *, force: bool = False,
+    out: Path, *, chat: ChatSpec | None = None, force: bool = False,
 ) -> Exported:  # fmt: skip
     """Write the base with the adapter added to it as a whole model, in fp32, which must fit into memory.
 
@@ -83,7 +83,7 @@ def export_merged(
     with new_folder(out, size, force=force) as draft:
         save_file(tensors, draft / MODEL, metadata={"format": "pt"} | origin.metadata())
         card = model_card(origin, checkpoint_digest(checkpoint), layout.numel, made, config)
-        write_texts(draft, model_texts(whole) | tokenizer_texts(tokenizer, config) | {"README.md": card})
+        write_texts(draft, model_texts(whole, chat) | tokenizer_texts(tokenizer, config, chat) | {"README.md": card})
     return Exported(out, layout.numel, size)
 
 

@@ -30,8 +30,10 @@ from protocol.errors import MalformedError
 from protocol.ids import Digest
 from protocol.layout import Layout, checkpoint_header_size
 from protocol.merkle import leaf_hash, leaves_of, read_chunks, tree_hash
+from protocol.spec import ChatSpec
 
 MODEL, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
+GENERATION = "generation_config.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 SPARE = 64 * 1024 * 1024
 """Bytes of free space that are required beside the weights."""
@@ -51,7 +53,14 @@ class Exported:
 
 
 def export(
-    checkpoint: Path, config: Mapping[str, Any], tokenizer: Path, origin: Origin, out: Path, *, force: bool = False
+    checkpoint: Path,
+    config: Mapping[str, Any],
+    tokenizer: Path,
+    origin: Origin,
+    out: Path,
+    *,
+    chat: ChatSpec | None = None,
+    force: bool = False,
 ) -> Exported:
     """Write the model of a checkpoint file to the folder `out`.
 
@@ -60,6 +69,7 @@ def export(
         config: the model's config as the run spec has it.
         tokenizer: the run's tokenizer.json.
         origin: what is known of the checkpoint. With a `state`, the file must be the blob of that digest.
+        chat: how the model is asked, if it was trained on conversations.
         force: replace a model that is in `out` already.
 
     Raises ExportError, in one line with the remedy; SpecError for the config.
@@ -71,7 +81,7 @@ def export(
         digest = _write_weights(checkpoint, held, draft / MODEL, {"format": "pt"} | origin.metadata())
         check_state(checkpoint, digest, origin)
         card = model_card(origin, digest, layout.numel, made, config)
-        write_texts(draft, model_texts(whole) | tokenizer_texts(tokenizer, config) | {"README.md": card})
+        write_texts(draft, model_texts(whole, chat) | tokenizer_texts(tokenizer, config, chat) | {"README.md": card})
     return Exported(out, layout.numel, size)
 
 
@@ -128,19 +138,15 @@ def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
         durable.write(folder / name, text.encode())
 
 
-def model_texts(whole: Mapping[str, Any]) -> dict[str, str]:
+def model_texts(whole: Mapping[str, Any], chat: ChatSpec | None) -> dict[str, str]:
     """Return the settings of a whole model as files: of a config.json's fields."""
-    tokens = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version")
-    return {
-        CONFIG: _json(whole),
-        "generation_config.json": _json({k: v for k, v in whole.items() if k in tokens and v is not None}),
-    }
+    return {CONFIG: _json(whole), GENERATION: _json(generation_settings(whole, chat))}
 
 
-def tokenizer_texts(tokenizer: Path, config: Mapping[str, Any]) -> dict[str, str]:
+def tokenizer_texts(tokenizer: Path, config: Mapping[str, Any], chat: ChatSpec | None) -> dict[str, str]:
     """Return the tokenizer as files. Raises CoordinatorError."""
     text = _read_tokenizer(tokenizer)
-    return {TOKENIZER: text, "tokenizer_config.json": _json(tokenizer_settings(text, tokenizer, config))}
+    return {TOKENIZER: text, "tokenizer_config.json": _json(tokenizer_settings(text, tokenizer, config, chat))}
 
 
 def _json(content: Mapping[str, Any]) -> str:
@@ -180,6 +186,21 @@ def model_files(config: Mapping[str, Any]) -> tuple[Layout, str, dict[str, Any]]
         architecture,
         whole | {"architectures": [architecture], "dtype": "float32", "torch_dtype": "float32", "use_cache": True},
     )
+
+
+def generation_settings(whole: Mapping[str, Any], chat: ChatSpec | None) -> dict[str, Any]:
+    """Return the generation_config.json of a model with this config. A conversation's answer ends at its own tokens."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version")
+    fields = {k: whole[k] for k in names if whole.get(k) is not None}
+    if chat is not None:
+        end = fields.get("eos_token_id", [])
+        fields["eos_token_id"] = [*chat.end_tokens, *(e for e in _listed(end) if e not in chat.end_tokens)]
+        fields = {"pad_token_id": chat.end_tokens[0]} | fields | chat.generation
+    return fields
+
+
+def _listed(value: int | list[int]) -> list[int]:
+    return value if isinstance(value, list) else [value]
 
 
 def _write_weights(checkpoint: Path, held: Layout, target: Path, metadata: Mapping[str, str]) -> Digest:

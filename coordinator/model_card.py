@@ -10,7 +10,7 @@ from typing import Any
 
 from coordinator.errors import CoordinatorError
 from protocol.ids import Digest, RunId
-from protocol.spec import AdapterSpec
+from protocol.spec import AdapterSpec, ChatSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +109,12 @@ def _card(origin: Origin, state: Digest, parameters: int, config: Mapping[str, A
     )
 
 
-def tokenizer_settings(text: str, path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+def tokenizer_settings(
+    text: str, path: Path, config: Mapping[str, Any], chat: ChatSpec | None = None
+) -> dict[str, Any]:
     """Return the tokenizer_config.json for a tokenizer.json's text; special tokens are those of the model's config.
 
+    With `chat`, its template and the special tokens that the template was given.
     Raises CoordinatorError if `text` (the file at `path`) is no tokenizer.
     """
     from tokenizers import Tokenizer
@@ -129,5 +132,7 @@ def tokenizer_settings(text: str, path: Path, config: Mapping[str, Any]) -> dict
         token = tokenizer.id_to_token(number) if isinstance(number, int) and 0 <= number < 2**32 else None
         if token is not None:
             settings[f"{kind}_token"] = token
+    if chat is not None:
+        settings |= {"chat_template": chat.template} | chat.special_tokens
     lengths = [config[f] for f in ("max_position_embeddings", "n_positions") if isinstance(config.get(f), int)]
     return settings | ({"model_max_length": min(lengths)} if lengths else {})

@@ -38,16 +38,18 @@ def export(checkpoint: Path, out: Path, force: bool, spec: Path | None, invite: 
     if found.adapter is None:
         if merge:
             raise CairnError("--merge: this run trains a whole model, not an adapter: leave it out")
-        made = export(found.checkpoint, found.config, found.tokenizer, found.origin, out, force=force)
+        made = export(found.checkpoint, found.config, found.tokenizer, found.origin, out, chat=found.chat, force=force)
     else:
         from coordinator.adapter_export import export_adapter, export_merged
 
         given = (found.tokenizer, found.origin, out)
         if not merge:
             what, loads = "adapter", f'PeftModel.from_pretrained(base, "{out}")'
-            made = export_adapter(found.checkpoint, found.config, found.adapter, *given, force=force)
+            made = export_adapter(found.checkpoint, found.config, found.adapter, *given, chat=found.chat, force=force)
         elif found.base is not None:
-            made = export_merged(found.checkpoint, found.config, found.adapter, found.base, *given, force=force)
+            made = export_merged(
+                found.checkpoint, found.config, found.adapter, found.base, *given, chat=found.chat, force=force
+            )
         else:
             raise CairnError(
                 f"--merge: the base model is not in the run's folder: put it beside the checkpoint as "

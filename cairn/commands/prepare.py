@@ -27,13 +27,42 @@ from cairn.commands.options import FILE, FOLDER
     show_default=True,
     help="Hold out each N-th document; 0: none.",
 )
+@click.option("--window", type=click.IntRange(8, 2**20), help="The documents are conversations: pack them into these.")
+@click.option("--chat-template", type=FILE, help="Their chat template.  [default: the one beside the tokenizer]")
+@click.option(
+    "--train-on", multiple=True, metavar="ROLE", help="A role whose messages are trained.  [default: assistant]"
+)
+@click.option(
+    "--long",
+    type=click.Choice(["refuse", "drop", "cut", "split"]),
+    default="refuse",
+    show_default=True,
+    help="What to do with a conversation that is longer than a window.",
+)
+@click.option("--mix", type=(str, float), multiple=True, metavar="INPUT SHARE", help="Other documents beside them.")
 def prepare(
     inputs: tuple[str, ...], out: Path, vocab: int, tokenizer: Path | None, field: str, shard_tokens: int,
-    validation_every: int,
+    validation_every: int, window: int | None, chat_template: Path | None, train_on: tuple[str, ...], long: str,
+    mix: tuple[tuple[str, float], ...],
 ) -> None:  # fmt: skip
     """Turn text, JSONL or Parquet files into token shards with a manifest."""
-    from coordinator.authoring.prepare import prepare
+    from pydantic import ValidationError
 
+    from coordinator.authoring.conversations import ConversationTable
+    from coordinator.authoring.prepare import prepare
+    from protocol.spec import explain
+
+    asked = {
+        "chat_template": str(chat_template) if chat_template else None,
+        "long": long,
+        "mix": [{"source": source, "share": share} for source, share in mix],
+    } | ({"train_on": list(train_on)} if train_on else {})
+    try:
+        table = ConversationTable.model_validate(asked)
+    except ValidationError as e:
+        raise click.UsageError(explain(e, "conversations")) from None
+    if window is None and table != ConversationTable():
+        raise click.UsageError("--chat-template, --train-on, --long and --mix are for conversations: give --window too")
     prepared = prepare(
         inputs,
         out,
@@ -42,10 +71,14 @@ def prepare(
         tokenizer=tokenizer,
         validation_every=validation_every,
         shard_tokens=shard_tokens,
+        window=window,
+        conversations=None if window is None else table,
         report=lambda line: click.echo(line, err=True),
     )
     m = prepared.manifest
     click.echo(f"training    {m.train.tokens:,} tokens in {len(m.train.shards)} shards")
     click.echo(f"validation  {m.validation.tokens:,} tokens in {len(m.validation.shards)} shards")
+    if (packed := m.conversations) is not None:
+        click.echo(f"trained     {packed.trained:,} tokens: a window counts as {packed.window_tokens:,}")
     click.echo(f"tokenizer   {m.vocabulary:,} tokens, {m.dtype}")
     click.echo(f'folder      {out}  (in run.toml: [data] prepared = "{out}")')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,24 +95,37 @@ def plan(
 @click.option("--out", required=True, type=FILE, help="The run.toml to write.")
 @PEERS
 @UPLINK
-@count_option("--total-tokens", "Of the run.  [default: 100M]")
+@click.option("--sft", metavar="INPUT", help="Conversations to train on: JSONL or Parquet, a folder or an address.")
+@click.option("--window", type=int, help="Tokens that the model sees at once.  [default: up to 2048]")
+@count_option("--total-tokens", "Of the run.  [default: 100M; with --sft three passes]")
 @FORCE
-def init(folder: Path, out: Path, peers: int, uplink: float, total_tokens: int | None, force: bool) -> None:
+def init(
+    folder: Path, out: Path, peers: int, uplink: float, sft: str | None, window: int | None, total_tokens: int | None,
+    force: bool,
+) -> None:  # fmt: skip
     """Write a commented run.toml for a run that continues from a trained model (fine-tuning)."""
+    from coordinator.authoring.chat_template import TEMPLATE
     from coordinator.authoring.plan import PlanError, PlanInputs
-    from coordinator.authoring.pretrained import TOTAL_TOKENS, run_file_from
+    from coordinator.authoring.pretrained import run_file_from
 
     try:
         # The model is the folder's: 1 parameter stands for it until it is read.
-        inputs = PlanInputs(model=1, peers=peers, uplink=uplink, total_tokens=total_tokens or TOTAL_TOKENS)
-        draft = run_file_from(folder, out, inputs)
+        inputs = PlanInputs(model=1, peers=peers, uplink=uplink, total_tokens=total_tokens)
+        if window is not None:
+            inputs = replace(inputs, window=window)
+        draft = run_file_from(folder, out, inputs, sft, report=lambda line: click.echo(line, err=True))
     except PlanError as e:
         raise _bad_option(e.field, e.reason) from None
+    if draft.template is not None:
+        write_new(out.with_name(TEMPLATE), draft.template, force=force)
     write_new(out, draft.text, force=force)
     click.echo(f"model   {draft.parameters:,} parameters, from {folder}; tokenizer of {draft.vocabulary:,} tokens")
     if draft.left_out:
         click.echo(f"note    left out of [model], for transformers does not know them: {', '.join(draft.left_out)}")
-    click.echo(f"{out} is written ({draft.name}): name your documents in its [data], then:")
+    if draft.template is not None:
+        click.echo(f"note    the model has no chat template: a plain one is in {out.with_name(TEMPLATE)}")
+    first = ": name your documents in its [data], then:" if sft is None else ". Then:"
+    click.echo(f"{out} is written ({draft.name}){first}")
     click.echo(f"    cairn run validate {out}")
 
 

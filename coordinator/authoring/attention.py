@@ -10,6 +10,7 @@ import torch
 from protocol.errors import SpecError
 from protocol.marked_tokens import inputs_of
 from protocol.model import build_model
+from protocol.packed_sequences import control_detection, documents_apart
 from protocol.spec import BEGINS, ConversationSpec
 
 TRIED_LAYERS = 2
@@ -25,7 +26,7 @@ def keeps_documents_apart(config: Mapping[str, Any]) -> bool:
     The installed `transformers` decides. A model with layers that are not attention never does. Raises SpecError.
     """
     kinds = config.get("layer_types")
-    if kinds and not set(kinds) <= ATTENDING:
+    if not control_detection() or kinds and not set(kinds) <= ATTENDING:
         return False
     small = dict(config)
     for field in ("num_hidden_layers", "n_layer"):
@@ -45,7 +46,7 @@ def keeps_documents_apart(config: Mapping[str, Any]) -> bool:
     tokens[:, _LENGTH // 2] |= BEGINS
     asked = inputs_of(torch.cat([tokens, tokens[:, :1]], 1), ConversationSpec(window_tokens=1, attention="document"))
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), documents_apart(True):
             logits = model(**asked.forward_arguments(), use_cache=False).logits[:, _LENGTH // 2 :]
     except TypeError:
         return False  # it takes no positions

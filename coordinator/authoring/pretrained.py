@@ -8,20 +8,48 @@ from __future__ import annotations
 import json
 import os
 import re
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from coordinator.authoring import tokens
+from coordinator.authoring.chat_template import TEMPLATE, load_template
+from coordinator.authoring.conversations import ConversationTable
 from coordinator.authoring.errors import DataInputError
 from coordinator.authoring.model_config import FROM_TOKENIZER, ModelFileError, model_of
-from coordinator.authoring.plan import PlanInputs, plan
-from coordinator.authoring.template import fill
+from coordinator.authoring.plan import PlanInputs, RunPlan, plan
+from coordinator.authoring.prepare import ConversationData, prepare
+from coordinator.authoring.template import VALIDATION_EVERY, fill
 from coordinator.authoring.weights import CONFIG, WeightsError, check, read_headers
 
 TOKENIZER = "tokenizer.json"
 TOTAL_TOKENS = 100_000_000
 """Default tokens of a run that continues from trained weights."""
+PASSES = 3
+"""Default passes over conversations."""
+
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}{{ '<' + message['role'] + '>\\n' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>\\n' }}{% endif %}\n"
+)
+"""A chat template for a base model without one: it needs no special token but the end of a text."""
+
+CONVERSATIONS = """\
+[data.conversations]
+# Each row has messages (role and content), prompt and completion, or text. All numbers of tokens in this file are of
+# trained ones: here {trained:,} in a pass; a window counts as {window_tokens:,} of its {window:,}.
+{template}
+# The roles whose messages are trained. Default ["assistant"].
+#train_on = ["assistant"]
+# A conversation that is longer than a window: "refuse", "drop", "cut" (its beginning stays), "split" (into parts).
+{long}
+# Other documents against forgetting, by their share of the trained tokens; the first ones are taken.
+#[[data.conversations.mix]]
+#source = "EDIT-ME/text.jsonl"
+#share = 0.1"""
 
 LR_FACTOR = 0.1
 """Factor of the learning rate for new weights. Not measured; large steps would undo the training so far."""
@@ -39,13 +67,18 @@ class DraftRunFile:
     parameters: int
     vocabulary: int
     left_out: tuple[str, ...]
+    template: str | None = None
+    """The chat template to write beside it as `TEMPLATE`, if the model's folder has none."""
 
 
-def run_file_from(folder: Path, out: Path, inputs: PlanInputs) -> DraftRunFile:
+def run_file_from(
+    folder: Path, out: Path, inputs: PlanInputs, sft: str | None = None, report: Callable[[str], None] = lambda _: None
+) -> DraftRunFile:
     """Return a run.toml to be written at `out`, for a run that begins with the model in `folder`.
 
-    The folder replaces the model of `inputs` and limits its window. Raises AuthoringError for an incomplete folder,
-    SpecError for a config that is not of a causal language model, and PlanError.
+    The folder replaces the model of `inputs` and limits its window. `sft`: train on these conversations, which are
+    prepared to count them; without `inputs.total_tokens` for PASSES passes. Raises AuthoringError for an incomplete
+    folder or bad conversations, SpecError for a config that is not of a causal language model, and PlanError.
     """
     found = read_headers(folder)
     given = _config(folder)
@@ -67,7 +100,16 @@ def run_file_from(folder: Path, out: Path, inputs: PlanInputs) -> DraftRunFile:
             "own tokenizer"
         )
     window = inputs.window if model.positions is None else min(inputs.window, model.positions)
-    made = plan(replace(inputs, model=model.layout, window=window))
+    counted = None if sft is None else _counted(folder, sft, window, tokenizer.end, report)
+    if counted is None:
+        made = plan(
+            replace(inputs, model=model.layout, window=window, total_tokens=inputs.total_tokens or TOTAL_TOKENS)
+        )
+    else:
+        asked = inputs.total_tokens or PASSES * counted.data.trained
+        # The plan is of what is computed: whole windows.
+        whole = round(asked * window / counted.data.window_tokens)
+        made = plan(replace(inputs, model=model.layout, window=window, total_tokens=whole))
     table = model.table | {k: v for k in FROM_TOKENIZER if isinstance(v := given.get(k), int | list)}
     note = f"From {ascii(folder.name)}: it must stay the config of run.weights."
     if left_out:
@@ -83,8 +125,72 @@ def run_file_from(folder: Path, out: Path, inputs: PlanInputs) -> DraftRunFile:
         "end_of_text": f"end_of_text = {_text(tokenizer.end)}",
         "lr": f"# Here a tenth of that, for the weights are trained.\nlr = {float(f'{made.lr * LR_FACTOR:.2g}')}",
     }
+    if counted is not None and sft is not None:
+        lines |= _conversation_lines(sft, out, counted, made)
     text = fill(made, table, tokenizer.size, note, lines)
-    return DraftRunFile(text, name, model.layout.numel, tokenizer.size, left_out)
+    template = None if counted is None or counted.own_template else PLAIN_TEMPLATE
+    return DraftRunFile(text, name, model.layout.numel, tokenizer.size, left_out, template)
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """Conversations as they were prepared, and whether the model's folder has a chat template."""
+
+    data: ConversationData
+    documents: int
+    own_template: bool
+
+
+def _counted(folder: Path, sft: str, window: int, end: str, report: Callable[[str], None]) -> _Counted:
+    """Prepare conversations in a temporary folder, without those that are longer than a window.
+
+    Raises DataInputError.
+    """
+    own = load_template(None, folder / TOKENIZER, end) is not None
+    with tempfile.TemporaryDirectory() as temporary:
+        plain = Path(temporary, TEMPLATE)
+        plain.write_text(PLAIN_TEMPLATE)
+        table = ConversationTable(long="drop", chat_template=None if own else str(plain))
+        made = prepare(
+            [sft], Path(temporary, "data"), tokenizer=folder / TOKENIZER, end_of_text=end, window=window,
+            conversations=table, report=report,
+        )  # fmt: skip
+    assert made.manifest.conversations is not None
+    return _Counted(made.manifest.conversations, made.manifest.train.documents, own)
+
+
+def _conversation_lines(sft: str, out: Path, counted: _Counted, made: RunPlan) -> dict[str, str]:
+    """Return the lines of a run.toml that differ for conversations. Its tokens are trained ones."""
+    data = counted.data
+    share = data.window_tokens / data.window
+    long = '# None of these is longer than a window. Default "refuse".\n#long = "refuse"'
+    if data.dropped:
+        long = (
+            f"# {data.dropped:,} of {data.dropped + counted.documents:,} are longer than a window of {data.window:,} "
+            'tokens. Default "refuse".\nlong = "drop"'
+        )
+    template = (
+        "# A file with another chat template. Default: the one beside the tokenizer.\n#chat_template = "
+        '"chat_template.jinja"'
+        if counted.own_template
+        else "# The model's folder has no chat template: this plain one was written for it.\n"
+        f"chat_template = {_text(TEMPLATE)}"
+    )
+    source = Path(sft)
+    place = sft if "://" in sft else _place(source, out)
+    target = max(1, round(made.target_tokens * share))
+    some = counted.documents >= 10 * VALIDATION_EVERY
+    return {
+        "validation_every": str(VALIDATION_EVERY if some else max(2, min(20, counted.documents // 2))),
+        "source": f"source = {_text(place)}",
+        "conversations": CONVERSATIONS.format(
+            trained=data.trained, window_tokens=data.window_tokens, window=data.window, long=long, template=template
+        ),
+        "total_tokens": f"{round(made.inputs.total * share):_}",
+        "warmup_tokens": f"{round(made.warmup_tokens * share):_}",
+        "target_tokens": f"{target:_}",
+        "max_update_tokens": f"{max(2 * target, 4 * made.inputs.windows * data.window):_}",
+    }
 
 
 def _text(value: str) -> str:

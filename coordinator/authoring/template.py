@@ -17,6 +17,8 @@ from coordinator.authoring import measurements
 from coordinator.authoring.plan import RunPlan
 
 TEMPLATE = Path(__file__).with_name("run_template.toml")
+VALIDATION_EVERY = 100
+TEXT = "# Conversations instead of text: add the table [data.conversations] (docs/runs.md)."
 
 
 def fill(
@@ -25,7 +27,7 @@ def fill(
     """Return the text of a run.toml.
 
     `model` is its [model] table, `model_note` a line about the table's source. `lines` replace those of a new run: by,
-    name, weights, vocabulary, tokenizer, end_of_text, lr.
+    name, weights, source, vocabulary, tokenizer, end_of_text, conversations, lr; and numbers of the plan.
     """
     new_run = {
         "by": "planned by `cairn run plan`",
@@ -33,12 +35,14 @@ def fill(
         "weights": '#weights = ""',
         "vocabulary": f"vocabulary = {vocabulary}",
         "tokenizer": '#tokenizer = "tokenizer.json"',
+        "source": 'source = "EDIT-ME/documents.jsonl"',
+        "conversations": TEXT,
         "end_of_text": '#end_of_text = "<|endoftext|>"',
         "lr": f"lr = {plan.lr}",
     }
     q, cost = plan.inputs, plan.cost
     codec, outer = plan.setting.codec, plan.setting.outer
-    return Template(TEMPLATE.read_text()).substitute(
+    planned = dict(
         peers=q.peers,
         uplink=f"{q.uplink:g}",
         rtt=f"{q.rtt:g}",
@@ -47,6 +51,7 @@ def fill(
         model_note=" ".join(model_note.split()),
         model="\n".join(f"{_key(k)} = {_value(v)}" for k, v in model.items()),
         window=q.window,
+        validation_every=VALIDATION_EVERY,
         batch=q.windows,
         warmup=f"{measurements.WARMUP:.0%}",
         warmup_tokens=f"{plan.warmup_tokens:_}",
@@ -69,8 +74,8 @@ def fill(
         max_update_tokens=f"{2 * plan.target_tokens:_}",
         max_members=plan.max_members,
         **plan.timers,
-        **(new_run | dict(lines or {})),
     )
+    return Template(TEMPLATE.read_text()).substitute(planned | new_run | dict(lines or {}))
 
 
 def _key(name: str) -> str:

@@ -15,7 +15,9 @@ from coordinator.errors import CoordinatorError
 from coordinator.logging_filters import quiet_transformers
 from protocol.adapter import build_run_model, load_base
 from protocol.layout import is_outer_tensor
+from protocol.marked_tokens import IGNORED, inputs_of
 from protocol.model import load_state
+from protocol.packed_sequences import documents_apart
 from protocol.spec import DataSpec, ModelSpec, windows_in
 
 LOGITS_BYTES = 256 * 1024 * 1024
@@ -63,7 +65,7 @@ def load_adapted(folder: Path, model: ModelSpec, base: Path, device: str = "cpu"
 
 @dataclass(frozen=True, slots=True)
 class ValidationResult:
-    """Mean cross-entropy in nats per token (not finite if the model's output is not), and the number of windows."""
+    """Mean cross-entropy in nats per trained token, not finite if the model's output is not, and number of windows."""
 
     loss: float
     windows: int
@@ -80,29 +82,35 @@ def measure(
     seconds: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> ValidationResult:
-    """Return the mean cross-entropy in nats per token over at most `max_windows` evenly spaced validation windows.
+    """Return the mean cross-entropy over at most `max_windows` evenly spaced validation windows.
 
-    `shards` are files of `data.dtype` tokens, little endian, in the order of `data.validation`. `most` limits the
-    number of the chosen windows, `seconds` the time (at least one batch is done). With either, any first part of the
-    order of windows is spread evenly too. The order is the same each time, so that a slow machine judges all states by
-    the same few windows. Raises CoordinatorError.
+    It is in nats per trained token. `shards` are files of `data.dtype` tokens, little endian, in the order of
+    `data.validation`. `most` limits the number of the chosen windows, `seconds` the time (at least one batch is done).
+    With either, any first part of the order of windows is spread evenly too. The order is the same each time, so that
+    a slow machine judges all states by the same few windows. Raises CoordinatorError.
     """
     held = ValidationWindows(data, shards)
     n = min(max_windows, len(held))
     order = list(range(n)) if most is None and seconds is None else sorted(range(n), key=_reversed_bits)[:most]
     device = next(model.parameters()).device
-    total, done, until = 0.0, 0, None if seconds is None else clock() + seconds
+    total, counted, done, until = 0.0, 0, 0, None if seconds is None else clock() + seconds
     batch = max(1, min(batch, LOGITS_BYTES // (4 * data.window * _vocabulary(model))))
     with torch.inference_mode():
         for i in range(0, n, batch):
             block = torch.from_numpy(np.stack([held[j * len(held) // n] for j in order[i : i + batch]])).to(device)
-            logits = model(input_ids=block[:, :-1]).logits
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), block[:, 1:].flatten())
-            total += float(loss) * len(block)
+            inputs = inputs_of(block, data.conversations)
+            with documents_apart(inputs.positions is not None):
+                logits = model(**inputs.forward_arguments(), use_cache=False).logits
+            total += float(
+                torch.nn.functional.cross_entropy(
+                    logits.flatten(0, 1).float(), inputs.targets.flatten(), ignore_index=IGNORED, reduction="sum"
+                )
+            )
+            counted += int((inputs.targets != IGNORED).sum())
             done += len(block)
             if done == len(order) or (until is not None and clock() > until):
                 break
-    return ValidationResult(total / done, done)
+    return ValidationResult(total / max(1, counted), done)
 
 
 class ValidationWindows:
@@ -129,9 +137,18 @@ class ValidationWindows:
 
 
 def continue_prompt(
-    model: torch.nn.Module, prompt: Sequence[int], *, tokens: int, temperature: float, seed: int
+    model: torch.nn.Module,
+    prompt: Sequence[int],
+    *,
+    tokens: int,
+    temperature: float,
+    seed: int,
+    ends: Sequence[int] = (),
 ) -> list[int]:
-    """Return the prompt and `tokens` tokens that the model adds. `temperature` 0 is greedy."""
+    """Return the prompt and `tokens` tokens that the model adds, or fewer if it adds one of `ends`.
+
+    `temperature` 0 is greedy.
+    """
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 50} if temperature > 0 else {"do_sample": False}
     with torch.inference_mode():
@@ -141,7 +158,7 @@ def continue_prompt(
             attention_mask=torch.ones_like(ids),
             max_new_tokens=tokens,
             pad_token_id=0,
-            eos_token_id=None,
+            eos_token_id=list(ends) or None,
             **sampling,
         )
     return out[0].tolist()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.checkpoints.job import Row, bound_memory, serve_job
 from coordinator.errors import CoordinatorError
-from protocol.spec import DataSpec, RunSpec, parse_spec
+from protocol.spec import NUMBER, TRAINED, ChatSpec, DataSpec, RunSpec, parse_spec
 
 if TYPE_CHECKING:
     import torch
@@ -96,35 +96,57 @@ def free_device(name: str, size: int) -> str:
 
 
 def _samples(job: Row, model: torch.nn.Module, data: DataSpec, folder: Path, shards: list[Path]) -> Iterator[Row]:
-    """Yield each prompt continued twice: greedily, and sampled at a temperature from a fixed seed."""
+    """Yield each prompt continued twice: greedily, and sampled at a temperature from a fixed seed.
+
+    In a run of conversations a prompt is a user's message, and the model answers it.
+    """
     from tokenizers import Tokenizer
 
     from coordinator.checkpoints.evaluation import continue_prompt
 
     tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokens = min(job["sample_tokens"], data.window // 2)
-    for prompt in _prompts(job["prompts"], tokenizer, data, shards):
+    chat = None if data.conversations is None else data.conversations.chat
+    ends = [] if chat is None else chat.end_tokens
+    asked = _questions(job["prompts"], tokenizer, chat) if chat else _beginnings(job["prompts"], tokenizer)
+    for shown, prompt in asked if job["prompts"] else _held_out(data, shards):
         prompt = prompt[-(data.window - tokens) :]
         for temperature in (0.0, job["temperature"]):
-            ids = continue_prompt(model, prompt, tokens=tokens, temperature=temperature, seed=job["seed"])
+            ids = continue_prompt(model, prompt, tokens=tokens, temperature=temperature, seed=job["seed"], ends=ends)
             begun, text = tokenizer.decode(prompt), tokenizer.decode(ids)
             # Decoded together: a token may be half a character.
             after = text[len(begun) :] if text.startswith(begun) else tokenizer.decode(ids[len(prompt) :])
-            yield {"prompt": plain(begun), "text": plain(after), "temperature": temperature}
+            yield {"prompt": plain(shown or begun), "text": plain(after), "temperature": temperature}
 
 
-def _prompts(given: list[str], tokenizer: Tokenizer, data: DataSpec, shards: list[Path]) -> Iterator[list[int]]:
+def _beginnings(prompts: list[str], tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:
+    """Yield the tokens of texts to continue, each with the words to show ("": the tokens')."""
+    for text in prompts:
+        if ids := tokenizer.encode(text).ids:
+            yield "", ids
+
+
+def _questions(prompts: list[str], tokenizer: Tokenizer, chat: ChatSpec) -> Iterator[tuple[str, list[int]]]:
+    """Yield the tokens after which the model answers each prompt. The template is of the owner's own spec."""
+    from coordinator.authoring.chat_template import ChatTemplate
+
+    template = ChatTemplate(chat.template, chat.special_tokens, "the run's chat template")
+    for text in prompts:
+        rendered = template.question([{"role": "user", "content": text}])
+        yield text, tokenizer.encode(rendered, add_special_tokens=False).ids
+
+
+def _held_out(data: DataSpec, shards: list[Path]) -> Iterator[tuple[str, list[int]]]:
+    """Yield the beginnings of held-out windows; of conversations up to the first trained token."""
     from coordinator.checkpoints.evaluation import ValidationWindows
 
-    if given:
-        for text in given:
-            if ids := tokenizer.encode(text).ids:
-                yield ids
-    elif shards:
-        held = ValidationWindows(data, shards)
-        for i in range(min(PROMPTS, len(held))):
-            window = held[(2 * i + 1) * len(held) // (2 * PROMPTS) if len(held) >= PROMPTS else i]
-            yield window[: min(PROMPT_TOKENS, data.window // 2)].tolist()
+    held = ValidationWindows(data, shards) if shards else []
+    for i in range(min(PROMPTS, len(held))):
+        window = held[(2 * i + 1) * len(held) // (2 * PROMPTS) if len(held) >= PROMPTS else i]
+        if data.conversations is None:
+            yield "", window[: min(PROMPT_TOKENS, data.window // 2)].tolist()
+        elif (first := int((window & TRAINED != 0).argmax())) > 0:
+            yield "", (window[:first] & NUMBER).tolist()
 
 
 def plain(text: str, limit: int = MAX_TEXT) -> str:

@@ -23,9 +23,9 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from peer.errors import TrainingError
-from peer.training import packed_sequences
 from peer.training.layers import USUAL, LayerOptions, Layers, Report
 from peer.training.muon import MOMENT, Muon
+from protocol import packed_sequences
 from protocol.marked_tokens import IGNORED, ModelInputs, inputs_of, trained_tokens
 from protocol.spec import ConversationSpec, InnerSpec
 

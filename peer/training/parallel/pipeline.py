@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.functional import cross_entropy
 
-from peer.training import packed_sequences
 from peer.training.parallel.plans import first_layers
+from protocol import packed_sequences
 from protocol.marked_tokens import IGNORED, ModelInputs
 
 

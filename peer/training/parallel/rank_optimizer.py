@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from peer.training import packed_sequences
 from peer.training.device import pinned_for
 from peer.training.inner_optimizer import PIECE_TOKENS, InnerOptimizer, StepResult
 from peer.training.layers import USUAL, LayerOptions, Report
@@ -25,6 +24,7 @@ from peer.training.memory import memory_of
 from peer.training.muon import Muon, step_along
 from peer.training.parallel.model import RankModel, shard
 from peer.training.parallel.pipeline import Pipeline, groups_of
+from protocol import packed_sequences
 from protocol.marked_tokens import IGNORED, inputs_of, trained_tokens
 from protocol.spec import ConversationSpec, InnerSpec
 

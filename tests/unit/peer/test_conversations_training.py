@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from peer.training import packed_sequences
 from peer.training.inner_optimizer import InnerOptimizer
+from protocol import packed_sequences
 from protocol.marked_tokens import IGNORED, inputs_of
 from protocol.model import build_model
 from protocol.spec import BEGINS, NUMBER, TRAINED, ConversationSpec, InnerSpec, Schedule

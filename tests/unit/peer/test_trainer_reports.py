@@ -15,12 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from peer.channel import Memory, Progress, TimeShares
 from peer.node.usage_log import FIRST_LINE_SECONDS, LINE_SECONDS, UsageLog
-from peer.training import memory, packed_sequences
+from peer.training import memory
 from peer.training.device import pinned_for
 from peer.training.flops import flops_per_token, mfu, peak_flops
 from peer.training.inner_optimizer import InnerOptimizer
 from peer.training.time_breakdown import BREAKDOWN_SECONDS, Activity, TimeBreakdown
 from peer.training.trainer import Trainer
+from protocol import packed_sequences
 from protocol.model import build_model
 from protocol.spec import InnerSpec, Schedule
 from tests.support.specs import TINY_LLAMA

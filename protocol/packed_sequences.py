@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from peer.errors import TrainingError
+from protocol.errors import SpecError
 
 _SEARCH = "find_packed_sequence_indices"
 _apart = False
@@ -39,10 +39,10 @@ def control_detection() -> bool:
 
 @contextmanager
 def documents_apart(apart: bool) -> Iterator[None]:
-    """Keep documents apart, or not, in the forward passes within the block. Raise TrainingError if that cannot be."""
+    """Keep documents apart, or not, in the forward passes within the block. Raises SpecError if that cannot be."""
     global _apart
     if apart and not control_detection():
-        raise TrainingError(
+        raise SpecError(
             "this run keeps the documents of a window apart, and the installed transformers cannot: install a newer "
             "one (pip install --upgrade transformers)"
         )

@@ -1,0 +1,191 @@
+"""From a base model and a file of conversations to a model that answers in transformers' chat as it was taught."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import torch
+
+from coordinator.authoring.resolve import ResolvedRun, resolve
+from coordinator.authoring.runfile import load_run
+from coordinator.checkpoints import evaluation_job
+from coordinator.export import export
+from coordinator.model_card import Origin
+from peer.channel import Load, Start
+from peer.training.trainer import Trainer
+from protocol.ids import Digest, sha256
+from protocol.spec import RunSpec, parse_spec
+from protocol.state import checkpoint_chunks, state_layout
+from tests.support.chat_world import base_tokenizer, chat, write_rows
+from tests.support.command_line import cairn, refused
+from tests.support.specs import OWNER
+from tests.support.trainer_world import peer_key
+
+QUESTIONS = {"the dog?": "lazy", "the fox?": "quick and brown", "yes?": "no", "who says so?": "the lazy dog"}
+WINDOW = 48
+TINY = {
+    "model_type": "llama", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 128, "tie_word_embeddings": True,
+    "architectures": ["LlamaForCausalLM"],
+}  # fmt: skip
+
+
+def base_model(folder: Path, template: str | None = None) -> Path:
+    """Make the folder of a base model that can do nothing yet."""
+    from transformers import AutoModelForCausalLM
+
+    base_tokenizer(folder, **({} if template is None else {"template": template}))
+    (folder / "config.json").write_text(json.dumps(TINY))
+    from transformers import AutoConfig
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.7, "do_sample": True, "x": "y"}))
+    return folder
+
+
+def init(folder: Path, *more: str) -> Path:
+    rows = [chat(q, a) for q, a in QUESTIONS.items()] * 5 + [chat("the dog?", "lazy", "yes?", "no")] * 5
+    write_rows(folder / "chats.jsonl", rows)
+    path = folder / "run.toml"
+    done = cairn(
+        "run", "init", "--from", folder / "base", "--sft", folder / "chats.jsonl", "--out", path,
+        "--window", str(WINDOW), "--peers", "2", "--total-tokens", "20k", *more,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+def begun(path: Path, folder: Path) -> ResolvedRun:
+    """Begin the run of a file that `init` wrote, with settings for a few quick steps."""
+    text = re.sub(r"validation_every = \d+", "validation_every = 5", path.read_text())
+    text = text.replace('optimizer = "muon"', 'optimizer = "adamw"').replace("beta = 0.5", "beta = 0.0")
+    lines = ["lr = 5e-3" if line.startswith("lr = ") and "outer" not in text[: text.index(line)] else line
+             for line in text.splitlines()]  # fmt: skip
+    path.write_text("\n".join(lines))
+    return resolve(load_run(path), folder, OWNER)
+
+
+def trained(run: ResolvedRun, folder: Path, steps: int) -> tuple[RunSpec, Path, list[float]]:
+    """Train one peer; return the spec, the checkpoint of its model, and the losses."""
+    spec = run.spec
+    (folder / "spec.json").write_bytes(spec.canonical())
+    shards = {s.digest: str(run.blobs[s.name]) for s in spec.data.train}
+    trainer = Trainer(Start(folder / "spec.json", folder, peer_key(1), folder / "t", "cpu", 1, shards), print)
+    try:
+        trainer.load(Load(run.blobs[spec.genesis.name], spec.genesis.name, Digest(sha256(b"x")), 0, (), (), 0, 0))
+        losses = []
+        for number in range(steps):
+            batch = trainer.steps.batches.take(number * spec.inner.batch)
+            step = trainer.backend.inner.forward_backward(batch)
+            assert step is not None and step.is_finite
+            trainer.backend.inner.set_rate(1.0)
+            trainer.backend.inner.optimizer_step(step)
+            losses.append(step.loss)
+        layout = state_layout(spec.model.layout, spec.outer)
+        tensors = {n: p.detach() for n, p in trainer.backend.inner.parameters.items()}
+        tensors |= {t.name: torch.zeros(t.shape) for t in layout.tensors if t.name not in tensors}
+        (folder / "state").write_bytes(b"".join(checkpoint_chunks(layout, tensors)))
+    finally:
+        trainer.close()
+    return spec, folder / "state", losses
+
+
+def test_a_model_answers_in_chat_what_it_was_taught(tmp_path: Path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base_model(tmp_path / "base")
+    path = init(tmp_path)
+    done = cairn("run", "validate", path)
+    assert done.returncode == 0 and "trained tokens; a window counts as" in done.stdout, done.stderr
+    run = begun(path, tmp_path / "work")
+    assert parse_spec(run.spec.canonical()) == run.spec and run.spec.data.conversations is not None
+    assert run.spec.data.conversations.attention == "document"
+    assert resolve(load_run(path), tmp_path / "work", OWNER).spec == run.spec  # it goes on
+    spec, state, losses = trained(run, tmp_path, 200)
+    assert losses[-1] < 0.1 < 3 < losses[0]
+
+    marked = spec.data.conversations
+    assert marked is not None and marked.chat is not None
+    made = export(
+        state, spec.model.config, run.blobs[spec.tokenizer.name], Origin(spec.name, spec.run_id), tmp_path / "out",
+        chat=marked.chat,
+    )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(made.folder)
+    model = AutoModelForCausalLM.from_pretrained(made.folder).eval()
+    assert model.generation_config.temperature == 0.7 and not hasattr(model.generation_config, "x")
+    for question, answer in QUESTIONS.items():
+        asked = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        ids = model.generate(**asked, do_sample=False, max_new_tokens=40)[0, asked["input_ids"].shape[1] :]
+        assert tokenizer.decode(ids) == f"{answer}<|im_end|>"  # it stops there by itself
+
+
+def test_the_owner_s_prompts_are_answered_for_the_page_and_the_loss_is_of_trained_tokens(tmp_path: Path):
+    base_model(tmp_path / "base")
+    run = begun(init(tmp_path), tmp_path / "work")
+    spec, state, _ = trained(run, tmp_path, 120)
+    from coordinator.checkpoints.archive import Archive
+
+    archive = Archive(tmp_path / "archive", spec, spec_envelope=run.spec_envelope)
+    digest = Digest(sha256(b"state"))
+    tokenizer = run.blobs[spec.tokenizer.name]
+    folder = archive.add(state, tokenizer, round=1, state=digest, record=digest, tokens=1).folder
+    job = {
+        "spec": spec.canonical().decode(), "folder": str(folder), "windows": 8, "most": None, "seconds": None,
+        "shards": [str(run.blobs[s.name]) for s in spec.data.validation], "prompts": ["the fox?"], "sample_tokens": 20,
+        "temperature": 0.8, "seed": 1,
+    }  # fmt: skip
+    rows: list[dict] = []
+    evaluation_job._evaluate(job, spec, "cpu", rows.append)
+    assert rows[0]["loss"] < 0.1 and rows[0]["windows"] > 0
+    assert rows[1] == {"prompt": "the fox?", "text": "quick and brown", "temperature": 0.0}
+    rows.clear()
+    evaluation_job._evaluate(job | {"prompts": []}, spec, "cpu", rows.append)
+    assert "user" in rows[1]["prompt"] and rows[1]["text"].strip() in QUESTIONS.values()
+
+
+def test_a_base_model_without_a_template_gets_a_plain_one(tmp_path: Path):
+    base_model(tmp_path / "base")
+    config = tmp_path / "base" / "tokenizer_config.json"
+    config.write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    path = init(tmp_path)
+    text = path.read_text()
+    assert 'chat_template = "chat_template.jinja"' in text and (tmp_path / "chat_template.jinja").is_file()
+    assert "#train_on = " in text and "#share = " in text
+    # Its words are tokens of their own, so some conversations do not fit into so small a window.
+    assert 'long = "drop"' in text and "are longer than a window of 48 tokens" in text
+    run = begun(path, tmp_path / "work")
+    marked = run.spec.data.conversations
+    assert marked is not None and marked.chat is not None and marked.chat.end_tokens == [0]
+    assert run.spec.round.max_update_tokens >= run.spec.inner.batch * marked.window_tokens
+
+
+def test_bad_conversations_are_named_before_a_run_file_is_written(tmp_path: Path):
+    base_model(tmp_path / "base")
+    write_rows(tmp_path / "bad.jsonl", [chat("q", "a"), {"messages": [{"role": "bot", "content": "x"}]}])
+    said = refused(
+        "run", "init", "--from", tmp_path / "base", "--sft", tmp_path / "bad.jsonl", "--out", tmp_path / "run.toml"
+    )
+    assert "bad.jsonl: line 2: message 1 has the role 'bot'" in said and not (tmp_path / "run.toml").exists()
+
+
+def test_prepared_conversations_keep_their_window(tmp_path: Path):
+    base_model(tmp_path / "base")
+    path = init(tmp_path)
+    out = tmp_path / "data"
+    asked = ("data", "prepare", tmp_path / "chats.jsonl", "--out", out, "--tokenizer", tmp_path / "base/tokenizer.json")
+    assert "give --window too" in refused(*asked, "--long", "drop")
+    done = cairn(*asked, "--window", "48", "--validation-every", "5")
+    assert done.returncode == 0 and "a window counts as" in done.stdout, done.stderr
+    table = path.read_text().partition("\n[data]\n")
+    rest = table[2].partition("\n[inner]\n")[2]
+    for window, good in ((48, True), (32, False)):
+        path.write_text(f'{table[0]}\n[data]\nprepared = "data"\nwindow = {window}\n[inner]{rest}')
+        if good:
+            assert resolve(load_run(path), tmp_path / "work", OWNER).spec.data.conversations is not None
+        else:
+            assert "packed into windows of 48 tokens" in refused("run", "validate", path)
