@@ -14,15 +14,13 @@ from typing import Any
 
 from coordinator.authoring import tokens
 from coordinator.authoring.errors import DataInputError
-from coordinator.authoring.model_config import FROM_TOKENIZER, ModelFileError, model_of
+from coordinator.authoring.model_config import FROM_TOKENIZER, ModelFileError, model_of, with_adapter
 from coordinator.authoring.plan import PlanInputs, plan
 from coordinator.authoring.template import fill
 from coordinator.authoring.weights import CONFIG, WeightsError, check, read_headers
+from protocol.spec import AdapterSettings
 
 TOKENIZER = "tokenizer.json"
-TOTAL_TOKENS = 100_000_000
-"""Default tokens of a run that continues from trained weights."""
-
 LR_FACTOR = 0.1
 """Factor of the learning rate for new weights. Not measured; large steps would undo the training so far."""
 
@@ -41,11 +39,12 @@ class DraftRunFile:
     left_out: tuple[str, ...]
 
 
-def run_file_from(folder: Path, out: Path, inputs: PlanInputs) -> DraftRunFile:
+def run_file_from(folder: Path, out: Path, inputs: PlanInputs, adapter: AdapterSettings | None = None) -> DraftRunFile:
     """Return a run.toml to be written at `out`, for a run that begins with the model in `folder`.
 
-    The folder replaces the model of `inputs` and limits its window. Raises AuthoringError for an incomplete folder,
-    SpecError for a config that is not of a causal language model, and PlanError.
+    With `adapter` that is trained, and the model is its frozen base. The folder replaces the model of `inputs` and
+    limits its window. Raises AuthoringError for an incomplete folder, SpecError for a config that is not of a causal
+    language model, and PlanError.
     """
     found = read_headers(folder)
     given = _config(folder)
@@ -67,13 +66,16 @@ def run_file_from(folder: Path, out: Path, inputs: PlanInputs) -> DraftRunFile:
             "own tokenizer"
         )
     window = inputs.window if model.positions is None else min(inputs.window, model.positions)
-    made = plan(replace(inputs, model=model.layout, window=window))
+    if adapter is not None:
+        model = with_adapter(model, adapter, folder / CONFIG)
+    made = plan(replace(inputs, model=model.layout, frozen=model.frozen, window=window))
     table = model.table | {k: v for k in FROM_TOKENIZER if isinstance(v := given.get(k), int | list)}
     note = f"From {ascii(folder.name)}: it must stay the config of run.weights."
     if left_out:
         note += f" Left out, for transformers does not know them: {ascii(', '.join(left_out))}."
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{folder.name}-more").lstrip("._-")[:64] or "my-run"
     place = _place(folder, out)
+    rate = f"# Here a tenth of that, for the weights are trained.\nlr = {float(f'{made.lr * LR_FACTOR:.2g}')}"
     lines = {
         "by": f"continuing from {ascii(folder.name)}, by `cairn run init`",
         "name": f"name = {_text(name)}",
@@ -81,10 +83,10 @@ def run_file_from(folder: Path, out: Path, inputs: PlanInputs) -> DraftRunFile:
         "vocabulary": f"#vocabulary = {tokenizer.size}",
         "tokenizer": f"tokenizer = {_text(f'{place}/{TOKENIZER}')}",
         "end_of_text": f"end_of_text = {_text(tokenizer.end)}",
-        "lr": f"# Here a tenth of that, for the weights are trained.\nlr = {float(f'{made.lr * LR_FACTOR:.2g}')}",
+        "lr": rate if adapter is None else f"lr = {made.lr}",
     }
-    text = fill(made, table, tokenizer.size, note, lines)
-    return DraftRunFile(text, name, model.layout.numel, tokenizer.size, left_out)
+    text = fill(made, table, tokenizer.size, note, lines, adapter)
+    return DraftRunFile(text, name, model.whole.numel, tokenizer.size, left_out)
 
 
 def _text(value: str) -> str:
