@@ -7,7 +7,17 @@ from collections.abc import Iterator
 
 from cairn.number_format import byte_size, count
 from coordinator.authoring import measurements
-from coordinator.authoring.plan import ASSUMED_FLOPS, ASSUMED_UTILISATION, LEAST_STEPS, MOST_BATCH, Remedies, RunPlan
+from coordinator.authoring.memory import STATE_BYTES
+from coordinator.authoring.plan import (
+    ASSUMED_FLOPS,
+    ASSUMED_UTILISATION,
+    BF16,
+    LEAST_STEPS,
+    MOST_BATCH,
+    Remedies,
+    RunPlan,
+)
+from coordinator.authoring.runfile import ADAPTER_OPTIMIZER
 
 
 def lines(p: RunPlan, model: str = "", *, assumed: bool = False) -> Iterator[str]:
@@ -32,7 +42,8 @@ def lines(p: RunPlan, model: str = "", *, assumed: bool = False) -> Iterator[str
 def _conditions(p: RunPlan, model: str, assumed: bool) -> Iterator[tuple[str, ...]]:
     q = p.inputs
     said = " (assumed: --parameters or --model says otherwise)" if assumed else f" ({model})" if model else ""
-    yield "model", f"{q.parameters:,} parameters{said}"
+    on_base = f", on a frozen base of {q.frozen:,}" if q.frozen else ""
+    yield "model", f"{q.parameters:,} parameters{on_base}{said}"
     down = "the same" if q.downlink is None else f"{q.downlink:g} Mbit/s"
     yield "peers", f"{q.peers}, each {q.uplink:g} Mbit/s up, {down} down, {q.rtt:g} ms to each other and back"
     how = (
@@ -68,7 +79,10 @@ def _choices(p: RunPlan) -> Iterator[tuple[str, ...]]:
     q, m, c = p.inputs, p.setting, p.cost
     measured = f"measured: {measurements.SOURCE}"
     rule = f"the least with an exchange of up to {q.share:.0%} of a round" if p.fits else "the nearest to fitting"
-    yield "inner.optimizer", f"{measurements.INNER.value}", f"{measurements.INNER.why} ({measured})"
+    if q.frozen:
+        yield "inner.optimizer", ADAPTER_OPTIMIZER, "the usual one for adapters"
+    else:
+        yield "inner.optimizer", f"{measurements.INNER.value}", f"{measurements.INNER.why} ({measured})"
     yield "codec.kind", m.codec.kind, f"with H a final loss {c.loss:.4g} x data-parallel's, {rule} ({measured})"
     if m.codec.kind == "sparse":
         yield "codec.k", f"{m.codec.k}", "coordinates of each 4096"
@@ -87,7 +101,8 @@ def _choices(p: RunPlan) -> Iterator[tuple[str, ...]]:
         yield "outer.optimizer", m.outer.optimizer, f"{measurements.OUTER_WHY} ({measured})"
         yield "outer.momentum", f"{m.outer.momentum:g}", "everyone holds it: 4 more bytes a parameter, also to fetch"
     yield "outer.lr", f"{m.outer.lr:g}", "0.5 of momentum goes as far as a rate of 2 without"
-    yield "inner.lr", f"{p.lr:g}", "a start, from the model's size: try half and double of it on a small scale"
+    source = "" if q.frozen else ", from the model's size"
+    yield "inner.lr", f"{p.lr:g}", f"a start{source}: try half and double of it on a small scale"
     halved = f"at most {MOST_BATCH}, halved until the run has {LEAST_STEPS:,} inner steps"
     yield "inner.batch", f"{q.windows}", halved if q.batch is None else "as given"
     yield "warmup_tokens", f"{p.warmup_tokens:_}", f"{measurements.WARMUP:.0%} of the run, then a cosine to a tenth"
@@ -113,6 +128,7 @@ def _costs(p: RunPlan) -> Iterator[tuple[str, ...]]:
         f"{c.share:.1%} of {c.training_seconds:.3g} s of training, which goes on meanwhile: that makes the loss "
         f"{c.loss / c.setting.loss - 1:.1%} higher",
     )
+    yield "memory", f"{_memory(p)} on each GPU, and room for one window"
     yield "length", f"{p.rounds:,} rounds, {_long(p.days)}"
     total = p.rounds * p.up_bytes
     yield (
@@ -120,6 +136,14 @@ def _costs(p: RunPlan) -> Iterator[tuple[str, ...]]:
         f"{byte_size(total)} up a peer; data-parallel in bf16 {byte_size(p.data_parallel_bytes)} (ring "
         f"all-reduce a step): {p.data_parallel_bytes / total:,.3g}x",
     )
+
+
+def _memory(p: RunPlan) -> str:
+    state = STATE_BYTES * p.inputs.parameters
+    if not p.inputs.frozen:
+        return byte_size(state)
+    base = BF16 * p.inputs.frozen
+    return f"{byte_size(base + state)} ({byte_size(base)} the frozen base in bf16, {byte_size(state)} the adapter)"
 
 
 def _changes(p: RunPlan) -> Iterator[tuple[str, ...]]:

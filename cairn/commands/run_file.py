@@ -72,7 +72,8 @@ def plan(
     if window is None:
         window = min(PlanInputs.window, positions or PlanInputs.window)
     try:
-        made = plan(PlanInputs(model=asked if read is None else read.layout, window=window, **inputs))
+        frozen = 0 if read is None else read.frozen
+        made = plan(PlanInputs(asked if read is None else read.layout, frozen=frozen, window=window, **inputs))
     except PlanError as e:
         raise _bad_option(e.field, e.reason) from None
     if out:  # first, since the reader of our output may close it early
@@ -81,7 +82,8 @@ def plan(
             note = f"A Llama of {parameters_of_table(table):,} parameters, drawn for the plan: put your own model here."
             text = fill(made, table, table["vocab_size"], note)
         else:
-            text = fill(made, read.table, read.vocabulary, f"From {ascii(model.name if model else '')}.")
+            note = f"From {ascii(model.name if model else '')}."
+            text = fill(made, read.table, read.vocabulary, note, adapter=read.adapter)
         write_new(out, text, force=force)
     for line in lines(made, str(model or ""), assumed=model is None and parameters is None):
         click.echo(line)
@@ -96,24 +98,27 @@ def plan(
 @PEERS
 @UPLINK
 @click.option("--sft", metavar="INPUT", help="Conversations to train on: JSONL or Parquet, a folder or an address.")
+@click.option("--adapter", type=click.IntRange(1, 1024), help="Train a LoRA adapter of this rank, not the whole model.")
 @click.option("--window", type=int, help="Tokens that the model sees at once.  [default: up to 2048]")
 @count_option("--total-tokens", "Of the run.  [default: 100M; with --sft three passes]")
 @FORCE
 def init(
-    folder: Path, out: Path, peers: int, uplink: float, sft: str | None, window: int | None, total_tokens: int | None,
-    force: bool,
+    folder: Path, out: Path, peers: int, uplink: float, sft: str | None, adapter: int | None, window: int | None,
+    total_tokens: int | None, force: bool,
 ) -> None:  # fmt: skip
     """Write a commented run.toml for a run that continues from a trained model (fine-tuning)."""
     from coordinator.authoring.chat_template import TEMPLATE
     from coordinator.authoring.plan import PlanError, PlanInputs
     from coordinator.authoring.pretrained import run_file_from
+    from protocol.spec import AdapterSettings
 
     try:
         # The model is the folder's: 1 parameter stands for it until it is read.
         inputs = PlanInputs(model=1, peers=peers, uplink=uplink, total_tokens=total_tokens)
         if window is not None:
             inputs = replace(inputs, window=window)
-        draft = run_file_from(folder, out, inputs, sft, report=lambda line: click.echo(line, err=True))
+        settings = None if adapter is None else AdapterSettings(rank=adapter, alpha=2 * adapter)
+        draft = run_file_from(folder, out, inputs, sft, settings, report=lambda line: click.echo(line, err=True))
     except PlanError as e:
         raise _bad_option(e.field, e.reason) from None
     if draft.template is not None:

@@ -8,14 +8,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from coordinator.authoring.errors import AuthoringError
 from coordinator.authoring.toml_file import read_text, tomllib
 from protocol.errors import SpecError
 from protocol.layout import Layout
+from protocol.spec import AdapterSettings, explain
 
 LEAST_VOCABULARY, MOST_VOCABULARY = 257, 2**24
 """Limits of a run's tokenizer, as in [data]."""
@@ -38,11 +41,28 @@ class ModelConfig:
     positions: int | None
     """The longest possible window; None if there is no limit."""
     layout: Layout
+    """Of what is trained."""
+    whole: Layout
+    """Of all parameters."""
+    adapter: AdapterSettings | None = None
+
+    @property
+    def frozen(self) -> int:
+        """Parameters of a frozen base; 0 without an adapter."""
+        return 0 if self.adapter is None else self.whole.numel
 
 
 def read_model(path: Path) -> ModelConfig:
     """Return the model of a config.json, or of a run.toml. Raises ModelFileError; SpecError for the model."""
-    return model_of(*_given(path), path)
+    given, vocabulary = _given(path)
+    adapter = given.pop("adapter", None) if path.suffix == ".toml" else None
+    model = model_of(given, vocabulary, path)
+    if adapter is None:
+        return model
+    try:
+        return with_adapter(model, AdapterSettings.model_validate(adapter), path)
+    except ValidationError as e:
+        raise ModelFileError(explain(e, f"{path}: model.adapter")) from None
 
 
 def model_of(given: dict[str, Any], vocabulary: int | None, path: Path) -> ModelConfig:
@@ -79,7 +99,19 @@ def model_of(given: dict[str, Any], vocabulary: int | None, path: Path) -> Model
             f"{MOST_VOCABULARY:,}"
         )
     positions = [whole[f] for f in ("max_position_embeddings", "n_positions") if type(whole.get(f)) is int]
-    return ModelConfig(table, whole["vocab_size"], min(positions, default=None), layout)
+    return ModelConfig(table, whole["vocab_size"], min(positions, default=None), layout, layout)
+
+
+def with_adapter(model: ModelConfig, adapter: AdapterSettings, path: Path) -> ModelConfig:
+    """Return the model with an adapter, which is what is trained. Raises SpecError."""
+    from protocol.adapter import build_adapted
+    from protocol.model import model_layout, plain_config
+
+    try:
+        config = plain_config({"vocab_size": model.vocabulary} | model.table)
+        return replace(model, layout=model_layout(build_adapted(config, adapter)), adapter=adapter)
+    except SpecError as e:
+        raise SpecError(f"{path}: {e}") from None
 
 
 def _matters(field: str, asked: Mapping[str, Any], whole: Mapping[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from coordinator.authoring.errors import AuthoringError
 from coordinator.authoring.measurements import MeasuredSetting
 from protocol.codec import make_codec
 from protocol.layout import BLOCK, MAX_NUMEL, Layout
+from protocol.ledger.credits import CreditRule
 from protocol.messages import MAX_CONTRIBUTORS
 from protocol.spec import CodecSpec, CreditSpec, RoundSpec
 
@@ -26,6 +27,8 @@ ASSUMED_FLOPS = 100e12
 ASSUMED_UTILISATION = 0.4
 TOKENS_PER_PARAMETER = 20
 """Hoffmann et al. 2022 (arXiv 2203.15556)."""
+FINE_TUNING_TOKENS = 100_000_000
+"""Default tokens of a run that continues from trained weights."""
 MOST_BATCH = 64
 LEAST_STEPS = 4000
 """The default batch is MOST_BATCH windows a peer, halved until the run has LEAST_STEPS inner steps.
@@ -34,6 +37,8 @@ Large batches save exchanges; too large ones waste tokens."""
 FEW_ROUNDS = 50
 MAX_TOKENS = 10**14
 """Maximum tokens of a run: twice the largest round still fits into a spec's integers."""
+ADAPTER_LR = 2e-3
+"""Peak rate of an adapter's AdamW, a start for a search."""
 WEEK = 7 * 86_400
 """Seconds of a week, the longest timer that a spec may hold."""
 
@@ -52,7 +57,9 @@ class PlanInputs:
     """The owner's knowledge of model, peers and links. The properties derive the inputs that are None."""
 
     model: Layout | int
-    """The model's layout, or only its number of parameters; its blocks are then assumed to be full."""
+    """The layout of what is trained, or only its number of parameters; its blocks are then assumed to be full."""
+    frozen: int = 0
+    """Parameters of a frozen base, under an adapter that is trained."""
     peers: int = 16
     uplink: float = 100.0
     """Mbit/s that a typical volunteer sends."""
@@ -92,13 +99,16 @@ class PlanInputs:
 
     @property
     def total(self) -> int:
-        """Tokens of the run; by default 20 a parameter."""
-        return TOKENS_PER_PARAMETER * self.parameters if self.total_tokens is None else self.total_tokens
+        """Tokens of the run; by default 20 a parameter, and FINE_TUNING_TOKENS on a frozen base."""
+        if self.total_tokens is not None:
+            return self.total_tokens
+        return FINE_TUNING_TOKENS if self.frozen else TOKENS_PER_PARAMETER * self.parameters
 
     @property
     def speed(self) -> float:
         """Tokens a second of one peer; by default those of the assumed GPU at the assumed utilisation."""
-        flops = CreditSpec().flops_per_parameter_token * self.parameters
+        per_parameter = CreditSpec().flops_per_parameter_token
+        flops = CreditRule(per_parameter, self.parameters, self.window, frozen_parameters=self.frozen).flops_per_token
         return ASSUMED_UTILISATION * ASSUMED_FLOPS / flops if self.tokens_per_second is None else self.tokens_per_second
 
     @property
@@ -253,7 +263,7 @@ def plan(inputs: PlanInputs, measured: Sequence[MeasuredSetting] = measurements.
         rounds=rounds,
         timers=_timers(q, best),
         max_members=max(RoundSpec.model_fields["max_members"].default, min(MAX_CONTRIBUTORS, 2 * q.peers)),
-        lr=_lr(q.parameters),
+        lr=ADAPTER_LR if q.frozen else _lr(q.parameters),
         warmup_tokens=round(measurements.WARMUP * q.total),
         better=min(better, key=lambda c: (c.uplink_needed, c.setting.loss), default=None),
         most_peers=_most_peers(q, best) if fitting else None,
@@ -354,7 +364,7 @@ def _cautions(q: PlanInputs, cost: Cost, rounds: int) -> Iterator[str]:
         yield "an exchange takes longer than a round's training: the links, not the GPUs, set the pace"
     if rounds < FEW_ROUNDS:
         yield f"only {rounds} rounds: too few for peers to learn from each other; take more tokens or a smaller batch"
-    if q.tokens_per_second is None and q.parameters < 100_000_000:
+    if q.tokens_per_second is None and q.parameters + q.frozen < 100_000_000:
         yield f"so small a model does not keep a GPU at {ASSUMED_UTILISATION:.0%}: measure, and give a peer's speed"
     if q.relays and q.downlink is None:
         yield "relays relieve the uplink only: the downlink, assumed to be no faster, still sets the time"

@@ -18,15 +18,14 @@ from coordinator.authoring import tokens
 from coordinator.authoring.chat_template import TEMPLATE, load_template
 from coordinator.authoring.conversations import ConversationTable
 from coordinator.authoring.errors import DataInputError
-from coordinator.authoring.model_config import FROM_TOKENIZER, ModelFileError, model_of
-from coordinator.authoring.plan import PlanInputs, RunPlan, plan
+from coordinator.authoring.model_config import FROM_TOKENIZER, ModelFileError, model_of, with_adapter
+from coordinator.authoring.plan import FINE_TUNING_TOKENS, PlanInputs, RunPlan, plan
 from coordinator.authoring.prepare import ConversationData, prepare
 from coordinator.authoring.template import VALIDATION_EVERY, fill
 from coordinator.authoring.weights import CONFIG, WeightsError, check, read_headers
+from protocol.spec import AdapterSettings
 
 TOKENIZER = "tokenizer.json"
-TOTAL_TOKENS = 100_000_000
-"""Default tokens of a run that continues from trained weights."""
 PASSES = 3
 """Default passes over conversations."""
 
@@ -72,13 +71,15 @@ class DraftRunFile:
 
 
 def run_file_from(
-    folder: Path, out: Path, inputs: PlanInputs, sft: str | None = None, report: Callable[[str], None] = lambda _: None
-) -> DraftRunFile:
+    folder: Path, out: Path, inputs: PlanInputs, sft: str | None = None, adapter: AdapterSettings | None = None,
+    report: Callable[[str], None] = lambda _: None,
+) -> DraftRunFile:  # fmt: skip
     """Return a run.toml to be written at `out`, for a run that begins with the model in `folder`.
 
-    The folder replaces the model of `inputs` and limits its window. `sft`: train on these conversations, which are
-    prepared to count them; without `inputs.total_tokens` for PASSES passes. Raises AuthoringError for an incomplete
-    folder or bad conversations, SpecError for a config that is not of a causal language model, and PlanError.
+    With `adapter` that is trained, and the model is its frozen base. The folder replaces the model of `inputs` and
+    limits its window. `sft`: train on these conversations, which are prepared to count them; without
+    `inputs.total_tokens` for PASSES passes. Raises AuthoringError for an incomplete folder or bad conversations,
+    SpecError for a config that is not of a causal language model, and PlanError.
     """
     found = read_headers(folder)
     given = _config(folder)
@@ -100,22 +101,23 @@ def run_file_from(
             "own tokenizer"
         )
     window = inputs.window if model.positions is None else min(inputs.window, model.positions)
+    if adapter is not None:
+        model = with_adapter(model, adapter, folder / CONFIG)
     counted = None if sft is None else _counted(folder, sft, window, tokenizer.end, report)
     if counted is None:
-        made = plan(
-            replace(inputs, model=model.layout, window=window, total_tokens=inputs.total_tokens or TOTAL_TOKENS)
-        )
+        total = inputs.total_tokens or FINE_TUNING_TOKENS
     else:
         asked = inputs.total_tokens or PASSES * counted.data.trained
         # The plan is of what is computed: whole windows.
-        whole = round(asked * window / counted.data.window_tokens)
-        made = plan(replace(inputs, model=model.layout, window=window, total_tokens=whole))
+        total = round(asked * window / counted.data.window_tokens)
+    made = plan(replace(inputs, model=model.layout, frozen=model.frozen, window=window, total_tokens=total))
     table = model.table | {k: v for k in FROM_TOKENIZER if isinstance(v := given.get(k), int | list)}
     note = f"From {ascii(folder.name)}: it must stay the config of run.weights."
     if left_out:
         note += f" Left out, for transformers does not know them: {ascii(', '.join(left_out))}."
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{folder.name}-more").lstrip("._-")[:64] or "my-run"
     place = _place(folder, out)
+    rate = f"# Here a tenth of that, for the weights are trained.\nlr = {float(f'{made.lr * LR_FACTOR:.2g}')}"
     lines = {
         "by": f"continuing from {ascii(folder.name)}, by `cairn run init`",
         "name": f"name = {_text(name)}",
@@ -123,13 +125,13 @@ def run_file_from(
         "vocabulary": f"#vocabulary = {tokenizer.size}",
         "tokenizer": f"tokenizer = {_text(f'{place}/{TOKENIZER}')}",
         "end_of_text": f"end_of_text = {_text(tokenizer.end)}",
-        "lr": f"# Here a tenth of that, for the weights are trained.\nlr = {float(f'{made.lr * LR_FACTOR:.2g}')}",
+        "lr": rate if adapter is None else f"lr = {made.lr}",
     }
     if counted is not None and sft is not None:
         lines |= _conversation_lines(sft, out, counted, made)
-    text = fill(made, table, tokenizer.size, note, lines)
+    text = fill(made, table, tokenizer.size, note, lines, adapter)
     template = None if counted is None or counted.own_template else PLAIN_TEMPLATE
-    return DraftRunFile(text, name, model.layout.numel, tokenizer.size, left_out, template)
+    return DraftRunFile(text, name, model.whole.numel, tokenizer.size, left_out, template)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from typing import Any
 
 from coordinator.authoring import measurements
 from coordinator.authoring.plan import RunPlan
+from coordinator.authoring.runfile import ADAPTER_OPTIMIZER
+from protocol.spec import AdapterSettings
 
 TEMPLATE = Path(__file__).with_name("run_template.toml")
 VALIDATION_EVERY = 100
@@ -22,12 +24,18 @@ TEXT = "# Conversations instead of text: add the table [data.conversations] (doc
 
 
 def fill(
-    plan: RunPlan, model: Mapping[str, Any], vocabulary: int, model_note: str, lines: Mapping[str, str] | None = None
+    plan: RunPlan,
+    model: Mapping[str, Any],
+    vocabulary: int,
+    model_note: str,
+    lines: Mapping[str, str] | None = None,
+    adapter: AdapterSettings | None = None,
 ) -> str:
     """Return the text of a run.toml.
 
-    `model` is its [model] table, `model_note` a line about the table's source. `lines` replace those of a new run: by,
-    name, weights, source, vocabulary, tokenizer, end_of_text, conversations, lr; and numbers of the plan.
+    `model` is its [model] table, `adapter` the one to train, `model_note` a line about the table's source. `lines`
+    replace those of a new run: by, name, weights, source, vocabulary, tokenizer, end_of_text, conversations, lr; and
+    numbers of the plan.
     """
     new_run = {
         "by": "planned by `cairn run plan`",
@@ -49,14 +57,15 @@ def fill(
         tokens_a_parameter=f"{q.total / q.parameters:.3g}",
         total_tokens=f"{q.total:_}",
         model_note=" ".join(model_note.split()),
-        model="\n".join(f"{_key(k)} = {_value(v)}" for k, v in model.items()),
+        model=_lines(model),
+        adapter="" if adapter is None else "\n" + ADAPTER.format(_lines(adapter.model_dump())),
         window=q.window,
         validation_every=VALIDATION_EVERY,
         batch=q.windows,
         warmup=f"{measurements.WARMUP:.0%}",
         warmup_tokens=f"{plan.warmup_tokens:_}",
         min_ratio=measurements.MIN_RATIO,
-        inner=measurements.INNER.value,
+        inner=ADAPTER_OPTIMIZER if q.frozen else measurements.INNER.value,
         kind=codec.kind,
         update=f"{cost.update_bytes:,} bytes",
         inner_steps=plan.setting.inner_steps,
@@ -76,6 +85,19 @@ def fill(
         **plan.timers,
     )
     return Template(TEMPLATE.read_text()).substitute(planned | new_run | dict(lines or {}))
+
+
+ADAPTER = """\
+[model.adapter]
+# Train a LoRA adapter of this rank, and keep run.weights frozen. Its output counts alpha / rank times. targets: the
+# ends of names of linear modules, or "all-linear"; train: of norms that are trained in full. dtype: of the base as each
+# peer fetches it. addresses: folders (fsspec) with the files of the run's base/, else peers fetch it from each other.
+{}
+"""
+
+
+def _lines(table: Mapping[str, Any]) -> str:
+    return "\n".join(f"{_key(k)} = {_value(v)}" for k, v in table.items())
 
 
 def _key(name: str) -> str:

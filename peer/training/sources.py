@@ -85,8 +85,7 @@ class LocalFiles:
 
 
 class RemoteFolder(ABC):
-    """A folder at an address of the spec, with DIGEST.tokens (of another `kind`) and DIGEST.leaves, that answers as
-    `LocalFiles` does.
+    """A folder at an address of the spec, with DIGEST.tokens or .safetensors, and .leaves, that acts as `LocalFiles`.
 
     Each request has a thread: neither the resolver of names nor most file systems have deadlines.
     """

@@ -329,18 +329,20 @@ class NodeWorld:
     """A run, and nodes of it by name. `close` at the end."""
 
     def __init__(self, folder: Path, **fields: Any):
-        """`fields`: of the spec, over the tiny run's; `model`: of its model's config."""
+        """`fields`: of the spec, over the tiny run's; `model`: of its model's config; `adapter`: train that."""
         LoopSwarm.internet = self.internet = Internet()
         self.trainers: dict[PeerKey, LoopTrainer] = {}
         self.folder = folder
-        files = World.make(folder, config=fields.pop("model", {}))
+        files = World.make(folder, config=fields.pop("model", {}), adapter=fields.pop("adapter", None))
         self.tokenizer = b"a tokenizer"
         plain = json.loads(files.spec.canonical()) | {"owner": OWNER.key.hex()} | fields
         with Store(folder / "scratch", 1 << 30) as store:
             plain["tokenizer"] = {"digest": store.put(self.tokenizer).hex(), "size": len(self.tokenizer)}
         self.spec = RunSpec.model_validate(plain)
         self.shards = [folder / f"{s.digest}.tokens" for s in self.spec.data.train]
+        adapter = self.spec.model.adapter
         self.genesis = files.genesis
+        self.base = b"" if adapter is None else (folder / f"{adapter.base.digest}.safetensors").read_bytes()
         self._update_size = make_codec(self.spec.codec, self.spec.model.layout).size
         self.nodes: dict[str, Node] = {}
         self.running: dict[str, asyncio.Task[None]] = {}
@@ -357,6 +359,7 @@ class NodeWorld:
             store.put(data)
         if not self.nodes:
             store.put(self.genesis.read_bytes())
+            store.put(self.base)
         decoder = MessageDecoder(self.spec.run_id, OWNER.key)
         ways_in = [address_of(self.key(n)) for n in self.nodes if n != name]
         membership = Enrollment(me, self.spec, decoder, store, None, name, admission(self.spec, me).encoded, ways_in)
