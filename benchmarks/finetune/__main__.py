@@ -1,7 +1,8 @@
 """Fine-tuning on conversations: 4 and 8 peers against one process with the same tokens.
 
 A Llama is trained on the shipped addresses, then fine-tuned on conversations made of them, whole or by a LoRA adapter.
-Peers use the defaults: Muon, signs, Nesterov. Everything is simulated in one process, with the product's own data,
+Peers use the defaults (signs, Nesterov; Muon for whole
+models, AdamW for adapters), and Muon for adapters, too. Everything is simulated in one process, with the product's own data,
 trainer, codec and outer step. Each row has its own learning rate, from one search on the first seed: factors of two,
 until the best rate's neighbours are worse or the search ends. Rows that the JSON file has are kept.
 
@@ -10,8 +11,8 @@ JSON keys:
   setting: parameters, adapter (its parameters), steps, batch, h, window, window_tokens (mean of the trained tokens of a
     window), conversations, held_out (windows), base_loss (of the base's last training step), before (its loss on
     held-out answers)
-  runs: a list, each with what ("whole" or "adapter"), way ("alone", "together", or "together, A frozen"), peers, seed,
-    lr, loss (nats a trained token on held-out answers; null if it diverged), bytes (that a peer announced; for "alone"
+  runs: a list, each with what ("whole" or "adapter"), way ("alone", "together", or "together, A frozen"), optimizer,
+    peers, seed, lr, loss (nats a trained token on held-out answers; null if it diverged), bytes (that a peer announced; for "alone"
     those of its bf16 gradients), commit
   goals: a list of goal, value, met
 """
@@ -32,13 +33,16 @@ from typing import Any
 from benchmarks import report
 from benchmarks.finetune.base import make_base
 from benchmarks.finetune.chat import write_conversations
-from benchmarks.finetune.rows import FIRST_LR, WAYS, Run, measured_row, rows, sizes_of
+from benchmarks.finetune.rows import KINDS, Row, Run, measured_row, rows, sizes_of
 from benchmarks.finetune.world import FineTuning
 
+DEFAULTS = (("whole", "muon"), ("adapter", "adamw"))
+"""What is trained, and the inner optimizer of a run that names none."""
 
-def best(runs: Sequence[Run], what: str, way: str, peers: int) -> list[Run]:
+
+def best(runs: Sequence[Run], row: Row) -> list[Run]:
     """Return a row's runs at its best rate, one for each seed."""
-    mine = [r for r in runs if (r["what"], r["way"], r["peers"]) == (what, way, peers) and r["loss"] is not None]
+    mine = [r for r in runs if row.holds(r) and r["loss"] is not None]
     if not mine:
         return []
     first = min(r["seed"] for r in mine)
@@ -46,33 +50,32 @@ def best(runs: Sequence[Run], what: str, way: str, peers: int) -> list[Run]:
     return [r for r in mine if r["lr"] == lr]
 
 
-def to_alone(runs: Sequence[Run], what: str, way: str, peers: int) -> list[float]:
+def best_alone(runs: Sequence[Run], what: str, peers: int) -> list[Run]:
+    """Return the runs of one process with the better optimizer, one for each seed."""
+    found = [best(runs, Row(*kind, peers)) for kind in KINDS if kind[:2] == (what, "alone")]
+    return min(filter(None, found), key=lambda some: mean(r["loss"] for r in some), default=[])
+
+
+def to_alone(runs: Sequence[Run], row: Row) -> list[float]:
     """Return by how much a row's loss is above that of one process, relative, for each seed of both."""
-    alone = {r["seed"]: r["loss"] for r in best(runs, what, "alone", peers)}
-    return [r["loss"] / alone[r["seed"]] - 1 for r in best(runs, what, way, peers) if r["seed"] in alone]
+    alone = {r["seed"]: r["loss"] for r in best_alone(runs, row.what, row.peers)}
+    return [r["loss"] / alone[r["seed"]] - 1 for r in best(runs, row) if r["seed"] in alone]
 
 
 def goals(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the goals with what was measured."""
     runs, out = results["runs"], []
-    for what in FIRST_LR:
+    for what, optimizer in DEFAULTS:
         for peers in results["sizes"]:
-            above = to_alone(runs, what, "together", peers)
-            value = mean(above) if above else None
-            out.append(
-                report.goal(
-                    f"{what}: the loss of {peers} peers at most +1% of one process's",
-                    None if value is None else f"{value:+.2%}", None if value is None else value <= 0.01,
-                )
-            )  # fmt: skip
-        some = best(runs, what, "together", results["sizes"][0]), best(runs, what, "alone", results["sizes"][0])
-        fewer = some[1][0]["bytes"] / some[0][0]["bytes"] if all(some) else None
-        out.append(
-            report.goal(
-                f"{what}: at least 500 times fewer bytes than bf16 gradients",
-                None if fewer is None else f"{fewer:.0f}x", None if fewer is None else fewer >= 500,
-            )
-        )  # fmt: skip
+            above = to_alone(runs, Row(what, "together", optimizer, peers))
+            text = f"{what}: the loss of {peers} peers at most +1% of one process's"
+            met = mean(above) <= 0.01 if above else None
+            out.append(report.goal(text, f"{mean(above):+.2%}" if above else None, met))
+        peers = results["sizes"][0]
+        ours, alone = best(runs, Row(what, "together", optimizer, peers)), best_alone(runs, what, peers)
+        fewer = alone[0]["bytes"] / ours[0]["bytes"] if ours and alone else None
+        text = f"{what}: at least 500 times fewer bytes than bf16 gradients"
+        out.append(report.goal(text, f"{fewer:.0f}x" if fewer else None, fewer >= 500 if fewer else None))
     return out
 
 
@@ -80,15 +83,14 @@ def show(results: Mapping[str, Any]) -> str:
     """Return the table."""
     lines = []
     for peers in results["sizes"]:
-        for what in FIRST_LR:
-            for way in WAYS:
-                found = best(results["runs"], what, way, peers)
-                if not found:
-                    continue
-                losses, above = [r["loss"] for r in found], to_alone(results["runs"], what, way, peers)
+        for kind in KINDS:
+            row = Row(*kind, peers)
+            if found := best(results["runs"], row):
+                losses, above = [r["loss"] for r in found], to_alone(results["runs"], row)
                 lines.append([
-                    f"{what}, {peers} peers, {way}", f"{mean(losses):.4f}", f"{pstdev(losses):.4f}", len(losses),
-                    f"{mean(above):+.2%}" if above else None, f"{found[0]['lr']:g}", f"{found[0]['bytes']:,}",
+                    f"{row.what}, {row.way}, {row.optimizer}, {peers} peers", f"{mean(losses):.4f}",
+                    f"{pstdev(losses):.4f}", len(losses), f"{mean(above):+.2%}" if above else None,
+                    f"{found[0]['lr']:g}", f"{found[0]['bytes']:,}",
                 ])  # fmt: skip
     return report.table(["row", "loss", "sd", "seeds", "to alone", "lr", "bytes"], lines)
 
@@ -126,7 +128,7 @@ def _setting(folder: Path, quick: bool, seed: int) -> dict[str, Any]:
     loss = make_base(size, folder / "base")
     texts = write_conversations(folder, every=24 if quick else 3)
     worlds = [
-        FineTuning(folder / f"setting-{a}", folder / "base", texts, size, plan, adapter=a, seed=seed)
+        FineTuning(folder / f"setting-{a}", folder / "base", texts, size, plan, adapter=a, optimizer="adamw", seed=seed)
         for a in (False, True)
     ]
     whole, adapter = worlds

@@ -6,7 +6,7 @@ import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,13 +14,37 @@ from benchmarks.convergence import tuning
 from benchmarks.finetune.base import BaseModel
 from benchmarks.finetune.world import FineTuning, Tuning
 
-WAYS = ("alone", "together", "together, A frozen")
 BASE = BaseModel(160, 432, 3, 5, 1024, 96, steps=400, batch=32)
 TUNING = Tuning(steps=180, batch=4, h=36, window=96)
 QUICK = BaseModel(96, 256, 2, 4, 512, 96, steps=60, batch=16, every=8), Tuning(steps=12, batch=4, h=6, window=96)
 Run = dict[str, Any]
-FIRST_LR = {"whole": 4e-3, "adapter": 16e-3}
+
+KINDS = (
+    ("whole", "alone", "muon"),
+    ("whole", "together", "muon"),
+    ("adapter", "alone", "adamw"),
+    ("adapter", "alone", "muon"),
+    ("adapter", "together", "adamw"),
+    ("adapter", "together", "muon"),
+    ("adapter", "together, A frozen", "adamw"),
+)
+"""What is trained, which way, and by which inner optimizer."""
+
+FIRST_LR = {("whole", "muon"): 4e-3, ("adapter", "adamw"): 8e-3, ("adapter", "muon"): 16e-3}
 """The first learning rate of a row's search."""
+
+
+class Row(NamedTuple):
+    """One of KINDS, and the number of peers."""
+
+    what: str
+    way: str
+    optimizer: str
+    peers: int
+
+    def holds(self, run: Run) -> bool:
+        """Return whether a run is of this row."""
+        return self == (run["what"], run["way"], run["optimizer"], run["peers"])
 
 
 def sizes_of(*, quick: bool) -> tuple[BaseModel, Tuning]:
@@ -28,55 +52,54 @@ def sizes_of(*, quick: bool) -> tuple[BaseModel, Tuning]:
     return QUICK if quick else (BASE, TUNING)
 
 
-def rows(sizes: Sequence[int]) -> list[tuple[str, str, int]]:
-    """Return (what, way, peers) of each row, those that take longest first."""
-    found = [(what, way, n) for n in sizes for what in FIRST_LR for way in WAYS if what == "adapter" or way in WAYS[:2]]
-    return sorted(found, key=lambda row: -row[2])
+def rows(sizes: Sequence[int]) -> list[Row]:
+    """Return the rows, those that take longest first."""
+    return [Row(*kind, n) for n in sorted(sizes, reverse=True) for kind in KINDS]
 
 
 def measure(
-    row: tuple[str, str, int], folder: str, quick: bool, seeds: Sequence[int], commit: str | None, known: Sequence[Run]
+    row: Row, folder: str, quick: bool, seeds: Sequence[int], commit: str | None, known: Sequence[Run]
 ) -> Iterator[Run]:
     """Yield the runs of a row: the search of its rate on the first seed, then the other seeds."""
     torch.set_num_threads(1)
-    what, way, peers = row
     size, plan = sizes_of(quick=quick)
     base, texts = Path(folder) / "base", (Path(folder) / "conversations.jsonl", Path(folder) / "held-out.jsonl")
-    made: dict[int, FineTuning] = {}
+    worlds: dict[int, FineTuning] = {}
 
     def run(lr: float, seed: int) -> Run:
-        if seed not in made:
-            made.clear()
+        if seed not in worlds:
             where = Path(tempfile.mkdtemp(dir=folder))
-            made[seed] = FineTuning(where, base, texts, size, plan, adapter=what == "adapter", seed=seed)
-        world = made[seed]
+            worlds[seed] = FineTuning(
+                where, base, texts, size, plan, adapter=row.what == "adapter", optimizer=row.optimizer, seed=seed
+            )
+        made: Run = {**row._asdict(), "seed": seed, "lr": lr, "commit": commit, "loss": None, "bytes": 0}
         try:
-            if way == "alone":
-                out = world.alone(peers, lr)
+            if row.way == "alone":
+                out = worlds[seed].alone(row.peers, lr)
             else:
-                out = world.together(peers, lr, freeze_a=way == WAYS[2])
+                out = worlds[seed].together(row.peers, lr, freeze_a="A frozen" in row.way)
         except FloatingPointError:
-            return said | {"seed": seed, "lr": lr, "loss": None, "bytes": 0}
-        return said | {"seed": seed, "lr": lr, "loss": out.loss, "bytes": out.bytes}
+            return made
+        return made | {"loss": out.loss, "bytes": out.bytes}
 
-    said: Run = {"what": what, "way": way, "peers": peers, "commit": commit}
-    mine = [r for r in known if (r["what"], r["way"], r["peers"]) == row]
-    first = FIRST_LR[what]
-    found: dict[int, float] = {}
-    for r in mine:
-        if r["seed"] == seeds[0]:
-            found[round(math.log2(r["lr"] / first))] = math.inf if r["loss"] is None else r["loss"]
-    while todo := tuning.missing(found)[: 1 if quick else None]:
-        for e in todo:
-            made_run = run(first * 2.0**e, seeds[0])
-            found[e] = math.inf if made_run["loss"] is None else made_run["loss"]
-            yield made_run
+    mine = [r for r in known if row.holds(r)]
+    first = FIRST_LR[row.what, row.optimizer]
+    found = {round(math.log2(r["lr"] / first)): _loss(r) for r in mine if r["seed"] == seeds[0]}
+    while todo := tuning.missing(found):
+        for e in [0] if quick else todo:
+            made = run(first * 2.0**e, seeds[0])
+            found[e] = _loss(made)
+            yield made
         if quick:
-            break
+            return
     lr = first * 2.0 ** tuning.best(found)
     for seed in seeds[1:]:
         if not any(r["seed"] == seed and r["lr"] == lr for r in mine):
             yield run(lr, seed)
+
+
+def _loss(run: Run) -> float:
+    return math.inf if run["loss"] is None else run["loss"]
 
 
 def measured_row(*given: Any) -> list[Run]:

@@ -9,19 +9,22 @@ import pytest
 from benchmarks.finetune.__main__ import best, goals, show, to_alone
 from benchmarks.finetune.base import BaseModel, make_base
 from benchmarks.finetune.chat import conversations, write_conversations
-from benchmarks.finetune.rows import WAYS, rows
+from benchmarks.finetune.rows import KINDS, Row, rows
 from benchmarks.finetune.world import FineTuning, Tuning
 from protocol.spec import TRAINED
 
 
-def run(way: str, lr: float, seed: int, loss: float | None, size: int = 1000, what: str = "adapter") -> dict:
-    return {"what": what, "way": way, "peers": 4, "seed": seed, "lr": lr, "loss": loss, "bytes": size, "commit": None}
+def run(way: str, lr: float, seed: int, loss: float | None, size: int = 1000, optimizer: str = "adamw") -> dict:
+    row = Row("adapter", way, optimizer, 4)
+    return {**row._asdict(), "seed": seed, "lr": lr, "loss": loss, "bytes": size, "commit": None}
 
 
+TOGETHER = Row("adapter", "together", "adamw", 4)
 RUNS = [
     run("alone", 0.1, 1, 2.0, 600_000),
     run("alone", 0.2, 1, 2.5, 600_000),
     run("alone", 0.1, 2, 2.0, 600_000),
+    run("alone", 0.1, 1, 2.2, 600_000, "muon"),
     run("together", 0.1, 1, None),
     run("together", 0.2, 1, 2.02),
     run("together", 0.2, 2, 2.06),
@@ -29,21 +32,19 @@ RUNS = [
 
 
 def test_a_row_is_told_at_its_best_rate_and_a_rate_that_diverged_is_not_it():
-    assert [r["lr"] for r in best(RUNS, "adapter", "alone", 4)] == [0.1, 0.1]
-    assert [r["loss"] for r in best(RUNS, "adapter", "together", 4)] == [2.02, 2.06]
-    assert to_alone(RUNS, "adapter", "together", 4) == pytest.approx([0.01, 0.03])
+    assert [r["lr"] for r in best(RUNS, Row("adapter", "alone", "adamw", 4))] == [0.1, 0.1]
+    assert [r["loss"] for r in best(RUNS, TOGETHER)] == [2.02, 2.06]
+    assert to_alone(RUNS, TOGETHER) == pytest.approx([0.01, 0.03]), "against the better optimizer"
 
 
 def test_goals_compare_with_one_process_and_without_runs_nothing_is_measured():
     results = {"runs": RUNS, "sizes": [4]}
-    met = {g["goal"]: g["met"] for g in goals(results)}
-    assert list(met.values()) == [None, None, False, True]
-    assert "adapter, 4 peers, together" in show(results) and "+2.00%" in show(results)
+    assert [g["met"] for g in goals(results)] == [None, None, False, True]
+    assert "adapter, together, adamw, 4 peers" in show(results) and "+2.00%" in show(results)
 
 
-def test_only_adapters_have_a_row_with_frozen_factors():
-    assert {way for what, way, _ in rows([4]) if what == "whole"} == {*WAYS[:2]}
-    assert {way for what, way, _ in rows([4]) if what == "adapter"} == {*WAYS}
+def test_a_row_of_each_kind_and_size_is_measured_once():
+    assert len(set(rows([4, 8]))) == len(rows([4, 8])) == 2 * len(KINDS)
 
 
 def test_held_out_conversations_are_of_other_addresses():
@@ -56,7 +57,14 @@ def test_a_small_run_learns_answers_alone_and_together(tmp_path: Path):
     make_base(size, tmp_path / "base")
     texts = write_conversations(tmp_path, every=200)
     world = FineTuning(
-        tmp_path / "run", tmp_path / "base", texts, size, Tuning(6, 2, 3, 256, rank=2), adapter=True, seed=1
+        tmp_path / "run",
+        tmp_path / "base",
+        texts,
+        size,
+        Tuning(6, 2, 3, 256, rank=2),
+        adapter=True,
+        optimizer="muon",
+        seed=1,
     )
     windows = world.train.read(range(4))
     assert 0 < int((windows & TRAINED != 0).sum()) < windows.numel(), "answers are trained, and questions are not"
