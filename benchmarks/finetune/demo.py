@@ -12,13 +12,15 @@ import shutil
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.convergence.wan_run_file import toml
-from benchmarks.finetune.base import TURN_END, BaseModel, make_base
+from benchmarks.finetune.base import TURN_END, make_base
 from benchmarks.finetune.chat import write_conversations
+from benchmarks.finetune.example import SIZE
 from cairn.commands.serve import coordinator_folder
 from cairn.demo.processes import Process, serve, stop_all, wait_for_file
 from protocol.errors import CairnError
@@ -26,9 +28,11 @@ from protocol.errors import CairnError
 NAME = "finetune"
 PEERS = ("ada", "alan", "edsger", "grace")
 KILLED, KILL_AT = "edsger", 0.3
-SIZE = BaseModel(128, 344, 2, 4, 1024, 128, steps=160, batch=16)
+
 RANK, TOTAL_TOKENS = 8, 60_000
 SECONDS = 600.0
+JUDGED = 64
+"""Held-out conversations on which the answers are judged."""
 MARGIN = 0.3
 """Nats by which the loss on held-out answers must fall."""
 
@@ -141,12 +145,13 @@ def _cairn(*arguments: str, check: bool = True) -> str:
 
 def _judge(base: Path, adapter: Path, held_out: Path, say) -> int:
     """Let peft load the adapter; compare answers and losses with the base model's."""
+    warnings.simplefilter("ignore", FutureWarning)  # peft's, of transformers
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(adapter)
     model = AutoModelForCausalLM.from_pretrained(base)
-    rows = [json.loads(line)["messages"] for line in held_out.read_text().splitlines()[:64]]
+    rows = [json.loads(line)["messages"] for line in held_out.read_text().splitlines()[:JUDGED]]
     before, loss_before = _answer(model, tokenizer, rows[0]), _loss(model, tokenizer, rows)
     tuned = PeftModel.from_pretrained(model, str(adapter))
     after, loss_after = _answer(tuned, tokenizer, rows[0]), _loss(tuned, tokenizer, rows)
@@ -181,6 +186,8 @@ def _loss(model: Any, tokenizer: Any, rows: list[list[dict[str, str]]]) -> float
             asked = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=True)
             ids = tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
             first = len(asked["input_ids"])
+            if len(ids) > SIZE.window:
+                continue
             tokens = torch.tensor([ids])
             logits = model(input_ids=tokens).logits[0, first - 1 : -1]
             total += float(torch.nn.functional.cross_entropy(logits, tokens[0, first:], reduction="sum"))

@@ -70,7 +70,7 @@ def fill(
         update=f"{cost.update_bytes:,} bytes",
         inner_steps=plan.setting.inner_steps,
         loss=f"{plan.setting.loss:g}",
-        source=measurements.SOURCE,
+        measured=measurements.SOURCE,
         k_line=f"k = {codec.k}" if codec.kind == "sparse" else "#k = 64",
         beta=codec.beta,
         outer_optimizer=outer.optimizer,
