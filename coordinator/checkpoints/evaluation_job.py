@@ -130,7 +130,7 @@ def _questions(prompts: list[str], tokenizer: Tokenizer, chat: ChatSpec) -> Iter
     """Yield the tokens after which the model answers each prompt. The template is of the owner's own spec."""
     from coordinator.authoring.chat_template import ChatTemplate
 
-    template = ChatTemplate(chat.template, chat.special_tokens, "the run's chat template")
+    template = ChatTemplate(chat.template, {**chat.special_tokens}, "the run's chat template")
     for text in prompts:
         rendered = template.question([{"role": "user", "content": text}])
         yield text, tokenizer.encode(rendered, add_special_tokens=False).ids

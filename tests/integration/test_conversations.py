@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from coordinator.authoring.resolve import ResolvedRun, resolve
 from coordinator.authoring.runfile import load_run
 from coordinator.checkpoints import evaluation_job
+from coordinator.checkpoints.archive import Archive
 from coordinator.export import export
 from coordinator.model_card import Origin
 from peer.channel import Load, Start
+from peer.training.data import WindowReader
+from peer.training.inner_optimizer import InnerOptimizer
 from peer.training.trainer import Trainer
 from protocol.ids import Digest, sha256
-from protocol.spec import RunSpec, parse_spec
-from protocol.state import checkpoint_chunks, state_layout
+from protocol.model import build_model, load_state, parameters_of
+from protocol.spec import parse_spec
+from protocol.state import checkpoint_chunks, state_layout, tensors_from_checkpoint
 from tests.support.chat_world import base_tokenizer, chat, write_rows
 from tests.support.command_line import cairn, refused
 from tests.support.specs import OWNER
@@ -32,14 +39,12 @@ TINY = {
 }  # fmt: skip
 
 
-def base_model(folder: Path, template: str | None = None) -> Path:
+def base_model(folder: Path) -> Path:
     """Make the folder of a base model that can do nothing yet."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    base_tokenizer(folder, **({} if template is None else {"template": template}))
+    base_tokenizer(folder)
     (folder / "config.json").write_text(json.dumps(TINY))
-    from transformers import AutoConfig
-
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.7, "do_sample": True, "x": "y"}))
@@ -68,8 +73,8 @@ def begun(path: Path, folder: Path) -> ResolvedRun:
     return resolve(load_run(path), folder, OWNER)
 
 
-def trained(run: ResolvedRun, folder: Path, steps: int) -> tuple[RunSpec, Path, list[float]]:
-    """Train one peer; return the spec, the checkpoint of its model, and the losses."""
+def trained(run: ResolvedRun, folder: Path, steps: int) -> tuple[Path, list[float]]:
+    """Train one peer; return the checkpoint of its model, and the losses."""
     spec = run.spec
     (folder / "spec.json").write_bytes(spec.canonical())
     shards = {s.digest: str(run.blobs[s.name]) for s in spec.data.train}
@@ -85,28 +90,48 @@ def trained(run: ResolvedRun, folder: Path, steps: int) -> tuple[RunSpec, Path, 
             trainer.backend.inner.optimizer_step(step)
             losses.append(step.loss)
         layout = state_layout(spec.model.layout, spec.outer)
-        tensors = {n: p.detach() for n, p in trainer.backend.inner.parameters.items()}
+        inner = trainer.backend.inner
+        assert isinstance(inner, InnerOptimizer)
+        tensors = {n: p.detach() for n, p in inner.parameters.items()}
         tensors |= {t.name: torch.zeros(t.shape) for t in layout.tensors if t.name not in tensors}
         (folder / "state").write_bytes(b"".join(checkpoint_chunks(layout, tensors)))
     finally:
         trainer.close()
-    return spec, folder / "state", losses
+    return folder / "state", losses
 
 
-def test_a_model_answers_in_chat_what_it_was_taught(tmp_path: Path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+@dataclass(frozen=True)
+class Taught:
+    """A run whose one peer has trained, and the checkpoint of its model."""
 
-    base_model(tmp_path / "base")
-    path = init(tmp_path)
+    folder: Path
+    run: ResolvedRun
+    state: Path
+    losses: list[float]
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> Taught:
+    folder = tmp_path_factory.mktemp("taught")
+    base_model(folder / "base")
+    run = begun(init(folder), folder / "work")
+    return Taught(folder, run, *trained(run, folder, 200))
+
+
+def test_a_run_of_conversations_begins_and_goes_on(taught: Taught):
+    path, spec = taught.folder / "run.toml", taught.run.spec
     done = cairn("run", "validate", path)
     assert done.returncode == 0 and "trained tokens; a window counts as" in done.stdout, done.stderr
-    run = begun(path, tmp_path / "work")
-    assert parse_spec(run.spec.canonical()) == run.spec and run.spec.data.conversations is not None
-    assert run.spec.data.conversations.attention == "document"
-    assert resolve(load_run(path), tmp_path / "work", OWNER).spec == run.spec  # it goes on
-    spec, state, losses = trained(run, tmp_path, 200)
-    assert losses[-1] < 0.1 < 3 < losses[0]
+    assert parse_spec(spec.canonical()) == spec and spec.data.conversations is not None
+    assert spec.data.conversations.attention == "document"
+    assert resolve(load_run(path), taught.folder / "work", OWNER).spec == spec
 
+
+def test_a_model_answers_in_chat_what_it_was_taught(taught: Taught, tmp_path: Path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run, spec, state = taught.run, taught.run.spec, taught.state
+    assert taught.losses[-1] < 0.1 < 3 < taught.losses[0]
     marked = spec.data.conversations
     assert marked is not None and marked.chat is not None
     made = export(
@@ -114,7 +139,7 @@ def test_a_model_answers_in_chat_what_it_was_taught(tmp_path: Path):
         chat=marked.chat,
     )  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(made.folder)
-    model = AutoModelForCausalLM.from_pretrained(made.folder).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(made.folder).eval()
     assert model.generation_config.temperature == 0.7 and not hasattr(model.generation_config, "x")
     for question, answer in QUESTIONS.items():
         asked = tokenizer.apply_chat_template(
@@ -124,12 +149,8 @@ def test_a_model_answers_in_chat_what_it_was_taught(tmp_path: Path):
         assert tokenizer.decode(ids) == f"{answer}<|im_end|>"  # it stops there by itself
 
 
-def test_the_owner_s_prompts_are_answered_for_the_page_and_the_loss_is_of_trained_tokens(tmp_path: Path):
-    base_model(tmp_path / "base")
-    run = begun(init(tmp_path), tmp_path / "work")
-    spec, state, _ = trained(run, tmp_path, 120)
-    from coordinator.checkpoints.archive import Archive
-
+def test_the_owner_s_prompts_are_answered_and_the_loss_is_of_trained_tokens(taught: Taught, tmp_path: Path):
+    run, spec, state = taught.run, taught.run.spec, taught.state
     archive = Archive(tmp_path / "archive", spec, spec_envelope=run.spec_envelope)
     digest = Digest(sha256(b"state"))
     tokenizer = run.blobs[spec.tokenizer.name]
@@ -141,7 +162,15 @@ def test_the_owner_s_prompts_are_answered_for_the_page_and_the_loss_is_of_traine
     }  # fmt: skip
     rows: list[dict] = []
     evaluation_job._evaluate(job, spec, "cpu", rows.append)
-    assert rows[0]["loss"] < 0.1 and rows[0]["windows"] > 0
+    assert rows[0]["loss"] < 1 < 4 < taught.losses[0] and rows[0]["windows"] > 0
+    held = {s.name: run.blobs[s.name] for s in spec.data.validation}
+    reader = WindowReader(spec.data, held, part="validation", vocabulary=300)
+    model = build_model(spec.model.config)
+    state_of = tensors_from_checkpoint(state_layout(spec.model.layout, spec.outer), state.read_bytes())
+    load_state(model, {name: state_of[name] for name in parameters_of(model)})
+    inner = InnerOptimizer(spec.inner, model, torch.device("cpu"), conversations=spec.data.conversations)
+    step = inner.forward_backward(reader.read(range(reader.total)))
+    assert step is not None and rows[0]["loss"] == pytest.approx(step.loss, rel=1e-4)
     assert rows[1] == {"prompt": "the fox?", "text": "quick and brown", "temperature": 0.0}
     rows.clear()
     evaluation_job._evaluate(job | {"prompts": []}, spec, "cpu", rows.append)

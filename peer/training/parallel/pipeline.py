@@ -7,7 +7,7 @@ would send them pickled.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -98,7 +98,7 @@ class Pipeline:
         self._factor = factor
         losses: list[Tensor] = []
         arguments = (filled(windows.tokens, 0),) if self.first else ()
-        named = {} if windows.positions is None else {"position_ids": filled(windows.positions, 0)}
+        named: dict[str, Any] = {} if windows.positions is None else {"position_ids": filled(windows.positions, 0)}
         with packed_sequences.documents_apart(windows.positions is not None):
             if self.last:
                 targets = filled(windows.targets, IGNORED)
