@@ -17,7 +17,6 @@ from coordinator.authoring.plan import (
     Remedies,
     RunPlan,
 )
-from coordinator.authoring.runfile import ADAPTER_OPTIMIZER
 
 
 def lines(p: RunPlan, model: str = "", *, assumed: bool = False) -> Iterator[str]:
@@ -79,10 +78,7 @@ def _choices(p: RunPlan) -> Iterator[tuple[str, ...]]:
     q, m, c = p.inputs, p.setting, p.cost
     measured = f"measured: {measurements.SOURCE}"
     rule = f"the least with an exchange of up to {q.share:.0%} of a round" if p.fits else "the nearest to fitting"
-    if q.frozen:
-        yield "inner.optimizer", ADAPTER_OPTIMIZER, "the usual one for adapters"
-    else:
-        yield "inner.optimizer", f"{measurements.INNER.value}", f"{measurements.INNER.why} ({measured})"
+    yield "inner.optimizer", f"{measurements.INNER.value}", f"{measurements.INNER.why} ({measured})"
     yield "codec.kind", m.codec.kind, f"with H a final loss {c.loss:.4g} x data-parallel's, {rule} ({measured})"
     if m.codec.kind == "sparse":
         yield "codec.k", f"{m.codec.k}", "coordinates of each 4096"

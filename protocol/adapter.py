@@ -27,14 +27,14 @@ REQUIREMENT = "peft>=0.18,<1"
 NAME = "default"
 """The adapter's name, which `peft` puts into the names of its parameters."""
 WRAPPED = ".base_layer."
-"""What `peft` adds to the name of a base parameter that has an adapter."""
+"""The addition of `peft` to the name of a base parameter that has an adapter."""
 
 
 def build_run_model(model: ModelSpec, *, device: torch.device | str = "cpu", exact: bool = False) -> nn.Module:
     """Build a run's model in training mode. A base and its adapter are zeros until `load_base` and a state come.
 
-    A base of bf16 values is held in bf16 on a GPU, unless it must also run in fp32 (`exact`), and elsewhere in fp32:
-    autocast makes the same numbers of both. Raises SpecError.
+    A base of bf16 values is held in bf16 on a GPU, unless it must also run in fp32 (`exact`), and elsewhere in fp32.
+    Autocast makes the same numbers of both. Raises SpecError.
     """
     adapter = model.adapter
     if adapter is None:
@@ -64,9 +64,9 @@ def build_adapted(
     if device.type == "meta":
         model = build_model(config, device=device)
     else:
+        _peft()
         from accelerate import init_empty_weights  # a dependency of peft
 
-        _peft()
         with init_empty_weights(include_buffers=False):  # only the buffers are computed
             model = build_model(config, device=device)
         model.tie_weights()  # type: ignore[operator]

@@ -64,7 +64,7 @@ def write_adapter_genesis(
     except OSError as e:
         raise AuthoringError(f"{base_folder}: the base model cannot be written: {e.strerror or e}") from None
     adapter = draw_adapter(config, settings, seed)
-    # What is trained in full has the same name in the base, and begins with its values.
+    # A tensor that is trained in full has the same name in the base, and begins with its values.
     state = {name: base[name].float() if name in base else drawn for name, drawn in adapter.items()}
     spec = AdapterSpec(**settings.model_dump(), base=ref, parameters=layout.numel)
     return _write_state(state, outer, path), spec

@@ -41,9 +41,9 @@ class ModelConfig:
     positions: int | None
     """The longest possible window; None if there is no limit."""
     layout: Layout
-    """Of what is trained."""
+    """That of the trained parameters."""
     whole: Layout
-    """Of all parameters."""
+    """That of all parameters."""
     adapter: AdapterSettings | None = None
 
     @property

@@ -38,7 +38,7 @@ FEW_ROUNDS = 50
 MAX_TOKENS = 10**14
 """Maximum tokens of a run: twice the largest round still fits into a spec's integers."""
 ADAPTER_LR = 2e-3
-"""Peak rate of an adapter's AdamW, a start for a search."""
+"""Peak rate for an adapter: the start of a search, not measured."""
 WEEK = 7 * 86_400
 """Seconds of a week, the longest timer that a spec may hold."""
 
@@ -368,7 +368,9 @@ def _cautions(q: PlanInputs, cost: Cost, rounds: int) -> Iterator[str]:
         yield f"so small a model does not keep a GPU at {ASSUMED_UTILISATION:.0%}: measure, and give a peer's speed"
     if q.relays and q.downlink is None:
         yield "relays relieve the uplink only: the downlink, assumed to be no faster, still sets the time"
-    if q.parameters > 10 * measurements.LARGEST_MEASURED:
+    if q.frozen:
+        yield "losses were measured for the training of whole models: no result for adapters is recorded yet"
+    elif q.parameters > 10 * measurements.LARGEST_MEASURED:
         yield (
             f"losses were measured on models of up to {measurements.LARGEST_MEASURED / 1e6:.2g} million parameters: "
             "on yours expect their order rather than their size"

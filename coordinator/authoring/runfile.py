@@ -106,10 +106,6 @@ SIGN_PLAIN_LR = 1.8
 """The best rate of a plain outer step with signs, without momentum: the mean of signs is too short a step."""
 
 
-ADAPTER_OPTIMIZER = "adamw"
-"""The default inner optimizer of an adapter."""
-
-
 class RunFile(Section):
     """A checked run.toml."""
 
@@ -197,15 +193,12 @@ FILLED_IN = {
 def _fill_in(tables: dict[str, Any]) -> None:
     """Fill in the defaults that depend on other fields.
 
-    An adapter has its own inner optimizer, the schedule ends with the run, an update holds up to two rounds' work,
-    signs have their own outer step, and replayable updates have no error feedback.
+    The schedule ends with the run, an update holds up to two rounds' work, signs have their own outer step, and
+    replayable updates have no error feedback.
     """
     run, window_of = tables.get("run"), tables.get("data")
     inner, round_ = tables.setdefault("inner", {}), tables.get("round")
     if isinstance(inner, dict) and isinstance(run, dict):
-        model = tables.get("model")
-        if isinstance(model, dict) and model.get("adapter") is not None:
-            inner.setdefault("optimizer", ADAPTER_OPTIMIZER)
         schedule = inner.setdefault("schedule", {})
         if isinstance(schedule, dict) and "total_tokens" in run:
             schedule.setdefault("total_tokens", run["total_tokens"])

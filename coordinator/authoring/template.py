@@ -15,7 +15,6 @@ from typing import Any
 
 from coordinator.authoring import measurements
 from coordinator.authoring.plan import RunPlan
-from coordinator.authoring.runfile import ADAPTER_OPTIMIZER
 from protocol.spec import AdapterSettings
 
 TEMPLATE = Path(__file__).with_name("run_template.toml")
@@ -65,7 +64,7 @@ def fill(
         warmup=f"{measurements.WARMUP:.0%}",
         warmup_tokens=f"{plan.warmup_tokens:_}",
         min_ratio=measurements.MIN_RATIO,
-        inner=ADAPTER_OPTIMIZER if q.frozen else measurements.INNER.value,
+        inner=measurements.INNER.value,
         kind=codec.kind,
         update=f"{cost.update_bytes:,} bytes",
         inner_steps=plan.setting.inner_steps,

@@ -1,7 +1,7 @@
 """The frozen base model of a run that trains an adapter: fetched once, from the nearest place that has it.
 
-That is another run's store on this machine, an address of the spec that may be used, or the members. Wherever it comes
-from, each chunk is checked, and chunks that are here already are not fetched again.
+That is another run's store on this machine, an address of the spec that may be used, or the members. Each chunk is
+checked, and chunks that are here already are not fetched again.
 """
 
 from __future__ import annotations

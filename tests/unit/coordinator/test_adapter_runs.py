@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,18 +19,20 @@ from coordinator.authoring.errors import RunFileError
 from coordinator.authoring.resolve import ResolvedRun, resolve
 from coordinator.authoring.runfile import load_run
 from coordinator.authoring.summary import validate
+from coordinator.authoring.toml_file import tomllib
 from coordinator.checkpoints.evaluation import load_adapted
 from coordinator.export import ExportError
 from coordinator.model_card import Origin
-from protocol.adapter import build_adapted
+from protocol.adapter import REQUIREMENT, build_adapted
 from protocol.codec import make_codec
 from protocol.errors import SpecError
 from protocol.identity import Identity
 from protocol.ledger.credits import CreditRule
 from protocol.merkle import blob_digest, blob_leaves
 from protocol.model import model_layout
-from protocol.spec import AdapterSpec, parse_spec
+from protocol.spec import AdapterSettings, AdapterSpec, parse_spec
 from protocol.state import checkpoint_chunks, state_digest, state_layout, tensors_from_checkpoint
+from tests.support.command_line import cairn
 
 OWNER = Identity(b"o" * 32)
 RUN = """
@@ -258,3 +262,49 @@ def test_a_state_of_another_adapter_is_not_exported(begun: ResolvedRun, learnt: 
         export_adapter(
             learnt, spec.model.config, other, begun.blobs[spec.tokenizer.name], origin(begun, learnt), tmp_path / "out"
         )
+
+
+# -- the commands -----------------------------------------------------------------------------------------------------
+
+
+def test_init_writes_a_run_that_trains_an_adapter(base: Path, begun: ResolvedRun, tmp_path: Path):
+    model = tmp_path / "model"
+    shutil.copytree(base / "base", model)
+    shutil.copy(begun.blobs[begun.spec.tokenizer.name], model / "tokenizer.json")
+    path = tmp_path / "run.toml"
+    done = cairn("run", "init", "--from", model, "--out", path, "--total-tokens", "10M", "--adapter", "4")
+    assert done.returncode == 0, done.stderr
+    shutil.copy(base / "documents.jsonl", tmp_path)
+    path.write_text(path.read_text().replace("EDIT-ME/", "").replace("validation_every = 100", "validation_every = 5"))
+    run_file = load_run(path)
+    assert run_file.model.adapter == AdapterSettings(rank=4, alpha=8) and run_file.weights == model
+    assert resolve(run_file, tmp_path / "work", OWNER).spec.model.adapter is not None
+
+
+def test_export_writes_an_adapter_or_a_merged_model(base: Path, begun: ResolvedRun, learnt: Path, tmp_path: Path):
+    spec = base / "work" / "spec.signed"
+    done = cairn("export", learnt, tmp_path / "adapter", "--spec", spec)
+    assert done.returncode == 0 and "PeftModel.from_pretrained(base, " in done.stdout, done.stderr
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    again = cairn("export", learnt, tmp_path / "adapter", "--spec", spec)
+    assert again.returncode == 1 and "--force to replace" in again.stderr
+    merged = cairn("export", learnt, tmp_path / "merged", "--spec", spec, "--merge")
+    assert merged.returncode == 0 and "AutoModelForCausalLM" in merged.stdout, merged.stderr
+    assert (tmp_path / "merged" / "config.json").is_file()
+
+
+def test_export_without_the_base_says_where_to_put_it(begun: ResolvedRun, learnt: Path, tmp_path: Path):
+    (tmp_path / "spec.signed").write_bytes(begun.spec_envelope)
+    shutil.copy(begun.blobs[begun.spec.tokenizer.name], tmp_path / "tokenizer.json")
+    shutil.copy(learnt, tmp_path / "state.safetensors")
+    done = cairn("export", tmp_path / "state.safetensors", tmp_path / "out", "--merge")
+    assert done.returncode == 1 and f"{adapter_of(begun).base.digest}.safetensors" in done.stderr
+    assert cairn("export", tmp_path / "state.safetensors", tmp_path / "out").returncode == 0
+
+
+def test_a_missing_peft_is_named_with_its_command(begun: ResolvedRun, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(SpecError, match="needs one more package: pip install 'peft>="):
+        build_adapted(begun.spec.model.config, adapter_of(begun), device="cpu")
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"]["lora"] == [REQUIREMENT]

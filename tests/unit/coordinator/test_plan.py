@@ -18,10 +18,17 @@ from pydantic import BaseModel
 
 from cairn.commands.options import parse_count
 from cairn.main import main
+from cairn.plan_view import lines
 from coordinator.authoring import measurements
 from coordinator.authoring.measurements import MEASURED, MeasuredSetting
-from coordinator.authoring.model_config import LEAST_PARAMETERS, llama_of, parameters_of_table, read_model
-from coordinator.authoring.plan import PlanError, PlanInputs, RunPlan, plan
+from coordinator.authoring.model_config import (
+    LEAST_PARAMETERS,
+    ModelFileError,
+    llama_of,
+    parameters_of_table,
+    read_model,
+)
+from coordinator.authoring.plan import FINE_TUNING_TOKENS, PlanError, PlanInputs, RunPlan, plan
 from coordinator.authoring.runfile import RunFile, load_run
 from coordinator.authoring.template import fill
 from coordinator.authoring.toml_file import tomllib
@@ -240,7 +247,7 @@ def _fields(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> set[tuple[s
         section = next((a for a in inner if issubclass(a, BaseModel)), None)
         if section:
             found |= _fields(section, (*prefix, name))
-        elif (*prefix, name) != ("model",):
+        elif prefix[:1] != ("model",):
             found.add((*prefix, name))
     return found
 
@@ -315,7 +322,7 @@ def test_every_plan_fills_a_valid_run_file(tmp_path_factory: pytest.TempPathFact
     assert run_file.round.target_tokens == p.target_tokens and run_file.run.total_tokens == inputs.total
     assert run_file.round.exchange_seconds >= min(p.cost.exchange_seconds, 7 * 86_400)
     assert run_file.round.max_seconds >= p.cost.training_seconds
-    assert run_file.round.max_members >= inputs.peers and run_file.model == table
+    assert run_file.round.max_members >= inputs.peers and run_file.model.config == table
 
 
 @pytest.mark.parametrize("n", [10**6, 5 * 10**6, 2 * 10**7, 13 * 10**7, 10**9, 7 * 10**9, 7 * 10**10])
@@ -343,9 +350,32 @@ def test_a_config_json_becomes_a_model_table_that_gives_the_same_model(tmp_path:
     (tmp_path / "run.toml").write_text(fill(plan(inputs), model.table, model.vocabulary, "From config.json."))
     run_file = load_run(tmp_path / "run.toml")
     ids = ("bos_token_id", "eos_token_id")
-    a, b = plain_config(config), plain_config(run_file.model)
+    a, b = plain_config(config), plain_config(run_file.model.config)
     assert {k: v for k, v in a.items() if k not in ids} == {k: v for k, v in b.items() if k not in ids}
-    assert not run_file.model.keys() & {*ids, "architectures", "torch_dtype"}
+    assert not run_file.model.config.keys() & {*ids, "architectures", "torch_dtype"}
+
+
+def test_a_plan_of_an_adapter_counts_its_frozen_base_and_is_written_with_it(tmp_path: Path):
+    path = tmp_path / "run.toml"
+    table = "\n".join(f"{k} = {v}" for k, v in (_small() | {"vocab_size": 512}).items()).replace("True", "true")
+    path.write_text(f'[model]\nmodel_type = "llama"\n{table}\n[model.adapter]\nrank = 2\nalpha = 4\n')
+    model = read_model(path)
+    assert model.adapter is not None and model.frozen == model.whole.numel
+    assert all(".lora_" in t.name for t in model.layout.tensors)
+    inputs = PlanInputs(model.layout, frozen=model.frozen, window=64)
+    assert inputs.speed * (6 * model.layout.numel + 4 * model.frozen) == pytest.approx(40e12)
+    assert inputs.total == FINE_TUNING_TOKENS
+    p = plan(inputs)
+    said = "\n".join(lines(p))
+    assert f"on a frozen base of {model.frozen:,}" in said and "the frozen base in bf16" in said
+    weights = {"weights": 'weights = "base"'}
+    path.write_text(fill(p, model.table, model.vocabulary, "A note.", weights, model.adapter))
+    run_file = load_run(path)
+    assert run_file.model.adapter == model.adapter and run_file.inner.lr == p.lr
+    assert any("no result for adapters" in caution for caution in p.cautions)
+    path.write_text(path.read_text().replace("rank = 2", "rank = 0"))
+    with pytest.raises(ModelFileError, match=r"model\.adapter: rank: Input should be greater"):
+        read_model(path)
 
 
 def test_a_run_file_s_model_takes_its_vocabulary_from_the_data():
