@@ -14,8 +14,8 @@ from benchmarks.convergence import tuning
 from benchmarks.finetune.base import BaseModel
 from benchmarks.finetune.world import FineTuning, Tuning
 
-BASE = BaseModel(160, 432, 3, 5, 1024, 96, steps=400, batch=32)
-TUNING = Tuning(steps=180, batch=4, h=36, window=96)
+BASE = BaseModel(160, 432, 3, 5, 1024, 96, steps=240, batch=16)
+TUNING = Tuning(steps=144, batch=2, h=36, window=96)
 QUICK = BaseModel(96, 256, 2, 4, 512, 96, steps=60, batch=16, every=8), Tuning(steps=12, batch=4, h=6, window=96)
 Run = dict[str, Any]
 
@@ -53,8 +53,8 @@ def sizes_of(*, quick: bool) -> tuple[BaseModel, Tuning]:
 
 
 def rows(sizes: Sequence[int]) -> list[Row]:
-    """Return the rows, those that take longest first."""
-    return [Row(*kind, n) for n in sorted(sizes, reverse=True) for kind in KINDS]
+    """Return the rows, the smallest swarm first."""
+    return [Row(*kind, n) for n in sorted(sizes) for kind in KINDS]
 
 
 def measure(

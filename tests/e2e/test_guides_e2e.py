@@ -1,4 +1,7 @@
-"""The guides work: an owner and a volunteer follow docs/owner.md and docs/volunteer.md word by word."""
+"""The guides work: an owner and a volunteer follow docs/owner.md and docs/volunteer.md word by word.
+
+An owner who fine-tunes follows docs/finetuning.md.
+"""
 
 from __future__ import annotations
 
@@ -37,3 +40,13 @@ def test_an_owner_and_a_volunteer_get_from_a_corpus_to_a_model_by_the_guides(tmp
         owner.stop()
     for reader, model in ((owner, "my-model"), (volunteer, "my-model")):
         assert (reader.clone / model / "model.safetensors").stat().st_size > 500_000
+
+
+def test_an_owner_fine_tunes_a_base_model_by_the_guide(tmp_path: Path):
+    grpc, page, swarm = free_ports(3)
+    serving = ["--grpc", f"127.0.0.1:{grpc}", "--page", f"127.0.0.1:{page}", "--swarm", f"/ip4/127.0.0.1/tcp/{swarm}"]
+    with Reader("finetuning.md", tmp_path / "owner", {"coordinator serve": serving, "peer join": MEMBER}) as owner:
+        owner.follow(*dict.fromkeys(block.section for block in owner.blocks))
+        owner.stop()
+    assert (owner.clone / "try/adapter/adapter_model.safetensors").stat().st_size > 100_000
+    assert (owner.clone / "try/merged/model.safetensors").stat().st_size > 2_000_000

@@ -102,6 +102,9 @@ class Reader:
             f'#!/bin/sh\ncase "$*" in\n{added}\nesac\nexec {shlex.quote(sys.executable)} -m cairn "$@"\n'
         )
         command.chmod(0o755)
+        python = self.home / "bin" / "python"
+        python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+        python.chmod(0o755)
 
     def __enter__(self) -> Reader:
         return self
