@@ -21,7 +21,7 @@ from protocol.errors import MalformedError
 from protocol.ids import Digest
 from protocol.invite import TLS_NAME
 from protocol.merkle import CHUNK, blob_digest, blob_leaves
-from protocol.spec import DataShard, DataSpec
+from protocol.spec import BEGINS, TRAINED, ConversationSpec, DataShard, DataSpec
 
 WINDOW = 16
 
@@ -466,3 +466,15 @@ def test_an_error_while_reading_ahead_reaches_the_trainer_and_a_second_try_can_s
     hidden.rename(folder)
     assert batches.take(0).shape == (2, WINDOW + 1)
     batches.close()
+
+
+def test_a_marked_token_is_compared_with_the_vocabulary_without_its_marks(tmp_path):
+    numbers = np.arange(3 * WINDOW + 1)
+    tokens = (numbers + np.where(numbers % WINDOW, TRAINED, BEGINS)).astype("<u4")
+    shard = make_shard(tmp_path, tokens)
+    marked = ConversationSpec(window_tokens=15, attention="document")
+    data = DataSpec(window=WINDOW, dtype="uint32", train=[shard], conversations=marked)
+    read = WindowReader(data, local(tmp_path, [shard]), vocabulary=3 * WINDOW + 1).read([1])
+    assert read[0].tolist() == tokens[WINDOW : 2 * WINDOW + 1].tolist()
+    with pytest.raises(DataError, match="has the token 48, the model's vocabulary ends at 47"):
+        WindowReader(data, local(tmp_path, [shard]), vocabulary=3 * WINDOW).read([2])

@@ -17,8 +17,10 @@ from protocol.envelope import open_envelope, seal
 from protocol.errors import MalformedError, ProtocolError, SignatureError, SpecError
 from protocol.ids import MAX_COUNT, RunId
 from protocol.layout import MAX_NUMEL, MOMENTUM
+from protocol.ledger.credits import CreditRule
 from protocol.merkle import blob_digest
 from protocol.messages import MAX_CONTRIBUTORS
+from protocol.rounds.policy import RoundPolicy
 from protocol.spec import (
     KIND,
     MAX_PROBLEMS_SHOWN,
@@ -43,6 +45,22 @@ def table(name: str, **changes: Any) -> dict[str, Any]:
     """Return the tiny spec with some changed fields of one table; None removes a field."""
     fields = spec_fields().get(name, {}) | changes
     return {name: {k: v for k, v in fields.items() if v is not None}}
+
+
+SHARD = {"digest": digest("shard").hex(), "size": 20_000, "tokens": 10_000}
+WIDE = {"dtype": "uint32", "train": [SHARD | {"size": 40_000}], "validation": []}
+CHAT = {"template": "{{ messages }}", "end_tokens": [1], "special_tokens": {"eos_token": "</s>"}}
+MARKED = {"window_tokens": 10, "attention": "document", "chat": CHAT}
+
+
+def test_a_window_of_conversations_counts_as_its_trained_tokens():
+    plain, marked = tiny_spec(), tiny_spec(**table("data", conversations=MARKED, **WIDE))
+    assert b"conversations" not in plain.canonical() and parse_spec(marked.canonical()) == marked
+    assert (plain.data.window_tokens, marked.data.window_tokens) == (16, 10)
+    assert marked.max_update_windows == 16_384 // 10 and plain.max_update_windows == 16_384 // 16
+    policy, credit = RoundPolicy.of(marked), CreditRule.of(marked)
+    assert policy.target_windows == 103 and policy.window == 10 and credit.window == 10
+    assert credit.micro_credits(10**9) == 6 * 28_832 * 10**10 // 10**9
 
 
 def test_a_spec_survives_its_canonical_form():
@@ -120,7 +138,6 @@ DROPOUT = {
     "config": TINY_LLAMA | {"resid_pdrop": 0.1, "attention_dropout": 0.0, "inner": {"router_jitter_noise": 0.01}},
     "tensors": [("a", [1])],
 }
-SHARD = {"digest": digest("shard").hex(), "size": 20_000, "tokens": 10_000}
 
 
 @pytest.mark.parametrize(
@@ -165,6 +182,14 @@ SHARD = {"digest": digest("shard").hex(), "size": 20_000, "tokens": 10_000}
         (table("data", addresses=["http://\x1b[2J"]), "data.addresses.0", "cannot be shown"),
         (table("data", addresses=["http://\u202egnp.exe"]), "data.addresses.0", "cannot be shown"),
         (table("data", addresses=["x" * 1025]), "data.addresses.0", "at most 1024"),
+        (table("data", conversations=MARKED), "data", "marked tokens are uint32"),
+        (table("data", conversations=MARKED, **WIDE | {"window": 8}), "data", "more than the 8 tokens of a window"),
+        (table("data", conversations=MARKED | {"window_tokens": 0}), "data.conversations.window_tokens", "equal to 1"),
+        (table("data", conversations=MARKED | {"attention": "none"}), "data.conversations.attention", "'document'"),
+        (table("data", conversations=MARKED | {"chat": CHAT | {"template": "x" * 65_537}}),
+         "data.conversations.chat.template", "at most 65536"),
+        (table("data", conversations=MARKED | {"chat": CHAT | {"generation": {"custom_generate": 1}}}),
+         "data.conversations.chat.generation.custom_generate.[key]", "do_sample"),
         (table("inner", lr=0), "inner.lr", "greater than 0"),
         (table("inner", lr=float("nan")), "inner.lr", "finite"),
         (table("inner", lr="fast"), "inner.lr", "valid number"),
