@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from protocol.errors import MalformedError, SpecError
 from protocol.layout import Layout
-from protocol.model import build_model, model_layout, one_line, seeded
+from protocol.model import build_model, one_line, seeded
 from protocol.spec import ALL_LINEAR, AdapterSettings, AdapterSpec, ModelSpec
 from protocol.state import DTYPES, FileBytes, tensors_in
 
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 REQUIREMENT = "peft>=0.18,<1"
+PEFT_MISSING = (
+    f"this run trains a LoRA adapter, which needs one more package: pip install '{REQUIREMENT}' (installed by pipx: "
+    f"pipx inject cairn-swarm '{REQUIREMENT}')"
+)
 NAME = "default"
 """The adapter's name, which `peft` puts into the names of its parameters."""
 WRAPPED = ".base_layer."
@@ -40,11 +44,6 @@ def build_run_model(model: ModelSpec, *, device: torch.device | str = "cpu", exa
     device = torch.device(device)
     in_bf16 = adapter.kind == "BF16" and device.type == "cuda" and not exact
     return build_adapted(model.config, adapter, device=device, held=torch.bfloat16 if in_bf16 else torch.float32)
-
-
-def run_layout(model: ModelSpec) -> Layout:
-    """Return the layout that this installation gives the run's model. Raises SpecError."""
-    return model_layout(build_run_model(model, device="meta"))
 
 
 def build_adapted(
@@ -189,8 +188,5 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError:
-        raise SpecError(
-            f"this run trains a LoRA adapter, which needs one more package: pip install '{REQUIREMENT}' (installed by "
-            f"pipx: pipx inject cairn-swarm '{REQUIREMENT}')"
-        ) from None
+        raise SpecError(PEFT_MISSING) from None
     return peft
