@@ -9,6 +9,7 @@ A merged model has the files of every exported model (`export`).
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,8 @@ def export_merged(
     if (found := checkpoint_digest(base)) != adapter.base.name:
         raise ExportError(f"{base}: damaged: its digest is {found.short}, and should be {adapter.base.name.short}")
     model = build_adapted(config, adapter, device="cpu")
-    load_base(model, adapter, base)
+    with open(base, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        load_base(model, adapter, data)
     load_state(model, _state(checkpoint, model_layout(model), origin))
     merge_adapter(model)
     layout, made, whole = model_files(config)

@@ -6,9 +6,7 @@ is named by its digest. `peft` is imported for such runs only.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,14 +14,18 @@ from torch import Tensor, nn
 
 from protocol.errors import MalformedError, SpecError
 from protocol.layout import Layout
-from protocol.model import build_model, model_layout, one_line
+from protocol.model import build_model, one_line, seeded
 from protocol.spec import ALL_LINEAR, AdapterSettings, AdapterSpec, ModelSpec
-from protocol.state import DTYPES, tensors_in
+from protocol.state import DTYPES, FileBytes, tensors_in
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
 REQUIREMENT = "peft>=0.18,<1"
+PEFT_MISSING = (
+    f"this run trains a LoRA adapter, which needs one more package: pip install '{REQUIREMENT}' (installed by pipx: "
+    f"pipx inject cairn-swarm '{REQUIREMENT}')"
+)
 NAME = "default"
 """The adapter's name, which `peft` puts into the names of its parameters."""
 WRAPPED = ".base_layer."
@@ -42,11 +44,6 @@ def build_run_model(model: ModelSpec, *, device: torch.device | str = "cpu", exa
     device = torch.device(device)
     in_bf16 = adapter.kind == "BF16" and device.type == "cuda" and not exact
     return build_adapted(model.config, adapter, device=device, held=torch.bfloat16 if in_bf16 else torch.float32)
-
-
-def run_layout(model: ModelSpec) -> Layout:
-    """Return the layout that this installation gives the run's model. Raises SpecError."""
-    return model_layout(build_run_model(model, device="meta"))
 
 
 def build_adapted(
@@ -131,13 +128,13 @@ def materialise(model: nn.Module, device: torch.device, dtype_of: Callable[[nn.P
     """Replace parameters on the meta device by zeros on this one; not those whose dtype is None. Ties stay."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None or not parameter.is_meta or (dtype := dtype_of(parameter)) is None:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.is_meta or (dtype := dtype_of(parameter)) is None:
                 continue
             if id(parameter) not in made:
                 zeros = torch.zeros(parameter.shape, dtype=dtype, device=device)
                 made[id(parameter)] = nn.Parameter(zeros, requires_grad=parameter.requires_grad)
-            module._parameters[name] = made[id(parameter)]
+            setattr(module, name, made[id(parameter)])
 
 
 def draw_adapter(config: Mapping[str, Any], adapter: AdapterSettings, seed: int) -> dict[str, Tensor]:
@@ -147,8 +144,7 @@ def draw_adapter(config: Mapping[str, Any], adapter: AdapterSettings, seed: int)
     """
     model = build_adapted(config, adapter)
     materialise(model, torch.device("cpu"), lambda p: torch.float32 if p.requires_grad else None)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         for module in model.modules():
             if isinstance(module, _peft().tuners.lora.LoraLayer):
                 module.reset_lora_parameters(NAME, True)  # type: ignore[operator]
@@ -161,18 +157,17 @@ def base_parameters(model: nn.Module) -> dict[str, Tensor]:
     return {n.replace(WRAPPED, "."): p.detach() for n, p in model.named_parameters() if not n.endswith(lora)}
 
 
-def load_base(model: nn.Module, adapter: AdapterSpec, file: Path) -> None:
-    """Read the base from its file, whose digest was checked, into a model from `build_run_model`.
+def load_base(model: nn.Module, adapter: AdapterSpec, data: FileBytes) -> None:
+    """Copy the base from its file's bytes, which a digest vouched for, into a model from `build_run_model`.
 
-    Raises MalformedError for a file of another model, and OSError.
+    Raises MalformedError for another model's.
     """
     base = base_parameters(model)
     layout = Layout.of({name: tuple(p.shape) for name, p in base.items()})
     if layout.numel != adapter.parameters:
         raise MalformedError(f"the base has {layout.numel:,} parameters, and the spec says {adapter.parameters:,}")
-    with open(file, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        for name, tensor in tensors_in(layout, data, adapter.kind):
-            base[name].copy_(tensor)
+    for name, tensor in tensors_in(layout, data, adapter.kind):
+        base[name].copy_(tensor)
 
 
 def merge_adapter(model: nn.Module) -> None:
@@ -193,8 +188,5 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError:
-        raise SpecError(
-            f"this run trains a LoRA adapter, which needs one more package: pip install '{REQUIREMENT}' (installed by "
-            f"pipx: pipx inject cairn-swarm '{REQUIREMENT}')"
-        ) from None
+        raise SpecError(PEFT_MISSING) from None
     return peft

@@ -6,6 +6,7 @@ takes seconds. A model here is a pure function of its config and a seed.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 from collections.abc import Iterator, Mapping
@@ -70,10 +71,8 @@ def build_model(
 
     made = _config_of(config)
     device = torch.device(device)
-    forked = [device] if device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices=forked), torch.device(device):
-            torch.manual_seed(seed)
+        with seeded(seed, device), torch.device(device):
             try:
                 model = AutoModelForCausalLM.from_config(made, attn_implementation="sdpa")
             except ValueError as e:
@@ -85,6 +84,15 @@ def build_model(
     except Exception as e:  # noqa: BLE001 - models of a hundred authors raise what they like, as configs do
         raise SpecError(f"model: {made.model_type} cannot be built from this config: {one_line(e)}") from None
     return model.to(dtype).train()
+
+
+@contextlib.contextmanager
+def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
+    """Draw from a seed in the block, on the CPU and on this device. The process's random state is unchanged."""
+    forked = [device] if device is not None and device.type == "cuda" else []
+    with torch.random.fork_rng(devices=forked):
+        torch.manual_seed(seed)
+        yield
 
 
 def model_layout(model: nn.Module) -> Layout:

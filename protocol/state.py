@@ -21,6 +21,8 @@ from protocol.layout import Layout, TensorShape, TensorSlice, ValueKind
 from protocol.merkle import CHUNK, leaf_hash, tree_hash
 from protocol.spec import OuterSpec
 
+FileBytes = bytes | bytearray | memoryview | mmap.mmap
+"""The bytes of a file, in memory or mapped."""
 STAGING_BYTES = 256 * CHUNK
 """Bytes of a tensor on an accelerator that are copied to memory at a time."""
 DTYPES: Mapping[ValueKind, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16}
@@ -120,7 +122,7 @@ def state_digest(layout: Layout, tensors: Mapping[str, Tensor], threads: int | N
     return tree_hash(state_leaves(layout, tensors, threads))
 
 
-def tensors_from_checkpoint(layout: Layout, data: bytes | bytearray | memoryview | mmap.mmap) -> dict[str, Tensor]:
+def tensors_from_checkpoint(layout: Layout, data: FileBytes) -> dict[str, Tensor]:
     """Return the tensors in a checkpoint file of this layout: fp32 copies, in memory of their own.
 
     The bytes are taken to be what a digest vouched for. Raises MalformedError when they are not of this layout.
@@ -128,9 +130,7 @@ def tensors_from_checkpoint(layout: Layout, data: bytes | bytearray | memoryview
     return dict(tensors_in(layout, data))
 
 
-def tensors_in(
-    layout: Layout, data: bytes | bytearray | memoryview | mmap.mmap, kind: ValueKind = "F32"
-) -> Iterator[tuple[str, Tensor]]:
+def tensors_in(layout: Layout, data: FileBytes, kind: ValueKind = "F32") -> Iterator[tuple[str, Tensor]]:
     """Yield the same tensors one by one, by name; of a base's file, whose values are of this `kind`."""
     header = layout.checkpoint_header(kind)
     if len(data) != layout.file_size(kind):

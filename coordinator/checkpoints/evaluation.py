@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -57,7 +58,8 @@ def load_adapted(folder: Path, model: ModelSpec, base: Path, device: str = "cpu"
 
     assert model.adapter is not None
     built = build_run_model(model, device=device, exact=True)
-    load_base(built, model.adapter, base)
+    with open(base, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        load_base(built, model.adapter, data)
     state = load_file(folder / "model.safetensors")
     load_state(built, {t.name: state[t.name] for t in model.layout.tensors if t.name in state})
     return built.eval()

@@ -1,4 +1,4 @@
-"""Checks of this machine before its peer is admitted and fetches anything: devices, layout, disk.
+"""Checks of this machine before its peer is admitted and fetches anything: packages, devices, layout, disk.
 
 They are the quick ones of `peer.doctor`.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from importlib.util import find_spec
 from typing import Any
 
 from peer.doctor.device_process import CHECK_SECONDS, run_check
@@ -16,11 +17,14 @@ from peer.node.options import NodeOptions
 from peer.node.trainer_files import write_spec
 from peer.store import Store
 from peer.store.disk import disk
+from protocol.adapter import PEFT_MISSING
 from protocol.spec import RunSpec
 
 
 async def check_machine(spec: RunSpec, options: NodeOptions, store: Store) -> None:
     """Raise PeerError, with what to do, if this machine cannot take part in the run."""
+    if spec.model.adapter is not None and find_spec("peft") is None:
+        raise PeerError(PEFT_MISSING)
     check_disk(spec, options, store)
     await check_devices(spec, options)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 from torch import nn
@@ -18,7 +19,8 @@ def read_base(model: nn.Module, adapter: AdapterSpec, file: Path) -> None:
         raise _wrong(file, adapter, f"{size:,} bytes, not {adapter.base.size:,}")
     if (found := file_digest(file)) != adapter.base.name:
         raise _wrong(file, adapter, f"the digest {found.short}")
-    load_base(model, adapter, file)
+    with open(file, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        load_base(model, adapter, data)
 
 
 def _wrong(file: Path, adapter: AdapterSpec, has: str) -> MalformedError:

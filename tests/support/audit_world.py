@@ -20,7 +20,7 @@ from peer.training.trainer import Trainer
 from protocol.codec import Codec, make_codec
 from protocol.ids import Digest, sha256
 from protocol.messages import Score
-from protocol.spec import OuterSpec, Schedule
+from protocol.spec import AdapterSettings, OuterSpec, Schedule
 from tests.support.local_trainer import loaded, train, update
 from tests.support.trainer_world import BATCH, World, accepted_round, apply, peer_key
 
@@ -62,6 +62,7 @@ class Audited:
             own=claimed(self.made[OTHER], OTHER) if own else None,
             device="cpu",
             shards=start.shards,
+            base=start.base,
         )
 
     @property
@@ -78,12 +79,14 @@ def claimed(made: UpdateMade, author: int, blob: Path | None = None) -> ClaimedU
                          blob or made.blob_path)  # fmt: skip
 
 
-def make(folder: Path, *, replayable: bool = True, vocabulary: int = 64) -> Audited:
+def make(
+    folder: Path, *, replayable: bool = True, vocabulary: int = 64, adapter: AdapterSettings | None = None
+) -> Audited:
     """Train two rounds. The data are random tokens below 64, so an update helps its own windows alone."""
     text = np.random.default_rng(1).integers(0, 64, 16_384).astype(np.uint32)
     world = World.make(
         folder, replayable=replayable, text=text, config={"vocab_size": vocabulary}, outer=OuterSpec(),
-        optimizer="muon", lr=1e-2,
+        adapter=adapter, optimizer="muon", lr=1e-2,
         schedule=Schedule(kind="cosine", warmup_tokens=100, total_tokens=20_000),
     )  # fmt: skip
     trainers = {n: loaded(world, n) for n in (AUTHOR, OTHER)}
@@ -177,7 +180,7 @@ def in_bf16(audited: Audited) -> bytes:
 
 
 def _backend(audited: Audited, *, at_start: bool) -> SingleProcessBackend:
-    backend = SingleProcessBackend(audited.world.spec, CPU, lambda: None)
+    backend = SingleProcessBackend(audited.world.spec, CPU, lambda: None, base=audited.world.start(AUTHOR).base)
     backend.outer.replayable = True
     backend.load_state(audited.world.genesis)
     if not at_start:

@@ -14,6 +14,7 @@ from peer.auditor.replay import Replayed, compare
 from peer.errors import AuditError
 from protocol.errors import CodecError, MalformedError
 from protocol.ids import Digest
+from protocol.spec import AdapterSettings
 from tests.support import audit_world
 from tests.support.audit_world import AUTHOR, CPU, OTHER, Audited, claimed, passed, scores
 from tests.support.local_trainer import closed  # noqa: F401 - a fixture
@@ -122,6 +123,18 @@ def test_a_replay_finds_each_fake(audited, files, fake):
     assert not passed(found)
     # Far from the thresholds: devices add numbers in other orders.
     assert found["signs"].value < 0.91 or found["scale"].value < 0.5
+
+
+def test_the_update_of_an_adapter_is_replayed_on_its_frozen_base(tmp_path):
+    audited = audit_world.make(tmp_path, adapter=AdapterSettings(rank=4, alpha=8))
+    assert passed(scores(audited.job())) and passed(scores(audited.job("loss")))
+    fake = tmp_path / "flipped.blob"
+    values = {t.name: torch.zeros(t.shape) for t in audited.codec.layout.tensors}
+    audited.codec.add_to(audited.made[AUTHOR].blob_path.read_bytes(), values)
+    fake.write_bytes(bytes(audited.codec.encode({n: -v for n, v in values.items()})))
+    assert not passed(scores(audited.job(blob=fake)))
+    with pytest.raises(AuditError, match="frozen base model is not here"):
+        scores(replace(audited.job(), base=None))
 
 
 def test_a_loss_check_passes_honest_updates_with_a_margin(audited):

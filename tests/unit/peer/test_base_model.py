@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +12,12 @@ from typing import Any, cast
 import pytest
 
 from peer.doctor.disk import data_bytes
+from peer.errors import PeerError
 from peer.node import base_model
 from peer.node.base_model import read_from_address
 from peer.node.blob_retention import assets
+from peer.node.machine_check import check_machine
+from peer.node.options import NodeOptions
 from peer.node.trainer_files import base_file, fetch_assets
 from peer.store import Store, StoreFull
 from protocol.ids import Digest
@@ -145,3 +149,13 @@ async def test_the_base_counts_against_the_disk_that_is_allowed(tmp_path: Path):
     with Store(tmp_path / "runs" / "small" / "store", 1_000_000) as small:
         with pytest.raises(StoreFull, match="allow it more disk"):
             await fetch(spec, small, private_data=True)
+
+
+async def test_a_peer_without_peft_is_told_before_anything_is_fetched(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    options = NodeOptions(tmp_path, device="cpu")
+    await check_machine(run_spec(), options, store)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(PeerError, match="needs one more package: pip install 'peft"):
+        await check_machine(run_spec(), options, store)

@@ -99,12 +99,12 @@ def test_a_base_of_another_model_is_refused_whatever_its_digest(world):
     assert spec.adapter is not None and file is not None
     model = build_adapted(dict(spec.config, num_hidden_layers=2), spec.adapter, device="cpu")
     with pytest.raises(MalformedError, match="parameters, and the spec says"):
-        load_base(model, spec.adapter, file)
+        load_base(model, spec.adapter, file.read_bytes())
     with pytest.raises(MalformedError, match="for this model it has"):
         load_base(
             build_adapted(spec.config, spec.adapter, device="cpu"),
             spec.adapter.model_copy(update={"dtype": "float32"}),
-            file,
+            file.read_bytes(),
         )
 
 
@@ -114,7 +114,7 @@ def test_a_base_held_in_bf16_gives_the_same_bits_under_autocast(world):
     windows, found = torch.arange(2 * 17).reshape(2, 17) % 64, []
     for held in (torch.float32, torch.bfloat16):
         model = build_adapted(spec.config, spec.adapter, device="cpu", held=held)
-        load_base(model, spec.adapter, file)
+        load_base(model, spec.adapter, file.read_bytes())
         for name, parameter in parameters_of(model).items():
             with torch.random.fork_rng():
                 torch.manual_seed(len(name))
