@@ -31,7 +31,9 @@ export class Chart {
     this.spec = { by, kind, series, stacked };
     this.look = { log: false, smoothing: 0 };
     this.plotted = el("div", { class: "chart", role: "img", "aria-label": `${title} ${subtitle}` });
-    this.empty = el("p", { class: "empty" }, empty);
+    this.without = empty;
+    this.empty = el("p", { class: "empty" }, "loading");
+    this.plotted.hidden = true;
     this.title = el("span", {}, title);
     this.beyond = el("small", { class: "beyond" });
     const legend = series.length > 1 ? el("ul", { class: "legend" }, ...series.map((s) => el("li", { "data-color": s.color.slice(2) }, s.label))) : null;
@@ -58,6 +60,7 @@ export class Chart {
     const data = this.prepare(), there = data.slice(1).some((c) => c.some((v) => v !== null && v !== undefined));
     this.plotted.hidden = !there;
     this.empty.hidden = there;
+    this.empty.textContent = this.without;
     if (!there) return;
     if (this.plot && this.plot.series.length === data.length) this.plot.setData(data, false);
     else {
