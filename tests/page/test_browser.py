@@ -258,6 +258,7 @@ def test_what_is_done_to_columns_before_they_are_drawn(world, tab):
     assert run("s.smoothed([4, 8, null, 6, 99], 0.5, new Set([4]))") == [4, pytest.approx(20 / 3), None, 6, 6]
     assert run("s.logTicks(2.9, 11)") == [3, 4, 5, 6, 8, 10] and run("s.logTicks(1, 2e6).length") == 7
     assert run("s.logTicks(3.31, 3.39)") == [3.32, 3.34, 3.36, 3.38]
+    assert run("[0.25, 0.5, 0.02, 1, 20].map(s.digits)") == [2, 1, 2, 0, 0]
 
 
 def test_the_line_to_join_is_copied_and_the_invite_is_drawn(world, tab):
