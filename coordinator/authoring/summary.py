@@ -19,6 +19,7 @@ from coordinator.authoring.resolve import check_weights, model_of, prepare_data
 from coordinator.authoring.runfile import RunFile, load_run
 from protocol.codec import make_codec
 from protocol.spec import windows_in
+from protocol.state import state_layout
 from protocol.training_memory import model_bytes, round_bytes
 
 SAMPLED = 4096
@@ -49,7 +50,7 @@ def validate(path: Path) -> list[str]:
     lines = [
         f"{path} is a valid run file: {run_file.run.name}",
         f"model: {config['model_type']}, {layout.numel:,} parameters in {len(layout.tensors)} tensors; "
-        f"a checkpoint is {_bytes(layout.checkpoint_size)}",
+        f"a checkpoint is {_bytes(state_layout(layout, run_file.outer).checkpoint_size)}",
         *weights,
         *data_lines,
         f"inner step: {inner.batch} windows of {run_file.data.window} = {step:,} tokens",
