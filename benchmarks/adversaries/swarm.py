@@ -202,7 +202,9 @@ class Swarm:
     def _audit(self, certificate: Certificate) -> None:
         """Make the checks that a record asks for, as `protocol.rounds.work_auditor` does."""
         branch, rule, stakes = self.branch, self.scenario.defences.rule, self.branch.stakes(certificate)
-        due = {audit.update: audit.check for audit in due_audits(certificate, stakes, rule)}
+        following = branch.chain.reports_after(certificate.digest)
+        raised = rule.raised(following.convicted_stake, sum(stakes.values()))
+        due = {audit.update: audit.check for audit in due_audits(certificate, stakes, raised)}
         for update in certificate.record.body.updates:
             check = due.get(update.digest)
             for auditor in draw_auditors(certificate.digest, update.digest, update.author, stakes, rule)[:1]:
@@ -211,7 +213,6 @@ class Swarm:
                     passed = self._check(certificate, update, auditor, "loss") and passed
                 if check == "replay" or (not passed and rule.replay_rate):
                     self._check(certificate, update, auditor, "replay")
-        following = branch.chain.reports_after(certificate.digest)
         for report in certificate.record.body.reports:
             if report.body.check != "replay" or report.body.passed:
                 continue

@@ -118,7 +118,7 @@ def test_an_update_that_fails_by_few_values_is_compared_in_more():
         blobs = [bytes(codec.encode({"a": values.clone()})) for values in (first, *updates[1:])]
         return any(s.value < s.threshold for s in compare_blobs(codec, None, blobs, [], Scripted(places)))
 
-    assert not failed(updates[0], few)  # which are enough
+    assert not failed(updates[0], few)  # no more are drawn
     assert not failed(strange, [*few, *many])
     assert failed(-updates[0], [*few, *many])
 
