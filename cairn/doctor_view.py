@@ -37,6 +37,8 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 def _together(report: Report) -> str:
+    if report.is_over:
+        return "no: this run is over"
     counts = {verdict: sum(f.verdict == verdict for f in report.findings) for verdict in ("no", "warning")}
     if counts["no"]:
         return f"no: {counts['no']} of these must be fixed before this machine can take part"

@@ -69,6 +69,8 @@ class Report:
     run: RunId
     findings: tuple[DoctorFinding, ...]
     figures: dict[str, float] = field(default_factory=dict)
+    is_over: bool = False
+    """The run has nothing left to train; the machine was not examined."""
 
     @property
     def verdict(self) -> Verdict:
@@ -83,6 +85,8 @@ async def examine(machine: Examined, via: Sequence[str], progress: Progress = la
             info = await connection.client.get_run_again()
             before = time.time()
             status = await connection.client.status()
+            if info.over:
+                return Report(info.spec.run_id, (versions, links.run_finding(info, status)), is_over=True)
             ahead = (before + time.time()) / 2 - (status.time + 0.5) if status.time else None
             progress("looking at the network")
             reached = await dial(connection.members)

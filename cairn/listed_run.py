@@ -153,6 +153,7 @@ def lines(run: ListedRun) -> list[str]:
     if spec.total_tokens:
         share = min(1.0, run.tokens / spec.total_tokens)
         done = f"{bar(share)} {share:.0%} of {count(spec.total_tokens)} tokens"
+    speed = f", {count(run.tokens_per_second)} tokens/s together" if run.tokens_per_second else ""
     if run.loss:
         done += f", loss {run.loss:.3f}"
     return [
@@ -160,8 +161,8 @@ def lines(run: ListedRun) -> list[str]:
         f"  model     {_printable(spec.model.config['model_type'][:40])}, {count(spec.model.layout.numel)} parameters",
         f"  data      {count(tokens)} tokens, {where}; windows of {spec.data.window}",
         f"  progress  {done}, round {run.round}",
-        f"  peers     {run.peers} training, {count(run.tokens_per_second)} tokens/s together",
-        f"  enough    a GPU with {byte_size(memory(spec))} of memory (estimated), or a CPU with as much",
+        f"  peers     {run.peers} training{speed}",
+        f"  enough    a GPU with {byte_size(memory(spec))} of memory (estimated), or a CPU with as much memory",
         f"  join      {JOIN[spec.admission.mode]}",
         *([f"  page      {run.page}"] if run.page else []),
     ]

@@ -125,6 +125,8 @@ class LineLimit(logging.Filter):
 def set_up_logging(file: Path, *, terminal: logging.Handler | None = None) -> None:
     """Log to `file` (10 MB, three kept) and to the terminal, within the limits of `LineLimit`.
 
+    Lines with `extra={"file_only": True}` stay off the terminal: they help to find a fault, and ask nothing of people.
+
     Cairn's own loggers log from INFO, libraries from WARNING. Raises CairnError if the folder cannot be written.
     """
     try:
@@ -141,6 +143,7 @@ def set_up_logging(file: Path, *, terminal: logging.Handler | None = None) -> No
     shown = terminal or logging.StreamHandler()
     shown.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     limit = LineLimit()
+    shown.addFilter(lambda record: not getattr(record, "file_only", False))
     for handler in (to_file, shown):
         handler.addFilter(limit)
     logging.getLogger().handlers.clear()

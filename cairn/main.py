@@ -73,7 +73,7 @@ def _show_version(context: click.Context, _parameter: click.Parameter, wanted: b
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--version", is_flag=True, expose_value=False, is_eager=True, callback=_show_version,
-    help="Show the version, that of the protocol, and of a checkout the commit.",
+    help="Show the versions of Cairn and its protocol; in a checkout also the commit.",
 )  # fmt: skip
 def main() -> None:
     """Cairn: strangers train one model together, on their own GPUs, over the ordinary internet.

@@ -88,7 +88,7 @@ def rows(view: PeerView, bar_width: int) -> list[Row]:
         found.append(("link", list(_link(s))))
         return found
     found.append(("speed" if s.device else "link", [*_speed(s), *_link(s)]))
-    found.append(("update", list(_update(s))))
+    found.append(("update", list(_update(s, view.earnings))))
     found.append(("credits", list(_credits(view.earnings))))
     if view.page:
         found.append(("page", [Text(view.page, style=f"link {view.page}")]))
@@ -107,20 +107,23 @@ def _run(s: Snapshot, bar_width: int) -> Iterator[Text]:
 
 
 def _now(s: Snapshot, bar_width: int) -> Iterator[Text]:
+    phase = "waiting" if s.phase == "training" and s.is_waiting else s.phase
     what = {
         "joining": f"joining: {'fetches what training needs' if s.downloads else 'asks the others what they have'}",
         "syncing": f"syncing: gets the state of round {s.round}",
         "exchanging": f"exchanging updates of round {s.round}",
         "leaving": "leaving: announces what is done",
-    }.get(s.phase, f"{s.phase} round {s.round}")
-    yield Text(what, style=PHASE.get(s.phase, ""))
+        "waiting": f"waiting in round {s.round}: nothing to train for now",
+    }.get(phase, f"{phase} round {s.round}")
+    yield Text(what, style=PHASE.get(phase, ""))
     if s.phase == "training" and s.target_tokens:
         yield _progress(s.round_tokens / s.target_tokens, bar_width)
         missing, speed = s.target_tokens - s.round_tokens, s.swarm_tokens_per_second
         ends = [missing / speed] if speed > 0 else []
         ends += [] if s.round_seconds_left is None else [s.round_seconds_left]
         if ends:
-            yield Text(f"about {ago(min(ends))} left" if min(ends) >= 1 else "ends now")
+            about = "about" if speed > 0 else "at most"  # without a speed only the limit is known
+            yield Text(f"{about} {ago(min(ends))} left" if min(ends) >= 1 else "ends now")
     if not s.device and s.phase != "observing":
         yield Text("the trainer is starting", style="yellow")
 
@@ -143,7 +146,8 @@ def _download(d: Download, bar_width: int) -> list[Text]:
 def _speed(s: Snapshot) -> Iterator[Text]:
     if s.device:
         yield Text(f"{count(s.tokens_per_second)} tokens/s", style="bold")
-        yield Text(f"loss {s.loss:.3f}" if s.loss else "no loss yet")
+        if s.loss or not s.own_updates:  # a trainer that begins anew has none for a while
+            yield Text(f"loss {s.loss:.3f}" if s.loss else "no loss yet")
         if s.mfu is not None:
             yield Text(f"MFU {s.mfu:.0%}")
 
@@ -153,10 +157,11 @@ def _link(s: Snapshot) -> Iterator[Text]:
     yield Text(f"down {byte_size(s.down_per_second)}/s")
 
 
-def _update(s: Snapshot) -> Iterator[Text]:
+def _update(s: Snapshot, earnings: PeerEarnings | None) -> Iterator[Text]:
     fate = s.last_update
     if fate is None:
-        yield Text("none announced yet", style="dim")
+        since = "since this start" if earnings is not None and earnings.rounds else "yet"
+        yield Text(f"none announced {since}", style="dim")
     elif fate.accepted is None:
         yield Text(f"announced in round {fate.round}, not decided yet", style="cyan")
     elif fate.accepted:

@@ -22,6 +22,8 @@ PHASE = {
     "resting": "dim cyan", "silent": "dim", "gone": "dim", "banned": "red", "barred": "red",
 }  # fmt: skip
 FEW_ROUNDS = 5
+WIDE = 100
+"""Columns from which on lines and tables say more."""
 
 
 def ago(seconds: float) -> str:
@@ -41,7 +43,7 @@ def headline(s: Any) -> Text:
 
 
 def progress(s: Any, width: int) -> Text:
-    """Return the run's progress: tokens, speed, finalized round and head."""
+    """Return the run's progress: tokens, speed, time to go, finalized round, and in wide terminals the head."""
     text = Text("run   ", style="dim")
     if s.total_tokens:
         share = min(1.0, s.tokens / s.total_tokens)
@@ -50,7 +52,12 @@ def progress(s: Any, width: int) -> Text:
     else:
         text.append(f"{count(s.tokens)} tokens", style="not dim")
     final = "none" if s.final_round is None else str(s.final_round)
-    return text.append(f"  {count(s.tokens_per_second)}/s  final {final}  head {s.head.short}", style="not dim")
+    if (speed := s.tokens_per_second) > 0:
+        text.append(f"  {count(speed)}/s", style="not dim")
+        if s.total_tokens > s.tokens:
+            text.append(f"  about {ago((s.total_tokens - s.tokens) / speed)} left", style="not dim")
+    head = f"  head {s.head.short}" if width >= WIDE else ""
+    return text.append(f"  final {final}{head}", style="not dim")
 
 
 def losses(s: Any, width: int) -> Text | None:
@@ -94,7 +101,7 @@ def peer_table(s: Any, width: int, most: int | None = None) -> RenderableType:
     """Return the peers in the coordinator's order; those beyond `most` are counted by state."""
     if not s.peers:
         return Text("no peer is known yet", style="dim")
-    wide = width >= 100
+    wide = width >= WIDE
     shown = s.peers if most is None else s.peers[:most]
     rows: list[list[Text | str]] = []
     for p in shown:
@@ -122,7 +129,7 @@ def round_table(s: Any, width: int, most: int = FEW_ROUNDS) -> RenderableType | 
     for r in s.rounds[:most]:
         more = r.absent_total - len(r.absent)
         absent = ", ".join(r.absent) + (f" and {more} more" if more else "")
-        final = Text("final" if r.final else "open", style="dim")
+        final = Text("final" if r.final else "not final", style="dim")
         rows.append([str(r.round), f"{r.loss:.3f}", count(r.tokens), str(r.contributors), final, absent or "-"])
     titles = ("round", "loss", "tokens", "in it", "", "trained, but not in it")
     return table(titles, rows, width, left={titles[4], titles[5]}, gives=titles[5]) if rows else None

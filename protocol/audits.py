@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
@@ -36,6 +36,12 @@ LOSS_CHECK_PASSES = 4 * WINDOWS_COMPARED
 
 TRAINED_WINDOW_PASSES = 3
 """The training of a window in forward passes: a backward pass takes two."""
+
+RAISED = 4
+"""Times the usual rates, at most, while keys with much of the stake were convicted."""
+
+RAISED_BY = 16
+"""Equal keys of which one conviction raises the rates as far as they go."""
 
 BY_STRENGTH: tuple[AuditCheck, ...] = ("replay", "loss")
 """Checks that may be due, the one that decides more first."""
@@ -63,6 +69,18 @@ class AuditRule:
     """Rounds for which the first conviction bars a key."""
     owner: PeerKey | None = None
     """The run's owner: it may report on any update."""
+
+    def raised(self, convicted: int, total: int) -> AuditRule:
+        """Return the rule for a branch whose newest records convict keys that had this stake, beside the stake of all.
+
+        One liar is seldom alone, and a jury's work is dearer than more audits. No single peer's word raises a rate.
+        """
+        if not convicted:
+            return self
+        most = total + convicted
+        times = most + (RAISED - 1) * min(most, RAISED_BY * convicted)
+        loss, cost, replay = (rate * times // most for rate in (self.loss_rate, self.loss_cost, self.replay_rate))
+        return replace(self, loss_rate=min(MILLION, loss), loss_cost=cost, replay_rate=min(MILLION, replay))
 
     def rate(self, check: AuditCheck, weighed: int) -> int:
         """Return the rate of a check of an update, by its weighed windows."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 
 from protocol.audits import AuditRule
@@ -85,6 +86,17 @@ class CarriedReports:
                 reports_so_far = [*audited.reports, *new]
                 found.append(decide(audited.certificate, audited.update, reports_so_far, audited.stakes, self._rule))
         return tuple(sorted((d for d in found if d is not None), key=lambda d: (d.record, d.author)))
+
+    @cached_property
+    def convicted_stake(self) -> int:
+        """The stake that keys had until a record of this branch convicted them."""
+        return sum(
+            self._stakes_at(node.parent).get(decision.author, 0)
+            for node in self._branch
+            if node.certificate is not None and node.parent is not None
+            for decision in node.certificate.record.body.decisions
+            if decision.convicted
+        )
 
     def auditors_of(self, report: Signed[WorkReport]) -> set[PeerKey]:
         """Return the auditors of a report's update, with the owner, while nothing is decided about it; else nobody."""

@@ -24,7 +24,7 @@ from benchmarks.convergence.fleet import Fleet
 from benchmarks.convergence.setting import PROFILES, Setting
 from benchmarks.convergence.studies import NESTEROV
 from peer.auditor.job import SCREENED_BACK, ClaimedUpdate
-from peer.auditor.screen import chosen_tensors, compare_signs, signs
+from peer.auditor.screen import compare_blobs
 from peer.training.schedule import replayable_factor
 from protocol.assignment import windows_of
 from protocol.audits import TRAINED_WINDOW_PASSES, WINDOWS_COMPARED, draw_auditors, due_audits
@@ -89,11 +89,7 @@ class Swarm:
         """Windows of training, and what checks cost, in the same unit."""
         self.seconds = {"trained": 0.0, "screens": 0.0}
         """CPU time of all training, and of screens."""
-        self.tensors = chosen_tensors(world.codec, profile.vocabulary, Random(scenario.seed))
-        self.decoding_seconds = 0.0
-        """CPU time of decoding the newest record's updates."""
-        self.signs: list[dict[PeerKey, Tensor]] = []
-        """Of each record, the signs of its updates."""
+        self.chooser = Random(scenario.seed)
 
     # -- one round ---------------------------------------------------------------------------------------------
 
@@ -206,20 +202,17 @@ class Swarm:
     def _audit(self, certificate: Certificate) -> None:
         """Make the checks that a record asks for, as `protocol.rounds.work_auditor` does."""
         branch, rule, stakes = self.branch, self.scenario.defences.rule, self.branch.stakes(certificate)
-        due = {audit.update: audit.check for audit in due_audits(certificate, stakes, rule)}
-        blobs, began = self.held[certificate.digest].blobs, process_time()
-        self.signs.append({u.author: signs(self.world.codec, blobs[u.author], self.tensors)
-                           for u in certificate.record.body.updates})  # fmt: skip
-        self.decoding_seconds = process_time() - began
+        following = branch.chain.reports_after(certificate.digest)
+        raised = rule.raised(following.convicted_stake, sum(stakes.values()))
+        due = {audit.update: audit.check for audit in due_audits(certificate, stakes, raised)}
         for update in certificate.record.body.updates:
             check = due.get(update.digest)
             for auditor in draw_auditors(certificate.digest, update.digest, update.author, stakes, rule)[:1]:
-                passed = check == "replay" or self._screened(update, auditor)
+                passed = check == "replay" or self._screened(update.author, auditor)
                 if check == "loss":
                     passed = self._check(certificate, update, auditor, "loss") and passed
                 if check == "replay" or (not passed and rule.replay_rate):
                     self._check(certificate, update, auditor, "replay")
-        following = branch.chain.reports_after(certificate.digest)
         for report in certificate.record.body.reports:
             if report.body.check != "replay" or report.body.passed:
                 continue
@@ -229,18 +222,15 @@ class Swarm:
                 if key in self.keys and key != update.author:
                     self._check(about, update, key, "replay")
 
-    def _screened(self, update: Signed[UpdateHeader], by: PeerKey) -> bool:
+    def _screened(self, author: PeerKey, by: PeerKey) -> bool:
         """Screen an update of the newest record as the product does. Return whether it passed."""
         if not self.scenario.defences.screens or by in self.hostile:
             return True
-        began = process_time()
-        of_round = self.signs[-1]
-        others = [s for author, s in of_round.items() if author != update.author]
-        earlier = [torch.stack(list(self.signs[-1 - back].values())).sum(0, dtype=torch.int16)
-                   for back in SCREENED_BACK if back < len(self.signs)]  # fmt: skip
-        scores = compare_signs(torch.stack([of_round[update.author], *others]), earlier)
-        # Auditors do not share what they have decoded: each decodes all updates of these records.
-        self.seconds["screens"] += process_time() - began + (1 + len(earlier)) * self.decoding_seconds
+        began, of_round = process_time(), self.sent[-1]
+        updates = [of_round[author], *(blob for key, blob in of_round.items() if key != author)]
+        earlier = [list(self.sent[-1 - back].values()) for back in SCREENED_BACK if back < len(self.sent)]
+        scores = compare_blobs(self.world.codec, self.world.profile.vocabulary, updates, earlier, self.chooser)
+        self.seconds["screens"] += process_time() - began
         return all(s.value >= s.threshold for s in scores)
 
     def _check(self, record: Certificate, update: Signed[UpdateHeader], by: PeerKey, check: AuditCheck) -> bool:

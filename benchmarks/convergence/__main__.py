@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.convergence import goals, measure, pool, tables
+from benchmarks.convergence import goals, links, measure, pool, tables
 from benchmarks.convergence.corpus import FOLDER, corpus
 from benchmarks.convergence.measure import Measured
 from benchmarks.convergence.setting import PROFILES, Profile, Setting
@@ -101,25 +101,27 @@ def _compared(
 ) -> dict[str, list[Measured]]:
     """Return the main comparison and the studies, by name. Studies use the learning rate that is best for their base.
 
-    The base is the main comparison's own row in other words, so where that was run, its search is not run again.
+    The base is the main comparison's own row in other words, so where that was run, its search is not run again. A
+    study of OWN_ROWS needs only its learning rate.
     """
     sections: dict[str, list[Measured]] = {}
     if "main" in names:
         sections["main"] = _tuned(rows, profile, seeds, rate, run)
-    if studies := [n for n in names if n != "main"]:
+    studies = [n for n in names if n != "main"]
+    lr = rate
+    if studies and (lr is None or any(n not in OWN_ROWS for n in studies)):
         same = [m.lr for m in sections.get("main", []) if m.row.options == STATELESS]
         if same:
             sections["base"] = measure.at_rate(STUDIES["base"], same[0], profile, study_seeds, None, run)
         else:
             sections["base"] = _tuned(STUDIES["base"], profile, study_seeds, rate, run)
         lr = sections["base"][0].lr
-        for name in studies:
-            if name == "inner":
-                sections[name] = _tuned(STUDIES[name], profile, study_seeds, rate, run)
-            elif name in OWN_ROWS:
-                sections[name] = measure.at_rate(OWN_ROWS[name], lr, profile, study_seeds, None, run)
-            elif name != "base":
-                sections[name] = measure.at_rate(STUDIES[name], lr, profile, study_seeds, None, run)
+    for name in studies:
+        if name == "inner":
+            sections[name] = _tuned(STUDIES[name], profile, study_seeds, rate, run)
+        elif lr is not None and name != "base":
+            rows = OWN_ROWS.get(name) or STUDIES[name]
+            sections[name] = measure.at_rate(rows, lr, profile, study_seeds, None, run)
     return sections
 
 
@@ -168,6 +170,20 @@ def times(results: Mapping[str, Any]) -> str:
     return (
         f"to a validation loss of {target:.3f}, at {goals.MBIT:g} Mbit/s\n\n{report.table(tables.TIME_COLUMNS, rows)}"
     )
+
+
+def behind(results: Mapping[str, Any], row: Measured, other: Measured) -> dict[int, tuple[float, float]]:
+    """Return how far a row is behind another one, by the steps of its evaluations: (steps, share of the loss).
+
+    The steps are those since the other one had the row's loss. Both are of the first seed's curve, and only at
+    evaluations at which the other one has come so far.
+    """
+    curve, others = (next(iter(m.results.values())).curve for m in (row, other))
+    step_tokens, found = profile_of(results).step_tokens, {}
+    for point, theirs in zip(curve, others, strict=True):
+        if (there := links.crossing(others, point[1])) is not None:
+            found[round(point[0] / step_tokens)] = (point[0] - there[0]) / step_tokens, point[1] / theirs[1] - 1
+    return found
 
 
 def profile_of(results: Mapping[str, Any]) -> Profile:

@@ -35,6 +35,8 @@ class Profile:
     lr: float
     """The first learning rate of each method's search."""
     device: str = "cpu"
+    planned: int | None = None
+    """The steps of the learning rate's schedule, where the training stops before its end."""
 
     @property
     def tokens(self) -> int:
@@ -65,6 +67,7 @@ PROFILES = {
     for p in (
         Profile("tiny", _llama(64, 172, 2, 4, 64), 512, 64, peers=4, batch=4, steps=1500, lr=4e-3),
         Profile("broad", _llama(64, 172, 2, 4, 64), 512, 64, peers=4, batch=16, steps=750, lr=4e-3),
+        Profile("start", _llama(64, 172, 2, 4, 64), 512, 64, 4, 16, steps=180, lr=4e-3, planned=750),
         Profile("many", _llama(64, 172, 2, 4, 64), 512, 64, peers=16, batch=4, steps=750, lr=4e-3),
         Profile("long", _llama(64, 172, 2, 4, 64), 512, 64, peers=4, batch=16, steps=3000, lr=4e-3),
         Profile("longer", _llama(64, 172, 2, 4, 64), 512, 64, peers=4, batch=16, steps=7200, lr=8e-3),
@@ -74,7 +77,7 @@ PROFILES = {
         Profile("gpu150m", _llama(768, 2048, 16, 12, 1024), 32768, 1024, 8, 16, 5000, 6e-4, device="cuda"),
     )
 }
-"""0.13 (small batches; large ones; of many peers; long; longer), 1.1, 5.4, 20 and 150 million parameters."""
+"""0.13 (small batches; large ones; their start; many peers; long; longer), 1.1, 5.4, 20 and 150 million parameters."""
 
 WARMUP = 0.04
 """Share of the training over which the learning rate rises; then a cosine to MIN_RATIO."""
@@ -132,9 +135,9 @@ class Setting:
 
     def factor(self, done: float) -> float:
         """Return the factor of the learning rate after this share of the training."""
-        total = self.profile.tokens
+        total = (self.profile.planned or self.profile.steps) * self.profile.step_tokens
         schedule = Schedule(kind="cosine", warmup_tokens=int(WARMUP * total), total_tokens=total, min_ratio=MIN_RATIO)
-        return factor(schedule, done * total)
+        return factor(schedule, done * self.profile.tokens)
 
     def inner(self, lr: float, batch: int | None = None, optimizer: str = "adamw") -> InnerSpec:
         """Return the inner optimizer of the product's trainer.

@@ -151,8 +151,21 @@ PEOPLE = (
 
 PEOPLE_ROWS = tuple(Row(label, "cairn", {**STATELESS, "conditions": there}) for label, there in PEOPLE)
 
-OWN_ROWS = {"people": PEOPLE_ROWS, "reduced": REDUCED_ROWS}
-"""Studies of Cairn's own rounds, as they are: each is set beside its first row."""
+MOMENTUM_BASE: dict[str, Any] = {**BASE, "outer_lr": 1.0, "momentum": 0.5}
+"""SIGNS in the words of `variants`."""
+
+METHOD_ROWS = (
+    _from(MOMENTUM_BASE, "the default"),
+    _from(MOMENTUM_BASE, "H 9, then 54 after 10%", h=9, h_late=((0.1, 54),)),
+    _from(MOMENTUM_BASE, "Muon's momentum 0.98", muon_momentum=0.98),
+    _from(MOMENTUM_BASE, "one peer's update alone in the first 3 rounds", lead=3),
+    _from(MOMENTUM_BASE, "the norm restored", restore=True, outer_lr=1.0, momentum=0.0),
+    _from(MOMENTUM_BASE, "outer rate 0.65 in the last fifth", outer_late=((0.8, 0.65),)),
+)
+"""Changes that might learn better than the default."""
+
+OWN_ROWS = {"people": PEOPLE_ROWS, "reduced": REDUCED_ROWS, "method": METHOD_ROWS}
+"""Studies with a base of their own: each is set beside its first row."""
 
 QUICK = (
     REFERENCE,

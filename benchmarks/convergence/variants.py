@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +17,10 @@ from benchmarks.convergence import blocks
 from benchmarks.convergence.fleet import Fleet
 from benchmarks.convergence.method import Method
 from benchmarks.convergence.setting import Setting
+from peer.training.muon import MOMENTUM
 from protocol.layout import BLOCK
+
+Value = TypeVar("Value", int, float)
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,9 @@ class Choice:
     its own progress, sent or not, and not from the common state. `absorb`: the fate of a peer's feedback for a
     coordinate that only others moved. It stays ("none"), is dropped ("drop"), or shrinks by their movement in its own
     direction ("same"). `embedding_k`: the number of coordinates that are sent of each block of the embedding, in 2
-    bits; 0: as elsewhere.
+    bits; 0: as elsewhere. `restore`: each tensor's mean gets the mean of the updates' norms (arXiv 2604.21428).
+    `outer_late`: (share, outer_lr) as density. `lead`: the number of first rounds in which the first peer's update
+    alone counts. `muon_momentum`: of the inner Muon.
     """
 
     h: int = 10
@@ -54,6 +60,10 @@ class Choice:
     absorb: str = "none"
     inner: str = "adamw"
     embedding_k: int = 0
+    restore: bool = False
+    outer_late: tuple[tuple[float, float], ...] = ()
+    lead: int = 0
+    muon_momentum: float = MOMENTUM
 
 
 class Variant(Method):
@@ -64,6 +74,8 @@ class Variant(Method):
         self.c = Choice(**choice)
         peers = setting.profile.peers
         self.fleet = Fleet(setting, lr, peers, self.c.inner)
+        if self.fleet.muon is not None:
+            self.fleet.muon.optimizer.momentum = self.c.muon_momentum
         self.base = self.fleet.row(0).clone()
         self.velocity = torch.zeros_like(self.base)
         self.limits: Tensor | None = None
@@ -132,20 +144,17 @@ class Variant(Method):
     def _apply(self) -> None:
         if self.pending is None:
             return
-        _, sent = self.pending
+        now, sent = self.pending
         self.pending = None
-        weight = 1 / len(self.fleet.flat)
-        factors = self._clip(sent)
-        for group, decoded, mask in sent:
-            values = decoded * factors[:, group.tensor, None] if self.c.clip else decoded
-            senders = (mask & (decoded != 0)).sum(0) * weight
-            mean = (values * weight).sum(0) / senders.clamp(min=weight) ** self.c.power
-            mean = blocks.transformed(mean, self.c.transform, back=True)
-            here = group.at
+        if self.turn <= self.c.lead:
+            sent = [(group, decoded[:1], mask[:1]) for group, decoded, mask in sent]
+        outer_lr = _at(self.c.outer_late, now / self.setting.profile.steps, self.c.outer_lr)
+        for group, mean in self._means(sent):
+            here, mask = group.at, next(m for g, _, m in sent if g is group)
             if self.c.momentum:
                 self.velocity[here] = self.c.momentum * self.velocity[here] + mean
                 mean = mean + self.c.momentum * self.velocity[here]
-            mean = self.c.outer_lr * mean
+            mean = outer_lr * mean
             self.base[here] -= mean
             if self.c.absorb != "none":
                 left = self.e[:, here]
@@ -158,12 +167,31 @@ class Variant(Method):
         if self.c.forget:
             self.fleet.forget_moments()
 
+    def _means(self, sent: Sequence[tuple[blocks.Group, Tensor, Tensor]]) -> list[tuple[blocks.Group, Tensor]]:
+        """Return each group's mean of the updates, fp32 [blocks, width]."""
+        weight = 1 / len(sent[0][1])
+        factors = self._clip(sent)
+        tensors = len(self.setting.layout.tensors)
+        wanted, found = (torch.zeros(rows, tensors, device=self.base.device) for rows in (len(factors), 1))
+        means = []
+        for group, decoded, mask in sent:
+            values = decoded * factors[:, group.tensor, None] if self.c.clip else decoded
+            senders = (mask & (decoded != 0)).sum(0) * weight
+            mean = (values * weight).sum(0) / senders.clamp(min=weight) ** self.c.power
+            means.append((group, blocks.transformed(mean, self.c.transform, back=True)))
+            wanted.index_add_(1, group.tensor, values.square().sum(2))
+            found.index_add_(1, group.tensor, mean.square().sum(1)[None, :])
+        if not self.c.restore:
+            return means
+        scale = wanted.sqrt().mean(0) / found[0].sqrt().clamp(min=1e-30)
+        return [(group, mean * scale[group.tensor, None]) for group, mean in means]
+
     def _clip(self, sent: Sequence[tuple[blocks.Group, Tensor, Tensor]]) -> Tensor:
         """Return the factors that bring each peer's update of a tensor to the limit: fp32 [peers, tensors].
 
         The limit is the lower median norm, within a factor 2 of the limit of the round before.
         """
-        energies = torch.zeros(len(self.fleet.flat), len(self.setting.layout.tensors), device=self.base.device)
+        energies = torch.zeros(len(sent[0][1]), len(self.setting.layout.tensors), device=self.base.device)
         for group, decoded, _ in sent:
             energies.index_add_(1, group.tensor, decoded.square().sum(2))
         norms = energies.sqrt()
@@ -203,7 +231,7 @@ def _fragments(found: Sequence[blocks.Group], parts: int) -> list[list[blocks.Gr
             for i in range(parts)]  # fmt: skip
 
 
-def _at(steps: Sequence[tuple[float, int]], done: float, before: int) -> int:
+def _at(steps: Sequence[tuple[float, Value]], done: float, before: Value) -> Value:
     """Return the value that applies after this share of the training."""
     for share, value in steps:
         if done >= share:

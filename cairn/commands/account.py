@@ -156,7 +156,7 @@ def _print(s: CreditTotals, receipts: Sequence[Receipted]) -> None:
     console.print(
         f"{credits(s.settled)} credits settled, {credits(s.pending)} pending"
         + (f", {credits(s.voided)} voided" if s.voided else "")
-        + f"; {credits(s.recent)} a day recently; {count(s.tokens)} tokens in {s.rounds} rounds",
+        + f"; {credits(s.recent)} a day (mean over weeks); {count(s.tokens)} tokens in {s.rounds} rounds",
         soft_wrap=True,
     )
     if s.account is not None:

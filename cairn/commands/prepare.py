@@ -76,9 +76,10 @@ def prepare(
         report=lambda line: click.echo(line, err=True),
     )
     m = prepared.manifest
-    click.echo(f"training    {m.train.tokens:,} tokens in {len(m.train.shards)} shards")
-    click.echo(f"validation  {m.validation.tokens:,} tokens in {len(m.validation.shards)} shards")
+    for name, part in (("training", m.train), ("validation", m.validation)):
+        shards = len(part.shards)
+        click.echo(f"{name:<11} {part.tokens:,} tokens in {shards} shard{'s' * (shards != 1)}")
     if (packed := m.conversations) is not None:
         click.echo(f"trained     {packed.trained:,} tokens: a window counts as {packed.window_tokens:,}")
     click.echo(f"tokenizer   {m.vocabulary:,} tokens, {m.dtype}")
-    click.echo(f'folder      {out}  (in run.toml: [data] prepared = "{out}")')
+    click.echo(f'folder      {out}  (in a run.toml beside it: [data] prepared = "{out.absolute().name}")')

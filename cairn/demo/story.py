@@ -52,9 +52,8 @@ LIARS_AT = 4
 MARGIN = 2.0
 """Nats by which the held-out loss must fall."""
 
-READY_SECONDS, RUN_SECONDS, END_SECONDS = 240.0, 600.0, 60.0
-AUDITED_SECONDS = 1200.0
-"""RUN_SECONDS with liars: rounds leave time for audits."""
+READY_SECONDS, ROUND_SECONDS, END_SECONDS = 240.0, 600.0, 60.0
+"""Seconds for the coordinator to start, without a new round, and for the last state to be archived."""
 
 PROMPT = "The people of the United States"
 MARK = "cairn-demo"
@@ -181,16 +180,33 @@ def _join_liar(demo: Demo, name: str, processes: list[Process]) -> None:
     processes.append(liar)
 
 
+@dataclass(slots=True)
+class Patience:
+    """The wait for a run that goes on: it is over `seconds` after the newest round came."""
+
+    seconds: float
+    since: float
+    round: int = 0
+
+    def is_over(self, round: int, now: float) -> bool:
+        """Note the round that is trained now, and return whether it has been for too long."""
+        if round != self.round:
+            self.round, self.since = round, now
+        return now - self.since > self.seconds
+
+
 async def _watch(demo: Demo, processes: list[Process]) -> None:
-    """Watch until every living peer has finished. Raises CairnError if one fails, or the run takes too long."""
-    seconds = AUDITED_SECONDS if demo.liars else RUN_SECONDS
-    end = time.monotonic() + seconds
+    """Watch until every living peer has finished. Raises CairnError if one fails, or no new round comes.
+
+    The run may take as long as it likes: on a busy machine that is hours.
+    """
+    patience = Patience(ROUND_SECONDS, time.monotonic())
     trail = AuditTrail(demo.spec) if demo.liars else None
     async with CoordinatorClient(demo.invite, timeout=5.0) as client:
         while any(demo.peers[name].running for name in demo.living):
             _check_processes(demo)
-            if time.monotonic() > end:
-                raise CairnError(f"the run did not end within {seconds:.0f} s; see the logs in {demo.folder}")
+            if patience.is_over(demo.status.round if demo.status else 0, time.monotonic()):
+                raise CairnError(f"no new round in {ROUND_SECONDS:.0f} s; see the logs in {demo.folder}")
             try:
                 demo.status = await client.status()
             except CoordinatorUnreachable as e:

@@ -20,6 +20,7 @@ from coordinator.authoring.runfile import RunFile, load_run
 from protocol.codec import make_codec
 from protocol.layout import VALUE_BYTES
 from protocol.spec import AdapterSettings, windows_in
+from protocol.state import state_layout
 from protocol.training_memory import model_bytes, round_bytes
 
 SAMPLED = 4096
@@ -54,7 +55,7 @@ def validate(path: Path) -> list[str]:
     lines = [
         f"{path} is a valid run file: {run_file.run.name}",
         f"model: {config['model_type']}, {layout.numel:,} parameters in {len(layout.tensors)} tensors; "
-        f"a checkpoint is {_bytes(layout.checkpoint_size)}",
+        f"a checkpoint is {_bytes(state_layout(layout, run_file.outer).checkpoint_size)}",
         *([] if adapter is None else [_adapter_line(adapter, model, frozen)]),
         *weights,
         *data_lines,

@@ -79,7 +79,12 @@ class Outbox:
                 except NETWORK_ERRORS as e:
                     why = str(e) or type(e).__name__
                     if to not in self.failures:
-                        log.info("cannot reach %s: %s", to.short, why)
+                        log.info(
+                            "cannot reach %s: %s",
+                            to.short,
+                            why.removeprefix(f"peer {to.short}: "),
+                            extra={"file_only": True},
+                        )
                     self.failures[to] = why
                     queue.clear()
         finally:

@@ -31,10 +31,10 @@ class Snapshot:
     `mfu` is None when unknown. `memory_used` and `memory_whole` are bytes, of the rank that uses most; 0 when unknown.
     `time_shares` are shares of the trainer's last minute; empty when unknown.
     `trained_windows` counts from the start of this node; windows that were trained again count again. `open_windows`
-    are not covered by an update yet. `next_window` is the absolute number of the window to train next; 0 without a
-    trainer. `orders` are the reasons why this peer may not train, for people: a directive of the owner, or a
-    conviction. It is empty when there are none. `rest` is why its user wants it to rest, empty while it may train.
-    With `devices_free` no process of it uses a device.
+    are not covered by an update yet. With `is_waiting` the trainer has nothing to train for now. `next_window` is the
+    absolute number of the window to train next; 0 without a trainer. `orders` are the reasons why this peer may not
+    train, for people: a directive of the owner, or a conviction. It is empty when there are none. `rest` is why its
+    user wants it to rest, empty while it may train. With `devices_free` no process of it uses a device.
     `audits` counts this node's checks of others' updates (`update_auditor.AuditCounts`), and those that wait. It is
     empty when it makes none.
     """
@@ -71,6 +71,7 @@ class Snapshot:
     time_shares: dict[str, float] = field(default_factory=dict)
     trained_windows: int = 0
     open_windows: int = 0
+    is_waiting: bool = False
     next_window: int = 0
     orders: str = ""
     rest: str = ""

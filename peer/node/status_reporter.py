@@ -116,6 +116,7 @@ class StatusReporter:
             time_shares=asdict(progress.spent) if progress.spent else {},
             trained_windows=0 if t is None else t.trained,
             open_windows=progress.windows,
+            is_waiting=progress.waiting,
             next_window=progress.next_window,
             orders=self.directives.description,
             rest=self.rest.reason,

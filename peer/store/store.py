@@ -130,7 +130,7 @@ def _lock(folder: Path) -> int:
         raise StoreBusy(
             f"Cairn is already running with the folder {folder}"
             + (f" (process {holder})" if holder.isdigit() else "")
-            + ": stop it first, or start this one with another home folder"
+            + ": stop it first, or give this one a folder of its own with --home"
         ) from None
     os.ftruncate(fd, 0)
     os.pwrite(fd, str(os.getpid()).encode(), 0)

@@ -29,12 +29,13 @@ MOMENT = "momentum_buffer"
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon on whole matrices. `dtype`: of the iterations, fp32 or bf16."""
+    """Muon on whole matrices. `dtype`: of the iterations, fp32 or bf16. `momentum`: another one for a comparison."""
 
     def __init__(self, matrices: Iterable[Tensor], spec: InnerSpec):
         """Step these fp32 matrices with the spec's learning rate and weight decay."""
         super().__init__(matrices, {"lr": spec.lr, "weight_decay": spec.weight_decay})
         self.dtype = torch.float32
+        self.momentum = MOMENTUM
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # none is used
@@ -47,8 +48,8 @@ class Muon(torch.optim.Optimizer):
                 state = self.state[matrix]
                 if not state:
                     state[MOMENT] = torch.zeros_like(matrix.grad)
-                kept = state[MOMENT].lerp_(matrix.grad, 1 - MOMENTUM)
-                change = self._change(matrix, matrix.grad.lerp(kept, MOMENTUM), rate)
+                kept = state[MOMENT].lerp_(matrix.grad, 1 - self.momentum)
+                change = self._change(matrix, matrix.grad.lerp(kept, self.momentum), rate)
                 matrix.mul_(1 - rate * decay).add_(change)
 
     def _change(self, matrix: Tensor, direction: Tensor, rate: float) -> Tensor:

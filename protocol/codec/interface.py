@@ -178,7 +178,7 @@ class Codec(ABC):
     def check_blocks(self, blob: Blob, slices: Sequence[TensorSlice] | None = None) -> None:
         """Raise CodecError unless the blocks of some slices (None: all) of a blob of the right size are valid."""
         for batch in self.batches(max(BATCH_BLOCKS, CHECK_BATCH_BYTES // self.encoded_size(BLOCK)), slices=slices):
-            self._read(blob, batch, "cpu", self._check)
+            self._read((blob,), batch, "cpu", self._check)
 
     def check_header(self, blob: Blob) -> None:
         """Raise CodecError unless the blob has the right size and header: what `decode_batch` takes for granted."""
@@ -237,7 +237,11 @@ class Codec(ABC):
 
     def decode_batch(self, blob: Blob, batch: Batch, device: torch.device | str = "cpu") -> Decoded:
         """Return the values of one batch in a blob whose header was checked. Raises CodecError."""
-        return self._read(blob, batch, device, self._decode)
+        return self.decode_batches((blob,), batch, device)
+
+    def decode_batches(self, blobs: Sequence[Blob], batch: Batch, device: torch.device | str = "cpu") -> Decoded:
+        """Return the values of one batch in several blobs, one blob after the other, as `decode_batch` does."""
+        return self._read(blobs, batch, device, self._decode)
 
     def sum_squares(
         self, blob: Blob, device: torch.device | str = "cpu", slices: Sequence[TensorSlice] | None = None
@@ -251,7 +255,7 @@ class Codec(ABC):
         left = {p.index: p.blocks for p in (self.layout.full_slices if slices is None else slices)}
         blocks: dict[int, list[float]] = {}  # of tensors of which some blocks are still to come
         for batch in self.batches(slices=slices, device=device):
-            found = self._read(blob, batch, device, self._sum_squares).tolist()
+            found = self._read((blob,), batch, device, self._sum_squares).tolist()
             for p in batch.segments:
                 seen = blocks.setdefault(p.index, [])
                 seen += found[p.row : p.row + p.count]
@@ -284,15 +288,17 @@ class Codec(ABC):
         whole, rest = divmod(numel, BLOCK)
         return whole * self.encoded_size(BLOCK) + (self.encoded_size(rest) if rest else 0)
 
-    def _read(self, blob: Blob, batch: Batch, device: torch.device | str, how: Callable[[Tensor, int], T]) -> T:
-        size, view = self.encoded_size(batch.width), memoryview(blob)
-        # A copy: the view may be of a read-only file, and must not change between the check and the use.
-        data = bytearray().join([view[p.offset : p.offset + p.count * size] for p in batch.segments])
-        encoded = torch.frombuffer(data, dtype=torch.uint8).view(batch.count, size)
+    def _read(
+        self, blobs: Sequence[Blob], batch: Batch, device: torch.device | str, how: Callable[[Tensor, int], T]
+    ) -> T:
+        size, views = self.encoded_size(batch.width), map(memoryview, blobs)
+        # A copy: a view may be of a read-only file, and must not change between the check and the use.
+        data = bytearray().join([v[p.offset : p.offset + p.count * size] for v in views for p in batch.segments])
+        encoded = torch.frombuffer(data, dtype=torch.uint8).view(-1, size)
         try:
             return how(encoded.to(device), batch.width)
         except BlockError as e:
-            raise CodecError(f"{self._row(batch, e.row)}: {e.reason}") from None
+            raise CodecError(f"{self._row(batch, e.row % batch.count)}: {e.reason}") from None
 
     def _row(self, batch: Batch, row: int) -> str:
         segment = batch.segment_at(row)

@@ -134,8 +134,11 @@ class WorkAuditor:
         """Request the checks of a record that are due and ours, and those that its reports have us make."""
         chain = self._context.chain
         certificate, rule = chain.certificate(record), chain.limits.audit
-        me = None if self._reporter is None else self._reporter.key
-        due = due_audits(certificate, chain.stakes(certificate.record.body.parent), rule)
+        me, stakes = (
+            None if self._reporter is None else self._reporter.key,
+            chain.stakes(certificate.record.body.parent),
+        )
+        due = due_audits(certificate, stakes, rule.raised(following.convicted_stake, sum(stakes.values())))
         replayed = set[Digest]()
         for audit in due:
             if me in audit.auditors[:1] or (me == rule.owner and me != audit.author):

@@ -243,7 +243,8 @@ def test_binary_data_is_refused_by_name(tmp_path: Path):
 def test_text_becomes_shards(run_file: Path, tmp_path: Path):
     done = cairn("data", "prepare", tmp_path / "text.txt", "--out", tmp_path / "out", "--vocab", "300")
     assert done.returncode == 0, done.stderr
-    assert "training" in done.stdout and (tmp_path / "out" / "manifest.json").exists()
+    assert "tokens in 1 shard\n" in done.stdout and (tmp_path / "out" / "manifest.json").exists()
+    assert '(in a run.toml beside it: [data] prepared = "out")' in done.stdout
 
 
 def test_generating_from_what_is_no_checkpoint_names_what_is_wanted(tmp_path: Path):

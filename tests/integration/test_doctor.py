@@ -29,6 +29,7 @@ from tests.support.coordinator_fakes import FakeSwarm, make_spec
 from tests.support.coordinator_service import running
 from tests.support.node_world import address_of
 from tests.support.specs import identity, spec_fields, tiny_spec
+from tests.support.waiting import until
 
 SPEC = make_spec()
 
@@ -104,6 +105,18 @@ async def test_a_machine_that_does_not_fit(
     assert lines[-1] == "no: 3 of these must be fixed before this machine can take part"
     # A path is not broken, and this machine's may be long.
     assert max(len(line) for line in done.stdout.splitlines() if "/" not in line) <= 80
+
+
+async def test_for_a_run_that_is_over_no_machine_is_examined(tmp_path: Path, served: Path, temporary: Path):
+    home, spec = tmp_path / "home", make_spec(total_tokens=20 * SPEC.data.window)
+    async with running(served, spec=spec) as (coordinator, swarm):
+        swarm.round({1: 10, 2: 10})
+        await until(lambda: coordinator.overview().health == "finished", "the run has reached its total")
+        done = await doctor(coordinator, home)
+    assert done.returncode == 1 and no_file_is_left(home, temporary)
+    findings = [line.split()[:2] for line in done.stdout.splitlines() if line[:1] not in ("", " ")]
+    assert findings == [["note", "versions"], ["no", "run"], ["no:", "this"]]
+    assert "there is nothing to train" in done.stdout and done.stdout.rstrip().endswith("no: this run is over")
 
 
 async def test_a_model_that_no_memory_holds_is_not_built(tmp_path: Path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from dataclasses import replace
 
 import pytest
 
@@ -101,3 +102,5 @@ def test_a_run_of_a_stranger_cannot_write_control_characters_to_the_terminal():
     model = spec.model.model_copy(update={"config": spec.model.config | {"model_type": "\x1b[2Jllama"}})
     run = ListedRun(spec.model_copy(update={"model": model}), "healthy", "well", 1, 1, 1.0, 1.0, 1, "")
     assert all(line.isprintable() for line in lines(run)) and "?[2Jllama" in lines(run)[1]
+    assert "1 training, 1 tokens/s together" in lines(run)[4]
+    assert lines(replace(run, tokens_per_second=0.0))[4].endswith("1 training")  # not known before the second round

@@ -87,7 +87,13 @@ def test_numbers_are_never_cut_and_names_give_way():
     text = "\n".join(lines_of(whole(status(), 80, 1000.0), made))
     assert "10.0k" in text and key(0).hex()[:8] in text and "…" in text
     assert any(line.rstrip().endswith(" 100") for line in text.splitlines()), "credits"
-    assert "final 3" in text and "page  http://run.example.org/" in text
+    assert "50.0k/s  about 3 min left  final 3" in text and "page  http://run.example.org/" in text
+    assert "not final" in text and f"head {Digest(bytes(32)).short}" not in text  # the head is for wide terminals
+
+
+def test_a_speed_that_is_not_known_is_no_zero():
+    text = "\n".join(lines_of(whole(status(tokens_per_second=0.0), 160, 1000.0), console(160, 60, terminal=False)))
+    assert "tokens  final 3  head" in text and "left" not in text
 
 
 def test_a_peer_that_left_at_an_unknown_time_is_gone_without_a_time():

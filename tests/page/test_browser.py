@@ -128,6 +128,21 @@ def test_it_opens_with_the_state_in_words_and_all_charts_drawn(world, tab):
     assert "announced 1.2 s after the record was proposed" in text(page, "#view")
 
 
+def test_a_chart_without_its_data_says_so_and_not_that_there_is_none(world, tab):
+    page, held, go_on = tab(world), [], []
+    page.route("**/api/charts", lambda route: route.continue_() if go_on else held.append(route))
+    page.reload()
+    until(page, "document.querySelector('#message').textContent.includes('training')")
+    wait_until(lambda: page.wait_for_timeout(40) or held, "the charts' data are asked for")
+    assert set(page.locator(".chart-box .empty").all_inner_texts()) == {"loading"}
+    assert not page.locator(".chart:visible").count()
+    go_on.append(True)
+    for route in held:
+        route.continue_()
+    until(page, "document.querySelectorAll('.chart canvas').length === 6")
+    assert not page.locator(".chart-box .empty:visible").count()
+
+
 def test_it_lives_without_being_loaded_again(world, tab):
     page = tab(world)
     until(page, "document.querySelectorAll('.chart canvas').length === 6")
@@ -243,6 +258,7 @@ def test_what_is_done_to_columns_before_they_are_drawn(world, tab):
     assert run("s.smoothed([4, 8, null, 6, 99], 0.5, new Set([4]))") == [4, pytest.approx(20 / 3), None, 6, 6]
     assert run("s.logTicks(2.9, 11)") == [3, 4, 5, 6, 8, 10] and run("s.logTicks(1, 2e6).length") == 7
     assert run("s.logTicks(3.31, 3.39)") == [3.32, 3.34, 3.36, 3.38]
+    assert run("[0.25, 0.5, 0.02, 1, 20].map(s.digits)") == [2, 1, 2, 0, 0]
 
 
 def test_the_line_to_join_is_copied_and_the_invite_is_drawn(world, tab):

@@ -273,7 +273,8 @@ class DhtPresence:
                 return []
             return _values(MSGPackSerializer.loads(result.value))
         except Exception as e:  # noqa: BLE001 - whatever a stranger's answer makes hivemind and msgpack raise
-            log.info("a DHT node gave no usable answer: %s", short_report(str(e)) or type(e).__name__)
+            why = short_report(str(e)) or type(e).__name__
+            log.info("a DHT node gave no usable answer: %s", why, extra={"file_only": True})
             return []
 
     async def _near(self) -> list[PeerID]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks.convergence import blocks, job, links, measure, tables, tuning
 from benchmarks.convergence.corpus import Corpus
@@ -17,7 +18,7 @@ from benchmarks.convergence.goals import judged
 from benchmarks.convergence.job import Job, Result
 from benchmarks.convergence.local_steps import Alone, DeMo, DiLoCo, dct_matrix
 from benchmarks.convergence.method import Method
-from benchmarks.convergence.replica import Replica
+from benchmarks.convergence.replica import Replica, split
 from benchmarks.convergence.setting import PROFILES, Setting
 from benchmarks.convergence.studies import BASE, MAIN, OWN_ROWS, SIGNS, STATELESS, STUDIES, Row
 from benchmarks.convergence.swarm import Cairn
@@ -152,6 +153,56 @@ def test_more_bits_leave_less_error():
     error = {kind: float((blocks.quantised(values, kind, generator) - values).norm()) for kind in blocks.QUANTISERS}
     assert error["1 mean"] > error["2 levels"] > error["3 levels"] > error["4 levels"] > error["fp32"] == 0
     assert error["2 dithered"] > error["2 levels"] < error["2 max"]
+
+
+def after_one_round(setting: Setting, **choice) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the start, each peer's own parameters when it announced, and the state that the round made of them."""
+    method = Variant(setting, LR, h=4, k=4096, quantiser="fp32", beta=0.0, clip=False, overlap=1, **choice)
+    start = method.state().clone()
+    for number in range(4):
+        method.step(number)
+    own = method.fleet.flat.clone()
+    for number in (4, 5):
+        method.step(number)
+    return start, own, method.state()
+
+
+def test_a_restored_mean_has_the_mean_of_the_norms_in_each_tensor(setting: Setting):
+    start, own, state = after_one_round(setting, restore=True)
+    _, _, plain = after_one_round(setting)
+    for t, moved, mean in zip(
+        setting.layout.tensors,
+        *(split(setting.layout, x).values() for x in (state - start, plain - start)),
+        strict=True,
+    ):
+        norms = [split(setting.layout, peer - start)[t.name].norm() for peer in own]
+        assert float(moved.norm()) == pytest.approx(float(torch.stack(norms).mean()), rel=1e-3)
+        if float(mean.norm()):
+            assert torch.cosine_similarity(moved.flatten(), mean.flatten(), dim=0) > 0.999
+
+
+def test_of_the_first_rounds_one_peers_update_alone_may_count(setting: Setting):
+    _, own, state = after_one_round(setting, lead=1)
+    assert torch.allclose(state, own[0], atol=1e-6)
+    _, own, state = after_one_round(setting)
+    assert torch.allclose(state, own.mean(0), atol=1e-6)
+
+
+def test_an_outer_rate_holds_from_its_share_of_the_training_on(setting: Setting):
+    start, own, state = after_one_round(setting, outer_late=((0.3, 0.5),))
+    assert torch.allclose(state - start, 0.5 * (own.mean(0) - start), atol=1e-6)
+
+
+def test_another_momentum_of_muon_takes_other_steps(setting: Setting):
+    _, one, _ = after_one_round(setting, inner="muon")
+    _, other, _ = after_one_round(setting, inner="muon", muon_momentum=0.5)
+    assert not torch.allclose(one, other, atol=1e-4)
+
+
+def test_a_training_that_stops_early_keeps_the_schedule_of_the_whole(setting: Setting):
+    whole = replace(setting, profile=replace(setting.profile, steps=100))
+    start = replace(setting, profile=replace(setting.profile, steps=25, planned=100))
+    assert start.factor(1.0) == whole.factor(0.25) > whole.factor(1.0)
 
 
 def test_a_swarm_of_volunteers_trains_as_many_tokens_as_a_clean_one(setting: Setting):

@@ -51,6 +51,14 @@ def test_a_flood_of_one_statement_is_cut_in_file_and_terminal_and_others_are_not
     assert len((tmp_path / "peer.log").read_text().splitlines()) == BURST + 1
 
 
+def test_a_line_that_asks_nothing_of_people_is_in_the_file_alone(tmp_path: Path, screen: Screen):
+    set_up_logging(tmp_path / "peer.log", terminal=screen)
+    logging.getLogger("peer.x").info("a DHT node gave no usable answer", extra={"file_only": True})
+    logging.getLogger("peer.x").info("training")
+    assert screen.lines == ["training"]
+    assert "no usable answer" in (tmp_path / "peer.log").read_text()
+
+
 def test_a_line_of_a_library_is_logged_a_few_times(tmp_path: Path, screen: Screen):
     """uvicorn warns of every invalid request, and of every upgrade that is asked for."""
     set_up_logging(tmp_path / "coordinator.log", terminal=screen)

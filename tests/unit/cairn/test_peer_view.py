@@ -109,6 +109,20 @@ def test_a_round_ends_at_its_time_limit_when_its_tokens_come_slowly():
     assert "58%; speed" in still and "left" not in still
 
 
+def test_a_round_without_a_speed_names_its_limit_and_one_that_is_trained_says_that_it_waits():
+    first = replace(NODE, round_seconds_left=600.0, swarm_tokens_per_second=0.0, loss=0.0, own_updates=0)
+    assert "at most 10 min left" in one_line(replace(VIEW, node=first)) and "no loss yet" in one_line(PeerView(first))
+    said = one_line(replace(VIEW, node=replace(NODE, is_waiting=True)))
+    assert "now waiting in round 12: nothing to train for now, 58%, about 26 s left" in said
+
+
+def test_a_peer_that_begins_anew_does_not_deny_what_it_did_before():
+    again = replace(NODE, last_update=None, own_updates=0, loss=0.0)
+    assert "update none announced since this start" in one_line(replace(VIEW, node=again))
+    assert "update none announced yet" in one_line(PeerView(again, PeerEarnings(0, 0, 0)))
+    assert "loss" not in one_line(replace(VIEW, node=replace(NODE, loss=0.0)))  # it rests, after nine updates
+
+
 def test_an_update_that_is_not_decided_a_silent_coordinator_and_no_credit_yet():
     waiting = replace(NODE, phase="exchanging", last_update=UpdateFate(Round(12)), mfu=None)
     said = one_line(PeerView(waiting, PeerEarnings(0, 0, 0, fresh=False)))

@@ -221,7 +221,10 @@ def test_a_folder_prepared_before_can_be_named(write, tmp_path):
     )
     run = resolve(load_run(path), tmp_path / "work", OWNER)
     assert run.spec.data.train == made.manifest.train.shards and not (tmp_path / "work" / "data").exists()
-    assert any("windows to train on" in line and "about" not in line for line in validate(path))
+    said = validate(path)
+    assert any("windows to train on" in line and "about" not in line for line in said)
+    bytes_of_a_state = (tmp_path / "work" / "genesis.safetensors").stat().st_size  # with the outer step's memory
+    assert any(line.endswith(f"a checkpoint is {bytes_of_a_state / 1000:.3g} kB") for line in said)
 
 
 @pytest.mark.parametrize(

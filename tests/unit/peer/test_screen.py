@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from random import Random
 
@@ -10,9 +12,9 @@ import torch
 from torch import Tensor
 
 from peer.auditor.job import ScreenJob
-from peer.auditor.screen import MEASURED_VALUES, chosen_tensors, compare_signs, screen, signs
+from peer.auditor.screen import chosen_blocks, compare_blobs, compare_signs, screen, signs
 from protocol.codec import make_codec
-from protocol.layout import Layout, TensorShape
+from protocol.layout import BLOCK, Layout, TensorShape
 from protocol.spec import CodecSpec
 from tests.support.coordinator_fakes import make_spec
 
@@ -42,7 +44,7 @@ class Rounds:
     def failed(self, update: Tensor) -> set[str]:
         """Return the scores that an update of the last round fails beside five honest ones."""
         last = torch.cat([update[None], self.updates[-1][1:]])
-        earlier = [self.updates[-1 - back].sum(0, dtype=torch.int16) for back in (1, 2, 4)]
+        earlier = [self.updates[-1 - back] for back in (1, 2, 4)]
         return {s.name for s in compare_signs(last, earlier) if s.value < s.threshold}
 
 
@@ -70,17 +72,55 @@ def test_updates_without_any_sign_agree_by_chance():
 
 def test_the_tensors_of_the_vocabulary_are_compared_only_if_there_are_no_others():
     layout = Layout((TensorShape("a", (64, 8)), TensorShape("b", (32, 8)), TensorShape("c", (8, 32))))
-    codec = make_codec(CodecSpec(kind="sign"), layout)
-    assert chosen_tensors(codec, 64, Random(1)) == [1, 2]
-    assert chosen_tensors(make_codec(CodecSpec(kind="sign"), Layout(layout.tensors[:1])), 64, Random(1)) == [0]
+    assert chosen_blocks(layout, 64, 1, Random(1)) != list(layout.full_slices[1:])
+    assert chosen_blocks(layout, 64, 9999, Random(1)) == list(layout.full_slices[1:])
+    assert chosen_blocks(Layout(layout.tensors[:1]), 64, 9999, Random(1)) == list(layout.full_slices[:1])
 
 
-def test_of_a_large_model_only_some_tensors_are_compared_and_nobody_knows_which():
-    tensor = (128, 128)
-    layout = Layout(tuple(TensorShape(f"t{i:02}", tensor) for i in range(16)))
-    codec = make_codec(CodecSpec(kind="sign"), layout)
-    chosen = {tuple(chosen_tensors(codec, None, Random(seed))) for seed in range(20)}
-    assert all(sum(layout.tensors[i].numel for i in c) == MEASURED_VALUES for c in chosen) and len(chosen) > 3
+def test_of_a_large_model_only_some_blocks_are_compared_and_nobody_knows_which():
+    layout = Layout.of({"a": (BLOCK,), "b": (3 * BLOCK + 5,), "c": (4096, 4096), "d": (64, 8 * BLOCK)})
+    every = [chosen_blocks(layout, 64, 4 * BLOCK, Random(seed)) for seed in range(20)]
+    assert len(set(map(tuple, every))) == 20
+    for blocks in every:
+        assert sum(b.numel for b in blocks) == 4 * BLOCK and len(set(blocks)) == len(blocks)
+        assert all(b.index != 3 and b.start % BLOCK == 0 and b.stop <= layout.tensors[b.index].numel for b in blocks)
+
+
+def test_each_value_is_as_likely_to_be_compared():
+    layout = Layout.of({"a": (BLOCK,), "b": (8 * BLOCK,), "c": (BLOCK // 2,)})
+    every = [chosen_blocks(layout, None, BLOCK, Random(seed)) for seed in range(900)]
+    drawn = Counter((b.index, b.start) for blocks in every for b in blocks)
+    usual = [count for (index, _), count in drawn.items() if index < 2]
+    assert len(usual) == 9 and min(usual) > 0.7 * max(usual)
+    assert 0.3 * max(usual) < drawn[2, 0] < 0.7 * max(usual)  # a block of half as many values
+
+
+class Scripted(Random):
+    """Draws these values in turn."""
+
+    def __init__(self, places: Iterable[int]):
+        self.places = iter(places)
+
+    def randrange(self, start: int, stop: int | None = None, step: int = 1) -> int:
+        return next(self.places)
+
+
+def test_an_update_that_fails_by_few_values_is_compared_in_more():
+    layout = Layout.of({"a": (64 * BLOCK,)})
+    codec, generator = make_codec(CodecSpec(kind="sign"), layout), torch.Generator().manual_seed(1)
+    direction = torch.randn(64 * BLOCK, generator=generator)
+    updates = [direction + torch.randn(64 * BLOCK, generator=generator) for _ in range(4)]
+    strange = updates[0].clone()
+    strange[: 4 * BLOCK] *= -1  # the blocks that are drawn first
+    few, many = range(0, 4 * BLOCK, BLOCK), range(0, 64 * BLOCK, 4 * BLOCK)
+
+    def failed(first: Tensor, places: Iterable[int]) -> bool:
+        blobs = [bytes(codec.encode({"a": values.clone()})) for values in (first, *updates[1:])]
+        return any(s.value < s.threshold for s in compare_blobs(codec, None, blobs, [], Scripted(places)))
+
+    assert not failed(updates[0], few)  # no more are drawn
+    assert not failed(strange, [*few, *many])
+    assert failed(-updates[0], [*few, *many])
 
 
 @pytest.mark.parametrize("codec", [{"kind": "sign"}, {"kind": "sparse"}])
@@ -90,8 +130,8 @@ def test_signs_are_read_from_the_blobs_of_any_codec(tmp_path: Path, codec):
     generator = torch.Generator().manual_seed(1)
     values = [{t.name: torch.randn(t.shape, generator=generator) for t in made.layout.tensors} for _ in range(3)]
     blobs = [bytes(made.encode({n: v.clone() for n, v in one.items()})) for one in values]
-    every = list(range(len(made.layout.tensors)))
-    found, flat = signs(made, blobs[0], every), [values[0][t.name].flatten() for t in made.layout.tensors]
+    every = made.layout.full_slices
+    (found, *_), flat = signs(made, blobs, every), [values[0][t.name].flatten() for t in made.layout.tensors]
     whole = torch.cat([flat[part.index][part.start : part.start + part.count * batch.width]
                        for batch in made.batches() for part in batch.segments])  # fmt: skip
     assert (found[found != 0] == whole.sign()[found != 0]).double().mean() > 0.99 and (found != 0).any()

@@ -38,6 +38,16 @@ def test_the_rate_falls_with_a_clean_record_and_rises_with_weight():
     assert 0.03 < share_due(everybody, full | {EIGHT[0]: 10**9}, EIGHT[0]) < 0.07  # never less than a third
 
 
+def test_convictions_raise_the_rates_by_the_stake_of_the_convicted_and_no_further_than_fourfold():
+    assert RULE.raised(0, 100) is RULE
+    for convicted, total, times in ((1, 159, 1.3), (1, 31, 2.5), (1, 15, 4), (9, 7, 4), (1, 0, 4)):
+        raised = RULE.raised(convicted, total)
+        assert raised.replay_rate == 30_000 * times and raised.rate("loss", 640) == 150_000 * times
+        assert raised.rate("loss", 1_280) == min(1_000_000, 300_000 * times)
+    assert RULE.raised(1, 2**70).replay_rate == 30_000 and AuditRule(replay_rate=0).raised(1, 1).replay_rate == 0
+    assert AuditRule(loss_rate=0).raised(1, 1).rate("loss", 10**9) == 0
+
+
 def test_large_updates_are_checked_more_often_for_the_same_share_of_the_work():
     rates = {windows: RULE.rate("loss", windows) for windows in (1, 640, 1_280, 4_266, 4_267, 10**9)}
     assert rates == {1: 150_000, 640: 150_000, 1_280: 300_000, 4_266: 999_843, 4_267: 1_000_000, 10**9: 1_000_000}

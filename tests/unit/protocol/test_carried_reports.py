@@ -38,12 +38,14 @@ def refusal(branch: Branch, made: Certificate) -> str:
 def test_reports_by_most_of_the_stake_convict_and_the_convicted_lose_everything(branch):
     chain = branch.chain
     record, _, jurors = accused(branch)
-    assert chain.stakes(chain.head)[LIAR]
+    stake = chain.stakes(chain.head)[LIAR]
+    assert stake and not chain.reports_after(chain.head).convicted_stake
     made = branch.add(*(report(record, key) for key in jurors))
     assert made.record.body.decisions == (AuditDecision(record.digest, LIAR, True),)
     assert LIAR not in made.record.body.contributors and chain.is_barred(LIAR, chain.head)
-    for _ in range(HOLD + 1):
+    for n in range(HOLD + 1):
         assert LIAR not in chain.stakes(chain.head)
+        assert chain.reports_after(chain.head).convicted_stake == stake * (n < HOLD)
         branch.add()
     fold = CreditFold(RUN, rule := CreditRule(6, 10**9, 16, HOLD))
     for made in chain.path(chain.root, chain.head):

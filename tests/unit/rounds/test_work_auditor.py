@@ -82,10 +82,16 @@ def requested_after(branch: Branch, me: PeerKey) -> list[AuditUpdate]:
     return [a for a in auditor.asked if a.certificate.digest == branch.chain.head]
 
 
-def due(branch: Branch, *, drawn_first: PeerKey | None = None) -> set[tuple[Digest, str]]:
-    """Return the checks of the newest record that are due; with a key only those of which it is the first auditor."""
+def due(
+    branch: Branch, *, drawn_first: PeerKey | None = None, rule: AuditRule | None = None
+) -> set[tuple[Digest, str]]:
+    """Return the checks of the newest record that are due; with a key only those of which it is the first auditor.
+
+    `rule`: the chain's if there is none.
+    """
     record = branch.chain.certificate(branch.chain.head)
-    audits = due_audits(record, branch.chain.stakes(record.record.body.parent), branch.chain.limits.audit)
+    stakes = branch.chain.stakes(record.record.body.parent)
+    audits = due_audits(record, stakes, rule or branch.chain.limits.audit)
     chosen = [a for a in audits if drawn_first is None or a.auditors[:1] == (drawn_first,)]
     return {(a.update, a.check) for a in chosen}
 
@@ -241,6 +247,22 @@ def test_nobody_checks_an_update_of_an_author_who_is_convicted_already():
             record, accusers, _ = accused(branch)
             branch.add(*(report(record, key) for key in OTHERS if key not in accusers))
             assert branch.chain.is_barred(LIAR, branch.chain.head)
+
+
+def test_after_a_conviction_all_make_more_checks_until_it_is_as_old_as_credit_settles():
+    branch = Branch(80)  # so that a usual rate is far from 1
+    record, accusers, jurors = accused(branch)
+    branch.add(*(report(record, key) for key in jurors))
+    counts = list[int]()
+    for n in range(2 * HOLD):
+        branch.add()
+        stakes = branch.chain.stakes(branch.chain.certificate(branch.chain.head).record.body.parent)
+        following = branch.chain.reports_after(branch.chain.head)
+        raised = branch.chain.limits.audit.raised(following.convicted_stake, sum(stakes.values()))
+        assert (raised.replay_rate == 4 * 30_000) is (n < HOLD - 1)
+        assert asked_after(branch, OWNER.key) == due(branch, rule=raised)
+        counts.append(len(due(branch, rule=raised)))
+    assert sum(counts[: HOLD - 1]) > sum(counts[HOLD - 1 :])
 
 
 def first_auditor(branch: Branch, record: Certificate) -> PeerKey:

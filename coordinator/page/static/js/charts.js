@@ -2,7 +2,7 @@
 
 import { el } from "./dom.js";
 import { bytes, duration, plural, short } from "./format.js";
-import { extent, freaks, logTicks, smoothed } from "./series.js";
+import { digits, extent, freaks, logTicks, smoothed } from "./series.js";
 
 const HEIGHT = 230, ALONE = 300;
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -31,7 +31,9 @@ export class Chart {
     this.spec = { by, kind, series, stacked };
     this.look = { log: false, smoothing: 0 };
     this.plotted = el("div", { class: "chart", role: "img", "aria-label": `${title} ${subtitle}` });
-    this.empty = el("p", { class: "empty" }, empty);
+    this.without = empty;
+    this.empty = el("p", { class: "empty" }, "loading");
+    this.plotted.hidden = true;
     this.title = el("span", {}, title);
     this.beyond = el("small", { class: "beyond" });
     const legend = series.length > 1 ? el("ul", { class: "legend" }, ...series.map((s) => el("li", { "data-color": s.color.slice(2) }, s.label))) : null;
@@ -58,6 +60,7 @@ export class Chart {
     const data = this.prepare(), there = data.slice(1).some((c) => c.some((v) => v !== null && v !== undefined));
     this.plotted.hidden = !there;
     this.empty.hidden = there;
+    this.empty.textContent = this.without;
     if (!there) return;
     if (this.plot && this.plot.series.length === data.length) this.plot.setData(data, false);
     else {
@@ -117,8 +120,7 @@ export class Chart {
     const axis = { stroke: color("--quiet-text"), grid: { stroke: color("--pico-muted-border-color"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif" };
     const alone = () => this.columns[0].length === 1;
     const xs = (_, ticks, axisIndex, space, step) => (time ? times(ticks, step) : ticks.map((t) => (alone() && t !== this.columns[0][0] ? "" : tidy(short(t)))));
-    const digits = (step) => Math.min(6, Math.max(0, -Math.floor(Math.log10(step) + 1e-9)));
-    const ys = (_, ticks, axisIndex, space, step) => ticks.map((v) => (v === null ? "" : kind === "loss" ? (log ? String(v) : v.toFixed(digits(step))) : tidy(this.write(v))));
+    const ys = (_, ticks, axisIndex, space, step) => ticks.map((v) => (v === null ? "" : kind === "loss" ? (log ? String(v) : v.toFixed(digits(step))) : kind === "duration" && step < 60 && v >= 90 ? tidy(`${(v / 60).toFixed(1)} min`) : tidy(this.write(v))));
     const value = (i) => (_, __, ___, index) => this.write(index === null || index === undefined ? null : this.columns[i + 1][index]);
     const drawn = series.map((s, i) => ({
       label: s.label,

@@ -27,7 +27,7 @@ function card(run, tokens) {
     ])),
     el("section", {}, el("h3", {}, "Data"), list([
       ["To train on", `${short(d.tokens)} tokens in ${short(d.windows)} windows of ${d.window}`],
-      ["Passes over it", `${epochs(tokens)} so far${run.total_tokens ? `, ${epochs(run.total_tokens)} in the end` : ""}`],
+      ["Passes over it", `${epochs(tokens)} so far${run.total_tokens ? `, ${epochs(Math.max(tokens, run.total_tokens))} in the end` : ""}`],
       ["Held out", d.validation_tokens ? `${short(d.validation_tokens)} tokens` : "nothing"],
       ["From", d.addresses.length ? d.addresses.join(", ") : "the swarm itself"],
     ])),
@@ -79,7 +79,7 @@ export class Model {
       const open = opened.size ? opened.has(String(round)) : i === 0;
       return el("details", { open, "data-round": String(round) },
         el("summary", {}, `Round ${round}`, mine[0].validation_loss === null ? "" : el("small", {}, ` validation loss ${loss(mine[0].validation_loss)}, perplexity ${perplexity(mine[0].validation_loss)}`)),
-        ...mine.map((s) => el("blockquote", {}, el("strong", {}, s.prompt), s.text)));
+        ...mine.map((s) => el("blockquote", {}, el("strong", {}, s.prompt), s.text.replace(/\n{4,}/g, (run) => `\n[${run.length - 1} empty lines]\n`))));
     }) : [el("p", { class: "none" }, "None yet: they are made when a checkpoint is evaluated.")]));
     this.checkpoints.replaceChildren(table("Checkpoints", [["Round"], "State", ["Validation loss"], ["Perplexity"], ["Size"], "Files"], checkpoints.map((c) => {
       const folder = `/checkpoints/round-${String(c.round).padStart(6, "0")}`;

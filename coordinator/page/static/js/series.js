@@ -95,3 +95,10 @@ export function logTicks(low, high) {
   const about = (high - low) / 4, size = 10 ** Math.floor(Math.log10(about)), step = Math.ceil(about / size - 1e-9) * size;
   return Array.from({ length: 6 }, (_, i) => Number(((Math.ceil(low / step) + i) * step).toPrecision(6))).filter((t) => t <= high);
 }
+
+// The decimals that tell ticks apart: 2 for a step of 0.25.
+export function digits(step) {
+  let n = 0;
+  while (n < 6 && Math.abs(step * 10 ** n - Math.round(step * 10 ** n)) > 1e-6) n++;
+  return n;
+}
