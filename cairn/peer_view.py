@@ -146,7 +146,7 @@ def _download(d: Download, bar_width: int) -> list[Text]:
 def _speed(s: Snapshot) -> Iterator[Text]:
     if s.device:
         yield Text(f"{count(s.tokens_per_second)} tokens/s", style="bold")
-        if s.loss or not s.own_updates:  # a trainer that begins anew has none for a while
+        if s.loss or not s.own_updates:  # a trainer that has just started has none for a while
             yield Text(f"loss {s.loss:.3f}" if s.loss else "no loss yet")
         if s.mfu is not None:
             yield Text(f"MFU {s.mfu:.0%}")

@@ -116,7 +116,7 @@ def test_a_round_without_a_speed_names_its_limit_and_one_that_is_trained_says_th
     assert "now waiting in round 12: nothing to train for now, 58%, about 26 s left" in said
 
 
-def test_a_peer_that_begins_anew_does_not_deny_what_it_did_before():
+def test_a_peer_that_starts_again_does_not_deny_what_it_did_before():
     again = replace(NODE, last_update=None, own_updates=0, loss=0.0)
     assert "update none announced since this start" in one_line(replace(VIEW, node=again))
     assert "update none announced yet" in one_line(PeerView(again, PeerEarnings(0, 0, 0)))
