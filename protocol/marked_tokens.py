@@ -1,4 +1,4 @@
-"""What a model reads of windows and what it must predict, from tokens that are marked or plain (`spec.DataSpec`)."""
+"""The inputs and targets of a model, from tokens that are marked or plain (`spec.DataSpec`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IGNORED = -100
 
 @dataclass(frozen=True, slots=True)
 class ModelInputs:
-    """What a model reads of windows, and what it must predict. All int64 [windows, window].
+    """The inputs and targets of a model, of some windows. All int64 [windows, window].
 
     `positions` begin at 0 with each document; None if the model numbers the tokens of a window itself. A target that
     is not trained is IGNORED.

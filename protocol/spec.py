@@ -258,7 +258,7 @@ class ChatSpec(Section):
 
 
 class ConversationSpec(Section):
-    """What windows of marked tokens hold (docs/data.md)."""
+    """The content of windows of marked tokens (docs/data.md)."""
 
     window_tokens: Count = Field(
         description="tokens that a window counts as: the mean of its trained tokens over all training windows, rounded"

@@ -36,7 +36,7 @@ from benchmarks.finetune.rows import KINDS, Row, Run, measured_row, rows, sizes_
 from benchmarks.finetune.world import FineTuning
 
 DEFAULTS = (("whole", "muon"), ("adapter", "adamw"))
-"""What is trained, and the inner optimizer of a run that names none."""
+"""The trained part of the model, and the inner optimizer of a run that names none."""
 
 
 def best(runs: Sequence[Run], row: Row) -> list[Run]:

@@ -28,7 +28,7 @@ KINDS = (
     ("adapter", "together", "muon"),
     ("adapter", "together, A frozen", "adamw"),
 )
-"""What is trained, which way, and by which inner optimizer."""
+"""The trained part of the model, the way of training, and the inner optimizer."""
 
 FIRST_LR = {("whole", "muon"): 4e-3, ("adapter", "adamw"): 8e-3, ("adapter", "muon"): 16e-3}
 """The first learning rate of a row's search."""

@@ -1,4 +1,4 @@
-"""Whether a model can keep the documents of a window apart: found by trying it, on a model of the same kind."""
+"""A trial on a small model of the same kind: can it keep the documents of a window apart?"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LENGTH = 16
 
 
 def keeps_documents_apart(config: Mapping[str, Any]) -> bool:
-    """Return whether no token sees another document, if positions begin anew with each document.
+    """Return whether no token sees another document, if positions begin again with each document.
 
     The installed `transformers` decides. A model with layers that are not attention never does. Raises SpecError.
     """

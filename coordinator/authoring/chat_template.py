@@ -29,11 +29,11 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 GENERATION = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 MAX_CONFIG = 64 * 1024 * 1024
 FIXED_DAY = datetime(2024, 7, 26)
-"""The day that a template is told: Llama's own, where it is told none."""
+"""The day that a template gets as today: the one that Llama's own template has by default."""
 
 ASSISTANT = "assistant"
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-"""Around what a template marks as generated: code points that are no characters, and are removed again."""
+"""Marks around the text that a template calls generated: code points that are no characters, and are removed again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ class MarkedDocument:
 
 @dataclass
 class Counts:
-    """What became of the documents that were longer than a window, and the tokens that end answers."""
+    """The fate of documents that were longer than a window, and the tokens that end answers."""
 
     dropped: int = 0
     cut: int = 0

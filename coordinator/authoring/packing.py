@@ -20,7 +20,7 @@ OPEN = 256
 class WindowPacker:
     """Fills windows of `window` marked tokens, and gives each full one to `emit` (uint32 [window]).
 
-    What a window has left is padded with the token `pad`, as one document of which nothing is trained.
+    The rest of a window is padded with the token `pad`, as one document of which nothing is trained.
     """
 
     def __init__(self, window: int, pad: int, emit: Callable[[np.ndarray], None]):

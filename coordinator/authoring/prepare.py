@@ -61,7 +61,7 @@ class PrepareSettings(Section):
 
 
 class ConversationData(Section):
-    """What windows of conversations hold: the mean of their trained tokens, and what became of long ones."""
+    """The windows of conversations: the mean of their trained tokens, and the fate of long conversations."""
 
     window: int
     window_tokens: int

@@ -1,4 +1,4 @@
-"""Whether a model keeps the documents of a window apart is found by trying it."""
+"""A trial shows whether a model keeps the documents of a window apart."""
 
 from __future__ import annotations
 
