@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from cairn.number_format import byte_size, count
 from coordinator.authoring import measurements
-from coordinator.authoring.memory import STATE_BYTES
 from coordinator.authoring.plan import (
     ASSUMED_FLOPS,
     ASSUMED_UTILISATION,
@@ -17,6 +16,7 @@ from coordinator.authoring.plan import (
     Remedies,
     RunPlan,
 )
+from protocol.training_memory import MOST_BYTES
 
 
 def lines(p: RunPlan, model: str = "", *, assumed: bool = False) -> Iterator[str]:
@@ -135,7 +135,7 @@ def _costs(p: RunPlan) -> Iterator[tuple[str, ...]]:
 
 
 def _memory(p: RunPlan) -> str:
-    state = STATE_BYTES * p.inputs.parameters
+    state = MOST_BYTES * p.inputs.parameters
     if not p.inputs.frozen:
         return byte_size(state)
     base = BF16 * p.inputs.frozen

@@ -11,6 +11,9 @@ from protocol.spec import InnerSpec, OuterSpec
 _WEIGHT, _GRADIENT, _MOMENT = 4, 4, 4
 """Bytes of fp32 values: what a step holds of each parameter."""
 
+MOST_BYTES = _WEIGHT + _GRADIENT + 2 * _MOMENT
+"""Bytes of a parameter that a step holds at most."""
+
 
 def model_bytes(layout: Layout, config: Mapping[str, Any], inner: InnerSpec) -> int:
     """Return the bytes of weights, gradients and moments, all fp32.
@@ -21,7 +24,7 @@ def model_bytes(layout: Layout, config: Mapping[str, Any], inner: InnerSpec) -> 
     by_muon, vocabulary = 0, config.get("vocab_size")
     if inner.optimizer == "muon":
         by_muon = sum(t.numel for t in layout.tensors if len(t.shape) == 2 and vocabulary not in t.shape)
-    return (_WEIGHT + _GRADIENT + 2 * _MOMENT) * layout.numel - _MOMENT * by_muon
+    return MOST_BYTES * layout.numel - _MOMENT * by_muon
 
 
 def round_bytes(layout: Layout, outer: OuterSpec) -> int:

@@ -2,8 +2,9 @@
 
 A Llama is trained on the shipped addresses, then fine-tuned on conversations made of them, whole or by a LoRA adapter.
 Peers use the defaults: signs, Nesterov, Muon for whole models and AdamW for adapters, which have rows by Muon, too.
-Everything is simulated in one process, with the product's own data, trainer, codec and outer step. Each row has its own learning rate, from one search on the first seed: factors of two,
-until the best rate's neighbours are worse or the search ends. Rows that the JSON file has are kept.
+Everything is simulated in one process, with the product's own data, trainer, codec and outer step. Each row
+has its own learning rate, from one search on the first seed: factors of two, until the best rate's neighbours are worse
+or the search ends. Rows that the JSON file has are kept.
 
 JSON keys:
   command, commit, date, machine, seeds: see benchmarks.report
