@@ -44,7 +44,7 @@ def _work(job: Row, say: Callable[[Row], None]) -> None:
     if device == "cpu":
         bound_memory(job["memory"])
     try:
-        _evaluate(job, spec, device, say)
+        evaluate(job, spec, device, say)
     except RuntimeError as e:
         # OutOfMemoryError is one, and so is torch's error when the system gives it no memory.
         if "memory" not in str(e).lower():
@@ -55,7 +55,8 @@ def _work(job: Row, say: Callable[[Row], None]) -> None:
         ) from None
 
 
-def _evaluate(job: Row, spec: RunSpec, device: str, say: Callable[[Row], None]) -> None:
+def evaluate(job: Row, spec: RunSpec, device: str, say: Callable[[Row], None]) -> None:
+    """Evaluate a job's state on a device, and call `say` with each row. Raises CairnError, and OSError."""
     from coordinator.checkpoints.evaluation import load_adapted, load_archived, measure
 
     began = time.monotonic()

@@ -106,7 +106,9 @@ class WindowReader:
         return self._table.total
 
     def read(self, windows: Sequence[int] | np.ndarray) -> Tensor:
-        """Return the tokens of windows: int64 [len(windows), window + 1], marked if the run's are (`inputs_of`).
+        """Return the tokens of windows: int64 [len(windows), window + 1], marked if the run's are.
+
+        `protocol.marked_tokens` has what a model reads of them.
 
         Raise MalformedError for an index that does not exist, DataError when no source returned good bytes.
         """

@@ -161,7 +161,7 @@ def test_the_owner_s_prompts_are_answered_and_the_loss_is_of_trained_tokens(taug
         "temperature": 0.8, "seed": 1,
     }  # fmt: skip
     rows: list[dict] = []
-    evaluation_job._evaluate(job, spec, "cpu", rows.append)
+    evaluation_job.evaluate(job, spec, "cpu", rows.append)
     assert rows[0]["loss"] < 1 < 4 < taught.losses[0] and rows[0]["windows"] > 0
     held = {s.name: run.blobs[s.name] for s in spec.data.validation}
     reader = WindowReader(spec.data, held, part="validation", vocabulary=300)
@@ -173,7 +173,7 @@ def test_the_owner_s_prompts_are_answered_and_the_loss_is_of_trained_tokens(taug
     assert step is not None and rows[0]["loss"] == pytest.approx(step.loss, rel=1e-4)
     assert rows[1] == {"prompt": "the fox?", "text": "quick and brown", "temperature": 0.0}
     rows.clear()
-    evaluation_job._evaluate(job | {"prompts": []}, spec, "cpu", rows.append)
+    evaluation_job.evaluate(job | {"prompts": []}, spec, "cpu", rows.append)
     assert "user" in rows[1]["prompt"] and rows[1]["text"].strip() in QUESTIONS.values()
 
 

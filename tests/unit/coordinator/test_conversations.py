@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 
 from coordinator.authoring.conversations import ConversationTable
 from coordinator.authoring.errors import DataInputError, RunChangedError
-from coordinator.authoring.packing import OPEN, WindowPacker
 from coordinator.authoring.prepare import Prepared, prepare
+from coordinator.authoring.window_packer import OPEN, WindowPacker
 from protocol.spec import BEGINS, NUMBER, TRAINED, windows_in
 from tests.support.chat_world import CHATML, END, TURN_END, base_tokenizer, chat, write_rows
 
