@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--row",
         action="append",
         metavar="TEXT",
-        help="of the main comparison only the reference, and rows with this text",
+        help="only rows with this text, and the main comparison's reference; studies that have a base keep all",
     )
     parser.add_argument("--rate", type=float, metavar="LR", help="one learning rate for all, and no search")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of the main comparison (default 3)")
@@ -59,6 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the main comparison's curves there (PNG)")
     chosen = parser.parse_args(arguments)
     names = [n for n in NAMES if n in (chosen.study or ["main"]) or "all" in (chosen.study or [])]
+    own = {name: _chosen(rows, chosen.row) for name, rows in OWN_ROWS.items()}
+    if without := [n for n in names if n in own and not own[n]]:
+        parser.error(f"--row: no row of study {without[0]!r} has this text")
     profile, steps = PROFILES[chosen.profile], None
     seeds, study_seeds = range(chosen.seeds), range(chosen.study_seeds)
     if chosen.quick:
@@ -77,8 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         profile = replace(profile, steps=QUICK_STEPS)
         sections = {"main": measure.at_rate(QUICK, profile.lr, chosen.profile, seeds, steps, run)}
     else:
-        rows = [r for r in MAIN if r == MAIN[0] or any(text in r.label for text in chosen.row or [""])]
-        sections = _compared(names, rows, chosen.profile, seeds, study_seeds, chosen.rate, run)
+        rows = [MAIN[0], *_chosen(MAIN[1:], chosen.row)]
+        sections = _compared(names, rows, own, chosen.profile, seeds, study_seeds, chosen.rate, run)
     if chosen.plot and "main" in sections:
         title = f"{parameters:,} parameters, {profile.peers} peers, equal data, tokens and global batch"
         tables.figure(sections["main"], chosen.plot, title)
@@ -90,9 +93,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return report.ended(results, chosen, show(results))
 
 
+def _chosen(rows: Sequence[Row], texts: Sequence[str] | None) -> list[Row]:
+    return [r for r in rows if any(text in r.label for text in texts or [""])]
+
+
 def _compared(
     names: Sequence[str],
     rows: Sequence[Row],
+    own: Mapping[str, Sequence[Row]],
     profile: str,
     seeds: Sequence[int],
     study_seeds: Sequence[int],
@@ -120,8 +128,8 @@ def _compared(
         if name == "inner":
             sections[name] = _tuned(STUDIES[name], profile, study_seeds, rate, run)
         elif lr is not None and name != "base":
-            rows = OWN_ROWS.get(name) or STUDIES[name]
-            sections[name] = measure.at_rate(rows, lr, profile, study_seeds, None, run)
+            found = own[name] if name in own else STUDIES[name]
+            sections[name] = measure.at_rate(found, lr, profile, study_seeds, None, run)
     return sections
 
 
