@@ -24,6 +24,7 @@ from coordinator.export import (
     ExportError,
     check_state,
     checkpoint_digest,
+    generation_texts,
     held_layout,
     model_files,
     model_texts,
@@ -59,7 +60,10 @@ def export_adapter(
         save_file(named, draft / ADAPTER, metadata={"format": "pt"} | origin.metadata())
         settings.save_pretrained(str(draft))
         card = adapter_card(origin, checkpoint_digest(checkpoint), layout.numel, adapter, config)
-        write_texts(draft, tokenizer_texts(tokenizer, config, chat) | {"README.md": card})
+        texts = tokenizer_texts(tokenizer, config, chat) | {"README.md": card}
+        if chat is not None:
+            texts |= generation_texts(config, chat)
+        write_texts(draft, texts)
     return Exported(out, layout.numel, size)
 
 

@@ -140,7 +140,12 @@ def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
 
 def model_texts(whole: Mapping[str, Any], chat: ChatSpec | None) -> dict[str, str]:
     """Return the settings of a whole model as files: of a config.json's fields."""
-    return {CONFIG: _json(whole), GENERATION: _json(generation_settings(whole, chat))}
+    return {CONFIG: _json(whole)} | generation_texts(whole, chat)
+
+
+def generation_texts(config: Mapping[str, Any], chat: ChatSpec | None) -> dict[str, str]:
+    """Return the settings of `generate` as a file."""
+    return {GENERATION: _json(_generation_settings(config, chat))}
 
 
 def tokenizer_texts(tokenizer: Path, config: Mapping[str, Any], chat: ChatSpec | None) -> dict[str, str]:
@@ -188,7 +193,7 @@ def model_files(config: Mapping[str, Any]) -> tuple[Layout, str, dict[str, Any]]
     )
 
 
-def generation_settings(whole: Mapping[str, Any], chat: ChatSpec | None) -> dict[str, Any]:
+def _generation_settings(whole: Mapping[str, Any], chat: ChatSpec | None) -> dict[str, Any]:
     """Return the generation_config.json of a model with this config. A conversation's answer ends at its own tokens."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version")
     fields = {k: whole[k] for k in names if whole.get(k) is not None}

@@ -74,7 +74,8 @@ ADAPTER_USAGE = """\
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     base = AutoModelForCausalLM.from_pretrained("BASE")
-    model = PeftModel.from_pretrained(base, "FOLDER")"""
+    model = PeftModel.from_pretrained(base, "FOLDER")
+    # With a generation_config.json in FOLDER: model.generation_config = GenerationConfig.from_pretrained("FOLDER")"""
 
 
 def model_card(origin: Origin, state: Digest, parameters: int, architecture: str, config: Mapping[str, Any]) -> str:
@@ -133,6 +134,8 @@ def tokenizer_settings(
         if token is not None:
             settings[f"{kind}_token"] = token
     if chat is not None:
+        if "bos_token" not in chat.special_tokens:
+            settings.pop("bos_token", None)  # the template was given none
         settings |= {"chat_template": chat.template} | chat.special_tokens
     lengths = [config[f] for f in ("max_position_embeddings", "n_positions") if isinstance(config.get(f), int)]
     return settings | ({"model_max_length": min(lengths)} if lengths else {})

@@ -6,6 +6,7 @@ is named by its digest. `peft` is imported for such runs only.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -28,15 +29,15 @@ PEFT_MISSING = (
 )
 NAME = "default"
 """The adapter's name, which `peft` puts into the names of its parameters."""
-WRAPPED = ".base_layer."
-"""The addition of `peft` to the name of a base parameter that has an adapter."""
+_WRAPPED = re.compile(r"\.(?:base_layer\.)+")
+"""The additions of `peft` to the name of a base parameter that has an adapter."""
 
 
 def build_run_model(model: ModelSpec, *, device: torch.device | str = "cpu", exact: bool = False) -> nn.Module:
     """Build a run's model in training mode. A base and its adapter are zeros until `load_base` and a state come.
 
-    A base of bf16 values is held in bf16 on a GPU, unless it must also run in fp32 (`exact`), and elsewhere in fp32.
-    Autocast makes the same numbers of both. Raises SpecError.
+    The linear layers of a base of bf16 values are held in bf16 on a GPU, unless it must also run in fp32 (`exact`), and
+    elsewhere in fp32. Autocast makes the same numbers of both. Raises SpecError.
     """
     adapter = model.adapter
     if adapter is None:
@@ -53,9 +54,9 @@ def build_adapted(
     device: torch.device | str = "meta",
     held: torch.dtype = torch.float32,
 ) -> nn.Module:
-    """Build a model with an adapter, all zeros; only what the adapter trains has gradients. `held`: base's matrices.
+    """Build a model with an adapter, all zeros; only what the adapter trains has gradients.
 
-    Raises SpecError.
+    `held`: the dtype of the base's linear layers. Raises SpecError.
     """
     device = torch.device(device)
     if device.type == "meta":
@@ -69,11 +70,10 @@ def build_adapted(
         model.tie_weights()  # type: ignore[operator]
     add_adapter(model, adapter)
     if device.type != "meta":
-        materialise(model, device, lambda p: held if not p.requires_grad and p.ndim > 1 else torch.float32)
-    if held != torch.float32:
-        # Activations between layers stay in fp32, as from an embedding that is held in fp32.
-        embeddings: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
-        embeddings.register_forward_hook(lambda _, given, out: out.float())
+        # Autocast rounds what linear layers read, and nothing else: embeddings that scale, or experts, stay in fp32.
+        looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+        linear = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)} - looked_up
+        materialise(model, device, lambda p: held if id(p) in linear and not p.requires_grad else torch.float32)
     return model
 
 
@@ -154,7 +154,12 @@ def draw_adapter(config: Mapping[str, Any], adapter: AdapterSettings, seed: int)
 def base_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return the base's parameters in a model with an adapter, by the names that they have without one."""
     lora = (f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight")
-    return {n.replace(WRAPPED, "."): p.detach() for n, p in model.named_parameters() if not n.endswith(lora)}
+    return {_WRAPPED.sub(".", n): p.detach() for n, p in model.named_parameters() if not n.endswith(lora)}
+
+
+def base_layout(model: nn.Module) -> Layout:
+    """Return the layout of the base in a model with an adapter."""
+    return Layout.of({name: tuple(p.shape) for name, p in base_parameters(model).items()})
 
 
 def load_base(model: nn.Module, adapter: AdapterSpec, data: FileBytes) -> None:
@@ -163,7 +168,7 @@ def load_base(model: nn.Module, adapter: AdapterSpec, data: FileBytes) -> None:
     Raises MalformedError for another model's.
     """
     base = base_parameters(model)
-    layout = Layout.of({name: tuple(p.shape) for name, p in base.items()})
+    layout = base_layout(model)
     if layout.numel != adapter.parameters:
         raise MalformedError(f"the base has {layout.numel:,} parameters, and the spec says {adapter.parameters:,}")
     for name, tensor in tensors_in(layout, data, adapter.kind):

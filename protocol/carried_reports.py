@@ -91,11 +91,10 @@ class CarriedReports:
     def convicted_stake(self) -> int:
         """The stake that keys had until a record of this branch convicted them."""
         return sum(
-            self._stakes_at(node.parent).get(decision.author, 0)
+            self._stakes_at(node.parent).get(author, 0)
             for node in self._branch
             if node.certificate is not None and node.parent is not None
-            for decision in node.certificate.record.body.decisions
-            if decision.convicted
+            for author in {d.author for d in node.certificate.record.body.decisions if d.convicted}
         )
 
     def auditors_of(self, report: Signed[WorkReport]) -> set[PeerKey]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.convergence.wan_run_file import toml
-from benchmarks.finetune.base import TURN_END, make_base
+from benchmarks.finetune.base import make_base
 from benchmarks.finetune.chat import write_conversations
 from benchmarks.finetune.example import SIZE
 from cairn.commands.serve import coordinator_folder
@@ -147,13 +147,14 @@ def _judge(base: Path, adapter: Path, held_out: Path, say) -> int:
     """Let peft load the adapter; compare answers and losses with the base model's."""
     warnings.simplefilter("ignore", FutureWarning)  # peft's, of transformers
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     tokenizer = AutoTokenizer.from_pretrained(adapter)
     model = AutoModelForCausalLM.from_pretrained(base)
     rows = [json.loads(line)["messages"] for line in held_out.read_text().splitlines()[:JUDGED]]
     before, loss_before = _answer(model, tokenizer, rows[0]), _loss(model, tokenizer, rows)
-    tuned = PeftModel.from_pretrained(model, str(adapter))
+    tuned: Any = PeftModel.from_pretrained(model, str(adapter))
+    tuned.generation_config = GenerationConfig.from_pretrained(adapter)
     after, loss_after = _answer(tuned, tokenizer, rows[0]), _loss(tuned, tokenizer, rows)
     say(f"loss on {len(rows)} held-out answers: {loss_before:.3f} before, {loss_after:.3f} after")
     say(f"user:   {rows[0][0]['content']}")
@@ -171,8 +172,7 @@ def _answer(model: Any, tokenizer: Any, messages: list[dict[str, str]]) -> str:
     asked = tokenizer.apply_chat_template(
         messages[:1], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    stop = tokenizer.convert_tokens_to_ids(TURN_END)
-    made = model.generate(**asked, max_new_tokens=40, do_sample=False, eos_token_id=stop, pad_token_id=stop)
+    made = model.generate(**asked, max_new_tokens=40, do_sample=False)
     return " ".join(tokenizer.decode(made[0, asked["input_ids"].shape[1] :], skip_special_tokens=True).split())
 
 

@@ -20,19 +20,22 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from pydantic import ValidationError
 
 from coordinator.authoring.errors import DataInputError
-from protocol.spec import MAX_TEMPLATE, ChatSpec
+from protocol.spec import MAX_TEMPLATE, ChatSpec, explain
 
 TOKENIZER_CONFIG, GENERATION_CONFIG, TEMPLATE = "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 GENERATION = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 MAX_CONFIG = 64 * 1024 * 1024
+MAX_SETTING = 1_000_000
+"""The largest number in a generation_config.json that is kept."""
 FIXED_DAY = datetime(2024, 7, 26)
 """The day that a template gets as today: the one that Llama's own template has by default."""
 
 ASSISTANT = "assistant"
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+_OPEN, _CLOSE, _PROBE = "\ufdd0", "\ufdd1", "\ufdd2"
 """Marks around the text that a template calls generated: code points that are no characters, and are removed again."""
 
 
@@ -89,10 +92,14 @@ class ChatTemplate:
             if message["role"] not in train_on:
                 continue
             is_answer = message["role"] == ASSISTANT
-            before = self._render(messages[:i], tools, where, ask=is_answer)[0] if i else ""
+            before = ""
+            if i:
+                before = self._render(messages[:i], tools, where, ask=is_answer)[0]
+            elif is_answer:  # many templates cannot render no message
+                before = self._render([{**message, "content": _PROBE}], tools, where)[0].partition(_PROBE)[0]
             after = text if i == len(messages) - 1 else self._render(messages[: i + 1], tools, where)[0]
             said = (message.get("content") or "").strip()
-            at = after.rfind(said, len(before)) if said else len(before)
+            at = after.find(said, len(before)) if said else len(before)
             if not after.startswith(before) or not text.startswith(after) or at < 0:
                 raise DataInputError(
                     f"{where}: the chat template writes message {i + 1} ({message['role']}) otherwise when it is the "
@@ -206,17 +213,20 @@ def generation_of(tokenizer: Path) -> dict[str, Any]:
     """Return the settings of the generation_config.json beside a tokenizer that are kept for the exported model."""
     path = tokenizer.with_name(GENERATION_CONFIG)
     config = _json(path) if path.is_file() else {}
-    return {k: v for k in GENERATION if isinstance(v := config.get(k), bool | int | float) and v >= 0}
+    return {k: v for k in GENERATION if isinstance(v := config.get(k), bool | int | float) and 0 <= v <= MAX_SETTING}
 
 
 def chat_spec(template: ChatTemplate, end_tokens: Sequence[int], tokenizer: Path) -> ChatSpec:
-    """Return what the spec holds of a template."""
-    return ChatSpec(
-        template=template.text,
-        special_tokens=template.special_tokens,  # type: ignore[arg-type]
-        end_tokens=list(end_tokens),
-        generation=generation_of(tokenizer),  # type: ignore[arg-type]
-    )
+    """Return what the spec holds of a template. Raises DataInputError."""
+    try:
+        return ChatSpec(
+            template=template.text,
+            special_tokens=template.special_tokens,  # type: ignore[arg-type]
+            end_tokens=list(end_tokens),
+            generation=generation_of(tokenizer),  # type: ignore[arg-type]
+        )
+    except ValidationError as e:
+        raise DataInputError(explain(e, template.name)) from None
 
 
 def _token(value: Any) -> str:

@@ -50,6 +50,13 @@ class ConversationTable(Section):
     long: Literal["refuse", "drop", "cut", "split"] = "refuse"
     mix: list[MixedSource] = []
 
+    @field_validator("train_on")
+    @classmethod
+    def _names_the_assistant(cls, roles: list[str]) -> list[str]:
+        if ASSISTANT not in roles:
+            raise ValueError(f'must name "{ASSISTANT}", whose answers a model learns')
+        return roles
+
     @field_validator("mix")
     @classmethod
     def _shares(cls, mix: list[MixedSource]) -> list[MixedSource]:
@@ -203,9 +210,10 @@ class ConversationReader:
         held = np.empty(0, dtype=np.uint32)
         for ids in encoded:
             held = np.concatenate([held, ids | np.uint32(TRAINED)])
-            while len(held) > self.window + 1:  # at least two tokens are left
-                yield _piece(held[: self.window].copy(), last=False)
-                held = held[self.window :]
+            while len(held) > self.window:
+                size = min(self.window, len(held) - 2)  # at least two tokens are left
+                yield _piece(held[:size].copy(), last=False)
+                held = held[size:]
         if len(held) > 1:
             yield _piece(held[: self.window].copy(), last=True)
 

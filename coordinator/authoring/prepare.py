@@ -165,6 +165,8 @@ def prepare(
     base = base or Path.cwd()
     train, held_out = find_documents(inputs, validation, base)
     mixed = [find_sources(m.sources, base) for m in conversations.mix] if conversations else []
+    if twice := {s.path for part in mixed for s in part} & {s.path for s in (*train, *held_out)}:
+        raise DataInputError(f"{min(twice)} is in data.conversations.mix and among the other documents: name it once")
     given = tokens.load(tokenizer, end_of_text) if tokenizer else None
     template = None
     if conversations is not None:

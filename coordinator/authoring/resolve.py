@@ -251,14 +251,17 @@ def model_of(run_file: RunFile, from_data: dict[str, Any]) -> RunModel:
 
     Raises SpecError, and RunFileError if a window does not fit the model's positions.
     """
-    from protocol.adapter import build_adapted
+    from protocol.adapter import base_layout, build_adapted
     from protocol.model import build_model, model_layout, plain_config
 
     adapter = run_file.model.adapter
     try:
         config = plain_config(from_data | run_file.model.config)
         whole = model_layout(build_model(config, device="meta"))
-        layout = whole if adapter is None else model_layout(build_adapted(config, adapter))
+        adapted = None if adapter is None else build_adapted(config, adapter)
+        layout = whole if adapted is None else model_layout(adapted)
+        if adapted is not None and base_layout(adapted) != whole:
+            raise SpecError("model.adapter: peft renames parameters of this model: name other targets")
     except SpecError as e:
         raise SpecError(f"{run_file.path}: {e}") from None
     for field in ("max_position_embeddings", "n_positions"):

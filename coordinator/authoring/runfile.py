@@ -161,7 +161,8 @@ class RunFile(Section):
                 'inner.schedule.kind = "constant"'
             )
         step = self.inner.batch * self.data.window
-        if self.round.max_update_tokens < step:
+        is_text = self.data.conversations is None and self.data.prepared is None  # else fewer tokens count: see RunSpec
+        if is_text and self.round.max_update_tokens < step:
             raise ValueError(f"round.max_update_tokens: must allow one inner step, batch * window = {step} tokens")
         if remedy := self.audit.remedy(self.codec, self.round, self.model.config):
             raise ValueError(f"audit.replayable: needs {remedy}")

@@ -42,14 +42,14 @@ def validate(path: Path) -> list[str]:
     """
     run_file = load_run(path)
     check_tokenizer(run_file)
-    vocabulary, data_lines = _data(run_file)
+    vocabulary, counts_as, data_lines = _data(run_file)
     model = model_of(run_file, {"vocab_size": vocabulary})
     config, layout, adapter = model.config, model.layout, run_file.model.adapter
     weights = check_weights(run_file, config, model.whole)
     frozen = 0 if adapter is None else VALUE_BYTES[adapter.kind] * model.whole.numel
     update = make_codec(run_file.codec, layout).size
     round_, inner = run_file.round, run_file.inner
-    step = inner.batch * run_file.data.window
+    step = inner.batch * counts_as
     memory = training_memory(layout, config, inner, run_file.data.window, frozen)
     state = model_bytes(layout, config, inner)
     lines = [
@@ -59,7 +59,7 @@ def validate(path: Path) -> list[str]:
         *([] if adapter is None else [_adapter_line(adapter, model, frozen)]),
         *weights,
         *data_lines,
-        f"inner step: {inner.batch} windows of {run_file.data.window} = {step:,} tokens",
+        f"inner step: {inner.batch} windows of {counts_as} tokens = {step:,} tokens",
         f"round: ends at {round_.target_tokens:,} tokens of all peers together "
         f"({round_.target_tokens / step:.1f} inner steps), or after {round_.max_seconds:g} s",
         f"update: {_bytes(update)} ({8 * update / layout.numel:.3f} bits a parameter, {run_file.codec.kind}); each "
@@ -91,8 +91,11 @@ def _adapter_line(adapter: AdapterSettings, model: RunModel, frozen: int) -> str
     )
 
 
-def _data(run_file: RunFile) -> tuple[int, list[str]]:
-    """Return the size of the vocabulary, and lines about the data. Raises AuthoringError."""
+def _data(run_file: RunFile) -> tuple[int, int, list[str]]:
+    """Return the size of the vocabulary, the tokens that a window counts as, and lines about the data.
+
+    Raises AuthoringError.
+    """
     if run_file.prepared is not None:
         return _counted(run_file, prepare_data(run_file, run_file.folder, replace=False))
     data = run_file.data
@@ -124,11 +127,11 @@ def _data(run_file: RunFile) -> tuple[int, list[str]]:
     ]
     if text.complete and (warning := passes_warning(run_file, trained_on)):
         lines.append(warning)
-    return vocabulary, lines
+    return vocabulary, data.window, lines
 
 
-def _counted(run_file: RunFile, prepared: Prepared) -> tuple[int, list[str]]:
-    """Return the size of the vocabulary, and lines about data that are prepared. Raises RunFileError."""
+def _counted(run_file: RunFile, prepared: Prepared) -> tuple[int, int, list[str]]:
+    """Return the same as `_data`, of data that are prepared. Raises RunFileError."""
     manifest = prepared.manifest
     check_windows(run_file, manifest)
     train, validation = (
@@ -148,7 +151,7 @@ def _counted(run_file: RunFile, prepared: Prepared) -> tuple[int, list[str]]:
         )
     if warning := passes_warning(run_file, manifest.trained):
         lines.append(warning)
-    return manifest.vocabulary, lines
+    return manifest.vocabulary, packed.window_tokens if packed else run_file.data.window, lines
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ class PlausibilityCheck:
 
     def __init__(self, spec: RunSpec):
         self._limit = spec.credit.max_teraflops_per_second
-        self._flops_per_token = CreditRule.of(spec).flops_per_token
+        # Tokens that count; the others of a window are computed all the same.
+        self._flops_per_token = CreditRule.of(spec).flops_per_token * spec.data.window // spec.data.window_tokens
         # Training continues during an exchange, so an update may hold work from before the record was seen.
         self._slack = 0.0
         self.update_rules(spec.round)

@@ -41,6 +41,7 @@ def run_card(spec: RunSpec, began: float | None, invite: Invite | None) -> dict[
         "data": {
             "tokens": sum(s.tokens for s in data.train),
             "window": data.window,
+            "window_tokens": data.window_tokens,
             "windows": data.train_windows,
             "validation_tokens": sum(s.tokens for s in data.validation),
             "addresses": list(data.addresses),

@@ -230,7 +230,14 @@ RUN = of(
             | {size: maybe(COUNT) for size in ("layers", "width", "heads", "context", "vocabulary")}
         ),
         "data": of(
-            {"tokens": COUNT, "window": COUNT, "windows": COUNT, "validation_tokens": COUNT, "addresses": many(TEXT)}
+            {
+                "tokens": COUNT,
+                "window": COUNT,
+                "window_tokens": COUNT,
+                "windows": COUNT,
+                "validation_tokens": COUNT,
+                "addresses": many(TEXT),
+            }
         ),
         "settings": of({name: _SETTINGS for name in ("inner", "codec", "outer", "round", "audit")}),
         "join": of({"admission": {"enum": ["open", "invite", "allow"]}, "invite": maybe(TEXT), "local": FLAG}),

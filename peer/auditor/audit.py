@@ -34,9 +34,7 @@ def _audit(job: AuditJob, spec: RunSpec, device: torch.device) -> tuple[Score, .
     files.check_checkpoint(job.start.checkpoint, job.start.checkpoint_digest)
     if spec.model.adapter is not None and job.base is None:
         raise AuditError("the run's frozen base model is not here, and nothing is measured without it")
-    backend = SingleProcessBackend(spec, device, lambda: None, base=job.base, exact=True)
-    backend.outer.replayable = True  # in any run: an audit has no error feedback
-    _load(job, backend, files)
+    backend = _backend(job, spec, device, files)
     vocabulary = spec.model.config.get("vocab_size")
     reader = WindowReader(
         spec.data,
@@ -49,20 +47,37 @@ def _audit(job: AuditJob, spec: RunSpec, device: torch.device) -> tuple[Score, .
         own = None if job.own is None else (job.own, files.update(job.own.blob))
         return LossCheck(spec, job.certificate, backend, reader).scores(job.update, announced, own)
 
-    def replayed() -> Replayed:
+    def replayed(backend: SingleProcessBackend) -> Replayed:
         found = replay(spec, backend, reader, files, job.update, job.start.accepted_windows, job.rebase)
         if job.rebase is not None:
             _check_state(backend, job.rebase.state, job.threads)
         return found
 
-    replays = [replayed()]
+    replays = [replayed(backend)]
     scores = compare(backend.outer.codec, announced, replays)
     if any(s.value < s.threshold for s in scores):
-        backend.inner.in_bf16 = not backend.inner.in_bf16
-        _load(job, backend, files)
-        replays.append(replayed())
+        in_bf16 = not backend.inner.in_bf16
+        if spec.model.adapter is not None and device.type == "cuda":
+            # A frozen base in fp32 takes twice the memory: there is none for both.
+            del backend
+            torch.cuda.empty_cache()
+            backend = _backend(job, spec, device, files, exact=True)
+        else:
+            _load(job, backend, files)
+        backend.inner.in_bf16 = in_bf16
+        replays.append(replayed(backend))
         scores = compare(backend.outer.codec, announced, replays)
     return scores
+
+
+def _backend(
+    job: AuditJob, spec: RunSpec, device: torch.device, files: RoundFiles, *, exact: bool = False
+) -> SingleProcessBackend:
+    """Return a backend whose base is the state that the job starts from."""
+    backend = SingleProcessBackend(spec, device, lambda: None, base=job.base, exact=exact)
+    backend.outer.replayable = True  # in any run: an audit has no error feedback
+    _load(job, backend, files)
+    return backend
 
 
 def _load(job: AuditJob, backend: SingleProcessBackend, files: RoundFiles) -> None:

@@ -7,14 +7,15 @@ checked, and chunks that are here already are not fetched again.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
+import secrets
+import stat
 import threading
 
 from peer.errors import PeerError
 from peer.node.network import Network
-from peer.store import Store
+from peer.store import Store, StoreError, StoreFull
 from protocol.data_address import public_url
 from protocol.errors import MalformedError
 from protocol.ids import Digest
@@ -23,9 +24,9 @@ from protocol.spec import AdapterSpec
 
 log = logging.getLogger(__name__)
 
-READ_CHUNKS = 64
+READ_CHUNKS = 16
 """Chunks of one request to an address."""
-READ_SECONDS = 120.0
+READ_SECONDS = 20.0
 
 
 async def fetch_base_nearby(adapter: AdapterSpec, store: Store, network: Network, *, private_data: bool) -> None:
@@ -50,15 +51,22 @@ async def fetch_base_nearby(adapter: AdapterSpec, store: Store, network: Network
 def link_from_other_runs(store: Store, blob: Digest) -> bool:
     """Take a blob from the store of another run in the same home, without a copy; return whether it is here now."""
     for file in store.folder.parent.parent.glob(f"*/store/blobs/{blob.hex()[:2]}/{blob.hex()}"):
-        draft = store.scratch / f"linked-{blob.hex()}"
+        draft = store.scratch / f"linked-{blob.hex()}-{secrets.token_hex(4)}"
         try:
-            with contextlib.suppress(OSError, MalformedError):
-                os.link(file, draft)
-                store.adopt(draft, blob)
-                log.info("the base model is that of another run here: %s", file)
-                return True
+            os.link(file, draft, follow_symlinks=False)
+            found = draft.lstat()
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+                continue  # somebody else could change it after the check
+            store.adopt(draft, blob)
+        except StoreFull:
+            raise
+        except (OSError, MalformedError, StoreError) as e:
+            log.info("the base model of another run here cannot be used (%s): %s", file, e)
+            continue
         finally:
             draft.unlink(missing_ok=True)
+        log.info("the base model is that of another run here: %s", file)
+        return True
     return False
 
 

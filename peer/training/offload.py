@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +73,7 @@ class Offload:
         if not self._pins:
             return torch.zeros(shape, dtype=torch.float32, device=self.home)
         memory = np.zeros(shape, dtype=np.float32)
-        _pin(memory)
+        _pin(memory, self.device)
         return torch.from_numpy(memory)
 
     def pieces(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -107,13 +107,31 @@ def _needed(spec: RunSpec) -> int:
     return round_bytes(layout, spec.outer) + SAVED_BYTES * layout.numel
 
 
-def _pin(memory: np.ndarray) -> None:
+_refused = False
+"""True once the system pinned no more memory."""
+
+
+def _pin(memory: np.ndarray, device: torch.device) -> None:
     """Pin an array's memory, so that copies go at the link's speed. If the system pins no more, they are slower.
 
     torch's own pinned memory would take up to twice the bytes: it is allocated in powers of two.
     """
+    global _refused
+    if _refused or not memory.size:
+        return
     runtime: Any = torch.cuda.cudart()
-    address = memory.ctypes.data
-    if memory.size and int(runtime.cudaHostRegister(address, memory.nbytes, 0)) == 0:
-        # Called before the memory is freed.
-        weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+    with torch.cuda.device(device):
+        if int(runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)) == 0:
+            # Called before the memory is freed.
+            weakref.finalize(memory, _unpin, device, memory.ctypes.data).atexit = False
+            return
+        _refused = True
+        with suppress(RuntimeError):  # it takes the error, which the next kernel would report as its own
+            torch.ones(1, device=device)
+
+
+def _unpin(device: torch.device, address: int) -> None:
+    """Unpin memory, in whichever thread: a new thread's device is cuda:0, where another process may train."""
+    runtime: Any = torch.cuda.cudart()
+    with torch.cuda.device(device):
+        runtime.cudaHostUnregister(address)

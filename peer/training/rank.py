@@ -25,6 +25,7 @@ def main() -> int:
 
     from peer.training.device import choose_device, out_of_memory
     from peer.training.layers import LayerOptions
+    from peer.training.offload import Offload
     from peer.training.parallel.group import RankGroup
     from peer.training.parallel.parallel_dims import ParallelDims
     from peer.training.parallel.rank_worker import OUT_OF_MEMORY, STEPPING, Command, RankWorker
@@ -42,7 +43,7 @@ def main() -> int:
         group = RankGroup.join(ParallelDims.parse(a.parallel), a.rank, folder / "meet", device, a.seconds)
         try:
             layers = LayerOptions("on" if a.recompute else "off", a.compile)
-            worker = RankWorker(spec, group, device, a.piece, layers, report)
+            worker = RankWorker(spec, group, Offload(device, a.offloads), a.piece, layers, report)
             while True:
                 name, arguments = group.receive_command()
                 command = Command(name)

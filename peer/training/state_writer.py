@@ -22,7 +22,7 @@ from peer.training.outer_state import OuterOperations
 from peer.training.parallel.sharded_file import ShardedFile
 from peer.training.saved_state import FEEDBACK, POSITION, PROGRESS
 from protocol.ids import Digest
-from protocol.layout import Layout
+from protocol.layout import Layout, TensorSlice
 
 
 class _Cancelled(Exception):
@@ -37,9 +37,17 @@ class TensorToSave(NamedTuple):
     fresh: bool = False
 
 
-def copy_size(file: ShardedFile, device: torch.device) -> int:
-    """Return the bytes of memory that a copy of a file's tensors needs, on all ranks together."""
-    return sum(_allocation(4 * part.numel, device) for parts in file.parts.values() for part in parts)
+def copy_size(file: ShardedFile, device: torch.device, *, offloaded: bool = False) -> int:
+    """Return the bytes of memory that a copy of a file's tensors needs, on all ranks together.
+
+    `offloaded`: feedback and progress are in the machine's memory already, so their copies are not pinned.
+    """
+
+    def size(part: TensorSlice) -> int:
+        at_home = offloaded and file.layout.tensors[part.index].name.startswith((f"{FEEDBACK}/", f"{PROGRESS}/"))
+        return 4 * part.numel if at_home else _allocation(4 * part.numel, device)
+
+    return sum(size(part) for parts in file.parts.values() for part in parts)
 
 
 def _allocation(size: int, device: torch.device) -> int:
@@ -82,7 +90,10 @@ class StateWriter:
     @property
     def copy_size(self) -> int:
         """Bytes of memory that a copy needs, on all ranks, beyond those that are reserved for it already."""
-        return copy_size(self._state_file(), self._inner.device) - self._reserved
+        return self._size_of(self._state_file()) - self._reserved
+
+    def _size_of(self, file: ShardedFile) -> int:
+        return copy_size(file, self._inner.device, offloaded=self._outer.offload.enabled)
 
     def copy_state(self) -> None:
         """Copy feedback, progress and moments to memory. Not while a state is written.
@@ -91,7 +102,7 @@ class StateWriter:
         """
         self._copies = []  # freed first
         device, self._file = self._inner.device, self._state_file()
-        self._reserved = copy_size(self._file, device)
+        self._reserved = self._size_of(self._file)
         tensors = self._tensors(self._file)
         if device.type == "cuda":
             self._copies = [self._to_pinned(t) if t.tensor.device.type == "cuda" else _in_memory(t) for t in tensors]

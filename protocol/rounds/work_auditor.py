@@ -138,7 +138,8 @@ class WorkAuditor:
             None if self._reporter is None else self._reporter.key,
             chain.stakes(certificate.record.body.parent),
         )
-        due = due_audits(certificate, stakes, rule.raised(following.convicted_stake, sum(stakes.values())))
+        convicted = chain.reports_after(record).convicted_stake  # of the record's own branch: the same at any time
+        due = due_audits(certificate, stakes, rule.raised(convicted, sum(stakes.values())))
         replayed = set[Digest]()
         for audit in due:
             if me in audit.auditors[:1] or (me == rule.owner and me != audit.author):

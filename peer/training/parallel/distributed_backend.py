@@ -28,6 +28,7 @@ from peer.training.device import choose_device, device_name, out_of_memory
 from peer.training.inner_optimizer import StepResult
 from peer.training.layers import USUAL, LayerOptions, Report
 from peer.training.memory import memory_of
+from peer.training.offload import Offload
 from peer.training.parallel.group import SECONDS, RankGroup
 from peer.training.parallel.micro_batch import MicroBatchProfile, MicroBatchStore
 from peer.training.parallel.parallel_dims import ParallelDims
@@ -95,6 +96,8 @@ class DistributedBackend:
         self.device = choose_device(
             "cuda:0" if kind == "cuda" else "cpu", max(1, threads // dims.world), gpu_memory
         )  # fmt: skip
+        # Decided once: the ranks' own memory would change the answer.
+        self._offload = Offload.choose(self.device, spec, report)
         self.ranks = [
             self._start(rank, spec_path, kind, max(1, threads // dims.world), profile, layers.compiled, seconds)
             for rank in range(1, dims.world)
@@ -104,7 +107,7 @@ class DistributedBackend:
         try:
             self.group = RankGroup.join(dims, 0, self._folder / "meet", self.device, seconds)
             self._meeting = False
-            self.worker = RankWorker(spec, self.group, self.device, profile.windows, layers, report, background_hook)
+            self.worker = RankWorker(spec, self.group, self._offload, profile.windows, layers, report, background_hook)
             self._worker = self.worker
         except (RuntimeError, TrainingError) as e:
             why = self._ended_rank()
@@ -129,7 +132,7 @@ class DistributedBackend:
             "rank": rank, "threads": threads, "parent": os.getpid(), "piece": profile.windows, "spec": str(spec),
             "recompute": profile.recompute, "compile": compiled, "folder": str(self._folder),
             "parallel": str(self.dims), "device": f"cuda:{rank}" if kind == "cuda" else "cpu", "seconds": seconds,
-            "gpu_memory": self._gpu_memory,
+            "gpu_memory": self._gpu_memory, "offloads": self._offload.enabled,
         }  # fmt: skip
         command = [sys.executable, "-m", "peer.training.rank", json.dumps(options)]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}

@@ -69,25 +69,25 @@ class RankWorker(StateWriter):
         self,
         spec: RunSpec,
         group: RankGroup,
-        device: torch.device,
+        offload: Offload,
         piece: int | None = None,
         layers: LayerOptions = USUAL,
         report: Report = lambda *_: None,
         background_hook: Callable[[], None] = lambda: None,
     ):
-        """Build this rank's shard. `piece`: maximum number of windows in a pass.
+        """Build this rank's shard on the device of `offload`. `piece`: maximum number of windows in a pass.
 
         `background_hook` is called often by the thread that writes a saved state.
         """
         self.group = group
-        dims = group.dims
+        dims, device = group.dims, offload.device
         self.built = build_rank_model(spec.model.config, dims, make_mesh(dims, device), device)
         codec = make_codec(spec.codec, spec.model.layout)
         self.inner = RankOptimizer(spec.inner, self.built, piece, layers, report, conversations=spec.data.conversations)
         depth = int(spec.model.config.get("num_hidden_layers") or 1)
         self.outer = ShardedOuterState(
             self.built, group, codec, spec.codec.beta, spec.outer, depth,
-            Offload.choose(device, spec, report), replayable=spec.audit.replayable,
+            offload, replayable=spec.audit.replayable,
         )  # fmt: skip
         super().__init__(spec.model.layout, self.inner, self.outer, background_hook)
         self._step: StepResult | None = None

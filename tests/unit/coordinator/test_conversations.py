@@ -283,3 +283,45 @@ def test_a_packer_gives_back_each_document_once_and_fills_windows():
         places = np.flatnonzero((joined & NUMBER) == number)
         assert places[-1] - places[0] == size - 1 and places[0] // 100 == places[-1] // 100
     assert packer.windows == len(windows) < 1.02 * sum(sizes) / 100 + 1
+
+
+@pytest.mark.parametrize("answer", ["s", "d", "end", "im_end"])
+def test_an_answer_may_be_a_part_of_the_token_that_ends_it(tmp_path, answer):
+    assert [learnt for _, learnt in documents_of(made(tmp_path, [chat("yes?", answer)]))] == [f"{answer}{TURN_END}"]
+
+
+def test_of_a_greeting_that_comes_first_nothing_before_it_is_trained(tmp_path):
+    template = "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nbe kind<|im_end|>\n{% endif %}" + CHATML
+    rows = [{"messages": [{"role": "assistant", "content": "hello"}]}]
+    assert [learnt for _, learnt in documents_of(made(tmp_path, rows, template=template))] == ["hello<|im_end|>"]
+
+
+def test_a_mix_of_documents_that_are_trained_or_held_out_already_is_refused(tmp_path):
+    held = write_rows(tmp_path / "held.jsonl", [chat("fox?", "lazy")])
+    for source in ("held.jsonl", "chats.jsonl"):
+        table = {"mix": [{"source": source, "share": 0.1}]}
+        with pytest.raises(DataInputError, match="mix and among the other documents: name it once"):
+            made(tmp_path, [chat("yes?", "no")], validation=[str(held)], table=table)
+
+
+def test_settings_of_generation_that_no_spec_holds_are_left_out(tmp_path):
+    base_tokenizer(tmp_path / "base")
+    settings = '{"temperature": Infinity, "top_p": 2e6, "top_k": 7, "do_sample": true}'
+    (tmp_path / "base/generation_config.json").write_text(settings)
+    marked = made(tmp_path, [chat("yes?", "no")]).manifest.conversations
+    assert marked is not None and marked.chat is not None
+    assert marked.chat.generation == {"do_sample": True, "top_k": 7}
+
+
+def test_who_trains_on_no_answers_is_refused():
+    with pytest.raises(ValueError, match='must name "assistant"'):
+        ConversationTable.model_validate({"train_on": ["user"]})
+
+
+@pytest.mark.parametrize("length", range(2 * WINDOW - 2, 2 * WINDOW + 3))
+def test_every_token_of_a_long_text_is_kept_with_the_one_that_ends_it(tmp_path, length):
+    made_of = [{"text": "x" * n} for n in range(length - 3, length + 1)]
+    prepared = made(tmp_path, [*made_of, chat("yes?", "no")])
+    kept = [whole.removesuffix(END) for whole, _ in documents_of(prepared)]
+    assert sum(whole.count("x") for whole in kept) == sum(len(row["text"]) for row in made_of)
+    assert sum(learnt.endswith(END) for _, learnt in documents_of(prepared)) == len(made_of)

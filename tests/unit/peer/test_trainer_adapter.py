@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import CONFIG_MAPPING
 
 from peer.channel import Apply
 from peer.errors import TrainingError
@@ -17,10 +18,11 @@ from peer.training.inner_optimizer import MUON_MOMENTS
 from peer.training.parallel.parallel_dims import ParallelDims
 from peer.training.parallel.setup import resolve
 from peer.training.single_process import SingleProcessBackend
-from protocol.adapter import base_parameters, build_adapted, held_bytes, load_base
+from protocol.adapter import base_layout, base_parameters, build_adapted, held_bytes, load_base
 from protocol.errors import MalformedError
-from protocol.model import build_model, parameters_of
+from protocol.model import build_model, model_layout, parameters_of, plain_config
 from protocol.spec import AdapterSettings, CodecSpec
+from protocol.training_memory import model_bytes, round_bytes
 from tests.support.local_trainer import born, closed, copied, loaded, train, update  # noqa: F401
 from tests.support.trainer_world import World, accepted_round, apply
 
@@ -146,7 +148,8 @@ def test_memory_and_flops_count_the_base(world):
         held_bytes(adapter, "cuda") == 2 * adapter.parameters and held_bytes(adapter, "cpu") == 4 * adapter.parameters
     )
     device = trial.look(world.spec, "cpu", "cpu", ParallelDims())
-    assert device.needed == 28 * layout.numel + 4 * len(layout.tensors) + 4 * adapter.parameters
+    needed = model_bytes(layout, world.spec.model.config, world.spec.inner) + round_bytes(layout, world.spec.outer)
+    assert device.needed == needed + 4 * adapter.parameters
     config, window = world.spec.model.config, world.spec.data.window
     whole = flops_per_token(build_model(config, device="meta"), window)
     plain = build_adapted(config, AdapterSettings(rank=4, alpha=8))
@@ -155,6 +158,17 @@ def test_memory_and_flops_count_the_base(world):
     attention = 12 * 32 * window
     lora = sum(p.numel() for p in plain.parameters() if p.requires_grad)
     assert counted == (whole - attention) * 4 // 6 + 6 * lora + attention
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "llama", "gpt2"])
+def test_the_base_under_an_adapter_has_the_names_of_the_plain_model(kind):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 1,
+             "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64, "num_experts": 2,
+             "num_local_experts": 2, "num_experts_per_tok": 1, "n_embd": 32, "n_layer": 1, "n_head": 2}  # fmt: skip
+    known = CONFIG_MAPPING[kind]().to_dict()
+    config = plain_config({"model_type": kind} | {k: v for k, v in sizes.items() if k in known})
+    adapted = build_adapted(config, AdapterSettings(rank=2, alpha=2))
+    assert base_layout(adapted) == model_layout(build_model(config, device="meta"))
 
 
 def test_a_trial_needs_no_base(world):

@@ -16,8 +16,8 @@ function rate(inner) {
 // The run spec in words. Everything here was signed by the run's owner before the first round.
 function card(run, tokens) {
   const { model: m, data: d, settings: { inner, codec, outer, round, audit } } = run;
-  const step = inner.batch * d.window;
-  const epochs = (n) => { const passes = n / (d.windows * d.window); return passes === 0 ? "0" : passes < 10 ? passes.toPrecision(2) : short(Math.round(passes)); };
+  const step = inner.batch * d.window_tokens;
+  const epochs = (n) => { const passes = n / (d.windows * d.window_tokens); return passes === 0 ? "0" : passes < 10 ? passes.toPrecision(2) : short(Math.round(passes)); };
   const sparse = codec.kind === "sparse" ? `, ${codec.k} of 4096 coordinates` : "";
   return el("div", { class: "card" },
     el("section", {}, el("h3", {}, "Model"), list([
