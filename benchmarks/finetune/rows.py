@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -34,7 +35,8 @@ FIRST_LR = {("whole", "muon"): 4e-3, ("adapter", "adamw"): 8e-3, ("adapter", "mu
 """The first learning rate of a row's search."""
 
 
-class Row(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Row:
     """One of KINDS, and the number of peers."""
 
     what: str
@@ -44,7 +46,7 @@ class Row(NamedTuple):
 
     def holds(self, run: Run) -> bool:
         """Return whether a run is of this row."""
-        return self == (run["what"], run["way"], run["optimizer"], run["peers"])
+        return self == Row(run["what"], run["way"], run["optimizer"], run["peers"])
 
 
 def sizes_of(*, quick: bool) -> tuple[BaseModel, Tuning]:
@@ -72,7 +74,7 @@ def measure(
             worlds[seed] = FineTuning(
                 where, base, texts, size, plan, adapter=row.what == "adapter", optimizer=row.optimizer, seed=seed
             )
-        made: Run = {**row._asdict(), "seed": seed, "lr": lr, "commit": commit, "loss": None, "bytes": 0}
+        made: Run = {**asdict(row), "seed": seed, "lr": lr, "commit": commit, "loss": None, "bytes": 0}
         try:
             if row.way == "alone":
                 out = worlds[seed].alone(row.peers, lr)

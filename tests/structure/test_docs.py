@@ -104,10 +104,10 @@ def test_what_a_guide_shows_stands_in_this_order_with_other_numbers_and_is_misse
 
 
 def test_every_marked_block_of_the_pages_is_of_a_known_kind():
-    """So that none is left out, mistyped: `tests/e2e/test_guides_e2e.py` follows all of the two guides."""
+    """So that none is left out, mistyped: `tests/e2e/test_guides_e2e.py` follows all of the guides."""
     marked = {page.name: len(re.findall(r"^<!--(?!-)", page.read_text(), re.M)) for page in PAGES}
     assert {name: n for name, n in marked.items() if n} == {
-        name: len(blocks((DOCS / name).read_text())) for name in ("owner.md", "volunteer.md")
+        name: len(blocks((DOCS / name).read_text())) for name in ("finetuning.md", "owner.md", "volunteer.md")
     }
 
 

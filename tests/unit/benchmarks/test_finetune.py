@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from protocol.spec import TRAINED
 
 def run(way: str, lr: float, seed: int, loss: float | None, size: int = 1000, optimizer: str = "adamw") -> dict:
     row = Row("adapter", way, optimizer, 4)
-    return {**row._asdict(), "seed": seed, "lr": lr, "loss": loss, "bytes": size, "commit": None}
+    return {**asdict(row), "seed": seed, "lr": lr, "loss": loss, "bytes": size, "commit": None}
 
 
 TOGETHER = Row("adapter", "together", "adamw", 4)
