@@ -157,7 +157,7 @@ def test_the_owner_s_prompts_are_answered_and_the_loss_is_of_trained_tokens(taug
     folder = archive.add(state, tokenizer, round=1, state=digest, record=digest, tokens=1).folder
     job = {
         "spec": spec.canonical().decode(), "folder": str(folder), "windows": 8, "most": None, "seconds": None,
-        "shards": [str(run.blobs[s.name]) for s in spec.data.validation], "prompts": ["the fox?"], "sample_tokens": 20,
+        "base": None, "shards": [str(run.blobs[s.name]) for s in spec.data.validation], "prompts": ["the fox?"], "sample_tokens": 20,
         "temperature": 0.8, "seed": 1,
     }  # fmt: skip
     rows: list[dict] = []
