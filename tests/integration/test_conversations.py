@@ -157,8 +157,8 @@ def test_the_owner_s_prompts_are_answered_and_the_loss_is_of_trained_tokens(taug
     folder = archive.add(state, tokenizer, round=1, state=digest, record=digest, tokens=1).folder
     job = {
         "spec": spec.canonical().decode(), "folder": str(folder), "windows": 8, "most": None, "seconds": None,
-        "base": None, "shards": [str(run.blobs[s.name]) for s in spec.data.validation], "prompts": ["the fox?"], "sample_tokens": 20,
-        "temperature": 0.8, "seed": 1,
+        "shards": [str(run.blobs[s.name]) for s in spec.data.validation], "prompts": ["the fox?"], "sample_tokens": 20,
+        "temperature": 0.8, "seed": 1, "base": None,
     }  # fmt: skip
     rows: list[dict] = []
     evaluation_job.evaluate(job, spec, "cpu", rows.append)
