@@ -7,7 +7,6 @@ is named by its digest. `peft` is imported for such runs only.
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +32,6 @@ NAME = "default"
 _WRAPPED = re.compile(r"\.(?:base_layer\.)+")
 """The additions of `peft` to the name of a base parameter that has an adapter."""
 
-_building = threading.Lock()
-"""`init_empty_weights` changes what torch does in all threads."""
-
 
 def build_run_model(model: ModelSpec, *, device: torch.device | str = "cpu", exact: bool = False) -> nn.Module:
     """Build a run's model in training mode. A base and its adapter are zeros until `load_base` and a state come.
@@ -60,25 +56,25 @@ def build_adapted(
 ) -> nn.Module:
     """Build a model with an adapter, all zeros; only what the adapter trains has gradients.
 
-    `held`: the dtype of the base's linear layers. Raises SpecError.
+    `held`: the dtype of the base's linear layers. Not for two threads at once: accelerate's `init_empty_weights`
+    changes what all threads build. Raises SpecError.
     """
     device = torch.device(device)
-    with _building:
-        if device.type == "meta":
-            model = build_model(config, device=device)
-        else:
-            _peft()
-            from accelerate import init_empty_weights  # a dependency of peft
+    if device.type == "meta":
+        model = build_model(config, device=device)
+    else:
+        _peft()
+        from accelerate import init_empty_weights  # a dependency of peft
 
-            with init_empty_weights(include_buffers=False):  # only the buffers are computed
-                model = build_model(config, device=device)
-            model.tie_weights()  # type: ignore[operator]
-        add_adapter(model, adapter)
-        if device.type != "meta":
-            # Autocast rounds what linear layers read, and nothing else: experts and embeddings stay in fp32.
-            looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-            linear = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)} - looked_up
-            materialise(model, device, lambda p: held if id(p) in linear and not p.requires_grad else torch.float32)
+        with init_empty_weights(include_buffers=False):  # only the buffers are computed
+            model = build_model(config, device=device)
+        model.tie_weights()  # type: ignore[operator]
+    add_adapter(model, adapter)
+    if device.type != "meta":
+        # Autocast rounds what linear layers read, and nothing else: experts and embeddings stay in fp32.
+        looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+        linear = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)} - looked_up
+        materialise(model, device, lambda p: held if id(p) in linear and not p.requires_grad else torch.float32)
     return model
 
 

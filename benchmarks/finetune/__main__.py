@@ -1,7 +1,7 @@
 """Fine-tuning on conversations: 4 and 8 peers against one process with the same tokens.
 
 A Llama is trained on the shipped addresses, then fine-tuned on conversations made of them, whole or by a LoRA adapter.
-Peers use the defaults: signs, Nesterov, Muon for whole models and AdamW for adapters, which have rows by Muon, too.
+Peers use the defaults: signs, Nesterov, Muon. Adapters have rows by AdamW, too.
 Everything is simulated in one process, with the product's own data, trainer, codec and outer step. Each row
 has its own learning rate, from one search on the first seed: factors of two, until the best rate's neighbours are worse
 or the search ends. Rows that the JSON file has are kept.
@@ -36,8 +36,9 @@ from benchmarks.finetune.chat import write_conversations
 from benchmarks.finetune.rows import KINDS, Row, Run, measured_row, rows, sizes_of
 from benchmarks.finetune.world import FineTuning
 
-DEFAULTS = (("whole", "muon"), ("adapter", "adamw"))
-"""The trained part of the model, and the inner optimizer of a run that names none."""
+TRAINED = ("whole", "adapter")
+DEFAULT = "muon"
+"""The inner optimizer of a run that names none."""
 
 
 def best(runs: Sequence[Run], row: Row) -> list[Run]:
@@ -65,14 +66,14 @@ def to_alone(runs: Sequence[Run], row: Row) -> list[float]:
 def goals(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the goals with what was measured."""
     runs, out = results["runs"], []
-    for what, optimizer in DEFAULTS:
+    for what in TRAINED:
         for peers in results["sizes"]:
-            above = to_alone(runs, Row(what, "together", optimizer, peers))
+            above = to_alone(runs, Row(what, "together", DEFAULT, peers))
             text = f"{what}: the loss of {peers} peers at most +1% of one process's"
             met = mean(above) <= 0.01 if above else None
             out.append(report.goal(text, f"{mean(above):+.2%}" if above else None, met))
         peers = results["sizes"][0]
-        ours, alone = best(runs, Row(what, "together", optimizer, peers)), best_alone(runs, what, peers)
+        ours, alone = best(runs, Row(what, "together", DEFAULT, peers)), best_alone(runs, what, peers)
         fewer = alone[0]["bytes"] / ours[0]["bytes"] if ours and alone else None
         text = f"{what}: at least 500 times fewer bytes than bf16 gradients"
         out.append(report.goal(text, f"{fewer:.0f}x" if fewer else None, fewer >= 500 if fewer else None))
@@ -128,7 +129,7 @@ def _setting(folder: Path, quick: bool, seed: int) -> dict[str, Any]:
     loss = make_base(size, folder / "base")
     texts = write_conversations(folder, every=24 if quick else 3)
     worlds = [
-        FineTuning(folder / f"setting-{a}", folder / "base", texts, size, plan, adapter=a, optimizer="adamw", seed=seed)
+        FineTuning(folder / f"setting-{a}", folder / "base", texts, size, plan, adapter=a, optimizer=DEFAULT, seed=seed)
         for a in (False, True)
     ]
     whole, adapter = worlds

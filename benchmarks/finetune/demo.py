@@ -64,15 +64,21 @@ def main() -> int:
     mark = folder / "cairn-demo-finetune"
     if folder.exists() and any(folder.iterdir()) and not mark.exists():
         parser.error(f"{folder} is not empty and not of an earlier demo: name another with --folder")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    mark.touch()
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        mark.touch()
+    except OSError as e:
+        parser.error(f"{folder} cannot be made: {e.strerror or e}; name another with --folder")
     processes: list[Process] = []
     try:
         return _demo(folder, processes)
     except CairnError as e:
         print(f"FAILED: {e}")
         return 1
+    except KeyboardInterrupt:
+        print("stopped: every process of the demo is ended in order")
+        return 130
     finally:
         stop_all(processes)
 

@@ -13,6 +13,8 @@ import secrets
 import stat
 import threading
 
+import async_timeout
+
 from peer.errors import PeerError
 from peer.node.network import Network
 from peer.store import Store, StoreError, StoreFull
@@ -27,6 +29,14 @@ log = logging.getLogger(__name__)
 READ_CHUNKS = 16
 """Chunks of one request to an address."""
 READ_SECONDS = 20.0
+FETCH_SECONDS = 3600.0
+LEAST_RATE = 500_000
+"""Bytes a second that a large blob must arrive at; what came before it is kept for the next start."""
+
+
+def fetch_seconds(size: int) -> float:
+    """Return the seconds within which a blob of this size must arrive."""
+    return max(FETCH_SECONDS, size / LEAST_RATE)
 
 
 async def fetch_base_nearby(adapter: AdapterSpec, store: Store, network: Network, *, private_data: bool) -> None:
@@ -40,8 +50,11 @@ async def fetch_base_nearby(adapter: AdapterSpec, store: Store, network: Network
         stopped = threading.Event()
         try:
             with network.downloads.noted("the run's base model", name, size):
-                await asyncio.to_thread(read_from_address, adapter, store, address, stopped, private=private_data)
+                async with async_timeout.timeout(fetch_seconds(size)):
+                    await asyncio.to_thread(read_from_address, adapter, store, address, stopped, private=private_data)
             return
+        except asyncio.TimeoutError:
+            log.warning("the base model was not read from %s: it took %.0f s", address, fetch_seconds(size))
         except (PeerError, MalformedError) as e:
             log.warning("the base model was not read from %s: %s", address, e)
         finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from peer.channel import Start
-from peer.node.base_model import fetch_base_nearby
+from peer.node.base_model import fetch_base_nearby, fetch_seconds
 from peer.node.network import Network
 from peer.node.options import NodeOptions
 from peer.store import Store
@@ -18,10 +18,6 @@ from protocol.chain import Chain
 from protocol.data_address import public_url
 from protocol.ids import PeerKey
 from protocol.spec import BlobRef, DataShard, RunSpec
-
-FETCH_SECONDS = 3600.0
-LEAST_RATE = 500_000
-"""Bytes a second that a large blob must arrive at; what came before it is kept for the next start."""
 
 EPOCH = "epoch"
 """Name of the value in the store."""
@@ -59,7 +55,7 @@ async def _fetch(what: str, blob: BlobRef, store: Store, network: Network) -> No
     if not store.has(blob.name):
         await network.fetch_blob(
             blob.name, blob.size, network.providers(),
-            deadline_seconds=max(FETCH_SECONDS, blob.size / LEAST_RATE), what=f"the run's {what}",
+            deadline_seconds=fetch_seconds(blob.size), what=f"the run's {what}",
         )  # fmt: skip
 
 

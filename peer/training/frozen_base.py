@@ -15,6 +15,8 @@ from protocol.spec import AdapterSpec
 
 def read_base(model: nn.Module, adapter: AdapterSpec, file: Path) -> None:
     """Check the base's file and read it into a model. Raise MalformedError for a damaged or another one, OSError."""
+    if not file.is_file():
+        raise MalformedError(f"the run's base model, {file}, is gone: start the peer again, which fetches it")
     if (size := file.stat().st_size) != adapter.base.size:
         raise _wrong(file, adapter, f"{size:,} bytes, not {adapter.base.size:,}")
     if (found := file_digest(file)) != adapter.base.name:

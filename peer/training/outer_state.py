@@ -212,7 +212,8 @@ class OuterOperations(ABC):
     def progress(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the progress since the anchor, local - anchor, by name, in fresh tensors at home. Collective."""
         for name, values in self.owned_of(lambda name: None):
-            yield name, self.offload.copy(values).sub_(self.anchor[name].view(values.shape))
+            fresh = values.to(self.offload.home, copy=True)  # not pinned: that takes longer than one copy gains
+            yield name, fresh.sub_(self.anchor[name].view(values.shape))
 
     @torch.no_grad()
     def resume(self, feedback: Mapping[str, Tensor], progress: Mapping[str, Tensor]) -> None:

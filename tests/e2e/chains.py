@@ -68,6 +68,10 @@ def read_branch(spec: RunSpec, store: Path) -> Branch:
 def _read(spec: RunSpec, store: Path) -> Branch:
     decoder = _OPENERS.setdefault(bytes(spec.run_id), MessageDecoder(spec.run_id, spec.owner_key))
     chain = Chain(spec.run_id, spec.genesis.name, RoundPolicy.of(spec).chain_limits)
+    final = None
+    if (value := store / "values" / FINALIZATION).exists():  # first, as a node does: no ban cuts records up to it
+        final = decoder.decode(value.read_bytes(), Finalization)
+        chain.add_finalization(final)
     if (word := store / "values" / DIRECTIVE).exists():
         chain.add_directive(decoder.decode(word.read_bytes(), Directive))
     stored, parents = 0, dict[Digest, Digest]()
@@ -78,10 +82,6 @@ def _read(spec: RunSpec, store: Path) -> Branch:
         with suppress(FinalizedConflict, *([UnknownParent] if chain.rollback is not None else [])):
             chain.add(certificate)
         stored += 1
-    final = None
-    if (value := store / "values" / FINALIZATION).exists():
-        final = decoder.decode(value.read_bytes(), Finalization)
-        chain.add_finalization(final)
     path = chain.path(chain.genesis, chain.head)
     return Branch(path, stored, final, longest_side(parents, {c.digest for c in path}))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -208,6 +209,10 @@ class LoopSwarm:
             del self.internet.there[self.key]
 
 
+_building = threading.Lock()
+"""Trainers of this process are built one at a time: see `protocol.adapter.build_adapted`."""
+
+
 class LoopTrainer:
     """A `TrainerSupervisor` whose trainer works in this process."""
 
@@ -238,9 +243,13 @@ class LoopTrainer:
         self._max_windows = 0
         self._thread = ThreadPoolExecutor(1)
 
+    def _born(self) -> Trainer:
+        with _building:
+            return Trainer(self._start, lambda level, kind, text: self.notes.append(text))
+
     async def run(self) -> None:
         self._running = True
-        trainer = await self._call(Trainer, self._start, lambda level, kind, text: self.notes.append(text))
+        trainer = await self._call(self._born)
         self.ready = trainer.ready()
         self._say(self.ready)
         try:

@@ -29,6 +29,7 @@ RUNS = [
     run("together", 0.1, 1, None),
     run("together", 0.2, 1, 2.02),
     run("together", 0.2, 2, 2.06),
+    run("together", 0.2, 1, 2.03, optimizer="muon"),
 ]
 
 
