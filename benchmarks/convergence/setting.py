@@ -49,7 +49,8 @@ class Profile:
         return self.peers * self.batch * self.window
 
 
-def _llama(hidden: int, intermediate: int, layers: int, heads: int, window: int) -> dict[str, Any]:
+def llama(hidden: int, intermediate: int, layers: int, heads: int, window: int) -> dict[str, Any]:
+    """Return the config of a Llama with tied embeddings, without its vocabulary."""
     return {
         "model_type": "llama",
         "hidden_size": hidden,
@@ -65,16 +66,16 @@ def _llama(hidden: int, intermediate: int, layers: int, heads: int, window: int)
 PROFILES = {
     p.name: p
     for p in (
-        Profile("tiny", _llama(64, 172, 2, 4, 64), 512, 64, peers=4, batch=4, steps=1500, lr=4e-3),
-        Profile("broad", _llama(64, 172, 2, 4, 64), 512, 64, peers=4, batch=16, steps=750, lr=4e-3),
-        Profile("start", _llama(64, 172, 2, 4, 64), 512, 64, 4, 16, steps=180, lr=4e-3, planned=750),
-        Profile("many", _llama(64, 172, 2, 4, 64), 512, 64, peers=16, batch=4, steps=750, lr=4e-3),
-        Profile("long", _llama(64, 172, 2, 4, 64), 512, 64, peers=4, batch=16, steps=3000, lr=4e-3),
-        Profile("longer", _llama(64, 172, 2, 4, 64), 512, 64, peers=4, batch=16, steps=7200, lr=8e-3),
-        Profile("small", _llama(192, 512, 2, 6, 128), 1024, 128, peers=4, batch=4, steps=900, lr=2e-3),
-        Profile("medium", _llama(320, 864, 4, 5, 128), 2048, 128, peers=4, batch=4, steps=1500, lr=1e-3),
-        Profile("gpu20m", _llama(384, 1024, 8, 6, 512), 8192, 512, 8, 16, 3000, 1e-3, device="cuda"),
-        Profile("gpu150m", _llama(768, 2048, 16, 12, 1024), 32768, 1024, 8, 16, 5000, 6e-4, device="cuda"),
+        Profile("tiny", llama(64, 172, 2, 4, 64), 512, 64, peers=4, batch=4, steps=1500, lr=4e-3),
+        Profile("broad", llama(64, 172, 2, 4, 64), 512, 64, peers=4, batch=16, steps=750, lr=4e-3),
+        Profile("start", llama(64, 172, 2, 4, 64), 512, 64, 4, 16, steps=180, lr=4e-3, planned=750),
+        Profile("many", llama(64, 172, 2, 4, 64), 512, 64, peers=16, batch=4, steps=750, lr=4e-3),
+        Profile("long", llama(64, 172, 2, 4, 64), 512, 64, peers=4, batch=16, steps=3000, lr=4e-3),
+        Profile("longer", llama(64, 172, 2, 4, 64), 512, 64, peers=4, batch=16, steps=7200, lr=8e-3),
+        Profile("small", llama(192, 512, 2, 6, 128), 1024, 128, peers=4, batch=4, steps=900, lr=2e-3),
+        Profile("medium", llama(320, 864, 4, 5, 128), 2048, 128, peers=4, batch=4, steps=1500, lr=1e-3),
+        Profile("gpu20m", llama(384, 1024, 8, 6, 512), 8192, 512, 8, 16, 3000, 1e-3, device="cuda"),
+        Profile("gpu150m", llama(768, 2048, 16, 12, 1024), 32768, 1024, 8, 16, 5000, 6e-4, device="cuda"),
     )
 }
 """0.13 (small batches; large ones; their start; many peers; long; longer), 1.1, 5.4, 20 and 150 million parameters."""

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from benchmarks.convergence.corpus import ADDRESSES, HELD_OUT_EVERY
+from benchmarks.convergence.setting import llama
 from coordinator.authoring.prepare import prepare
 from peer.training.data import WindowReader
 from peer.training.inner_optimizer import InnerOptimizer
@@ -20,11 +22,6 @@ from protocol.assignment import windows_of
 from protocol.ids import PeerKey
 from protocol.model import build_model, plain_config
 from protocol.spec import DataSpec, InnerSpec, Schedule
-
-ADDRESSES = Path(__file__).resolve().parents[2] / "examples" / "sotu" / "addresses.jsonl.xz"
-"""State of the Union addresses, in the public domain."""
-HELD_OUT_EVERY = 12
-"""Every n-th address is in no training data, of the base model or of conversations."""
 
 END, TURN, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHATML = (
@@ -51,19 +48,8 @@ class BaseModel:
     @property
     def config(self) -> dict[str, Any]:
         """The config without defaults."""
-        return {
-            "model_type": "llama",
-            "vocab_size": self.vocabulary,
-            "hidden_size": self.hidden,
-            "intermediate_size": self.intermediate,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.heads,
-            "max_position_embeddings": self.window,
-            "tie_word_embeddings": True,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-        }
+        sizes = llama(self.hidden, self.intermediate, self.layers, self.heads, self.window)
+        return sizes | {"vocab_size": self.vocabulary, "bos_token_id": 0, "eos_token_id": 0}
 
 
 def addresses(*, held_out: bool) -> Iterator[dict[str, Any]]:
