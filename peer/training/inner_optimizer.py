@@ -23,6 +23,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from peer.errors import TrainingError
+from peer.training.cast_linear import cast_again
 from peer.training.layers import USUAL, LayerOptions, Layers, Report
 from peer.training.muon import MOMENT, Muon
 from protocol import packed_sequences
@@ -104,6 +105,8 @@ class InnerOptimizer:
         An audit also uses what its device usually does not.
         """
         self.layers = Layers(model, layers, report)
+        if parameters is None:
+            cast_again(self.layers.hookable())
         self._report = report
         self._on_cpu = device.type == "cpu"
         self._yield_hook = yield_hook if self._on_cpu else lambda: None

@@ -89,7 +89,7 @@ class Layers:
             self._wrap(layer)
 
     def hookable(self) -> Iterator[nn.Module]:
-        """Yield the modules that may be given hooks: none within a compiled layer."""
+        """Yield the modules that may be given hooks or another `forward`: none within a compiled layer."""
         for module in self._model.modules():
             if not self.compiled or id(module) not in self._inside:
                 yield module
@@ -157,6 +157,8 @@ def _set_up() -> None:
     # A layer's first size is compiled as such, the second for any number of windows, so sizes do not reach the limit.
     # If the limit is reached all the same, torch must say so.
     dynamo.fail_on_recompile_limit_hit = True
+    # Else each weight's copy in bf16 is kept for the backward pass.
+    functorch.ban_recompute_materialized_backward = False
     # Compile the backward pass at the first call, too: a layer that cannot be compiled can still run without.
     if hasattr(functorch, "force_non_lazy_backward_lowering"):
         functorch.force_non_lazy_backward_lowering = True
