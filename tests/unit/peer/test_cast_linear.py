@@ -35,7 +35,7 @@ def gradients(of: InnerOptimizer) -> dict[str, Tensor]:
 
 
 def copies(of: InnerOptimizer) -> int:
-    """The weights that a step keeps in bf16 for its backward pass."""
+    """Return how many weights a step keeps in bf16 for its backward pass."""
     shapes = {tuple(s) for p in of.parameters.values() if p.ndim == 2 for s in (p.shape, p.shape[::-1])}
     found = set()
 
