@@ -10,7 +10,7 @@ from tests.e2e.commands import cairn
 from tests.e2e.conftest import PEERS
 from tests.e2e.world import World
 
-pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(1200)]
 
 
 async def test_a_stranger_audits_the_ledger_and_a_peer_its_receipts(swarm: World):

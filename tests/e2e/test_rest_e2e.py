@@ -12,7 +12,7 @@ from tests.e2e.commands import cairn
 from tests.e2e.conftest import PEERS
 from tests.e2e.world import World
 
-pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(1200)]
 
 
 async def control(swarm: World, what: str, *run: str) -> str:

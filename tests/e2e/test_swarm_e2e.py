@@ -156,6 +156,7 @@ async def test_a_trainer_that_is_killed_is_started_again_and_its_peer_keeps_its_
     check_same({n: swarm.branch(n) for n in PEERS})
 
 
+@pytest.mark.long
 async def test_training_goes_on_without_the_coordinator_which_then_catches_up_and_credits_every_round(swarm: World):
     await swarm.healthy(PEERS)
     swarm.processes["coordinator"].kill()
@@ -217,6 +218,7 @@ async def account_of(world: World, name: str) -> PeerCredits:
         return await client.account(world.key(name))
 
 
+@pytest.mark.long
 async def test_all_are_stopped_and_started_again_and_go_on_from_the_same_chain(swarm: World):
     await swarm.healthy(PEERS)
     run = swarm.invite.run

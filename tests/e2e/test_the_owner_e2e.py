@@ -15,7 +15,7 @@ from coordinator.checkpoints.archive import Archive
 from tests.e2e.conftest import PEERS
 from tests.e2e.world import LIMIT, World
 
-pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(1200)]
 
 
 async def order(world: World, *words: str) -> str:

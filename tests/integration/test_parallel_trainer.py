@@ -64,7 +64,8 @@ def learnt(world: World, blob: Path) -> dict[str, torch.Tensor]:
     return into
 
 
-@pytest.mark.parametrize("parallel", ["fsdp=2,tp=2", pytest.param("fsdp=2,pp=2", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("parallel", ["fsdp=2,tp=2", "fsdp=2,pp=2"])
 def test_peers_of_one_process_and_of_two_by_two_ranks_agree_on_every_bit_and_a_save_fits_all_layouts(
     parallel, tmp_path, monkeypatch
 ):

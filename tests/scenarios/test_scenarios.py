@@ -116,6 +116,7 @@ def roomy(scenario: script.Scenario) -> script.Scenario:
     return scenario.model_copy(update={"steps": steps, "run": run, "limit_seconds": ROOM * scenario.limit_seconds})
 
 
+@pytest.mark.long
 @pytest.mark.timeout(2000)
 @pytest.mark.parametrize("name", CORE)
 def test_the_core_scenarios_pass(name: str):

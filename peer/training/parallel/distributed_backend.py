@@ -105,7 +105,7 @@ class DistributedBackend:
         self._watch = threading.Thread(target=self._watch_ranks, name="ranks", daemon=True)
         self._watch.start()
         try:
-            self.group = RankGroup.join(dims, 0, self._folder / "meet", self.device, seconds)
+            self.group = RankGroup.join(dims, 0, self._folder / "meet", self.device, seconds, self._ended_rank)
             self._meeting = False
             self.worker = RankWorker(spec, self.group, self._offload, profile.windows, layers, report, background_hook)
             self._worker = self.worker

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +25,12 @@ from protocol.errors import CairnError, CodecError, MalformedError
 
 SECONDS = 120.0
 """Deadline of a collective: a rank that does not take part for this time hangs, and ends with the others."""
+
+MEETING_SECONDS = 240.0
+"""Deadline for all ranks to meet: each has imported torch by then, from a disk that is cold or on cores that are busy.
+
+It is shorter than START_SECONDS of peer/node/trainer_supervisor.py, so that the error says what was waited for.
+"""
 
 IDLE = timedelta(days=365)
 """The deadline for rank 0's next command: while there is nothing to train on, there is none."""
@@ -68,27 +75,27 @@ class RankGroup(SoleRank):
 
     @classmethod
     def join(
-        cls, dims: ParallelDims, rank: int, meet: Path, device: torch.device, seconds: float = SECONDS
-    ) -> RankGroup:
+        cls, dims: ParallelDims, rank: int, meet: Path, device: torch.device, seconds: float = SECONDS,
+        ended: Callable[[], str] = str,
+    ) -> RankGroup:  # fmt: skip
         """Meet the other ranks at a file that nobody has used. Raise TrainingError when not all of them come.
 
-        They listen on loopback. By default gloo would use the address of the host's name, which may be a public one.
+        `ended` returns why there is nobody to wait for any longer, else nothing. Ranks listen on loopback. By default
+        gloo would use the address of the host's name, which may be a public one.
         """
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         try:
+            store = dist.FileStore(str(meet), dims.world)
+            _wait_for_all(store, dims.world, rank, ended)
             dist.init_process_group(
-                backend,
-                init_method=f"file://{meet}",
-                rank=rank,
-                world_size=dims.world,
-                timeout=timedelta(seconds=seconds),
+                backend, store=store, rank=rank, world_size=dims.world, timeout=timedelta(seconds=seconds)
             )
             return cls(dims, rank, seconds)
         except RuntimeError as e:
             raise TrainingError(
-                f"the {dims.world} ranks of --parallel {dims} did not all meet within {seconds:.0f} s "
+                f"the {dims.world} ranks of --parallel {dims} did not all meet within {MEETING_SECONDS:.0f} s "
                 f"({' '.join(str(e).split())[:200]}): look above for what one of them printed"
             ) from None
 
@@ -175,3 +182,21 @@ class RankGroup(SoleRank):
         """End the group, when all ranks leave in order."""
         dist.all_reduce(torch.zeros(1))  # nobody leaves while another still communicates
         dist.destroy_process_group()
+
+
+def _wait_for_all(store: dist.Store, world: int, rank: int, ended: Callable[[], str]) -> None:
+    """Wait until all ranks have written to the store. Raise TrainingError when one has ended, RuntimeError in the end.
+
+    torch's own wait would take the deadline of a collective, which is too short for imports.
+    """
+    store.set(f"rank {rank}", "here")
+    deadline = time.monotonic() + MEETING_SECONDS
+    while True:
+        try:
+            store.wait([f"rank {r}" for r in range(world)], timedelta(seconds=1))
+            return
+        except RuntimeError:
+            if why := ended():
+                raise TrainingError(why) from None
+            if time.monotonic() > deadline:
+                raise
