@@ -30,8 +30,8 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS)
 
 # Swarms of real processes that take minutes each, on what shorter tests and the scenarios hold too; and the images of
-# docker/ in a bare root. About twenty minutes.
-test-long: $(STAMP) debootstrap
+# docker/ in a bare root. About forty minutes.
+test-long: $(STAMP) debootstrap nft
 	$(BIN)/python -m pytest -m long -n $(WORKERS)
 
 # Swarms of real processes on an emulated internet (Linux, root; nftables is installed if it can be). About an hour.

@@ -65,6 +65,7 @@ TOGETHER = {
     "tests/e2e/test_audit_e2e.py": "tests/e2e",
     "tests/e2e/test_device_e2e.py": "tests/e2e",
     "tests/e2e/test_liars_e2e.py": "tests/e2e",
+    "tests/e2e/test_rest_e2e.py": "tests/e2e",
     "tests/e2e/test_swarm_e2e.py": "tests/e2e",
     "tests/e2e/test_the_owner_e2e.py": "tests/e2e",
     "tests/wan/test_wan.py": "wan",

@@ -17,7 +17,7 @@ from peer.node.enrollment import ADMISSION
 from tests.e2e.chains import check_same
 from tests.e2e.world import LIMIT, World
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200)]
 
 PEERS = ["ada", "alan"]
 TOTAL = 70_000
@@ -87,7 +87,6 @@ async def test_at_the_end_of_a_run_all_finish_and_its_model_can_be_loaded_and_us
     assert world.left == ([], [])
 
 
-@pytest.mark.long
 async def test_a_run_that_its_owner_ends_leaves_its_last_state_to_the_owner():
     with World() as world:
         world.start_coordinator()
