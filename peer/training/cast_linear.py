@@ -40,11 +40,15 @@ class _Product(torch.autograd.Function):
 def cast_again(modules: Iterable[nn.Module]) -> None:
     """Have those of the modules that are linear, with fp32 weights that are trained, cast them for each product."""
     for module in modules:
-        if type(module) is nn.Linear and module.weight.requires_grad and module.weight.dtype == torch.float32:
+        if _is_trained_in_fp32(module):
             module.forward = partial(_forward, module)
 
 
-def _forward(module: nn.Linear, x: Tensor) -> Tensor:
+def _is_trained_in_fp32(module: nn.Module) -> bool:
+    return type(module) is nn.Linear and module.weight.requires_grad and module.weight.dtype == torch.float32
+
+
+def _forward(module: Any, x: Tensor) -> Tensor:
     kind = x.device.type
     if not (torch.is_autocast_enabled(kind) and torch.is_grad_enabled()):
         return linear(x, module.weight, module.bias)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from peer.errors import TrainingError
 from peer.training.parallel import group
@@ -30,7 +31,7 @@ def test_ranks_listen_on_loopback_unless_told_otherwise(tmp_path: Path, monkeypa
         raise RuntimeError("nobody came")
 
     monkeypatch.setattr(dist, "init_process_group", meets_nobody)
-    other = dist.FileStore(str(tmp_path / "meet"), 2)
+    other, *_ = next(rendezvous(f"file://{tmp_path}/meet", 1, 2))
     other.set("rank 1", "here")
     with pytest.raises(TrainingError, match="did not all meet"):
         RankGroup.join(ParallelDims(dp=2), 0, tmp_path / "meet", torch.device("cpu"))

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from peer.errors import SavedStateError, TrainingError
 from peer.training.parallel.parallel_dims import ParallelDims
@@ -87,7 +88,7 @@ class RankGroup(SoleRank):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         try:
-            store = dist.FileStore(str(meet), dims.world)
+            store, *_ = next(rendezvous(f"file://{meet}", rank, dims.world))
             _wait_for_all(store, dims.world, rank, ended)
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=dims.world, timeout=timedelta(seconds=seconds)
@@ -184,7 +185,7 @@ class RankGroup(SoleRank):
         dist.destroy_process_group()
 
 
-def _wait_for_all(store: dist.Store, world: int, rank: int, ended: Callable[[], str]) -> None:
+def _wait_for_all(store: Any, world: int, rank: int, ended: Callable[[], str]) -> None:
     """Wait until all ranks have written to the store. Raise TrainingError when one has ended, RuntimeError in the end.
 
     torch's own wait would take the deadline of a collective, which is too short for imports.

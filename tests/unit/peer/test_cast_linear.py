@@ -62,9 +62,9 @@ def test_gradients_are_those_of_autocast_bit_for_bit(monkeypatch, biased):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_no_copy_of_a_weight_is_kept_for_the_backward_pass(monkeypatch, compiled):
     monkeypatch.setattr(layers_module, "BACKEND", "aot_eager")  # torch's own choice of what to keep, without a compiler
-    torch._dynamo.reset()
+    torch.compiler.reset()
     assert copies(in_bf16(llama(), compiled=compiled)) == 0
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 def test_in_fp32_nothing_is_cast():
