@@ -111,7 +111,7 @@ def is_stuck():
     ],
 )  # fmt: skip
 def test_a_planted_fault_is_found_and_its_input_named(monkeypatch: pytest.MonkeyPatch, fault, what: str):
-    monkeypatch.setattr(harness, "STUCK_SECONDS", 2.0 if fault is is_stuck else 30.0)
+    monkeypatch.setattr(harness, "STUCK_SECONDS", 10.0 if fault is is_stuck else 30.0)
     monkeypatch.setattr(harness, "MAX_FAILURES", 1)
     parser = planted(fault)
     tally = run(parser, SEED, 200)
