@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import torch
@@ -60,6 +61,7 @@ def _audit(job: AuditJob, spec: RunSpec, device: torch.device) -> tuple[Score, .
         if spec.model.adapter is not None and device.type == "cuda":
             # A frozen base in fp32 takes twice the memory: there is none for both.
             del backend
+            gc.collect()  # modules that refer to themselves
             torch.cuda.empty_cache()
             backend = _backend(job, spec, device, files, exact=True)
         else:

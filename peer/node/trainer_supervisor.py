@@ -18,7 +18,7 @@ from peer.errors import ChannelError, TrainerDied
 
 log = logging.getLogger(__name__)
 
-START_SECONDS = 300.0
+START_SECONDS = 480.0
 """Seconds to import torch, build the model and move it to a GPU: a cold disk can take minutes."""
 
 ANSWER_SECONDS, REPLAY_SECONDS = 900.0, 60.0

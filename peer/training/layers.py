@@ -157,7 +157,8 @@ def _set_up() -> None:
     # A layer's first size is compiled as such, the second for any number of windows, so sizes do not reach the limit.
     # If the limit is reached all the same, torch must say so.
     dynamo.fail_on_recompile_limit_hit = True
-    # Else each weight's copy in bf16 is kept for the backward pass.
+    # By default torch keeps each weight's copy in bf16, and other inputs of products, for the backward pass. They are
+    # cheap to compute again; the time on a GPU was not measured.
     functorch.ban_recompute_materialized_backward = False
     # Compile the backward pass at the first call, too: a layer that cannot be compiled can still run without.
     if hasattr(functorch, "force_non_lazy_backward_lowering"):

@@ -47,5 +47,5 @@ def test_a_rank_is_waited_for_longer_than_a_collective_may_take_unless_it_has_en
         join(lambda: "rank 1 has ended" if asked.append(1) or len(asked) > 1 else "")
     assert len(asked) == 2
     monkeypatch.setattr(group, "MEETING_SECONDS", 0.0)
-    with pytest.raises(TrainingError, match="did not all meet within 0 s"):
+    with pytest.raises(TrainingError, match="did not all meet, for which they have 0 s"):
         join()

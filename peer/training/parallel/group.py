@@ -30,7 +30,8 @@ SECONDS = 120.0
 MEETING_SECONDS = 240.0
 """Deadline for all ranks to meet: each has imported torch by then, from a disk that is cold or on cores that are busy.
 
-It is shorter than START_SECONDS of peer/node/trainer_supervisor.py, so that the error says what was waited for.
+START_SECONDS of peer/node/trainer_supervisor.py has room for it after rank 0's own imports, so that the error says what
+was waited for.
 """
 
 IDLE = timedelta(days=365)
@@ -81,8 +82,8 @@ class RankGroup(SoleRank):
     ) -> RankGroup:  # fmt: skip
         """Meet the other ranks at a file that nobody has used. Raise TrainingError when not all of them come.
 
-        `ended` returns why there is nobody to wait for any longer, else nothing. Ranks listen on loopback. By default
-        gloo would use the address of the host's name, which may be a public one.
+        `ended` returns why waiting is pointless, or an empty text. Ranks listen on loopback. By default gloo would use
+        the address of the host's name, which may be a public one.
         """
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
@@ -90,14 +91,15 @@ class RankGroup(SoleRank):
         try:
             store, *_ = next(rendezvous(f"file://{meet}", rank, dims.world))
             _wait_for_all(store, dims.world, rank, ended)
+            store.set_timeout(timedelta(seconds=seconds))
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=dims.world, timeout=timedelta(seconds=seconds)
             )
             return cls(dims, rank, seconds)
         except RuntimeError as e:
             raise TrainingError(
-                f"the {dims.world} ranks of --parallel {dims} did not all meet within {MEETING_SECONDS:.0f} s "
-                f"({' '.join(str(e).split())[:200]}): look above for what one of them printed"
+                f"the {dims.world} ranks of --parallel {dims} did not all meet, for which they have "
+                f"{MEETING_SECONDS:.0f} s ({' '.join(str(e).split())[:200]}): look above for what one of them printed"
             ) from None
 
     @contextmanager
@@ -186,9 +188,10 @@ class RankGroup(SoleRank):
 
 
 def _wait_for_all(store: Any, world: int, rank: int, ended: Callable[[], str]) -> None:
-    """Wait until all ranks have written to the store. Raise TrainingError when one has ended, RuntimeError in the end.
+    """Wait until all ranks have written to the store.
 
-    torch's own wait would take the deadline of a collective, which is too short for imports.
+    torch's own wait would take the deadline of a collective, which is too short for imports. Raise TrainingError when a
+    rank has ended, and RuntimeError after MEETING_SECONDS.
     """
     store.set(f"rank {rank}", "here")
     deadline = time.monotonic() + MEETING_SECONDS

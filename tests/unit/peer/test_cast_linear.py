@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from peer.training import inner_optimizer
 from peer.training import layers as layers_module
 from peer.training.inner_optimizer import InnerOptimizer
-from peer.training.layers import LayerOptions
+from peer.training.layers import USUAL, LayerOptions
 from protocol.model import build_model, plain_config
 from protocol.spec import InnerSpec, Schedule
 from tests.support.specs import TINY_LLAMA
@@ -18,9 +18,9 @@ WINDOWS = torch.arange(3 * 21, dtype=torch.int32).reshape(3, 21)
 """60 tokens: no activation has the shape of a weight."""
 
 
-def in_bf16(model: nn.Module, *, compiled: bool = False) -> InnerOptimizer:
+def in_bf16(model: nn.Module, layers: LayerOptions = USUAL) -> InnerOptimizer:
     spec = InnerSpec(batch=3, optimizer="adamw", schedule=Schedule(kind="constant"))
-    made = InnerOptimizer(spec, model, torch.device("cpu"), layers=LayerOptions(compiled=compiled))
+    made = InnerOptimizer(spec, model, torch.device("cpu"), layers=layers)
     made.in_bf16 = True
     return made
 
@@ -36,7 +36,7 @@ def gradients(of: InnerOptimizer) -> dict[str, Tensor]:
 
 def copies(of: InnerOptimizer) -> int:
     """Return how many weights a step keeps in bf16 for its backward pass."""
-    shapes = {tuple(s) for p in of.parameters.values() if p.ndim == 2 for s in (p.shape, p.shape[::-1])}
+    shapes = {tuple(s) for p in of.model.parameters() if p.ndim == 2 for s in (p.shape, p.shape[::-1])}
     found = set()
 
     def pack(t: Tensor) -> Tensor:
@@ -59,11 +59,36 @@ def test_gradients_are_those_of_autocast_bit_for_bit(monkeypatch, biased):
     assert copies(kept) == 2 * 7 + 1, "the test would not see copies"
 
 
+def test_the_gradient_has_the_layout_of_its_weight_or_torch_would_copy_it():
+    made, laid_out = in_bf16(llama()), []
+    for parameter in made.parameters.values():
+        parameter.register_hook(lambda g, p=parameter: laid_out.append(g.stride() == p.stride()))
+    gradients(made)
+    assert len(laid_out) == len(made.parameters) and all(laid_out)
+
+
+def test_recomputed_layers_have_the_same_gradients(monkeypatch):
+    again = LayerOptions("on")
+    ours = gradients(in_bf16(llama(), again))
+    monkeypatch.setattr(inner_optimizer, "cast_again", lambda _: None)
+    theirs = gradients(in_bf16(llama(), again))
+    assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
+
+
+def test_a_frozen_weight_passes_gradients_on_and_keeps_no_copy():
+    model = llama()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.0.self_attn.q_proj" in name)
+    made = in_bf16(model)
+    assert copies(made) == 0
+    assert list(gradients(made)) == ["model.layers.0.self_attn.q_proj.weight"]
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_no_copy_of_a_weight_is_kept_for_the_backward_pass(monkeypatch, compiled):
     monkeypatch.setattr(layers_module, "BACKEND", "aot_eager")  # torch's own choice of what to keep, without a compiler
     torch.compiler.reset()
-    assert copies(in_bf16(llama(), compiled=compiled)) == 0
+    assert copies(in_bf16(llama(), LayerOptions(compiled=compiled))) == 0
     torch.compiler.reset()
 
 
