@@ -19,7 +19,7 @@ from peer.errors import ChannelError, TrainerDied
 log = logging.getLogger(__name__)
 
 START_SECONDS = 480.0
-"""Seconds to import torch, build the model and move it to a GPU: a cold disk can take minutes."""
+"""Seconds to import torch, meet the other ranks, build the model and move it to a GPU: a cold disk takes minutes."""
 
 ANSWER_SECONDS, REPLAY_SECONDS = 900.0, 60.0
 """Seconds of silence after which a trainer that owes an answer is considered hung; each round to replay adds the
