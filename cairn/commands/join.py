@@ -23,6 +23,7 @@ from cairn.files import private_files
 from cairn.logs import set_up_logging
 from cairn.stop_signals import stop_on_signals
 from cairn.visibility import peer_home, seen_by_others
+from peer.quiet_imports import quiet_imports
 from protocol.errors import CairnError
 from protocol.identity import Identity
 from protocol.ids import RunId
@@ -223,19 +224,20 @@ async def _join(options: JoinOptions, invite: Invite, settings_file: Path) -> No
     stop = asyncio.Event()
     stop_on_signals(stop)
 
-    from cairn.day_traffic import DayTraffic
-    from cairn.peer_control import PeerControl, listening
-    from cairn.peer_schedule import PeerSchedule
-    from cairn.peer_screen import PeerScreen
-    from cairn.peer_settings import SettingsFile
-    from peer.node.admission_wait import wait_until_admitted
-    from peer.node.builder import build_node
-    from peer.node.enrollment import Enrollment, RunIsOver, run_folder
-    from peer.node.machine_check import check_machine
-    from peer.node.options import NodeOptions
-    from peer.node.rest import RestWish
-    from peer.store import Store
-    from peer.swarm.pace import Paces
+    with quiet_imports():
+        from cairn.day_traffic import DayTraffic
+        from cairn.peer_control import PeerControl, listening
+        from cairn.peer_schedule import PeerSchedule
+        from cairn.peer_screen import PeerScreen
+        from cairn.peer_settings import SettingsFile
+        from peer.node.admission_wait import wait_until_admitted
+        from peer.node.builder import build_node
+        from peer.node.enrollment import Enrollment, RunIsOver, run_folder
+        from peer.node.machine_check import check_machine
+        from peer.node.options import NodeOptions
+        from peer.node.rest import RestWish
+        from peer.store import Store
+        from peer.swarm.pace import Paces
 
     folder = run_folder(options.home, RunId(invite.run))
     is_first_time = not folder.exists()

@@ -19,6 +19,7 @@ from cairn.commands.options import FILE, home_option
 from cairn.files import private_files, write_whole
 from cairn.logs import set_up_logging
 from cairn.stop_signals import stop_on_signals
+from peer.quiet_imports import quiet_imports
 from protocol.errors import CairnError, IdentityError, MalformedError
 from protocol.invite import HostPort, Invite
 
@@ -124,11 +125,12 @@ def coordinator_folder(home: Path, name: str) -> Path:
 @private_files()
 def serve_run(options: ServeOptions) -> None:
     """Serve a run until a signal stops it. Raises CairnError."""
-    from coordinator.alerts.config import load_config
-    from coordinator.authoring.resolve import resolve
-    from coordinator.authoring.runfile import load_run
-    from coordinator.service import CoordinatorConfig
-    from peer.store import Store
+    with quiet_imports():
+        from coordinator.alerts.config import load_config
+        from coordinator.authoring.resolve import resolve
+        from coordinator.authoring.runfile import load_run
+        from coordinator.service import CoordinatorConfig
+        from peer.store import Store
 
     _allow_many_files()
     listen, page = _endpoint(options.grpc, "--grpc"), _endpoint(options.page, "--page")
@@ -180,22 +182,23 @@ def _allow_many_files() -> None:
 async def _serve(
     options: ServeOptions, config: CoordinatorConfig, store: Store, owner: Identity, resolved: ResolvedRun
 ) -> None:
-    from cairn.kept_updates import KeptUpdates
-    from cairn.swarm_view import ObserverView, put_blob
-    from coordinator.checkpoints.archive import Archive
-    from coordinator.checkpoints.archiver import CheckpointArchiver
-    from coordinator.checkpoints.copies import file_system
-    from coordinator.checkpoints.evaluations import EvaluationLog
-    from coordinator.checkpoints.settings import check_address
-    from coordinator.service import Coordinator
-    from peer.keyfile import load_or_make
-    from peer.node.builder import build_node
-    from peer.node.coordinator_discovery import SPEC
-    from peer.node.enrollment import Enrollment, known_addresses
-    from peer.node.options import NodeOptions
-    from peer.node.trainer_files import base_file
-    from protocol.chain import genesis_digest
-    from protocol.message_codec import MessageDecoder
+    with quiet_imports():
+        from cairn.kept_updates import KeptUpdates
+        from cairn.swarm_view import ObserverView, put_blob
+        from coordinator.checkpoints.archive import Archive
+        from coordinator.checkpoints.archiver import CheckpointArchiver
+        from coordinator.checkpoints.copies import file_system
+        from coordinator.checkpoints.evaluations import EvaluationLog
+        from coordinator.checkpoints.settings import check_address
+        from coordinator.service import Coordinator
+        from peer.keyfile import load_or_make
+        from peer.node.builder import build_node
+        from peer.node.coordinator_discovery import SPEC
+        from peer.node.enrollment import Enrollment, known_addresses
+        from peer.node.options import NodeOptions
+        from peer.node.trainer_files import base_file
+        from protocol.chain import genesis_digest
+        from protocol.message_codec import MessageDecoder
 
     spec, folder, settings = resolved.spec, config.folder, options.settings
     _, announce = _public(options, config.listen_port)

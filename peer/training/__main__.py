@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from peer.channel.trainer_end import TrainerEnd
 from peer.errors import ChannelError
 from peer.parent_process import exit_with_parent
+from peer.quiet_imports import quiet_imports
 
 if TYPE_CHECKING:
     from peer.training.service import TrainerService
@@ -39,7 +40,8 @@ def main(
         return 2
     if not exit_with_parent(parsed.parent):
         return 1
-    from peer.training.service import TrainerService  # torch and transformers: seconds
+    with quiet_imports():
+        from peer.training.service import TrainerService  # torch and transformers: seconds
 
     try:
         return (make_service or TrainerService)(end).run()

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from peer.parent_process import exit_with_parent
+from peer.quiet_imports import quiet_imports
 
 
 def main() -> int:
@@ -21,16 +22,17 @@ def main() -> int:
     folder = Path(a.folder)
     if not exit_with_parent(a.parent):
         return 1
-    import torch
+    with quiet_imports():
+        import torch
 
-    from peer.training.device import choose_device, out_of_memory
-    from peer.training.layers import LayerOptions
-    from peer.training.offload import Offload
-    from peer.training.parallel.group import RankGroup
-    from peer.training.parallel.parallel_dims import ParallelDims
-    from peer.training.parallel.rank_worker import OUT_OF_MEMORY, STEPPING, Command, RankWorker
-    from protocol.errors import CairnError
-    from protocol.spec import parse_spec
+        from peer.training.device import choose_device, out_of_memory
+        from peer.training.layers import LayerOptions
+        from peer.training.offload import Offload
+        from peer.training.parallel.group import RankGroup
+        from peer.training.parallel.parallel_dims import ParallelDims
+        from peer.training.parallel.rank_worker import OUT_OF_MEMORY, STEPPING, Command, RankWorker
+        from protocol.errors import CairnError
+        from protocol.spec import parse_spec
 
     def report(level: str, _kind: str, text: str) -> None:
         if level != "info":  # rank 0 reports it for all
