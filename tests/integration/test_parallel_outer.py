@@ -226,7 +226,7 @@ def rank(me: int, world: int, folder: Path) -> None:
         group.leave()
 
 
-@pytest.mark.parametrize("world", LAYOUTS)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_updates_states_and_checkpoints_are_those_of_one_process_after_every_round(world, tmp_path):
     expected = {name: one_process(name, tmp_path) for name in LAYOUTS[world]}
     run_ranks(world, f"{__name__}:rank", tmp_path)

@@ -152,7 +152,7 @@ def rank(me: int, world: int, folder: Path) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world", LAYOUTS)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_a_step_is_the_same_on_one_process_and_on_many(world, tmp_path):
     run_ranks(world, f"{__name__}:rank", tmp_path)
     for layout in LAYOUTS[world]:
