@@ -224,20 +224,9 @@ async def _join(options: JoinOptions, invite: Invite, settings_file: Path) -> No
     stop = asyncio.Event()
     stop_on_signals(stop)
 
-    with quiet_imports():
-        from cairn.day_traffic import DayTraffic
-        from cairn.peer_control import PeerControl, listening
-        from cairn.peer_schedule import PeerSchedule
-        from cairn.peer_screen import PeerScreen
-        from cairn.peer_settings import SettingsFile
-        from peer.node.admission_wait import wait_until_admitted
-        from peer.node.builder import build_node
-        from peer.node.enrollment import Enrollment, RunIsOver, run_folder
-        from peer.node.machine_check import check_machine
-        from peer.node.options import NodeOptions
-        from peer.node.rest import RestWish
-        from peer.store import Store
-        from peer.swarm.pace import Paces
+    from cairn.peer_screen import PeerScreen
+    from cairn.peer_settings import SettingsFile
+    from peer.node.enrollment import Enrollment, RunIsOver, run_folder
 
     folder = run_folder(options.home, RunId(invite.run))
     is_first_time = not folder.exists()
@@ -246,6 +235,19 @@ async def _join(options: JoinOptions, invite: Invite, settings_file: Path) -> No
         for line in seen_by_others(options.name, anonymous=options.anonymous, home=options.home):
             screen.say(line)
     set_up_logging(folder / "peer.log", terminal=screen.handler)
+    log.info("loading libraries: on a busy machine this takes half a minute")
+    with quiet_imports():
+        from cairn.day_traffic import DayTraffic
+        from cairn.peer_control import PeerControl, listening
+        from cairn.peer_schedule import PeerSchedule
+        from peer.node.admission_wait import wait_until_admitted
+        from peer.node.builder import build_node
+        from peer.node.machine_check import check_machine
+        from peer.node.options import NodeOptions
+        from peer.node.rest import RestWish
+        from peer.store import Store
+        from peer.swarm.pace import Paces
+
     settings = SettingsFile(settings_file, {name: getattr(options, name) for name in SETTINGS})
     node_options = NodeOptions(
         folder=folder,

@@ -95,6 +95,7 @@ class TrainerSupervisor:
         worked, applied = False, 0
         reason = ""
         self._hung_reason = ""
+        log.info("starting the trainer: loading torch and the model")
         link = self.link = await channel.TrainerLink.start(threads=self.start.threads, command=self.command)
         self._exited.clear()
         if self.stopping:
