@@ -4,12 +4,16 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
+# Python compiles a module when it is first imported. pip would compile all of them, which takes half of its time, and
+# most of transformers' are never imported. An environment that forbids to keep them would compile ours in each process.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo demo-finetune test test-page test-long test-wan fuzz lint format simulate stubs vectors clean
 
 $(STAMP): pyproject.toml setup.py
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	-@$(BIN)/python -m pip uninstall --quiet --yes cairn 2>/dev/null  # its name before
-	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[test]'
 	@touch $@
 
 clean:
