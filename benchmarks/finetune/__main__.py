@@ -1,7 +1,8 @@
 """Fine-tuning on conversations: 4 and 8 peers against one process with the same tokens.
 
 A Llama is trained on the shipped addresses, then fine-tuned on conversations made of them, whole or by a LoRA adapter.
-Peers use the defaults: signs, Nesterov, Muon. Adapters have rows by AdamW, too.
+Peers send signs, and their outer step is plain: in so few rounds the default's momentum learns less, as two rows show.
+Both parts are trained by Muon, the default; adapters by AdamW, too.
 Everything is simulated in one process, with the product's own data, trainer, codec and outer step. Each row
 has its own learning rate, from one search on the first seed: factors of two, until the best rate's neighbours are worse
 or the search ends. Rows that the JSON file has are kept.
@@ -11,7 +12,7 @@ JSON keys:
   setting: parameters, adapter (its parameters), steps, batch, h, window, window_tokens (mean of the trained tokens of a
     window), conversations, held_out (windows), base_loss (of the base's last training step), before (its loss on
     held-out answers)
-  runs: a list, each with what ("whole" or "adapter"), way ("alone", "together", or "together, A frozen"), optimizer,
+  runs: a list, each with what ("whole" or "adapter"), way ("alone", or "together" with what is special), optimizer,
     peers, seed, lr, loss (nats a trained token on held-out answers; null if it diverged), bytes (that a peer announced;
     for "alone" those of its bf16 gradients), commit
   goals: a list of goal, value, met

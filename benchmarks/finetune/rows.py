@@ -23,10 +23,12 @@ Run = dict[str, Any]
 KINDS = (
     ("whole", "alone", "muon"),
     ("whole", "together", "muon"),
+    ("whole", "together, Nesterov", "muon"),
     ("adapter", "alone", "adamw"),
     ("adapter", "alone", "muon"),
     ("adapter", "together", "adamw"),
     ("adapter", "together", "muon"),
+    ("adapter", "together, Nesterov", "adamw"),
     ("adapter", "together, A frozen", "adamw"),
 )
 """The trained part of the model, the way of training, and the inner optimizer."""
@@ -72,8 +74,9 @@ def measure(
         if seed not in worlds:
             where = Path(tempfile.mkdtemp(dir=folder))
             worlds[seed] = FineTuning(
-                where, base, texts, size, plan, adapter=row.what == "adapter", optimizer=row.optimizer, seed=seed
-            )
+                where, base, texts, size, plan, adapter=row.what == "adapter", optimizer=row.optimizer, seed=seed,
+                outer="nesterov" if "Nesterov" in row.way else "plain",
+            )  # fmt: skip
         made: Run = {**asdict(row), "seed": seed, "lr": lr, "commit": commit, "loss": None, "bytes": 0}
         try:
             if row.way == "alone":

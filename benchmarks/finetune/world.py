@@ -58,10 +58,10 @@ class FineTuning:
     """One run: the base model, conversations, and what is trained, an adapter or the whole model."""
 
     def __init__(self, folder: Path, base: Path, rows: tuple[Path, Path], size: BaseModel, tuning: Tuning, *,
-                 adapter: bool, optimizer: str, seed: int):  # fmt: skip
+                 adapter: bool, optimizer: str, seed: int, outer: str = "plain"):  # fmt: skip
         self.tuning, self.seed = tuning, seed
         folder.mkdir(parents=True, exist_ok=True)
-        tables = _tables(base, rows, size, tuning, adapter=adapter, optimizer=optimizer, seed=seed)
+        tables = _tables(base, rows, size, tuning, adapter=adapter, optimizer=optimizer, seed=seed, outer=outer)
         (folder / "run.toml").write_text(toml(tables))
         self.run: ResolvedRun = resolve(load_run(folder / "run.toml"), folder / "run", OWNER)
         self.spec = self.run.spec
@@ -146,7 +146,15 @@ class FineTuning:
 
 
 def _tables(
-    base: Path, rows: tuple[Path, Path], size: BaseModel, tuning: Tuning, *, adapter: bool, optimizer: str, seed: int
+    base: Path,
+    rows: tuple[Path, Path],
+    size: BaseModel,
+    tuning: Tuning,
+    *,
+    adapter: bool,
+    optimizer: str,
+    seed: int,
+    outer: str,
 ) -> dict[str, Mapping[str, Any]]:
     model: dict[str, Any] = dict(size.config)
     if adapter:
@@ -163,6 +171,7 @@ def _tables(
         },
         "inner": {"optimizer": optimizer, "batch": tuning.batch, "lr": 1e-3, "schedule": {"kind": "constant"}},
         "codec": {"kind": "sign"},
+        "outer": {"optimizer": outer},
         "round": {"target_tokens": 4096, "max_update_tokens": 2**20},
         "credit": {"hold_rounds": 1},
     }
