@@ -12,7 +12,7 @@ def quiet_imports() -> Iterator[None]:
     """Import without garbage collection, and leave what the imports made out of later ones.
 
     torch and transformers make a million objects that live as long as the process. To visit them again and again took
-    a fifth of a trainer's imports, and a third of a node's.
+    more than a fifth of the time of a trainer's and a node's imports.
     """
     gc.disable()
     try:
