@@ -36,15 +36,23 @@ _WRAPPED = re.compile(r"\.(?:base_layer\.)+")
 def build_run_model(model: ModelSpec, *, device: torch.device | str = "cpu", exact: bool = False) -> nn.Module:
     """Build a run's model in training mode. A base and its adapter are zeros until `load_base` and a state come.
 
-    The linear layers of a base of bf16 values are held in bf16 on a GPU, unless it must also run in fp32 (`exact`), and
-    elsewhere in fp32. Autocast makes the same numbers of both. Raises SpecError.
+    `exact`: as in `held_dtype`. Raises SpecError.
     """
     adapter = model.adapter
     if adapter is None:
         return build_model(model.config, device=device)
     device = torch.device(device)
+    return build_adapted(model.config, adapter, device=device, held=held_dtype(adapter, device, exact=exact))
+
+
+def held_dtype(adapter: AdapterSpec, device: torch.device, *, exact: bool = False) -> torch.dtype:
+    """Return the dtype of the base's linear layers on a device.
+
+    That is bf16 for a base of bf16 values on a GPU, unless it must also run in fp32 (`exact`), and fp32 elsewhere.
+    Autocast makes the same numbers of both.
+    """
     in_bf16 = adapter.kind == "BF16" and device.type == "cuda" and not exact
-    return build_adapted(model.config, adapter, device=device, held=torch.bfloat16 if in_bf16 else torch.float32)
+    return torch.bfloat16 if in_bf16 else torch.float32
 
 
 def build_adapted(
@@ -71,11 +79,16 @@ def build_adapted(
         model.tie_weights()  # type: ignore[operator]
     add_adapter(model, adapter)
     if device.type != "meta":
-        # Autocast rounds what linear layers read, and nothing else: experts and embeddings stay in fp32.
-        looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-        linear = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)} - looked_up
-        materialise(model, device, lambda p: held if id(p) in linear and not p.requires_grad else torch.float32)
+        materialise(model, device, parameter_dtypes(model, held))
     return model
+
+
+def parameter_dtypes(model: nn.Module, held: torch.dtype) -> Callable[[nn.Parameter], torch.dtype]:
+    """Return the function from a model's parameters to their dtypes: `held` of frozen linear layers, fp32 of others."""
+    # Autocast rounds what linear layers read, and nothing else: experts and embeddings stay in fp32.
+    looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    linear = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)} - looked_up
+    return lambda p: held if id(p) in linear and not p.requires_grad else torch.float32
 
 
 def add_adapter(model: nn.Module, adapter: AdapterSettings) -> LoraConfig:
@@ -133,7 +146,7 @@ def materialise(model: nn.Module, device: torch.device, dtype_of: Callable[[nn.P
             if not parameter.is_meta or (dtype := dtype_of(parameter)) is None:
                 continue
             if id(parameter) not in made:
-                zeros = torch.zeros(parameter.shape, dtype=dtype, device=device)
+                zeros = torch.zeros_like(parameter.detach(), dtype=dtype, device=device)  # split as it is
                 made[id(parameter)] = nn.Parameter(zeros, requires_grad=parameter.requires_grad)
             setattr(module, name, made[id(parameter)])
 
@@ -163,17 +176,22 @@ def base_layout(model: nn.Module) -> Layout:
     return Layout.of({name: tuple(p.shape) for name, p in base_parameters(model).items()})
 
 
-def load_base(model: nn.Module, adapter: AdapterSpec, data: FileBytes) -> None:
+def load_base(
+    model: nn.Module,
+    adapter: AdapterSpec,
+    data: FileBytes,
+    copy: Callable[[Tensor, Tensor], object] = Tensor.copy_,
+) -> None:
     """Copy the base from its file's bytes, which a digest vouched for, into a model from `build_run_model`.
 
-    Raises MalformedError for another model's.
+    `copy(parameter, values)` copies one tensor. Raises MalformedError for another model's.
     """
     base = base_parameters(model)
     layout = base_layout(model)
     if layout.numel != adapter.parameters:
         raise MalformedError(f"the base has {layout.numel:,} parameters, and the spec says {adapter.parameters:,}")
     for name, tensor in tensors_in(layout, data, adapter.kind):
-        base[name].copy_(tensor)
+        copy(base[name], tensor)
 
 
 def merge_adapter(model: nn.Module) -> None:

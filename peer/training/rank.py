@@ -45,7 +45,8 @@ def main() -> int:
         group = RankGroup.join(ParallelDims.parse(a.parallel), a.rank, folder / "meet", device, a.seconds)
         try:
             layers = LayerOptions("on" if a.recompute else "off", a.compile)
-            worker = RankWorker(spec, group, Offload(device, a.offloads), a.piece, layers, report)
+            base = None if a.base is None else Path(a.base)
+            worker = RankWorker(spec, group, Offload(device, a.offloads), a.piece, layers, report, base=base)
             while True:
                 name, arguments = group.receive_command()
                 command = Command(name)

@@ -12,7 +12,7 @@ from peer.channel import Memory
 from peer.durable import write_durably
 from peer.errors import TrainingError
 from peer.training.device import device_name
-from peer.training.frozen_base import read_base
+from peer.training.frozen_base import check_base, read_base
 from peer.training.inner_optimizer import InnerOptimizer
 from peer.training.layers import USUAL, LayerOptions, Report
 from peer.training.memory import memory_of
@@ -62,6 +62,7 @@ class SingleProcessBackend(StateWriter):
         self.device = device
         model = build_run_model(spec.model, device=device, exact=exact)
         if base is not None and spec.model.adapter is not None:
+            check_base(spec.model.adapter, base)
             read_base(model, spec.model.adapter, base)
         self.inner = InnerOptimizer(
             spec.inner, model, device, yield_hook, layers, report, conversations=spec.data.conversations

@@ -143,7 +143,7 @@ def _backend(
     return DistributedBackend(
         spec, start.spec_path, dims, kind, start.threads, gpu_memory=start.gpu_memory, yield_hook=yield_hook,
         background_hook=gate.wait, lost=lost, profiles=profiles, folder=start.state_folder / "ranks", layers=layers,
-        report=report,
+        report=report, base=start.base,
     )  # fmt: skip
 
 

@@ -23,7 +23,6 @@ from peer.training.parallel import parallel_dims
 from peer.training.parallel.parallel_dims import ParallelDims
 from peer.training.parallel.plans import limits
 from peer.training.trainer import Trainer
-from protocol.adapter import held_bytes
 from protocol.ids import PeerKey
 from protocol.spec import TRAINED, RunSpec
 from protocol.training_memory import round_bytes
@@ -52,8 +51,7 @@ def look(spec: RunSpec, name: str, kind: str, dims: ParallelDims, gpu_memory: in
         kind=device.type,
         layout=str(dims),
         ranks=dims.world,
-        needed=parallel_dims.memory(dims, limits(spec, offloads=offloads), largest)
-        + held_bytes(spec.model.adapter, device.type),
+        needed=parallel_dims.memory(dims, limits(spec, device.type, offloads=offloads), largest),
         offloaded=round_bytes(layout, spec.outer) if offloads else 0,
         free=free,
         whole=whole,

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-IMPORTED = ("transformers.models.llama.modeling_llama", "torch.distributed.tensor", "peer.training.trainer")
+IMPORTED = ("peft", "transformers.models.llama.modeling_llama", "torch.distributed.tensor", "peer.training.trainer")
 
 
 def run_ranks(world: int, function: str, folder: Path, seconds: float = 500.0) -> None:

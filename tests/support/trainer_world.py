@@ -88,9 +88,9 @@ class World:
         write_durably(folder / f"{shard}.tokens", [tokens])
         model = build_model(config, seed=1)
         outer = outer or OuterSpec()
-        tensors, on_base = parameters_of(model), None
+        tensors, part = parameters_of(model), None
         if adapter is not None:
-            tensors, on_base = _on_base(folder, config, adapter, tensors)
+            tensors, part = on_base(folder, config, adapter, tensors)
         trained = Layout.of({n: tuple(t.shape) for n, t in tensors.items()})
         layout = state_layout(trained, outer)
         tensors |= {
@@ -104,7 +104,7 @@ class World:
             name="tiny",
             owner=peer_key(0).hex(),
             seed=5,
-            model=ModelSpec(config=config, tensors=[(t.name, list(t.shape)) for t in trained.tensors], adapter=on_base),
+            model=ModelSpec(config=config, tensors=[(t.name, list(t.shape)) for t in trained.tensors], adapter=part),
             genesis=BlobRef(digest=blob_digest(data).hex(), size=len(data)),
             tokenizer=nowhere,
             data=DataSpec(window=WINDOW, train=[DataShard(digest=shard.hex(), size=len(tokens), tokens=len(text))]),
@@ -138,7 +138,7 @@ class World:
         return Load(self.genesis, self.spec.genesis.name, GENESIS, 0, replay, restore, next_window, accepted)
 
 
-def _on_base(
+def on_base(
     folder: Path, config: Mapping[str, Any], adapter: AdapterSettings, base: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], AdapterSpec]:
     """Write the base's file; return the adapter's initial values, and its part of the spec."""

@@ -25,6 +25,7 @@ from torch import Tensor
 from peer.channel import Choice, Memory
 from peer.errors import TrainingError
 from peer.training.device import choose_device, device_name, out_of_memory
+from peer.training.frozen_base import check_base
 from peer.training.inner_optimizer import StepResult
 from peer.training.layers import USUAL, LayerOptions, Report
 from peer.training.memory import memory_of
@@ -67,14 +68,19 @@ class DistributedBackend:
         seconds: float = SECONDS,
         layers: LayerOptions = USUAL,
         report: Report = lambda *_: None,
+        base: Path | None = None,
     ):
         """Start all ranks. `kind`: "cpu", or "cuda" (rank n has cuda:n). Raise TrainingError when one does not start.
 
         `lost(why)` is called, by a thread, when a rank has ended. `profiles`: the micro-batches that fit. `folder`: of
         these ranks alone, emptied first; they meet there. `layers`, `report`: as in `InnerOptimizer`. `yield_hook` is
         called often by the thread that trains, `background_hook` by the one that writes a state. `seconds`: deadline
-        of a collective. `gpu_memory`: as in `choose_device`, on each rank's GPU.
+        of a collective. `gpu_memory`: as in `choose_device`, on each rank's GPU. `base`: the file of the frozen base,
+        which is zeros without one. Raise MalformedError or OSError for it.
         """
+        if base is not None and spec.model.adapter is not None:
+            check_base(spec.model.adapter, base)  # for all ranks, before any of them could wait for this one
+        self._base = base
         self.dims = dims
         self._gpu_memory = gpu_memory
         self._on_lost = lost
@@ -107,7 +113,9 @@ class DistributedBackend:
         try:
             self.group = RankGroup.join(dims, 0, self._folder / "meet", self.device, seconds, self._ended_rank)
             self._meeting = False
-            self.worker = RankWorker(spec, self.group, self._offload, profile.windows, layers, report, background_hook)
+            self.worker = RankWorker(
+                spec, self.group, self._offload, profile.windows, layers, report, background_hook, base=base
+            )
             self._worker = self.worker
         except (RuntimeError, TrainingError) as e:
             why = self._ended_rank()
@@ -133,6 +141,7 @@ class DistributedBackend:
             "recompute": profile.recompute, "compile": compiled, "folder": str(self._folder),
             "parallel": str(self.dims), "device": f"cuda:{rank}" if kind == "cuda" else "cpu", "seconds": seconds,
             "gpu_memory": self._gpu_memory, "offloads": self._offload.enabled,
+            "base": None if self._base is None else str(self._base),
         }  # fmt: skip
         command = [sys.executable, "-m", "peer.training.rank", json.dumps(options)]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}

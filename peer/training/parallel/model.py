@@ -8,7 +8,7 @@ rank ever holds more than its own shard and one layer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -28,7 +28,9 @@ from peer.training.layers import decoder_layers
 from peer.training.parallel.parallel_dims import AXES, ParallelDims
 from peer.training.parallel.pipeline import StageModule
 from peer.training.parallel.plans import COLUMNS, ROWS
+from protocol.adapter import add_adapter, held_dtype, materialise, parameter_dtypes
 from protocol.model import build_model
+from protocol.spec import AdapterSpec
 
 # It warns, once a rank, that a gather over fsdp and tp is two gathers, which is intended.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -72,12 +74,8 @@ class RankModel:
         return made.full_tensor()
 
     def shard_of(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's shard of a whole tensor, split like the parameter. It may share memory. Not collective."""
-        like = self.parameters[name]
-        if not isinstance(like, DTensor):
-            return whole
-        split = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-        return shard(split)
+        """Return this rank's shard of a whole tensor, split like the parameter: as `shard_like` does."""
+        return shard_like(self.parameters[name], whole)
 
     def shard_count(self, name: str) -> int:
         """Return the number of distinct shards of a parameter over the ranks of its stage."""
@@ -93,27 +91,51 @@ def shard(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def copy_shard(parameter: Tensor, whole: Tensor) -> None:
+    """Copy this rank's shard of a whole tensor into a parameter. Not collective."""
+    shard(parameter).copy_(shard_like(parameter, whole))
+
+
+def shard_like(like: Tensor, whole: Tensor) -> Tensor:
+    """Return this rank's shard of a whole tensor, split like another one. It may share memory. Not collective."""
+    if not isinstance(like, DTensor):
+        return whole
+    return shard(distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None))
+
+
 def make_mesh(dims: ParallelDims, device: torch.device) -> DeviceMesh:
     """Return the mesh of all ranks, with every axis, also those of size 1."""
     return init_device_mesh(device.type, tuple(getattr(dims, a) for a in AXES), mesh_dim_names=AXES)
 
 
 def build_rank_model(
-    config: Mapping[str, Any], dims: ParallelDims, mesh: DeviceMesh, device: torch.device
+    config: Mapping[str, Any],
+    dims: ParallelDims,
+    mesh: DeviceMesh,
+    device: torch.device,
+    adapter: AdapterSpec | None = None,
 ) -> RankModel:
-    """Return this rank's shard of the model, all zeros until the first `OuterOperations.rebase`. Raise SpecError."""
+    """Return this rank's shard of the model, all zeros until the first `OuterOperations.rebase`. Raise SpecError.
+
+    `adapter`: train one; the model is its frozen base, which is zeros until `load_base`.
+    """
     with _parameters_without_memory():
         body = build_model(config)
+    if adapter is not None:
+        add_adapter(body, adapter)
+    dtype_of = parameter_dtypes(body, torch.float32 if adapter is None else held_dtype(adapter, device))
     hidden = hidden_matrices(body)
     if dims.tp > 1:
         parallelize_module(body, mesh["tp"], _tp_plan(body))
     outside = StageModule(body, mesh["pp"].get_local_rank(), dims.pp) if dims.pp > 1 else body
     if dims.fsdp > 1 or 1 < dims.dp < dims.world:
-        _shard(outside, dims, mesh, device)
+        _shard(outside, dims, mesh, device, dtype_of)
     else:
-        _materialise(body, device)
-        if dims.dp > 1:
-            outside = DistributedDataParallel(body, process_group=mesh["dp"].get_group(), gradient_as_bucket_view=True)
+        materialise(body, device, dtype_of)
+        if dims.dp > 1:  # nothing to agree on: all ranks have the same zeros, and read the same base
+            outside = DistributedDataParallel(
+                body, process_group=mesh["dp"].get_group(), gradient_as_bucket_view=True, init_sync=False
+            )
     body.to(device)  # buffers
     parameters = {n: p for n, p in body.named_parameters() if p.requires_grad}
     return RankModel(body, outside, parameters, hidden, dims, mesh, device)
@@ -132,16 +154,23 @@ def _tp_plan(body: nn.Module) -> dict[str, Any]:
     return plan
 
 
-def _shard(root: nn.Module, dims: ParallelDims, mesh: DeviceMesh, device: torch.device) -> None:
+def _shard(
+    root: nn.Module,
+    dims: ParallelDims,
+    mesh: DeviceMesh,
+    device: torch.device,
+    dtype_of: Callable[[nn.Parameter], torch.dtype],
+) -> None:
     over = mesh["dp", "fsdp"] if dims.dp > 1 else mesh["fsdp"]
     options: dict[str, Any] = {"mesh": over, "reshard_after_forward": dims.zero == 3}
     if device.type == "cuda":
-        # Gathered in the type that autocast computes in: half the bytes. Sums of gradients stay fp32.
+        # Gathered in the type that autocast computes in: half the bytes. Sums of gradients stay fp32. A frozen base may
+        # be held in bf16 beside an adapter in fp32: FSDP wants one type of the trained parameters only.
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in decoder_layers(root).values():  # each is sharded, and gathered, by itself
-        _materialise(layer, device)
+        materialise(layer, device, dtype_of)
         fully_shard(layer, **options)
-    _materialise(root, device)
+    materialise(root, device, dtype_of)
     fully_shard(root, **options)
 
 
@@ -160,16 +189,3 @@ def _parameters_without_memory() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
-
-
-def _materialise(root: nn.Module, device: torch.device) -> None:
-    """Give the parameters that have no memory zeros; tied parameters stay tied."""
-    made: dict[int, nn.Parameter] = {}
-    for module in root.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None or not parameter.is_meta:
-                continue
-            if id(parameter) not in made:
-                zeros = torch.zeros_like(parameter.detach(), device=device)
-                made[id(parameter)] = nn.Parameter(zeros, parameter.requires_grad)
-            module._parameters[name] = made[id(parameter)]

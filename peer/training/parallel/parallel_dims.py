@@ -32,9 +32,9 @@ Interconnect = Literal["nvlink", "pcie"]
 class ModelLimits:
     """The degrees that a model and a run allow. `tp`: a multiple of every possible degree; `pp`: maximum stages.
 
-    `model_bytes`: weights, gradients and moments. `round_bytes`: what the devices hold of the state between rounds.
-    `batch`: windows of an inner step, split over dp * fsdp. `no_tp`, `no_pp`: the reason when it is not possible at
-    all.
+    `parameters`: with those of a frozen base. `model_bytes`: weights, gradients and moments. `round_bytes`: what the
+    devices hold of the state between rounds. `batch`: windows of an inner step, split over dp * fsdp. `no_tp`, `no_pp`:
+    the reason when it is not possible at all. `frozen_bytes`: of the frozen base.
     """
 
     kind: str
@@ -46,6 +46,7 @@ class ModelLimits:
     pp: int = 1
     no_tp: str = ""
     no_pp: str = ""
+    frozen_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +139,14 @@ def check(degrees: ParallelDims, world: int, limits: ModelLimits) -> ParallelDim
 
 
 def memory(degrees: ParallelDims, limits: ModelLimits, largest: int = 0) -> int:
-    """Return the bytes on each rank without activations: its shares of the model and of the state between rounds.
+    """Return the bytes on each rank without activations: its shares of model, frozen base and state between rounds.
 
     `largest`: the elements of the largest tensor, which each rank gathers for a moment.
     """
     split = degrees.fsdp * degrees.tp * degrees.pp
     gathered = limits.parameters // (degrees.tp * degrees.pp) * 2 if degrees.zero == 2 and degrees.fsdp > 1 else 0
-    return limits.model_bytes // split + limits.round_bytes // degrees.world + gathered + 8 * largest
+    shares = (limits.model_bytes + limits.frozen_bytes) // split + limits.round_bytes // degrees.world
+    return shares + gathered + 8 * largest
 
 
 def choose(

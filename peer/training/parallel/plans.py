@@ -11,6 +11,7 @@ import re
 from math import gcd
 
 from peer.training.parallel.parallel_dims import ModelLimits
+from protocol.adapter import held_bytes
 from protocol.spec import RunSpec
 from protocol.training_memory import model_bytes, round_bytes
 
@@ -25,11 +26,18 @@ ROWS = ("o_proj", "down_proj")
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
-def limits(spec: RunSpec, *, offloads: bool) -> ModelLimits:
-    """Return what a run's model allows. `offloads`: the devices hold nothing of the state between rounds."""
-    config, layout, batch = spec.model.config, spec.model.layout, spec.inner.batch
+def limits(spec: RunSpec, device: str, *, offloads: bool) -> ModelLimits:
+    """Return what a run's model allows on devices of a kind, "cpu" or "cuda".
+
+    `offloads`: the devices hold nothing of the state between rounds.
+    """
+    config, layout, batch, adapter = spec.model.config, spec.model.layout, spec.inner.batch, spec.model.adapter
     kind = str(config.get("model_type"))  # the config has all defaults written out
-    sizes = (layout.numel, model_bytes(layout, config, spec.inner), 0 if offloads else round_bytes(layout, spec.outer))
+    numel = layout.numel + (0 if adapter is None else adapter.parameters)
+    sizes = (numel, model_bytes(layout, config, spec.inner), 0 if offloads else round_bytes(layout, spec.outer))
+    if adapter is not None:
+        none = "is not for a run that trains an adapter on a frozen base"
+        return ModelLimits(kind, *sizes, batch, no_tp=none, no_pp=none, frozen_bytes=held_bytes(adapter, device))
     if kind not in LLAMA_LIKE:
         none = f"has no plan for model_type {kind} (there is one for {', '.join(sorted(LLAMA_LIKE))})"
         return ModelLimits(kind, *sizes, batch, no_tp=none, no_pp=none)

@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from peer.training.frozen_base import read_base
 from peer.training.inner_optimizer import MOMENTS, StepResult
 from peer.training.layers import USUAL, LayerOptions, Report
 from peer.training.offload import Offload
 from peer.training.parallel.group import RankGroup
-from peer.training.parallel.model import build_rank_model, make_mesh
+from peer.training.parallel.model import build_rank_model, copy_shard, make_mesh
 from peer.training.parallel.outer_state import ShardedOuterState
 from peer.training.parallel.rank_optimizer import RankOptimizer
 from peer.training.saved_state import FEEDBACK, POSITION, PROGRESS
@@ -74,14 +75,21 @@ class RankWorker(StateWriter):
         layers: LayerOptions = USUAL,
         report: Report = lambda *_: None,
         background_hook: Callable[[], None] = lambda: None,
+        *,
+        base: Path | None = None,
     ):
         """Build this rank's shard on the device of `offload`. `piece`: maximum number of windows in a pass.
 
-        `background_hook` is called often by the thread that writes a saved state.
+        `background_hook` is called often by the thread that writes a saved state. `base`: the file of the frozen base,
+        which was checked. Raise CairnError, and OSError for the base.
         """
         self.group = group
-        dims, device = group.dims, offload.device
-        self.built = build_rank_model(spec.model.config, dims, make_mesh(dims, device), device)
+        dims, device, adapter = group.dims, offload.device, spec.model.adapter
+        self.built = build_rank_model(spec.model.config, dims, make_mesh(dims, device), device, adapter)
+        if base is not None and adapter is not None:
+            read_base(self.built.body, adapter, base, copy_shard)
+            for name in self.built.parameters:  # trained: the state has them, and is counted from zeros
+                self.built.local(name).zero_()
         codec = make_codec(spec.codec, spec.model.layout)
         self.inner = RankOptimizer(spec.inner, self.built, piece, layers, report, conversations=spec.data.conversations)
         depth = int(spec.model.config.get("num_hidden_layers") or 1)

@@ -9,7 +9,7 @@ import torch
 
 from peer.errors import TrainingError
 from peer.training.offload import can_offload
-from peer.training.parallel.parallel_dims import Interconnect, ParallelDims, check, choose
+from peer.training.parallel.parallel_dims import Interconnect, ParallelDims, check, choose, layouts
 from peer.training.parallel.plans import limits
 from protocol.spec import RunSpec
 
@@ -22,11 +22,9 @@ def resolve(parallel: str, device: str, spec: RunSpec, gpu_memory: int = 0) -> t
     `parallel` is "auto" or dims, `device` and `gpu_memory` as in `device.choose_device`. Raise TrainingError: no such
     layout, too few GPUs, too little memory.
     """
-    if spec.model.adapter is not None:
-        return _alone(parallel, device)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     kind = "cuda" if device.startswith("cuda") or (device == "auto" and gpus) else "cpu"
-    allowed = limits(spec, offloads=can_offload(kind, spec))
+    allowed = limits(spec, kind, offloads=can_offload(kind, spec))
     if parallel == "auto":
         if kind == "cpu" or ":" in device or gpus <= 1:
             return ParallelDims(), kind, "one process"
@@ -34,7 +32,10 @@ def resolve(parallel: str, device: str, spec: RunSpec, gpu_memory: int = 0) -> t
         if gpu_memory:
             usable = min(usable, gpu_memory)
         largest = max(t.numel for t in spec.model.layout.tensors)
-        best, why = choose(gpus, usable, link(), allowed, largest)
+        used = next(n for n in range(gpus, 0, -1) if layouts(n, allowed))
+        best, why = choose(used, usable, link(), allowed, largest)
+        if used < gpus:
+            why += f"; {used} of {gpus} GPUs are used: a step has {allowed.batch} windows (inner.batch)"
         return best, kind, f"--parallel auto picks {why}"
     dims = ParallelDims.parse(parallel)
     if dims.world == 1:
@@ -47,17 +48,6 @@ def resolve(parallel: str, device: str, spec: RunSpec, gpu_memory: int = 0) -> t
     if kind == "cuda" and dims.world > gpus:
         check(dims, max(1, gpus), allowed)
     return check(dims, dims.world, allowed), kind, f"--parallel {dims}, as asked"
-
-
-def _alone(parallel: str, device: str) -> tuple[ParallelDims, str, str]:
-    """Return the one layout of a run that trains an adapter. Raise TrainingError if another is asked for."""
-    dims = ParallelDims() if parallel == "auto" else ParallelDims.parse(parallel)
-    if dims.world > 1:
-        raise TrainingError(
-            f"--parallel {dims}: this run trains an adapter on a frozen base, which one GPU does: leave out --parallel"
-        )
-    on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
-    return dims, "cuda" if on_gpu else "cpu", "one process"
 
 
 def link() -> Interconnect:

@@ -62,7 +62,7 @@ def test_beside_a_gpu_the_state_between_rounds_lies_in_the_machine_s_memory_if_t
         made = Offload.choose(torch.device("cuda:0"), spec, report)
         assert made == Offload(torch.device("cuda:0"), room)
         assert made.home.type == ("cpu" if room else "cuda")
-        on_gpu = memory(ParallelDims(), limits(spec, offloads=room))
+        on_gpu = memory(ParallelDims(), limits(spec, "cuda", offloads=room))
         more = 0 if room else round_bytes(spec.model.layout, spec.outer)
         assert on_gpu == model_bytes(spec.model.layout, spec.model.config, spec.inner) + more
     assert len(said) == 1 and "stays on the GPU" in said[0]

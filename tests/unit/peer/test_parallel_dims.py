@@ -109,7 +109,8 @@ def test_too_little_memory_for_any_layout_is_one_line_with_the_numbers():
 
 
 def tiny(**config) -> ModelLimits:
-    return limits(tiny_spec(model={"config": TINY_LLAMA | config, "tensors": TINY_LLAMA_TENSORS}), offloads=False)
+    spec = tiny_spec(model={"config": TINY_LLAMA | config, "tensors": TINY_LLAMA_TENSORS})
+    return limits(spec, "cuda", offloads=False)
 
 
 def test_a_model_says_what_it_allows():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from peer.errors import TrainingError
 from peer.training import trial
 from peer.training.flops import flops_per_token
 from peer.training.inner_optimizer import MUON_MOMENTS
+from peer.training.parallel import setup
 from peer.training.parallel.parallel_dims import ParallelDims
 from peer.training.parallel.setup import resolve
 from peer.training.single_process import SingleProcessBackend
@@ -24,7 +26,7 @@ from protocol.model import build_model, model_layout, parameters_of, plain_confi
 from protocol.spec import AdapterSettings, CodecSpec
 from protocol.training_memory import model_bytes, round_bytes
 from tests.support.local_trainer import born, closed, copied, loaded, train, update  # noqa: F401
-from tests.support.trainer_world import World, accepted_round, apply
+from tests.support.trainer_world import BATCH, World, accepted_round, apply
 
 ADAPTER = AdapterSettings(rank=4, alpha=8, train=["input_layernorm"])
 
@@ -90,6 +92,8 @@ def test_a_damaged_base_or_another_one_is_refused(world):
         file.write_bytes(wrong)
         with pytest.raises(MalformedError, match=why):
             born(world)
+        with pytest.raises(MalformedError, match=why):
+            born(world, parallel="fsdp=2")  # refused before any other rank starts
     with pytest.raises(TrainingError, match="base model is not here"):
         born(world, base=None)
     file.write_bytes(data)
@@ -135,10 +139,65 @@ def test_an_auditor_measures_with_the_base_in_fp32(world):
     assert {p.dtype for p in backend.inner.model.parameters()} == {torch.float32}
 
 
-def test_several_gpus_are_refused_early_and_auto_takes_one(world):
-    with pytest.raises(TrainingError, match="trains an adapter on a frozen base, which one GPU does"):
-        resolve("fsdp=2", "cpu", world.spec)
+@pytest.mark.parametrize("parallel", ["fsdp=2", pytest.param("dp=2", marks=pytest.mark.long)])
+def test_many_ranks_make_the_states_of_one_process_and_what_they_save_fits_it(parallel, world, tmp_path):
+    many, heard = born(world, 1, parallel=parallel)
+    one, _ = born(world, 1)
+    one.folder.folder = tmp_path / "twin"
+    try:
+        assert {t.load(world.load()).state_digest for t in (many, one)} == {world.spec.genesis.name}
+        for name, tensor in parameters_of(one.backend.inner.model).items():
+            shard = many.backend.worker.built.local(name)  # rank 0's: the first rows
+            assert len(shard) <= len(tensor) and torch.equal(shard, tensor[: len(shard)])
+        for trainer in (many, one):
+            train(trainer, 2)
+        made, other = update(many, tmp_path / "many"), update(one, tmp_path / "one")
+        assert made.loss == pytest.approx(other.loss, rel=1e-4)
+        train(many, 1)
+        record = accepted_round(0, (1, made))
+        ask = Apply(record, (), next_window=made.end_window, accepted_windows=2 * BATCH)
+        digests = {apply(trainer, ask).state_digest for trainer in (many, one)}
+        assert len(digests) == 1
+        many.save()
+        assert [kind for _, kind, _ in heard] == ["parallel"]
+    finally:
+        many.close(in_order=True)
+    again, heard = born(world, 1)
+    assert again.load(world.load(record, next_window=made.end_window)).state_digest in digests and not heard
+    assert again.windows.counter == 3 * BATCH and again.backend.optimizer_steps == 3
+
+
+def test_tp_and_pp_are_refused_with_what_can_be(world):
+    for parallel in ("tp=2", "pp=2"):
+        why = "is not for a run that trains an adapter on a frozen base; on 2 ranks these work: dp=2; fsdp=2$"
+        with pytest.raises(TrainingError, match=why):
+            resolve(parallel, "cpu", world.spec)
     assert resolve("auto", "cpu", world.spec)[0] == ParallelDims()
+    assert resolve("dp=2,fsdp=2", "cpu", world.spec)[0] == ParallelDims(dp=2, fsdp=2)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "gib", "chosen", "why"),
+    [
+        (2, 24, "dp=2", "the model fits on each of 2 ranks"),
+        (2, 12, "fsdp=2", "dp=2 would need 13.0 GiB of 9.6 GiB on each"),
+        (4, 12, "dp=2,fsdp=2", "dp=4 would need"),
+        (8, 24, "dp=4", "4 of 8 GPUs are used: a step has 4 windows"),
+    ],
+)
+def test_auto_divides_a_base_only_if_it_fits_no_gpu(world, monkeypatch, gpus, gib, chosen, why):
+    adapter = world.spec.model.adapter.model_copy(update={"parameters": 7_000_000_000})
+    spec = world.spec.model_copy(update={"model": world.spec.model.model_copy(update={"adapter": adapter})})
+    fakes = {
+        "is_available": lambda: True,
+        "device_count": lambda: gpus,
+        "get_device_properties": lambda device: SimpleNamespace(total_memory=gib << 30),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(setup, "link", lambda: "pcie")
+    dims, kind, text = resolve("auto", "auto", spec)
+    assert (str(dims), kind) == (chosen, "cuda") and why in text
 
 
 def test_memory_and_flops_count_the_base(world):
@@ -150,6 +209,8 @@ def test_memory_and_flops_count_the_base(world):
     device = trial.look(world.spec, "cpu", "cpu", ParallelDims())
     needed = model_bytes(layout, world.spec.model.config, world.spec.inner) + round_bytes(layout, world.spec.outer)
     assert device.needed == needed + 4 * adapter.parameters
+    divided = trial.look(world.spec, "cpu", "cpu", ParallelDims(fsdp=2))
+    assert divided.needed == device.needed // 2 + 8 * max(t.numel for t in layout.tensors)
     config, window = world.spec.model.config, world.spec.data.window
     whole = flops_per_token(build_model(config, device="meta"), window)
     plain = build_adapted(config, AdapterSettings(rank=4, alpha=8))
