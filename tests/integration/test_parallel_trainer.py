@@ -36,7 +36,7 @@ from peer.training.trainer import Trainer
 from protocol.codec import make_codec
 from protocol.errors import CodecError, MalformedError
 from protocol.merkle import blob_digest
-from protocol.spec import CodecSpec, OuterSpec
+from protocol.spec import AdapterSettings, CodecSpec, OuterSpec
 from tests.support import trainer_world
 from tests.support.local_trainer import Heard, same, train, update
 from tests.support.parallel_world import run_ranks
@@ -65,12 +65,20 @@ def learnt(world: World, blob: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("parallel", ["fsdp=2,tp=2", "fsdp=2,pp=2"])
+@pytest.mark.parametrize(
+    ("parallel", "adapter"),
+    [
+        ("fsdp=2,tp=2", None),
+        ("fsdp=2,pp=2", None),
+        ("dp=2,fsdp=2", AdapterSettings(rank=4, alpha=8, train=["input_layernorm"])),
+    ],
+)
 def test_peers_of_one_process_and_of_two_by_two_ranks_agree_on_every_bit_and_a_save_fits_all_layouts(
-    parallel, tmp_path, monkeypatch
+    parallel, adapter, tmp_path, monkeypatch
 ):
     two_layers(monkeypatch)
-    world = World.make(tmp_path, outer=OuterSpec(optimizer="nesterov", lr=0.7), codec=CodecSpec(kind="none", beta=0.9))
+    outer, codec = OuterSpec(optimizer="nesterov", lr=0.7), CodecSpec(kind="none", beta=0.9)
+    world = World.make(tmp_path, outer=outer, codec=codec, adapter=adapter)
     one, _ = born(world, 1, "dp=1")
     many, heard = born(world, 2, parallel)
     twin, _ = born(world, 2, "dp=1")  # the second peer, with one process
