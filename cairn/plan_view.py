@@ -139,7 +139,8 @@ def _memory(p: RunPlan) -> str:
     if not p.inputs.frozen:
         return byte_size(state)
     base = BF16 * p.inputs.frozen
-    return f"{byte_size(base + state)} ({byte_size(base)} the frozen base in bf16, {byte_size(state)} the adapter)"
+    parts = f"{byte_size(base)} the frozen base in bf16, {byte_size(state)} the adapter"
+    return f"{byte_size(base + state)} ({parts}; fsdp divides both among a peer's GPUs)"
 
 
 def _changes(p: RunPlan) -> Iterator[tuple[str, ...]]:

@@ -368,6 +368,7 @@ def test_a_plan_of_an_adapter_counts_its_frozen_base_and_is_written_with_it(tmp_
     p = plan(inputs)
     said = "\n".join(lines(p))
     assert f"on a frozen base of {model.frozen:,}" in said and "the frozen base in bf16" in said
+    assert "fsdp divides both among a peer's GPUs" in said
     weights = {"weights": 'weights = "base"'}
     path.write_text(fill(p, model.table, model.vocabulary, "A note.", weights, model.adapter))
     run_file = load_run(path)
