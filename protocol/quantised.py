@@ -33,7 +33,11 @@ ABSMAX = ".absmax"
 
 @dataclass(frozen=True)
 class QuantisedForm:
-    """The form of a weight of this shape: "int8" is 255 even steps, "nf4" the 16 values of Dettmers et al. 2023."""
+    """The form of a weight of this shape.
+
+    A code c of "int8" is (c - 127) / 127 of its scale. Of "nf4" two codes share a byte, the first in its upper half,
+    and are the 16 values of QLoRA (Dettmers et al. 2023).
+    """
 
     dtype: str
     shape: torch.Size
