@@ -108,3 +108,16 @@ def test_missing_kernels_and_a_missing_package_are_named_with_a_remedy(monkeypat
         check_kernels("nf4", CPU)
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     assert project["optional-dependencies"]["qlora"][1:] == [quantised.REQUIREMENT]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: CPU and CUDA cannot be compared")
+@pytest.mark.parametrize("dtype", ["int8", "nf4"])
+def test_codes_stand_for_the_same_values_on_a_gpu(dtype: str):
+    form = QuantisedForm(dtype, torch.Size([128, 96]))
+    codes, absmax = form.quantise(drawn(128, 96))
+    for to in (torch.float32, torch.bfloat16):
+        found = form.values(codes.cuda(), absmax.cuda(), to).cpu()
+        torch.testing.assert_close(
+            found, form.values(codes, absmax, to), rtol=1e-2 if to == torch.bfloat16 else 1e-6, atol=0
+        )
