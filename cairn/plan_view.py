@@ -10,7 +10,6 @@ from coordinator.authoring import measurements
 from coordinator.authoring.plan import (
     ASSUMED_FLOPS,
     ASSUMED_UTILISATION,
-    BF16,
     LEAST_STEPS,
     MOST_BATCH,
     Remedies,
@@ -138,8 +137,8 @@ def _memory(p: RunPlan) -> str:
     state = MOST_BYTES * p.inputs.parameters
     if not p.inputs.frozen:
         return byte_size(state)
-    base = BF16 * p.inputs.frozen
-    return f"{byte_size(base + state)} ({byte_size(base)} the frozen base in bf16, {byte_size(state)} the adapter)"
+    base = p.inputs.frozen_bytes
+    return f"{byte_size(base + state)} ({byte_size(base)} the frozen base, {byte_size(state)} the adapter)"
 
 
 def _changes(p: RunPlan) -> Iterator[tuple[str, ...]]:

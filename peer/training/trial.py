@@ -36,7 +36,7 @@ STEPS = 3
 def look(spec: RunSpec, name: str, kind: str, dims: ParallelDims, gpu_memory: int = 0) -> Device:
     """Return the device that the trainer would use; `gpu_memory` as in `choose_device`. Raise TrainingError."""
     device = choose_device(name if dims.world == 1 else kind, 1)
-    layout = spec.model.layout
+    layout, adapter = spec.model.layout, spec.model.adapter
     largest = max(tensor.numel for tensor in layout.tensors) if dims.world > 1 else 0
     offloads = can_offload(device.type, spec)
     driver, gpus = _smi()
@@ -53,7 +53,7 @@ def look(spec: RunSpec, name: str, kind: str, dims: ParallelDims, gpu_memory: in
         layout=str(dims),
         ranks=dims.world,
         needed=parallel_dims.memory(dims, limits(spec, offloads=offloads), largest)
-        + held_bytes(spec.model.adapter, device.type),
+        + (0 if adapter is None else held_bytes(spec.model.config, adapter, device.type)),
         offloaded=round_bytes(layout, spec.outer) if offloads else 0,
         free=free,
         whole=whole,
