@@ -24,7 +24,7 @@ from tests.support.parallel_world import join, run_ranks, write_json
 from tests.support.specs import TINY_LLAMA
 
 LAYOUTS = {
-    2: [
+    "two": [
         "dp=2",
         "fsdp=2",
         "fsdp=2,zero=2",
@@ -34,16 +34,18 @@ LAYOUTS = {
         "pp=2;muon",
         "tp=2;muon",
         "dp=2;recompute",
-        "dp=2;recompute;compile",
-        "fsdp=2;recompute;compile",
-        "tp=2;recompute;compile",
-        "pp=2;recompute;compile",
         "dp=2;marked",
         "fsdp=2;marked",
         "tp=2;marked",
         "pp=2;marked",
     ],
-    4: [
+    "two, compiled": [
+        "dp=2;recompute;compile",
+        "fsdp=2;recompute;compile",
+        "tp=2;recompute;compile",
+        "pp=2;recompute;compile",
+    ],
+    "four": [
         "fsdp=2,tp=2",
         "dp=2,fsdp=2",
         "dp=2,tp=2",
@@ -115,9 +117,9 @@ def calls_of_mlps(built: RankModel) -> list[str]:
 
 
 def rank(me: int, world: int, folder: Path) -> None:
-    """Do the same on each layout."""
+    """Do the same on each layout of the group that the folder names."""
     layers.BACKEND = "aot_eager"  # all of torch.compile but the machine's code, which takes long to make
-    for layout in LAYOUTS[world]:
+    for layout in LAYOUTS[(folder / "group").read_text()]:
         join(me, world, folder / f"meet-{layout}")
         degrees = ParallelDims.parse(layout.partition(";")[0])
         mesh = make_mesh(degrees, torch.device("cpu"))
@@ -152,10 +154,14 @@ def rank(me: int, world: int, folder: Path) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_a_step_is_the_same_on_one_process_and_on_many(world, tmp_path):
+@pytest.mark.parametrize(
+    "group", ["two", *(pytest.param(g, marks=pytest.mark.long) for g in ("two, compiled", "four"))]
+)
+def test_a_step_is_the_same_on_one_process_and_on_many(group, tmp_path):
+    world = 4 if group == "four" else 2
+    (tmp_path / "group").write_text(group)
     run_ranks(world, f"{__name__}:rank", tmp_path)
-    for layout in LAYOUTS[world]:
+    for layout in LAYOUTS[group]:
         expected, steps = one_process(layout)
         held = [load_file(tmp_path / f"{layout}.{me}.safetensors") for me in range(world)]
         assert {name for found in held for name in found} == expected.keys()
