@@ -33,8 +33,8 @@ WORKERS ?= 2
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS)
 
-# Swarms of real processes that take minutes each, on what shorter tests and the scenarios hold too; and the images of
-# docker/ in a bare root. About forty minutes.
+# What takes long, on promises that shorter tests hold too: swarms of real processes, more layouts of ranks, more attacks,
+# the benchmarks' own checks, and the images of docker/ in a bare root. About an hour.
 test-long: $(STAMP) debootstrap nft
 	$(BIN)/python -m pytest -m long -n $(WORKERS)
 

@@ -10,7 +10,6 @@ from coordinator.authoring import measurements
 from coordinator.authoring.plan import (
     ASSUMED_FLOPS,
     ASSUMED_UTILISATION,
-    BF16,
     LEAST_STEPS,
     MOST_BATCH,
     Remedies,
@@ -138,9 +137,9 @@ def _memory(p: RunPlan) -> str:
     state = MOST_BYTES * p.inputs.parameters
     if not p.inputs.frozen:
         return byte_size(state)
-    base = BF16 * p.inputs.frozen
-    parts = f"{byte_size(base)} the frozen base in bf16, {byte_size(state)} the adapter"
-    return f"{byte_size(base + state)} ({parts}; fsdp divides both among a peer's GPUs)"
+    base = p.inputs.frozen_bytes
+    parts = f"{byte_size(base)} the frozen base, {byte_size(state)} the adapter"
+    return f"{byte_size(base + state)} ({parts}; fsdp divides both among a peer's GPUs, but no base of int8 or nf4)"
 
 
 def _changes(p: RunPlan) -> Iterator[tuple[str, ...]]:

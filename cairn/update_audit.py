@@ -18,7 +18,6 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -35,7 +34,7 @@ from peer.node.enrollment import COORDINATOR_ABSENT, Enrollment, run_folder
 from peer.node.node import Node
 from peer.node.options import NodeOptions
 from peer.store import Store
-from protocol.adapter import PEFT_MISSING
+from protocol.adapter import missing_package
 from protocol.chain import Chain
 from protocol.errors import CairnError, MalformedError
 from protocol.identity import Identity
@@ -147,8 +146,8 @@ def _quiet_node() -> Iterator[None]:
 
 async def _repeat(options: RepeatOptions, folder: Path) -> tuple[RepeatedCheck, PeerKey]:
     spec, addresses = await _run_of(options)
-    if spec.model.adapter is not None and find_spec("peft") is None:
-        raise CairnError(PEFT_MISSING)
+    if missing := missing_package(spec.model.adapter):
+        raise CairnError(missing)
     check = check_of(spec, options.check)
     node_options = NodeOptions(
         folder, device=options.device, threads=options.threads or os.cpu_count() or 1, observer=True

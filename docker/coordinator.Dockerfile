@@ -14,7 +14,7 @@ RUN apt-get update \
     && useradd --system --uid 10001 --home-dir /data --create-home --shell /usr/sbin/nologin cairn
 COPY --from=wheel /wheels /wheels
 RUN pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu \
-    "$(echo /wheels/*.whl)[postgres,parquet,lora]"
+    "$(echo /wheels/*.whl)[postgres,parquet,qlora]"
 ENV CAIRN_HOME=/data CAIRN_IMAGE=cairn-coordinator
 USER 10001
 WORKDIR /data

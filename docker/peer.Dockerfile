@@ -18,7 +18,7 @@ FROM build
 # All that is kept is in /data: identity, runs, logs, compiled layers.
 RUN useradd --system --uid 10001 --home-dir /data --create-home --shell /usr/sbin/nologin cairn
 COPY --from=wheel /wheels /wheels
-RUN /opt/cairn/bin/pip install --no-cache-dir "$(echo /wheels/*.whl)[lora]"
+RUN /opt/cairn/bin/pip install --no-cache-dir "$(echo /wheels/*.whl)[qlora]"
 # By the last, `cairn peer upgrade` says that the image has to be a newer one.
 ENV PATH=/opt/cairn/bin:$PATH CAIRN_HOME=/data CAIRN_IMAGE=cairn-peer
 USER 10001

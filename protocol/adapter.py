@@ -1,13 +1,16 @@
 """LoRA adapters: PEFT's modules in a run's model, whose own parameters are the frozen base.
 
 The adapter alone is the run's state. The base is a file of all the model's parameters, in the form of a checkpoint, and
-is named by its digest. `peft` is imported for such runs only.
+is named by its digest. Its linear layers may be quantised (see `quantised`). `peft` is imported for such runs only.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,8 +19,9 @@ from torch import Tensor, nn
 from protocol.errors import MalformedError, SpecError
 from protocol.layout import Layout
 from protocol.model import build_model, one_line, seeded
+from protocol.quantised import ABSMAX, BITSANDBYTES_MISSING, QuantisedForm, QuantisedLinear, check_kernels
 from protocol.spec import ALL_LINEAR, AdapterSettings, AdapterSpec, ModelSpec
-from protocol.state import DTYPES, FileBytes, tensors_in
+from protocol.state import FileBytes, tensors_in
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -36,23 +40,24 @@ _WRAPPED = re.compile(r"\.(?:base_layer\.)+")
 def build_run_model(model: ModelSpec, *, device: torch.device | str = "cpu", exact: bool = False) -> nn.Module:
     """Build a run's model in training mode. A base and its adapter are zeros until `load_base` and a state come.
 
-    `exact`: as in `held_dtype`. Raises SpecError.
+    A quantised base is held as it is stored, but on the meta device. `exact`: as in `held_dtype`. Raises SpecError.
     """
     adapter = model.adapter
     if adapter is None:
         return build_model(model.config, device=device)
     device = torch.device(device)
-    return build_adapted(model.config, adapter, device=device, held=held_dtype(adapter, device, exact=exact))
+    held = held_dtype(adapter, device.type, exact=exact)
+    quantised = adapter.quantised and device.type != "meta"
+    return build_adapted(model.config, adapter, device=device, held=held, quantised=quantised)
 
 
-def held_dtype(adapter: AdapterSpec, device: torch.device, *, exact: bool = False) -> torch.dtype:
-    """Return the dtype of the base's linear layers on a device.
+def held_dtype(adapter: AdapterSettings, device_type: str, *, exact: bool = False) -> torch.dtype:
+    """Return the dtype of a base's linear layers on a device, but of those that are quantised.
 
     That is bf16 for a base of bf16 values on a GPU, unless it must also run in fp32 (`exact`), and fp32 elsewhere.
     Autocast makes the same numbers of both.
     """
-    in_bf16 = adapter.kind == "BF16" and device.type == "cuda" and not exact
-    return torch.bfloat16 if in_bf16 else torch.float32
+    return torch.bfloat16 if adapter.kind == "BF16" and device_type == "cuda" and not exact else torch.float32
 
 
 def build_adapted(
@@ -61,11 +66,13 @@ def build_adapted(
     *,
     device: torch.device | str = "meta",
     held: torch.dtype = torch.float32,
+    quantised: bool = False,
 ) -> nn.Module:
     """Build a model with an adapter, all zeros; only what the adapter trains has gradients.
 
-    `held`: the dtype of the base's linear layers. Not for two threads at once: accelerate's `init_empty_weights`
-    changes what all threads build. Raises SpecError.
+    `held`: the dtype of the base's linear layers. `quantised`: those that the base's file has quantised are held like
+    that. Not for two threads at once: accelerate's `init_empty_weights` changes what all threads build. Raises
+    SpecError.
     """
     device = torch.device(device)
     if device.type == "meta":
@@ -77,14 +84,24 @@ def build_adapted(
         with init_empty_weights(include_buffers=False):  # only the buffers are computed
             model = build_model(config, device=device)
         model.tie_weights()  # type: ignore[operator]
-    add_adapter(model, adapter)
-    if device.type != "meta":
-        materialise(model, device, parameter_dtypes(model, held))
+    materialise(model, device, hold_base(model, adapter, device, held=held, quantised=quantised))
     return model
 
 
-def parameter_dtypes(model: nn.Module, held: torch.dtype) -> Callable[[nn.Parameter], torch.dtype]:
-    """Return the function from a model's parameters to their dtypes: `held` of frozen linear layers, fp32 of others."""
+def hold_base(
+    model: nn.Module, adapter: AdapterSettings, device: torch.device, *, held: torch.dtype, quantised: bool
+) -> Callable[[nn.Parameter], torch.dtype]:
+    """Put an adapter and, if `quantised`, quantised layers on the device into a model on the meta device.
+
+    Return the function from its parameters to their dtypes: `held` of frozen linear layers, fp32 of others. Raises
+    SpecError.
+    """
+    add_adapter(model, adapter)
+    if quantised:
+        if device.type != "meta":
+            check_kernels(adapter.dtype, device)
+        for name, layer in _to_quantise(model).items():
+            model.set_submodule(name, QuantisedLinear(layer, adapter.dtype, device))
     # Autocast rounds what linear layers read, and nothing else: experts and embeddings stay in fp32.
     looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     linear = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)} - looked_up
@@ -172,8 +189,51 @@ def base_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def base_layout(model: nn.Module) -> Layout:
-    """Return the layout of the base in a model with an adapter."""
-    return Layout.of({name: tuple(p.shape) for name, p in base_parameters(model).items()})
+    """Return the layout of the base's parameters in a model with an adapter."""
+    shapes = {name: tuple(p.shape) for name, p in base_parameters(model).items()}
+    return Layout.of(shapes | {_weight(n): (m.out_features, m.in_features) for n, m in _quantised(model).items()})
+
+
+def base_file_layout(model: nn.Module, adapter: AdapterSettings) -> Layout:
+    """Return the layout of the base's file, for a model with an adapter."""
+    forms, tensors = quantised_forms(model, adapter), []
+    for t in base_layout(model).tensors:
+        tensors += forms[t.name].stored(t.name) if t.name in forms else [replace(t, kind=adapter.kind)]
+    return Layout.in_order(tensors)
+
+
+def quantised_forms(model: nn.Module, adapter: AdapterSettings) -> dict[str, QuantisedForm]:
+    """Return the forms of the weights that the base's file has quantised, by the names that they have there.
+
+    Raises SpecError if a quantised base has none.
+    """
+    layers = (_quantised(model) or _to_quantise(model)) if adapter.quantised else {}
+    if adapter.quantised and not layers:
+        raise SpecError(
+            f"model.adapter.dtype: {adapter.dtype} is of linear layers, and {model.config.model_type} has no linear "  # type: ignore[union-attr]
+            'layers of torch: write "bfloat16"'
+        )
+    return {
+        _weight(name): QuantisedForm(adapter.dtype, torch.Size([layer.out_features, layer.in_features]))
+        for name, layer in layers.items()
+    }
+
+
+def _to_quantise(model: nn.Module) -> dict[str, nn.Linear]:
+    """Return the layers that a quantised base quantises: linear ones, but the head and those that share a weight."""
+    users = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    linear = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and m is not head}
+    return {n: m for n, m in linear.items() if not m.weight.requires_grad and users[id(m.weight)] == 1}
+
+
+def _quantised(model: nn.Module) -> dict[str, QuantisedLinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantisedLinear)}
+
+
+def _weight(layer: str) -> str:
+    """Return the name of a layer's weight without an adapter."""
+    return _WRAPPED.sub(".", f"{layer}.weight")
 
 
 def load_base(
@@ -182,16 +242,27 @@ def load_base(
     data: FileBytes,
     copy: Callable[[Tensor, Tensor], object] = Tensor.copy_,
 ) -> None:
-    """Copy the base from its file's bytes, which a digest vouched for, into a model from `build_run_model`.
+    """Copy the base from its file's bytes, which a digest vouched for, into a model from `build_adapted`.
 
-    `copy(parameter, values)` copies one tensor. Raises MalformedError for another model's.
+    Quantised weights become fp32 in a model that does not hold them as they are. `copy(parameter, values)` copies into
+    a parameter. Raises MalformedError for another model's file.
     """
-    base = base_parameters(model)
-    layout = base_layout(model)
-    if layout.numel != adapter.parameters:
-        raise MalformedError(f"the base has {layout.numel:,} parameters, and the spec says {adapter.parameters:,}")
-    for name, tensor in tensors_in(layout, data, adapter.kind):
-        copy(base[name], tensor)
+    if (numel := base_layout(model).numel) != adapter.parameters:
+        raise MalformedError(f"the base has {numel:,} parameters, and the spec says {adapter.parameters:,}")
+    base, forms = base_parameters(model), quantised_forms(model, adapter)
+    layers = {_weight(name): layer for name, layer in _quantised(model).items()}
+    codes: dict[str, Tensor] = {}
+    for name, tensor in tensors_in(base_file_layout(model, adapter), data):
+        weight = name.removesuffix(ABSMAX)
+        if name in forms:
+            codes[name] = tensor
+        elif weight not in forms:
+            copy(base[name], tensor)
+        elif weight in layers:
+            layers[weight].codes.copy_(codes.pop(weight))
+            layers[weight].absmax.copy_(tensor)
+        else:
+            copy(base[weight], forms[weight].values(codes.pop(weight), tensor, torch.float32))
 
 
 def merge_adapter(model: nn.Module) -> None:
@@ -201,11 +272,21 @@ def merge_adapter(model: nn.Module) -> None:
             module.merge(safe_merge=True)  # type: ignore[attr-defined]
 
 
-def held_bytes(adapter: AdapterSpec | None, device_type: str) -> int:
-    """Return about how many bytes a trainer's device takes for a run's frozen base: those of `build_run_model`."""
-    if adapter is None:
-        return 0
-    return adapter.parameters * (DTYPES[adapter.kind].itemsize if device_type == "cuda" else 4)
+def held_bytes(config: Mapping[str, Any], adapter: AdapterSettings, device_type: str) -> int:
+    """Return the bytes that a trainer's device holds of a frozen base: those of `build_run_model`. Raises SpecError."""
+    held = held_dtype(adapter, device_type)
+    model = build_adapted(config, adapter, held=held, quantised=adapter.quantised)
+    codes = sum(layer.codes.nbytes + layer.absmax.nbytes for layer in _quantised(model).values())
+    return codes + sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+
+
+def missing_package(adapter: AdapterSettings | None) -> str:
+    """Return what to do about a package that such a run needs and that is not installed; "" if all are."""
+    if adapter is not None and find_spec("peft") is None:
+        return PEFT_MISSING
+    if adapter is not None and adapter.quantised and find_spec("bitsandbytes") is None:
+        return BITSANDBYTES_MISSING
+    return ""
 
 
 def _peft() -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -14,9 +14,9 @@ from protocol.errors import MalformedError
 from protocol.ids import Digest, sha256
 from protocol.merkle import CHUNK, MAX_BLOB
 
-ValueKind = Literal["F32", "BF16"]
-"""The values of a file, in safetensors' words."""
-VALUE_BYTES: Mapping[ValueKind, int] = {"F32": 4, "BF16": 2}
+ValueKind = Literal["F32", "BF16", "U8"]
+"""The values of a tensor in a file, in safetensors' words."""
+VALUE_BYTES: Mapping[ValueKind, int] = {"F32": 4, "BF16": 2, "U8": 1}
 
 BLOCK = 4096
 """Coordinates in a block. Blocks lie over each flattened tensor; the last of a tensor may be shorter."""
@@ -43,14 +43,23 @@ def is_outer_tensor(name: str) -> bool:
 
 @dataclass(frozen=True)
 class TensorShape:
-    """One parameter: its name and shape. Always fp32 in states, flattened row-major in updates."""
+    """One parameter: its name and shape, flattened row-major in updates.
+
+    `kind`: its values in a file. Always fp32 in states; other kinds are in the file of a frozen base.
+    """
 
     name: str
     shape: tuple[int, ...]
+    kind: ValueKind = "F32"
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values in a file."""
+        return VALUE_BYTES[self.kind] * self.numel
 
     @property
     def blocks(self) -> int:
@@ -98,8 +107,13 @@ class Layout:
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
-        """Return a layout from a mapping of names to shapes, in any order."""
-        return cls(tuple(TensorShape(n, tuple(shapes[n])) for n in sorted(shapes, key=_utf8)))
+        """Return a layout of fp32 tensors from a mapping of names to shapes, in any order."""
+        return cls.in_order(TensorShape(n, tuple(shape)) for n, shape in shapes.items())
+
+    @classmethod
+    def in_order(cls, tensors: Iterable[TensorShape]) -> Layout:
+        """Return a layout of these tensors, which come in any order."""
+        return cls(tuple(sorted(tensors, key=lambda t: _utf8(t.name))))
 
     @cached_property
     def numel(self) -> int:
@@ -135,18 +149,16 @@ class Layout:
 
     # -- checkpoints: canonical safetensors ----------------------------------------------------------------
 
-    def checkpoint_header(self, kind: ValueKind = "F32") -> bytes:
+    def checkpoint_header(self) -> bytes:
         """Return the first bytes of a checkpoint file of this layout: a safetensors header, padded with spaces.
 
-        The tensors (little endian, in layout order, without gaps) then begin at a chunk's boundary. States are fp32;
-        another `kind` of values is that of a frozen base.
+        The tensors (little endian, in layout order, without gaps) then begin at a chunk's boundary.
         """
-        width = VALUE_BYTES[kind]
         entries: dict[str, object] = {}
         offset = 0
         for t in self.tensors:
-            end = offset + width * t.numel
-            entries[t.name] = {"dtype": kind, "shape": list(t.shape), "data_offsets": [offset, end]}
+            end = offset + t.nbytes
+            entries[t.name] = {"dtype": t.kind, "shape": list(t.shape), "data_offsets": [offset, end]}
             offset = end
         text = json.dumps(entries, separators=(",", ":"), ensure_ascii=True).encode()
         size = -(-(8 + len(text)) // CHUNK) * CHUNK
@@ -155,11 +167,7 @@ class Layout:
     @cached_property
     def checkpoint_size(self) -> int:
         """Bytes of a checkpoint file of this layout."""
-        return self.file_size("F32")
-
-    def file_size(self, kind: ValueKind) -> int:
-        """Return the bytes of a file of this layout with such values."""
-        return len(self.checkpoint_header(kind)) + VALUE_BYTES[kind] * self.numel
+        return len(self.checkpoint_header()) + sum(t.nbytes for t in self.tensors)
 
     @classmethod
     def from_checkpoint(cls, start: bytes) -> Layout:

@@ -111,8 +111,10 @@ class AdapterSettings(Section):
     train: Annotated[list[ModuleName], FailFast(), Field(max_length=1024)] = Field(
         default=[], description='modules of vectors alone that are trained in full, such as ["input_layernorm"]'
     )
-    dtype: Literal["bfloat16", "float32"] = Field(
-        default="bfloat16", description="the frozen base's values, as its file has them"
+    dtype: Literal["bfloat16", "float32", "int8", "nf4"] = Field(
+        default="bfloat16",
+        description="the frozen base's values, as its file has them; int8 and nf4 (8 and 4 bits): of linear layers but "
+        "the output head, all else being bfloat16",
     )
     addresses: Annotated[list[Address], FailFast(), Field(max_length=64)] = Field(
         default=[],
@@ -128,14 +130,20 @@ class AdapterSettings(Section):
 
     @property
     def kind(self) -> ValueKind:
-        """The values of the base's file."""
-        return "BF16" if self.dtype == "bfloat16" else "F32"
+        """The values of the base's file; of a quantised one, those that stay unquantised."""
+        return "F32" if self.dtype == "float32" else "BF16"
+
+    @property
+    def quantised(self) -> bool:
+        """True if the base's linear layers are codes and scales (`protocol.quantised`)."""
+        return self.dtype in ("int8", "nf4")
 
 
 class AdapterSpec(AdapterSettings):
     """The adapter that a run trains, and its frozen base, which is no part of the state.
 
-    The base is a file of all the model's parameters in `dtype`, in the form of a checkpoint.
+    The base is a file of all the model's parameters in `dtype`, in the form of a checkpoint. Its digest is that of this
+    file: of a quantised base, of the codes and scales.
     """
 
     base: BlobRef

@@ -25,7 +25,7 @@ FileBytes = bytes | bytearray | memoryview | mmap.mmap
 """The bytes of a file, in memory or mapped."""
 STAGING_BYTES = 256 * CHUNK
 """Bytes of a tensor on an accelerator that are copied to memory at a time."""
-DTYPES: Mapping[ValueKind, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16}
+DTYPES: Mapping[ValueKind, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}
 HASH_BATCH = 256
 """Chunks that wait to be hashed at a time."""
 
@@ -36,18 +36,18 @@ def state_layout(model: Layout, outer: OuterSpec) -> Layout:
     return layout.with_reference_norms() if outer.clip == "median" else layout
 
 
-def flat_view(tensors: Mapping[str, Tensor], shape: TensorShape, kind: ValueKind = "F32") -> Tensor:
+def flat_view(tensors: Mapping[str, Tensor], shape: TensorShape) -> Tensor:
     """Return the named tensor as a 1-d view of the same memory.
 
-    Raises MalformedError unless it is there, fp32 (or of this `kind`), contiguous and of the layout's shape (or
+    Raises MalformedError unless it is there, of the layout's kind (fp32 in states), contiguous and of its shape (or
     flattened).
     """
     tensor = tensors.get(shape.name)
     if tensor is None:
         raise MalformedError(f"tensor {shape.name[:120]!r} of the run's layout is missing")
     tensor = tensor.detach()
-    if tensor.dtype != DTYPES[kind] or not tensor.is_contiguous():
-        raise MalformedError(f"tensor {shape.name[:120]!r} is not contiguous {kind}: it is {tensor.dtype}")
+    if tensor.dtype != DTYPES[shape.kind] or not tensor.is_contiguous():
+        raise MalformedError(f"tensor {shape.name[:120]!r} is not contiguous {shape.kind}: it is {tensor.dtype}")
     if tuple(tensor.shape) not in (shape.shape, (shape.numel,)):
         raise MalformedError(f"tensor {shape.name[:120]!r} has shape {tuple(tensor.shape)}, not {shape.shape}")
     return tensor.view(-1)
@@ -70,14 +70,14 @@ def local_views(
     return found
 
 
-def checkpoint_chunks(layout: Layout, tensors: Mapping[str, Tensor], kind: ValueKind = "F32") -> Iterator[memoryview]:
-    """Yield the checkpoint file of a state in chunks of CHUNK bytes, the last one shorter; or a base's, of this `kind`.
+def checkpoint_chunks(layout: Layout, tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+    """Yield the checkpoint file of a state, or a base's file, in chunks of CHUNK bytes, the last one shorter.
 
     Most are views of the tensors' own memory: use each before the state changes. Raises MalformedError for tensors that
     do not fit the layout.
     """
-    flat = [flat_view(tensors, t, kind) for t in layout.tensors]
-    header = memoryview(layout.checkpoint_header(kind))
+    flat = [flat_view(tensors, t) for t in layout.tensors]
+    header = memoryview(layout.checkpoint_header())
     yield from (header[i : i + CHUNK] for i in range(0, len(header), CHUNK))
     pending = bytearray()  # the start of a chunk that spans tensors
     for view in _byte_views(flat):
@@ -130,17 +130,17 @@ def tensors_from_checkpoint(layout: Layout, data: FileBytes) -> dict[str, Tensor
     return dict(tensors_in(layout, data))
 
 
-def tensors_in(layout: Layout, data: FileBytes, kind: ValueKind = "F32") -> Iterator[tuple[str, Tensor]]:
-    """Yield the same tensors one by one, by name; of a base's file, whose values are of this `kind`."""
-    header = layout.checkpoint_header(kind)
-    if len(data) != layout.file_size(kind):
-        raise MalformedError(f"a checkpoint of {len(data)} bytes: for this model it has {layout.file_size(kind)}")
+def tensors_in(layout: Layout, data: FileBytes) -> Iterator[tuple[str, Tensor]]:
+    """Yield the same tensors one by one, by name; of a base's file in the kinds of its layout."""
+    header = layout.checkpoint_header()
+    if len(data) != layout.checkpoint_size:
+        raise MalformedError(f"a checkpoint of {len(data)} bytes: for this model it has {layout.checkpoint_size}")
     if data[: len(header)] != header:
         raise MalformedError("this checkpoint is of another model, or its header is not in canonical form")
     offset = len(header)
     with memoryview(data) as view:
         for shape in layout.tensors:
-            tensor = torch.empty(shape.numel, dtype=DTYPES[kind])
+            tensor = torch.empty(shape.numel, dtype=DTYPES[shape.kind])
             size = tensor.nbytes
             tensor.view(torch.uint8).numpy().data[:] = view[offset : offset + size]
             yield shape.name, tensor.view(shape.shape)

@@ -72,8 +72,9 @@ def plan(
     if window is None:
         window = min(PlanInputs.window, positions or PlanInputs.window)
     try:
-        frozen = 0 if read is None else read.frozen
-        made = plan(PlanInputs(asked if read is None else read.layout, frozen=frozen, window=window, **inputs))
+        if read is not None:
+            inputs |= {"frozen": read.frozen, "frozen_bytes": read.frozen_bytes}
+        made = plan(PlanInputs(asked if read is None else read.layout, window=window, **inputs))
     except PlanError as e:
         raise _bad_option(e.field, e.reason) from None
     if out:  # first, since the reader of our output may close it early

@@ -17,10 +17,11 @@ from coordinator import durable
 from coordinator.authoring.errors import AuthoringError
 from coordinator.authoring.shards import PARTIAL
 from coordinator.authoring.weights import read
-from protocol.adapter import draw_adapter
-from protocol.layout import Layout, ValueKind, is_outer_tensor
+from protocol.adapter import base_file_layout, build_adapted, draw_adapter, quantised_forms
+from protocol.layout import Layout, is_outer_tensor
 from protocol.merkle import leaf_hash, tree_hash
 from protocol.model import build_model, parameters_of
+from protocol.quantised import ABSMAX
 from protocol.spec import AdapterSettings, AdapterSpec, BlobRef, OuterSpec
 from protocol.state import DTYPES, checkpoint_chunks, state_layout
 
@@ -50,13 +51,17 @@ def write_adapter_genesis(
     The adapter is drawn from the seed. Raises as `write_genesis` does.
     """
     base = read(weights, config, DTYPES[settings.kind])
-    layout = Layout.of({name: tuple(t.shape) for name, t in base.items()})
+    parameters = sum(t.numel() for t in base.values())
+    adapted = build_adapted(config, settings)
+    for name, form in quantised_forms(adapted, settings).items():
+        base[name], base[name + ABSMAX] = form.quantise(base[name])
+    layout = base_file_layout(adapted, settings)
     draft = base_folder / f"{PARTIAL}base"
     try:
         base_folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise AuthoringError(f"{base_folder}: cannot be made: {e.strerror or e}") from None
-    ref, leaves = _write(layout, base, draft, settings.kind)
+    ref, leaves = _write(layout, base, draft)
     try:
         durable.replace(base_folder / f"{ref.digest}.leaves", b"".join(leaves))
         draft.rename(base_folder / f"{ref.digest}.safetensors")
@@ -66,7 +71,7 @@ def write_adapter_genesis(
     adapter = draw_adapter(config, settings, seed)
     # A tensor that is trained in full has the same name in the base, and begins with its values.
     state = {name: base[name].float() if name in base else drawn for name, drawn in adapter.items()}
-    spec = AdapterSpec(**settings.model_dump(), base=ref, parameters=layout.numel)
+    spec = AdapterSpec(**settings.model_dump(), base=ref, parameters=parameters)
     return _write_state(state, outer, path), spec
 
 
@@ -79,15 +84,13 @@ def _write_state(tensors: dict[str, Tensor], outer: OuterSpec, path: Path) -> Bl
     return ref
 
 
-def _write(
-    layout: Layout, tensors: Mapping[str, Tensor], path: Path, kind: ValueKind = "F32"
-) -> tuple[BlobRef, list[bytes]]:
+def _write(layout: Layout, tensors: Mapping[str, Tensor], path: Path) -> tuple[BlobRef, list[bytes]]:
     """Write a checkpoint file, whole or not at all; return its digest and size, and its leaf hashes."""
     partial = path.with_name(f"{PARTIAL}{path.name}")
     leaves = []
     try:
         with partial.open("wb") as file:
-            for chunk in checkpoint_chunks(layout, tensors, kind):
+            for chunk in checkpoint_chunks(layout, tensors):
                 leaves.append(leaf_hash(chunk))
                 file.write(chunk)
             file.flush()
@@ -96,4 +99,4 @@ def _write(
         durable.sync(path.parent)
     except OSError as e:
         raise AuthoringError(f"{path}: cannot be written: {e.strerror or e}") from None
-    return BlobRef(digest=str(tree_hash(leaves)), size=layout.file_size(kind)), leaves
+    return BlobRef(digest=str(tree_hash(leaves)), size=layout.checkpoint_size), leaves

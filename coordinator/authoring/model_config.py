@@ -45,6 +45,8 @@ class ModelConfig:
     whole: Layout
     """That of all parameters."""
     adapter: AdapterSettings | None = None
+    frozen_bytes: int = 0
+    """Bytes of a frozen base on a peer's GPU."""
 
     @property
     def frozen(self) -> int:
@@ -104,12 +106,13 @@ def model_of(given: dict[str, Any], vocabulary: int | None, path: Path) -> Model
 
 def with_adapter(model: ModelConfig, adapter: AdapterSettings, path: Path) -> ModelConfig:
     """Return the model with an adapter, which is what is trained. Raises SpecError."""
-    from protocol.adapter import build_adapted
+    from protocol.adapter import build_adapted, held_bytes
     from protocol.model import model_layout, plain_config
 
     try:
         config = plain_config({"vocab_size": model.vocabulary} | model.table)
-        return replace(model, layout=model_layout(build_adapted(config, adapter)), adapter=adapter)
+        layout, held = model_layout(build_adapted(config, adapter)), held_bytes(config, adapter, "cuda")
+        return replace(model, layout=layout, adapter=adapter, frozen_bytes=held)
     except SpecError as e:
         raise SpecError(f"{path}: {e}") from None
 

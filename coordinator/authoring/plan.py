@@ -60,6 +60,8 @@ class PlanInputs:
     """The layout of what is trained, or only its number of parameters; its blocks are then assumed to be full."""
     frozen: int = 0
     """Parameters of a frozen base, under an adapter that is trained."""
+    frozen_bytes: int = 0
+    """Bytes of that base on a peer's GPU."""
     peers: int = 16
     uplink: float = 100.0
     """Mbit/s that a typical volunteer sends."""

@@ -110,7 +110,8 @@ def run_file_from(
         asked = inputs.total_tokens or PASSES * counted.data.trained
         # The plan is of what is computed: whole windows.
         total = round(asked * window / counted.data.window_tokens)
-    made = plan(replace(inputs, model=model.layout, frozen=model.frozen, window=window, total_tokens=total))
+    frozen = {"frozen": model.frozen, "frozen_bytes": model.frozen_bytes}
+    made = plan(replace(inputs, model=model.layout, window=window, total_tokens=total, **frozen))
     table = model.table | {k: v for k in FROM_TOKENIZER if isinstance(v := given.get(k), int | list)}
     note = f"From {ascii(folder.name)}: it must stay the config of run.weights."
     if left_out:

@@ -47,11 +47,15 @@ Attention = Literal["document", "window"]
 
 @dataclass(frozen=True)
 class RunModel:
-    """A run's model: its full config, the layout of what is trained, and that of all its parameters."""
+    """A run's model: its full config, the layout of what is trained, and that of all its parameters.
+
+    `base`: the layout of a frozen base's file.
+    """
 
     config: dict[str, Any]
     layout: Layout
     whole: Layout
+    base: Layout | None = None
 
 
 @dataclass(frozen=True)
@@ -116,10 +120,15 @@ def _weights_of(spec: RunSpec, workdir: Path) -> dict[Digest, Path]:
 def check_weights(run_file: RunFile, config: dict[str, Any] | None = None, layout: Layout | None = None) -> list[str]:
     """Return lines about the initial weights, from their headers; none if the weights are drawn.
 
-    A layout, if given, is compared with the headers. Raises AuthoringError.
+    A layout, if given, is compared with the headers. Raises AuthoringError, and SpecError if what makes a frozen base
+    of them is not installed.
     """
     if run_file.weights is None:
         return []
+    from protocol.adapter import missing_package
+
+    if missing := missing_package(run_file.model.adapter):
+        raise SpecError(f"{run_file.path}: model.adapter: {missing}")
     from coordinator.authoring.weights import WeightsError, check, other_settings, read_headers
 
     try:
@@ -251,10 +260,10 @@ def model_of(run_file: RunFile, from_data: dict[str, Any]) -> RunModel:
 
     Raises SpecError, and RunFileError if a window does not fit the model's positions.
     """
-    from protocol.adapter import base_layout, build_adapted
+    from protocol.adapter import base_file_layout, base_layout, build_adapted
     from protocol.model import build_model, model_layout, plain_config
 
-    adapter = run_file.model.adapter
+    adapter, base = run_file.model.adapter, None
     try:
         config = plain_config(from_data | run_file.model.config)
         whole = model_layout(build_model(config, device="meta"))
@@ -262,6 +271,8 @@ def model_of(run_file: RunFile, from_data: dict[str, Any]) -> RunModel:
         layout = whole if adapted is None else model_layout(adapted)
         if adapted is not None and base_layout(adapted) != whole:
             raise SpecError("model.adapter: peft renames parameters of this model: name other targets")
+        if adapted is not None and adapter is not None:
+            base = base_file_layout(adapted, adapter)
     except SpecError as e:
         raise SpecError(f"{run_file.path}: {e}") from None
     for field in ("max_position_embeddings", "n_positions"):
@@ -271,7 +282,7 @@ def model_of(run_file: RunFile, from_data: dict[str, Any]) -> RunModel:
                 f"{run_file.path}: data.window: {run_file.data.window} tokens do not fit model.{field} = {most}: make "
                 "one smaller or the other larger"
             )
-    return RunModel(config, layout, whole)
+    return RunModel(config, layout, whole, base)
 
 
 def _attention(config: dict[str, Any], prepared: Prepared, report: Report) -> Attention:

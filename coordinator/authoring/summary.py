@@ -17,8 +17,8 @@ from coordinator.authoring.memory import training_memory
 from coordinator.authoring.prepare import Prepared, check_held_out, find_documents
 from coordinator.authoring.resolve import RunModel, check_weights, model_of, prepare_data
 from coordinator.authoring.runfile import RunFile, load_run
+from protocol.adapter import held_bytes
 from protocol.codec import make_codec
-from protocol.layout import VALUE_BYTES
 from protocol.spec import AdapterSettings, windows_in
 from protocol.state import state_layout
 from protocol.training_memory import model_bytes, round_bytes
@@ -46,7 +46,7 @@ def validate(path: Path) -> list[str]:
     model = model_of(run_file, {"vocab_size": vocabulary})
     config, layout, adapter = model.config, model.layout, run_file.model.adapter
     weights = check_weights(run_file, config, model.whole)
-    frozen = 0 if adapter is None else VALUE_BYTES[adapter.kind] * model.whole.numel
+    frozen = 0 if adapter is None else held_bytes(config, adapter, "cuda")
     update = make_codec(run_file.codec, layout).size
     round_, inner = run_file.round, run_file.inner
     step = inner.batch * counts_as
@@ -56,7 +56,7 @@ def validate(path: Path) -> list[str]:
         f"{path} is a valid run file: {run_file.run.name}",
         f"model: {config['model_type']}, {layout.numel:,} parameters in {len(layout.tensors)} tensors; "
         f"a checkpoint is {_bytes(state_layout(layout, run_file.outer).checkpoint_size)}",
-        *([] if adapter is None else [_adapter_line(adapter, model, frozen)]),
+        *([] if adapter is None else [_adapter_line(adapter, model)]),
         *weights,
         *data_lines,
         f"inner step: {inner.batch} windows of {counts_as} tokens = {step:,} tokens",
@@ -84,10 +84,11 @@ def validate(path: Path) -> list[str]:
     return [*lines, f"admission {cost_to_attackers(run_file.admission)}"]
 
 
-def _adapter_line(adapter: AdapterSettings, model: RunModel, frozen: int) -> str:
+def _adapter_line(adapter: AdapterSettings, model: RunModel) -> str:
+    assert model.base is not None
     return (
         f"adapter: rank {adapter.rank}, alpha {adapter.alpha:g}, on a frozen base of {model.whole.numel:,} parameters "
-        f"({adapter.dtype}), of which each peer fetches {_bytes(frozen)} once"
+        f"({adapter.dtype}), of which each peer fetches {_bytes(model.base.checkpoint_size)} once"
     )
 
 

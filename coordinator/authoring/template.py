@@ -90,7 +90,8 @@ ADAPTER = """\
 [model.adapter]
 # Train a LoRA adapter of this rank, and keep run.weights frozen. Its output counts alpha / rank times. targets: the
 # ends of names of linear modules, or "all-linear"; train: of norms that are trained in full. dtype: of the base as each
-# peer fetches it. addresses: folders (fsspec) with the files of the run's base/, else peers fetch it from each other.
+# peer fetches and holds it: "bfloat16", "float32", or with bitsandbytes "int8", "nf4" (4 bits).
+# addresses: folders (fsspec) with the files of the run's base/, else peers fetch it from each other.
 {}
 """
 

@@ -18,17 +18,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coordinator.checkpoints.archive import FILES, MANIFEST, MAX_MANIFEST, ArchivedState, parse_manifest, read_manifest
 from coordinator.checkpoints.job import Row, serve_job
 from coordinator.checkpoints.retention import RetentionCandidate, RetentionPolicy, to_delete
-from coordinator.checkpoints.verification import ReadFile
 from coordinator.errors import CoordinatorError
 from protocol.errors import MalformedError
 from protocol.ids import Digest, RunId
 from protocol.merkle import CHUNK, MAX_BLOB, leaves_of, read_chunks, tree_hash
 from protocol.strict_json import integer_field, read_json
+
+if TYPE_CHECKING:
+    from coordinator.checkpoints.verification import ReadFile  # with torch, which a copy needs nothing of
 
 PART = 8 * 1024 * 1024
 PARTS = 9000

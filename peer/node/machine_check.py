@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from importlib.util import find_spec
 from typing import Any
 
 from peer.doctor.device_process import CHECK_SECONDS, run_check
@@ -17,14 +16,14 @@ from peer.node.options import NodeOptions
 from peer.node.trainer_files import write_spec
 from peer.store import Store
 from peer.store.disk import disk
-from protocol.adapter import PEFT_MISSING
+from protocol.adapter import missing_package
 from protocol.spec import RunSpec
 
 
 async def check_machine(spec: RunSpec, options: NodeOptions, store: Store) -> None:
     """Raise PeerError, with what to do, if this machine cannot take part in the run."""
-    if spec.model.adapter is not None and find_spec("peft") is None:
-        raise PeerError(PEFT_MISSING)
+    if missing := missing_package(spec.model.adapter):
+        raise PeerError(missing)
     check_disk(spec, options, store)
     await check_devices(spec, options)
 

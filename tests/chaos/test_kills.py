@@ -33,7 +33,7 @@ def test_nor_with_postgresql(postgres_url):
     assert report.problems == [] and report.kills == KILLS and report.acknowledged > 0
 
 
-@pytest.mark.parametrize("mode", ["honest", "early", "split"])
+@pytest.mark.parametrize("mode", ["honest", *(pytest.param(m, marks=pytest.mark.long) for m in ("early", "split"))])
 def test_without_a_kill_all_of_them_are_whole(tmp_path, mode):
     """So what is found below is found because of the kills."""
     assert killed(tmp_path, "--kills", "0", "--mode", mode).problems == []
@@ -44,6 +44,7 @@ def test_an_acknowledgement_before_the_commit_is_found(tmp_path):
     assert any("lost although acknowledged" in p for p in report.problems), report
 
 
+@pytest.mark.long
 def test_a_round_in_two_transactions_is_found(tmp_path):
     report = killed(tmp_path, "--kills", "300", "--seed", "4", "--mode", "split", "--until-found")
     assert report.problems, report

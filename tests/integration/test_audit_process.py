@@ -65,12 +65,15 @@ async def test_jobs_are_answered_with_scores_and_the_time_that_they_took(audited
 
 
 async def test_a_reason_is_one_printable_line_and_says_whether_another_attempt_may_help(audited, tmp_path):
-    gone = await answer_of(audited.job(blob=tmp_path / "gone\x1b[2J\n"))
+    process = AuditProcess()
+    gone = await ended(process.answer(audited.job(blob=tmp_path / "gone\x1b[2J\n"), NEVER))
     assert not gone.scores and "No such file" in gone.reason and str(tmp_path / "gone") in gone.reason
     assert gone.reason.isprintable() and not gone.is_uncheckable
     job = audited.job("loss")
     first = job.update.first_window
-    few = await answer_of(replace(job, update=replace(job.update, rebase_window=first, end_window=first + 4)))
+    short = replace(job, update=replace(job.update, rebase_window=first, end_window=first + 4))
+    few = await ended(process.answer(short, NEVER))
+    await process.close()
     assert not few.scores and "too few" in few.reason and few.is_uncheckable
 
 
@@ -106,6 +109,7 @@ def test_an_audit_leaves_memory_of_a_gpu_to_the_trainer():
         memory_share(8, 80)
 
 
+@pytest.mark.long
 async def test_a_device_that_is_not_there_is_the_reason(audited):
     nowhere = await answer_of(replace(audited.job(), device="cuda:99"))
     assert not nowhere.scores and "cuda:99" in nowhere.reason

@@ -130,6 +130,7 @@ async def test_a_model_that_no_memory_holds_is_not_built(tmp_path: Path):
     assert step is not None and "does not fit" in step.found
 
 
+@pytest.mark.long
 async def test_training_that_fails_is_a_finding(tmp_path: Path):
     """The model that the spec's config gives is not that of its layout, as with an older transformers."""
     config = spec_fields()["model"]["config"]

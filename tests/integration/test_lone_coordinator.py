@@ -135,6 +135,7 @@ async def test_without_the_updates_of_the_last_round_a_newcomer_goes_on_before_i
             assert said.count(line) == 1, said
 
 
+@pytest.mark.long
 async def test_without_the_round_that_proves_the_newest_archived_state_a_newcomer_goes_on_from_there(tmp_path: Path):
     async with deserted(tmp_path, proofs=False) as (world, owner):
         number = owner.states[1]

@@ -280,6 +280,7 @@ def large_rank(me: int, world: int, folder: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no /proc/self/clear_refs: peaks are unknown")
+@pytest.mark.long
 def test_no_rank_ever_has_the_whole_model_in_memory(tmp_path):
     model = build_model(plain_config(LARGE))
     of = model_layout(model)

@@ -42,7 +42,7 @@ def keep(trainer: Trainer) -> None:
     assert not trainer.checkpointer.is_idle
 
 
-@pytest.mark.parametrize("parallel", [pytest.param("dp=2", marks=pytest.mark.long), "fsdp=2", "tp=2"])
+@pytest.mark.parametrize("parallel", ["fsdp=2", *(pytest.param(p, marks=pytest.mark.long) for p in ("dp=2", "tp=2"))])
 def test_ranks_save_as_it_was_the_bytes_that_they_save_at_once_while_steps_go_on(parallel, tmp_path, monkeypatch):
     world = World.make(tmp_path, optimizer="muon")
     reached, go = threading.Event(), threading.Event()

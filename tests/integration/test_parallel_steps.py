@@ -30,7 +30,7 @@ from tests.support.specs import TINY_LLAMA
 from tests.support.trainer_world import on_base
 
 LAYOUTS = {
-    2: [
+    "two": [
         "dp=2",
         "fsdp=2",
         "fsdp=2,zero=2",
@@ -40,10 +40,6 @@ LAYOUTS = {
         "pp=2;muon",
         "tp=2;muon",
         "dp=2;recompute",
-        "dp=2;recompute;compile",
-        "fsdp=2;recompute;compile",
-        "tp=2;recompute;compile",
-        "pp=2;recompute;compile",
         "dp=2;marked",
         "fsdp=2;marked",
         "tp=2;marked",
@@ -52,7 +48,17 @@ LAYOUTS = {
         "fsdp=2;adapter",
         "fsdp=2;adapter;bf16",  # the last: see `as_on_a_gpu`
     ],
-    4: [
+    "two, quantised": [
+        "dp=2;adapter;int8",
+        "dp=2;adapter;nf4",
+    ],
+    "two, compiled": [
+        "dp=2;recompute;compile",
+        "fsdp=2;recompute;compile",
+        "tp=2;recompute;compile",
+        "pp=2;recompute;compile",
+    ],
+    "four": [
         "fsdp=2,tp=2",
         "dp=2,fsdp=2",
         "dp=2,tp=2",
@@ -78,7 +84,11 @@ FURTHER, BY_MUON, IN_BF16 = 5e-6, 1e-3, 0.1
 """Parameters after a step, and gradients after those; Muon's iterations magnify rounding. All of them in bf16."""
 
 BATCH, STEPS = 5, 3
-ADAPTER = AdapterSettings(rank=4, alpha=8, train=["input_layernorm"])
+
+
+def adapter_of(layout: str) -> AdapterSettings:
+    dtype = next((d for d in ("int8", "nf4") if d in layout), "bfloat16")
+    return AdapterSettings(rank=4, alpha=8, train=["input_layernorm"], dtype=dtype)
 
 
 def config(layout: str) -> dict:
@@ -102,8 +112,8 @@ def model_of(layout: str, folder: Path) -> tuple[nn.Module, AdapterSpec | None]:
     plain = build_model(config(layout), seed=3)
     if "adapter" not in layout:
         return plain, None
-    values, adapter = on_base(folder, config(layout), ADAPTER, parameters_of(plain))
-    adapted = build_adapted(config(layout), adapter, device="cpu")
+    values, adapter = on_base(folder, config(layout), adapter_of(layout), parameters_of(plain))
+    adapted = build_adapted(config(layout), adapter, device="cpu", quantised=adapter.quantised)
     read_base(adapted, adapter, folder / f"{adapter.base.digest}.safetensors")
     made = torch.Generator().manual_seed(1)
     for name, parameter in parameters_of(adapted).items():
@@ -151,9 +161,9 @@ def calls_of_mlps(built: RankModel) -> list[str]:
 
 
 def rank(me: int, world: int, folder: Path) -> None:
-    """Do the same on each layout."""
+    """Do the same on each layout of the group that the folder names."""
     layers.BACKEND = "aot_eager"  # all of torch.compile but the machine's code, which takes long to make
-    for layout in LAYOUTS[world]:
+    for layout in LAYOUTS[(folder / "group").read_text()]:
         if "bf16" in layout:
             as_on_a_gpu()
         join(me, world, folder / f"meet-{layout}")
@@ -187,6 +197,10 @@ def rank(me: int, world: int, folder: Path) -> None:
             frozen, expected = base_parameters(built.body), base_parameters(whole)
             for name in frozen.keys() - start.keys():
                 assert torch.equal(shard(frozen[name]).float(), shard_like(frozen[name], expected[name])), name
+            buffers = dict(built.body.named_buffers())
+            assert any(name.endswith(".codes") for name in buffers) == adapter.quantised
+            for name, buffer in whole.named_buffers():
+                assert torch.equal(buffers[name], buffer), name
             held = sum(shard(t).numel() for t in frozen.values())
             assert held * degrees.fsdp < 1.05 * sum(t.numel() for t in expected.values())
         save_file(tensors, folder / f"{layout}.{me}.safetensors")
@@ -199,10 +213,14 @@ def rank(me: int, world: int, folder: Path) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_a_step_is_the_same_on_one_process_and_on_many(world, tmp_path):
+@pytest.mark.parametrize(
+    "group", ["two", *(pytest.param(g, marks=pytest.mark.long) for g in ("two, quantised", "two, compiled", "four"))]
+)
+def test_a_step_is_the_same_on_one_process_and_on_many(group, tmp_path):
+    world = 4 if group == "four" else 2
+    (tmp_path / "group").write_text(group)
     run_ranks(world, f"{__name__}:rank", tmp_path)
-    for layout in LAYOUTS[world]:
+    for layout in LAYOUTS[group]:
         expected, steps = one_process(layout, tmp_path)
         held = [load_file(tmp_path / f"{layout}.{me}.safetensors") for me in range(world)]
         assert {name for found in held for name in found} == expected.keys()

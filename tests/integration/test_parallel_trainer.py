@@ -349,6 +349,7 @@ def test_what_goes_wrong_on_one_rank_is_told_on_rank_0_in_time(what, tmp_path):
         assert MicroBatchStore(tmp_path, "dp=2", "this one").profile("auto") == MicroBatchProfile(2, False)
 
 
+@pytest.mark.long
 def test_when_one_window_is_too_much_for_any_rank_the_next_start_recomputes_on_all(tmp_path):
     store = MicroBatchStore(tmp_path, "dp=2", "this one")
     store.make_easier(MicroBatchProfile(2, False), "auto")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import pytest
 import torch
 
 from cairn.update_audit import RepeatedCheck, find_update, follow, lines, make_check, take_held
@@ -58,6 +59,7 @@ async def repeat(world: NodeWorld, checks: Sequence[tuple[int, str, AuditCheck]]
     return found
 
 
+@pytest.mark.long
 async def test_a_stranger_finds_the_honest_update_again_and_not_the_lie(tmp_path):
     world = NodeWorld(
         tmp_path,

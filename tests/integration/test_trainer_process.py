@@ -141,6 +141,7 @@ async def test_saving_waits_for_the_round_that_others_wait_for(world):
         assert str(made.digest) in sheet.read_text()
 
 
+@pytest.mark.long
 async def test_a_save_is_counted_as_time_spent_saving(world):
     async with node(world.start(1)) as n:
         await n.ask(world.load(), Applied)
@@ -150,6 +151,7 @@ async def test_a_save_is_counted_as_time_spent_saving(world):
 
 
 @pytest.mark.skipif(not hasattr(os, "getpriority"), reason="no priorities here")
+@pytest.mark.long
 async def test_training_on_a_cpu_yields_to_the_node(world):
     async with node(world.start(1)) as n:
         await n.ask(world.load(), Applied)
@@ -183,7 +185,7 @@ async def test_what_cannot_be_done_is_told_and_the_trainer_goes_on(world):
     ("change", "words"),
     [
         ({"device": "cuda:7"}, "--device cpu|this machine has"),
-        ({"spec_path": Path("/nonexistent/spec")}, "No such file"),
+        pytest.param({"spec_path": Path("/nonexistent/spec")}, "No such file", marks=pytest.mark.long),
     ],
 )
 async def test_a_trainer_that_cannot_start_says_why_and_exits(world, change, words):
@@ -195,6 +197,7 @@ async def test_a_trainer_that_cannot_start_says_why_and_exits(world, change, wor
         assert (await ended(n.link.wait())).code == 1
 
 
+@pytest.mark.long
 async def test_without_data_a_trainer_says_so_waits_and_still_applies(world):
     async with node(replace(world.start(1), shards={})) as n:
         await n.ask(world.load(), Applied)

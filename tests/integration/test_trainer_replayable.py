@@ -37,6 +37,7 @@ def world(tmp_path) -> World:
     return World.make(tmp_path, replayable=True, schedule=SCHEDULE)
 
 
+@pytest.mark.long
 async def test_updates_made_while_steps_go_on_are_those_of_a_replay_to_the_bit(world):
     rounds, accepted, rebased = [], 0, 0
     load = world.load()

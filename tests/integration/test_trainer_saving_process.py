@@ -149,6 +149,7 @@ async def test_a_trainer_trains_and_answers_while_its_disk_hangs_and_saves_the_p
     assert after.windows.counter >= made.end_window + 8 * BATCH and not heard
 
 
+@pytest.mark.long
 async def test_a_trainer_killed_while_its_disk_hangs_loses_no_announced_work(world, monkeypatch):
     async with slow_node(world, monkeypatch) as (n, folder):
         made = await begun(n, world, folder)

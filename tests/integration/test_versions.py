@@ -48,7 +48,12 @@ async def join(tmp_path: Path, invite: object, *python: str) -> tuple[int, str]:
     ("spec", "python", "says"),
     [
         (LATER, ("-m", "cairn"), f"{PROTOCOL + 1}, and this Cairn {RELEASE} speaks {PROTOCOL}: run `cairn peer up"),
-        (SPEC, ("-c", NEWER_CAIRN), f"{PROTOCOL}, and this Cairn {RELEASE} speaks {PROTOCOL + 1}: install cairn-sw"),
+        pytest.param(
+            SPEC,
+            ("-c", NEWER_CAIRN),
+            f"{PROTOCOL}, and this Cairn {RELEASE} speaks {PROTOCOL + 1}: install cairn-sw",
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["too old", "too new"],
 )

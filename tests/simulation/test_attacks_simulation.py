@@ -76,8 +76,12 @@ def test_a_private_branch_moves_nobody(honest, attackers, length, back, finals):
 
 
 @pytest.mark.parametrize(
-    "count, fresh, spare", [(1, True, False), (200, False, False), (100, True, False), (40, True, True)]
-)
+    "count, fresh, spare",
+    [
+        (1, True, False), (100, True, False),
+        *(pytest.param(*more, marks=pytest.mark.long) for more in [(200, False, False), (40, True, True)]),
+    ],
+)  # fmt: skip
 def test_records_on_the_head_whose_updates_nobody_has_delay_nobody(count, fresh, spare):
     """Also new ones in each round, and each by another key."""
     check_all(Siege([partial(SiblingMaker, count=count, fresh=fresh, spare=spare)]).run(), 4, 1)
@@ -158,7 +162,7 @@ def test_private_claims_do_not_end_a_run():
 
 
 @pytest.mark.parametrize("strategy", [NeverVotes, Withholding, Censor])
-@pytest.mark.parametrize("honest, attackers", [(4, 1), (5, 2)])
+@pytest.mark.parametrize("honest, attackers", [(4, 1), pytest.param(5, 2, marks=pytest.mark.long)])
 def test_less_than_a_third_does_not_slow_rounds_and_keeps_nobody_out(strategy, honest, attackers):
     damage = Siege([strategy] * attackers, honest=honest).run()
     check_history(damage)
@@ -335,6 +339,7 @@ def test_without_support_a_lone_certifier_takes_all_rounds(monkeypatch):
         check_share(Siege([FrontRunner]).run(), 1 / 5)
 
 
+@pytest.mark.long
 def test_without_support_lone_records_keep_others_out(monkeypatch):
     monkeypatch.setattr(Consensus, "is_supported", lambda *_: True)
     damage = Siege([partial(SiblingMaker, count=100)]).run()
@@ -342,7 +347,10 @@ def test_without_support_lone_records_keep_others_out(monkeypatch):
         check_listed(damage, 0.9)
 
 
-@pytest.mark.parametrize("honest, attackers, late", [(4, 1, False), (5, 2, False), (4, 2, True)])
+@pytest.mark.parametrize(
+    "honest, attackers, late",
+    [(4, 1, False), *(pytest.param(*more, marks=pytest.mark.long) for more in [(5, 2, False), (4, 2, True)])],
+)
 def test_without_audits_the_largest_claims_get_most_of_the_windows(honest, attackers, late):
     with pytest.raises(Broken, match=r"got (8|9)\d% of the windows"):
         check_share(

@@ -74,6 +74,7 @@ def test_updates_of_all_to_all_take_little_longer_than_their_bytes(tmp_path: Pat
     assert copies <= 1.1
 
 
+@pytest.mark.long
 def test_in_rounds_of_all_to_all_a_slow_uplink_is_spared_and_stays_so(tmp_path: Path):
     """From one round to the next peers know whose line is slow: the others pass its chunks on. That it answers quickly
     while it is spared does not have all ask it again in the round after."""

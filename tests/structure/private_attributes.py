@@ -9,8 +9,11 @@ import ast
 import json
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+
+Nodes = Sequence[ast.AST]
+"""All of a file's syntax tree."""
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("protocol", "peer", "coordinator", "cairn", "benchmarks", "tests")
@@ -29,10 +32,10 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__") and name not in {"_", *PUBLIC}
 
 
-def defined(tree: ast.Module) -> set[str]:
+def defined(nodes: Nodes) -> set[str]:
     """Return the private names that a file defines: of functions, classes, variables, fields and attributes of self."""
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -42,22 +45,29 @@ def defined(tree: ast.Module) -> set[str]:
     return {name for name in found if is_private(name)}
 
 
-def touched(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def touched(nodes: Nodes) -> Iterator[tuple[int, str]]:
     """Yield the line and name of each private attribute of something else than `self`, `cls` or `super()`.
 
     That is `x._name`, the import of `_name`, and `_name` as a string for getattr, setattr and monkeypatch.
     """
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and is_private(node.attr) and not _is_own(node.value):
             yield node.lineno, node.attr
         elif isinstance(node, ast.ImportFrom):
             yield from ((node.lineno, alias.name) for alias in node.names if is_private(alias.name))
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in BY_NAME:
+        elif isinstance(node, ast.Call) and _last_name(node.func) in BY_NAME:
             for given in node.args[:2]:
                 if isinstance(given, ast.Constant) and isinstance(given.value, str):
                     name = given.value.split(".")[-1]
                     if is_private(name) and name.isidentifier():
                         yield node.lineno, name
+
+
+def _last_name(function: ast.expr) -> str:
+    match function:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name
+    return ""
 
 
 def _is_own(value: ast.expr) -> bool:
@@ -66,28 +76,29 @@ def _is_own(value: ast.expr) -> bool:
     return isinstance(value, ast.Name) and value.id in OWN
 
 
-def foreign(files: Iterable[tuple[str, ast.Module]]) -> dict[str, list[str]]:
+def foreign(files: Iterable[tuple[str, Nodes]]) -> dict[str, list[str]]:
     """Return for each folder the places, as "path:line name", where a name is touched that is not the package's own.
 
     A file of the product may touch what any file of its folder defines; a test or benchmark only what it defines
     itself.
     """
-    trees = dict(files)
+    nodes = dict(files)
+    own = {path: defined(of_file) for path, of_file in nodes.items()}
     of_folder: dict[str, set[str]] = defaultdict(set)
-    for path, tree in trees.items():
-        of_folder[str(Path(path).parent)] |= defined(tree)
+    for path, names in own.items():
+        of_folder[str(Path(path).parent)] |= names
     found: dict[str, list[str]] = defaultdict(list)
-    for path, tree in sorted(trees.items()):
+    for path, of_file in sorted(nodes.items()):
         folder = str(Path(path).parent)
-        own = defined(tree) if path.startswith(("tests/", "benchmarks/")) else of_folder[folder]
-        found[folder] += [f"{path}:{line} {name}" for line, name in sorted(touched(tree)) if name not in own]
+        may = own[path] if path.startswith(("tests/", "benchmarks/")) else of_folder[folder]
+        found[folder] += [f"{path}:{line} {name}" for line, name in sorted(touched(of_file)) if name not in may]
     return {folder: places for folder, places in sorted(found.items()) if places}
 
 
 def of_the_project() -> dict[str, list[str]]:
     """Return `foreign` of all files that are not generated."""
     paths = [p for f in FOLDERS for p in sorted((ROOT / f).rglob("*.py")) if "_pb2" not in p.name]
-    return foreign((str(p.relative_to(ROOT)), ast.parse(p.read_text())) for p in paths)
+    return foreign((str(p.relative_to(ROOT)), list(ast.walk(ast.parse(p.read_text())))) for p in paths)
 
 
 def main() -> None:

@@ -13,11 +13,12 @@ from torch import Tensor
 from peer.channel import Applied, Apply, Load, RoundUpdates, Start, UpdateFile, UpdateMade
 from peer.durable import write_durably
 from peer.training.trainer import Trainer
-from protocol.adapter import draw_adapter
+from protocol.adapter import base_file_layout, build_adapted, draw_adapter, quantised_forms
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.layout import Layout
 from protocol.merkle import blob_digest
 from protocol.model import build_model, parameters_of, plain_config
+from protocol.quantised import ABSMAX
 from protocol.spec import (
     AdapterSettings,
     AdapterSpec,
@@ -143,13 +144,15 @@ def on_base(
 ) -> tuple[dict[str, Tensor], AdapterSpec]:
     """Write the base's file; return the adapter's initial values, and its part of the spec."""
     stored = {name: t.to(DTYPES[adapter.kind]) for name, t in base.items()}
-    layout = Layout.of({name: tuple(t.shape) for name, t in base.items()})
-    data = b"".join(checkpoint_chunks(layout, stored, adapter.kind))
+    adapted = build_adapted(config, adapter)
+    for name, form in quantised_forms(adapted, adapter).items():
+        stored[name], stored[name + ABSMAX] = form.quantise(stored[name])
+    data = b"".join(checkpoint_chunks(base_file_layout(adapted, adapter), stored))
     ref = BlobRef(digest=blob_digest(data).hex(), size=len(data))
     write_durably(folder / f"{ref.digest}.safetensors", [data])
     drawn = draw_adapter(config, adapter, seed=5)
     initial = {name: stored[name].float() if name in stored else value for name, value in drawn.items()}
-    return initial, AdapterSpec(**adapter.model_dump(), base=ref, parameters=layout.numel)
+    return initial, AdapterSpec(**adapter.model_dump(), base=ref, parameters=sum(t.numel() for t in base.values()))
 
 
 def accepted_round(number: int, *made: tuple[int, UpdateMade]) -> RoundUpdates:

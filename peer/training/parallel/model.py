@@ -28,12 +28,14 @@ from peer.training.layers import decoder_layers
 from peer.training.parallel.parallel_dims import AXES, ParallelDims
 from peer.training.parallel.pipeline import StageModule
 from peer.training.parallel.plans import COLUMNS, ROWS
-from protocol.adapter import add_adapter, held_dtype, materialise, parameter_dtypes
+from protocol.adapter import held_dtype, hold_base, materialise
 from protocol.model import build_model
 from protocol.spec import AdapterSpec
 
 # It warns, once a rank, that a gather over fsdp and tp is two gathers, which is intended.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+DtypeOf = Callable[[nn.Parameter], torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -121,9 +123,11 @@ def build_rank_model(
     """
     with _parameters_without_memory():
         body = build_model(config)
-    if adapter is not None:
-        add_adapter(body, adapter)
-    dtype_of = parameter_dtypes(body, torch.float32 if adapter is None else held_dtype(adapter, device))
+    if adapter is None:
+        dtype_of: DtypeOf = _in_fp32
+    else:
+        held = held_dtype(adapter, device.type)
+        dtype_of = hold_base(body, adapter, device, held=held, quantised=adapter.quantised)
     hidden = hidden_matrices(body)
     if dims.tp > 1:
         parallelize_module(body, mesh["tp"], _tp_plan(body))
@@ -132,13 +136,19 @@ def build_rank_model(
         _shard(outside, dims, mesh, device, dtype_of)
     else:
         materialise(body, device, dtype_of)
-        if dims.dp > 1:  # nothing to agree on: all ranks have the same zeros, and read the same base
+        if dims.dp > 1:  # nothing to agree on: all ranks have the same zeros and buffers, and read the same base
             outside = DistributedDataParallel(
                 body, process_group=mesh["dp"].get_group(), gradient_as_bucket_view=True, init_sync=False
             )
+            # The option of this name is deprecated from torch 2.13 on. Each pass would send a quantised base's codes.
+            outside.broadcast_buffers = False
     body.to(device)  # buffers
     parameters = {n: p for n, p in body.named_parameters() if p.requires_grad}
     return RankModel(body, outside, parameters, hidden, dims, mesh, device)
+
+
+def _in_fp32(parameter: nn.Parameter) -> torch.dtype:
+    return torch.float32
 
 
 def _tp_plan(body: nn.Module) -> dict[str, Any]:
@@ -159,7 +169,7 @@ def _shard(
     dims: ParallelDims,
     mesh: DeviceMesh,
     device: torch.device,
-    dtype_of: Callable[[nn.Parameter], torch.dtype],
+    dtype_of: DtypeOf,
 ) -> None:
     over = mesh["dp", "fsdp"] if dims.dp > 1 else mesh["fsdp"]
     options: dict[str, Any] = {"mesh": over, "reshard_after_forward": dims.zero == 3}

@@ -33,8 +33,8 @@ class ModelLimits:
     """The degrees that a model and a run allow. `tp`: a multiple of every possible degree; `pp`: maximum stages.
 
     `parameters`: with those of a frozen base. `model_bytes`: weights, gradients and moments. `round_bytes`: what the
-    devices hold of the state between rounds. `batch`: windows of an inner step, split over dp * fsdp. `no_tp`, `no_pp`:
-    the reason when it is not possible at all. `frozen_bytes`: of the frozen base.
+    devices hold of the state between rounds. `batch`: windows of an inner step, split over dp * fsdp. `no_fsdp`,
+    `no_tp`, `no_pp`: the reason when it is not possible at all. `frozen_bytes`: of the frozen base.
     """
 
     kind: str
@@ -44,6 +44,7 @@ class ModelLimits:
     batch: int
     tp: int = 1
     pp: int = 1
+    no_fsdp: str = ""
     no_tp: str = ""
     no_pp: str = ""
     frozen_bytes: int = 0
@@ -111,6 +112,8 @@ def rejection(degrees: ParallelDims, world: int, limits: ModelLimits) -> str:
     d = degrees
     if d.world != world:
         return f"makes {d.world} ranks, and there are {world}"
+    if d.fsdp > 1 and limits.no_fsdp:
+        return limits.no_fsdp
     if d.tp > 1 and (limits.no_tp or limits.tp % d.tp):
         return limits.no_tp or f"splits the model's heads {d.tp} ways: tp must divide {limits.tp}"
     if d.pp > limits.pp:
@@ -169,10 +172,11 @@ def choose(
     fitting = [d for d in works if needs(d) <= room]
     if not fitting:
         least = min(works, key=needs)
+        more = "larger GPUs" if limits.no_fsdp else "more GPUs, or larger ones"  # dp divides no model
         raise TrainingError(
             f"{_gib(needs(least))} a GPU is the least that {limits.parameters:,} parameters need on {world} of them "
-            f"(with {least}), and {_gib(room)} of each can be used: use more GPUs, or larger ones, or allow more with "
-            "--gpu-memory if that is set"
+            f"(with {least}), and {_gib(room)} of each can be used: use {more}, or allow more with --gpu-memory if "
+            "that is set"
         )
     if link == "nvlink":
         best = min(fitting, key=lambda d: (d.pp, d.tp, d.fsdp))

@@ -29,7 +29,7 @@ _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 def limits(spec: RunSpec, device: str, *, offloads: bool) -> ModelLimits:
     """Return what a run's model allows on devices of a kind, "cpu" or "cuda".
 
-    `offloads`: the devices hold nothing of the state between rounds.
+    `offloads`: the devices hold nothing of the state between rounds. Raise SpecError.
     """
     config, layout, batch, adapter = spec.model.config, spec.model.layout, spec.inner.batch, spec.model.adapter
     kind = str(config.get("model_type"))  # the config has all defaults written out
@@ -37,7 +37,11 @@ def limits(spec: RunSpec, device: str, *, offloads: bool) -> ModelLimits:
     sizes = (numel, model_bytes(layout, config, spec.inner), 0 if offloads else round_bytes(layout, spec.outer))
     if adapter is not None:
         none = "is not for a run that trains an adapter on a frozen base"
-        return ModelLimits(kind, *sizes, batch, no_tp=none, no_pp=none, frozen_bytes=held_bytes(adapter, device))
+        whole = f"cannot divide this run's frozen base, whose {adapter.dtype} codes each GPU holds whole"
+        return ModelLimits(
+            kind, *sizes, batch, no_fsdp=whole if adapter.quantised else "", no_tp=none, no_pp=none,
+            frozen_bytes=held_bytes(config, adapter, device),
+        )  # fmt: skip
     if kind not in LLAMA_LIKE:
         none = f"has no plan for model_type {kind} (there is one for {', '.join(sorted(LLAMA_LIKE))})"
         return ModelLimits(kind, *sizes, batch, no_tp=none, no_pp=none)

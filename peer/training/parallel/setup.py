@@ -20,7 +20,7 @@ def resolve(parallel: str, device: str, spec: RunSpec, gpu_memory: int = 0) -> t
     """Return (dims, "cuda" or "cpu", the reason in one line).
 
     `parallel` is "auto" or dims, `device` and `gpu_memory` as in `device.choose_device`. Raise TrainingError: no such
-    layout, too few GPUs, too little memory.
+    layout, too few GPUs, too little memory; and SpecError.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     kind = "cuda" if device.startswith("cuda") or (device == "auto" and gpus) else "cpu"

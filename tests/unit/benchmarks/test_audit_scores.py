@@ -25,12 +25,14 @@ def audits() -> list[dict]:
     return [dict(zip(COLUMNS, row, strict=True)) for row in entry["audits"]]
 
 
+@pytest.mark.long
 def test_a_replay_from_the_authors_own_start_is_exact(audits: list[dict]):
     exact = [a for a in audits if a["fake"] == "honest" and a["agree stateful"] is not None]
     assert {a["peer"] for a in exact} == {0, 1, 2}
     assert all(a["agree stateful"] == 1.0 for a in exact)
 
 
+@pytest.mark.long
 def test_a_replay_of_all_updates_from_the_first_is_exact(audits: list[dict]):
     """All that is private then follows from public values, except the scale of the estimated feedback."""
     first = [a for a in audits if a["round"] == 3 and a["fake"] == "honest" and a["agree four"] is not None]
@@ -38,6 +40,7 @@ def test_a_replay_of_all_updates_from_the_first_is_exact(audits: list[dict]):
     assert all(a["agree four"] > 0.99 for a in first)
 
 
+@pytest.mark.long
 def test_every_replay_prefers_honest_work_to_random_signs(audits: list[dict]):
     (honest, noise) = [a for a in audits if a["round"] == 4 and a["peer"] == 1 and a["fake"] in ("honest", "random")]
     for score in COLUMNS[3:-2]:

@@ -55,6 +55,7 @@ def audits(setting: Setting) -> list[dict]:
     return [dict(zip(COLUMNS, cells, strict=True)) for cells in last["audits"]]
 
 
+@pytest.mark.long
 def test_an_audited_round_scores_every_honest_update_by_loss_and_one_by_replays(audits: list[dict]):
     honest = [a for a in audits if a["update"] == "honest"]
     assert sorted(a["peer"] for a in honest) == [0, 1]
@@ -62,6 +63,7 @@ def test_an_audited_round_scores_every_honest_update_by_loss_and_one_by_replays(
     assert {a["peer"] for a in audits if a["update"] == "in bf16"} == {0}
 
 
+@pytest.mark.long
 def test_other_floats_agree_better_than_any_fake(audits: list[dict]):
     signs = {a["update"]: a["signs"] for a in audits if a["signs"] is not None}
     elsewhere = min(signs["in bf16"], signs["both in bf16, other pieces"])
@@ -70,6 +72,7 @@ def test_other_floats_agree_better_than_any_fake(audits: list[dict]):
     assert signs["crafted"] == pytest.approx(0.75, abs=0.001)
 
 
+@pytest.mark.long
 def test_an_early_end_agrees_more_the_later_it_comes(audits: list[dict]):
     ends = sorted((a["share"], a["signs"]) for a in audits if a["update"] == "ends")
     assert [share for share, _ in ends] == [0.5, 0.6, 0.7, 0.8, 0.9]

@@ -13,6 +13,7 @@ TINY = Size("tiny", hidden=32, intermediate=64, layers=1, heads=2, vocabulary=51
 
 
 @pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.long
 def test_the_bare_loop_learns_what_the_trainer_learns(compiled, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # the trainer sets it: restored after the test
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")

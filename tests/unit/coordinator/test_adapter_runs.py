@@ -18,18 +18,19 @@ from coordinator.adapter_export import export_adapter, export_merged
 from coordinator.authoring.errors import RunFileError
 from coordinator.authoring.resolve import ResolvedRun, resolve
 from coordinator.authoring.runfile import load_run
-from coordinator.authoring.summary import validate
+from coordinator.authoring.summary import _bytes, validate
 from coordinator.authoring.toml_file import tomllib
 from coordinator.checkpoints.evaluation import load_adapted
 from coordinator.export import ExportError
 from coordinator.model_card import Origin
-from protocol.adapter import REQUIREMENT, build_adapted
+from protocol.adapter import REQUIREMENT, build_adapted, held_bytes
 from protocol.codec import make_codec
 from protocol.errors import SpecError
 from protocol.identity import Identity
 from protocol.ledger.credits import CreditRule
 from protocol.merkle import blob_digest, blob_leaves
 from protocol.model import model_layout
+from protocol.quantised import ABSMAX
 from protocol.spec import AdapterSettings, AdapterSpec, parse_spec
 from protocol.state import checkpoint_chunks, state_digest, state_layout, tensors_from_checkpoint
 from tests.support.command_line import cairn
@@ -161,6 +162,7 @@ def test_a_run_begins_with_the_same_bits_again_and_lost_files_are_written_again(
         ('weights = "base"', "", RunFileError, "run.weights: an adapter needs a trained base"),
         ("rank = 4", "rank = 0", RunFileError, r"run.toml:\d+: model.adapter.rank"),
         ("rank = 4", "rnak = 4", RunFileError, "model.adapter.rnak: is not a field; did you mean rank"),
+        ("rank = 4", 'rank = 4\ndtype = "int4"', RunFileError, "model.adapter.dtype: .*'int8' or 'nf4'"),
         ("rank = 4", 'rank = 4\ntargets = ["q_prj"]', SpecError, "model.adapter: Target modules {'q_prj'} not found"),
         ("rank = 4", 'rank = 4\ntargets = "lm_head"', SpecError, "lm_head is an embedding or the output head"),
         ('"input_layernorm"', '"q_proj"', SpecError, "not a module of vectors alone"),
@@ -175,6 +177,47 @@ def test_validate_tells_of_the_base(base: Path, begun: ResolvedRun):
     text = "\n".join(validate(run_file(base)))
     assert f"rank 4, alpha 8, on a frozen base of {adapter_of(begun).parameters:,} parameters (bfloat16)" in text
     assert "the frozen base)" in text
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("int8", 8.5), ("nf4", 4.5)])
+def test_a_base_is_quantised_once_and_used_and_merged_as_it_is_stored(
+    base: Path, dtype: str, bits: float, tmp_path: Path
+):
+    file = run_file(base, ("rank = 4", f'rank = 4\ndtype = "{dtype}"'), name=f"{dtype}.toml")
+    run = resolve(load_run(file), base / dtype, OWNER)
+    assert resolve(load_run(file), tmp_path / "again", OWNER).spec == run.spec
+    adapter, blob = adapter_of(run), run.blobs[adapter_of(run).base.name]
+    assert blob_digest(blob.read_bytes()) == adapter.base.name
+    held, model = load_file(blob), load_file(base / "base" / "model.safetensors")
+    linear = {n for n in model if "_proj" in n}
+    assert {n for n, t in held.items() if t.dtype == torch.uint8} == linear
+    assert held.keys() == model.keys() | {n + ABSMAX for n in linear}
+    assert all(torch.equal(held[n], model[n].bfloat16()) for n in model.keys() - linear)
+    packed = sum(held[n].nbytes + held[n + ABSMAX].nbytes for n in linear)
+    assert 8 * packed == bits * sum(model[n].numel() for n in linear)
+    assert adapter.parameters == sum(t.numel() for t in model.values())
+    text = "\n".join(validate(file))
+    assert f"parameters ({dtype}), of which each peer fetches {_bytes(adapter.base.size)} once" in text
+    assert f"{_bytes(held_bytes(run.spec.model.config, adapter, 'cuda'))} the frozen base)" in text
+
+    layout = state_layout(run.spec.model.layout, run.spec.outer)
+    chance = torch.Generator().manual_seed(5)
+    state = {t.name: torch.randn(t.shape, generator=chance) * 0.3 for t in layout.tensors}
+    (tmp_path / "state").mkdir()
+    path = tmp_path / "state" / "model.safetensors"
+    path.write_bytes(b"".join(checkpoint_chunks(layout, state)))
+    given = (run.blobs[run.spec.tokenizer.name], origin(run, path))
+    export_merged(path, run.spec.model.config, adapter, blob, *given, tmp_path / "merged")
+    export_adapter(path, run.spec.model.config, adapter, *given, tmp_path / "adapter")
+    assert f"parameters ({dtype})" in (tmp_path / "adapter" / "README.md").read_text()
+    with torch.inference_mode():
+        own = load_adapted(path.parent, run.spec.model, blob)(input_ids=TOKENS).logits
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+        torch.testing.assert_close(merged(input_ids=TOKENS).logits, own, rtol=1e-4, atol=1e-4)
+        # On the base as it was before it was quantised, the adapter says nearly the same.
+        loaded = PeftModel.from_pretrained(stored_base(base), str(tmp_path / "adapter")).eval()  # type: ignore[arg-type]
+        off = (loaded(input_ids=TOKENS).logits - own).norm() / own.norm()
+        assert 0 < off < (0.02 if dtype == "int8" else 0.2)
 
 
 def test_credit_counts_a_frozen_parameter_for_two_thirds(begun: ResolvedRun):
@@ -302,9 +345,15 @@ def test_export_without_the_base_says_where_to_put_it(begun: ResolvedRun, learnt
     assert cairn("export", tmp_path / "state.safetensors", tmp_path / "out").returncode == 0
 
 
-def test_a_missing_peft_is_named_with_its_command(begun: ResolvedRun, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_package_is_named_with_its_command(base: Path, begun: ResolvedRun, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(SpecError, match="needs one more package: pip install 'peft>="):
         build_adapted(begun.spec.model.config, adapter_of(begun), device="cpu")
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    file = run_file(base, ("rank = 4", 'rank = 4\ndtype = "nf4"'), name="without.toml")
+    for refused in (lambda: validate(file), lambda: resolve(load_run(file), base / "without", OWNER)):
+        with pytest.raises(SpecError, match="without.toml: model.adapter: .* pip install 'bitsandbytes>="):
+            refused()
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     assert project["optional-dependencies"]["lora"] == [REQUIREMENT]

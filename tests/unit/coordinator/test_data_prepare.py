@@ -200,6 +200,7 @@ def test_a_long_document_passes_through_in_pieces_and_loses_nothing(tmp_path):
     assert max(len(p.text) for p in segments) <= SEGMENT
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
     tokenizer = prepare([str(jsonl(tmp_path / "a.jsonl"))], tmp_path / "out", vocabulary=260).folder / "tokenizer.json"
 

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from cairn.commands.options import parse_count
 from cairn.main import main
+from cairn.number_format import byte_size
 from cairn.plan_view import lines
 from coordinator.authoring import measurements
 from coordinator.authoring.measurements import MEASURED, MeasuredSetting
@@ -362,12 +363,14 @@ def test_a_plan_of_an_adapter_counts_its_frozen_base_and_is_written_with_it(tmp_
     model = read_model(path)
     assert model.adapter is not None and model.frozen == model.whole.numel
     assert all(".lora_" in t.name for t in model.layout.tensors)
-    inputs = PlanInputs(model.layout, frozen=model.frozen, window=64)
+    inputs = PlanInputs(model.layout, frozen=model.frozen, frozen_bytes=model.frozen_bytes, window=64)
     assert inputs.speed * (6 * model.layout.numel + 4 * model.frozen) == pytest.approx(40e12)
     assert inputs.total == FINE_TUNING_TOKENS
     p = plan(inputs)
     said = "\n".join(lines(p))
-    assert f"on a frozen base of {model.frozen:,}" in said and "the frozen base in bf16" in said
+    assert (
+        f"on a frozen base of {model.frozen:,}" in said and f"({byte_size(model.frozen_bytes)} the frozen base" in said
+    )
     assert "fsdp divides both among a peer's GPUs" in said
     weights = {"weights": 'weights = "base"'}
     path.write_text(fill(p, model.table, model.vocabulary, "A note.", weights, model.adapter))

@@ -125,8 +125,9 @@ def test_a_replay_finds_each_fake(audited, files, fake):
     assert found["signs"].value < 0.91 or found["scale"].value < 0.5
 
 
-def test_the_update_of_an_adapter_is_replayed_on_its_frozen_base(tmp_path):
-    audited = audit_world.make(tmp_path, adapter=AdapterSettings(rank=4, alpha=8))
+@pytest.mark.parametrize("dtype", ["bfloat16", "nf4"])
+def test_the_update_of_an_adapter_is_replayed_on_its_frozen_base(tmp_path, dtype):
+    audited = audit_world.make(tmp_path, adapter=AdapterSettings(rank=4, alpha=8, dtype=dtype))
     assert passed(scores(audited.job())) and passed(scores(audited.job("loss")))
     fake = tmp_path / "flipped.blob"
     values = {t.name: torch.zeros(t.shape) for t in audited.codec.layout.tensors}

@@ -29,11 +29,11 @@ BASE = bytes(range(256)) * 1024 * 5 + b"the end"
 NAME = blob_digest(BASE)
 
 
-def run_spec(*addresses: str) -> RunSpec:
+def run_spec(*addresses: str, dtype: str = "bfloat16") -> RunSpec:
     fields = spec_fields()
     fields["tokenizer"] = {"digest": blob_digest(b"words").hex(), "size": 5}
     fields["data"]["train"] = [{"digest": blob_digest(b"tk" * 100).hex(), "size": 200, "tokens": 100}]
-    adapter = {"rank": 4, "alpha": 8, "parameters": 1000, "addresses": list(addresses)}
+    adapter = {"rank": 4, "alpha": 8, "dtype": dtype, "parameters": 1000, "addresses": list(addresses)}
     fields["model"]["adapter"] = adapter | {"base": {"digest": NAME.hex(), "size": len(BASE)}}
     return RunSpec.model_validate(fields)
 
@@ -151,7 +151,7 @@ async def test_the_base_counts_against_the_disk_that_is_allowed(tmp_path: Path):
             await fetch(spec, small, private_data=True)
 
 
-async def test_a_peer_without_peft_is_told_before_anything_is_fetched(
+async def test_a_peer_without_a_package_is_told_before_anything_is_fetched(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     options = NodeOptions(tmp_path, device="cpu")
@@ -159,3 +159,8 @@ async def test_a_peer_without_peft_is_told_before_anything_is_fetched(
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(PeerError, match="needs one more package: pip install 'peft"):
         await check_machine(run_spec(), options, store)
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    await check_machine(run_spec(), options, store)
+    with pytest.raises(PeerError, match="base is quantised, which needs one more package: pip install 'bitsandbytes"):
+        await check_machine(run_spec(dtype="nf4"), options, store)

@@ -14,11 +14,11 @@ from tests.support.node_world import TIMERS, NodeWorld
 ROUND = {"target_tokens": 1024, "max_update_tokens": 8192, **TIMERS}
 
 
-@pytest.fixture
-async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture(params=["bfloat16", "nf4"])
+async def world(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(base_model, "link_from_other_runs", lambda *_: False)  # each node stands for a machine
     w = NodeWorld(
-        tmp_path, adapter=AdapterSettings(rank=4, alpha=8), codec={"kind": "sign"}, round=ROUND,
+        tmp_path, adapter=AdapterSettings(rank=4, alpha=8, dtype=request.param), codec={"kind": "sign"}, round=ROUND,
         checkpoint={"every": 2, "keep": 1},
     )  # fmt: skip
     yield w

@@ -68,7 +68,14 @@ async def test_rounds_are_reduced_by_committees_also_while_peers_come_and_go(wor
         assert {part for c in w.path(name)[-2:] for part in c.shards} <= store.blobs().keys()
 
 
-@pytest.mark.parametrize("codec", [{"kind": "sign"}, {"kind": "sparse", "k": 256}, {"kind": "none"}])
+@pytest.mark.parametrize(
+    "codec",
+    [
+        {"kind": "sign"},
+        pytest.param({"kind": "sparse", "k": 256}, marks=pytest.mark.long),
+        pytest.param({"kind": "none"}, marks=pytest.mark.long),
+    ],
+)
 async def test_small_updates_have_one_part_which_a_committee_makes_for_all(world, codec):
     w = world(codec=codec, round=REDUCE)
     names = ["ada", "alan", "grace", "edsger"]
@@ -93,6 +100,7 @@ async def test_who_withholds_its_updates_is_left_out_and_the_others_go_on(world)
     assert w.contributed("grace", now) == 0
 
 
+@pytest.mark.long
 async def test_authors_and_committees_behind_nats_reach_each_other_by_who_hears_both(world, caplog):
     """Three behind NATs, one that all reach: half of the committees are behind NATs, and so is who they need."""
     w = world(model=WIDE, codec={"kind": "int8"}, round=REDUCE | PATIENT | {"committee": 2})

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING
@@ -16,16 +18,27 @@ from peer.errors import TrainingError
 from peer.training import trial
 from peer.training.flops import flops_per_token
 from peer.training.inner_optimizer import MUON_MOMENTS
-from peer.training.parallel import setup
+from peer.training.parallel import plans, setup
+from peer.training.parallel.model import build_rank_model, make_mesh
 from peer.training.parallel.parallel_dims import ParallelDims
 from peer.training.parallel.setup import resolve
 from peer.training.single_process import SingleProcessBackend
-from protocol.adapter import base_layout, base_parameters, build_adapted, held_bytes, load_base
-from protocol.errors import MalformedError
+from protocol.adapter import (
+    base_file_layout,
+    base_layout,
+    base_parameters,
+    build_adapted,
+    build_run_model,
+    held_bytes,
+    load_base,
+)
+from protocol.errors import MalformedError, SpecError
 from protocol.model import build_model, model_layout, parameters_of, plain_config
-from protocol.spec import AdapterSettings, CodecSpec
+from protocol.quantised import ABSMAX, QuantisedLinear
+from protocol.spec import AdapterSettings, CodecSpec, RunSpec
 from protocol.training_memory import model_bytes, round_bytes
 from tests.support.local_trainer import born, closed, copied, loaded, train, update  # noqa: F401
+from tests.support.parallel_world import join
 from tests.support.trainer_world import BATCH, World, accepted_round, apply
 
 ADAPTER = AdapterSettings(rank=4, alpha=8, train=["input_layernorm"])
@@ -36,12 +49,26 @@ def world(tmp_path: Path) -> World:
     return World.make(tmp_path, adapter=ADAPTER, codec=CodecSpec(kind="sign"))
 
 
+@pytest.fixture(params=["bfloat16", "int8", "nf4"])
+def of_each_dtype(tmp_path: Path, request: pytest.FixtureRequest) -> World:
+    return World.make(
+        tmp_path, adapter=ADAPTER.model_copy(update={"dtype": request.param}), codec=CodecSpec(kind="sign")
+    )
+
+
 def frozen(trainer) -> dict[str, Tensor]:
-    trained = parameters_of(trainer.backend.inner.model)
-    return {n: t for n, t in base_parameters(trainer.backend.inner.model).items() if n not in trained}
+    """Return the frozen tensors by their names in the base's file."""
+    model = trainer.backend.inner.model
+    trained, held = parameters_of(model), {n: t for n, t in base_parameters(model).items()}
+    for name, layer in model.named_modules():
+        if isinstance(layer, QuantisedLinear):
+            weight = name.removesuffix(".base_layer") + ".weight"
+            held |= {weight: layer.codes, weight + ABSMAX: layer.absmax}
+    return {n: t for n, t in held.items() if n not in trained}
 
 
-def test_two_peers_train_one_adapter_and_neither_moves_the_base(world, tmp_path):
+def test_two_peers_train_one_adapter_and_neither_moves_the_base(of_each_dtype, tmp_path):
+    world = of_each_dtype
     a, b = loaded(world, 1), loaded(world, 2)
     before, base = copied(a.backend.outer.base), copied(frozen(a))
     assert set(before) == {t.name for t in world.spec.model.layout.tensors} | {"outer_reference_norms"}
@@ -59,17 +86,27 @@ def test_two_peers_train_one_adapter_and_neither_moves_the_base(world, tmp_path)
         assert all(torch.equal(t, base[n]) for n, t in frozen(trainer).items())
 
 
-def test_the_base_in_the_model_has_the_values_of_its_file(world):
-    trainer = loaded(world)
-    stored = {n: t.bfloat16().float() for n, t in parameters_of(build_model(world.spec.model.config, seed=1)).items()}
-    assert all(torch.equal(t, stored[n]) for n, t in frozen(trainer).items())
+def test_the_base_in_the_model_has_the_values_of_its_file(of_each_dtype):
+    world, file = of_each_dtype, of_each_dtype.start(1).base
+    trainer, spec = loaded(world), world.spec.model
+    assert spec.adapter is not None and file is not None
+    assert all(torch.equal(t, load_file(file)[n].to(t.dtype)) for n, t in frozen(trainer).items())
+    quantised = {n for n, t in frozen(trainer).items() if t.dtype == torch.uint8}
+    assert len(quantised) == (7 if spec.adapter.quantised else 0) and "lm_head.weight" not in quantised
+    stored = {n: t.bfloat16().float() for n, t in parameters_of(build_model(spec.config, seed=1)).items()}
+    in_fp32 = build_adapted(spec.config, spec.adapter, device="cpu")
+    load_base(in_fp32, spec.adapter, file.read_bytes())
+    for name, tensor in base_parameters(in_fp32).items():
+        off = {"bfloat16": 0, "int8": 0.01, "nf4": 0.12}[spec.adapter.dtype] if name in quantised else 0
+        assert (tensor - stored[name]).norm() <= off * stored[name].norm()
     assert torch.equal(
         trainer.backend.outer.base["model.layers.0.input_layernorm.weight"],
         stored["model.layers.0.input_layernorm.weight"],
     )
 
 
-def test_what_is_saved_and_resumed_is_the_adapter(world):
+def test_what_is_saved_and_resumed_is_the_adapter(of_each_dtype):
+    world = of_each_dtype
     a = loaded(world)
     train(a, 3)
     a.save()
@@ -84,8 +121,21 @@ def test_what_is_saved_and_resumed_is_the_adapter(world):
     assert names == {tensor.name for tensor in world.spec.model.layout.tensors}
 
 
-def test_a_damaged_base_or_another_one_is_refused(world):
-    file = world.start(1).base
+def test_the_loss_goes_down_on_a_base_of_each_dtype(tmp_path):
+    ends = {}
+    for dtype in ("bfloat16", "int8", "nf4"):
+        adapter = ADAPTER.model_copy(update={"dtype": dtype})
+        (tmp_path / dtype).mkdir()
+        trainer = loaded(World.make(tmp_path / dtype, adapter=adapter, lr=0.02))
+        made = [trainer.steps.step(trainer.steps.batches.take(trainer.windows.counter)) for _ in range(30)]
+        first, *_, ends[dtype] = [step.loss for step in made if step is not None]
+        assert ends[dtype] < first - 0.2
+    assert len(set(ends.values())) == 3
+    assert abs(ends["int8"] - ends["bfloat16"]) < 0.01 and abs(ends["nf4"] - ends["bfloat16"]) < 0.1
+
+
+def test_a_damaged_base_or_another_one_is_refused(of_each_dtype):
+    world, file = of_each_dtype, of_each_dtype.start(1).base
     assert file is not None
     data = file.read_bytes()
     for wrong, why in ((data[:-1], "bytes, not"), (data[:-1] + bytes([data[-1] ^ 1]), "the digest")):
@@ -93,33 +143,35 @@ def test_a_damaged_base_or_another_one_is_refused(world):
         with pytest.raises(MalformedError, match=why):
             born(world)
         with pytest.raises(MalformedError, match=why):
-            born(world, parallel="fsdp=2")  # refused before any other rank starts
+            born(world, parallel="dp=2")  # refused before any other rank starts
     with pytest.raises(TrainingError, match="base model is not here"):
         born(world, base=None)
     file.write_bytes(data)
     assert loaded(world).base.record is not None
 
 
-def test_a_base_of_another_model_is_refused_whatever_its_digest(world):
+def test_a_base_of_another_model_is_refused_whatever_its_digest(of_each_dtype):
+    world = of_each_dtype
     spec, file = world.spec.model, world.start(1).base
     assert spec.adapter is not None and file is not None
     model = build_adapted(dict(spec.config, num_hidden_layers=2), spec.adapter, device="cpu")
     with pytest.raises(MalformedError, match="parameters, and the spec says"):
         load_base(model, spec.adapter, file.read_bytes())
-    with pytest.raises(MalformedError, match="for this model it has"):
-        load_base(
-            build_adapted(spec.config, spec.adapter, device="cpu"),
-            spec.adapter.model_copy(update={"dtype": "float32"}),
-            file.read_bytes(),
-        )
+    model = build_run_model(spec)
+    for dtype in {"bfloat16", "float32", "int8", "nf4"} - {spec.adapter.dtype}:
+        with pytest.raises(MalformedError, match="for this model it has"):
+            load_base(model, spec.adapter.model_copy(update={"dtype": dtype}), file.read_bytes())
+    other = file.read_bytes().replace(b'"model.norm.weight"', b'"model.mron.weight"')
+    with pytest.raises(MalformedError, match="of another model, or its header"):
+        load_base(model, spec.adapter, other)
 
 
-def test_a_base_held_in_bf16_gives_the_same_bits_under_autocast(world):
-    spec, file = world.spec.model, world.start(1).base
+def test_a_base_held_in_bf16_or_quantised_gives_the_same_bits_under_autocast(of_each_dtype):
+    spec, file = of_each_dtype.spec.model, of_each_dtype.start(1).base
     assert spec.adapter is not None and file is not None
     windows, found = torch.arange(2 * 17).reshape(2, 17) % 64, []
-    for held in (torch.float32, torch.bfloat16):
-        model = build_adapted(spec.config, spec.adapter, device="cpu", held=held)
+    for quantised, held in product({False, spec.adapter.quantised}, (torch.float32, torch.bfloat16)):
+        model = build_adapted(spec.config, spec.adapter, device="cpu", held=held, quantised=quantised)
         load_base(model, spec.adapter, file.read_bytes())
         for name, parameter in parameters_of(model).items():
             with torch.random.fork_rng():
@@ -129,9 +181,11 @@ def test_a_base_held_in_bf16_gives_the_same_bits_under_autocast(world):
             out = model(input_ids=windows[:, :-1]).logits
         out.float().square().mean().backward()
         found.append((out, [p.grad for p in model.parameters() if p.requires_grad]))
-    (out, gradients), (again, others) = found
-    assert torch.equal(out, again)
-    assert gradients and all(torch.equal(g, o) for g, o in zip(gradients, others, strict=True))
+    (out, gradients), *others = found
+    assert gradients and len(others) == (3 if spec.adapter.quantised else 1)
+    for again, same in others:
+        assert torch.equal(out, again)
+        assert all(torch.equal(g, o) for g, o in zip(gradients, same, strict=True))
 
 
 def test_an_auditor_measures_with_the_base_in_fp32(world):
@@ -139,8 +193,11 @@ def test_an_auditor_measures_with_the_base_in_fp32(world):
     assert {p.dtype for p in backend.inner.model.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("parallel", ["fsdp=2", pytest.param("dp=2", marks=pytest.mark.long)])
-def test_many_ranks_make_the_states_of_one_process_and_what_they_save_fits_it(parallel, world, tmp_path):
+@pytest.mark.parametrize(
+    ("parallel", "dtype"), [("fsdp=2", "bfloat16"), pytest.param("dp=2", "nf4", marks=pytest.mark.long)]
+)
+def test_many_ranks_make_the_states_of_one_process_and_what_they_save_fits_it(parallel, dtype, tmp_path):
+    world = World.make(tmp_path, adapter=ADAPTER.model_copy(update={"dtype": dtype}), codec=CodecSpec(kind="sign"))
     many, heard = born(world, 1, parallel=parallel)
     one, _ = born(world, 1)
     one.folder.folder = tmp_path / "twin"
@@ -167,6 +224,29 @@ def test_many_ranks_make_the_states_of_one_process_and_what_they_save_fits_it(pa
     assert again.windows.counter == 3 * BATCH and again.backend.optimizer_steps == 3
 
 
+def test_a_rank_holds_and_computes_what_one_process_does(of_each_dtype, tmp_path):
+    spec, file = of_each_dtype.spec.model, of_each_dtype.start(1).base
+    assert spec.adapter is not None and file is not None
+    join(0, 1, tmp_path / "meet")
+    try:
+        cpu, dims = torch.device("cpu"), ParallelDims()
+        rank = build_rank_model(spec.config, dims, make_mesh(dims, cpu), cpu, spec.adapter).body
+    finally:
+        dist.destroy_process_group()
+    windows, found = torch.arange(2 * 16).reshape(2, 16), []
+    for model in (build_run_model(spec), rank):
+        load_base(model, spec.adapter, file.read_bytes())
+        for parameter in parameters_of(model).values():
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).reshape(parameter.shape))
+        model(input_ids=windows).logits.square().mean().backward()
+        gradients = {f"{n}.grad": p.grad for n, p in model.named_parameters() if p.grad is not None}
+        found.append(dict(model.named_parameters()) | dict(model.named_buffers()) | gradients)
+    one, other = found
+    assert one.keys() == other.keys() and all(torch.equal(t, other[n]) for n, t in one.items())
+    assert other.keys() > {f"{t.name}.grad" for t in spec.layout.tensors}
+    assert sum(name.endswith(".codes") for name in other) == (7 if spec.adapter.quantised else 0)
+
+
 def test_tp_and_pp_are_refused_with_what_can_be(world):
     for parallel in ("tp=2", "pp=2"):
         why = "is not for a run that trains an adapter on a frozen base; on 2 ranks these work: dp=2; fsdp=2$"
@@ -174,6 +254,34 @@ def test_tp_and_pp_are_refused_with_what_can_be(world):
             resolve(parallel, "cpu", world.spec)
     assert resolve("auto", "cpu", world.spec)[0] == ParallelDims()
     assert resolve("dp=2,fsdp=2", "cpu", world.spec)[0] == ParallelDims(dp=2, fsdp=2)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "nf4"])
+def test_fsdp_of_a_quantised_base_is_refused_and_auto_never_takes_it(dtype, tmp_path, monkeypatch):
+    spec = World.make(tmp_path, adapter=ADAPTER.model_copy(update={"dtype": dtype})).spec
+    for parallel in ("fsdp=2", "fsdp=2,zero=2"):
+        why = f"cannot divide this run's frozen base, whose {dtype} codes each GPU holds whole; .* these work: dp=2$"
+        with pytest.raises(TrainingError, match=why):
+            resolve(parallel, "cpu", spec)
+    assert resolve_7b(monkeypatch, spec, 2, 24)[0] == ParallelDims(dp=2)
+    with pytest.raises(TrainingError, match=r"13\.0 GiB a GPU is the least .* \(with dp=2\), .* use larger GPUs"):
+        resolve_7b(monkeypatch, spec, 2, 12)
+
+
+def resolve_7b(monkeypatch, spec: RunSpec, gpus: int, gib: int) -> tuple[ParallelDims, str, str]:
+    """Return what auto takes on GPUs of this much memory, if the base has 7B parameters and 14 GB."""
+    fakes = {
+        "is_available": lambda: True,
+        "device_count": lambda: gpus,
+        "get_device_properties": lambda device: SimpleNamespace(total_memory=gib << 30),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(setup, "link", lambda: "pcie")
+    monkeypatch.setattr(plans, "held_bytes", lambda *_: 14_000_000_000)
+    adapter = spec.model.adapter.model_copy(update={"parameters": 7_000_000_000})
+    model = spec.model.model_copy(update={"adapter": adapter})
+    return resolve("auto", "auto", spec.model_copy(update={"model": model}))
 
 
 @pytest.mark.parametrize(
@@ -186,31 +294,33 @@ def test_tp_and_pp_are_refused_with_what_can_be(world):
     ],
 )
 def test_auto_divides_a_base_only_if_it_fits_no_gpu(world, monkeypatch, gpus, gib, chosen, why):
-    adapter = world.spec.model.adapter.model_copy(update={"parameters": 7_000_000_000})
-    spec = world.spec.model_copy(update={"model": world.spec.model.model_copy(update={"adapter": adapter})})
-    fakes = {
-        "is_available": lambda: True,
-        "device_count": lambda: gpus,
-        "get_device_properties": lambda device: SimpleNamespace(total_memory=gib << 30),
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(setup, "link", lambda: "pcie")
-    dims, kind, text = resolve("auto", "auto", spec)
+    dims, kind, text = resolve_7b(monkeypatch, world.spec, gpus, gib)
     assert (str(dims), kind) == (chosen, "cuda") and why in text
 
 
-def test_memory_and_flops_count_the_base(world):
-    adapter, layout = world.spec.model.adapter, world.spec.model.layout
+def test_memory_counts_the_base_as_it_is_held(of_each_dtype):
+    spec, base = of_each_dtype.spec, frozen(loaded(of_each_dtype))
+    adapter, layout, config = spec.model.adapter, spec.model.layout, spec.model.config
     assert adapter is not None
-    assert (
-        held_bytes(adapter, "cuda") == 2 * adapter.parameters and held_bytes(adapter, "cpu") == 4 * adapter.parameters
+    held = sum(t.nbytes for t in base.values())
+    assert held_bytes(config, adapter, "cpu") == held
+    # On a GPU linear layers are in bf16: here the head, and those that are not quantised.
+    linear = sum(
+        t.numel()
+        for name, t in base.items()
+        if t.dtype == torch.float32 and name.endswith(("_proj.weight", "lm_head.weight"))
     )
-    device = trial.look(world.spec, "cpu", "cpu", ParallelDims())
-    needed = model_bytes(layout, world.spec.model.config, world.spec.inner) + round_bytes(layout, world.spec.outer)
-    assert device.needed == needed + 4 * adapter.parameters
-    divided = trial.look(world.spec, "cpu", "cpu", ParallelDims(fsdp=2))
-    assert divided.needed == device.needed // 2 + 8 * max(t.numel for t in layout.tensors)
+    assert held_bytes(config, adapter, "cuda") == held - 2 * linear
+    needed = model_bytes(layout, config, spec.inner) + round_bytes(layout, spec.outer)
+    assert trial.look(spec, "cpu", "cpu", ParallelDims()).needed == needed + held
+    largest = 8 * max(t.numel for t in layout.tensors)
+    for dims in (ParallelDims(dp=2), ParallelDims(fsdp=2)):
+        if not (adapter.quantised and dims.fsdp > 1):
+            halved = needed + held if dims.fsdp > 1 else round_bytes(layout, spec.outer)
+            assert trial.look(spec, "cpu", "cpu", dims).needed == needed + held - halved // 2 + largest
+
+
+def test_flops_count_the_base(world):
     config, window = world.spec.model.config, world.spec.data.window
     whole = flops_per_token(build_model(config, device="meta"), window)
     plain = build_adapted(config, AdapterSettings(rank=4, alpha=8))
@@ -228,8 +338,20 @@ def test_the_base_under_an_adapter_has_the_names_of_the_plain_model(kind):
              "num_local_experts": 2, "num_experts_per_tok": 1, "n_embd": 32, "n_layer": 1, "n_head": 2}  # fmt: skip
     known = CONFIG_MAPPING[kind]().to_dict()
     config = plain_config({"model_type": kind} | {k: v for k, v in sizes.items() if k in known})
-    adapted = build_adapted(config, AdapterSettings(rank=2, alpha=2))
-    assert base_layout(adapted) == model_layout(build_model(config, device="meta"))
+    adapted, plain = build_adapted(config, AdapterSettings(rank=2, alpha=2)), build_model(config, device="meta")
+    assert base_layout(adapted) == model_layout(plain)
+    of_nf4 = AdapterSettings(rank=2, alpha=2, dtype="nf4")
+    if kind == "gpt2":
+        with pytest.raises(SpecError, match="gpt2 has no linear layers of torch"):
+            base_file_layout(adapted, of_nf4)
+        return
+    quantised = build_adapted(config, of_nf4, device="cpu", quantised=True)
+    assert base_layout(quantised) == model_layout(plain)
+    found = base_file_layout(quantised, of_nf4)
+    assert found == base_file_layout(adapted, of_nf4)
+    assert {t.name for t in found.tensors if t.kind == "U8"} >= {
+        f"model.layers.0.self_attn.{n}_proj.weight" for n in "qkvo"
+    }
 
 
 def test_a_trial_needs_no_base(world):
