@@ -30,6 +30,8 @@ KINDS = (
     ("adapter", "together", "muon"),
     ("adapter", "together, Nesterov", "adamw"),
     ("adapter", "together, A frozen", "adamw"),
+    ("adapter", "together, int8 base", "adamw"),
+    ("adapter", "together, nf4 base", "adamw"),
 )
 """The trained part of the model, the way of training, and the inner optimizer."""
 
@@ -76,6 +78,7 @@ def measure(
             worlds[seed] = FineTuning(
                 where, base, texts, size, plan, adapter=row.what == "adapter", optimizer=row.optimizer, seed=seed,
                 outer="nesterov" if "Nesterov" in row.way else "plain",
+                dtype=next((d for d in ("int8", "nf4") if d in row.way), "bfloat16"),
             )  # fmt: skip
         made: Run = {**asdict(row), "seed": seed, "lr": lr, "commit": commit, "loss": None, "bytes": 0}
         try:

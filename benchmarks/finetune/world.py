@@ -7,7 +7,6 @@ of all peers in each step.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,13 +54,20 @@ class Outcome:
 
 
 class FineTuning:
-    """One run: the base model, conversations, and what is trained, an adapter or the whole model."""
+    """One run: the base model, conversations, and what is trained, an adapter or the whole model.
+
+    `dtype`: that of an adapter's frozen base.
+    """
 
     def __init__(self, folder: Path, base: Path, rows: tuple[Path, Path], size: BaseModel, tuning: Tuning, *,
-                 adapter: bool, optimizer: str, seed: int, outer: str = "plain"):  # fmt: skip
+                 adapter: bool, optimizer: str, seed: int, outer: str = "plain",
+                 dtype: str = "bfloat16"):  # fmt: skip
         self.tuning, self.seed = tuning, seed
         folder.mkdir(parents=True, exist_ok=True)
-        tables = _tables(base, rows, size, tuning, adapter=adapter, optimizer=optimizer, seed=seed, outer=outer)
+        tables = _tables(base, rows, size, tuning, optimizer=optimizer, seed=seed, outer=outer)
+        if adapter:
+            settings = {"rank": tuning.rank, "alpha": 2 * tuning.rank, "targets": ["all-linear"], "dtype": dtype}
+            tables["model"] |= {"adapter": settings}
         (folder / "run.toml").write_text(toml(tables))
         self.run: ResolvedRun = resolve(load_run(folder / "run.toml"), folder / "run", OWNER)
         self.spec = self.run.spec
@@ -151,17 +157,13 @@ def _tables(
     size: BaseModel,
     tuning: Tuning,
     *,
-    adapter: bool,
     optimizer: str,
     seed: int,
     outer: str,
-) -> dict[str, Mapping[str, Any]]:
-    model: dict[str, Any] = dict(size.config)
-    if adapter:
-        model["adapter"] = {"rank": tuning.rank, "alpha": 2 * tuning.rank, "targets": ["all-linear"]}
+) -> dict[str, dict[str, Any]]:
     return {
         "run": {"name": "finetune", "seed": seed, "weights": str(base)},
-        "model": model,
+        "model": dict(size.config),
         "data": {
             "source": str(rows[0]),
             "validation": [str(rows[1])],

@@ -89,6 +89,7 @@ async def test_a_peer_killed_in_the_middle_of_an_exchange_comes_back_as_itself_a
     assert key in branches["ada"].windows
 
 
+@pytest.mark.long
 async def test_who_joins_late_fetches_a_checkpoint_replays_the_rest_and_contributes_within_a_few_rounds(swarm: World):
     """It is anonymous, too: others do not learn its name and device."""
     await swarm.healthy(PEERS)
@@ -144,6 +145,7 @@ async def check_anonymous(world: World, name: str) -> None:
         assert not [line for line in db.iterdump() if name in line]
 
 
+@pytest.mark.long
 async def test_a_trainer_that_is_killed_is_started_again_and_its_peer_keeps_its_place(swarm: World):
     await swarm.healthy(PEERS)
     before = swarm.processes["grace"]

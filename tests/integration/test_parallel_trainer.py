@@ -342,7 +342,9 @@ def without_memory_on_rank_1(me: int, world: int, folder: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("what", [not_started, hanging, spoilt_for_one, without_memory])
+@pytest.mark.parametrize(
+    "what", [not_started, hanging, *(pytest.param(w, marks=pytest.mark.long) for w in (spoilt_for_one, without_memory))]
+)
 def test_what_goes_wrong_on_one_rank_is_told_on_rank_0_in_time(what, tmp_path):
     run_ranks(1, f"{__name__}:{what.__name__}", tmp_path)
     if what is without_memory:

@@ -127,6 +127,7 @@ async def test_a_killed_trainer_is_seen_and_the_next_one_takes_up_what_was_annou
         assert (await n.update(0, GENESIS, world.folder / "again")).digest == made.digest
 
 
+@pytest.mark.long
 async def test_saving_waits_for_the_round_that_others_wait_for(world):
     async with node(world.start(1)) as n:
         await n.ask(world.load(), Applied)

@@ -68,7 +68,7 @@ def check_all(damage: Damage, honest: int, attackers: int) -> None:
 
 @pytest.mark.parametrize("finals", [None, 3, 8], ids=["coordinator away", "after finals", "before finals"])
 @pytest.mark.parametrize("length, back", [(1, 1), (15, 5), (100, 100), (100, 0)])
-@pytest.mark.parametrize("honest, attackers", [(4, 1), (3, 2)])
+@pytest.mark.parametrize("honest, attackers", [(4, 1), pytest.param(3, 2, marks=pytest.mark.long)])
 def test_a_private_branch_moves_nobody(honest, attackers, length, back, finals):
     """However long it is, from wherever, and whatever it claims."""
     make = partial(SoloCertifier, length=length, back=back)

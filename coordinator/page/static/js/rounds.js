@@ -8,7 +8,7 @@ const PAGE = 25;
 
 // Train, exchange, commit as one bar, with the seconds for those who cannot see it.
 export function split(observed) {
-  if (!observed || observed.whole === null) return el("span", { class: "none" }, "not observed");
+  if (!observed || observed.whole === null) return el("span", { class: "none", title: "not observed" }, "–", el("span", { class: "hidden-text" }, "not observed"));
   const parts = [["train", observed.train], ["exchange", observed.exchange], ["commit", observed.commit]].filter(([, t]) => t !== null);
   const text = parts.map(([name, t]) => `${name} ${duration(t)}`).join(", ");
   const bar = svg("svg", { viewBox: "0 0 100 6", preserveAspectRatio: "none", class: "split", "aria-hidden": "true" });
