@@ -197,6 +197,7 @@ def rank(me: int, world: int, folder: Path) -> None:
             frozen, expected = base_parameters(built.body), base_parameters(whole)
             for name in frozen.keys() - start.keys():
                 assert torch.equal(shard(frozen[name]).float(), shard_like(frozen[name], expected[name])), name
+            assert degrees.fsdp > 1 or not built.outside.will_sync_module_buffers()
             buffers = dict(built.body.named_buffers())
             assert any(name.endswith(".codes") for name in buffers) == adapter.quantised
             for name, buffer in whole.named_buffers():
