@@ -13,8 +13,8 @@ JSON keys:
     window), conversations, held_out (windows), base_loss (of the base's last training step), before (its loss on
     held-out answers)
   runs: a list, each with what ("whole" or "adapter"), way ("alone", or "together" with what is special), optimizer,
-    peers, seed, lr, loss (nats a trained token on held-out answers; null if it diverged), bytes (that a peer announced;
-    for "alone" those of its bf16 gradients), commit
+    peers, steps (of each peer), seed, lr, loss (nats a trained token on held-out answers; null if it diverged), bytes
+    (that a peer announced; for "alone" those of its bf16 gradients), commit
   goals: a list of goal, value, met
 """
 
@@ -52,15 +52,15 @@ def best(runs: Sequence[Run], row: Row) -> list[Run]:
     return [r for r in mine if r["lr"] == lr]
 
 
-def best_alone(runs: Sequence[Run], what: str, peers: int) -> list[Run]:
+def best_alone(runs: Sequence[Run], what: str, peers: int, steps: int) -> list[Run]:
     """Return the runs of one process with the better optimizer, one for each seed."""
-    found = [best(runs, Row(*kind, peers)) for kind in KINDS if kind[:2] == (what, "alone")]
+    found = [best(runs, Row(*kind, peers, steps)) for kind in KINDS if kind[:2] == (what, "alone")]
     return min(filter(None, found), key=lambda some: mean(r["loss"] for r in some), default=[])
 
 
 def to_alone(runs: Sequence[Run], row: Row) -> list[float]:
     """Return by how much a row's loss is above that of one process, relative, for each seed of both."""
-    alone = {r["seed"]: r["loss"] for r in best_alone(runs, row.what, row.peers)}
+    alone = {r["seed"]: r["loss"] for r in best_alone(runs, row.what, row.peers, row.steps)}
     return [r["loss"] / alone[r["seed"]] - 1 for r in best(runs, row) if r["seed"] in alone]
 
 
@@ -74,7 +74,8 @@ def goals(results: Mapping[str, Any]) -> list[dict[str, Any]]:
             met = mean(above) <= 0.01 if above else None
             out.append(report.goal(text, f"{mean(above):+.2%}" if above else None, met))
         peers = results["sizes"][0]
-        ours, alone = best(runs, Row(what, "together", DEFAULT, peers)), best_alone(runs, what, peers)
+        row = Row(what, "together", DEFAULT, peers)
+        ours, alone = best(runs, row), best_alone(runs, what, peers, row.steps)
         fewer = alone[0]["bytes"] / ours[0]["bytes"] if ours and alone else None
         text = f"{what}: at least 500 times fewer bytes than bf16 gradients"
         out.append(report.goal(text, f"{fewer:.0f}x" if fewer else None, fewer >= 500 if fewer else None))
@@ -84,16 +85,14 @@ def goals(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 def show(results: Mapping[str, Any]) -> str:
     """Return the table."""
     lines = []
-    for peers in results["sizes"]:
-        for kind in KINDS:
-            row = Row(*kind, peers)
-            if found := best(results["runs"], row):
-                losses, above = [r["loss"] for r in found], to_alone(results["runs"], row)
-                lines.append([
-                    f"{row.what}, {row.way}, {row.optimizer}, {peers} peers", f"{mean(losses):.4f}",
-                    f"{pstdev(losses):.4f}", len(losses), f"{mean(above):+.2%}" if above else None,
-                    f"{found[0]['lr']:g}", f"{found[0]['bytes']:,}",
-                ])  # fmt: skip
+    for row in rows(results["sizes"]):
+        if found := best(results["runs"], row):
+            losses, above = [r["loss"] for r in found], to_alone(results["runs"], row)
+            lines.append([
+                f"{row.what}, {row.way}, {row.optimizer}, {row.peers} peers, {row.steps} steps", f"{mean(losses):.4f}",
+                f"{pstdev(losses):.4f}", len(losses), f"{mean(above):+.2%}" if above else None,
+                f"{found[0]['lr']:g}", f"{found[0]['bytes']:,}",
+            ])  # fmt: skip
     return report.table(["row", "loss", "sd", "seeds", "to alone", "lr", "bytes"], lines)
 
 

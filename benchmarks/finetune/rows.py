@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,22 +35,27 @@ KINDS = (
 )
 """The trained part of the model, the way of training, and the inner optimizer."""
 
+LONGER = (("adapter", "alone", "adamw"), ("adapter", "together", "adamw"))
+LONGER_STEPS = 3 * TUNING.steps
+"""Kinds that are also measured with more steps, by the fewest peers."""
+
 FIRST_LR = {("whole", "muon"): 4e-3, ("adapter", "adamw"): 8e-3, ("adapter", "muon"): 16e-3}
 """The first learning rate of a row's search."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One of KINDS, and the number of peers."""
+    """One of KINDS, the number of peers, and the steps of each."""
 
     what: str
     way: str
     optimizer: str
     peers: int
+    steps: int = TUNING.steps
 
     def holds(self, run: Run) -> bool:
         """Return whether a run is of this row."""
-        return self == Row(run["what"], run["way"], run["optimizer"], run["peers"])
+        return asdict(self).items() <= run.items()
 
 
 def sizes_of(*, quick: bool) -> tuple[BaseModel, Tuning]:
@@ -60,7 +65,8 @@ def sizes_of(*, quick: bool) -> tuple[BaseModel, Tuning]:
 
 def rows(sizes: Sequence[int]) -> list[Row]:
     """Return the rows, the smallest swarm first."""
-    return [Row(*kind, n) for n in sorted(sizes) for kind in KINDS]
+    longer = [Row(*kind, min(sizes), LONGER_STEPS) for kind in LONGER]
+    return [Row(*kind, n) for n in sorted(sizes) for kind in KINDS] + longer
 
 
 def measure(
@@ -69,6 +75,7 @@ def measure(
     """Yield the runs of a row: the search of its rate on the first seed, then the other seeds."""
     torch.set_num_threads(1)
     size, plan = sizes_of(quick=quick)
+    plan = replace(plan, steps=plan.steps * row.steps // TUNING.steps)
     base, texts = Path(folder) / "base", (Path(folder) / "conversations.jsonl", Path(folder) / "held-out.jsonl")
     worlds: dict[int, FineTuning] = {}
 
