@@ -61,7 +61,7 @@ class QuantisedForm:
     def values(self, codes: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the weight in this dtype. Raise SpecError."""
         functional, numel = _functional(), self.shape.numel()
-        # With AVX-512 the library takes the scales of a row as whole blocks: so its rows are blocks, or there is one.
+        # With AVX-512 the library takes a new scale at the start of each row: so each row is a block, or there is one.
         rows = torch.Size([1, numel] if numel % BLOCK else [numel // BLOCK, BLOCK])
         state = functional.QuantState(absmax, rows, blocksize=BLOCK, dtype=dtype)
         if self.dtype == "nf4":
