@@ -40,7 +40,7 @@ _WRAPPED = re.compile(r"\.(?:base_layer\.)+")
 def build_run_model(model: ModelSpec, *, device: torch.device | str = "cpu", exact: bool = False) -> nn.Module:
     """Build a run's model in training mode. A base and its adapter are zeros until `load_base` and a state come.
 
-    A quantised base is held as it is stored, but on the meta device. `exact`: as in `held_dtype`. Raises SpecError.
+    A quantised base is held as it is stored, except on the meta device. `exact`: as in `held_dtype`. Raises SpecError.
     """
     adapter = model.adapter
     if adapter is None:
@@ -52,7 +52,7 @@ def build_run_model(model: ModelSpec, *, device: torch.device | str = "cpu", exa
 
 
 def held_dtype(adapter: AdapterSettings, device_type: str, *, exact: bool = False) -> torch.dtype:
-    """Return the dtype of a base's linear layers on a device, but of those that are quantised.
+    """Return the dtype in which a device holds those linear layers of a base that are not quantised.
 
     That is bf16 for a base of bf16 values on a GPU, unless it must also run in fp32 (`exact`), and fp32 elsewhere.
     Autocast makes the same numbers of both.

@@ -60,8 +60,10 @@ class QuantisedForm:
 
     def values(self, codes: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the weight in this dtype. Raise SpecError."""
-        functional = _functional()
-        state = functional.QuantState(absmax, self.shape, blocksize=BLOCK, dtype=dtype)
+        functional, numel = _functional(), self.shape.numel()
+        # With AVX-512 the library takes a new scale at the start of each row: so each row is a block, or there is one.
+        rows = torch.Size([1, numel] if numel % BLOCK else [numel // BLOCK, BLOCK])
+        state = functional.QuantState(absmax, rows, blocksize=BLOCK, dtype=dtype)
         if self.dtype == "nf4":
             state.quant_type = "nf4"
             return functional.dequantize_4bit(codes.unsqueeze(1), state).reshape(self.shape)
@@ -120,7 +122,7 @@ def check_kernels(dtype: str, device: torch.device) -> None:
         form.values(codes.to(torch.uint8), absmax, torch.float32)
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, AttributeError) as e:  # AttributeError: not a function of its library
+    except (RuntimeError, AttributeError) as e:  # AttributeError: a function that its library does not have
         import bitsandbytes
 
         raise SpecError(

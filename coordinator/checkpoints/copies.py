@@ -30,7 +30,7 @@ from protocol.merkle import CHUNK, MAX_BLOB, leaves_of, read_chunks, tree_hash
 from protocol.strict_json import integer_field, read_json
 
 if TYPE_CHECKING:
-    from coordinator.checkpoints.verification import ReadFile  # with torch, which a copy needs nothing of
+    from coordinator.checkpoints.verification import ReadFile  # it imports torch, which copying does not need
 
 PART = 8 * 1024 * 1024
 PARTS = 9000

@@ -65,7 +65,7 @@ class Trainer:
         self.gate = YieldGate()
         times = TimeBreakdown(time.monotonic())
         self.backend = _backend(self.spec, start, dims, kind, self.gate, times, report, lost)
-        if dims.world > 1:
+        if why:
             report("info", "parallel", why)
         if start.gpu_memory and kind == "cpu":
             report(

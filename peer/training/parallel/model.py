@@ -175,7 +175,7 @@ def _shard(
     options: dict[str, Any] = {"mesh": over, "reshard_after_forward": dims.zero == 3}
     if device.type == "cuda":
         # Gathered in the type that autocast computes in: half the bytes. Sums of gradients stay fp32. A frozen base may
-        # be held in bf16 beside an adapter in fp32: FSDP wants one type of the trained parameters only.
+        # be held in bf16 beside an adapter in fp32: only the trained parameters must be of one type for FSDP.
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in decoder_layers(root).values():  # each is sharded, and gathered, by itself
         materialise(layer, device, dtype_of)

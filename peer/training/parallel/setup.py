@@ -17,7 +17,7 @@ _LINK_SECONDS = 10.0
 
 
 def resolve(parallel: str, device: str, spec: RunSpec, gpu_memory: int = 0) -> tuple[ParallelDims, str, str]:
-    """Return (dims, "cuda" or "cpu", the reason in one line).
+    """Return (dims, "cuda" or "cpu", the reason in one line; "" for one process that needs none).
 
     `parallel` is "auto" or dims, `device` and `gpu_memory` as in `device.choose_device`. Raise TrainingError: no such
     layout, too few GPUs, too little memory; and SpecError.
@@ -27,19 +27,22 @@ def resolve(parallel: str, device: str, spec: RunSpec, gpu_memory: int = 0) -> t
     allowed = limits(spec, kind, offloads=can_offload(kind, spec))
     if parallel == "auto":
         if kind == "cpu" or ":" in device or gpus <= 1:
-            return ParallelDims(), kind, "one process"
+            return ParallelDims(), kind, ""
         usable = min(torch.cuda.get_device_properties(n).total_memory for n in range(gpus))
         if gpu_memory:
             usable = min(usable, gpu_memory)
         largest = max(t.numel for t in spec.model.layout.tensors)
         used = next(n for n in range(gpus, 0, -1) if layouts(n, allowed))
+        few = f"of {gpus} GPUs used, since inner.batch is {allowed.batch}"
+        if used == 1:
+            return ParallelDims(), kind, f"1 {few}"
         best, why = choose(used, usable, link(), allowed, largest)
         if used < gpus:
-            why += f"; {used} of {gpus} GPUs are used: a step has {allowed.batch} windows (inner.batch)"
+            why += f"; {used} {few}"
         return best, kind, f"--parallel auto picks {why}"
     dims = ParallelDims.parse(parallel)
     if dims.world == 1:
-        return dims, kind, "one process"
+        return dims, kind, ""
     if ":" in device:
         raise TrainingError(
             f"--device {device} is one GPU and --parallel {dims} asks for {dims.world}: leave out --device "

@@ -59,7 +59,7 @@ def of_each_dtype(tmp_path: Path, request: pytest.FixtureRequest) -> World:
 def frozen(trainer) -> dict[str, Tensor]:
     """Return the frozen tensors by their names in the base's file."""
     model = trainer.backend.inner.model
-    trained, held = parameters_of(model), {n: t for n, t in base_parameters(model).items()}
+    trained, held = parameters_of(model), base_parameters(model)
     for name, layer in model.named_modules():
         if isinstance(layer, QuantisedLinear):
             weight = name.removesuffix(".base_layer") + ".weight"
@@ -290,12 +290,18 @@ def resolve_7b(monkeypatch, spec: RunSpec, gpus: int, gib: int) -> tuple[Paralle
         (2, 24, "dp=2", "the model fits on each of 2 ranks"),
         (2, 12, "fsdp=2", "dp=2 would need 13.0 GiB of 9.6 GiB on each"),
         (4, 12, "dp=2,fsdp=2", "dp=4 would need"),
-        (8, 24, "dp=4", "4 of 8 GPUs are used: a step has 4 windows"),
+        (8, 24, "dp=4", "; 4 of 8 GPUs used, since inner.batch is 4"),
     ],
 )
 def test_auto_divides_a_base_only_if_it_fits_no_gpu(world, monkeypatch, gpus, gib, chosen, why):
     dims, kind, text = resolve_7b(monkeypatch, world.spec, gpus, gib)
     assert (str(dims), kind) == (chosen, "cuda") and why in text
+
+
+def test_auto_takes_one_gpu_for_steps_of_one_window_and_says_so(world, monkeypatch):
+    spec = world.spec.model_copy(update={"inner": world.spec.inner.model_copy(update={"batch": 1})})
+    found = resolve_7b(monkeypatch, spec, 2, 12)
+    assert found == (ParallelDims(), "cuda", "1 of 2 GPUs used, since inner.batch is 1")
 
 
 def test_memory_counts_the_base_as_it_is_held(of_each_dtype):

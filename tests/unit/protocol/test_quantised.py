@@ -51,6 +51,25 @@ def test_codes_and_scales_are_what_the_file_has_and_mean_what_is_documented(dtyp
     assert torch.equal(again[0], codes) and torch.equal(again[1], absmax)
 
 
+@pytest.mark.parametrize("shape", [*SHAPES, (8, 16), (4, 48)])
+def test_a_kernel_that_counts_scales_by_rows_makes_the_same_values(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+):
+    """As the kernel of bitsandbytes 0.50 for CPUs with AVX-512 does, which this machine may not have."""
+
+    def by_rows(codes: Tensor, state: functional.QuantState) -> Tensor:
+        rows, columns = state.shape
+        units = NF4[torch.stack([codes >> 4, codes & 15], dim=1).flatten()[: rows * columns].int()]
+        at = torch.arange(rows)[:, None] * (columns // BLOCK) + torch.arange(columns) // BLOCK
+        return units.view(rows, columns) * state.absmax[at]
+
+    form = QuantisedForm("nf4", torch.Size(shape))
+    codes, absmax = form.quantise(drawn(*shape))
+    expected = form.values(codes, absmax, torch.float32)
+    monkeypatch.setattr(functional, "dequantize_4bit", by_rows)
+    torch.testing.assert_close(form.values(codes, absmax, torch.float32), expected, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("autocast", [True, False])
 @pytest.mark.parametrize("dtype", ["int8", "nf4"])
