@@ -9,6 +9,10 @@ codes on some CPUs. Here only weights are rounded, in both forms, so that all de
 
 from __future__ import annotations
 
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +54,7 @@ class QuantisedForm:
 
     def quantise(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return the codes and scales of a weight on the CPU. Raise SpecError."""
-        functional = _functional()
+        functional = imported()
         if self.dtype == "nf4":
             codes, state = functional.quantize_4bit(weight.float(), blocksize=BLOCK, quant_type="nf4")
         else:
@@ -60,7 +64,7 @@ class QuantisedForm:
 
     def values(self, codes: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the weight in this dtype. Raise SpecError."""
-        functional, numel = _functional(), self.shape.numel()
+        functional, numel = imported(), self.shape.numel()
         # With AVX-512 the library takes a new scale at the start of each row: so each row is a block, or there is one.
         rows = torch.Size([1, numel] if numel % BLOCK else [numel // BLOCK, BLOCK])
         state = functional.QuantState(absmax, rows, blocksize=BLOCK, dtype=dtype)
@@ -138,9 +142,31 @@ def _even_steps(device: torch.device) -> Tensor:
     return (steps / 127).float()  # in fp64 first, since a GPU divides fp32 by a number inexactly
 
 
-def _functional() -> Any:
-    try:
-        from bitsandbytes import functional
-    except ImportError:
-        raise SpecError(BITSANDBYTES_MISSING) from None
+def imported() -> Any:
+    """Return the functions of bitsandbytes. Raise SpecError if it is not installed.
+
+    On some CPUs it would load a kernel from a model hub by the package `kernels`, or warn that this package is not
+    installed. No function that is used here needs that kernel.
+    """
+    first = not torch.compiler.is_compiling() and "bitsandbytes" not in sys.modules
+    with _without_hub() if first else nullcontext():
+        try:
+            from bitsandbytes import functional
+        except ImportError:
+            raise SpecError(BITSANDBYTES_MISSING) from None
     return functional
+
+
+@contextmanager
+def _without_hub() -> Iterator[None]:
+    log = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    hub, level = sys.modules.get("kernels"), log.level
+    sys.modules["kernels"] = None  # type: ignore[assignment] - its import fails
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        del sys.modules["kernels"]
+        if hub is not None:
+            sys.modules["kernels"] = hub

@@ -41,6 +41,7 @@ WORLD = {
 """Sockets, files, clocks, processes, chance: none of it in `protocol`."""
 
 PURE_EXCEPTIONS = {
+    ("protocol/quantised.py", "logging"): "bitsandbytes' own log is silent while it is imported",
     ("protocol/state.py", "concurrent"): "hashing in threads (hashlib frees the GIL); the order of results is kept",
     ("protocol/state.py", "os"): "cpu_count, for the number of those threads",
     ("protocol/state.py", "mmap"): "the type of an argument: a checkpoint that the caller has mapped",

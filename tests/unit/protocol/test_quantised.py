@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from coordinator.authoring.toml_file import tomllib
 from protocol import quantised
 from protocol.errors import SpecError
-from protocol.quantised import BLOCK, QuantisedForm, QuantisedLinear, check_kernels
+from protocol.quantised import BLOCK, QuantisedForm, QuantisedLinear, check_kernels, imported
 
 CPU = torch.device("cpu")
 # QLoRA (Dettmers et al. 2023), appendix E.
@@ -140,3 +141,30 @@ def test_codes_stand_for_the_same_values_on_a_gpu(dtype: str):
         torch.testing.assert_close(
             found, form.values(codes, absmax, to), rtol=1e-2 if to == torch.bfloat16 else 1e-6, atol=0
         )
+
+
+def test_bitsandbytes_is_imported_without_the_package_that_downloads_kernels(tmp_path, monkeypatch, caplog):
+    """A package of its name does what bitsandbytes does on CPUs with AVX512-BF16."""
+    package = tmp_path / "bitsandbytes"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "functional.py").write_text(
+        "import logging\n"
+        "try:\n"
+        "    from kernels import get_kernel\n"
+        "    found = True\n"
+        "except ImportError:\n"
+        "    found = False\n"
+        "    logging.getLogger('bitsandbytes.backends.cpu.ops').warning('pip install kernels')\n"
+    )
+    downloads = SimpleNamespace(get_kernel=None)
+    monkeypatch.setitem(sys.modules, "kernels", downloads)
+    for name in [n for n in sys.modules if n.split(".")[0] == "bitsandbytes"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        assert not imported().found and not caplog.records
+        assert sys.modules["kernels"] is downloads
+    finally:
+        for name in [n for n in sys.modules if n.split(".")[0] == "bitsandbytes"]:
+            del sys.modules[name]
