@@ -28,8 +28,9 @@ stubs: $(STAMP)
 vectors: $(STAMP)
 	$(BIN)/python -m tests.vectors
 
-# Everything but the long suites. WORKERS processes share the files (tests/conftest.py); a fifth of the time is waiting.
-WORKERS ?= 2
+# Everything but the long suites. WORKERS processes share the files (tests/conftest.py): one more than the two cores of
+# CI, since a quarter of the time is waiting.
+WORKERS ?= 3
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS)
 

@@ -66,11 +66,12 @@ class QuantisedForm:
         """Return the weight in this dtype. Raise SpecError."""
         functional, numel = imported(), self.shape.numel()
         # With AVX-512 the library takes a new scale at the start of each row: so each row is a block, or there is one.
-        rows = torch.Size([1, numel] if numel % BLOCK else [numel // BLOCK, BLOCK])
+        # A row with an odd number of values would make the library compile C++. The last one is left out again.
+        rows = torch.Size([1, numel + numel % 2] if numel % BLOCK else [numel // BLOCK, BLOCK])
         state = functional.QuantState(absmax, rows, blocksize=BLOCK, dtype=dtype)
         if self.dtype == "nf4":
             state.quant_type = "nf4"
-            return functional.dequantize_4bit(codes.unsqueeze(1), state).reshape(self.shape)
+            return functional.dequantize_4bit(codes.unsqueeze(1), state).flatten()[:numel].reshape(self.shape)
         state.code = _even_steps(codes.device)
         return functional.dequantize_blockwise(codes.view(self.shape), state)
 

@@ -28,6 +28,7 @@ def test_no_kill_loses_or_doubles_what_was_acknowledged(tmp_path):
     assert report.problems == [] and report.kills == KILLS and report.acknowledged > 0
 
 
+@pytest.mark.long
 def test_nor_with_postgresql(postgres_url):
     report = killed(postgres_url, "--kills", str(KILLS), "--seed", "2")
     assert report.problems == [] and report.kills == KILLS and report.acknowledged > 0

@@ -107,7 +107,7 @@ def is_stuck():
     [
         (raises_another_error, "crash: KeyError"), (recurses, "crash: RecursionError"), (hangs, "hang"),
         (takes_memory, "memory"), (takes_all_memory, "memory"), (kills_the_process, "death: exit code -9"),
-        (is_stuck, "death: no end"),
+        pytest.param(is_stuck, "death: no end", marks=pytest.mark.long),
     ],
 )  # fmt: skip
 def test_a_planted_fault_is_found_and_its_input_named(monkeypatch: pytest.MonkeyPatch, fault, what: str):

@@ -189,6 +189,7 @@ async def test_who_comes_after_the_end_is_not_admitted_and_who_missed_the_end_le
     assert not late.snapshot().state
 
 
+@pytest.mark.long
 async def test_an_ended_run_admits_those_who_may_bring_its_last_state_and_nobody_else(make):
     world = await begun(make(), rounds=1)
     for name in PEERS:  # both at once: of a record that the second made alone, half of the stake would never be for it

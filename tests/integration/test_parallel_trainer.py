@@ -178,6 +178,7 @@ needs_proc = pytest.mark.skipif(
 
 
 @needs_proc
+@pytest.mark.long
 async def test_a_life_with_ranks_from_start_to_stop_and_after_the_death_of_one(tmp_path):
     world = World.make(tmp_path)
     async with node(world, "fsdp=2") as n:

@@ -126,6 +126,7 @@ async def begun(n: Node, world: World, folder: Path):
     return made
 
 
+@pytest.mark.long
 async def test_a_trainer_trains_and_answers_while_its_disk_hangs_and_saves_the_present_when_it_stops(
     world, monkeypatch
 ):

@@ -57,6 +57,7 @@ def test_held_out_conversations_are_of_other_addresses():
     assert asked[0] and len(asked[0] & asked[1]) < 0.05 * len(asked[0])
 
 
+@pytest.mark.long
 def test_a_small_run_learns_answers_alone_and_together(tmp_path: Path):
     size = BaseModel(32, 64, 1, 2, 320, 256, steps=2, batch=2, every=50)
     make_base(size, tmp_path / "base")

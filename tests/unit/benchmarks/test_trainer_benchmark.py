@@ -34,6 +34,7 @@ def test_the_bare_loop_learns_what_the_trainer_learns(compiled, monkeypatch):
             assert moved > 0 and (parameter.detach() - trainer.backend.outer.local[name]).norm() < 0.01 * moved
 
 
+@pytest.mark.long
 def test_a_size_is_measured_whole():
     threads = torch.get_num_threads()
     try:
