@@ -73,6 +73,17 @@ target_tokens = 1_000
 TOKENS = torch.arange(48).reshape(3, 16) * 5 % 300
 
 
+def noise(run: ResolvedRun, folder: Path) -> Path:
+    """Return the checkpoint of a state that is noise, in a new folder."""
+    layout = state_layout(run.spec.model.layout, run.spec.outer)
+    chance = torch.Generator().manual_seed(5)
+    state = {t.name: torch.randn(t.shape, generator=chance) * 0.3 for t in layout.tensors}
+    folder.mkdir()
+    path = folder / "model.safetensors"
+    path.write_bytes(b"".join(checkpoint_chunks(layout, state)))
+    return path
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with documents, and with a model in base/ whose norms are not all ones."""
@@ -200,12 +211,7 @@ def test_a_base_is_quantised_once_and_used_and_merged_as_it_is_stored(
     assert f"parameters ({dtype}), of which each peer fetches {_bytes(adapter.base.size)} once" in text
     assert f"{_bytes(held_bytes(run.spec.model.config, adapter, 'cuda'))} the frozen base)" in text
 
-    layout = state_layout(run.spec.model.layout, run.spec.outer)
-    chance = torch.Generator().manual_seed(5)
-    state = {t.name: torch.randn(t.shape, generator=chance) * 0.3 for t in layout.tensors}
-    (tmp_path / "state").mkdir()
-    path = tmp_path / "state" / "model.safetensors"
-    path.write_bytes(b"".join(checkpoint_chunks(layout, state)))
+    path = noise(run, tmp_path / "state")
     given = (run.blobs[run.spec.tokenizer.name], origin(run, path))
     export_merged(path, run.spec.model.config, adapter, blob, *given, tmp_path / "merged")
     export_adapter(path, run.spec.model.config, adapter, *given, tmp_path / "adapter")
@@ -231,14 +237,7 @@ def test_credit_counts_a_frozen_parameter_for_two_thirds(begun: ResolvedRun):
 
 @pytest.fixture(scope="module")
 def learnt(base: Path, begun: ResolvedRun) -> Path:
-    """Return the checkpoint of a state that is noise."""
-    layout = state_layout(begun.spec.model.layout, begun.spec.outer)
-    chance = torch.Generator().manual_seed(5)
-    state = {t.name: torch.randn(t.shape, generator=chance) * 0.3 for t in layout.tensors}
-    (base / "round-000001").mkdir()
-    path = base / "round-000001" / "model.safetensors"
-    path.write_bytes(b"".join(checkpoint_chunks(layout, state)))
-    return path
+    return noise(begun, base / "round-000001")
 
 
 @pytest.fixture(scope="module")
