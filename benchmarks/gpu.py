@@ -11,15 +11,19 @@ Each part is a process of its own with a limit, so one that fails or hangs costs
 remains are named as left out. `--pretend` plays all parts on the CPU with small models: it shows that they run.
 
 Parts. `tests`: pytest -m gpu, bit-equality of codecs, sums and states between CPU and CUDA. `trainer`: the trainer
-beside a bare loop, eager and compiled; tokens/s, MFU, peak memory, announce and apply. `ranks`: two ranks on the one
-device, which NCCL may refuse. `swarm`: a coordinator and two peers on the device, three rounds, states compared.
+beside a bare loop, eager and compiled; tokens/s, MFU, peak memory, announce and apply. `swarm`: a coordinator and two
+peers on the device, three rounds, states compared. `replays`: honest updates trained on the device and on a CPU, each
+replayed by the other. `adapters`: what the device holds of a base of 230 million parameters in each dtype, beside what
+`cairn run plan` counts. Parts that measure no speed run at once, after the others. Several ranks need several GPUs.
 
 JSON keys:
   command, commit, date, machine, seeds: see benchmarks.report
   device: name, memory (bytes), capability, cuda, driver; null with --pretend
   parts: a list, each with part, seconds, outcome ("done", "failed", "left out"), why (of the last two), result (null
-    or: the JSON of benchmarks.trainer for `trainer`; passed, failed, skipped, errors for `tests`; tokens_per_second for
-    `ranks`; rounds, applied_seconds, state_round, states of both peers for `swarm`)
+    or: the JSON of benchmarks.trainer for `trainer`; passed, failed, skipped, errors for `tests`; rounds,
+    applied_seconds, state_round, states of both peers for `swarm`; an entry of `honest` of benchmarks.adversaries for
+    `replays`; for `adapters`, by dtype: base_parameters, and in bytes counted, held (beyond the adapter's weights,
+    after loading), trained (after two steps), peak)
   goals: a list of goal, value, met
 """
 
@@ -35,6 +39,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,17 +52,23 @@ SHORTEST = 20.0
 """Seconds that a part needs at least: with less left it is not begun."""
 
 ROUNDS = 3
+UPDATES = 8
+"""Honest updates that are replayed."""
 LEAST_RATIO = 0.97
 
 
 @dataclass(frozen=True)
 class Part:
-    """One process. `seconds`: its limit; `file`: whether it writes JSON to the path that ends its command."""
+    """One process. `seconds`: its limit; `file`: whether it writes JSON to the path that ends its command.
+
+    `alone`: nothing runs beside it, since it measures speed.
+    """
 
     name: str
     command: Sequence[str]
     seconds: float
     file: bool = True
+    alone: bool = True
 
 
 def parts(pretend: bool) -> list[Part]:
@@ -65,20 +76,24 @@ def parts(pretend: bool) -> list[Part]:
     device, sizes = ("cpu", ("1M", "5M")) if pretend else ("cuda:0", ("150M", "1B"))
     own = [sys.executable, "-m", "benchmarks.gpu"]
 
+    def own_part(name: str) -> Part:
+        return Part(name, [*own, "--part", name, "--device", device, "--json"], 240, alone=False)
+
     def trainer(size: str, *more: str) -> Part:
         command = [sys.executable, "-m", "benchmarks.trainer", "--quick", "--no-goals", "--device", device]
         told = f"trainer {size}" + (", compiled" if more else "")
-        return Part(told, [*command, "--size", size, *more, "--json"], 150)
+        return Part(told, [*command, "--size", size, *more, "--json"], 120)
 
     tests = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", "0", "-p", "no:cacheprovider", "tests/unit"]
     return [
-        Part("tests", tests, 150, file=False),
-        trainer(sizes[0]),
-        trainer(sizes[1]),
-        Part("swarm", [*own, "--part", "swarm", "--device", device, "--json"], 180),
         trainer(sizes[1], "--compile"),
         trainer(sizes[0], "--compile"),
-        Part("ranks", [*own, "--part", "ranks", "--device", device, "--json"], 60),
+        trainer(sizes[1]),
+        trainer(sizes[0]),
+        Part("tests", tests, 240, file=False, alone=False),
+        own_part("swarm"),
+        own_part("replays"),
+        own_part("adapters"),
     ]
 
 
@@ -106,6 +121,20 @@ def played(part: Part, seconds: float) -> dict[str, Any]:
     return entry | {"why": why, "result": result}
 
 
+def begun(part: Part, end: float) -> dict[str, Any]:
+    """Run a part if there is time for it until `end`, and return its entry."""
+    left = end - time.monotonic()
+    if left >= SHORTEST:
+        return played(part, min(left, part.seconds))
+    return {"part": part.name, "seconds": 0.0, "outcome": "left out", "why": "no time was left", "result": None}
+
+
+def groups(every: Sequence[Part]) -> list[list[Part]]:
+    """Return the parts that run at once: each alone that measures speed, then all others."""
+    beside = [p for p in every if not p.alone]
+    return [*([p] for p in every if p.alone), *([beside] if beside else [])]
+
+
 def counted(output: str) -> dict[str, int]:
     """Return pytest's counts, from its last line."""
     words = {"passed": 0, "failed": 0, "skipped": 0, "errors": 0}
@@ -129,12 +158,69 @@ def swarm(device: str) -> dict[str, Any]:
     }
 
 
-def ranks(device: str) -> dict[str, Any]:
-    """Return the tokens a second of two ranks on one device. Raises CairnError where they are refused."""
-    from benchmarks.trainer import CPU, CUDA, scaled
+def replays(device: str) -> dict[str, Any]:
+    """Return how honest updates of a CPU and of the device fare in each other's replays."""
+    from benchmarks.adversaries.honest import CPUS, measured
+    from benchmarks.adversaries.lineup import TINY
 
-    kind = device.partition(":")[0]
-    return scaled((CPU if kind == "cpu" else CUDA)[0], kind, 2, "muon", 2, 4)
+    if device == "cpu":
+        return measured(TINY, 1, UPDATES // 2, CPUS[:2])
+    return measured(TINY, 1, UPDATES, (CPUS[0], "CUDA"))
+
+
+def adapters(device: str) -> dict[str, Any]:
+    """Return by dtype what the device holds of an adapter's base. Only a CUDA device counts what it holds."""
+    import torch
+
+    from benchmarks.finetune.base import BaseModel, make_base
+    from benchmarks.finetune.chat import write_conversations
+    from benchmarks.finetune.world import FineTuning, Tuning
+    from protocol.adapter import held_bytes
+
+    where = torch.device(device)
+    sizes = (96, 256, 2, 4) if where.type == "cpu" else (1024, 2816, 18, 16)
+    size, out = BaseModel(*sizes, 1024, 128, steps=0, batch=1), {}
+    with tempfile.TemporaryDirectory(prefix="cairn-gpu-") as name:
+        folder = Path(name)
+        make_base(size, folder / "base")
+        texts = write_conversations(folder, every=24)
+        for dtype in ("bfloat16", "int8", "nf4"):
+            world = FineTuning(
+                folder / dtype, folder / "base", texts, size, Tuning(steps=2, batch=4, h=2, window=128),
+                adapter=True, optimizer="adamw", seed=1, dtype=dtype, device=where,
+            )  # fmt: skip
+            model = world.spec.model
+            if model.adapter is None:
+                raise CairnError("the run has no adapter")
+            before = _allocated(where)
+            backend = world.backend()
+            held = _allocated(where) - before
+            for step in range(2):
+                world.train_step(backend, step)
+            out[dtype] = {
+                "base_parameters": model.adapter.parameters,
+                "counted": held_bytes(model.config, model.adapter, where.type),
+                "held": held - 4 * model.layout.numel,
+                "trained": _allocated(where) - before,
+                "peak": torch.cuda.max_memory_allocated(where) - before if where.type == "cuda" else 0,
+            }
+            del backend
+            if where.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(where)
+    return out
+
+
+def _allocated(device: Any) -> int:
+    import gc
+
+    import torch
+
+    gc.collect()
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+OWN = {"swarm": swarm, "replays": replays, "adapters": adapters}
+"""Parts that are functions of the device."""
 
 
 def described() -> dict[str, Any]:
@@ -161,11 +247,18 @@ def goals(entries: Sequence[Mapping[str, Any]], pretend: bool) -> list[dict[str,
     if not pretend:
         same = tests and tests["passed"] > 0 and tests["failed"] == tests["skipped"] == tests["errors"] == 0
         found.insert(0, report.goal("CPU and CUDA compute the same bits: all tests of them pass", tests, same))
+        verdicts = (done.get("replays") or {}).get("verdicts")
+        text = "no honest update fails in a replay of the other kind of device"
+        found.append(report.goal(text, verdicts, verdicts and not verdicts["failed"]))
+        for dtype, memory in (done.get("adapters") or {}).items():
+            share = memory["held"] / memory["counted"]
+            text = f"the device holds of a base in {dtype} what is counted, within 2%"
+            found.append(report.goal(text, round(share, 4), abs(share - 1) <= 0.02))
         for name in ("trainer 150M", "trainer 1B", "trainer 1B, compiled", "trainer 150M, compiled"):
             ratio = done[name]["sizes"][0]["ratio"] if name in done else None
             text = f"{name}: at least {LEAST_RATIO} of the bare loop"
             found.append(report.goal(text, ratio, None if ratio is None else ratio >= LEAST_RATIO))
-    failed = [e["part"] for e in entries if e["outcome"] == "failed" and e["part"] != "ranks"]
+    failed = [e["part"] for e in entries if e["outcome"] == "failed"]
     return [*found, report.goal("each part that was begun ends in order", failed, not failed)]
 
 
@@ -192,12 +285,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = report.command_line(__doc__ or "", "gpu")
     parser.add_argument("--pretend", action="store_true", help="play all parts on the CPU, with small models")
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for all of it (default {MINUTES:g})")
-    parser.add_argument("--part", choices=("swarm", "ranks"), help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=tuple(OWN), help=argparse.SUPPRESS)
     parser.add_argument("--device", default="cuda:0", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     try:
         if options.part:
-            report.save(options.json, {"swarm": swarm, "ranks": ranks}[options.part](options.device))
+            report.save(options.json, OWN[options.part](options.device))
             return 0
         device = None if options.pretend else described()
     except CairnError as e:
@@ -206,23 +299,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end = time.monotonic() + 60 * options.minutes
     results: dict[str, Any] = report.header("gpu", arguments) | {"device": device, "parts": [], "goals": []}
     every = parts(options.pretend)
-    for part in every[:2] if options.quick else every:
-        left = end - time.monotonic()
-        if left < SHORTEST:
-            entry = {
-                "part": part.name,
-                "seconds": 0.0,
-                "outcome": "left out",
-                "why": "no time was left",
-                "result": None,
-            }
-        else:
-            entry = played(part, min(left, part.seconds))
-        print(f"{part.name}: {entry['outcome']} after {entry['seconds']} s", file=sys.stderr, flush=True)
-        results["parts"].append(entry)
-        results["goals"] = goals(results["parts"], options.pretend)
-        if options.json:
-            report.save(options.json, results)
+    for some in groups(every[:2] if options.quick else every):
+        with ThreadPoolExecutor(len(some)) as pool:
+            jobs = [pool.submit(begun, part, end) for part in some]
+            for job in as_completed(jobs):
+                entry = job.result()
+                print(f"{entry['part']}: {entry['outcome']} after {entry['seconds']} s", file=sys.stderr, flush=True)
+                results["parts"].append(entry)
+                results["goals"] = goals(results["parts"], options.pretend)
+                if options.json:
+                    report.save(options.json, results)
     return report.ended(results, options, show(results))
 
 

@@ -19,7 +19,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.adversaries.lineup import SMALL, TINY, Profile
@@ -28,6 +27,7 @@ from peer.auditor.job import ClaimedUpdate
 from peer.auditor.replay import Replayed, compare
 from peer.errors import AuditError
 from peer.training import inner_optimizer
+from peer.training.device import choose_device
 from protocol.outer import Contribution
 
 PROFILES = {p.name: p for p in (TINY, SMALL)}
@@ -39,6 +39,7 @@ STEPS = (12, 24, 36, 36)
 class Machine:
     """A way to compute floats. `environment`: variables that libraries read when a process starts."""
 
+    device: str = "cpu"
     threads: int = 1
     piece_tokens: int = inner_optimizer.PIECE_TOKENS
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -54,7 +55,9 @@ MACHINES = {
     "SSE4": Machine(
         environment={"ATEN_CPU_CAPABILITY": "default", "DNNL_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}
     ),
+    "CUDA": Machine(device="cuda"),
 }
+CPUS = tuple(name for name, machine in MACHINES.items() if machine.device == "cpu")
 PRECISIONS = ("fp32", "bf16")
 
 
@@ -94,9 +97,9 @@ def tasks_of(world: World, rounds: int, folder: Path) -> Iterator[Task]:
 
 def train_tasks(world: World, machine: Machine, tasks: Sequence[Task], folder: Path) -> None:
     """Train every task in both precisions as a machine does, and write the blobs into the folder."""
-    torch.set_num_threads(machine.threads)
+    device = choose_device(machine.device, machine.threads)
     inner_optimizer.PIECE_TOKENS = machine.piece_tokens
-    judge, loaded = Judge(world), (Path(), State())
+    judge, loaded = Judge(world, device), (Path(), State())
     for task in tasks:
         if loaded[0] != task.state:
             loaded = task.state, load_file(task.state)
@@ -105,12 +108,12 @@ def train_tasks(world: World, machine: Machine, tasks: Sequence[Task], folder: P
             (folder / f"{task.name}-{precision}").write_bytes(made.blob)
 
 
-def comparisons(world: World, tasks: Sequence[Task], folder: Path) -> Iterator[dict[str, Any]]:
+def comparisons(world: World, tasks: Sequence[Task], folder: Path, machines: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield what each machine's replay says of each update of each other machine."""
     for task in tasks:
         blobs = {
             (m, p): (folder / m.replace(" ", "_") / f"{task.name}-{p}").read_bytes()
-            for m, p in product(MACHINES, PRECISIONS)
+            for m, p in product(machines, PRECISIONS)
         }
         for author, auditor in product(blobs, blobs):
             if author == auditor:
@@ -131,7 +134,7 @@ def comparisons(world: World, tasks: Sequence[Task], folder: Path) -> Iterator[d
             yield row
 
 
-def measured(profile: Profile, seed: int, updates: int) -> dict[str, Any]:
+def measured(profile: Profile, seed: int, updates: int, machines: Sequence[str] = CPUS) -> dict[str, Any]:
     """Return the results of one swarm: counts of verdicts, and the least scores, by pair of machines."""
     world = World(profile, seed)
     rounds = -(-updates // len(STEPS))
@@ -140,12 +143,13 @@ def measured(profile: Profile, seed: int, updates: int) -> dict[str, Any]:
         tasks = list(tasks_of(world, rounds, folder))
         listing = folder / "tasks.json"
         listing.write_text(json.dumps([[t.name, str(t.state), t.accepted, t.peer, t.first, t.end] for t in tasks]))
-        for machine_name, machine in MACHINES.items():
+        for machine_name in machines:
+            machine = MACHINES[machine_name]
             into = folder / machine_name.replace(" ", "_")
             into.mkdir()
             command = [sys.executable, "-m", "benchmarks.adversaries.honest", profile.name, str(seed), machine_name]
             subprocess.run([*command, str(listing), str(into)], check=True, env={**os.environ, **machine.environment})
-        rows = list(comparisons(world, tasks, folder))
+        rows = list(comparisons(world, tasks, folder, machines))
     return {
         "profile": profile.name, "parameters": world.codec.layout.numel, "seed": seed, "updates": len(tasks),
         "comparisons": len(rows), "verdicts": _counts(rows), "pairs": _pairs(rows),

@@ -133,9 +133,9 @@ def claimed(author: PeerKey, first: int, end: int, rebase: int | None = None) ->
 class Judge:
     """One auditor's process: it trains an honest update, and checks anybody's."""
 
-    def __init__(self, world: World):
+    def __init__(self, world: World, device: torch.device = CPU):
         self.world = world
-        self.backend = SingleProcessBackend(world.spec, CPU, lambda: None)
+        self.backend = SingleProcessBackend(world.spec, device, lambda: None)
         self.files = RoundFiles.of(world.spec)
 
     def honest(self, state: State, claim: ClaimedUpdate, accepted: int, *, in_bf16: bool = False) -> Replayed:

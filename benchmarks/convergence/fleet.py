@@ -15,7 +15,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from benchmarks.convergence.replica import split
 from benchmarks.convergence.setting import Setting
 from peer.training.inner_optimizer import hidden_matrices
-from peer.training.muon import Muon
+from peer.training.muon import MOMENTUM, step_along
 from protocol.spec import InnerSpec
 
 
@@ -38,9 +38,10 @@ class Fleet:
         self.decayed = torch.cat(decayed).to(setting.device)
 
         def loss(parameters: dict[str, Tensor], windows: Tensor) -> Tensor:
-            logits: Any = functional_call(
-                model, parameters, (), {"input_ids": windows[:, :-1], "use_cache": False}
-            ).logits
+            with torch.autocast("cuda", dtype=torch.bfloat16, enabled=setting.device.type == "cuda"):
+                logits: Any = functional_call(
+                    model, parameters, (), {"input_ids": windows[:, :-1], "use_cache": False}
+                ).logits
             return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
 
         each = vmap(grad_and_value(loss))
@@ -82,29 +83,32 @@ class Fleet:
         """Reset every peer's inner optimizer."""
         self.optimizer.state.clear()
         if self.muon is not None:
-            self.muon.optimizer.state.clear()
+            self.muon.forget_moments()
 
 
 class FleetMuon:
     """The trainer's Muon on every peer's hidden matrices; all else is left to AdamW, weight decay to the fleet."""
 
     def __init__(self, setting: Setting, flat: Tensor, spec: InnerSpec, hidden: Set[str]):
-        self.lr = spec.lr
+        self.lr, self.momentum = spec.lr, MOMENTUM
+        self.dtype = torch.bfloat16 if setting.device.type == "cuda" else torch.float32
         self.hidden: list[tuple[slice, Tensor]] = []
+        """Of each matrix: its place in a row of the fleet, and the parameters of all, [peers, rows, columns]."""
         at = 0
         for t in setting.layout.tensors:
+            here = slice(at, at := at + t.numel)
             if t.name in hidden:
-                here = slice(at, at + t.numel)
-                self.hidden += [(here, row[here].view(t.shape)) for row in flat]
-            at += t.numel
-        self.peers = len(flat)
-        self.optimizer = Muon([m for _, m in self.hidden], spec.model_copy(update={"weight_decay": 0.0}))
+                self.hidden.append((here, flat[:, here].unflatten(1, t.shape)))
+        self.forget_moments()
+
+    def forget_moments(self) -> None:
+        """Reset every peer's momentum."""
+        self.kept = [torch.zeros_like(matrices) for _, matrices in self.hidden]
 
     def step(self, gradient: Tensor, factor: float) -> None:
         """One step of the hidden matrices by fp32 [peers, parameters], whose part for them becomes 0."""
-        for i, (here, matrix) in enumerate(self.hidden):
-            matrix.grad = gradient[i % self.peers, here].view(matrix.shape).clone()
-        self.optimizer.param_groups[0]["lr"] = self.lr * factor
-        self.optimizer.step()
-        for here, _ in self.hidden:
-            gradient[:, here] = 0.0
+        for (here, matrices), kept in zip(self.hidden, self.kept, strict=True):
+            own = gradient[:, here].unflatten(1, matrices.shape[1:])
+            kept.lerp_(own, 1 - self.momentum)
+            matrices.add_(step_along(own.lerp(kept, self.momentum), self.lr * factor, self.dtype))
+            own.zero_()

@@ -74,11 +74,13 @@ PROFILES = {
         Profile("longer", llama(64, 172, 2, 4, 64), 512, 64, peers=4, batch=16, steps=7200, lr=8e-3),
         Profile("small", llama(192, 512, 2, 6, 128), 1024, 128, peers=4, batch=4, steps=900, lr=2e-3),
         Profile("medium", llama(320, 864, 4, 5, 128), 2048, 128, peers=4, batch=4, steps=1500, lr=1e-3),
-        Profile("gpu20m", llama(384, 1024, 8, 6, 512), 8192, 512, 8, 16, 3000, 1e-3, device="cuda"),
+        Profile("gpu20m", llama(384, 1024, 8, 6, 512), 8192, 512, 8, 4, steps=720, lr=8e-3, device="cuda"),
+        Profile("gpu20m4", llama(384, 1024, 8, 6, 512), 8192, 512, 4, 8, steps=720, lr=8e-3, device="cuda"),
         Profile("gpu150m", llama(768, 2048, 16, 12, 1024), 32768, 1024, 8, 16, 5000, 6e-4, device="cuda"),
     )
 }
-"""0.13 (small batches; large ones; their start; many peers; long; longer), 1.1, 5.4, 20 and 150 million parameters."""
+"""0.13 (small batches; large ones; their start; many peers; long; longer), 1.1, 5.4, 20 (8 peers; 4) and 150 million
+parameters."""
 
 WARMUP = 0.04
 """Share of the training over which the learning rate rises; then a cosine to MIN_RATIO."""

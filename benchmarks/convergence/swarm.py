@@ -61,7 +61,7 @@ class Peer:
         self.number = number
         self.replica = None if swarm.fleet else Replica(swarm.setting, swarm.lr, optimizer=swarm.inner)
         local = self.replica.tensors if self.replica else swarm.fleet.tensors(number) if swarm.fleet else {}
-        self.side = OuterState(local, swarm.codec, swarm.codec_spec.beta, swarm.outer, Offload(torch.device("cpu")))
+        self.side = OuterState(local, swarm.codec, swarm.codec_spec.beta, swarm.outer, Offload(swarm.setting.device))
         self.side.load(swarm.base)
         self.counter = 0
         self.waiting = 0

@@ -56,13 +56,13 @@ class Outcome:
 class FineTuning:
     """One run: the base model, conversations, and what is trained, an adapter or the whole model.
 
-    `dtype`: that of an adapter's frozen base.
+    `dtype`: that of an adapter's frozen base. `device`: where `backend` trains.
     """
 
     def __init__(self, folder: Path, base: Path, rows: tuple[Path, Path], size: BaseModel, tuning: Tuning, *,
                  adapter: bool, optimizer: str, seed: int, outer: str = "plain",
-                 dtype: str = "bfloat16"):  # fmt: skip
-        self.tuning, self.seed = tuning, seed
+                 dtype: str = "bfloat16", device: torch.device = CPU):  # fmt: skip
+        self.tuning, self.seed, self.device = tuning, seed, device
         folder.mkdir(parents=True, exist_ok=True)
         tables = _tables(base, rows, size, tuning, optimizer=optimizer, seed=seed, outer=outer)
         if adapter:
@@ -78,7 +78,7 @@ class FineTuning:
 
     def alone(self, peers: int, lr: float) -> Outcome:
         """Return the outcome of one process with the windows of `peers` in each step."""
-        backend = self._backend()
+        backend = self.backend()
         for step in range(self.tuning.steps):
             self._set_rate(backend, lr, step)
             self._step(backend, torch.cat([self._windows(p, step) for p in range(peers)]))
@@ -87,7 +87,7 @@ class FineTuning:
 
     def together(self, peers: int, lr: float, *, freeze_a: bool = False) -> Outcome:
         """Return the outcome of `peers`. `freeze_a`: only the factors B are trained (FFA-LoRA, arXiv 2403.12313)."""
-        backends = [self._backend() for _ in range(peers)]
+        backends = [self.backend() for _ in range(peers)]
         keys = [PeerKey(hashlib.sha256(b"finetune/%d" % p).digest()) for p in range(peers)]
         fixed = {n: t.clone() for n, t in backends[0].outer.local.items() if freeze_a and ".lora_A." in n}
         for step in range(self.tuning.steps):
@@ -107,18 +107,23 @@ class FineTuning:
 
     def before(self) -> float:
         """Return the loss of the base model."""
-        return self._loss(self._backend())
+        return self._loss(self.backend())
 
-    def _backend(self) -> SingleProcessBackend:
+    def backend(self) -> SingleProcessBackend:
+        """Return a trainer of one process with the run's first state."""
         adapter = self.spec.model.adapter
         base = None if adapter is None else self.run.blobs[adapter.base.name]
-        backend = SingleProcessBackend(self.spec, CPU, lambda: None, base=base)
+        backend = SingleProcessBackend(self.spec, self.device, lambda: None, base=base)
         state = tensors_from_checkpoint(self._layout, self.run.blobs[self.spec.genesis.name].read_bytes())
         for name, values in backend.outer.local.items():
             values.copy_(state[name])
             backend.outer.anchor[name].copy_(values)
         backend.outer.load(state)
         return backend
+
+    def train_step(self, backend: SingleProcessBackend, step: int) -> None:
+        """Make a step of the first peer. Raises FloatingPointError."""
+        self._step(backend, self._windows(0, step))
 
     def _windows(self, peer: int, step: int) -> Tensor:
         key = PeerKey(hashlib.sha256(b"finetune/%d/%d" % (self.seed, peer)).digest())

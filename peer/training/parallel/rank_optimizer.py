@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from peer.training.device import pinned_for
 from peer.training.inner_optimizer import PIECE_TOKENS, InnerOptimizer, StepResult
 from peer.training.layers import USUAL, LayerOptions, Report
 from peer.training.memory import memory_of
-from peer.training.muon import Muon, step_along
+from peer.training.muon import Muon, stacks, step_along
 from peer.training.parallel.model import RankModel, shard
 from peer.training.parallel.pipeline import Pipeline, groups_of
 from protocol import packed_sequences
@@ -180,6 +180,10 @@ class ShardedMuon(Muon):
         self._names = {id(shard): name for name, shard in shards.items()}
         self._built = built
 
-    def _change(self, matrix: Tensor, direction: Tensor, rate: float) -> Tensor:
+    def _stacks(self, matrices: Sequence[Tensor]) -> Iterable[list[Tensor]]:
+        return stacks(matrices, 0)
+
+    def _changes(self, matrices: list[Tensor], directions: list[Tensor], rate: float) -> list[Tensor]:
+        (matrix,), (direction,) = matrices, directions
         name = self._names[id(matrix)]
-        return self._built.shard_of(name, step_along(self._built.whole(name, direction), rate, self.dtype))
+        return [self._built.shard_of(name, step_along(self._built.whole(name, direction), rate, self.dtype))]

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.adversaries import __main__ as adversaries
 from benchmarks.adversaries.branch import Branch
-from benchmarks.adversaries.honest import MACHINES, PRECISIONS, Task, comparisons
+from benchmarks.adversaries.honest import CPUS, PRECISIONS, Task, comparisons
 from benchmarks.adversaries.lineup import ABSENT, ATTACKS, DEFENCES, HOLD_ROUNDS, SWARM
 from benchmarks.adversaries.swarm import Scenario
 from benchmarks.adversaries.world import peer_key
@@ -124,11 +124,11 @@ def test_honest_replays_are_compared_across_machines_and_a_stranger_fails(tmp_pa
     codec = make_codec(CodecSpec(kind="sign"), LAYOUT)
     world: Any = SimpleNamespace(codec=codec, profile=SWARM)
     good, bad = (bytes(codec.encode(noise(LAYOUT, seed))) for seed in (1, 2))
-    for machine, precision in product(MACHINES, PRECISIONS):
+    for machine, precision in product(CPUS, PRECISIONS):
         folder = tmp_path / machine.replace(" ", "_")
         folder.mkdir(exist_ok=True)
         (folder / f"0-0-{precision}").write_bytes(bad if machine == "SSE4" else good)
-    rows = list(comparisons(world, [Task("0-0", tmp_path, 0, 0, 0, 40)], tmp_path))
+    rows = list(comparisons(world, [Task("0-0", tmp_path, 0, 0, 0, 40)], tmp_path, CPUS))
     assert len(rows) == 90
     strangers = [r for r in rows if ("SSE4" in r["author"]) != ("SSE4" in r["auditor"])]
     assert len(strangers) == 32 and all(r["verdict"] == "failed" for r in strangers)

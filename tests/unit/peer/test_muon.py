@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from peer.training.muon import Muon, orthogonal
+from peer.training.muon import Muon, orthogonal, stacks
 from protocol.spec import InnerSpec
 
 SPEC = InnerSpec(optimizer="muon", lr=1e-2, weight_decay=0.1)
@@ -69,3 +69,24 @@ def test_a_gradient_of_zeros_only_decays():
     matrix.grad = torch.zeros(4, 8)
     Muon([matrix], SPEC).step()
     torch.testing.assert_close(matrix, torch.full((4, 8), 1 - SPEC.lr * SPEC.weight_decay))
+
+
+def test_a_stack_takes_the_steps_of_its_matrices(monkeypatch: pytest.MonkeyPatch):
+    draw = torch.Generator().manual_seed(3)
+    start = [torch.randn(shape, generator=draw) for shape in (*SHAPES, *SHAPES)]
+    single, stacked = [m.clone() for m in start], [m.clone() for m in start]
+    stepped(Muon(single, SPEC), single, 5)
+    optimizer = Muon(stacked, SPEC)
+    monkeypatch.setattr(optimizer, "_stacks", lambda matrices: stacks(matrices, 10**6))
+    stepped(optimizer, stacked, 5)
+    for one, other, before in zip(single, stacked, start, strict=True):
+        assert not torch.equal(one, before)
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_stacks_have_one_shape_and_a_bound():
+    some = [torch.empty(shape) for shape in ((4, 8), (8, 4), (4, 8), (4, 8), (4, 8))]
+    assert [[tuple(m.shape) for m in s] for s in stacks(some, 70)] == [[(4, 8)] * 2, [(4, 8)] * 2, [(8, 4)]]
+    assert [len(s) for s in stacks(some, 0)] == [1] * 5
+    assert {id(m) for s in stacks(some, 70) for m in s} == {id(m) for m in some}
+    assert not list(stacks([], 70))
