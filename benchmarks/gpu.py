@@ -23,7 +23,7 @@ JSON keys:
     or: the JSON of benchmarks.trainer for `trainer`; passed, failed, skipped, errors for `tests`; rounds,
     applied_seconds, state_round, states of both peers for `swarm`; an entry of `honest` of benchmarks.adversaries for
     `replays`; for `adapters`, by dtype: base_parameters, and in bytes counted, held (beyond the adapter's weights,
-    after loading), trained (after two steps), peak)
+    after loading), trained (after two steps))
   goals: a list of goal, value, met
 """
 
@@ -192,31 +192,29 @@ def adapters(device: str) -> dict[str, Any]:
             model = world.spec.model
             if model.adapter is None:
                 raise CairnError("the run has no adapter")
-            before = _allocated(where)
+            before = _held(where)
             backend = world.backend()
-            held = _allocated(where) - before
+            held = _held(where) - before
             for step in range(2):
                 world.train_step(backend, step)
             out[dtype] = {
                 "base_parameters": model.adapter.parameters,
                 "counted": held_bytes(model.config, model.adapter, where.type),
                 "held": held - 4 * model.layout.numel,
-                "trained": _allocated(where) - before,
-                "peak": torch.cuda.max_memory_allocated(where) - before if where.type == "cuda" else 0,
+                "trained": _held(where) - before,
             }
             del backend
-            if where.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(where)
     return out
 
 
-def _allocated(device: Any) -> int:
+def _held(device: Any) -> int:
+    """Return the bytes of all tensors on a CUDA device. Its allocator takes up to 1 MB more for each block of 20."""
     import gc
 
     import torch
 
     gc.collect()
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    return torch.cuda.memory_stats(device).get("requested_bytes.all.current", 0) if device.type == "cuda" else 0
 
 
 OWN = {"swarm": swarm, "replays": replays, "adapters": adapters}
@@ -277,7 +275,14 @@ def show(results: Mapping[str, Any]) -> str:
         for name, s in sizes
     ]  # fmt: skip
     columns = ["", "tokens/s", "of bare loop", "MFU", "peak bytes a parameter", "announce s", "apply 4 s"]
-    return "\n\n".join([*out, report.table(columns, rows)] if rows else out)
+    out += [report.table(columns, rows)] if rows else []
+    rows = [
+        [dtype, m["counted"], m["held"], m["held"] / m["counted"]]
+        for e in results["parts"] if e["part"] == "adapters" and e["result"]
+        for dtype, m in e["result"].items()
+    ]  # fmt: skip
+    out += [report.table(["base", "bytes counted", "bytes held", "held of counted"], rows)] if rows else []
+    return "\n\n".join(out)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

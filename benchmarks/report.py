@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -40,7 +41,7 @@ def header(
     typed = sys.argv[1:] if arguments is None else arguments
     changed = _git("status", "--porcelain", "--untracked-files=no")
     return {
-        "command": " ".join([f"python -m {package}.{name}", *typed]),
+        "command": f"python -m {package}.{name} {shlex.join(typed)}".rstrip(),
         "commit": _git("rev-parse", "HEAD") or None,
         "changed": bool(changed),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),

@@ -149,6 +149,7 @@ def measured(profile: Profile, seed: int, updates: int, machines: Sequence[str] 
             into.mkdir()
             command = [sys.executable, "-m", "benchmarks.adversaries.honest", profile.name, str(seed), machine_name]
             subprocess.run([*command, str(listing), str(into)], check=True, env={**os.environ, **machine.environment})
+            print(f"{machine_name}: {len(tasks)} updates trained again", file=sys.stderr, flush=True)
         rows = list(comparisons(world, tasks, folder, machines))
     return {
         "profile": profile.name, "parameters": world.codec.layout.numel, "seed": seed, "updates": len(tasks),

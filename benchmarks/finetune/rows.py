@@ -35,9 +35,8 @@ KINDS = (
 )
 """The trained part of the model, the way of training, and the inner optimizer."""
 
-LONGER = (("adapter", "alone", "adamw"), ("adapter", "together", "adamw"))
-LONGER_STEPS = 3 * TUNING.steps
-"""Kinds that are also measured with more steps, by the fewest peers."""
+LONGER = (("adapter", "adamw", 3), ("adapter", "adamw", 9), ("whole", "muon", 9))
+"""The trained part, the inner optimizer, and how many times the usual steps: measured with the fewest peers."""
 
 FIRST_LR = {("whole", "muon"): 4e-3, ("adapter", "adamw"): 8e-3, ("adapter", "muon"): 16e-3}
 """The first learning rate of a row's search."""
@@ -65,7 +64,11 @@ def sizes_of(*, quick: bool) -> tuple[BaseModel, Tuning]:
 
 def rows(sizes: Sequence[int]) -> list[Row]:
     """Return the rows, the smallest swarm first."""
-    longer = [Row(*kind, min(sizes), LONGER_STEPS) for kind in LONGER]
+    longer = [
+        Row(what, way, optimizer, min(sizes), times * TUNING.steps)
+        for what, optimizer, times in LONGER
+        for way in ("alone", "together")
+    ]
     return [Row(*kind, n) for n in sorted(sizes) for kind in KINDS] + longer
 
 

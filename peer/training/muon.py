@@ -7,7 +7,7 @@ serve both optimizers.
 torch.optim.Muon does the same, always with iterations in bf16. A CPU without instructions for bf16 took 20 to 58 times
 as long for their products as in fp32 (AMD EPYC with AVX2, 64 x 172 and 192 x 512). Here `dtype` chooses, and the result
 in bf16 is torch's bit by bit. On a GPU matrices of one shape are stepped as a stack: one by one, 112 matrices of 150M
-parameters are 2,700 kernels too small to keep it busy.
+parameters are 2,700 kernels too small to keep it busy. The operations on lists are in torch's reference ("foreach").
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.finetune.__main__ import best, goals, show, to_alone
 from benchmarks.finetune.base import BaseModel, make_base
 from benchmarks.finetune.chat import conversations, write_conversations
-from benchmarks.finetune.rows import KINDS, LONGER, LONGER_STEPS, Row, rows
+from benchmarks.finetune.rows import KINDS, LONGER, TUNING, Row, rows
 from benchmarks.finetune.world import FineTuning, Tuning
 from protocol.spec import TRAINED
 
@@ -37,7 +37,7 @@ def test_a_row_is_told_at_its_best_rate_and_a_rate_that_diverged_is_not_it():
     assert [r["lr"] for r in best(RUNS, Row("adapter", "alone", "adamw", 4))] == [0.1, 0.1]
     assert [r["loss"] for r in best(RUNS, TOGETHER)] == [2.02, 2.06]
     assert to_alone(RUNS, TOGETHER) == pytest.approx([0.01, 0.03]), "against the better optimizer"
-    longer = replace(TOGETHER, steps=LONGER_STEPS)
+    longer = replace(TOGETHER, steps=3 * TUNING.steps)
     assert best([asdict(longer) | {"loss": 1.9, "seed": 1, "lr": 0.1}, *RUNS], longer)[0]["loss"] == 1.9
     assert to_alone(RUNS, longer) == [], "only rows of as many steps are compared"
 
@@ -49,7 +49,7 @@ def test_goals_compare_with_one_process_and_without_runs_nothing_is_measured():
 
 
 def test_a_row_of_each_kind_and_size_is_measured_once():
-    assert len(set(rows([4, 8]))) == len(rows([4, 8])) == 2 * len(KINDS) + len(LONGER)
+    assert len(set(rows([4, 8]))) == len(rows([4, 8])) == 2 * len(KINDS) + 2 * len(LONGER)
 
 
 def test_held_out_conversations_are_of_other_addresses():
