@@ -13,7 +13,7 @@ parameters are 2,700 kernels too small to keep it busy. The operations on lists 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -33,20 +33,24 @@ MOMENT = "momentum_buffer"
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon on whole matrices. `dtype`: of the iterations, fp32 or bf16. `momentum`: another one for a comparison."""
+    """Muon on whole matrices. `dtype`: of the iterations, fp32 or bf16. `momentum`: another one for a comparison.
+
+    `stack`: the most elements of matrices of one shape that are stepped at once; 0: each matrix alone.
+    """
 
     def __init__(self, matrices: Iterable[Tensor], spec: InnerSpec):
         """Step these fp32 matrices with the spec's learning rate and weight decay."""
         super().__init__(matrices, {"lr": spec.lr, "weight_decay": spec.weight_decay})
         self.dtype = torch.float32
         self.momentum = MOMENTUM
+        self.stack = STACK if self.param_groups[0]["params"][0].is_cuda else 0
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # none is used
         """Step each matrix that has a gradient."""
         for group in self.param_groups:
             rate, decay = group["lr"], group["weight_decay"]
-            for matrices in self._stacks([m for m in group["params"] if m.grad is not None]):
+            for matrices in stacks((m for m in group["params"] if m.grad is not None), self.stack):
                 gradients = [m.grad for m in matrices if m.grad is not None]
                 kept = [self._momentum_of(m) for m in matrices]
                 torch._foreach_lerp_(kept, gradients, 1 - self.momentum)  # pyright: ignore[reportPrivateImportUsage]
@@ -60,11 +64,6 @@ class Muon(torch.optim.Optimizer):
         if not state:
             state[MOMENT] = torch.zeros_like(matrix)
         return state[MOMENT]
-
-    def _stacks(self, matrices: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-        """Return the matrices that are stepped at once: on a GPU those of one shape, else each one alone."""
-        most = STACK if matrices and matrices[0].is_cuda else 0
-        return stacks(matrices, most)
 
     def _changes(self, matrices: list[Tensor], directions: list[Tensor], rate: float) -> list[Tensor]:
         """Return what is added to matrices of one shape, by the directions of their momentum."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from peer.training.device import pinned_for
 from peer.training.inner_optimizer import PIECE_TOKENS, InnerOptimizer, StepResult
 from peer.training.layers import USUAL, LayerOptions, Report
 from peer.training.memory import memory_of
-from peer.training.muon import Muon, stacks, step_along
+from peer.training.muon import Muon, step_along
 from peer.training.parallel.model import RankModel, shard
 from peer.training.parallel.pipeline import Pipeline, groups_of
 from protocol import packed_sequences
@@ -177,11 +177,9 @@ class ShardedMuon(Muon):
     def __init__(self, shards: Mapping[str, nn.Parameter], built: RankModel, spec: InnerSpec):
         """Step `shards`: this rank's shards of the hidden matrices, by name."""
         super().__init__(shards.values(), spec)
+        self.stack = 0
         self._names = {id(shard): name for name, shard in shards.items()}
         self._built = built
-
-    def _stacks(self, matrices: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-        return stacks(matrices, 0)
 
     def _changes(self, matrices: list[Tensor], directions: list[Tensor], rate: float) -> list[Tensor]:
         (matrix,), (direction,) = matrices, directions
