@@ -38,8 +38,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,23 @@ def parts(pretend: bool) -> list[Part]:
     ]
 
 
-def played(part: Part, seconds: float) -> dict[str, Any]:
+Running = list[subprocess.Popen[str]]
+"""The processes that were begun, to be killed if this one is interrupted: Ctrl-C does not reach their sessions."""
+
+
+@contextmanager
+def killed_with(running: Running) -> Iterator[None]:
+    """Kill what runs if the block is left by an exception."""
+    try:
+        yield
+    except BaseException:
+        for process in running:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        raise
+
+
+def played(part: Part, seconds: float, running: Running) -> dict[str, Any]:
     """Run a part for at most `seconds`, and return its entry."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="cairn-gpu-") as name:
@@ -106,6 +123,7 @@ def played(part: Part, seconds: float) -> dict[str, Any]:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
+        running.append(process)
         try:
             output, _ = process.communicate(timeout=seconds)
             why = "" if process.returncode == 0 else f"exit status {process.returncode}: {output[-2000:]}"
@@ -113,19 +131,16 @@ def played(part: Part, seconds: float) -> dict[str, Any]:
             os.killpg(process.pid, signal.SIGKILL)
             output, _ = process.communicate()
             why = f"not done within {seconds:.0f} s: {output[-2000:]}"
-        except BaseException:  # Ctrl-C does not reach a session of its own
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
         result = json.loads(file.read_text()) if file.exists() else None if part.file else counted(output)
     entry = {"part": part.name, "seconds": round(time.monotonic() - began, 1), "outcome": "failed" if why else "done"}
     return entry | {"why": why, "result": result}
 
 
-def begun(part: Part, end: float) -> dict[str, Any]:
+def begun(part: Part, end: float, running: Running) -> dict[str, Any]:
     """Run a part if there is time for it until `end`, and return its entry."""
     left = end - time.monotonic()
     if left >= SHORTEST:
-        return played(part, min(left, part.seconds))
+        return played(part, min(left, part.seconds), running)
     return {"part": part.name, "seconds": 0.0, "outcome": "left out", "why": "no time was left", "result": None}
 
 
@@ -285,6 +300,15 @@ def show(results: Mapping[str, Any]) -> str:
     return "\n\n".join(out)
 
 
+def add(results: dict[str, Any], entry: dict[str, Any], options: argparse.Namespace) -> None:
+    """Tell the end of a part, and save what is known."""
+    print(f"{entry['part']}: {entry['outcome']} after {entry['seconds']} s", file=sys.stderr, flush=True)
+    results["parts"].append(entry)
+    results["goals"] = goals(results["parts"], options.pretend)
+    if options.json:
+        report.save(options.json, results)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Play the parts, save after each, print. Return 1 when a goal is missed, 2 without a device."""
     parser = report.command_line(__doc__ or "", "gpu")
@@ -304,16 +328,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end = time.monotonic() + 60 * options.minutes
     results: dict[str, Any] = report.header("gpu", arguments) | {"device": device, "parts": [], "goals": []}
     every = parts(options.pretend)
-    for some in groups(every[:2] if options.quick else every):
-        with ThreadPoolExecutor(len(some)) as pool:
-            jobs = [pool.submit(begun, part, end) for part in some]
-            for job in as_completed(jobs):
-                entry = job.result()
-                print(f"{entry['part']}: {entry['outcome']} after {entry['seconds']} s", file=sys.stderr, flush=True)
-                results["parts"].append(entry)
-                results["goals"] = goals(results["parts"], options.pretend)
-                if options.json:
-                    report.save(options.json, results)
+    running: Running = []
+    try:
+        for some in groups(every[:2] if options.quick else every):
+            with ThreadPoolExecutor(len(some)) as pool, killed_with(running):
+                for job in as_completed([pool.submit(begun, part, end, running) for part in some]):
+                    add(results, job.result(), options)
+    except KeyboardInterrupt:
+        return 130
     return report.ended(results, options, show(results))
 
 
