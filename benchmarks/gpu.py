@@ -14,7 +14,7 @@ Parts. `tests`: pytest -m gpu, bit-equality of codecs, sums and states between C
 beside a bare loop, eager and compiled; tokens/s, MFU, peak memory, announce and apply. `swarm`: a coordinator and two
 peers on the device, three rounds, states compared. `replays`: honest updates trained on the device and on a CPU, each
 replayed by the other. `adapters`: what the device holds of a base of 230 million parameters in each dtype, beside what
-`cairn run plan` counts. Parts that measure no speed run at once, after the others. Several ranks need several GPUs.
+`cairn run plan` counts. Parts that measure no speed run at once, before the others. Several ranks need several GPUs.
 
 JSON keys:
   command, commit, date, machine, seeds: see benchmarks.report
@@ -40,7 +40,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ class Part:
 
 
 def parts(pretend: bool) -> list[Part]:
-    """Return the parts in order: what matters most comes first."""
+    """Return the parts in order: what matters most comes first, and the default before what is compared with it."""
     device, sizes = ("cpu", ("1M", "5M")) if pretend else ("cuda:0", ("150M", "1B"))
     own = [sys.executable, "-m", "benchmarks.gpu"]
 
@@ -87,14 +87,14 @@ def parts(pretend: bool) -> list[Part]:
 
     tests = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", "0", "-p", "no:cacheprovider", "tests/unit"]
     return [
-        trainer(sizes[1], "--compile"),
-        trainer(sizes[0], "--compile"),
-        trainer(sizes[1]),
-        trainer(sizes[0]),
         Part("tests", tests, 240, file=False, alone=False),
         own_part("swarm"),
         own_part("replays"),
         own_part("adapters"),
+        trainer(sizes[1], "--compile"),
+        trainer(sizes[0], "--compile"),
+        trainer(sizes[1]),
+        trainer(sizes[0]),
     ]
 
 
@@ -109,7 +109,7 @@ def killed_with(running: Running) -> Iterator[None]:
         yield
     except BaseException:
         for process in running:
-            if process.poll() is None:
+            with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         raise
 
@@ -145,9 +145,9 @@ def begun(part: Part, end: float, running: Running) -> dict[str, Any]:
 
 
 def groups(every: Sequence[Part]) -> list[list[Part]]:
-    """Return the parts that run at once: each alone that measures speed, then all others."""
+    """Return the parts that run at once: all that measure no speed, then each of the others alone."""
     beside = [p for p in every if not p.alone]
-    return [*([p] for p in every if p.alone), *([beside] if beside else [])]
+    return [*([beside] if beside else []), *([p] for p in every if p.alone)]
 
 
 def counted(output: str) -> dict[str, int]:
@@ -175,9 +175,12 @@ def swarm(device: str) -> dict[str, Any]:
 
 def replays(device: str) -> dict[str, Any]:
     """Return how honest updates of a CPU and of the device fare in each other's replays."""
+    import torch
+
     from benchmarks.adversaries.honest import CPUS, measured
     from benchmarks.adversaries.lineup import TINY
 
+    torch.set_num_threads(1)  # many threads on so small a model wait for each other, and the more beside other parts
     if device == "cpu":
         return measured(TINY, 1, UPDATES // 2, CPUS[:2])
     return measured(TINY, 1, UPDATES, (CPUS[0], "CUDA"))
@@ -223,7 +226,7 @@ def adapters(device: str) -> dict[str, Any]:
 
 
 def _held(device: Any) -> int:
-    """Return the bytes of all tensors on a CUDA device. Its allocator takes up to 1 MB more for each block of 20."""
+    """Return the bytes of all tensors on a CUDA device. Its allocator may give each up to 1 MB more."""
     import gc
 
     import torch
@@ -261,7 +264,7 @@ def goals(entries: Sequence[Mapping[str, Any]], pretend: bool) -> list[dict[str,
         same = tests and tests["passed"] > 0 and tests["failed"] == tests["skipped"] == tests["errors"] == 0
         found.insert(0, report.goal("CPU and CUDA compute the same bits: all tests of them pass", tests, same))
         verdicts = (done.get("replays") or {}).get("verdicts")
-        text = "no honest update fails in a replay of the other kind of device"
+        text = "no honest update fails in a replay by the other device, or in the other precision"
         found.append(report.goal(text, verdicts, verdicts and not verdicts["failed"]))
         for dtype, memory in (done.get("adapters") or {}).items():
             share = memory["held"] / memory["counted"]
@@ -293,7 +296,7 @@ def show(results: Mapping[str, Any]) -> str:
     out += [report.table(columns, rows)] if rows else []
     rows = [
         [dtype, m["counted"], m["held"], m["held"] / m["counted"]]
-        for e in results["parts"] if e["part"] == "adapters" and e["result"]
+        for e in results["parts"] if e["part"] == "adapters" and e["result"] and results["device"]
         for dtype, m in e["result"].items()
     ]  # fmt: skip
     out += [report.table(["base", "bytes counted", "bytes held", "held of counted"], rows)] if rows else []

@@ -15,7 +15,7 @@ JSON keys:
   sizes: a list, each with
     name, parameters, batch_tokens, threads
     trainer_tokens_per_second, bare_tokens_per_second, ratio; matmul_flops; mfu
-    peak_bytes (the most that the trainer held on a CUDA device in its first step; else null)
+    peak_bytes (the most that the trainer held on a CUDA device in its first two steps; else null)
     announce_seconds, apply_seconds, announce_per_million, apply_per_million (seconds), round_share
   ranks: a list, each with world, tokens_per_second, speedup (over one rank)
   goals: a list of goal, value, met
@@ -182,7 +182,8 @@ def measured(
     torch.compiler.reset()  # else what was compiled for another size made this one's for any size
     with trainer_of(size, device, threads, optimizer, "dp=1", compiled) as (trainer, _):
         where = trainer.backend.device
-        trainer.steps.step(trainer.steps.batches.take(trainer.windows.counter))
+        for _ in range(2):  # only the second has the moments beside its activations
+            trainer.steps.step(trainer.steps.batches.take(trainer.windows.counter))
         held = torch.cuda.max_memory_allocated(where) if where.type == "cuda" else None
         _, bare = bare_loop(trainer.spec, where, compiled)
         ready = [trainer.steps.batches.take(n * size.batch) for n in range(steps)]

@@ -140,7 +140,7 @@ class Judge:
 
     def honest(self, state: State, claim: ClaimedUpdate, accepted: int, *, in_bf16: bool = False) -> Replayed:
         """Return what an honest author announces. `accepted`: windows of the chain up to the state."""
-        self.backend.outer.base = state
+        self.backend.outer.base = {n: self.backend.outer.offload.place(t) for n, t in state.items()}
         self.backend.inner.in_bf16 = in_bf16
         return replay(self.world.spec, self.backend, self.world.reader, self.files, claim, accepted, None)
 
@@ -157,7 +157,7 @@ class Judge:
         self, state: State, record: Digest, claim: ClaimedUpdate, blob: bytes, own: tuple[ClaimedUpdate, bytes] | None
     ) -> tuple[Score, ...]:
         """Return the scores of a loss check. `own`: the auditor's update of the record."""
-        self.backend.outer.base = state
+        self.backend.outer.base = {n: self.backend.outer.offload.place(t) for n, t in state.items()}
         self.backend.inner.in_bf16 = False
         check = LossCheck(self.world.spec, record, self.backend, self.world.reader)
         return check.scores(claim, blob, own)

@@ -87,7 +87,7 @@ class Fleet:
 
 
 class FleetMuon:
-    """The trainer's Muon on every peer's hidden matrices; all else is left to AdamW, weight decay to the fleet."""
+    """Muon as in the trainer, on every peer's hidden matrices. AdamW steps all else, and the fleet decays weights."""
 
     def __init__(self, setting: Setting, flat: Tensor, spec: InnerSpec, hidden: Set[str]):
         self.lr, self.momentum = spec.lr, MOMENTUM

@@ -79,7 +79,7 @@ PROFILES = {
         Profile("gpu150m", llama(768, 2048, 16, 12, 1024), 32768, 1024, 8, 16, 5000, 6e-4, device="cuda"),
     )
 }
-"""0.13 (small batches; large ones; their start; many peers; long; longer), 1.1, 5.4, 20 (8 peers; 4) and 150 million
+"""0.13 (small batches; large ones; their start; many peers; long; longer), 1.1, 5.4, 17 (8 peers; 4) and 150 million
 parameters."""
 
 WARMUP = 0.04

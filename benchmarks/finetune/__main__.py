@@ -71,7 +71,7 @@ def goals(results: Mapping[str, Any]) -> list[dict[str, Any]]:
         longer = [r for r in rows(results["sizes"]) if (r.what, r.way) == (what, "together") and r.steps > TUNING.steps]
         for row in [*(Row(what, "together", DEFAULT, peers) for peers in results["sizes"]), *longer]:
             above = to_alone(runs, row)
-            told = f"{what} by {row.optimizer} in {row.steps // TUNING.h} rounds"
+            told = f"{what} by {row.optimizer}, {row.steps} steps"
             text = f"{told}: the loss of {row.peers} peers at most +1% of one process's"
             met = mean(above) <= 0.01 if above else None
             out.append(report.goal(text, f"{mean(above):+.2%}" if above else None, met))

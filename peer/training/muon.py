@@ -5,9 +5,9 @@ scaled to the root mean square of AdamW's (Moonlight, arXiv 2502.16982), so that
 serve both optimizers.
 
 torch.optim.Muon does the same, always with iterations in bf16. A CPU without instructions for bf16 took 20 to 58 times
-as long for their products as in fp32 (AMD EPYC with AVX2, 64 x 172 and 192 x 512). Here `dtype` chooses, and the result
-in bf16 is torch's bit by bit. On a GPU matrices of one shape are stepped as a stack: one by one, 112 matrices of 150M
-parameters are 2,700 kernels too small to keep it busy. The operations on lists are in torch's reference ("foreach").
+as long for their products as in fp32 (AMD EPYC with AVX2, 64 x 172 and 192 x 512). Here `dtype` chooses, and a single
+matrix's result in bf16 is torch's bit by bit. On a GPU matrices of one shape are stepped as a stack. One by
+one, the 112 matrices of a model of 116M parameters are 2,700 kernels, too small to keep it busy.
 """
 
 from __future__ import annotations
