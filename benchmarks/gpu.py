@@ -37,10 +37,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,32 +99,42 @@ def parts(pretend: bool) -> list[Part]:
     ]
 
 
-Running = list[subprocess.Popen[str]]
-"""The processes that were begun, to be killed if this one is interrupted: Ctrl-C does not reach their sessions."""
+class Processes:
+    """The processes that were begun, to be killed if this one is interrupted: Ctrl-C does not reach their sessions."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._begun: list[subprocess.Popen[str]] = []
+        self._ended = False
+
+    def begin(self, command: Sequence[str]) -> subprocess.Popen[str]:
+        """Begin a process with a session of its own. Raises KeyboardInterrupt once `kill` was called."""
+        with self._lock:
+            if self._ended:
+                raise KeyboardInterrupt
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            )
+            self._begun.append(process)
+            return process
+
+    def kill(self) -> None:
+        """Kill what runs; nothing begins any more."""
+        with self._lock:
+            self._ended = True
+            for process in self._begun:
+                if process.poll() is None:  # the number of one that has ended may be another's
+                    with suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
 
 
-@contextmanager
-def killed_with(running: Running) -> Iterator[None]:
-    """Kill what runs if the block is left by an exception."""
-    try:
-        yield
-    except BaseException:
-        for process in running:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        raise
-
-
-def played(part: Part, seconds: float, running: Running) -> dict[str, Any]:
+def played(part: Part, seconds: float, processes: Processes) -> dict[str, Any]:
     """Run a part for at most `seconds`, and return its entry."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="cairn-gpu-") as name:
         file = Path(name) / "part.json"
         command = [*part.command, *([str(file)] if part.file else [])]
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-        )
-        running.append(process)
+        process = processes.begin(command)
         try:
             output, _ = process.communicate(timeout=seconds)
             why = "" if process.returncode == 0 else f"exit status {process.returncode}: {output[-2000:]}"
@@ -136,11 +147,11 @@ def played(part: Part, seconds: float, running: Running) -> dict[str, Any]:
     return entry | {"why": why, "result": result}
 
 
-def begun(part: Part, end: float, running: Running) -> dict[str, Any]:
+def begun(part: Part, end: float, processes: Processes) -> dict[str, Any]:
     """Run a part if there is time for it until `end`, and return its entry."""
     left = end - time.monotonic()
     if left >= SHORTEST:
-        return played(part, min(left, part.seconds), running)
+        return played(part, min(left, part.seconds), processes)
     return {"part": part.name, "seconds": 0.0, "outcome": "left out", "why": "no time was left", "result": None}
 
 
@@ -331,12 +342,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end = time.monotonic() + 60 * options.minutes
     results: dict[str, Any] = report.header("gpu", arguments) | {"device": device, "parts": [], "goals": []}
     every = parts(options.pretend)
-    running: Running = []
+    processes = Processes()
     try:
         for some in groups(every[:2] if options.quick else every):
-            with ThreadPoolExecutor(len(some)) as pool, killed_with(running):
-                for job in as_completed([pool.submit(begun, part, end, running) for part in some]):
-                    add(results, job.result(), options)
+            with ThreadPoolExecutor(len(some)) as pool:
+                try:
+                    for job in as_completed([pool.submit(begun, part, end, processes) for part in some]):
+                        add(results, job.result(), options)
+                except BaseException:
+                    processes.kill()
+                    raise
     except KeyboardInterrupt:
         return 130
     return report.ended(results, options, show(results))

@@ -15,7 +15,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from benchmarks.convergence.replica import split
 from benchmarks.convergence.setting import Setting
 from peer.training.inner_optimizer import hidden_matrices
-from peer.training.muon import MOMENTUM, step_along
+from peer.training.muon import Muon
 from protocol.spec import InnerSpec
 
 
@@ -83,15 +83,14 @@ class Fleet:
         """Reset every peer's inner optimizer."""
         self.optimizer.state.clear()
         if self.muon is not None:
-            self.muon.forget_moments()
+            self.muon.optimizer.state.clear()
 
 
 class FleetMuon:
-    """Muon as in the trainer, on every peer's hidden matrices. AdamW steps all else, and the fleet decays weights."""
+    """The trainer's Muon on every peer's hidden matrices; all else is left to AdamW, weight decay to the fleet."""
 
     def __init__(self, setting: Setting, flat: Tensor, spec: InnerSpec, hidden: Set[str]):
-        self.lr, self.momentum = spec.lr, MOMENTUM
-        self.dtype = torch.bfloat16 if setting.device.type == "cuda" else torch.float32
+        self.lr = spec.lr
         self.hidden: list[tuple[slice, Tensor]] = []
         """Of each matrix: its place in a row of the fleet, and the parameters of all, [peers, rows, columns]."""
         at = 0
@@ -99,16 +98,15 @@ class FleetMuon:
             here = slice(at, at := at + t.numel)
             if t.name in hidden:
                 self.hidden.append((here, flat[:, here].unflatten(1, t.shape)))
-        self.forget_moments()
-
-    def forget_moments(self) -> None:
-        """Reset every peer's momentum."""
-        self.kept = [torch.zeros_like(matrices) for _, matrices in self.hidden]
+        self.optimizer = Muon([m for _, m in self.hidden], spec.model_copy(update={"weight_decay": 0.0}))
+        self.optimizer.stack = 0  # a peer's matrices are stacked already
+        self.optimizer.dtype = torch.bfloat16 if setting.device.type == "cuda" else torch.float32
 
     def step(self, gradient: Tensor, factor: float) -> None:
         """One step of the hidden matrices by fp32 [peers, parameters], whose part for them becomes 0."""
-        for (here, matrices), kept in zip(self.hidden, self.kept, strict=True):
-            own = gradient[:, here].unflatten(1, matrices.shape[1:])
-            kept.lerp_(own, 1 - self.momentum)
-            matrices.add_(step_along(own.lerp(kept, self.momentum), self.lr * factor, self.dtype))
-            own.zero_()
+        for here, matrices in self.hidden:
+            matrices.grad = gradient[:, here].unflatten(1, matrices.shape[1:])
+        self.optimizer.param_groups[0]["lr"] = self.lr * factor
+        self.optimizer.step()
+        for here, _ in self.hidden:
+            gradient[:, here] = 0.0

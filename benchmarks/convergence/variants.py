@@ -75,7 +75,7 @@ class Variant(Method):
         peers = setting.profile.peers
         self.fleet = Fleet(setting, lr, peers, self.c.inner)
         if self.fleet.muon is not None:
-            self.fleet.muon.momentum = self.c.muon_momentum
+            self.fleet.muon.optimizer.momentum = self.c.muon_momentum
         self.base = self.fleet.row(0).clone()
         self.velocity = torch.zeros_like(self.base)
         self.limits: Tensor | None = None

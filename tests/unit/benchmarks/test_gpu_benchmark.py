@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from benchmarks.gpu import SHORTEST, Part, begun, counted, goals, groups, killed_with, parts
+from benchmarks.gpu import SHORTEST, Part, Processes, begun, counted, goals, groups, parts
 
 
 def test_parts_that_measure_speed_run_alone_and_all_others_at_once():
@@ -26,27 +28,37 @@ def test_a_part_that_fails_hangs_or_has_no_time_is_an_entry_with_the_reason():
         Part("p", [sys.executable, "-c", code], limit, file=False)
         for code, limit in (
             ("print('3 passed, 1 skipped in 2s')", 60), ("raise SystemExit('no such device')", 60),
-            ("import time; time.sleep(600)", 0.2),
+            ("import threading; threading.Event().wait()", 0.2),
         )
     )  # fmt: skip
-    done = begun(good, end, [])
+    done = begun(good, end, Processes())
     assert (done["outcome"], done["result"]) == ("done", {"passed": 3, "failed": 0, "skipped": 1, "errors": 0})
-    failed = begun(bad, end, [])
+    failed = begun(bad, end, Processes())
     assert failed["outcome"] == "failed" and "exit status 1: no such device" in failed["why"]
-    assert begun(hanging, end, [])["why"].startswith("not done within 0 s")
-    left_out = begun(good, time.monotonic() + SHORTEST / 2, [])
+    assert begun(hanging, end, Processes())["why"].startswith("not done within 0 s")
+    left_out = begun(good, time.monotonic() + SHORTEST / 2, Processes())
     assert (left_out["outcome"], left_out["result"]) == ("left out", None)
 
 
-def test_an_interrupt_kills_what_runs():
-    running: list[subprocess.Popen[str]] = []
-    sleeps = Part("p", [sys.executable, "-c", "import time; time.sleep(600)"], 600, file=False)
-    with ThreadPoolExecutor(1) as pool, pytest.raises(KeyboardInterrupt), killed_with(running):
-        job = pool.submit(begun, sleeps, time.monotonic() + 600, running)
-        while not running:
-            time.sleep(0.01)
-        raise KeyboardInterrupt
-    assert job.result(timeout=60)["outcome"] == "failed"
+def test_an_interrupt_kills_what_runs_and_nothing_begins_after_it():
+    processes = Processes()
+    begins, begin = threading.Event(), processes.begin
+
+    def noted(command: Sequence[str]) -> subprocess.Popen[str]:
+        process = begin(command)
+        begins.set()
+        return process
+
+    processes.begin = noted  # type: ignore[method-assign]
+    hangs = Part("p", [sys.executable, "-c", "import threading; threading.Event().wait()"], 600, file=False)
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(begun, hangs, time.monotonic() + 600, processes)
+        assert begins.wait(60)
+        processes.kill()
+        assert job.result(timeout=60)["why"].startswith("exit status -9")
+    with pytest.raises(KeyboardInterrupt):
+        begun(hangs, time.monotonic() + 600, processes)
+    processes.kill()
 
 
 def entry(part: str, result: object, outcome: str = "done") -> dict[str, object]:
