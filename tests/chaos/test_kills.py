@@ -11,6 +11,7 @@ import pytest
 
 from tests.chaos.disk import ROOT
 from tests.chaos.kills import Report
+from tests.support.long_cases import long_cases
 
 KILLS = 20
 
@@ -34,7 +35,7 @@ def test_nor_with_postgresql(postgres_url):
     assert report.problems == [] and report.kills == KILLS and report.acknowledged > 0
 
 
-@pytest.mark.parametrize("mode", ["honest", *(pytest.param(m, marks=pytest.mark.long) for m in ("early", "split"))])
+@pytest.mark.parametrize("mode", ["honest", *long_cases("early", "split")])
 def test_without_a_kill_all_of_them_are_whole(tmp_path, mode):
     """So what is found below is found because of the kills."""
     assert killed(tmp_path, "--kills", "0", "--mode", mode).problems == []

@@ -32,7 +32,7 @@ def blob_of(spec: CodecSpec, layout: Layout = LAYOUT):
     return codec, codec.encode(noise(layout))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(
     st.sampled_from(SPECS),
     st.lists(st.tuples(st.integers(0, 2**31), st.integers(0, 255)), min_size=1, max_size=8),

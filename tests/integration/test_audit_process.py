@@ -51,7 +51,7 @@ async def answer_of(job: Job, seconds: float = NEVER, command: Sequence[str] = (
         await process.close()
 
 
-async def test_jobs_are_answered_with_scores_and_the_time_that_they_took(audited, tmp_path):
+async def test_jobs_are_answered_with_scores_and_their_time_or_with_a_reason(audited, tmp_path):
     process = AuditProcess()
     replayed = await ended(process.answer(audited.job(), NEVER))
     assert [(s.name, s.value) for s in replayed.scores] == [("scale", 1.0), ("signs", 1.0)] and not replayed.reason
@@ -60,12 +60,7 @@ async def test_jobs_are_answered_with_scores_and_the_time_that_they_took(audited
     again = await ended(process.answer(audited.job(), NEVER))
     # The same in a process that had other jobs, which has imported torch.
     assert again.scores == replayed.scores and 0 < again.cpu_seconds < replayed.cpu_seconds
-    await process.close()
-    await process.close()
-
-
-async def test_a_reason_is_one_printable_line_and_says_whether_another_attempt_may_help(audited, tmp_path):
-    process = AuditProcess()
+    # A reason is one printable line, and says whether another attempt may help.
     gone = await ended(process.answer(audited.job(blob=tmp_path / "gone\x1b[2J\n"), NEVER))
     assert not gone.scores and "No such file" in gone.reason and str(tmp_path / "gone") in gone.reason
     assert gone.reason.isprintable() and not gone.is_uncheckable
@@ -73,8 +68,9 @@ async def test_a_reason_is_one_printable_line_and_says_whether_another_attempt_m
     first = job.update.first_window
     short = replace(job, update=replace(job.update, rebase_window=first, end_window=first + 4))
     few = await ended(process.answer(short, NEVER))
-    await process.close()
     assert not few.scores and "too few" in few.reason and few.is_uncheckable
+    await process.close()
+    await process.close()
 
 
 async def test_a_process_that_its_own_child_outlives_is_over_when_it_is_closed(audited, tmp_path):

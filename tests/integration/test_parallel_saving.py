@@ -19,6 +19,7 @@ from peer.training.parallel import sharded_file
 from peer.training.time_breakdown import Activity, TimeBreakdown
 from peer.training.trainer import Trainer
 from tests.support.local_trainer import Heard, same, train, update
+from tests.support.long_cases import long_cases
 from tests.support.trainer_world import BATCH, World, finish, saved_counter
 from tests.support.waiting import LIMIT
 
@@ -42,7 +43,7 @@ def keep(trainer: Trainer) -> None:
     assert not trainer.checkpointer.is_idle
 
 
-@pytest.mark.parametrize("parallel", ["fsdp=2", *(pytest.param(p, marks=pytest.mark.long) for p in ("dp=2", "tp=2"))])
+@pytest.mark.parametrize("parallel", ["fsdp=2", *long_cases("dp=2", "tp=2")])
 def test_ranks_save_as_it_was_the_bytes_that_they_save_at_once_while_steps_go_on(parallel, tmp_path, monkeypatch):
     world = World.make(tmp_path, optimizer="muon")
     reached, go = threading.Event(), threading.Event()

@@ -24,6 +24,7 @@ from peer.training.parallel.rank_optimizer import RankOptimizer
 from protocol.adapter import base_parameters, build_adapted
 from protocol.model import build_model, parameters_of, plain_config
 from protocol.spec import AdapterSettings, AdapterSpec, ConversationSpec, InnerSpec, Schedule
+from tests.support.long_cases import long_cases
 from tests.support.marked import APART, marked_windows
 from tests.support.parallel_world import join, run_ranks, write_json
 from tests.support.specs import TINY_LLAMA
@@ -214,9 +215,7 @@ def rank(me: int, world: int, folder: Path) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    "group", ["two", *(pytest.param(g, marks=pytest.mark.long) for g in ("two, quantised", "two, compiled", "four"))]
-)
+@pytest.mark.parametrize("group", ["two", *long_cases("two, quantised", "two, compiled", "four")])
 def test_a_step_is_the_same_on_one_process_and_on_many(group, tmp_path):
     world = 4 if group == "four" else 2
     (tmp_path / "group").write_text(group)

@@ -39,6 +39,7 @@ from protocol.merkle import blob_digest
 from protocol.spec import AdapterSettings, CodecSpec, OuterSpec
 from tests.support import trainer_world
 from tests.support.local_trainer import Heard, same, train, update
+from tests.support.long_cases import long_cases
 from tests.support.parallel_world import run_ranks
 from tests.support.trainer_process import Node
 from tests.support.trainer_world import BATCH, GENESIS, World, accepted_round, apply, record_digest
@@ -343,9 +344,7 @@ def without_memory_on_rank_1(me: int, world: int, folder: Path) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    "what", [not_started, hanging, *(pytest.param(w, marks=pytest.mark.long) for w in (spoilt_for_one, without_memory))]
-)
+@pytest.mark.parametrize("what", [not_started, hanging, *long_cases(spoilt_for_one, without_memory)])
 def test_what_goes_wrong_on_one_rank_is_told_on_rank_0_in_time(what, tmp_path):
     run_ranks(1, f"{__name__}:{what.__name__}", tmp_path)
     if what is without_memory:

@@ -163,7 +163,7 @@ async def test_training_on_a_cpu_yields_to_the_node(world):
             assert mine in [os.getpriority(os.PRIO_PROCESS, t) for t in threads]
 
 
-async def test_what_cannot_be_done_is_told_and_the_trainer_goes_on(world):
+async def test_what_cannot_be_done_is_told_and_the_trainer_goes_on_until_the_channel_closes(world):
     async with node(world.start(1)) as n:
         await n.link.send(MakeUpdate(0, GENESIS, world.folder / "u"))
         failed = await n.until(Failed)
@@ -180,13 +180,17 @@ async def test_what_cannot_be_done_is_told_and_the_trainer_goes_on(world):
         assert failed.what == "apply" and "gone" in failed.reason
         await n.ask(Apply(accepted_round(0, (1, made)), (), made.end_window, made.end_window), Applied)
         await n.trained(BATCH)
+        # The process leaves when the node closes the channel.
+        gone = await n.link.stop(LIMIT)
+        assert gone.code == 1 and "closed the channel" in str(gone)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"device": "cuda:7"}, "--device cpu|this machine has"),
-        pytest.param({"spec_path": Path("/nonexistent/spec")}, "No such file", marks=pytest.mark.long),
+        ({"spec_path": Path("/nonexistent/spec")}, "No such file"),
     ],
 )
 async def test_a_trainer_that_cannot_start_says_why_and_exits(world, change, words):
@@ -208,14 +212,6 @@ async def test_without_data_a_trainer_says_so_waits_and_still_applies(world):
         assert await n.ask(MakeUpdate(0, GENESIS, world.folder / "u"), NothingDone) == NothingDone(GENESIS)
         await n.ask(Apply(accepted_round(0), (), 0, 0), Applied)
         assert (await n.ask(Stop(), Stopped)).saved
-
-
-async def test_the_process_leaves_when_the_node_closes_the_channel(world):
-    async with node(world.start(1)) as n:
-        await n.ask(world.load(), Applied)
-        await n.trained(BATCH)
-        gone = await n.link.stop(LIMIT)
-        assert gone.code == 1 and "closed the channel" in str(gone)
 
 
 def test_started_by_hand_it_says_what_it_is():

@@ -44,6 +44,7 @@ from tests.simulation.checkers import (
 from tests.simulation.node import Node, key_of
 from tests.simulation.siege import Siege
 from tests.simulation.world import OWNER
+from tests.support.long_cases import long_cases
 
 SLOWEST = 1.5
 """A round under an attack by less than a third of the stake takes at most this times its usual seconds."""
@@ -67,7 +68,7 @@ def check_all(damage: Damage, honest: int, attackers: int) -> None:
 
 
 @pytest.mark.parametrize("finals", [None, 3, 8], ids=["coordinator away", "after finals", "before finals"])
-@pytest.mark.parametrize("length, back", [(1, 1), (15, 5), (100, 100), (100, 0)])
+@pytest.mark.parametrize("length, back", [(1, 1), (100, 0), *long_cases((15, 5), (100, 100))])
 @pytest.mark.parametrize("honest, attackers", [(4, 1), pytest.param(3, 2, marks=pytest.mark.long)])
 def test_a_private_branch_moves_nobody(honest, attackers, length, back, finals):
     """However long it is, from wherever, and whatever it claims."""
@@ -77,22 +78,19 @@ def test_a_private_branch_moves_nobody(honest, attackers, length, back, finals):
 
 @pytest.mark.parametrize(
     "count, fresh, spare",
-    [
-        (1, True, False), (100, True, False),
-        *(pytest.param(*more, marks=pytest.mark.long) for more in [(200, False, False), (40, True, True)]),
-    ],
-)  # fmt: skip
+    [(1, True, False), *long_cases((100, True, False), (200, False, False), (40, True, True))],
+)
 def test_records_on_the_head_whose_updates_nobody_has_delay_nobody(count, fresh, spare):
     """Also new ones in each round, and each by another key."""
     check_all(Siege([partial(SiblingMaker, count=count, fresh=fresh, spare=spare)]).run(), 4, 1)
 
 
-@pytest.mark.parametrize("honest, attackers, late", [(4, 1, False), (3, 2, False), (4, 4, True)])
+@pytest.mark.parametrize("honest, attackers, late", [(4, 1, False), (3, 2, False), *long_cases((4, 4, True))])
 def test_who_certifies_each_round_alone_at_once_is_not_followed(honest, attackers, late):
     check_all(Siege([partial(FrontRunner, late=late)] * attackers, honest=honest).run(), honest, attackers)
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize("strategy", [FrontRunner, partial(SoloCertifier, length=40, back=0)])
 def test_an_observer_is_not_moved_either_also_one_that_starts_in_the_attack(strategy, late):
     """Nor, at its first sight of the chain, by a branch that is longer than the hold."""
@@ -210,7 +208,7 @@ def test_the_largest_claims_get_no_more_than_their_share(honest, attackers, late
 
 
 @pytest.mark.parametrize("accuses", [True, False])
-@pytest.mark.parametrize("honest, attackers", [(4, 1), (4, 2), (4, 3)])
+@pytest.mark.parametrize("honest, attackers", [(4, 1), (4, 3), *long_cases((4, 2))])
 def test_auditors_that_lie_convict_nobody_and_save_no_ally(honest, attackers, accuses):
     siege = Siege([partial(LyingAuditor, accuses=accuses)] * attackers, honest=honest, audits=True)
     check_share(siege.run(), attackers / (honest + attackers))
@@ -225,7 +223,7 @@ def liar_of_one_update(seed: int) -> Siege:
     return Siege([liar], seed=seed, begins=70.0, audits=True, share_of_lost_checks=0.5, stake=stake)
 
 
-@pytest.mark.parametrize("seed", range(1, 5))
+@pytest.mark.parametrize("seed", [1, 2, *long_cases(3, 4)])
 def test_who_lies_once_is_convicted_though_half_of_the_checks_fail_at_first(seed):
     siege = liar_of_one_update(seed)
     siege.run()
@@ -349,7 +347,7 @@ def test_without_support_lone_records_keep_others_out(monkeypatch):
 
 @pytest.mark.parametrize(
     "honest, attackers, late",
-    [(4, 1, False), *(pytest.param(*more, marks=pytest.mark.long) for more in [(5, 2, False), (4, 2, True)])],
+    [(4, 1, False), *long_cases((5, 2, False), (4, 2, True))],
 )
 def test_without_audits_the_largest_claims_get_most_of_the_windows(honest, attackers, late):
     with pytest.raises(Broken, match=r"got (8|9)\d% of the windows"):

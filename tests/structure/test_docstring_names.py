@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("protocol", "peer", "coordinator", "cairn")
-FILES = sorted(p for name in PACKAGES for p in (ROOT / name).rglob("*.py") if "_pb2" not in p.name)
+FILES = dict.fromkeys(sorted(p for name in PACKAGES for p in (ROOT / name).rglob("*.py") if "_pb2" not in p.name))
 QUOTED = re.compile(r"`([A-Za-z_][\w.]*)(?:\(\))?`")
 ALWAYS = {*dir(builtins), *keyword.kwlist, "self"}
 

@@ -30,6 +30,7 @@ from protocol.messages import AuditDecision, Certificate, RoundRecord, Signed, U
 from protocol.record_node import RecordNode
 from protocol.stake import STAKE_ROUNDS, StakeRule
 from tests.support.audited import RUN, STATE, key
+from tests.support.long_cases import long_cases
 
 NOTHING, HALF, THREE_QUARTERS, TOLERATED = CHEATS
 DEFAULT, OFTEN = AuditRule(), AuditRule(loss_rate=300_000, replay_rate=100_000)
@@ -140,7 +141,7 @@ def test_the_chance_of_an_audit_is_that_of_the_draw(weight, rule):
 
 
 @pytest.mark.parametrize("cheat", CHEATS, ids=lambda c: c.name[:12])
-@pytest.mark.parametrize("weight", WINDOWS)
+@pytest.mark.parametrize("weight", [1.0, *long_cases(*sorted(WINDOWS.keys() - {1.0}))])
 @pytest.mark.parametrize("rule", [DEFAULT, pytest.param(OFTEN, marks=pytest.mark.long)], ids=["default", "often"])
 @pytest.mark.parametrize("counts_bar", [False, True], ids=["free", "barred"])
 def test_a_simulation_has_the_sign_of_the_expected_gain(cheat, weight, rule, counts_bar):

@@ -125,7 +125,7 @@ def test_a_replay_finds_each_fake(audited, files, fake):
     assert found["signs"].value < 0.91 or found["scale"].value < 0.5
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "nf4"])
+@pytest.mark.parametrize("dtype", ["nf4", pytest.param("bfloat16", marks=pytest.mark.long)])
 def test_the_update_of_an_adapter_is_replayed_on_its_frozen_base(tmp_path, dtype):
     audited = audit_world.make(tmp_path, adapter=AdapterSettings(rank=4, alpha=8, dtype=dtype))
     assert passed(scores(audited.job())) and passed(scores(audited.job("loss")))

@@ -12,13 +12,20 @@ from peer.errors import PeerError
 from peer.node.machine_check import check_devices, check_disk
 from peer.node.options import NodeOptions
 from peer.store import Store
+from tests.support.long_cases import long_cases
 from tests.support.specs import tiny_spec
 
 SPEC = tiny_spec()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
-@pytest.mark.parametrize("named", [{"device": "cuda"}, {"audit_device": "cuda:1"}, {"device": "cuda", "auditor": True}])
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"audit_device": "cuda:1"},
+        *long_cases({"device": "cuda"}, {"device": "cuda", "auditor": True}),
+    ],
+)
 async def test_a_device_that_is_not_there_is_named(tmp_path: Path, named: dict):
     with pytest.raises(PeerError, match="sees no CUDA device.*--device cpu"):
         await check_devices(SPEC, replace(NodeOptions(tmp_path), **named))

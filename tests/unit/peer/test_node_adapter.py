@@ -14,7 +14,7 @@ from tests.support.node_world import TIMERS, NodeWorld
 ROUND = {"target_tokens": 1024, "max_update_tokens": 8192, **TIMERS}
 
 
-@pytest.fixture(params=["bfloat16", "nf4"])
+@pytest.fixture(params=["bfloat16", pytest.param("nf4", marks=pytest.mark.long)])
 async def world(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(base_model, "link_from_other_runs", lambda *_: False)  # each node stands for a machine
     w = NodeWorld(

@@ -43,7 +43,7 @@ def test_a_batch_is_the_same_as_one_by_one_however_it_is_cut(total, first, count
         assert window_of(5, peer(2), first + i, total) == whole[i]
 
 
-@pytest.mark.parametrize("total", [3, 16, 100, 1000])
+@pytest.mark.parametrize("total", [3, 16, 100, pytest.param(1000, marks=pytest.mark.long)])
 def test_over_peers_a_counter_is_uniform(total):
     """Chi-square over many peers at one counter, where the permutation gives nothing for free."""
     draws = np.array([window_of(9, peer(i), 1, total) for i in range(20 * total if total > 100 else 4000)])

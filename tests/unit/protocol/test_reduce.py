@@ -299,7 +299,7 @@ def test_a_reduced_part_that_is_not_the_rounds_is_refused_before_the_state_chang
         reduction.check_shard(sums[1], 2, 0)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=75)
 @given(
     st.sampled_from(SPECS),
     st.lists(st.tuples(st.integers(0, 2**31), st.integers(0, 255)), min_size=1, max_size=8),

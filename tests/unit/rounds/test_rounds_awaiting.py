@@ -205,7 +205,7 @@ class Far(Node):
 DISTANCE = 0.4
 
 
-@pytest.mark.parametrize("exchange", [GATHER, REDUCE])
+@pytest.mark.parametrize("exchange", [REDUCE, pytest.param(GATHER, marks=pytest.mark.long)])
 def test_who_is_far_away_is_in_the_rounds_though_exchanges_take_longer_than_training(exchange: ReducePlan):
     """Every peer announces the moment it has a new state.
 
