@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import importlib.metadata
 import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from protocol.errors import SpecError
 from protocol.layout import Layout
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers.configuration_utils import PretrainedConfig
 
 # Fields that say how a model is used, printed or stored, not what it computes: left out, so that a config.json
 # from elsewhere can be pasted into a run.toml. Parameters are fp32 whatever its dtype says.
@@ -67,7 +68,7 @@ def build_model(
     On device "meta" it has shapes and no memory. Attention is scaled_dot_product_attention where the model has it.
     Raises SpecError, in one line that names the field.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     made = _config_of(config)
     device = torch.device(device)
@@ -137,19 +138,23 @@ def load_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         parameter.copy_(tensors[name])
 
 
+def _version() -> str:
+    return importlib.metadata.version("transformers")
+
+
 def _config_of(config: Mapping[str, Any]) -> PretrainedConfig:
     """Return a `transformers` config from a mapping with a model_type, whose fields it must all know.
 
     Raises SpecError.
     """
-    from transformers import CONFIG_MAPPING, __version__
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in CAUSAL or kind not in CONFIG_MAPPING:
         near = difflib.get_close_matches(str(kind), CAUSAL, n=5, cutoff=0.5) or ["llama", "qwen3", "gpt2", "gpt_neox"]
         raise SpecError(
-            f"model: model_type is {str(kind)[:60]!r}, for which transformers {__version__} has no causal language "
+            f"model: model_type is {str(kind)[:60]!r}, for which transformers {_version()} has no causal language "
             f"model; known ones nearby: {', '.join(near)}"
         )
     for forbidden in ("auto_map", "trust_remote_code"):
@@ -164,7 +169,7 @@ def _config_of(config: Mapping[str, Any]) -> PretrainedConfig:
             if field not in known:
                 near = difflib.get_close_matches(field, known, n=3)
                 hint = f"; did you mean {' or '.join(near)}?" if near else ""
-                raise SpecError(f"model: {field}: {kind} has no such field in transformers {__version__}{hint}")
+                raise SpecError(f"model: {field}: {kind} has no such field in transformers {_version()}{hint}")
         fields = {k: _like(v, getattr(defaults, k, None)) for k, v in config.items() if k != "model_type"}
         made = CONFIG_MAPPING[kind](**fields)
         layers = getattr(made, "num_hidden_layers", 1)

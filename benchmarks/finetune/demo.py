@@ -153,7 +153,9 @@ def _judge(base: Path, adapter: Path, held_out: Path, say) -> int:
     """Let peft load the adapter; compare answers and losses with the base model's."""
     warnings.simplefilter("ignore", FutureWarning)  # peft's, of transformers
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers.generation.configuration_utils import GenerationConfig
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+    from transformers.models.auto.tokenization_auto import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(adapter)
     model = AutoModelForCausalLM.from_pretrained(base)

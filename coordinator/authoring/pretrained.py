@@ -220,7 +220,7 @@ def _unknown(given: dict[str, Any]) -> tuple[str, ...]:
     A field that decides a shape is noticed when the weights are compared. Fields that would load code are not returned,
     so they are refused as everywhere.
     """
-    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from protocol.errors import SpecError
     from protocol.model import plain_config

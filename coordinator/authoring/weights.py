@@ -116,7 +116,7 @@ def read(folder: Path, config: Mapping[str, Any], dtype: torch.dtype = torch.flo
     and SpecError for the config.
     """
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     from protocol.model import build_model, model_layout, parameters_of
 

@@ -27,7 +27,7 @@ LOGITS_BYTES = 256 * 1024 * 1024
 
 def load_archived(folder: Path, device: str = "cpu") -> torch.nn.Module:
     """Load the model in an archived folder, in evaluation mode. Raises CoordinatorError for anything else."""
-    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     if not (folder / "config.json").is_file() or not (folder / "model.safetensors").is_file():
         raise CoordinatorError(

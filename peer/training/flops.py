@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
 
 from peer.training.inner_optimizer import hidden_matrices
 

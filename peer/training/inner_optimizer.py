@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
 
 from peer.errors import TrainingError
 from peer.training.cast_linear import cast_again

@@ -86,7 +86,7 @@ def write_run(
     folder: Path,
     *,
     total_tokens: int = 0,
-    target_tokens: int = 16_384,
+    target_tokens: int = 8_192,
     tied: bool = True,
     tables: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Path:
@@ -122,7 +122,7 @@ class World:
         self,
         *,
         total_tokens: int = 0,
-        target_tokens: int = 16_384,
+        target_tokens: int = 8_192,
         tied: bool = True,
         tables: Mapping[str, Mapping[str, Any]] | None = None,
     ):

@@ -105,6 +105,7 @@ def _header(data: bytes) -> bytes:
     return data[: 8 + int.from_bytes(data[:8], "little")].rstrip()
 
 
+@pytest.mark.long
 def test_a_disk_that_is_full_for_one_rank_is_told_leaves_the_old_state_and_all_ranks_go_on(tmp_path, monkeypatch):
     world = World.make(tmp_path)
     python = tmp_path / "python"

@@ -74,6 +74,7 @@ async def test_updates_made_while_steps_go_on_are_those_of_a_replay_to_the_bit(w
     assert rebased >= 3
 
 
+@pytest.mark.long
 async def test_an_update_after_the_limit_was_lowered_is_made_of_what_is_trained_again(world):
     link = await TrainerLink.start(threads=1)
     try:
