@@ -62,7 +62,7 @@ def addresses(*, held_out: bool) -> Iterator[dict[str, Any]]:
 
 def make_base(size: BaseModel, folder: Path, seed: int = 0) -> float:
     """Train a base model and write its folder: config, weights, tokenizer, chat template. Return its last loss."""
-    # Where both transformers 4 and 5 have it; the type checker does not see the alias of 5.
+    # transformers 4 and 5 both have it here; the type checker does not see the alias of 5.
     from transformers.tokenization_utils_fast import PreTrainedTokenizerFast  # pyright: ignore[reportMissingImports]
 
     folder.mkdir(parents=True, exist_ok=True)
