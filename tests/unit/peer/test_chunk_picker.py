@@ -194,7 +194,9 @@ def test_a_chunk_that_a_fellow_gave_says_nothing_of_the_source_that_was_asked_fo
     assert f.picker._progress.received == 1
 
 
-@pytest.mark.parametrize(("loaded_latency", "all_at_once"), [({}, True), ({SOURCE: 0.9}, False)])
+@pytest.mark.parametrize(
+    ("loaded_latency", "all_at_once"), [({}, True), ({SOURCE: 0.9}, False), ({SOURCE: 0.26}, False)]
+)
 def test_a_source_that_was_slow_when_all_asked_it_is_spared_though_it_is_quick_now(loaded_latency, all_at_once: bool):
     now = {SOURCE: 0.2, B: 0.2, C: 0.2}
     f = Fetcher(ME, [SOURCE, B, C], latency=now, loaded_latency=now | loaded_latency)
