@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 $(STAMP): pyproject.toml setup.py
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	-@$(BIN)/python -m pip uninstall --quiet --yes cairn 2>/dev/null  # its name before
-	$(BIN)/python -m pip install --quiet --upgrade pip  # it came with Python: one of 2023 takes twice as long
+	-@$(BIN)/python -m pip install --quiet 'pip>=26,<27'  # Python 3.11's own takes twice as long to resolve
 	$(BIN)/python -m pip install --quiet --no-compile --editable '.[test]'
 	@touch $@
 

