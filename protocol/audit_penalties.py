@@ -23,7 +23,7 @@ class AuditPenalty:
     """No record of an earlier round may list its updates."""
 
 
-NO_PENALTY = AuditPenalty()
+_NO_PENALTY = AuditPenalty()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class AuditPenalties:
 
     def of(self, key: PeerKey) -> AuditPenalty:
         """Return the penalty of a key; that of most is none."""
-        return self.by_key.get(key, NO_PENALTY)
+        return self.by_key.get(key, _NO_PENALTY)
 
     def after(self, decision: AuditDecision, round_: Round, bar_rounds: int) -> AuditPenalties:
         """Return the penalties after a decision that a record of a round states.
@@ -47,7 +47,7 @@ class AuditPenalties:
             old = self.of(key)
             found[key] = AuditPenalty(following, old.convictions, old.barred_until)
         if decision.convicted:
-            old = found.get(decision.author, NO_PENALTY)
+            old = found.get(decision.author, _NO_PENALTY)
             is_new = round_ >= old.barred_until
             count = old.convictions + is_new
             until = following + bar_rounds * 2 ** min(count - 1, MAX_DOUBLINGS) if is_new else old.barred_until

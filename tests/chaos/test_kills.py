@@ -1,4 +1,7 @@
-"""Some kills in every run of the tests (make test-chaos: a thousand), and two ways of doing it wrong that are found."""
+"""Some kills in every run of the tests (make test-chaos: a thousand), and two ways of doing it wrong that are found.
+
+One of the two is for make test-long.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,6 @@ def test_without_a_kill_all_of_them_are_whole(tmp_path, mode):
     assert killed(tmp_path, "--kills", "0", "--mode", mode).problems == []
 
 
-@pytest.mark.long
 def test_an_acknowledgement_before_the_commit_is_found(tmp_path):
     report = killed(tmp_path, "--kills", "300", "--seed", "3", "--mode", "early", "--until-found")
     assert any("lost although acknowledged" in p for p in report.problems), report

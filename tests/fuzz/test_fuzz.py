@@ -14,6 +14,7 @@ from tests.fuzz import harness
 from tests.fuzz.harness import Parser, run
 from tests.fuzz.mutation import MAX_GROWN, mutate_bytes, mutate_json
 from tests.fuzz.parsers import all_parsers
+from tests.support.long_cases import long_cases
 
 SEED = 1
 INPUTS = 150
@@ -107,7 +108,7 @@ def is_stuck():
     [
         (raises_another_error, "crash: KeyError"), (recurses, "crash: RecursionError"), (hangs, "hang"),
         (takes_memory, "memory"), (takes_all_memory, "memory"), (kills_the_process, "death: exit code -9"),
-        pytest.param(is_stuck, "death: no end", marks=pytest.mark.long),
+        *long_cases((is_stuck, "death: no end")),
     ],
 )  # fmt: skip
 def test_a_planted_fault_is_found_and_its_input_named(monkeypatch: pytest.MonkeyPatch, fault, what: str):

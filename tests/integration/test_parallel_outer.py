@@ -29,6 +29,7 @@ from protocol.reduce import Reduction
 from protocol.spec import CodecSpec, OuterSpec
 from protocol.state import checkpoint_chunks, state_digest, state_layout, tensors_from_checkpoint
 from protocol.untransmitted import untransmitted
+from tests.support.long_cases import long_cases
 from tests.support.parallel_world import join, run_ranks, write_json
 from tests.support.specs import TINY_LLAMA
 
@@ -226,7 +227,7 @@ def rank(me: int, world: int, folder: Path) -> None:
         group.leave()
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("world", [2, *long_cases(4)])
 def test_updates_states_and_checkpoints_are_those_of_one_process_after_every_round(world, tmp_path):
     expected = {name: one_process(name, tmp_path) for name in LAYOUTS[world]}
     run_ranks(world, f"{__name__}:rank", tmp_path)

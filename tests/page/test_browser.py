@@ -14,6 +14,7 @@ import pytest
 from tests.page.log_fakes import FakeLog
 from tests.page.world import EVIL, FRAMED, LIAR, STRANGER, World, audited_world, crowd, peer
 from tests.support.credit_texts import CREDIT_TEXTS
+from tests.support.long_cases import long_cases
 from tests.support.waiting import wait_until
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install '.[test]'")
@@ -319,7 +320,7 @@ def test_everything_is_reached_and_used_by_keyboard(world, tab):
     assert numbers == sorted(numbers, reverse=True) and len(set(numbers)) > 5
 
 
-@pytest.mark.parametrize("dark", [False, pytest.param(True, marks=pytest.mark.long)], ids=["light", "dark"])
+@pytest.mark.parametrize("dark", [False, *long_cases(True)], ids=["light", "dark"])
 def test_no_view_has_what_axe_calls_a_fault(world, tab, dark):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     page = tab(world, dark=dark)
@@ -393,7 +394,7 @@ def test_the_convicted_and_the_accused_read_on_their_own_pages_what_they_can_do(
     assert "convicted in round 9, barred until 74: the replays of 7 peers" in text(page, "td.guilty")
 
 
-@pytest.mark.parametrize("dark", [False, pytest.param(True, marks=pytest.mark.long)], ids=["light", "dark"])
+@pytest.mark.parametrize("dark", [False, *long_cases(True)], ids=["light", "dark"])
 def test_audits_have_no_fault_by_axe_and_stick_out_nowhere(audited, tab, dark):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     page = tab(audited, dark=dark)

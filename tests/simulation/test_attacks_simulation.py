@@ -69,7 +69,7 @@ def check_all(damage: Damage, honest: int, attackers: int) -> None:
 
 @pytest.mark.parametrize("finals", [None, 3, 8], ids=["coordinator away", "after finals", "before finals"])
 @pytest.mark.parametrize("length, back", [(1, 1), (100, 0), *long_cases((15, 5), (100, 100))])
-@pytest.mark.parametrize("honest, attackers", [(4, 1), pytest.param(3, 2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("honest, attackers", [(4, 1), *long_cases((3, 2))])
 def test_a_private_branch_moves_nobody(honest, attackers, length, back, finals):
     """However long it is, from wherever, and whatever it claims."""
     make = partial(SoloCertifier, length=length, back=back)
@@ -90,7 +90,7 @@ def test_who_certifies_each_round_alone_at_once_is_not_followed(honest, attacker
     check_all(Siege([partial(FrontRunner, late=late)] * attackers, honest=honest).run(), honest, attackers)
 
 
-@pytest.mark.parametrize("late", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("late", [True, *long_cases(False)])
 @pytest.mark.parametrize("strategy", [FrontRunner, partial(SoloCertifier, length=40, back=0)])
 def test_an_observer_is_not_moved_either_also_one_that_starts_in_the_attack(strategy, late):
     """Nor, at its first sight of the chain, by a branch that is longer than the hold."""
@@ -160,7 +160,7 @@ def test_private_claims_do_not_end_a_run():
 
 
 @pytest.mark.parametrize("strategy", [NeverVotes, Withholding, Censor])
-@pytest.mark.parametrize("honest, attackers", [(4, 1), pytest.param(5, 2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("honest, attackers", [(4, 1), *long_cases((5, 2))])
 def test_less_than_a_third_does_not_slow_rounds_and_keeps_nobody_out(strategy, honest, attackers):
     damage = Siege([strategy] * attackers, honest=honest).run()
     check_history(damage)

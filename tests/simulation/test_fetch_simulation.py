@@ -22,6 +22,7 @@ from peer.swarm.transfer.streams import EARLY_BLOBS, HELD, Priority
 from protocol.ids import PeerKey
 from protocol.merkle import CHUNK
 from tests.support.fetch_world import MBIT, Host, SlowDisk, World, simulated
+from tests.support.long_cases import long_cases
 
 
 def data_of(chunks: float, seed: int = 0) -> bytes:
@@ -46,9 +47,7 @@ def test_a_slow_author_sends_each_chunk_about_once(tmp_path: Path, fetchers: int
     assert took <= 1.25 * (len(data) / (20 * MBIT) + 0.2)
 
 
-@pytest.mark.parametrize(
-    ("peers", "chunks"), [(4, 2), (4, 8), (4, 13), (8, 2), pytest.param(12, 6, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("peers", "chunks"), [(4, 2), (4, 8), (4, 13), (8, 2), *long_cases((12, 6))])
 def test_updates_of_all_to_all_take_little_longer_than_their_bytes(tmp_path: Path, peers: int, chunks: int):
     async def main() -> tuple[float, float]:
         world = World(tmp_path, rtt=0.1)

@@ -257,9 +257,7 @@ def test_a_healthy_swarm_decides_a_round_without_waiting_for_a_timer(peers, exch
     assert {c.record.body.attempt for c in world.records.values()} == {0}
 
 
-@pytest.mark.parametrize(
-    "exchange", [GATHER, pytest.param(replace(REDUCE, update_size=100 * CHUNK), marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("exchange", [GATHER, *long_cases(replace(REDUCE, update_size=100 * CHUNK))])
 def test_fifty_peers_agree_round_after_round(exchange):
     scenario = Scenario(3, peers=50, calm=True, exchange=exchange)
     world = scenario.world

@@ -142,7 +142,7 @@ def test_the_chance_of_an_audit_is_that_of_the_draw(weight, rule):
 
 @pytest.mark.parametrize("cheat", CHEATS, ids=lambda c: c.name[:12])
 @pytest.mark.parametrize("weight", [1.0, *long_cases(*sorted(WINDOWS.keys() - {1.0}))])
-@pytest.mark.parametrize("rule", [DEFAULT, pytest.param(OFTEN, marks=pytest.mark.long)], ids=["default", "often"])
+@pytest.mark.parametrize("rule", [DEFAULT, *long_cases(OFTEN)], ids=["default", "often"])
 @pytest.mark.parametrize("counts_bar", [False, True], ids=["free", "barred"])
 def test_a_simulation_has_the_sign_of_the_expected_gain(cheat, weight, rule, counts_bar):
     expected = expected_gain(cheat, rule, weight, counts_bar=counts_bar)

@@ -18,6 +18,7 @@ from protocol.spec import AdapterSettings
 from tests.support import audit_world
 from tests.support.audit_world import AUTHOR, CPU, OTHER, Audited, claimed, passed, scores
 from tests.support.local_trainer import closed  # noqa: F401 - a fixture
+from tests.support.long_cases import long_cases
 
 FOUND_BY_REPLAY = {
     "noise", "copy", "flipped", "huge", "tiny", "tenth_flipped", "half", "other_windows", "fresh", "stale",
@@ -125,7 +126,7 @@ def test_a_replay_finds_each_fake(audited, files, fake):
     assert found["signs"].value < 0.91 or found["scale"].value < 0.5
 
 
-@pytest.mark.parametrize("dtype", ["nf4", pytest.param("bfloat16", marks=pytest.mark.long)])
+@pytest.mark.parametrize("dtype", ["nf4", *long_cases("bfloat16")])
 def test_the_update_of_an_adapter_is_replayed_on_its_frozen_base(tmp_path, dtype):
     audited = audit_world.make(tmp_path, adapter=AdapterSettings(rank=4, alpha=8, dtype=dtype))
     assert passed(scores(audited.job())) and passed(scores(audited.job("loss")))

@@ -9,12 +9,13 @@ import pytest
 from peer.node import base_model
 from protocol.merkle import blob_digest, chunk_count
 from protocol.spec import AdapterSettings
+from tests.support.long_cases import long_cases
 from tests.support.node_world import TIMERS, NodeWorld
 
 ROUND = {"target_tokens": 1024, "max_update_tokens": 8192, **TIMERS}
 
 
-@pytest.fixture(params=["bfloat16", pytest.param("nf4", marks=pytest.mark.long)])
+@pytest.fixture(params=["bfloat16", *long_cases("nf4")])
 async def world(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(base_model, "link_from_other_runs", lambda *_: False)  # each node stands for a machine
     w = NodeWorld(

@@ -6,6 +6,7 @@ import pytest
 
 from protocol.reduce_plan import shard_count
 from protocol.rounds.policy import RoundPolicy
+from tests.support.long_cases import long_cases
 from tests.support.node_world import TIMERS, NodeWorld, spoilt
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
@@ -75,8 +76,8 @@ async def test_rounds_are_reduced_by_committees_also_while_peers_come_and_go(wor
     "codec",
     [
         {"kind": "sign"},
-        pytest.param({"kind": "sparse", "k": 256}, marks=pytest.mark.long),
-        pytest.param({"kind": "int8"}, marks=pytest.mark.long),
+        *long_cases({"kind": "sparse", "k": 256}),
+        *long_cases({"kind": "int8"}),
     ],
 )
 async def test_small_updates_have_one_part_which_a_committee_makes_for_all(world, codec):

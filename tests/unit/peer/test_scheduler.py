@@ -29,6 +29,7 @@ from peer.swarm.transfer.streams import Priority
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey
 from protocol.merkle import CHUNK, blob_digest, blob_leaves
+from tests.support.long_cases import long_cases
 
 T = TypeVar("T")
 
@@ -298,7 +299,7 @@ def test_when_all_of_the_first_providers_fail_the_next_are_asked(size: int | Non
     assert t.all_of(EndFetch) == [EndFetch()] and t.now < 120
 
 
-@pytest.mark.parametrize("count", [ACTIVE, pytest.param(PROVIDERS, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [ACTIVE, *long_cases(PROVIDERS)])
 def test_providers_that_only_put_us_off_make_room_for_others(count: int):
     t = Talk([B, *CROWD[: count - 1], A], deadline=600.0)
     t.open()

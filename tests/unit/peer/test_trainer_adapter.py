@@ -38,6 +38,7 @@ from protocol.quantised import ABSMAX, QuantisedLinear
 from protocol.spec import AdapterSettings, CodecSpec, RunSpec
 from protocol.training_memory import model_bytes, round_bytes
 from tests.support.local_trainer import born, closed, copied, loaded, train, update  # noqa: F401
+from tests.support.long_cases import long_cases
 from tests.support.parallel_world import join
 from tests.support.trainer_world import BATCH, World, accepted_round, apply
 
@@ -193,9 +194,7 @@ def test_an_auditor_measures_with_the_base_in_fp32(world):
     assert {p.dtype for p in backend.inner.model.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize(
-    ("parallel", "dtype"), [("fsdp=2", "bfloat16"), pytest.param("dp=2", "nf4", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("parallel", "dtype"), [("fsdp=2", "bfloat16"), *long_cases(("dp=2", "nf4"))])
 def test_many_ranks_make_the_states_of_one_process_and_what_they_save_fits_it(parallel, dtype, tmp_path):
     world = World.make(tmp_path, adapter=ADAPTER.model_copy(update={"dtype": dtype}), codec=CodecSpec(kind="sign"))
     many, heard = born(world, 1, parallel=parallel)

@@ -10,6 +10,7 @@ from protocol.assignment import WindowTable, window_of, windows_of
 from protocol.errors import MalformedError
 from protocol.ids import PeerKey, sha256
 from protocol.spec import DataShard
+from tests.support.long_cases import long_cases
 
 
 def peer(i: int) -> PeerKey:
@@ -43,7 +44,7 @@ def test_a_batch_is_the_same_as_one_by_one_however_it_is_cut(total, first, count
         assert window_of(5, peer(2), first + i, total) == whole[i]
 
 
-@pytest.mark.parametrize("total", [3, 16, 100, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("total", [3, 16, 100, *long_cases(1000)])
 def test_over_peers_a_counter_is_uniform(total):
     """Chi-square over many peers at one counter, where the permutation gives nothing for free."""
     draws = np.array([window_of(9, peer(i), 1, total) for i in range(20 * total if total > 100 else 4000)])

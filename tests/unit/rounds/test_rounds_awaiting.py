@@ -17,6 +17,7 @@ from tests.simulation.network import Weather
 from tests.simulation.node import Node
 from tests.simulation.signer import certificate
 from tests.simulation.world import REDUCE, World, policy_for
+from tests.support.long_cases import long_cases
 from tests.support.rounds_bench import ME, OTHERS, POLICY, Bench, blob_of
 from tests.support.second_round import BUSY, LASTED, NEXT, SLOW, Second
 
@@ -205,7 +206,7 @@ class Far(Node):
 DISTANCE = 0.4
 
 
-@pytest.mark.parametrize("exchange", [REDUCE, pytest.param(GATHER, marks=pytest.mark.long)])
+@pytest.mark.parametrize("exchange", [GATHER, *long_cases(REDUCE)])
 def test_who_is_far_away_is_in_the_rounds_though_exchanges_take_longer_than_training(exchange: ReducePlan):
     """Every peer announces the moment it has a new state.
 

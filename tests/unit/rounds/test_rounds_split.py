@@ -17,6 +17,7 @@ from tests.simulation.network import Weather
 from tests.simulation.node import Node
 from tests.simulation.signer import FakeSigner, certificate
 from tests.simulation.world import World, policy_for
+from tests.support.long_cases import long_cases
 from tests.support.rounds_bench import OTHERS, POLICY, RUN
 from tests.support.second_round import BUSY, NEXT, SLOW, Second
 
@@ -68,7 +69,7 @@ class HalfServed(Node):
             super().fetch(incarnation, action, deadline)
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seed", [1, *long_cases(2)])
 def test_who_cannot_get_all_of_another_branch_keeps_its_own_state_and_goes_on(seed: int):
     """A peer finds out only on the way to the other branch that updates are missing.
 
@@ -80,7 +81,7 @@ def test_who_cannot_get_all_of_another_branch_keeps_its_own_state_and_goes_on(se
     check_agreement_soon(world)
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(0, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seed", [1, *long_cases(0)])
 def test_after_a_split_the_heavier_branch_is_followed_at_once_though_it_was_set_aside_again_and_again(seed: int):
     world = split(seed)
     assert any(r.kind == "withheld" for _, _, r in world.reports)

@@ -17,6 +17,7 @@ from tests.simulation.network import Weather
 from tests.simulation.node import Node
 from tests.simulation.signer import FakeSigner, certificate
 from tests.simulation.world import World, policy_for
+from tests.support.long_cases import long_cases
 from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, STATE, Bench, blob_of
 
 NEXT = Digest(sha256(b"next"))
@@ -73,7 +74,7 @@ def swarm(honest: int, kind: type[Node], others: int, seconds: float) -> World:
     return world
 
 
-@pytest.mark.parametrize("honest, silent", [(4, 2), pytest.param(3, 3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("honest, silent", [(4, 2), *long_cases((3, 3))])
 def test_peers_that_never_vote_do_not_slow_rounds_for_ever(honest, silent):
     world = swarm(honest, NonVoter, silent, 200.0)
     took = decision_seconds(world)
@@ -81,7 +82,7 @@ def test_peers_that_never_vote_do_not_slow_rounds_for_ever(honest, silent):
     assert len(took) >= 14 and sum(calm) / len(calm) < world.policy.propose_seconds
 
 
-@pytest.mark.parametrize("honest, liars", [(4, 1), pytest.param(5, 2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("honest, liars", [(4, 1), *long_cases((5, 2))])
 def test_authors_of_two_headers_lose_their_own_updates_and_stop_nobody(honest, liars):
     world = swarm(honest, TwoHeaded, liars, 150.0)
     took = decision_seconds(world)
