@@ -13,7 +13,14 @@ from peer.errors import ChannelError
 SEND_SECONDS = 60.0
 """Maximum time to send a message: a node that reads nothing for longer is gone or stuck, and the trainer ends."""
 
+_CLOSED = "the node closed the channel"
 _READ = 1 << 16
+
+
+def _broken(error: OSError) -> ChannelError:
+    """Return what a failed call means: a node that closes its end may be noticed while a message is being sent."""
+    gone = isinstance(error, (BrokenPipeError, ConnectionResetError))
+    return ChannelError(_CLOSED if gone else f"the channel to the node broke ({error.strerror})")
 
 
 class TrainerEnd:
@@ -55,7 +62,7 @@ class TrainerEnd:
             if len(self._buffer) > MAX_LINE:
                 raise ChannelError(f"a line of more than {MAX_LINE} bytes on the channel")
             if self._closed:
-                raise ChannelError("the node closed the channel")
+                raise ChannelError(_CLOSED)
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not select.select([self._socket], [], [], left)[0]:
                 return None
@@ -67,7 +74,7 @@ class TrainerEnd:
         except (BlockingIOError, InterruptedError):
             return
         except OSError as e:
-            raise ChannelError(f"the channel to the node broke ({e.strerror})") from None
+            raise _broken(e) from None
         if data:
             self._buffer += data
         else:
@@ -93,7 +100,7 @@ class TrainerEnd:
                 if not select.select([], [self._socket], [], max(0.0, deadline - time.monotonic()))[1]:
                     raise ChannelError(f"the node read nothing for {SEND_SECONDS:.0f} s") from None
             except OSError as e:
-                raise ChannelError(f"the channel to the node broke ({e.strerror})") from None
+                raise _broken(e) from None
 
     def close(self) -> None:
         self._socket.close()

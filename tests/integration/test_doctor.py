@@ -71,7 +71,7 @@ async def test_a_machine_that_fits(tmp_path: Path, served: Path, temporary: Path
     port = member.sockets[0].getsockname()[1]
     swarm.addresses = lambda: [address_of(identity("observer").key).replace("4001", str(port))]
     async with running(served, SPEC, swarm) as (coordinator, _), member:
-        done = await doctor(coordinator, home, "--device", "cpu", "--json")
+        done = await doctor(coordinator, home, "--device", "cpu", "--disk", "1M", "--json")
         assert nothing_is_left(coordinator, home, temporary)
     report = json.loads(done.stdout)
     verdicts = {finding["name"]: finding["verdict"] for finding in report["findings"]}

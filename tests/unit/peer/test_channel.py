@@ -162,6 +162,8 @@ def test_the_trainers_end_polls_waits_and_reads_lines_that_come_in_pieces():
     assert end.receive(None) == MakeUpdate(1, D, P)
     with pytest.raises(ChannelError, match="closed the channel"):
         end.receive(None)
+    with pytest.raises(ChannelError, match="closed the channel"):
+        end.send(Stopped(True))
     end.close()
 
 
