@@ -280,7 +280,7 @@ async def _join(options: JoinOptions, invite: Invite, settings_file: Path) -> No
             )  # fmt: skip
             if not membership.seconds_left():
                 try:
-                    await wait_until_admitted(membership, node_options)
+                    await wait_until_admitted(membership, node_options, paces)
                 except BaseException:
                     await membership.close()
                     raise

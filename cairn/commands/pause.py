@@ -36,14 +36,24 @@ leave = _run_command("leave", """End this machine's peers in order, as Ctrl-C do
 
 
 def ask_running(ask: str, home: Path, run: str | None, say: Callable[[str], None]) -> None:
-    """Ask the running peers under a home, and `say` what each answers. Raises CairnError when none runs."""
+    """Ask the running peers under a home, and `say` what each answers.
+
+    Raises CairnError when none runs, and after all were asked if some did not do it.
+    """
     from cairn.peer_control import ask_peer
 
-    asked = 0
+    asked, failed = 0, list[str]()
     for folder in _folders(home, run):
-        if (said := ask_peer(folder, ask)) is not None:
+        try:
+            said = ask_peer(folder, ask)
+        except CairnError as e:
+            failed.append(f"{_name(folder)}: {e}")
+            continue
+        if said is not None:
             asked += 1
             say(f"{_name(folder)}: {said}" if ask != "leave" else f"{_name(folder)}: has left")
+    if failed:
+        raise CairnError("\n".join(failed))
     if not asked:
         which = "no peer" if run is None else "no peer of this run"
         raise CairnError(f"{which} is running under {home}: `cairn peer join INVITE` starts one")

@@ -293,7 +293,7 @@ def _invite(coordinator: Coordinator, config: CoordinatorConfig) -> Invite:
 
 
 async def _keep_invite(coordinator: Coordinator, config: CoordinatorConfig) -> None:
-    """Keep the present members in the invite's file, for ever. Raises CairnError.
+    """Keep the present members in the invite's file, for ever; a full disk only delays that.
 
     A newcomer enters by them when the coordinator has moved since.
     """
@@ -302,8 +302,11 @@ async def _keep_invite(coordinator: Coordinator, config: CoordinatorConfig) -> N
         await asyncio.sleep(INVITE_SECONDS)
         invite = _invite(coordinator, config)
         if set(invite.addresses) != written:  # their order is no news
-            write_whole(config.folder / "invite", f"{invite}\n", mode=PRIVATE)
-            written = set(invite.addresses)
+            try:
+                write_whole(config.folder / "invite", f"{invite}\n", mode=PRIVATE)
+                written = set(invite.addresses)
+            except CairnError as e:
+                log.warning("the newest members were not written to the invite's file: %s", e)
 
 
 def _announce(coordinator: Coordinator, spec: RunSpec, config: CoordinatorConfig) -> None:
@@ -322,8 +325,15 @@ def _announce(coordinator: Coordinator, spec: RunSpec, config: CoordinatorConfig
 
 
 def _codes(given: str, folder: Path, spec: RunSpec) -> tuple[str, ...]:
-    """Return the invite codes of a run that admits by invite: the given one, or one made once and kept."""
+    """Return the invite codes of a run that admits by invite: the given one, or one made once and kept.
+
+    Raises CairnError for a code that would admit nobody.
+    """
     if spec.admission.mode != "invite":
+        if given:
+            raise CairnError(
+                f'this run\'s admission.mode is {spec.admission.mode!r}, and a code is for "invite": leave out --code'
+            )
         return ()
     if given:
         return (given,)

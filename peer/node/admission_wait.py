@@ -23,6 +23,7 @@ from peer.node.options import NodeOptions
 from peer.node.outbox import NETWORK_ERRORS
 from peer.node.tasks import cancel_and_wait
 from peer.node.trainer_files import fetch_assets
+from peer.swarm.pace import Paces
 from protocol.errors import CairnError
 
 log = logging.getLogger(__name__)
@@ -34,12 +35,14 @@ REPORT_SECONDS = 30.0
 """Minimum seconds between two reports of the wait in the log."""
 
 
-async def wait_until_admitted(membership: Enrollment, options: NodeOptions) -> None:
+async def wait_until_admitted(membership: Enrollment, options: NodeOptions, paces: Paces) -> None:
     """Return when the membership has a valid admission; may be cancelled.
+
+    What is fetched and served meanwhile keeps to `paces`.
 
     Raise CairnError when the coordinator refuses the peer, or when the observer cannot go on.
     """
-    node = build_node(membership, replace(options, observer=True, auditor=False))
+    node = build_node(membership, replace(options, observer=True, auditor=False), paces=paces)
     running = asyncio.ensure_future(node.run())
     fetching = asyncio.ensure_future(_fetch_meanwhile(membership, node, running, options.private_data))
     try:

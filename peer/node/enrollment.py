@@ -234,7 +234,10 @@ class Enrollment:
         """
         half = self.spec.admission.seconds / 2
         while True:
-            await asyncio.sleep(max(min(RENEW_SECONDS, half / 2), self.seconds_left() - half))
+            # In short sleeps: a machine that is suspended stops their clock, and not the admission's.
+            await asyncio.sleep(min(RENEW_SECONDS, half / 2))
+            if self.seconds_left() > half:
+                continue
             try:
                 await self.renew_anywhere(ask_members)
                 log.info("admission renewed: valid for %.1f h", self.hours_left)

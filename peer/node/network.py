@@ -145,7 +145,7 @@ class Network:
                 log.warning("the DHT does not answer: %s; members are still found through each other", what)
             for key in self.peers.forget_silent(self.clock()):
                 log.debug("%s is forgotten: it has been silent for too long", key.short)
-            await asyncio.to_thread(self.save_addresses)
+            await self.save_addresses()
             await asyncio.sleep(DISCOVER_SECONDS if self.peers.peers() else LONELY_SECONDS)
 
     async def _use_dht(self) -> None:
@@ -191,7 +191,7 @@ class Network:
         if self._swarm is not None:
             await self._outbox.flush(seconds)
         await self._outbox.close()
-        self.save_addresses()
+        await self.save_addresses()
         if self._swarm is not None:
             await self._swarm.stop()
 
@@ -363,14 +363,14 @@ class Network:
         log.warning("%s served wrong bytes and is not asked for this blob again: %s", provider.short, reason)
         self._bad_providers[provider] = None
 
-    def save_addresses(self) -> None:
+    async def save_addresses(self) -> None:
         """Store the addresses of members for the next start."""
         addresses = self.peers.addresses()
         # Only addresses that name a member, or peers could have us dial anybody, and give the address to others.
         of_members = [a for k, each in _by_peer(addresses).items() if self.peers.is_member(k) for a in each]
         if of_members:
             try:
-                self.membership.learn(of_members, own=self.addresses)
+                await asyncio.to_thread(self.membership.learn, of_members, own=self.addresses)
             except StoreError as e:
                 log.warning("addresses of members were not kept: %s", e)
 

@@ -21,6 +21,9 @@ log = logging.getLogger(__name__)
 START_SECONDS = 480.0
 """Seconds to import torch, meet the other ranks, build the model and move it to a GPU: a cold disk takes minutes."""
 
+BASE_RATE = 50e6
+"""Bytes a second at which the frozen base of an adapter is read and hashed at least, before the process is ready."""
+
 ANSWER_SECONDS, REPLAY_SECONDS = 900.0, 60.0
 """Seconds of silence after which a trainer that owes an answer is considered hung; each round to replay adds the
 second."""
@@ -100,7 +103,8 @@ class TrainerSupervisor:
         self._exited.clear()
         if self.stopping:
             link.kill()
-        self._arm_watchdog(f"was not ready within {START_SECONDS:.0f} s", START_SECONDS)
+        seconds = START_SECONDS + (self.start.base.stat().st_size / BASE_RATE if self.start.base is not None else 0.0)
+        self._arm_watchdog(f"was not ready within {seconds:.0f} s", seconds)
         try:
             await link.send(replace(self.start, gpu_memory=self.gpu_memory()))
             async for message in link:

@@ -28,6 +28,7 @@ class CallLimits:
     handler_seconds: float = 15
     concurrent_strangers: int = 64
     strangers_bytes_per_second: float = 4 * 1024 * 1024
+    strangers_answer_bytes_per_second: float = 4 * 1024 * 1024
     """For all senders together that are not known as members: anybody can make keys."""
     senders: int = 4096
 
@@ -42,6 +43,7 @@ class _Sender:
 @dataclass(slots=True)
 class _Strangers:
     volume: TokenBucket
+    answers: TokenBucket
     busy: int = 0
 
 
@@ -92,20 +94,29 @@ class RateLimiter:
     def charge(self, sender: PeerKey, size: int, *, work: bool = False, now: float | None = None) -> None:
         """Count `size` bytes that are sent to a sender as its own: small requests with big answers are not free.
 
-        With `work` they stand for the cost of checking what arrived, and count against all strangers' volume, too.
+        They count against all strangers' answers, too. With `work` they stand for the cost of checking what arrived,
+        and count against all strangers' volume instead.
         """
         now = time.monotonic() if now is None else now
         self._sender(sender, now).volume.charge(size)
-        if work and (strangers := self._shared(sender, now)) is not None:
-            strangers.volume.charge(size)
+        if (strangers := self._shared(sender, now)) is not None:
+            (strangers.volume if work else strangers.answers).charge(size)
+
+    def check_answers(self, sender: PeerKey, *, now: float | None = None) -> None:
+        """Raise TooBusy if the sender is a stranger, and strangers were sent too much. Call it before an answer."""
+        strangers = self._shared(sender, time.monotonic() if now is None else now)
+        if strangers is not None and strangers.answers.tokens <= 0:
+            raise TooBusy("strangers ask for too much: slow down")
 
     def _shared(self, sender: PeerKey, now: float) -> _Strangers | None:
         """Return what all strangers share, if the sender is one."""
         if self.is_known(sender):
             return None
         if self._strangers is None:
-            self._strangers = _Strangers(_bucket(self.limits.strangers_bytes_per_second, now))
+            rates = (self.limits.strangers_bytes_per_second, self.limits.strangers_answer_bytes_per_second)
+            self._strangers = _Strangers(*(_bucket(rate, now) for rate in rates))
         self._strangers.volume.refill(now)
+        self._strangers.answers.refill(now)
         return self._strangers
 
     def _sender(self, sender: PeerKey, now: float) -> _Sender:

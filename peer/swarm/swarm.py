@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 
 from peer.store import Store
 from peer.swarm.addresses import announceable, dial_addresses
-from peer.swarm.errors import PacketTooLarge, PeerUnreachable
+from peer.swarm.errors import PacketTooLarge, PeerUnreachable, SwarmStartError
 from peer.swarm.libp2p import START_SECONDS, Libp2pTransport
 from peer.swarm.pace import Paces
 from peer.swarm.rate_limiter import CallLimits, RateLimiter
@@ -182,26 +182,35 @@ class Swarm:
         """Join the swarm over a transport of this key, whose incoming calls `limiter` admits. See `start`."""
         self = cls(key, run, transport, limiter, store, handlers, limits or SwarmLimits(), paces or Paces())
         try:
-            self.presence = await transport.join_dht(run, handlers.on_warning)
-            await transport.accept_calls(call_name(run, "packet"), wire.Packet, self._take_packet)
-            await transport.accept_calls(call_name(run, "chain"), wire.ChainRequest, self._take_chain_request)
-            await transport.accept_calls(call_name(run, "headers"), wire.Packet, self._take_header_request)
-            await transport.accept_calls(
-                call_name(run, "coordinator-address"),
-                wire.CoordinatorAddressRequest,
-                self._take_coordinator_address_request,
-            )
-            await transport.accept_streams(call_name(run, "blob"), self.server.handle)
-            await self.refresh_addresses()
+            async with async_timeout.timeout(START_SECONDS):  # hivemind waits for ever for a daemon that ends now
+                await self._begin(handlers.on_warning)
             if initial and not await self.connect(initial):
                 handlers.on_warning(
                     "none of the addresses to enter the swarm by answers yet; trying goes on. If it stays so: is this "
                     "machine online, and does a firewall let it out?"
                 )
+        except asyncio.TimeoutError:
+            await self.stop()
+            raise SwarmStartError(f"libp2p's daemon did not answer for {START_SECONDS:.0f} s: try again") from None
         except BaseException:
             await self.stop()
             raise
         return self
+
+    async def _begin(self, warn: Callable[[str], None]) -> None:
+        """Take part in the DHT, and accept calls and streams."""
+        run, transport = self.run, self.transport
+        self.presence = await transport.join_dht(run, warn)
+        await transport.accept_calls(call_name(run, "packet"), wire.Packet, self._take_packet)
+        await transport.accept_calls(call_name(run, "chain"), wire.ChainRequest, self._take_chain_request)
+        await transport.accept_calls(call_name(run, "headers"), wire.Packet, self._take_header_request)
+        await transport.accept_calls(
+            call_name(run, "coordinator-address"),
+            wire.CoordinatorAddressRequest,
+            self._take_coordinator_address_request,
+        )
+        await transport.accept_streams(call_name(run, "blob"), self.server.handle)
+        await self.refresh_addresses()
 
     # -- addresses and connections -------------------------------------------------------------------------------
 
@@ -325,6 +334,7 @@ class Swarm:
         return wire.Ack()
 
     async def _take_chain_request(self, sender: PeerKey, request: wire.ChainRequest) -> wire.ChainReply:
+        self._limiter.check_answers(sender)
         reply = self._handlers.on_chain_request(sender, request)
         if inspect.isawaitable(reply):
             reply = await reply
@@ -333,11 +343,13 @@ class Swarm:
         return self._counted(sender, request, reply)
 
     async def _take_header_request(self, sender: PeerKey, names: wire.Packet) -> wire.Packet:
+        self._limiter.check_answers(sender)
         return self._counted(sender, names, self._handlers.on_headers_asked(names))
 
     async def _take_coordinator_address_request(
         self, sender: PeerKey, request: wire.CoordinatorAddressRequest
     ) -> wire.CoordinatorAddressReply:
+        self._limiter.check_answers(sender)
         return self._counted(sender, request, self._handlers.on_coordinator_address(request))
 
     def _counted(self, sender: PeerKey, request: Message, reply: M) -> M:

@@ -30,6 +30,7 @@ from peer.durable import publish, write_durably
 from peer.errors import SavedStateError
 from peer.training.inner_optimizer import MOMENTS
 from peer.training.windows import STRICT, WindowAccounting
+from protocol.errors import MalformedError
 from protocol.ids import Digest, PeerKey, RunId
 from protocol.layout import Layout
 from protocol.merkle import CHUNK, blob_digest, leaf_hash, tree_hash
@@ -162,6 +163,8 @@ class SavedFolder:
             return None
         except ValidationError as e:
             raise SavedStateError(f"{path} does not parse ({e.errors()[0]['msg']})") from None
+        except MalformedError as e:
+            raise SavedStateError(f"{path} does not parse ({e})") from None
         except OSError as e:
             raise SavedStateError(f"{path} cannot be read: {e.strerror}") from None
         if (manifest.run, manifest.peer, manifest.layout) != (self.run, self.peer, self.layout.digest):

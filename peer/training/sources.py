@@ -102,7 +102,7 @@ class RemoteFolder(ABC):
         return self._range(f"{shard}.{kind}", offset, size)
 
     def _range(self, file: str, start: int, size: int) -> bytes:
-        """Return at most `size` bytes, whatever the other side sends, within the deadline. Raise SourceError."""
+        """Return `size` bytes, whatever the other side sends, within the deadline. Raise SourceError."""
         self._stuck = [request for request in self._stuck if not request.is_done]
         if len(self._stuck) >= MAX_STUCK:
             raise SourceError(f"{self.name}: {MAX_STUCK} calls never came back")
@@ -114,7 +114,10 @@ class RemoteFolder(ABC):
             self._abort()
             self._stuck.append(reading)
             raise SourceError(f"{self.name}/{file}: not complete after {self._timeout:.0f} s")
-        return reading.result()
+        data = reading.result()
+        if len(data) < size:  # a connection that broke, or another file: the bytes that came may well be right
+            raise SourceError(f"{self.name}/{file}: ended after {len(data):,} of {size:,} bytes")
+        return data
 
     @abstractmethod
     def _read(self, file: str, start: int, size: int) -> bytes:

@@ -19,6 +19,9 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200
 
 HONEST = ["ada", "alan", "grace"]
 LIAR = "noisy"
+TOKENS = 24_576
+"""Of a round: with shorter ones auditors on busy cores fall behind, until the credit of what waits has settled."""
+
 ROUNDS = 40
 """Rounds within which it is convicted, on a machine of any speed: reports count for `hold_rounds`."""
 
@@ -31,9 +34,9 @@ def replayable_world() -> World:
         "credit": {"hold_rounds": 16},
         "checkpoint": {"every": 8, "keep": 8, "final_depth": 17},
     }
-    world = World(tables=tables)
+    world = World(target_tokens=TOKENS, tables=tables)
     keys = [str(load_or_make(world.folder / name / "identity.key").key) for name in HONEST]
-    write_run(world.folder / "run", tables=tables | {"admission": {"founders": sorted(keys)}})
+    write_run(world.folder / "run", target_tokens=TOKENS, tables=tables | {"admission": {"founders": sorted(keys)}})
     return world
 
 

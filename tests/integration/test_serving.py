@@ -89,7 +89,9 @@ def test_a_code_is_made_once_and_is_nobody_elses_to_read(tmp_path):
     assert len(code) >= 16 and _codes("", tmp_path, by_invite()) == (code,)
     assert stat.S_IMODE((tmp_path / "invite-code").stat().st_mode) == 0o600
     assert _codes("given", tmp_path, by_invite()) == ("given",)
-    assert _codes("given", tmp_path, tiny_spec()) == ()
+    assert _codes("", tmp_path, tiny_spec()) == ()
+    with pytest.raises(CairnError, match="leave out --code"):
+        _codes("given", tmp_path, tiny_spec())
 
 
 def test_a_private_file_is_whole_or_not_there(tmp_path, monkeypatch):
@@ -109,12 +111,19 @@ def test_a_private_file_is_whole_or_not_there(tmp_path, monkeypatch):
     assert (tmp_path / "invite").read_text() == "one" and [p.name for p in tmp_path.iterdir()] == ["invite"]
 
 
+def raised(error: Exception) -> None:
+    raise error
+
+
 async def test_the_invite_in_the_folder_names_who_is_there_and_is_written_only_when_that_changes(tmp_path, monkeypatch):
     monkeypatch.setattr(serve, "INVITE_SECONDS", 0.01)
     made = Invite(tiny_spec().run_id, Digest(bytes(32)), (HostPort("c.example", 1),), addresses=("/a",))
     codes: list[str] = []
     coordinator: Any = SimpleNamespace(invite=lambda code: codes.append(code) or made)
     config: Any = SimpleNamespace(folder=tmp_path, codes=("the-code",))
+    full = [CairnError("no space left")]
+    write = serve.write_whole
+    monkeypatch.setattr(serve, "write_whole", lambda *a, **k: raised(full.pop()) if full else write(*a, **k))
     keeping = asyncio.create_task(serve._keep_invite(coordinator, config))
     file = tmp_path / "invite"
     await until(file.exists)

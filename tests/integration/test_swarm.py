@@ -228,7 +228,10 @@ def test_a_senders_share_refills_with_time_and_senders_are_forgotten():
 
 
 def test_strangers_have_but_a_part_of_the_calls_whatever_keys_they_make():
-    limits = CallLimits(bytes_per_second=1000, concurrent=9, concurrent_strangers=2, strangers_bytes_per_second=100)
+    limits = CallLimits(
+        bytes_per_second=1000, concurrent=9, concurrent_strangers=2, strangers_bytes_per_second=100,
+        strangers_answer_bytes_per_second=100,
+    )  # fmt: skip
     member, *strangers = (PeerKey(bytes([n]) * 32) for n in range(6))
     limiter = RateLimiter(limits, is_known=lambda key: key == member)
     with limiter.admit(strangers[0], 10, now=0.0), limiter.admit(strangers[1], 10, now=0.0):
@@ -238,9 +241,13 @@ def test_strangers_have_but_a_part_of_the_calls_whatever_keys_they_make():
             pass
     limiter.charge(strangers[3], 1000, now=0.0)
     with limiter.admit(strangers[4], 80, now=0.0):
-        pass  # the answers count for the requester alone
+        pass  # answers do not count as what strangers send
+    with pytest.raises(TooBusy, match="ask for too much"):
+        limiter.check_answers(strangers[4], now=0.0)
+    limiter.check_answers(member, now=0.0)
     limiter.charge(strangers[0], 200, work=True, now=0.0)
     with pytest.raises(TooBusy, match="strangers"), limiter.admit(strangers[2], 1, now=1.0):
         pass
     with limiter.admit(strangers[2], 10, now=1.2), limiter.admit(member, 500, now=1.2):
         pass
+    limiter.check_answers(strangers[4], now=9.0)

@@ -10,15 +10,19 @@ import pytest
 from hivemind.dht.crypto import DHTRecord
 from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
 from hivemind.utils import MSGPackSerializer
 
+from peer.swarm import SwarmLimits
 from peer.swarm.libp2p import dht
 from peer.swarm.libp2p.dht import MAX_MEMBERS, HeartbeatValidator, members_key, unpack
+from peer.swarm.rate_limiter import CallLimits
 from protocol.identity import Identity
 from protocol.ids import RunId, sha256
 from protocol.message_codec import KeySigner
 from protocol.messages import Goodbye
 from tests.support.swarm_world import RUN, Member, identity, members
+from tests.support.waiting import LIMIT
 
 KEY = DHTID.generate(members_key(RUN))
 
@@ -165,6 +169,24 @@ async def test_a_hostile_node_can_neither_store_forgeries_nor_hide_members(tmp_p
         assert sorted(await a.swarm.discover()) == sorted([a.heartbeat(3), b.heartbeat(3)])
         dht.protocol.storage.store(KEY, b"\xd4" * 1000, now + 1e9)  # and what is no dictionary at all
         assert sorted(await b.swarm.discover()) == sorted([a.heartbeat(3), b.heartbeat(3)])
+
+
+async def test_a_call_to_the_dht_names_few_keys_and_its_answer_counts_against_who_asks(tmp_path):
+    limits = SwarmLimits(calls=CallLimits(bytes_per_second=2_000))
+    async with members(2, tmp_path, limits=limits) as (a, b):
+        assert await a.swarm.publish(a.heartbeat(), 60)
+        protocol = b.swarm.presence.node.protocol
+        stub = protocol.get_stub(PeerID(a.key.libp2p_id))
+
+        async def find(keys: int) -> Any:
+            request = dht.dht_pb2.FindRequest(keys=[KEY.to_bytes()] * keys, peer=protocol.node_info)
+            return await stub.rpc_find(request, timeout=LIMIT)
+
+        with pytest.raises(P2PHandlerError, match="names 17 keys: at most 16"):
+            await find(17)
+        assert (await find(16)).ByteSize() > 4_000
+        with pytest.raises(P2PHandlerError, match="slow down"):
+            await find(1)
 
 
 def test_of_one_nodes_records_those_are_looked_at_that_are_known_and_some_others(monkeypatch):

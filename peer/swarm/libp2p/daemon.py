@@ -12,7 +12,8 @@ hivemind's `P2P` is used as it is, except for the following, which it has no opt
 - `control._read_task`: nothing reports that the connection to the daemon broke.
 - `_client.control.daemon_connector`: a dial that fails leaks a socket, and has no deadline.
 - `_UNIX_SOCKET_PREFIX`: its sockets lie in a folder that all users share.
-- `add_protobuf_handler`: handlers have no limits and no deadline, also those of hivemind's own DHT.
+- `add_protobuf_handler`: handlers have no limits and no deadline, also those of hivemind's own DHT. One call may name
+  any number of keys there, and the DHT looks all of them up without a pause.
 - `_child`, `_terminate`: its shutdown does not wait for the daemon's end.
 """
 
@@ -38,7 +39,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, read_pbmsg_sa
 from hivemind.utils.logging import use_hivemind_log_handler
 
 from peer.swarm.addresses import quic_beside
-from peer.swarm.errors import PeerUnreachable, SwarmError, SwarmStartError, short_report
+from peer.swarm.errors import PeerUnreachable, SwarmError, SwarmStartError, TooBusy, short_report
 from peer.swarm.libp2p.ports import check_ports, reserved
 from peer.swarm.rate_limiter import RateLimiter
 from protocol.errors import CairnError, IdentityError
@@ -50,6 +51,11 @@ log = logging.getLogger(__name__)
 p2pd_pb2: Any = importlib.import_module(
     "hivemind.proto.p2pd_pb2"
 )  # built at run time, so type checkers see an empty module
+
+dht_pb2: Any = importlib.import_module("hivemind.proto.dht_pb2")
+
+MAX_DHT_KEYS = 16
+"""Keys of one call to the DHT: hivemind's own calls have no more."""
 
 START_SECONDS = 60
 STARTS = 2
@@ -147,16 +153,27 @@ class Daemon(P2P):
         async def limited(request: Any, context: P2PContext) -> Any:
             sender = sender_key(context.remote_id)
             with self.limiter.admit(sender, request.ByteSize()):
+                self._check_dht_call(sender, request)
                 try:
                     async with async_timeout.timeout(self.limiter.limits.handler_seconds):
-                        return await handler(request, context)
+                        answer = await handler(request, context)
                 except (CairnError, asyncio.TimeoutError):
                     raise
                 except Exception:
                     log.exception("a call of %s by %s failed here", name, sender.short)
                     raise SwarmError("internal error") from None  # the caller gets this text
+                if isinstance(answer, dht_pb2.FindResponse):
+                    self.limiter.charge(sender, answer.ByteSize())
+                return answer
 
         await super().add_protobuf_handler(name, limited, input_protobuf_type, **kwargs)
+
+    def _check_dht_call(self, sender: PeerKey, request: Any) -> None:
+        """Raise TooBusy for a call to the DHT that costs much: hivemind answers all keys of one without a pause."""
+        if isinstance(request, (dht_pb2.FindRequest, dht_pb2.StoreRequest)) and len(request.keys) > MAX_DHT_KEYS:
+            raise TooBusy(f"a call names {len(request.keys):,} keys: at most {MAX_DHT_KEYS} are answered")
+        if isinstance(request, dht_pb2.FindRequest):
+            self.limiter.check_answers(sender)
 
     async def call_bytes(self, peer: PeerKey, name: str, request: bytes) -> bytes:
         """Make a unary call. Raises hivemind's P2PDaemonError, P2PHandlerError."""

@@ -37,6 +37,9 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 0.1
 """Seconds between two checks for room for one more stream."""
 
+STRANGER_REQUEST = 4096
+"""Bytes that a request of a non-member counts for besides its answer: a look-up costs, also one that finds nothing."""
+
 MayServe = Callable[[Digest, PeerKey], "str | None | Awaitable[str | None]"]
 
 
@@ -135,12 +138,6 @@ class BlobServer:
         """Return the number of unanswered requests of each open stream."""
         return [s.unanswered for s in self._open]
 
-    def close_idle(self) -> bool:
-        """Close the streams on which nothing is unanswered; return whether any stream is left."""
-        for stream in [s for s in self._open if s.resting and not s.closing]:
-            stream.end()
-        return bool(self._streams)
-
     async def handle(self, peer: PeerKey, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one stream, until it is idle, breaks, or carries something else than requests."""
         limits = self.limits
@@ -228,7 +225,8 @@ class BlobServer:
 
     async def _write(self, writer: asyncio.StreamWriter, reply: BlobReply) -> None:
         """Send a reply. Raises TimeoutError when the other side does not read it."""
-        await self._pace.take(len(reply.data))
+        if reply.data:  # a refusal waits for no rate
+            await self._pace.take(len(reply.data))
         writer.writelines((reply.head(), reply.data))
         async with async_timeout.timeout(self.limits.write_seconds):
             await writer.drain()
@@ -261,6 +259,8 @@ class BlobServer:
             is_stranger, busy = not self.is_known(peer), refusal(ReplyStatus.BUSY, "too many non-members request blobs")
             if is_stranger and self.strangers_wait() > self.limits.strangers_wait_seconds:
                 return busy
+            if is_stranger:
+                self.strangers_budget.charge(STRANGER_REQUEST)
             self._on_requested(request.digest, peer)
             reply = await asyncio.get_running_loop().run_in_executor(self._executor, self.look_up, request)
             if is_stranger:

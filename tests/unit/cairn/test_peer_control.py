@@ -125,6 +125,14 @@ async def test_the_command_asks_all_runs_or_the_one_that_is_named(tmp_path):
             await ask("nonsense")
 
 
+async def test_one_peer_that_refuses_keeps_the_command_from_no_other(tmp_path):
+    said: list[str] = []
+    async with peer(tmp_path / "runs" / "0123456789ab", trains=False), peer(tmp_path / "runs" / "ffff56789abc"):
+        with pytest.raises(CairnError, match="^0123456789ab: this peer trains nothing"):
+            await asyncio.to_thread(ask_running, "resume", tmp_path, None, said.append)
+    assert said == ["ffff56789abc: training again"]
+
+
 def test_a_folder_that_cannot_be_opened_is_told_in_one_line(tmp_path):
     beside = tmp_path / ("deep" * 25)
     beside.write_text("a file where the run's folder should be")

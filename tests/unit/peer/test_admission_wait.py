@@ -18,6 +18,7 @@ from peer.node.network import Network
 from peer.node.node import Node
 from peer.node.options import NodeOptions
 from peer.store import Store
+from peer.swarm.pace import Paces
 from protocol.coordinator_address import CoordinatorAddress, sign_coordinator_address
 from protocol.errors import CairnError
 from protocol.ids import Digest
@@ -27,6 +28,7 @@ from tests.support.coordinator_fakes import make_spec, state
 from tests.support.specs import OWNER, admission, identity
 from tests.support.waiting import NEVER, ended, until
 
+PACES = Paces()
 SPEC = make_spec(genesis={"digest": state(0).hex(), "size": 524_288})
 ME = identity("me")
 
@@ -84,11 +86,14 @@ async def test_it_asks_again_says_so_and_leaves_the_swarm_when_it_is_admitted(ne
     caplog.set_level("INFO")
     nodes: list[Node] = []
     monkeypatch.setattr(
-        admission_wait, "build_node", lambda m, options: nodes.append(build_node(m, options)) or nodes[-1]
+        admission_wait,
+        "build_node",
+        lambda m, options, paces: nodes.append(build_node(m, options, paces=paces)) or nodes[-1],
     )
-    waits = asyncio.create_task(wait_until_admitted(newcomer, NodeOptions(tmp_path)))
+    waits = asyncio.create_task(wait_until_admitted(newcomer, NodeOptions(tmp_path), PACES))
     await asked(newcomer, 3)
     (node,) = nodes
+    assert node.network.paces is PACES
     assert not waits.done() and node.snapshot().phase == "observing" and not newcomer.seconds_left()
     assert caplog.text.count("waiting for the coordinator") == 1  # not at each attempt
     monkeypatch.setattr(admission_wait, "REQUEST_SECONDS", NEVER)
@@ -103,11 +108,11 @@ async def test_it_asks_again_says_so_and_leaves_the_swarm_when_it_is_admitted(ne
 async def test_a_refusal_ends_it_with_the_coordinators_reason(newcomer, tmp_path):
     newcomer.client.says = CoordinatorRefused("the invite's code is not valid")
     with pytest.raises(CoordinatorRefused, match="not valid"):
-        await ended(wait_until_admitted(newcomer, NodeOptions(tmp_path)))
+        await ended(wait_until_admitted(newcomer, NodeOptions(tmp_path), PACES))
 
 
 async def test_ctrl_c_ends_it(newcomer, tmp_path):
-    waits = asyncio.create_task(wait_until_admitted(newcomer, NodeOptions(tmp_path)))
+    waits = asyncio.create_task(wait_until_admitted(newcomer, NodeOptions(tmp_path), PACES))
     await asked(newcomer, 1)
     waits.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -120,4 +125,4 @@ async def test_what_ends_the_observer_ends_the_waiting(newcomer, tmp_path, monke
 
     monkeypatch.setattr(Network, "start", broken)
     with pytest.raises(CairnError, match="did not start"):
-        await ended(wait_until_admitted(newcomer, NodeOptions(tmp_path)))
+        await ended(wait_until_admitted(newcomer, NodeOptions(tmp_path), PACES))

@@ -109,7 +109,7 @@ class Server:
                         return None
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
-                self.wfile.write(data)
+                self.wfile.write(data[:-1] if fault == "broken once" and outer.requests == 2 else data)
 
             def log_message(self, format, *args):
                 pass
@@ -188,6 +188,19 @@ def test_a_bad_server_is_named_bounded_and_left_for_the_next(shards, fault, says
         with pytest.raises(DataUnavailableError, match=says):
             alone = spec(refs, bad.address)
             WindowReader(alone, timeout=2, report=told.append, private_data=True).read([index])
+
+
+def test_an_answer_that_breaks_off_is_no_wrong_bytes_and_its_server_is_asked_again(shards, monkeypatch):
+    folder, refs, arrays = shards
+    told: list[str] = []
+    with Server(folder, "broken once") as server:
+        reader = WindowReader(spec(refs, server.address), timeout=2, report=told.append, private_data=True)
+        with pytest.raises(DataUnavailableError, match="ended after"):
+            reader.read([0])
+        later = time.monotonic() + 3600
+        monkeypatch.setattr(time, "monotonic", lambda: later)
+        assert np.array_equal(reader.read([0])[0].numpy(), expected(arrays, 0))
+    assert len(told) == 1 and "wrong bytes" not in told[0]
 
 
 def test_a_dead_address_is_put_aside_and_not_asked_for_every_chunk(shards):

@@ -220,6 +220,21 @@ async def test_an_admission_is_renewed_before_it_ends_and_an_outage_is_said_loud
         keeping.cancel()
 
 
+async def test_an_admission_that_ends_sooner_than_the_sleep_seemed_is_renewed(store, client, tmp_path, monkeypatch):
+    """A suspended machine's sleep is longer than its clock says."""
+    monkeypatch.setattr(membership_module, "RENEW_SECONDS", 0.01)
+    m = await enter(store, tmp_path)
+    asked = client.asked
+    keeping = asyncio.create_task(m.keep_valid(nobody))
+    try:
+        await asyncio.sleep(0.05)
+        assert client.asked == asked and m.hours_left > 20
+        m.admission = admission(RUN, ME, not_after=int(time.time()) + 60).encoded
+        await until(lambda: client.asked > asked and m.hours_left > 20)
+    finally:
+        keeping.cancel()
+
+
 async def test_a_full_disk_at_a_renewal_costs_no_admission(store, client, tmp_path, monkeypatch):
     m = await enter(store, tmp_path)
 

@@ -649,7 +649,7 @@ async def test_nobody_has_us_dial_or_keep_whom_it_likes():
     said = (way(other, 1), *(way(identity(f"victim {i}"), 443) for i in range(5)), way(victim, 443))
     net.peers.note_heartbeat(heartbeat(other, addresses=said, admission=b"a member"), time.monotonic() - 1000.0)
     hear(net, heartbeat(PEERS[1], addresses=(way(PEERS[1], 2), way(victim, 443))))
-    net.save_addresses()
+    await net.save_addresses()
     assert w.membership.learnt == [way(PEERS[1], 2), way(other, 1)]
     net.peers.forget_silent(time.monotonic())
     await asyncio.sleep(0)

@@ -21,10 +21,12 @@ from peer.swarm import (
     Swarm,
     SwarmError,
     SwarmLimits,
+    SwarmStartError,
 )
+from peer.swarm import swarm as swarm_module
 from peer.swarm.rate_limiter import CallLimits, RateLimiter
 from peer.swarm.transfer import requests
-from peer.swarm.transfer.blob_server import ServeLimits
+from peer.swarm.transfer.blob_server import STRANGER_REQUEST, ServeLimits
 from peer.swarm.transfer.frames import BlobOp, BlobRequest, ReplyStatus
 from peer.swarm.transfer.streams import StreamLimits
 from protocol.identity import Identity
@@ -144,6 +146,23 @@ async def test_while_many_that_are_no_members_fetch_the_next_is_sent_away_at_onc
     with pytest.raises(BlobFetchError, match="too many non-members"):
         await c.swarm.fetch_blob(blob, len(data), [a.key], deadline_seconds=0.5)
     assert not a.requested
+
+
+async def test_a_request_of_a_non_member_counts_though_it_finds_nothing(three: list[Member]):
+    a, _, c = three
+    a.strangers = {c.key}
+    with pytest.raises(BlobFetchError):
+        await c.swarm.fetch_blob(Digest(bytes(32)), CHUNK, [a.key], deadline_seconds=0.3)
+    assert a.requested and a.swarm.server.strangers_budget.tokens <= 4 * CHUNK - STRANGER_REQUEST
+
+
+async def test_a_daemon_that_never_answers_is_an_error_and_no_peer_waits_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr(swarm_module, "START_SECONDS", 0.05)
+    member = Member(MemoryNetwork(), 1, tmp_path)
+    monkeypatch.setattr(member.transport, "join_dht", lambda run, warn: asyncio.sleep(LIMIT))
+    with pytest.raises(SwarmStartError, match="did not answer"):
+        await member.start()
+    member.store.close()
 
 
 async def test_non_members_that_wait_for_room_do_not_keep_members_out(three: list[Member]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -526,6 +527,9 @@ def _flip(path: Path) -> None:
         lambda folder: (folder / STATE_MANIFEST).write_text("[]"),
         lambda folder: (folder / STATE_MANIFEST).write_bytes(b"\xff" * 100),
         lambda folder: (folder / STATE_MANIFEST).write_bytes(b" " * (2 << 20)),
+        lambda folder: (folder / STATE_MANIFEST).write_text(
+            re.sub(r'"record": *"..', '"record":"zz', (folder / STATE_MANIFEST).read_text())
+        ),
         lambda folder: (folder / STATE_MANIFEST).write_text(
             (folder / STATE_MANIFEST).read_text().replace("trainer-1", "../../x")
         ),

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import textwrap
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,18 @@ async def test_a_trainer_that_hangs_is_killed_and_restarted(tmp_path, monkeypatc
         assert "has not answered MakeUpdate" in world.lost[0]
         await world.trainer.send(ASK)
         await world.until(lambda: "NothingDone" in world.names())
+
+
+async def test_a_trainer_that_reads_a_large_base_has_longer_to_become_ready(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "START_SECONDS", 0.01)
+    monkeypatch.setattr(module, "BASE_RATE", 1 / LIMIT)
+    base = tmp_path / "base"
+    base.write_bytes(b"x")
+    async with supervised(tmp_path, 'end.send(Ready("cpu", 1, 1, 1)); end.receive(None)') as (world, _):
+        await world.until(lambda: world.lost)
+        assert "was not ready within 0 s" in world.lost[0]
+        world.trainer.start = replace(world.trainer.start, base=base)
+        await world.until(lambda: "Ready" in world.names())
 
 
 async def test_a_trainer_that_waits_for_the_node_is_not_taken_for_one_that_hangs(tmp_path, monkeypatch):
