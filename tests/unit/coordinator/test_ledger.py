@@ -180,6 +180,15 @@ def test_when_a_record_was_seen_goes_with_it_into_the_ledger(ledger):
     assert ledger.first_seen() == {}
 
 
+def test_times_are_kept_to_the_millisecond(ledger):
+    account, at = make_accounts(1)[0], 1_700_000_123.456
+    ledger.note_first_seen(account.record, account.round, at)
+    ledger.post(account)
+    assert [r.seen_at for r in ledger.rounds()] == [at]
+    peers = [line.peer for line in account.lines]
+    assert ledger.active_since(dict.fromkeys(peers, lambda: 0.0)) == dict.fromkeys(peers, at)
+
+
 def test_admissions_are_renewed_and_forgotten(ledger):
     for n in (0, 9):
         ledger.add_admission(AdmissionRow(peer(n).key, f"p{n}", 1, 1, 10, b"x"))
