@@ -235,10 +235,11 @@ class ChainIndexer:
         for i in range(0, count, ROUNDS_PER_TRANSACTION):
             some = accounts[i : min(count, i + ROUNDS_PER_TRANSACTION)]
             encoded = finalization.encoded if some[-1] is newest else None
-            added, balances = await self._ledger.run(lambda ledger, s=some, f=encoded: self._post(ledger, s, f))
-            decided = any(a.decisions for a in added)  # only now the credit that they void is known
+            balances = await self._ledger.run(lambda ledger, s=some, f=encoded: self._post(ledger, s, f))
+            decided = any(a.decisions for a in some)  # only now the credit that they void is known
             audits = await self._ledger.run(self._read_audits) if decided else None
-            self._chain.post(added, (some[-1].round, some[-1].record), balances, accounts[i + len(some) :])
+            # All of them, also those that the ledger has from a pass that failed after its commit.
+            self._chain.post(some, (some[-1].round, some[-1].record), balances, accounts[i + len(some) :])
             if audits is not None:
                 self._chain.restore_audits(*audits)
         self._finalizer.adopt(finalization)
@@ -246,10 +247,11 @@ class ChainIndexer:
 
     def _post(
         self, ledger: Ledger, accounts: Sequence[RoundCredits], finalization: bytes | None
-    ) -> tuple[list[RoundCredits], dict[PeerKey, AccountBalance]]:
+    ) -> dict[PeerKey, AccountBalance]:
         """Post rounds, and the finalization of the last: in the ledger's thread, in one transaction."""
-        added = [a for a in accounts if ledger.post(a, finalization=finalization if a is accounts[-1] else None)]
-        return added, ledger.current_balances()
+        for account in accounts:
+            ledger.post(account, finalization=finalization if account is accounts[-1] else None)
+        return ledger.current_balances()
 
     async def _off_the_chain(self) -> str:
         """Return why the swarm's chain does not continue where the ledger ends."""

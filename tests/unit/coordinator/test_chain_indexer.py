@@ -11,7 +11,7 @@ import pytest
 from coordinator.chain_indexer import ChainIndexer
 from coordinator.credits.plausibility import PlausibilityCheck
 from coordinator.directives import DirectiveEffects
-from coordinator.errors import LedgerConflictError
+from coordinator.errors import LedgerConflictError, LedgerError
 from coordinator.finalizer import Finalizer
 from coordinator.history import RoundPoint, charts, tokens_per_second
 from coordinator.indexed_chain import IndexedChain
@@ -139,6 +139,29 @@ async def test_killed_between_settling_and_publishing_the_final_is_published_aft
     async with following(swarm, tmp_path) as (f, until):
         await until(lambda: swarm.finals)
         assert swarm.finals[-1].body.record == f.posted[1]
+
+
+async def test_rounds_whose_commit_was_not_acknowledged_are_not_forgotten(tmp_path):
+    swarm, lost = FakeSwarm(make_spec(total_tokens=5 * 1300 * SPEC.data.window)), []
+    async with following(swarm, tmp_path) as (f, until):
+        run = f._ledger.run
+
+        async def answer_lost(work):
+            done = await run(work)
+            if not lost and await run(lambda ledger: ledger.last()):
+                lost.append(work)
+                raise LedgerError("the connection was lost after the commit")
+            return done
+
+        f._ledger.run = answer_lost
+        rounds(swarm, DEPTH + 1)
+        await until(lambda: f.problem)
+        assert f.posted is None and len(lost) == 1
+        swarm.changed()
+        await until(lambda: f.posted)
+        assert len(f.history) == len(f.recent) == 1
+        rounds(swarm, 1)
+        await until(lambda: f.posted[0] == 4)  # the tokens of all rounds end the run
 
 
 async def test_a_lost_ledger_is_made_again_from_the_chain_and_its_finals(tmp_path):
