@@ -69,6 +69,8 @@ class ChainIndexer:
         self._moving = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._unsubscribe: Callable[[], None] | None = None
+        self._newest_seen: tuple[Digest, float] | None = None
+        """The record that was the newest last, and when it was first seen (unix seconds)."""
         self.verdicts: tuple[Verdict, ...] = ()
         """Verdicts that the chain should carry and does not yet, at most MAX_VERDICTS, the oldest ones."""
         self.problem = ""
@@ -274,9 +276,10 @@ class ChainIndexer:
         """
         if self._is_behind(newest.round) or newest.record in self._chain.first_seen:
             return
-        now = self._now()
-        self._chain.first_seen[newest.record] = now
-        self._on_new_head(newest)
+        if self._newest_seen is None or self._newest_seen[0] != newest.record:  # else the note of before failed
+            self._newest_seen = newest.record, self._now()
+            self._on_new_head(newest)
+        now = self._newest_seen[1]
         updates = certificate.record.body.updates
 
         def note(ledger: Ledger) -> None:
@@ -292,6 +295,7 @@ class ChainIndexer:
             ledger.add_verdicts(newest.round, self._plausibility.verdicts(newest, now, since))
 
         await self._ledger.run(note)
+        self._chain.first_seen[newest.record] = now  # only now: a pass after a failed write judges the updates again
 
     def _admitted_at(self, update: Signed[UpdateHeader]) -> float:
         """Return when the admission in a header begins (unix seconds). Called in the ledger's thread only."""
