@@ -16,6 +16,7 @@ from coordinator.ledger.database import Database
 from coordinator.ledger.store import connect
 from protocol.ids import Digest
 from protocol.ledger.credits import Balance, CreditRule, credits_of, sum_credits
+from tests.support import postgres_world
 from tests.support.coordinator_fakes import PARAMETERS, ChainMaker, make_accounts, make_spec, peer
 
 SPEC = make_spec()
@@ -159,6 +160,18 @@ def test_a_file_of_another_run_is_refused_and_a_server_keeps_many_runs(ledger, l
     else:
         with pytest.raises(LedgerError, match="is the ledger of run"):
             Ledger(ledger_place, other)
+
+
+def test_a_server_whose_host_vanishes_is_noticed_by_the_client(postgres_url):
+    from coordinator.ledger.postgres import PostgresDatabase
+
+    with postgres_world.empty_database(postgres_url) as url, bare(f"{url}&keepalives=0") as db:
+        assert isinstance(db, PostgresDatabase) and db.query("SELECT 1") == [(1,)]
+        used = {"keepalives": "1"} | db._db.info.get_parameters()  # it leaves out the defaults of libpq
+        assert {name: value for name, value in used.items() if name.startswith(("keepalives", "tcp_"))} == {
+            "keepalives": "1", "keepalives_idle": "10", "keepalives_interval": "5", "keepalives_count": "3",
+            "tcp_user_timeout": "30000",
+        }  # fmt: skip
 
 
 def test_a_file_that_is_no_ledger_is_refused_with_the_remedy(tmp_path):
