@@ -69,6 +69,8 @@ class ChainIndexer:
         self._moving = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._unsubscribe: Callable[[], None] | None = None
+        self._newest_seen: tuple[Digest, float] | None = None
+        """The record that was the newest last, and when it was first seen (unix seconds)."""
         self.verdicts: tuple[Verdict, ...] = ()
         """Verdicts that the chain should carry and does not yet, at most MAX_VERDICTS, the oldest ones."""
         self.problem = ""
@@ -235,10 +237,11 @@ class ChainIndexer:
         for i in range(0, count, ROUNDS_PER_TRANSACTION):
             some = accounts[i : min(count, i + ROUNDS_PER_TRANSACTION)]
             encoded = finalization.encoded if some[-1] is newest else None
-            added, balances = await self._ledger.run(lambda ledger, s=some, f=encoded: self._post(ledger, s, f))
-            decided = any(a.decisions for a in added)  # only now the credit that they void is known
+            balances = await self._ledger.run(lambda ledger, s=some, f=encoded: self._post(ledger, s, f))
+            decided = any(a.decisions for a in some)  # only now the credit that they void is known
             audits = await self._ledger.run(self._read_audits) if decided else None
-            self._chain.post(added, (some[-1].round, some[-1].record), balances, accounts[i + len(some) :])
+            # All of them, also those that the ledger has from a pass that failed after its commit.
+            self._chain.post(some, (some[-1].round, some[-1].record), balances, accounts[i + len(some) :])
             if audits is not None:
                 self._chain.restore_audits(*audits)
         self._finalizer.adopt(finalization)
@@ -246,10 +249,11 @@ class ChainIndexer:
 
     def _post(
         self, ledger: Ledger, accounts: Sequence[RoundCredits], finalization: bytes | None
-    ) -> tuple[list[RoundCredits], dict[PeerKey, AccountBalance]]:
+    ) -> dict[PeerKey, AccountBalance]:
         """Post rounds, and the finalization of the last: in the ledger's thread, in one transaction."""
-        added = [a for a in accounts if ledger.post(a, finalization=finalization if a is accounts[-1] else None)]
-        return added, ledger.current_balances()
+        for account in accounts:
+            ledger.post(account, finalization=finalization if account is accounts[-1] else None)
+        return ledger.current_balances()
 
     async def _off_the_chain(self) -> str:
         """Return why the swarm's chain does not continue where the ledger ends."""
@@ -272,9 +276,10 @@ class ChainIndexer:
         """
         if self._is_behind(newest.round) or newest.record in self._chain.first_seen:
             return
-        now = self._now()
-        self._chain.first_seen[newest.record] = now
-        self._on_new_head(newest)
+        if self._newest_seen is None or self._newest_seen[0] != newest.record:  # else the note of before failed
+            self._newest_seen = newest.record, self._now()
+            self._on_new_head(newest)
+        now = self._newest_seen[1]
         updates = certificate.record.body.updates
 
         def note(ledger: Ledger) -> None:
@@ -290,6 +295,7 @@ class ChainIndexer:
             ledger.add_verdicts(newest.round, self._plausibility.verdicts(newest, now, since))
 
         await self._ledger.run(note)
+        self._chain.first_seen[newest.record] = now  # only now: a pass after a failed write judges the updates again
 
     def _admitted_at(self, update: Signed[UpdateHeader]) -> float:
         """Return when the admission in a header begins (unix seconds). Called in the ledger's thread only."""

@@ -65,12 +65,16 @@ class LineFile:
     def append(self, lines: Iterable[bytes]) -> None:
         """Add lines (without their ends); they are on disk when this returns."""
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, self._mode)
-        with open(fd, "r+b", buffering=0) as file:
+        try:
             size = os.fstat(fd).st_size
             torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
-            file.write(b"\n" * torn + b"".join(line + b"\n" for line in lines))
+            left = b"\n" * torn + b"".join(line + b"\n" for line in lines)
+            while left:  # a disk that fills up takes a part, and refuses the rest
+                left = left[os.write(fd, left) :]
             os.fsync(fd)
             full = 0 < self._max_bytes <= os.fstat(fd).st_size
+        finally:
+            os.close(fd)
         if full:
             os.replace(self.path, self._older)
 

@@ -50,7 +50,7 @@ class MetricSources:
 
 
 class Metrics:
-    """Answers /metrics: the swarm at the moment of the request, and the coordinator's own state."""
+    """Makes the text of /metrics: the swarm at this moment, and the coordinator's own state."""
 
     def __init__(self, sources: MetricSources):
         self.registry = registry = CollectorRegistry()
@@ -142,7 +142,7 @@ class Metrics:
 
 
 class _Swarm:
-    """Gauges computed from an overview at each request."""
+    """Gauges computed from an overview each time that the text is made."""
 
     def __init__(self, sources: MetricSources, traffic: TrafficCounter):
         self._sources = sources

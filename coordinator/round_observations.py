@@ -26,7 +26,19 @@ MAX_ANNOUNCED = 64
 
 MAX_AUTHORS = 10_000
 MAX_PROPOSALS = 64
+MAX_EARLY_PROPOSALS = 16
+"""Proposals that are kept until their round begins here, one of each author: each may list thousands of peers."""
+
 TYPICAL = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Proposal:
+    """A proposed record: its digest, when it was received (unix seconds), and the peers that it lists."""
+
+    record: Digest
+    at: float
+    contributors: frozenset[PeerKey]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +94,8 @@ class TypicalDurations:
 class RoundObservations:
     """Collects what the observer receives (`receive`), and each record as it becomes the newest (`decide`).
 
-    It is bounded: one early announcement and proposal of each author, MAX_PROPOSALS of a round, MAX_ROUNDS rounds.
+    It is bounded: one early announcement and proposal of each author, MAX_PROPOSALS of a round, MAX_ROUNDS rounds. Of a
+    message it keeps only what it needs later, since whole ones of strangers would fill the memory.
     """
 
     def __init__(self, member_seconds: Callable[[], float], now: Callable[[], float]):
@@ -94,8 +107,10 @@ class RoundObservations:
         """When the round that is being trained began (unix seconds)."""
 
         self._announced: dict[PeerKey, ReceivedUpdate] = {}
-        self._proposed: dict[Digest, tuple[float, frozenset[PeerKey]]] = {}
-        self._early: BoundedDict[tuple[PeerKey, type], tuple[Signed, float]] = BoundedDict(MAX_AUTHORS)
+        self._proposed: dict[Digest, _Proposal] = {}
+        # By author, with the parent: their round has not begun here, or they are of another branch.
+        self._early_updates: BoundedDict[PeerKey, tuple[Digest, ReceivedUpdate]] = BoundedDict(MAX_AUTHORS)
+        self._early_proposals: BoundedDict[PeerKey, tuple[Digest, _Proposal]] = BoundedDict(MAX_EARLY_PROPOSALS)
         self._announcements: BoundedDict[Digest, Mapping[PeerKey, float]] = BoundedDict(MAX_ANNOUNCED)
         self._before: frozenset[PeerKey] = frozenset()
         self._bytes: dict[PeerKey, tuple[int, int]] = {}
@@ -152,23 +167,27 @@ class RoundObservations:
 
     def receive(self, message: Signed) -> None:
         """Take in a verified announcement or proposal; other messages are ignored."""
-        if not isinstance(message.body, UpdateHeader | RoundRecord):
-            return
-        now = self._now()
-        if message.body.parent == self._head:
-            self._accept(message, now)
-            return
-        # Its round has not begun here, or it is of another branch: the newest of each author waits for its turn.
-        key = (message.author, type(message.body))
-        self._early[key] = (message, now)
+        body, author, now = message.body, message.author, self._now()
+        if isinstance(body, UpdateHeader):
+            update = ReceivedUpdate(now, body.windows)
+            if body.parent == self._head:
+                self._accept_update(author, update)
+            else:
+                self._early_updates.renew(author, (body.parent, update))
+        elif isinstance(body, RoundRecord):
+            proposal = _Proposal(message.digest, now, frozenset(body.contributors))
+            if body.parent == self._head:
+                self._accept_proposal(proposal)
+            else:
+                self._early_proposals.renew(author, (body.parent, proposal))
 
-    def _accept(self, message: Signed, at: float) -> None:
-        if isinstance(message.body, UpdateHeader):
-            if message.author in self._announced or len(self._announced) >= MAX_AUTHORS:
-                return
-            self._announced[message.author] = ReceivedUpdate(at, message.body.windows)
-        elif message.digest not in self._proposed and len(self._proposed) < MAX_PROPOSALS:
-            self._proposed[message.digest] = (at, frozenset(message.body.contributors))
+    def _accept_update(self, author: PeerKey, update: ReceivedUpdate) -> None:
+        if author not in self._announced and len(self._announced) < MAX_AUTHORS:
+            self._announced[author] = update
+
+    def _accept_proposal(self, proposal: _Proposal) -> None:
+        if proposal.record not in self._proposed and len(self._proposed) < MAX_PROPOSALS:
+            self._proposed[proposal.record] = proposal
 
     def decide(self, account: RoundCredits, members: Mapping[PeerKey, ReceivedHeartbeat]) -> RoundObservation:
         """Note that a record became the newest, with the members at this moment; return the observation."""
@@ -178,7 +197,7 @@ class RoundObservations:
         inside = frozenset(e.peer for e in account.lines)
         first = self.first_announced
         # A reduced record changes while it gets its shards, so it is identified by the peers that it lists.
-        proposed = min((at for at, who in self._proposed.values() if who == inside), default=None)
+        proposed = min((p.at for p in self._proposed.values() if p.contributors == inside), default=None)
         if proposed is not None and first is not None:
             proposed = max(proposed, first)
         came = first is not None or proposed is not None  # else it was decided before this coordinator was there
@@ -202,10 +221,14 @@ class RoundObservations:
     def _turn_to(self, head: Digest, began: float | None) -> None:
         self._head, self.began = head, began
         self._announced, self._proposed = {}, {}
-        for key, (message, at) in list(self._early.items()):
-            if message.body.parent == head:
-                del self._early[key]
-                self._accept(message, at)
+        for author, (parent, update) in list(self._early_updates.items()):
+            if parent == head:
+                del self._early_updates[author]
+                self._accept_update(author, update)
+        for author, (parent, proposal) in list(self._early_proposals.items()):
+            if parent == head:
+                del self._early_proposals[author]
+                self._accept_proposal(proposal)
 
     def _traffic(self, members: Mapping[PeerKey, ReceivedHeartbeat]) -> tuple[int | None, int | None]:
         """Return bytes sent and received since the last round; None if that was not observed.

@@ -161,7 +161,7 @@ class Coordinator:
         self._tasks: list[asyncio.Task[None]] = []
         self._overview: tuple[float, Overview] | None = None
         self._overview_seconds = 0.25
-        self._began = now()
+        self._began = time.monotonic()  # the wall clock may be set while this runs
         self.fingerprint: Digest | None = None
         self.grpc_port = 0
         self.page_port = 0
@@ -193,7 +193,7 @@ class Coordinator:
             self._service, self._health, self._metrics.counted, certificate, c.listen_host, c.listen_port
         )  # fmt: skip
         self.page_port = await self._page.start(c.page_host, c.page_port)
-        self._began = self._now()
+        self._began = time.monotonic()
         await self._watcher.start()
         for name, work in {
             "publisher": self._publish_forever, "credits": self.credits.run, "admissions": self._tend_admissions,
@@ -281,7 +281,7 @@ class Coordinator:
         o, now, r = self.overview(), self._now(), self.directives.round_policy
         disk = disk_usage(self._config.folder)
         return AlertInput(
-            time=now, up=now - self._began, health=o.health, message=o.message, problem=o.problem,
+            time=now, up=time.monotonic() - self._began, health=o.health, message=o.message, problem=o.problem,
             caught_up=self.indexer.caught_up, round=o.round,
             round_limit=r.max_seconds + r.exchange_seconds + r.patience_seconds,
             losses=tuple(x.account.loss for x in o.rounds), training=o.training, diverged=o.diverged,

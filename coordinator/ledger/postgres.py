@@ -45,7 +45,11 @@ class PostgresDatabase(Database):
             self._db = self._connected()
 
     def _connected(self) -> psycopg.Connection:
-        db = psycopg.connect(self._url, autocommit=True, connect_timeout=CONNECT_SECONDS)
+        # No timeout of the server helps when its host vanishes: the client has to notice. Unix sockets ignore these.
+        db = psycopg.connect(
+            self._url, autocommit=True, connect_timeout=CONNECT_SECONDS, keepalives=1, keepalives_idle=10,
+            keepalives_interval=5, keepalives_count=3, tcp_user_timeout=30_000,
+        )  # fmt: skip
         try:
             for name, value in SETTINGS.items():
                 db.execute("SELECT set_config(%s, %s, false)", (name, value))

@@ -6,6 +6,8 @@ rest are notes of this coordinator, on which no credit depends.
 
 from __future__ import annotations
 
+import re
+
 from coordinator.errors import LedgerError
 from coordinator.ledger.database import Database
 from protocol.ids import RunId
@@ -151,7 +153,8 @@ CREATE TABLE IF NOT EXISTS decisions (
 REFUSALS_BY_ROUND = "CREATE INDEX IF NOT EXISTS refusals_by_round ON refusals (round)"
 """Made at each start: older tables with this schema version do not have it."""
 
-_POSTGRES = {" BLOB ": " BYTEA ", " BLOB,": " BYTEA,", " REAL ": " DOUBLE PRECISION ", " REAL,": " DOUBLE PRECISION,"}
+_POSTGRES = {"BLOB": "BYTEA", "REAL": "DOUBLE PRECISION"}
+"""Types that PostgreSQL calls otherwise. Its REAL has 4 bytes, which round unix seconds to 128 s."""
 
 
 def prepare(db: Database, run: RunId) -> None:
@@ -169,7 +172,7 @@ def prepare(db: Database, run: RunId) -> None:
 
 def _create(db: Database, text: str) -> None:
     for name, theirs in _POSTGRES.items() if db.dialect == "postgresql" else ():
-        text = text.replace(name, theirs)
+        text = re.sub(rf"\b{name}\b", theirs, text)
     db.script(text)
 
 

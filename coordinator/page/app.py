@@ -33,6 +33,9 @@ REQUESTS_OF_ONE = Rate(30, 200)
 BADGE_SECONDS, INVITE_SECONDS = 30, 10
 """How long a picture is kept."""
 
+METRICS_SECONDS = 1
+"""How long /metrics is kept: it is made on the event loop, which must not work for each of many requests."""
+
 _SECURITY = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -86,8 +89,13 @@ def make_app(source: PageApi, more: Sequence[Route] = ()) -> ASGIApp:
         body = await answers.get("/invite.svg", INVITE_SECONDS, make)
         return PlainTextResponse("ask the run's owner for an invite\n", 404) if body is None else body.answer(request)
 
-    async def metrics(_: Request) -> Response:
-        return Response(source.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    async def metrics(request: Request) -> Response:
+        async def make() -> EncodedBody:
+            return EncodedBody.of(source.metrics_text(), "text/plain; version=0.0.4; charset=utf-8")
+
+        body = await answers.get("/metrics", METRICS_SECONDS, make)
+        assert body is not None
+        return body.answer(request)
 
     app = Starlette(
         routes=[

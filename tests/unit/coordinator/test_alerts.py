@@ -131,6 +131,13 @@ async def test_a_real_spike_a_stall_and_a_full_disk_are_told_by_webhook_and_show
             assert sorted(hook.events[4:]) == [("disk", "resolved"), ("stalled", "resolved")]
 
 
+async def test_a_clock_that_was_ahead_at_the_start_silences_no_alert(tmp_path):
+    clock = [time.time() + 86_400]
+    async with running(tmp_path, SPEC, now=lambda: clock[0]) as (c, _):
+        clock[0] -= 86_400
+        assert 0 <= c._alert_input().up < 3600
+
+
 @pytest.mark.parametrize("order", ["paused", "ended"])
 async def test_a_run_that_rests_by_its_owners_word_raises_no_alert(tmp_path, quick, order):
     clock = [time.time()]

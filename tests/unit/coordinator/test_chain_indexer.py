@@ -11,11 +11,11 @@ import pytest
 from coordinator.chain_indexer import ChainIndexer
 from coordinator.credits.plausibility import PlausibilityCheck
 from coordinator.directives import DirectiveEffects
-from coordinator.errors import LedgerConflictError
+from coordinator.errors import LedgerConflictError, LedgerError
 from coordinator.finalizer import Finalizer
 from coordinator.history import RoundPoint, charts, tokens_per_second
 from coordinator.indexed_chain import IndexedChain
-from coordinator.ledger import AdmissionRow
+from coordinator.ledger import AdmissionRow, Ledger
 from coordinator.ledger_thread import LedgerThread
 from protocol.ids import Round
 from protocol.ledger.credits import CreditRule, credits_of, sum_credits
@@ -139,6 +139,29 @@ async def test_killed_between_settling_and_publishing_the_final_is_published_aft
     async with following(swarm, tmp_path) as (f, until):
         await until(lambda: swarm.finals)
         assert swarm.finals[-1].body.record == f.posted[1]
+
+
+async def test_rounds_whose_commit_was_not_acknowledged_are_not_forgotten(tmp_path):
+    swarm, lost = FakeSwarm(make_spec(total_tokens=5 * 1300 * SPEC.data.window)), []
+    async with following(swarm, tmp_path) as (f, until):
+        run = f._ledger.run
+
+        async def answer_lost(work):
+            done = await run(work)
+            if not lost and await run(lambda ledger: ledger.last()):
+                lost.append(work)
+                raise LedgerError("the connection was lost after the commit")
+            return done
+
+        f._ledger.run = answer_lost
+        rounds(swarm, DEPTH + 1)
+        await until(lambda: f.problem)
+        assert f.posted is None and len(lost) == 1
+        swarm.changed()
+        await until(lambda: f.posted)
+        assert len(f.history) == len(f.recent) == 1
+        rounds(swarm, 1)
+        await until(lambda: f.posted[0] == 4)  # the tokens of all rounds end the run
 
 
 async def test_a_lost_ledger_is_made_again_from_the_chain_and_its_finals(tmp_path):
@@ -371,6 +394,31 @@ async def test_a_key_whose_admission_was_forgotten_is_judged_by_the_admission_in
         swarm.round({0: 600, 1: too_much, 2: too_much})
         await until(lambda: f.head and f.head[1] == swarm.head)
         assert [v.peer for v in f.verdicts] == [peer(1).key]
+
+
+async def test_updates_are_judged_after_a_failed_write_and_by_the_time_before_it(tmp_path, monkeypatch):
+    spec = make_spec(credit={"hold_rounds": 9, "max_teraflops_per_second": 1})
+    swarm, clock, heads, failed, add = FakeSwarm(spec), [10_000.0], [], [], Ledger.add_verdicts
+
+    def full_once(ledger, round_, verdicts):
+        if not failed:
+            failed.append(round_)
+            raise LedgerError("the disk is full")
+        add(ledger, round_, verdicts)
+
+    swarm.round({0: 600})
+    swarm.chain.admitted_at = {peer(1).key: 9_990}
+    async with following(swarm, tmp_path, lambda: clock[0]) as (f, until):
+        f.indexer._on_new_head = heads.append
+        monkeypatch.setattr(Ledger, "add_verdicts", full_once)
+        swarm.round({0: 600, 1: 900_000_000 // spec.data.window})
+        await until(lambda: f.problem)
+        assert "the disk is full" in f.problem
+        clock[0] += 3000
+        swarm.changed()
+        await until(lambda: f.head and f.head[1] == swarm.head)
+        assert [(v.peer, "over 90 s" in v.reason) for v in f.verdicts] == [(peer(1).key, True)]
+        assert [h.record for h in heads] == [swarm.head] and f.first_seen[swarm.head] == 10_000
 
 
 def _place(v):

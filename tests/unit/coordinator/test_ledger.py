@@ -16,6 +16,7 @@ from coordinator.ledger.database import Database
 from coordinator.ledger.store import connect
 from protocol.ids import Digest
 from protocol.ledger.credits import Balance, CreditRule, credits_of, sum_credits
+from tests.support import postgres_world
 from tests.support.coordinator_fakes import PARAMETERS, ChainMaker, make_accounts, make_spec, peer
 
 SPEC = make_spec()
@@ -161,6 +162,18 @@ def test_a_file_of_another_run_is_refused_and_a_server_keeps_many_runs(ledger, l
             Ledger(ledger_place, other)
 
 
+def test_a_server_whose_host_vanishes_is_noticed_by_the_client(postgres_url):
+    from coordinator.ledger.postgres import PostgresDatabase
+
+    with postgres_world.empty_database(postgres_url) as url, bare(f"{url}&keepalives=0") as db:
+        assert isinstance(db, PostgresDatabase) and db.query("SELECT 1") == [(1,)]
+        used = {"keepalives": "1"} | db._db.info.get_parameters()  # it leaves out the defaults of libpq
+        assert {name: value for name, value in used.items() if name.startswith(("keepalives", "tcp_"))} == {
+            "keepalives": "1", "keepalives_idle": "10", "keepalives_interval": "5", "keepalives_count": "3",
+            "tcp_user_timeout": "30000",
+        }  # fmt: skip
+
+
 def test_a_file_that_is_no_ledger_is_refused_with_the_remedy(tmp_path):
     (tmp_path / "ledger.sqlite").write_bytes(b"hello" * 1000)
     with pytest.raises(LedgerError, match="move it away"):
@@ -178,6 +191,15 @@ def test_when_a_record_was_seen_goes_with_it_into_the_ledger(ledger):
         ledger.post(account)
     assert [r.seen_at for r in ledger.rounds()] == [1000.0, None]
     assert ledger.first_seen() == {}
+
+
+def test_times_are_kept_to_the_millisecond(ledger):
+    account, at = make_accounts(1)[0], 1_700_000_123.456
+    ledger.note_first_seen(account.record, account.round, at)
+    ledger.post(account)
+    assert [r.seen_at for r in ledger.rounds()] == [at]
+    peers = [line.peer for line in account.lines]
+    assert ledger.active_since(dict.fromkeys(peers, lambda: 0.0)) == dict.fromkeys(peers, at)
 
 
 def test_admissions_are_renewed_and_forgotten(ledger):

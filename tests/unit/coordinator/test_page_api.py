@@ -40,7 +40,7 @@ from tests.page.world import World
 from tests.support.coordinator_fakes import PARAMETERS, FakeSwarm, make_spec, overview, peer
 from tests.support.coordinator_service import running
 from tests.support.specs import OWNER
-from tests.support.waiting import LIMIT, until
+from tests.support.waiting import LIMIT, NEVER, until
 
 ROUNDS = 9
 
@@ -572,6 +572,22 @@ async def serving(source):
     transport = httpx.ASGITransport(app=make_app(source))
     async with httpx.AsyncClient(transport=transport, base_url="http://x") as get:
         yield get
+
+
+async def test_metrics_are_made_once_for_many_requests(world, monkeypatch):
+    from coordinator.page import app
+
+    monkeypatch.setattr(app, "METRICS_SECONDS", NEVER)
+    made = []
+
+    def text() -> bytes:
+        made.append(len(made))
+        return b"cairn_round %d\n" % made[-1]
+
+    async with serving(replace(world.coordinator.api, metrics_text=text)) as get:
+        answers = [await get.get("/metrics") for _ in range(5)]
+    assert [a.text for a in answers] == ["cairn_round 0\n"] * 5
+    assert answers[0].headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
 
 
 async def test_samples_and_checkpoints_come_from_who_keeps_them(world):

@@ -3,6 +3,8 @@ disk."""
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from coordinator.non_participation import REASONS
@@ -10,10 +12,10 @@ from coordinator.observation_file import ObservationFile
 from coordinator.overview import next_round_seconds
 from coordinator.page.json_view import round_charts
 from coordinator.peer_registry import RATE_SECONDS, PeerRegistry
-from coordinator.round_observations import MAX_WITH_ABSENCES, RoundObservations, TypicalDurations
+from coordinator.round_observations import MAX_EARLY_PROPOSALS, MAX_WITH_ABSENCES, RoundObservations, TypicalDurations
 from protocol.ids import Digest
 from protocol.ledger.credits import CreditRule, credits_of
-from protocol.messages import AuditDecision
+from protocol.messages import AuditDecision, RoundRecord
 from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer
 
 SPEC = make_spec()
@@ -145,7 +147,21 @@ def test_one_author_cannot_fill_the_memory_nor_replace_what_came_first():
         w.swarm.hear(
             fork.add({1: 10}, attempt=attempt).record, *fork.add({1: 10}, loss=attempt / 7).record.body.updates
         )
-    assert len(w.seen._early) == 1 and len(w.seen._proposed) == 64
+    assert len(w.seen._early_updates) == 1 and len(w.seen._proposed) == 64
+
+
+def test_of_proposals_that_come_early_few_are_kept_and_none_whole():
+    def whole() -> int:
+        gc.collect()
+        return sum(isinstance(o, RoundRecord) for o in gc.get_objects())
+
+    w = Watch()
+    w.round({0: 10})
+    before = whole()
+    for n in range(MAX_EARLY_PROPOSALS + 5):
+        w.swarm.hear(w.swarm.chain.fork(0).add({n: 10}).record)
+    assert whole() == before
+    assert len(w.seen._early_proposals) == MAX_EARLY_PROPOSALS
 
 
 def test_what_was_seen_outlives_a_restart_and_a_torn_line(tmp_path):

@@ -1,0 +1,22 @@
+"""Files that survive a power cut: a disk that fills up makes an error, and no line is lost unnoticed."""
+
+from __future__ import annotations
+
+import resource
+
+import pytest
+
+from coordinator.durable import LineFile
+
+
+def test_a_disk_that_takes_a_part_of_the_lines_is_an_error_and_the_torn_line_is_ended(tmp_path):
+    file = LineFile(tmp_path / "lines")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OSError):
+            file.append([b"x" * 60, b"y" * 60])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    file.append([b"z"])
+    assert file.read(1000) == [b"x" * 60, b"y" * 39, b"z"]
