@@ -82,6 +82,8 @@ class TrainerClient:
         """The record of the last `KeepState`."""
         self._missing = 0
         """Own updates that the present move puts back."""
+        self._is_checkpoint = False
+        """The present move asks for a checkpoint."""
         self._trained_before = 0
         self.progress = NO_PROGRESS
         self.made = self.missed = 0
@@ -230,7 +232,7 @@ class TrainerClient:
             log.info("the chain changed after the run's end: the trainer is started again")
             self._launch(self._start)
         self._stop_verifying()
-        self._missing = len(action.missed)
+        self._missing, self._is_checkpoint = len(action.missed), action.is_checkpoint
         if isinstance(action, ApplyRecord):
             self.loader.apply(action)
         elif action.reset:
@@ -333,7 +335,10 @@ class TrainerClient:
 
     async def _keep_state(self, applied: channel.Applied) -> None:
         self.missed, self._missing = self.missed + self._missing, 0
-        if applied.checkpoint_path is not None:
+        if applied.checkpoint_path is None:
+            if self._is_checkpoint:
+                self.post(events.StateNotKept(applied.record))
+        else:
             try:
                 await asyncio.to_thread(self.store.adopt, applied.checkpoint_path, applied.state_digest)
                 self.retention.protect_state(applied.state_digest)

@@ -209,17 +209,27 @@ class BaseState(ThreadOwned):
     def applied(self, began: float, record: Digest, checkpoint: Path | None) -> Applied:
         """Return the answer for the base, which is the state after `record`. Write its checkpoint where one is wanted.
 
+        A checkpoint that cannot be written is reported, and the answer names none: the state is held all the same.
         `began`: when the request was received (seconds, monotonic).
         """
         self.assert_owner()
-        digest = self._backend.store_state(self._threads, checkpoint)
+        try:
+            digest = self._backend.store_state(self._threads, checkpoint)
+        except OSError as e:
+            if checkpoint is None:
+                raise
+            self._report("warning", "checkpoint", f"the checkpoint of record {record.short} was not written: {e}")
+            checkpoint, digest = None, self._backend.store_state(self._threads, None)
         return Applied(record, digest, time.monotonic() - began, checkpoint)
 
     def write(self, out: Path) -> Applied:
         """Write the checkpoint of the held state. For the thread that trains. Raise TrainingError when none is held."""
+        self.assert_owner()
         if self.record is None or not self._exchange.holds_state:
             raise TrainingError("no state is held")
-        return self.applied(time.monotonic(), self.record, out)
+        began = time.monotonic()
+        digest = self._backend.store_state(self._threads, out)
+        return Applied(self.record, digest, time.monotonic() - began, out)
 
     def swap_base(self, move: BaseMove, unsaved: Iterable[TrainerManifest]) -> None:
         """Put the advanced base under the model's parameters, and settle own updates and windows by it.
