@@ -90,6 +90,8 @@ class BaseState(ThreadOwned):
         self._saved = self._read_saved()
         self.is_begin_due = False
         """True in a replayable run when `begin_again` is due, by the thread that trains: see `replayable_state`."""
+        self._is_announcing = False
+        """An update left the feedback, and is not on the disk yet: a state saved now would have it nowhere."""
 
     def _read_saved(self) -> SavedState | None:
         try:
@@ -128,6 +130,7 @@ class BaseState(ThreadOwned):
             if claim is None:
                 return NothingDone(ask.parent)
             blob = self._announce()
+            self._is_announcing = True
         first, end, steps = claim
         rebase = self._rebase_window(windows, first)
         made = UndecidedUpdate(ask.parent, blob_digest(blob), len(blob), first, rebase, end, steps, loss.mean)
@@ -137,10 +140,12 @@ class BaseState(ThreadOwned):
         except OSError:
             with self._exchange:
                 self._take_back(blob)
+                self._is_announcing = False
             self._folder.discard_update(made.blob)
             raise
         with self._exchange:
             self._exchange.windows = replace(self._exchange.windows, announced=made)
+            self._is_announcing = False
         return _made(made, ask.out)
 
     # A replayable run differs in the next five methods, and in `_missed_blobs`, `_move` and `_take_up`.
@@ -355,12 +360,12 @@ class BaseState(ThreadOwned):
     # -- what survives a restart -------------------------------------------------------------------------------
 
     def manifest(self) -> SavedState | None:
-        """Return all that is to be saved except the tensors; None before the first load.
+        """Return all that is to be saved except the tensors; None before the first load, and while an update is kept.
 
         For any thread that holds the exchange point.
         """
         self._exchange.assert_held()
-        if self.record is None:
+        if self.record is None or self._is_announcing:
             return None
         entries, steps = dict(self.ledger.entries), self._backend.optimizer_steps
         return SavedState(self.record, self.round, self._exchange.windows, entries, steps, {}, {}, {})
