@@ -279,7 +279,10 @@ class NothingDone(_Message):
 
 @dataclass(frozen=True, slots=True)
 class Applied(_Message):
-    """The state after `record` is held, with this digest. `checkpoint_path`: its file, if one was requested."""
+    """The state after `record` is held, with this digest.
+
+    `checkpoint_path`: its file, if one was requested and could be written.
+    """
 
     record: DigestField
     state_digest: DigestField

@@ -76,12 +76,14 @@ class TrainerClient:
         self._holds = False
         """No step is to begin: the peer is about to rest."""
         self._changing: asyncio.Task[None] | None = None
-        """The task that ends the process for a rest, or starts the next one after it."""
+        """The task that ends the process for a rest or a rollback, or starts the next one after it."""
         self._verifying: asyncio.Task[None] | None = None
         self._keeping: Digest | None = None
         """The record of the last `KeepState`."""
         self._missing = 0
         """Own updates that the present move puts back."""
+        self._is_checkpoint = False
+        """The present move asks for a checkpoint."""
         self._trained_before = 0
         self.progress = NO_PROGRESS
         self.made = self.missed = 0
@@ -230,25 +232,27 @@ class TrainerClient:
             log.info("the chain changed after the run's end: the trainer is started again")
             self._launch(self._start)
         self._stop_verifying()
-        self._missing = len(action.missed)
+        self._missing, self._is_checkpoint = len(action.missed), action.is_checkpoint
         if isinstance(action, ApplyRecord):
             self.loader.apply(action)
-        elif action.reset:
+        elif action.reset and self._start is not None and self._supervisor is not None:
             self.loader.drop()
-            self.tasks.spawn(self._reset(action), "reset of the trainer")
+            reset = self._reset(action, self._start, self._changing)
+            self._changing = self.tasks.spawn(reset, "reset of the trainer")
         else:
             self.loader.sync(action)
 
-    async def _reset(self, action: SyncState) -> None:
-        """Replace the trainer by a new process without its saved state."""
+    async def _reset(self, action: SyncState, start: channel.Start, before: asyncio.Task[None] | None) -> None:
+        """Replace the trainer by a new process without its saved state, unless a rest has begun meanwhile."""
         log.warning("the trainer starts from scratch: what it had learnt is of rounds that were rolled back")
-        if self._changing is not None:
-            await asyncio.wait([self._changing])  # two processes must not use one folder
-        if self._start is not None and self._supervisor is not None:
+        if before is not None:
+            await asyncio.wait([before])  # two processes must not use one folder
+        if self._supervisor is not None:
             await self._supervisor.stop(0.0)
-            await asyncio.to_thread(remove_saved_state, self._start.state_folder)
-            self._launch(self._start)
-        self.loader.sync(action)
+        await asyncio.to_thread(remove_saved_state, start.state_folder)
+        if self._changing is asyncio.current_task():  # otherwise the machine asks for the move again after the rest
+            self._launch(start)
+            self.loader.sync(action)
 
     # -- messages of the trainer -----------------------------------------------------------------------------
 
@@ -333,7 +337,10 @@ class TrainerClient:
 
     async def _keep_state(self, applied: channel.Applied) -> None:
         self.missed, self._missing = self.missed + self._missing, 0
-        if applied.checkpoint_path is not None:
+        if applied.checkpoint_path is None:
+            if self._is_checkpoint:
+                self.post(events.StateNotKept(applied.record))
+        else:
             try:
                 await asyncio.to_thread(self.store.adopt, applied.checkpoint_path, applied.state_digest)
                 self.retention.protect_state(applied.state_digest)

@@ -90,6 +90,8 @@ class BaseState(ThreadOwned):
         self._saved = self._read_saved()
         self.is_begin_due = False
         """True in a replayable run when `begin_again` is due, by the thread that trains: see `replayable_state`."""
+        self._is_announcing = False
+        """An update left the feedback, and is not on the disk yet: a state saved now would have it nowhere."""
 
     def _read_saved(self) -> SavedState | None:
         try:
@@ -128,6 +130,7 @@ class BaseState(ThreadOwned):
             if claim is None:
                 return NothingDone(ask.parent)
             blob = self._announce()
+            self._is_announcing = True
         first, end, steps = claim
         rebase = self._rebase_window(windows, first)
         made = UndecidedUpdate(ask.parent, blob_digest(blob), len(blob), first, rebase, end, steps, loss.mean)
@@ -137,10 +140,12 @@ class BaseState(ThreadOwned):
         except OSError:
             with self._exchange:
                 self._take_back(blob)
+                self._is_announcing = False
             self._folder.discard_update(made.blob)
             raise
         with self._exchange:
             self._exchange.windows = replace(self._exchange.windows, announced=made)
+            self._is_announcing = False
         return _made(made, ask.out)
 
     # A replayable run differs in the next five methods, and in `_missed_blobs`, `_move` and `_take_up`.
@@ -209,17 +214,27 @@ class BaseState(ThreadOwned):
     def applied(self, began: float, record: Digest, checkpoint: Path | None) -> Applied:
         """Return the answer for the base, which is the state after `record`. Write its checkpoint where one is wanted.
 
+        A checkpoint that cannot be written is reported, and the answer names none: the state is held all the same.
         `began`: when the request was received (seconds, monotonic).
         """
         self.assert_owner()
-        digest = self._backend.store_state(self._threads, checkpoint)
+        try:
+            digest = self._backend.store_state(self._threads, checkpoint)
+        except OSError as e:
+            if checkpoint is None:
+                raise
+            self._report("warning", "checkpoint", f"the checkpoint of record {record.short} was not written: {e}")
+            checkpoint, digest = None, self._backend.store_state(self._threads, None)
         return Applied(record, digest, time.monotonic() - began, checkpoint)
 
     def write(self, out: Path) -> Applied:
         """Write the checkpoint of the held state. For the thread that trains. Raise TrainingError when none is held."""
+        self.assert_owner()
         if self.record is None or not self._exchange.holds_state:
             raise TrainingError("no state is held")
-        return self.applied(time.monotonic(), self.record, out)
+        began = time.monotonic()
+        digest = self._backend.store_state(self._threads, out)
+        return Applied(self.record, digest, time.monotonic() - began, out)
 
     def swap_base(self, move: BaseMove, unsaved: Iterable[TrainerManifest]) -> None:
         """Put the advanced base under the model's parameters, and settle own updates and windows by it.
@@ -345,12 +360,12 @@ class BaseState(ThreadOwned):
     # -- what survives a restart -------------------------------------------------------------------------------
 
     def manifest(self) -> SavedState | None:
-        """Return all that is to be saved except the tensors; None before the first load.
+        """Return all that is to be saved except the tensors; None before the first load, and while an update is kept.
 
         For any thread that holds the exchange point.
         """
         self._exchange.assert_held()
-        if self.record is None:
+        if self.record is None or self._is_announcing:
             return None
         entries, steps = dict(self.ledger.entries), self._backend.optimizer_steps
         return SavedState(self.record, self.round, self._exchange.windows, entries, steps, {}, {}, {})

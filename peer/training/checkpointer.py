@@ -85,7 +85,10 @@ class AsyncCheckpointer:
         self._pause = 0.0
         """Seconds from the last save's start to when the next one was due."""
         self._copied_at = self._update_at = self._round_seconds = 0.0
-        """Time of the last copy, time of the last update, and seconds between the last two updates."""
+        """Time of the last copy, time of the last update, and seconds between the last two updates.
+
+        The first load counts as both: a process that is killed in its first round loses no more than in a later one.
+        """
         self._has_reported = False
 
     @property
@@ -100,6 +103,11 @@ class AsyncCheckpointer:
         return tuple(save.state for save in held if save is not None)
 
     # -- beside the training ---------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Have the first round begin, unless one has begun. To be called when a state is held."""
+        if not self._update_at:
+            self._copied_at = self._update_at = time.monotonic()
 
     def start(self) -> None:
         """Copy what there is to save, if a save is due. To be called when an update was made."""

@@ -111,6 +111,7 @@ class Trainer:
     def load(self, ask: Load) -> Applied:
         """Continue training from a checkpoint and the records after it. Return the answer."""
         answer, move = self.base.load(ask, self.checkpointer.pending)
+        self.checkpointer.begin()
         self.steps.follow(move)
         return answer
 

@@ -71,7 +71,8 @@ async def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 
     async def make(store: FullStore, post: Callable[[events.Event], None], *answers: channel.FromTrainer):
         monkeypatch.setattr(Supervisor, "answers", answers, raising=False)
-        other: Any = SimpleNamespace(run=nothing, prune=nothing, head=digest("head"), trust=print, protect_update=print)
+        other: Any = SimpleNamespace(run=nothing, prune=nothing, head=digest("head"))
+        other.sync = other.trust = other.protect_update = print
         client = TrainerClient(
             cast(Any, None), identity("me").key, NodeOptions(tmp_path), cast(Any, store), other, other, other, other,
             Tasks(), post, RestWish(), supervise=cast(Any, Supervisor),
@@ -94,6 +95,18 @@ async def test_a_state_that_could_not_be_kept_is_no_success(make, adopts: bool, 
     client.keep_state(KeepState(RECORD))
     await until(lambda: posted, "the machine is informed")
     assert posted[0] == events.StateNotKept(RECORD)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+async def test_a_checkpoint_that_the_trainer_could_not_write_is_reported_and_the_state_is_reached(
+    make, asked: bool, tmp_path: Path
+):
+    posted: list[events.Event] = []
+    client = await make(FullStore(tmp_path), posted.append, channel.Applied(RECORD, STATE, 0.0, None))
+    client.move(cast(Any, SimpleNamespace(reset=False, missed=(), is_checkpoint=asked)))
+    await ended(client.send(cast(Any, None)))
+    await until(lambda: events.StateReached(RECORD, STATE) in posted, "the state is reached")
+    assert posted[:-1] == [events.StateNotKept(RECORD)] * asked
 
 
 async def test_windows_trained_while_an_update_was_stored_are_not_lost(make, tmp_path: Path):

@@ -92,6 +92,18 @@ async def test_a_rollback_during_a_rest_starts_one_process(client):
     assert len(running()) == 1
 
 
+async def test_a_rest_that_begins_during_a_rollback_leaves_no_process(client):
+    await ended(client.begin(cast(Any, None)))
+    client.move(SyncState((), (), 0, 0, (), None, True, (), False))
+    await until(lambda: Process.made[0].stopping, "the process is being replaced")
+    client.release()
+    await until(lambda: client.rest.is_free, "the devices are free")
+    await asyncio.sleep(0.05)
+    assert not running() and client.rest.is_free
+    client.acquire()
+    await until(lambda: len(running()) == 1, "a process is started again")
+
+
 async def test_a_reason_that_goes_before_the_node_follows_it_keeps_no_trainer_away(client):
     client.rest.want("schedule", "not yet")
     await ended(client.begin(cast(Any, None)))

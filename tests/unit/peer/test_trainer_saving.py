@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from peer.training.gate import YieldGate
 from peer.training.memory import UNKNOWN, available
 from peer.training.parallel import sharded_file
 from peer.training.parallel.sharded_file import ShardedFile
-from peer.training.saved_state import STATE_MANIFEST
+from peer.training.saved_state import STATE_MANIFEST, SavedFolder
 from peer.training.service import TrainerService
 from peer.training.state_writer import copy_size
 from peer.training.time_breakdown import Activity, TimeBreakdown
@@ -416,17 +417,41 @@ def test_a_trainer_that_holds_no_state_saves_nothing(world):
         trainer.close(in_order=True)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_while_an_update_is_written_no_state_without_it_is_saved(world, monkeypatch, fails):
+    trainer, keep, found = loaded(world), SavedFolder.keep_update, []
+    train(trainer, 1)
+
+    def slow(folder: SavedFolder, *update) -> Path:
+        trainer.save()
+        found.append(folder.read())
+        if fails:
+            raise OSError("the disk is full")
+        return keep(folder, *update)
+
+    monkeypatch.setattr(SavedFolder, "keep_update", slow)
+    with pytest.raises(OSError, match="full") if fails else contextlib.nullcontext():
+        update(trainer, world.folder / "u")
+    trainer.save()
+    saved = trainer.folder.read()
+    assert found == [None] and saved is not None
+    assert (saved.windows.announced is None) == fails and saved.windows.counter == BATCH
+
+
 def test_in_a_long_round_what_was_trained_is_saved_too_but_not_too_often(world, monkeypatch):
     for name, value in (("PROGRESS_SECONDS", 0.0), ("STILL_SHARE", 1e9), ("WRITE_SHARE", 1e9)):
         monkeypatch.setattr(checkpointer, name, value)
     trainer = loaded(world)
     train(trainer, 1)
-    assert not trainer.checkpointer.is_mid_round_due  # before the first update
+    trainer.checkpointer.start_mid_round()  # before the first update
+    finish(trainer)
+    assert saved_counter(trainer) == BATCH
     update(trainer, world.folder / "u")
     trainer.checkpointer.start()
     assert not trainer.checkpointer.is_mid_round_due  # one save at a time
     finish(trainer)
-    assert saved_counter(trainer) == BATCH
+    saved = trainer.folder.read()
+    assert saved is not None and saved.windows.announced is not None
     train(trainer, 2)
     trainer.checkpointer.start_mid_round()
     finish(trainer)

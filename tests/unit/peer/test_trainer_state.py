@@ -112,6 +112,24 @@ def test_an_update_that_cannot_be_written_is_not_lost(raw):
     assert made.end_window == 2 * BATCH
 
 
+@pytest.mark.parametrize("moves", ["apply", "load"])
+def test_a_checkpoint_that_cannot_be_written_is_reported_and_the_move_is_made(world, moves):
+    nowhere = world.folder / "no such folder" / "state"
+    trainer, heard = born(world)
+    if moves == "load":
+        answer = trainer.load(replace(world.load(), write_checkpoint=nowhere))
+    else:
+        trainer.load(world.load())
+        train(trainer, 1)
+        record = accepted_round(0, (1, update(trainer, world.folder / "u")))
+        answer = apply(trainer, Apply(record, (), BATCH, BATCH, nowhere))
+    assert answer.checkpoint_path is None and heard.kinds() == ["checkpoint"]
+    assert trainer.base.record == answer.record and trainer.steps.may_train
+    assert trainer.base.write(world.folder / "state").state_digest == answer.state_digest
+    with pytest.raises(OSError):
+        trainer.base.write(nowhere)
+
+
 def test_a_missed_update_is_in_the_next_one_with_its_windows(raw):
     trainer = loaded(raw)
     train(trainer, 2)

@@ -8,7 +8,7 @@ import pytest
 
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey, Round, sha256
-from protocol.messages import Directive, Heartbeat, Rollback, RoundChanges, RoundRecord
+from protocol.messages import Certificate, Directive, Heartbeat, Rollback, RoundChanges, RoundRecord
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from protocol.rounds.machine import RoundMachine
@@ -24,11 +24,12 @@ def word(sequence: int, **fields):
     return OWNER.sign(Directive(RUN, sequence, **fields))
 
 
-def started_again(kept) -> Bench:
-    """Return a peer that comes back with a directive that it received in an earlier life."""
+def started_again(*kept) -> Bench:
+    """Return a peer that comes back with directives and certificates that it received in an earlier life."""
     b = Bench()
     b.now, b.chain = 0.0, Chain(RUN, STATE, POLICY.chain_limits)
-    b.chain.add_directive(kept)
+    for message in kept:
+        (b.chain.add if isinstance(message, Certificate) else b.chain.add_directive)(message)
     b.machine = RoundMachine(
         POLICY, RUN, FakeSigner(ME), b.chain, now=0.0, blob_size=9, status=LocalStatus(admission=b"me")
     )
@@ -82,6 +83,25 @@ def test_a_move_to_rounds_that_are_rolled_back_is_not_waited_for():
     assert not b.of(do.SyncState) and b.machine.phase == "syncing"
     b.step(ev.StateReached(first.digest, NEXT))
     assert b.machine.phase == "training" and b.machine.summary(b.now).round == 1
+
+
+@pytest.mark.parametrize(("to", "is_learnt_gone"), [(0, True), (2, False)])
+def test_who_was_away_during_a_rollback_forgets_what_it_learnt_on_rounds_that_are_gone(to: int, is_learnt_gone: bool):
+    b, kept = Bench(), []
+    parent, state = b.chain.genesis, STATE
+    for number in range(3):
+        mine = b.header(ME, 10, bytes([number]), round=Round(number), parent=parent, base_state=state,
+                        first_window=10 * number, end_window=10 * number + 10)  # fmt: skip
+        record = FakeSigner(ME).sign(RoundRecord(RUN, Round(number), parent, state, 0, (mine,)))
+        kept.append(certificate(record, [ME]))
+        parent, state = kept[-1].digest, NEXT
+    b = started_again(*kept)
+    back = word(1, rollback=Rollback(1, kept[to].digest, Round(to + 1), NEXT))
+    b.step(ev.ChainReceived((), None, OTHERS[0], False, back), 0.5)
+    while not (moves := b.of(do.SyncState)):
+        b.step(ev.Tick(), b.machine.next_tick)
+    assert b.chain.head == kept[to].digest
+    assert [(m.reset, m.missed) for m in moves] == [(is_learnt_gone, ())]
 
 
 def test_more_members_than_the_spec_says_have_room_everywhere():
