@@ -38,7 +38,7 @@ REPORT_SECONDS = 30.0
 async def wait_until_admitted(membership: Enrollment, options: NodeOptions, paces: Paces) -> None:
     """Return when the membership has a valid admission; may be cancelled.
 
-    What is fetched and served meanwhile keeps to `paces`.
+    Fetches and answers meanwhile keep to `paces`.
 
     Raise CairnError when the coordinator refuses the peer, or when the observer cannot go on.
     """

@@ -113,8 +113,10 @@ class RateLimiter:
         if self.is_known(sender):
             return None
         if self._strangers is None:
-            rates = (self.limits.strangers_bytes_per_second, self.limits.strangers_answer_bytes_per_second)
-            self._strangers = _Strangers(*(_bucket(rate, now) for rate in rates))
+            limits = self.limits
+            self._strangers = _Strangers(
+                _bucket(limits.strangers_bytes_per_second, now), _bucket(limits.strangers_answer_bytes_per_second, now)
+            )
         self._strangers.volume.refill(now)
         self._strangers.answers.refill(now)
         return self._strangers
