@@ -27,7 +27,7 @@ from peer.node.peer_table import News, PeerTable
 from peer.node.provider_order import provider_order
 from peer.node.tasks import Tasks
 from peer.store import StoreError
-from peer.swarm import Handlers, Swarm
+from peer.swarm import Handlers, Swarm, SwarmStartError
 from peer.swarm.addresses import parse_address
 from peer.swarm.pace import Paces
 from protocol.bounded import BoundedDict
@@ -131,9 +131,15 @@ class Network:
             log.error("libp2p's daemon ended (%s): starting another", cause)
             await self.swarm.stop()
             self._earlier_bytes, self._swarm = (self.bytes_up, self.bytes_down), None
-            await asyncio.sleep(LONELY_SECONDS)
-            assert self._handlers is not None
-            await self.start(self._handlers)
+            pause = LONELY_SECONDS
+            while self._swarm is None:
+                await asyncio.sleep(pause)
+                assert self._handlers is not None
+                try:
+                    await self.start(self._handlers)
+                except SwarmStartError as e:  # memory may be short, which ended the first one
+                    log.error("%s", e)
+                    pause = DISCOVER_SECONDS
 
     async def discover(self) -> None:
         """Keep our heartbeat in the DHT and find the peers there, until cancelled."""

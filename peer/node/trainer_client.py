@@ -235,7 +235,7 @@ class TrainerClient:
         self._missing, self._is_checkpoint = len(action.missed), action.is_checkpoint
         if isinstance(action, ApplyRecord):
             self.loader.apply(action)
-        elif action.reset and self._start is not None and self._supervisor is not None:
+        elif action.reset and self._start is not None:
             self.loader.drop()
             reset = self._reset(action, self._start, self._changing)
             self._changing = self.tasks.spawn(reset, "reset of the trainer")

@@ -30,7 +30,7 @@ class PacketTooLarge(SwarmError):
 
 
 class TooBusy(SwarmError):
-    """A sender exceeded its limits. Nothing of its request was read."""
+    """A sender exceeded its limits."""
 
 
 class BlobFetchError(SwarmError):

@@ -28,8 +28,9 @@ class CallLimits:
     handler_seconds: float = 15
     concurrent_strangers: int = 64
     strangers_bytes_per_second: float = 4 * 1024 * 1024
-    strangers_answer_bytes_per_second: float = 4 * 1024 * 1024
     """For all senders together that are not known as members: anybody can make keys."""
+    strangers_answer_bytes_per_second: float = 4 * 1024 * 1024
+    """Of large answers to all of them together."""
     senders: int = 4096
 
 
@@ -94,16 +95,22 @@ class RateLimiter:
     def charge(self, sender: PeerKey, size: int, *, work: bool = False, now: float | None = None) -> None:
         """Count `size` bytes that are sent to a sender as its own: small requests with big answers are not free.
 
-        They count against all strangers' answers, too. With `work` they stand for the cost of checking what arrived,
-        and count against all strangers' volume instead.
+        With `work` they stand for the cost of checking what arrived, and count against all strangers' volume, too.
         """
         now = time.monotonic() if now is None else now
         self._sender(sender, now).volume.charge(size)
+        if work and (strangers := self._shared(sender, now)) is not None:
+            strangers.volume.charge(size)
+
+    def charge_answer(self, sender: PeerKey, size: int, *, now: float | None = None) -> None:
+        """Count a large answer of `size` bytes as the sender's own, and against what all strangers are sent."""
+        now = time.monotonic() if now is None else now
+        self._sender(sender, now).volume.charge(size)
         if (strangers := self._shared(sender, now)) is not None:
-            (strangers.volume if work else strangers.answers).charge(size)
+            strangers.answers.charge(size)
 
     def check_answers(self, sender: PeerKey, *, now: float | None = None) -> None:
-        """Raise TooBusy if the sender is a stranger, and strangers were sent too much. Call it before an answer."""
+        """Raise TooBusy if the sender is a stranger, and strangers were sent too much: before a large answer."""
         strangers = self._shared(sender, time.monotonic() if now is None else now)
         if strangers is not None and strangers.answers.tokens <= 0:
             raise TooBusy("strangers ask for too much: slow down")

@@ -340,24 +340,27 @@ class Swarm:
             reply = await reply
         if reply.ByteSize() > MAX_PACKET:
             raise PacketTooLarge(f"the reply has {reply.ByteSize():,} bytes: at most {MAX_PACKET:,} fit into one")
-        return self._counted(sender, request, reply)
+        self._limiter.charge_answer(sender, reply.ByteSize())
+        self._count(request, reply)
+        return reply
 
     async def _take_header_request(self, sender: PeerKey, names: wire.Packet) -> wire.Packet:
-        self._limiter.check_answers(sender)
-        return self._counted(sender, names, self._handlers.on_headers_asked(names))
+        reply = self._handlers.on_headers_asked(names)
+        self._limiter.charge(sender, reply.ByteSize())
+        self._count(names, reply)
+        return reply
 
     async def _take_coordinator_address_request(
         self, sender: PeerKey, request: wire.CoordinatorAddressRequest
     ) -> wire.CoordinatorAddressReply:
-        self._limiter.check_answers(sender)
-        return self._counted(sender, request, self._handlers.on_coordinator_address(request))
-
-    def _counted(self, sender: PeerKey, request: Message, reply: M) -> M:
-        """Return the reply, whose size counts against the sender's limit."""
+        reply = self._handlers.on_coordinator_address(request)
         self._limiter.charge(sender, reply.ByteSize())
+        self._count(request, reply)
+        return reply
+
+    def _count(self, request: Message, reply: Message) -> None:
         self._traffic.down += request.ByteSize()
         self._traffic.up += reply.ByteSize()
-        return reply
 
     # -- blobs ---------------------------------------------------------------------------------------------------
 

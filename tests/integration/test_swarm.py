@@ -239,7 +239,7 @@ def test_strangers_have_but_a_part_of_the_calls_whatever_keys_they_make():
             pass
         with limiter.admit(member, 500, now=0.0):
             pass
-    limiter.charge(strangers[3], 1000, now=0.0)
+    limiter.charge_answer(strangers[3], 1000, now=0.0)
     with limiter.admit(strangers[4], 80, now=0.0):
         pass  # answers do not count as what strangers send
     with pytest.raises(TooBusy, match="ask for too much"):

@@ -63,6 +63,17 @@ async def test_chain_requests_are_answered(pool, tmp_path):
         assert await b.swarm.request_chain(a.key, wire.ChainRequest(run=RUN)) == a.chain
 
 
+async def test_strangers_are_sent_little_of_the_chain_and_members_what_they_ask_for(tmp_path):
+    limits = SwarmLimits(calls=CallLimits(strangers_answer_bytes_per_second=1))
+    async with members(3, tmp_path, limits=limits) as (a, b, c):
+        a.strangers, request = {b.key}, wire.ChainRequest(run=RUN)
+        a.chain = wire.ChainReply(certificates=[b"c" * 1000])
+        assert await b.swarm.request_chain(a.key, request) == a.chain
+        with pytest.raises(PeerRefused, match="strangers ask for too much"):
+            await b.swarm.request_chain(a.key, request)
+        assert await c.swarm.request_chain(a.key, request) == a.chain
+
+
 async def test_headers_are_asked_for_by_name_and_given_and_count_against_who_asks(tmp_path):
     async with members(2, tmp_path) as (a, b):
         names, headers = wire.Packet(messages=[b"n" * 16] * 3), wire.Packet(messages=[b"h" * 600] * 3)

@@ -171,8 +171,8 @@ async def test_a_hostile_node_can_neither_store_forgeries_nor_hide_members(tmp_p
         assert sorted(await b.swarm.discover()) == sorted([a.heartbeat(3), b.heartbeat(3)])
 
 
-async def test_a_call_to_the_dht_names_few_keys_and_its_answer_counts_against_who_asks(tmp_path):
-    limits = SwarmLimits(calls=CallLimits(bytes_per_second=2_000))
+async def test_a_call_to_the_dht_names_one_key_and_strangers_are_sent_little(tmp_path):
+    limits = SwarmLimits(calls=CallLimits(strangers_answer_bytes_per_second=1))
     async with members(2, tmp_path, limits=limits) as (a, b):
         assert await a.swarm.publish(a.heartbeat(), 60)
         protocol = b.swarm.presence.node.protocol
@@ -182,10 +182,13 @@ async def test_a_call_to_the_dht_names_few_keys_and_its_answer_counts_against_wh
             request = dht.dht_pb2.FindRequest(keys=[KEY.to_bytes()] * keys, peer=protocol.node_info)
             return await stub.rpc_find(request, timeout=LIMIT)
 
-        with pytest.raises(P2PHandlerError, match="names 17 keys: at most 16"):
-            await find(17)
-        assert (await find(16)).ByteSize() > 4_000
-        with pytest.raises(P2PHandlerError, match="slow down"):
+        with pytest.raises(P2PHandlerError, match="names 2 keys: at most 1"):
+            await find(2)
+        for _ in range(3):
+            await find(1)
+        a.strangers = {b.key}
+        await find(1)
+        with pytest.raises(P2PHandlerError, match="strangers ask for too much"):
             await find(1)
 
 

@@ -59,6 +59,7 @@ class Member:
         self.on_coordinator_address = lambda request: wire.CoordinatorAddressReply(spec=b"spec" * request.wants_spec)
         self.serve_refusal: Callable[[Digest, PeerKey], Any] = lambda blob, requester: None
         self.served: list[Digest] = []
+        self.strangers: set[PeerKey] = set()
         self.warnings: list[str] = []
         self.bad: list[tuple[PeerKey, str]] = []
 
@@ -76,6 +77,7 @@ class Member:
             serve_refusal=serve,
             on_headers_asked=lambda names: self.on_headers_asked(names),
             on_warning=lambda text: self.warnings.append(text),
+            is_known=lambda key: key not in self.strangers,
             on_coordinator_address=lambda request: self.on_coordinator_address(request),
         )
 

@@ -54,8 +54,8 @@ p2pd_pb2: Any = importlib.import_module(
 
 dht_pb2: Any = importlib.import_module("hivemind.proto.dht_pb2")
 
-MAX_DHT_KEYS = 16
-"""Keys of one call to the DHT: hivemind's own calls have no more."""
+MAX_DHT_KEYS = 1
+"""Keys of one call to the DHT: the run's members have one, and ours ask for one node at a time."""
 
 START_SECONDS = 60
 STARTS = 2
@@ -163,7 +163,7 @@ class Daemon(P2P):
                     log.exception("a call of %s by %s failed here", name, sender.short)
                     raise SwarmError("internal error") from None  # the caller gets this text
                 if isinstance(answer, dht_pb2.FindResponse):
-                    self.limiter.charge(sender, answer.ByteSize())
+                    self.limiter.charge_answer(sender, answer.ByteSize())
                 return answer
 
         await super().add_protobuf_handler(name, limited, input_protobuf_type, **kwargs)
@@ -171,7 +171,7 @@ class Daemon(P2P):
     def _check_dht_call(self, sender: PeerKey, request: Any) -> None:
         """Raise TooBusy for a call to the DHT that costs much: hivemind answers all keys of one without a pause."""
         if isinstance(request, (dht_pb2.FindRequest, dht_pb2.StoreRequest)) and len(request.keys) > MAX_DHT_KEYS:
-            raise TooBusy(f"a call names {len(request.keys):,} keys: at most {MAX_DHT_KEYS} are answered")
+            raise TooBusy(f"a call names {len(request.keys):,} keys: at most {MAX_DHT_KEYS} is answered")
         if isinstance(request, dht_pb2.FindRequest):
             self.limiter.check_answers(sender)
 

@@ -24,7 +24,7 @@ from peer.node.peer_table import MAX_NONMEMBERS
 from peer.node.round_timings import ExchangeTimes, RoundTimes, RoundTimings
 from peer.node.tasks import Tasks
 from peer.store import StoreError
-from peer.swarm import Handlers, PeerUnreachable
+from peer.swarm import Handlers, PeerUnreachable, SwarmStartError
 from protocol.errors import MalformedError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, short_id
@@ -752,6 +752,15 @@ async def test_a_daemon_that_died_is_replaced_and_its_traffic_still_counts(monke
     monkeypatch.setattr(network_module, "LONELY_SECONDS", 0.0)
     w = await world()
     net = w.network
+    start, failed = net.start, [SwarmStartError("no memory")]
+
+    async def start_at_the_second_try(handlers: Handlers) -> None:
+        if failed:
+            raise failed.pop()
+        await start(handlers)
+
+    monkeypatch.setattr(net, "start", start_at_the_second_try)
+    monkeypatch.setattr(network_module, "DISCOVER_SECONDS", 0.0)
     running = asyncio.create_task(net.keep_running())
     w.swarms[0].lost.set_result("killed")
     await ended(w.restarted.wait())

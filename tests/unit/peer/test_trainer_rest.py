@@ -92,6 +92,19 @@ async def test_a_rollback_during_a_rest_starts_one_process(client):
     assert len(running()) == 1
 
 
+async def test_a_rollback_during_the_rest_that_a_peer_begins_with_removes_what_was_saved(client, monkeypatch):
+    removed: list[Any] = []
+    monkeypatch.setattr(trainer_client, "remove_saved_state", removed.append)
+    client.rest.want("user", "a game")
+    await ended(client.begin(cast(Any, None)))
+    client.release()
+    await until(lambda: client.rest.is_free, "the devices are free")
+    assert not Process.made
+    client.acquire()
+    client.move(SyncState((), (), 0, 0, (), None, True, (), False))
+    await until(lambda: removed and len(running()) == 1, "a process runs without the saved state")
+
+
 async def test_a_rest_that_begins_during_a_rollback_leaves_no_process(client):
     await ended(client.begin(cast(Any, None)))
     client.move(SyncState((), (), 0, 0, (), None, True, (), False))
