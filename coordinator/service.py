@@ -130,7 +130,7 @@ class Coordinator:
         self.peers = PeerRegistry(self._member_seconds)
         # The alerts judge an overview, and an overview lists the alerts: the watcher's input closes that circle.
         self._watcher = AlertWatcher(
-            config.folder, config.alerts, spec.name, lambda: self.page_url, self._alert_input, self._news.set,
+            config.folder, config.alerts, spec.name, lambda: self.page_url, self.alert_input, self._news.set,
             lambda result: self._metrics.delivered(result),
         )  # fmt: skip
         self._builder = OverviewBuilder(
@@ -277,7 +277,8 @@ class Coordinator:
             self._overview_seconds = max(0.25, 10 * (time.monotonic() - began))
         return self._overview[1]
 
-    def _alert_input(self) -> AlertInput:
+    def alert_input(self) -> AlertInput:
+        """Return what the alerts are judged by at this moment."""
         o, now, r = self.overview(), self._now(), self.directives.round_policy
         disk = disk_usage(self._config.folder)
         return AlertInput(

@@ -113,7 +113,7 @@ async def test_what_is_late_goes_by_the_policy_that_holds_now(tmp_path):
         for n in (1, 7):  # the last one has never contributed
             swarm.beat(n, phase="resting")
         assert await after(4000) == "healthy"
-        judged = coordinator._alert_input()
+        judged = coordinator.alert_input()
         assert judged.resting == 1
         assert judged.round_limit == 5000 + 700 + SPEC.round.patience_seconds
         assert coordinator._member_seconds() == 300

@@ -135,7 +135,7 @@ async def test_a_clock_that_was_ahead_at_the_start_silences_no_alert(tmp_path):
     clock = [time.time() + 86_400]
     async with running(tmp_path, SPEC, now=lambda: clock[0]) as (c, _):
         clock[0] -= 86_400
-        assert 0 <= c._alert_input().up < 3600
+        assert 0 <= c.alert_input().up < 3600
 
 
 @pytest.mark.parametrize("order", ["paused", "ended"])

@@ -141,19 +141,19 @@ async def test_killed_between_settling_and_publishing_the_final_is_published_aft
         assert swarm.finals[-1].body.record == f.posted[1]
 
 
-async def test_rounds_whose_commit_was_not_acknowledged_are_not_forgotten(tmp_path):
+async def test_rounds_whose_commit_was_not_acknowledged_are_not_forgotten(tmp_path, monkeypatch):
     swarm, lost = FakeSwarm(make_spec(total_tokens=5 * 1300 * SPEC.data.window)), []
     async with following(swarm, tmp_path) as (f, until):
-        run = f._ledger.run
+        run = LedgerThread.run
 
-        async def answer_lost(work):
-            done = await run(work)
-            if not lost and await run(lambda ledger: ledger.last()):
+        async def answer_lost(self, work):
+            done = await run(self, work)
+            if not lost and await run(self, lambda ledger: ledger.last()):
                 lost.append(work)
                 raise LedgerError("the connection was lost after the commit")
             return done
 
-        f._ledger.run = answer_lost
+        monkeypatch.setattr(LedgerThread, "run", answer_lost)
         rounds(swarm, DEPTH + 1)
         await until(lambda: f.problem)
         assert f.posted is None and len(lost) == 1
@@ -398,7 +398,7 @@ async def test_a_key_whose_admission_was_forgotten_is_judged_by_the_admission_in
 
 async def test_updates_are_judged_after_a_failed_write_and_by_the_time_before_it(tmp_path, monkeypatch):
     spec = make_spec(credit={"hold_rounds": 9, "max_teraflops_per_second": 1})
-    swarm, clock, heads, failed, add = FakeSwarm(spec), [10_000.0], [], [], Ledger.add_verdicts
+    swarm, clock, failed, add = FakeSwarm(spec), [10_000.0], [], Ledger.add_verdicts
 
     def full_once(ledger, round_, verdicts):
         if not failed:
@@ -409,7 +409,6 @@ async def test_updates_are_judged_after_a_failed_write_and_by_the_time_before_it
     swarm.round({0: 600})
     swarm.chain.admitted_at = {peer(1).key: 9_990}
     async with following(swarm, tmp_path, lambda: clock[0]) as (f, until):
-        f.indexer._on_new_head = heads.append
         monkeypatch.setattr(Ledger, "add_verdicts", full_once)
         swarm.round({0: 600, 1: 900_000_000 // spec.data.window})
         await until(lambda: f.problem)
@@ -418,7 +417,7 @@ async def test_updates_are_judged_after_a_failed_write_and_by_the_time_before_it
         swarm.changed()
         await until(lambda: f.head and f.head[1] == swarm.head)
         assert [(v.peer, "over 90 s" in v.reason) for v in f.verdicts] == [(peer(1).key, True)]
-        assert [h.record for h in heads] == [swarm.head] and f.first_seen[swarm.head] == 10_000
+        assert f.first_seen[swarm.head] == 10_000
 
 
 def _place(v):

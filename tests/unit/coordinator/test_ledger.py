@@ -162,12 +162,13 @@ def test_a_file_of_another_run_is_refused_and_a_server_keeps_many_runs(ledger, l
             Ledger(ledger_place, other)
 
 
-def test_a_server_whose_host_vanishes_is_noticed_by_the_client(postgres_url):
-    from coordinator.ledger.postgres import PostgresDatabase
-
+def test_a_server_whose_host_vanishes_is_noticed_by_the_client(postgres_url, monkeypatch):
+    psycopg = pytest.importorskip("psycopg")
+    made, connect = [], psycopg.connect
+    monkeypatch.setattr(psycopg, "connect", lambda *a, **k: made.append(connect(*a, **k)) or made[-1])
     with postgres_world.empty_database(postgres_url) as url, bare(f"{url}&keepalives=0") as db:
-        assert isinstance(db, PostgresDatabase) and db.query("SELECT 1") == [(1,)]
-        used = {"keepalives": "1"} | db._db.info.get_parameters()  # it leaves out the defaults of libpq
+        assert db.query("SELECT 1") == [(1,)]
+        used = {"keepalives": "1"} | made[-1].info.get_parameters()  # it leaves out the defaults of libpq
         assert {name: value for name, value in used.items() if name.startswith(("keepalives", "tcp_"))} == {
             "keepalives": "1", "keepalives_idle": "10", "keepalives_interval": "5", "keepalives_count": "3",
             "tcp_user_timeout": "30000",
