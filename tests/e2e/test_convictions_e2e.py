@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200
 
 HONEST = ["ada", "alan", "grace"]
 LIAR = "noisy"
-TOKENS = 24_576
-"""Of a round: with shorter ones auditors on busy cores fall behind, until the credit of what waits has settled."""
+TOKENS = 98_304
+"""Of a round, which takes some 5 s then: in rounds of 2 s two auditors' reports on one update come after its credit."""
 
 ROUNDS = 40
 """Rounds within which it is convicted, on a machine of any speed: reports count for `hold_rounds`."""
