@@ -19,11 +19,15 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200
 
 HONEST = ["ada", "alan", "grace"]
 LIAR = "noisy"
-TOKENS = 98_304
-"""Of a round, which takes some 5 s then: in rounds of 2 s two auditors' reports on one update come after its credit."""
+TOKENS = 49_152
+"""Of a round, which takes a few seconds then."""
 
-ROUNDS = 40
-"""Rounds within which it is convicted, on a machine of any speed: reports count for `hold_rounds`."""
+HOLD_ROUNDS = 48
+"""Three replays, one after the other, come before the credit of an update: two auditors' and a juror's. On two cores
+that four trainers share each takes half a minute."""
+
+ROUNDS = 2 * HOLD_ROUNDS
+"""Rounds within which it is convicted, on a machine of any speed: reports count for HOLD_ROUNDS."""
 
 
 def replayable_world() -> World:
@@ -31,8 +35,8 @@ def replayable_world() -> World:
     tables = {
         "audit": {"replayable": True},
         "codec": {"kind": "sign", "beta": 0.0},
-        "credit": {"hold_rounds": 16},
-        "checkpoint": {"every": 8, "keep": 8, "final_depth": 17},
+        "credit": {"hold_rounds": HOLD_ROUNDS},
+        "checkpoint": {"every": 8, "keep": 8, "final_depth": HOLD_ROUNDS + 1},
     }
     world = World(target_tokens=TOKENS, tables=tables)
     keys = [str(load_or_make(world.folder / name / "identity.key").key) for name in HONEST]
