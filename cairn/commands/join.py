@@ -23,11 +23,11 @@ from cairn.files import private_files
 from cairn.logs import set_up_logging
 from cairn.stop_signals import stop_on_signals
 from cairn.visibility import peer_home, seen_by_others
-from peer.quiet_imports import quiet_imports
 from protocol.errors import CairnError
 from protocol.identity import Identity
 from protocol.ids import RunId
 from protocol.invite import Invite
+from protocol.quiet_imports import quiet_imports
 from protocol.stake import STAKE_ROUNDS
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from cairn.commands.options import FILE, home_option
 from cairn.files import private_files, write_whole
 from cairn.logs import set_up_logging
 from cairn.stop_signals import stop_on_signals
-from peer.quiet_imports import quiet_imports
 from protocol.errors import CairnError, IdentityError, MalformedError
 from protocol.invite import HostPort, Invite
+from protocol.quiet_imports import quiet_imports
 
 if TYPE_CHECKING:
     from coordinator.authoring.resolve import ResolvedRun

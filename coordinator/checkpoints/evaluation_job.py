@@ -12,11 +12,13 @@ import os
 import time
 import unicodedata
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coordinator.checkpoints.job import Row, bound_memory, serve_job
 from coordinator.errors import CoordinatorError
+from protocol.quiet_imports import quiet_imports
 from protocol.spec import NUMBER, TRAINED, ChatSpec, DataSpec, RunSpec, parse_spec
 
 if TYPE_CHECKING:
@@ -36,7 +38,10 @@ MAX_TEXT = 1000
 
 def _work(job: Row, say: Callable[[Row], None]) -> None:
     os.environ["OMP_NUM_THREADS"] = str(job["threads"])
-    import torch
+    with quiet_imports():
+        import torch
+
+        import_module("coordinator.checkpoints.evaluation")  # transformers
 
     torch.set_num_threads(job["threads"])
     spec = parse_spec(job["spec"].encode())

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from random import SystemRandom
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from peer.errors import AuditError, UncheckableUpdate
 from peer.parent_process import exit_with_parent
 from protocol.errors import CairnError
 from protocol.messages import Score
+from protocol.quiet_imports import quiet_imports
 
 if TYPE_CHECKING:
     import torch
@@ -67,11 +69,15 @@ def _answer(line: bytes) -> AuditAnswer:
 
 def _scores(job: Job) -> tuple[Score, ...]:
     """Make the check. Raise CairnError, OSError, RuntimeError and MemoryError."""
+    module = "peer.auditor.screen" if isinstance(job, ScreenJob) else "peer.auditor.audit"
+    if module not in sys.modules:
+        with quiet_imports():
+            import_module(module)  # torch and transformers: seconds
     if isinstance(job, ScreenJob):
-        from peer.auditor.screen import screen  # torch: seconds
+        from peer.auditor.screen import screen
 
         return screen(job, SystemRandom())  # not nicer: the next job may be for a GPU
-    from peer.auditor.audit import audit  # transformers, too
+    from peer.auditor.audit import audit
     from peer.training.device import choose_device
 
     device = choose_device(job.device, job.threads)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from peer.channel.trainer_end import TrainerEnd
 from peer.errors import ChannelError
 from peer.parent_process import exit_with_parent
-from peer.quiet_imports import quiet_imports
+from protocol.quiet_imports import quiet_imports
 
 if TYPE_CHECKING:
     from peer.training.service import TrainerService

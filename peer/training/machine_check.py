@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peer.parent_process import exit_with_parent
+from protocol.quiet_imports import quiet_imports
 
 if TYPE_CHECKING:
     from protocol.spec import RunSpec
@@ -39,7 +40,8 @@ def main() -> int:
     asked = parser.parse_args()
     if not exit_with_parent(asked.parent):
         return 1
-    import torch
+    with quiet_imports():
+        import torch
 
     from protocol.errors import CairnError
     from protocol.spec import parse_spec
@@ -55,8 +57,9 @@ def main() -> int:
 
 def _reports(asked: argparse.Namespace, spec: RunSpec) -> Iterator[tuple[str, Any]]:
     """Yield the kind and the content of each report."""
-    from peer.training.device import choose_device
-    from peer.training.parallel.setup import resolve
+    with quiet_imports():
+        from peer.training.device import choose_device
+        from peer.training.parallel.setup import resolve
 
     for device in asked.device:
         choose_device(device, asked.threads)
@@ -66,7 +69,9 @@ def _reports(asked: argparse.Namespace, spec: RunSpec) -> Iterator[tuple[str, An
     if asked.steps is None:
         return
     from peer.doctor.device import fits
-    from peer.training import trial
+
+    with quiet_imports():
+        from peer.training import trial
 
     found = trial.look(spec, asked.device[0], kind, dims, asked.gpu_memory)
     yield "device", asdict(found)

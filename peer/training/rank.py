@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from peer.parent_process import exit_with_parent
-from peer.quiet_imports import quiet_imports
+from protocol.quiet_imports import quiet_imports
 
 
 def main() -> int:

@@ -127,6 +127,7 @@ async def test_an_update_with_a_malformed_blob_is_refused_and_its_author_named(s
         await goes_on(swarm, liar)
 
 
+@pytest.mark.long
 async def test_an_update_that_its_author_never_serves_delays_one_round_and_no_more(swarm: World):
     await swarm.healthy(PEERS)
     async with stranger(swarm, "miser") as liar:
@@ -148,6 +149,7 @@ async def test_an_update_that_its_author_never_serves_delays_one_round_and_no_mo
         await goes_on(swarm, liar)
 
 
+@pytest.mark.long
 async def test_nobody_sees_an_update_of_an_open_round_who_has_not_announced_one(swarm: World):
     await swarm.healthy(PEERS)
     ada = swarm.key("ada")

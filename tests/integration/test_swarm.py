@@ -20,6 +20,7 @@ from peer.swarm.rate_limiter import CallLimits, RateLimiter, TooBusy
 from protocol.errors import MalformedError
 from protocol.ids import PeerKey
 from protocol.wire import swarm_pb2 as wire
+from tests.support.long_cases import long_cases
 from tests.support.swarm_world import Member, identity, members
 from tests.support.waiting import LIMIT, NEVER, ended, wait_until
 
@@ -121,7 +122,7 @@ NODE = """
 """
 
 
-@pytest.mark.parametrize("victim", ["node", "watchdog"])
+@pytest.mark.parametrize("victim", ["node", *long_cases("watchdog")])
 def test_the_daemon_dies_with_the_node_on_kill_9_and_its_files_go(tmp_path, victim):
     node = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(NODE), str(tmp_path)], stdout=subprocess.PIPE, text=True

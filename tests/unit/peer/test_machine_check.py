@@ -23,8 +23,7 @@ SPEC = tiny_spec()
     "named",
     [
         {"device": "cuda"},
-        {"audit_device": "cuda:1"},
-        *long_cases({"device": "cuda", "auditor": True}),
+        *long_cases({"audit_device": "cuda:1"}, {"device": "cuda", "auditor": True}),
     ],
 )
 async def test_a_device_that_is_not_there_is_named(tmp_path: Path, named: dict):

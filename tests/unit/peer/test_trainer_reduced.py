@@ -301,9 +301,9 @@ def test_reduced_parts_that_cannot_be_used_are_an_error_and_cost_no_work(world, 
     same(trainer.backend.outer.feedback, plus(rest, left_out(world, good, made)), atol=0)
 
 
-@pytest.mark.parametrize("parallel", ["fsdp=2"])
-def test_many_ranks_do_the_same(parallel, world):
-    many, heard = born(world, 1, parallel=parallel)
+@pytest.mark.long
+def test_many_ranks_do_the_same(world):
+    many, heard = born(world, 1, parallel="fsdp=2")
     one, _ = born(world, 1)
     one.folder.folder = world.folder / "twin"
     try:
