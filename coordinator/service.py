@@ -221,7 +221,7 @@ class Coordinator:
     def _wake(self) -> None:
         self._news.set()
         self._credit_news.set()
-        self.control.bring_verdicts()
+        self.control.tend()
 
     def _observe(self, account: RoundCredits) -> None:
         self.observations.decide(account, self._view.heartbeats())
