@@ -40,7 +40,10 @@ RETRY_SECONDS = (10.0, 30.0, 60.0, 300.0)
 """Seconds before the next attempt to copy, by the number of failures; the last one repeats."""
 
 MAX_TRIES = 2
-"""Attempts to evaluate one state."""
+"""Attempts to evaluate one state at once."""
+
+AGAIN_SECONDS = 3600.0
+"""Seconds until a state is tried again after these: no other may come after a run's last one."""
 
 MAX_LOSSES = 20
 """Newest evaluations that `newest_losses` gives."""
@@ -82,6 +85,7 @@ class CheckpointArchiver:
         """Final states that the policy of the copies excludes."""
 
         self._failed: dict[Digest, int] = {}
+        self._failed_at = 0.0
         self._counts = {"evaluated": 0, "evaluations_failed": 0, "copied": 0, "copies_failed": 0, "copied_bytes": 0}
         self._seconds = 0.0
 
@@ -168,7 +172,8 @@ class CheckpointArchiver:
     def _due(self) -> ArchivedState | None:
         """Return the newest state, if it is to be evaluated now; older ones are skipped."""
         done = self.evaluations.done()
-        archived = [a for a in self.archive.all() if self._failed.get(a.state, 0) < MAX_TRIES]
+        again = time.monotonic() - self._failed_at >= AGAIN_SECONDS
+        archived = [a for a in self.archive.all() if again or self._failed.get(a.state, 0) < MAX_TRIES]
         if not archived or str(archived[-1].state) in done:
             return None
         newest = archived[-1]
@@ -194,19 +199,19 @@ class CheckpointArchiver:
         measured = next((r for r in rows if "loss" in r), None)
         texts = [r for r in rows if "text" in r]
         if measured is None and not texts:
-            self._failed[archived.state] = self._failed.get(archived.state, 0) + 1
+            self._failed[archived.state] = tries = self._failed.get(archived.state, 0) + 1
+            self._failed_at = time.monotonic()
             self._counts["evaluations_failed"] += 1
-            again = "it is tried again" if self._failed[archived.state] < MAX_TRIES else "the next one is tried"
+            again = "it is tried again" if tries < MAX_TRIES else "the next one is tried, or this in an hour"
             self._report("evaluation", f"the state of round {archived.round} was not evaluated: {why}; {again}")
             return
         await asyncio.to_thread(self.evaluations.add, archived, measured, texts)
         await asyncio.to_thread(self.archive.prune)  # another state may be the best now
         self._counts["evaluated"] += 1
         _log_evaluation(archived, measured, texts)
-        if why:  # the loss is complete, not all of the texts are
-            self._report("evaluation", f"the evaluation of round {archived.round} was not finished: {why}")
-        else:
-            self._solved("evaluation")
+        if why:  # the loss is complete, not all of the texts are: nothing is tried again
+            log.warning("the evaluation of round %d was not finished: %s", archived.round, why)
+        self._solved("evaluation")
         self._wake()
 
     def _evaluation_job(self, archived: ArchivedState) -> Row:

@@ -336,6 +336,24 @@ async def test_rounds_between_are_skipped_and_failures_are_tried_twice(world: Ch
         assert keeper._evaluation_job(world.archive.all()[-1])["most"] == 4  # the same few windows each time
 
 
+async def test_a_run_s_last_state_is_evaluated_again_until_the_problem_is_solved(world: CheckpointWorld, monkeypatch):
+    asked = 0
+
+    async def fails(module, job, heard, **limits):
+        nonlocal asked
+        asked += 1
+        if asked > 4:
+            heard({"loss": 3.0, "windows": 4, "seconds": 1.0, "device": "cpu"})
+        raise JobError("its process was killed: most likely memory ran out")  # at last only the texts are missing
+
+    monkeypatch.setattr(keeping, "run_job", fails)
+    monkeypatch.setattr(keeping, "AGAIN_SECONDS", 0.0)
+    world.add(0)
+    async with Kept(world, evaluation={"every": 10}) as keeper:
+        await until(lambda: keeper.validation == (0, 3.0) and keeper.problem == "")
+    assert asked == 5
+
+
 async def test_without_validation_data_a_state_writes_once_from_the_owners_prompts(world: CheckpointWorld, monkeypatch):
     asked: list[dict] = []
 
