@@ -185,6 +185,10 @@ class CheckpointArchiver:
     async def _evaluate(self) -> None:
         archived = self._due()
         if archived is None:
+            await asyncio.to_thread(self.evaluations.save)
+            newest = self.archive.newest()
+            if newest is None or newest.state not in self._failed:
+                self._solved("evaluation")
             return
         rows: list[Row] = []
         began, why = time.monotonic(), ""
@@ -205,6 +209,7 @@ class CheckpointArchiver:
             again = "it is tried again" if tries < MAX_TRIES else "the next one is tried, or this in an hour"
             self._report("evaluation", f"the state of round {archived.round} was not evaluated: {why}; {again}")
             return
+        self._failed.pop(archived.state, None)
         await asyncio.to_thread(self.evaluations.add, archived, measured, texts)
         await asyncio.to_thread(self.archive.prune)  # another state may be the best now
         self._counts["evaluated"] += 1

@@ -46,6 +46,11 @@ class EvaluationLog:
             if texts:
                 self._samples.add(*(about | t | {"validation_loss": loss} for t in texts))
 
+    def save(self) -> None:
+        """Write what a full disk has kept out of the files."""
+        for file in (self._rows, self._samples):
+            file.save()
+
     def mark_left(self, states: Collection[Digest]) -> None:
         """Mark rows of states that the chain has left: they are kept, and count no more. A full disk is logged."""
         left = {str(s) for s in states}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import math
 import os
@@ -27,6 +28,7 @@ from coordinator.checkpoints.evaluation import measure
 from coordinator.checkpoints.evaluation_job import free_device, plain
 from coordinator.checkpoints.evaluations import EvaluationLog
 from coordinator.checkpoints.job import JobError, run_job
+from coordinator.durable import LineFile
 from coordinator.errors import CoordinatorError
 from protocol.errors import CairnError
 from tests.support.checkpoint_world import CheckpointWorld, Uniform, nan, shards
@@ -352,6 +354,28 @@ async def test_a_run_s_last_state_is_evaluated_again_until_the_problem_is_solved
     async with Kept(world, evaluation={"every": 10}) as keeper:
         await until(lambda: keeper.validation == (0, 3.0) and keeper.problem == "")
     assert asked == 5
+
+
+async def test_an_evaluation_that_a_full_disk_did_not_take_is_written_when_it_has_space(
+    world: CheckpointWorld, monkeypatch
+):
+    async def measures(module, job, heard, **limits):
+        heard({"loss": 3.0, "windows": 4, "seconds": 1.0, "device": "cpu"})
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(keeping, "run_job", measures)
+    world.add(0)
+    with monkeypatch.context() as m:
+        m.setattr(LineFile, "append", full)
+        m.setattr(LineFile, "rewrite", full)
+        kept = Kept(world, evaluation={"every": 10})
+        async with kept as keeper:
+            await until(lambda: "no space left" in keeper.problem)
+            m.undo()
+            await until(lambda: keeper.problem == "")
+    assert EvaluationLog(world.folder / "run").newest() == world.evaluations.newest() is not None
 
 
 async def test_without_validation_data_a_state_writes_once_from_the_owners_prompts(world: CheckpointWorld, monkeypatch):
