@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,7 +25,7 @@ from coordinator.swarm import SwarmView
 from protocol.errors import CairnError
 from protocol.ids import Digest, PeerKey, Round, RunId
 from protocol.message_codec import KeySigner, MessageDecoder
-from protocol.messages import Directive, Signed
+from protocol.messages import Directive, Rollback, Signed
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,9 @@ class RunControl:
     signer: KeySigner
     run: RunId
     now: Callable[[], float]
+    on_rollback: Callable[[Rollback], Awaitable[None]]
+    """Called with each rollback that is followed, before the ledger follows it."""
+
     newest: Signed[Directive] | None = field(default=None, init=False)
     _changing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _receiving: asyncio.Task[None] | None = field(default=None, init=False)
@@ -218,11 +221,12 @@ class RunControl:
         back = directive.body.rollback
         if back is None:
             return
-        last = await self.ledger.run(lambda ledger: ledger.last())
-        if not await self._continues_from(back.record, Round(back.round - 1)) and await self.indexer.rollback(back):
-            await asyncio.to_thread(self.file.mark_done, back.epoch, None if last is None else last[1])
-        else:
-            await asyncio.to_thread(self.file.mark_done, back.epoch, None)
+        last, left = await self.ledger.run(lambda ledger: ledger.last()), None
+        if not await self._continues_from(back.record, Round(back.round - 1)):
+            await self.on_rollback(back)
+            if await self.indexer.rollback(back) and last is not None:
+                left = last[1]
+        await asyncio.to_thread(self.file.mark_done, back.epoch, left)
 
     async def _continues_from(self, record: Digest, number: Round) -> bool:
         """Return whether the ledger's rounds after this record are those of the chain as it is now.

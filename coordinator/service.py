@@ -117,7 +117,8 @@ class Coordinator:
         decoder = MessageDecoder(spec.run_id, spec.owner_key, remember=16)
         directive_file = DirectiveFile(config.folder, decoder)
         self.control = RunControl(
-            decoder, view, directives, indexer, ledger, directive_file, KeySigner(owner), spec.run_id, now
+            decoder, view, directives, indexer, ledger, directive_file, KeySigner(owner), spec.run_id, now,
+            archiver.roll_back,
         )  # fmt: skip
         self.admitter = Admitter(
             spec, owner, config.codes, ledger, now, chain.has_credits, chain.has_recent_work, self.control.refusal

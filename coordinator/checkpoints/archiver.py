@@ -26,7 +26,7 @@ from coordinator.tasks import wait_at_most
 from protocol.errors import CairnError
 from protocol.ids import Digest, Round
 from protocol.message_codec import MessageDecoder, encode_certificate
-from protocol.messages import Certificate, Finalization, Signed
+from protocol.messages import Certificate, Finalization, Rollback, Signed
 from protocol.spec import RunSpec
 
 log = logging.getLogger(__name__)
@@ -169,21 +169,25 @@ class CheckpointArchiver:
             return last if ends_with_state(last, archived) else None
         return None
 
-    def _due(self) -> ArchivedState | None:
-        """Return the newest state, if it is to be evaluated now; older ones are skipped."""
+    async def _due(self) -> ArchivedState | None:
+        """Return the newest state of the chain, if it is to be evaluated now; older ones are skipped."""
         done = self.evaluations.done()
         again = time.monotonic() - self._failed_at >= AGAIN_SECONDS
-        archived = [a for a in self.archive.all() if again or self._failed.get(a.state, 0) < MAX_TRIES]
-        if not archived or str(archived[-1].state) in done:
+        for newest in reversed(self.archive.all()):
+            is_tried = again or self._failed.get(newest.state, 0) < MAX_TRIES
+            if is_tried and await self._view.certificates_after(newest.record, 1) is not None:
+                break
+        else:
             return None
-        newest = archived[-1]
+        if str(newest.state) in done:
+            return None
         last = max((r for r in done.values() if r < newest.round), default=None)
         far = last is None or newest.round - last >= self._settings.evaluation.every
         ends = 0 < self._spec.total_tokens <= newest.tokens
         return newest if far or ends else None
 
     async def _evaluate(self) -> None:
-        archived = self._due()
+        archived = await self._due()
         if archived is None:
             await asyncio.to_thread(self.evaluations.save)
             newest = self.archive.newest()
@@ -218,6 +222,11 @@ class CheckpointArchiver:
             log.warning("the evaluation of round %d was not finished: %s", archived.round, why)
         self._solved("evaluation")
         self._wake()
+
+    async def roll_back(self, rollback: Rollback) -> None:
+        """Count the evaluations no more that are of states after the one from which the run goes on."""
+        left = [Digest.parse(state) for state, r in self.evaluations.done().items() if r > rollback.round]
+        await asyncio.to_thread(self.evaluations.mark_left, left)
 
     def _evaluation_job(self, archived: ArchivedState) -> Row:
         e, s = self._settings.evaluation, self._settings.samples

@@ -31,6 +31,8 @@ from coordinator.checkpoints.job import JobError, run_job
 from coordinator.durable import LineFile
 from coordinator.errors import CoordinatorError
 from protocol.errors import CairnError
+from protocol.ids import Round
+from protocol.messages import Rollback
 from tests.support.checkpoint_world import CheckpointWorld, Uniform, nan, shards
 from tests.support.observer_world import SPEC
 from tests.support.waiting import LIMIT, NEVER, until
@@ -354,6 +356,36 @@ async def test_a_run_s_last_state_is_evaluated_again_until_the_problem_is_solved
     async with Kept(world, evaluation={"every": 10}) as keeper:
         await until(lambda: keeper.validation == (0, 3.0) and keeper.problem == "")
     assert asked == 5
+
+
+async def test_after_a_rollback_no_evaluation_of_a_later_round_counts(world: CheckpointWorld, monkeypatch):
+    asked: list[str] = []
+
+    async def measures(module, job, heard, **limits):
+        asked.append(Path(job["folder"]).name)
+        heard({"loss": float(len(asked)), "windows": 4, "seconds": 1.0, "device": "cpu"})
+
+    monkeypatch.setattr(keeping, "run_job", measures)
+    world.rounds(12)
+    async with Kept(world, evaluation={"every": 1}) as keeper:
+        for round_ in (0, 5, 10):
+            world.add(round_)
+            world.swarm.changed()
+            await until(lambda round_=round_: keeper.validation and keeper.validation[0] == round_)
+        assert keeper.newest_losses() == (3.0, 2.0, 1.0)
+        back = Rollback(1, world.swarm.chain.certificates[4].digest, Round(5), world.digests[5])
+        world.swarm.turn_to(world.swarm.chain.fork(5))
+        await keeper.roll_back(back)
+        assert keeper.validation == (5, 2.0) and keeper.newest_losses() == (2.0, 1.0)
+        world.rounds(6, {3: 2})
+        world.state(10, nan)
+        world.archive.add(
+            world.files[10], world.tokenizer, round=10, state=world.digests[10],
+            record=world.swarm.chain.certificates[9].digest, tokens=480,
+        )  # fmt: skip
+        world.swarm.changed()
+        await until(lambda: keeper.validation == (10, 4.0))
+    assert asked == ["round-000000", "round-000005", "round-000010", "round-000010"]  # the left state not once more
 
 
 async def test_an_evaluation_that_a_full_disk_did_not_take_is_written_when_it_has_space(

@@ -35,6 +35,7 @@ class World:
             swarm.chain.add({0: 1, 1: 1 + i})
         swarm.blobs.add(state(3))
         self.ledger = LedgerThread()
+        self.rolled_back: list[Rollback] = []
         self.chain = IndexedChain()
         self.finalizer = Finalizer(SPEC, OWNER, swarm, self.ledger, self.chain)
         effects = DirectiveEffects(SPEC.round, self.chain)
@@ -45,10 +46,14 @@ class World:
         decoder = MessageDecoder(SPEC.run_id, OWNER.key, remember=4)
         self.file = DirectiveFile(folder, decoder)
         self.control = RunControl(
-            decoder, swarm, effects, self.indexer, self.ledger, self.file, KeySigner(OWNER), SPEC.run_id, lambda: 1000.0
+            decoder, swarm, effects, self.indexer, self.ledger, self.file, KeySigner(OWNER), SPEC.run_id,
+            lambda: 1000.0, self.roll_back,
         )  # fmt: skip
         to = swarm.chain.certificates[2].digest
         self.order = KeySigner(OWNER).sign(Directive(SPEC.run_id, 3, rollback=Rollback(1, to, Round(3), state(3))))
+
+    async def roll_back(self, rollback):
+        self.rolled_back.append(rollback)
 
     def publish(self, directive):
         """Publish as a swarm does: the chain follows the rollback."""
@@ -57,7 +62,8 @@ class World:
 
     def is_done(self):
         back = self.order.body.rollback
-        return self.chain.posted == (2, back.record) and self.finalizer.epoch == 1 and 1 in self.file.read()[1]
+        follows = self.chain.posted == (2, back.record) and self.finalizer.epoch == 1 and back in self.rolled_back
+        return follows and 1 in self.file.read()[1]
 
 
 @asynccontextmanager
