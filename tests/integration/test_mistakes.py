@@ -142,7 +142,7 @@ SERVE = ("coordinator", "serve", "run.toml")
         (ERROR, (*PREPARE, "number.jsonl", *OUT), "holds a number, not text; name the one that holds the text with"),
         (ERROR, (*PREPARE, "chat.jsonl", *OUT), "there is 'messages'; name the one that holds the text with --field"),
         (ERROR, (*PREPARE, "chat.jsonl", "--field", "messages", *OUT), "holds a list, not text; name the one"),
-        (ERROR, (*PREPARE, "no.txt.gz", *OUT), "cannot be read: Not a gzipped file"),
+        (ERROR, (*PREPARE, "no.txt.gz", *OUT), "not what its ending says: Not a gzipped file"),
         (ERROR, (*PREPARE, "nothing", *OUT), "no document in this folder: looking for .txt"),
         (USAGE, (*PREPARE, "text.txt", "--out", "file", "--vocab", "300"), "Directory 'file' is a file"),
         (ERROR, (*PREPARE, "text.txt", "--out", "/proc/d", "--vocab", "300"), "/proc/d: cannot be written to"),
