@@ -148,6 +148,7 @@ SERVE = ("coordinator", "serve", "run.toml")
         (ERROR, (*PREPARE, "text.txt", "--out", "/proc/d", "--vocab", "300"), "/proc/d: cannot be written to"),
         (USAGE, (*PREPARE, "text.txt", "--out", "out", "--vocab", "5"), "5 is not in the range"),
         (ERROR, (*PREPARE, "text.txt", "--out", "out", "--tokenizer", "list.json"), "not a tokenizer.json"),
+        (USAGE, (*PREPARE, "text.txt", *OUT, "--tokenizer", "list.json"), "leave out --vocab or --tokenizer"),
         # volunteers
         (USAGE, ("peer", "join"), "Missing argument 'INVITE'"),
         (ERROR, ("peer", "join", "http://127.0.0.1:7411"), "copy the whole line that begins with cairn1:"),
