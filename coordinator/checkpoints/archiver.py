@@ -120,8 +120,10 @@ class CheckpointArchiver:
                 await work()
             except CairnError as e:
                 self._report(topic, str(e))
-            except Exception:
+            except Exception as e:  # logged, shown on the page and by the alert, and tried again
                 log.exception("%s: a fault of the coordinator", topic)
+                fault = f"a fault of the coordinator ({type(e).__name__}: {e})"
+                self._problems[topic] = f"{topic}: {fault}; its log has the details"
                 await asyncio.sleep(POLL_SECONDS)
 
     def _wake(self) -> None:

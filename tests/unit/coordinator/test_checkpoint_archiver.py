@@ -358,6 +358,23 @@ async def test_a_run_s_last_state_is_evaluated_again_until_the_problem_is_solved
     assert asked == 5
 
 
+async def test_a_fault_is_logged_and_shown_until_it_is_gone(world: CheckpointWorld, monkeypatch, caplog):
+    shown = asyncio.Event()
+
+    async def faulty(module, job, heard, **limits):
+        if not shown.is_set():
+            raise KeyError("spam")
+        heard({"loss": 3.0, "windows": 4, "seconds": 1.0, "device": "cpu"})
+
+    monkeypatch.setattr(keeping, "run_job", faulty)
+    world.add(0)
+    async with Kept(world, evaluation={"every": 10}) as keeper:
+        await until(lambda: "evaluation: a fault of the coordinator (KeyError: 'spam')" in keeper.problem)
+        assert any(r.exc_info is not None for r in caplog.records)
+        shown.set()
+        await until(lambda: keeper.problem == "")
+
+
 async def test_after_a_rollback_no_evaluation_of_a_later_round_counts(world: CheckpointWorld, monkeypatch):
     asked: list[str] = []
 
