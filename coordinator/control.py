@@ -2,9 +2,9 @@
 
 It accepts the owner's directives, and makes everything here follow them.
 
-The order is: on disk, then published, then the ledger. What is begun goes on to its end, though its caller goes away.
-After a fault it is tried again, and after a kill at any moment the next start completes the rest. The owner's signature
-is the only authority: a directive counts for it, whoever delivers it.
+The order is: on disk, then published, then the ledger. These steps go on to their end, though the caller goes away.
+After a fault they are tried again, and after a kill at any moment the next start completes the rest. The owner's
+signature is the only authority: a directive counts for it, whoever delivers it.
 """
 
 from __future__ import annotations

@@ -265,7 +265,7 @@ def test_documents_that_may_not_be_read_or_are_damaged_are_named_with_what_to_do
             prepare(["a.jsonl"], tmp_path / "out", vocabulary=300, base=tmp_path)
     pq.write_table(pa.table({"text": TEXTS}), tmp_path / "b.parquet")
     data = (tmp_path / "b.parquet").read_bytes()
-    (tmp_path / "b.parquet").write_bytes(data[:4] + b"\xff" * 40 + data[44:])  # where the first page begins
+    (tmp_path / "b.parquet").write_bytes(data[:4] + b"\xff" * 40 + data[44:])  # the first page
     with pytest.raises(DataInputError, match=r"^b\.parquet: damaged, .*: get it again, or leave it out$") as e:
         prepare(["b.parquet"], tmp_path / "out", vocabulary=300, base=tmp_path)
     assert "\n" not in str(e.value)
