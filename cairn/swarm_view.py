@@ -207,6 +207,8 @@ class ObserverView:
         if not self._node.store.has(state):
             await asyncio.to_thread(self._archive.free_space, size)
         await network.fetch_blob(state, size, network.providers(state=state), deadline_seconds=FETCH_SECONDS)
+        # While a full disk prevents the rest, nothing else protects a run's last state, and its peers may be gone.
+        await self._node.keep_checkpoint(state)
         store = self._node.store
         tokenizer = store.path(self._spec.tokenizer.name)
         await asyncio.to_thread(
@@ -214,7 +216,6 @@ class ObserverView:
             certificate=proof[0], witnesses=proof[1],
         )  # fmt: skip
         await asyncio.to_thread(self._archive.drop, self._abandoned_states())
-        await self._node.keep_checkpoint(state)
         for callback in list(self._callbacks):
             callback()
         log.info("archived the state of round %d (%s)", number, state.short)

@@ -109,17 +109,17 @@ class ChainIndexer:
         """
         last_kept = rollback.round - 1
 
-        def take_back(ledger: Ledger) -> bool:
+        def take_back(ledger: Ledger) -> tuple[bool, tuple[Round, Digest] | None]:
             last = ledger.last()
             ahead = last is not None and (last[0] > last_kept or (last[0] == last_kept and last[1] != rollback.record))
-            return ahead and ledger.rollback(rollback)
+            return ahead and ledger.rollback(rollback), ledger.last()
 
         async with self._moving:  # no round may be posted between the check and the change
-            if not await self._ledger.run(take_back):
-                return False
-            await self._read_ledger()
-        self._wake.set()
-        return True
+            taken_back, last = await self._ledger.run(take_back)
+            if last != self._chain.posted:  # also after a call whose commit was not acknowledged
+                await self._read_ledger()
+                self._wake.set()
+        return taken_back
 
     async def post_abandoned(self, tip: Digest, rollback: Rollback) -> None:
         """Count the final rounds that a rollback left, up to `tip`, from their certificates, if the database was lost.

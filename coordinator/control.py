@@ -2,16 +2,19 @@
 
 It accepts the owner's directives, and makes everything here follow them.
 
-The order is: on disk, then published, then the ledger. After a kill at any moment the next start completes the rest.
-The owner's signature is the only authority: a directive counts for it, whoever delivers it.
+The order is: on disk, then published, then the ledger. These steps go on to their end, though the caller goes away.
+After a fault they are tried again, and after a kill at any moment the next start completes the rest. The owner's
+signature is the only authority: a directive counts for it, whoever delivers it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from coordinator.chain_indexer import ChainIndexer
 from coordinator.directive_file import DirectiveFile
@@ -22,9 +25,12 @@ from coordinator.swarm import SwarmView
 from protocol.errors import CairnError
 from protocol.ids import Digest, PeerKey, Round, RunId
 from protocol.message_codec import KeySigner, MessageDecoder
-from protocol.messages import Directive, Signed
+from protocol.messages import Directive, Rollback, Signed
 
 log = logging.getLogger(__name__)
+
+STOP_SECONDS = 3.0
+"""Seconds that a directive has to be followed to its end when the coordinator stops."""
 
 
 @dataclass(eq=False)
@@ -40,10 +46,17 @@ class RunControl:
     signer: KeySigner
     run: RunId
     now: Callable[[], float]
+    on_rollback: Callable[[Rollback], Awaitable[None]]
+    """Called with each rollback that is followed, before the ledger follows it."""
+
     newest: Signed[Directive] | None = field(default=None, init=False)
     _changing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _receiving: asyncio.Task[None] | None = field(default=None, init=False)
     _issuing: asyncio.Task[None] | None = field(default=None, init=False)
+    _following: asyncio.Task[None] | None = field(default=None, init=False)
+    _unfinished: bool = field(default=False, init=False)
+    """True while the newest directive is not followed to its end."""
+
     _unsubscribe: Callable[[], None] | None = field(default=None, init=False)
 
     async def start(self) -> None:
@@ -59,8 +72,30 @@ class RunControl:
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
+        if self._following is not None:
+            await asyncio.wait({self._following}, timeout=STOP_SECONDS)
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
+
+    @asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        """Let one change of the directives end before the next begins."""
+        async with self._changing:
+            if self._following is not None:
+                await asyncio.wait({self._following})
+            yield
+
+    async def _to_its_end(self, steps: Coroutine[Any, Any, None]) -> None:
+        """Wait for steps that go on when the caller is cancelled: no directive may be followed half-way."""
+        self._following = task = asyncio.create_task(steps, name="following a directive")
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(_log_failure)
+            raise
 
     async def _resume(self) -> None:
+        """Do what is left to do of the directives in the file, and of a newer one of the swarm. Raises CairnError."""
         stored, done = await asyncio.to_thread(self.file.read)
         theirs = self.view.directive
         if theirs is not None and all(theirs.body.precedence > d.body.precedence for d in stored):
@@ -68,11 +103,15 @@ class RunControl:
             stored.append(theirs)
         if not stored:
             return
+        self._unfinished = True
         in_order = sorted(stored, key=lambda d: d.body.precedence)
-        for directive in in_order:
-            self._apply(directive)  # each, since a ban's reason is in the directive that gave it
+        for directive in in_order:  # each, since a ban's reason is in the directive that gave it
+            if self._is_behind(directive):
+                self.newest = directive
+                self.effects.apply(directive.body)
         newest = in_order[-1]
-        await self.view.publish_directive(newest)
+        if theirs is None or theirs.encoded != newest.encoded:
+            await self.view.publish_directive(newest)
         await self.indexer.note_verdicts(newest.body.verdicts)
         for epoch in range(1, newest.body.epoch + 1):
             first = next((d for d in stored if d.body.epoch == epoch), None)
@@ -83,14 +122,20 @@ class RunControl:
             elif (left := done[epoch]) is not None:
                 await self.indexer.post_abandoned(left, back)
         await self.indexer.switch_epoch(newest.body.epoch)
-        log.info("the owner's newest directive: %s", describe(newest.body))
+        self._unfinished = False
+        log.warning("by the owner's newest directive: %s", describe(newest.body))
 
     async def accept(self, encoded: bytes) -> Signed[Directive]:
-        """Store, publish and follow a directive (an envelope). Raises RefusedError, ProtocolError, CairnError."""
+        """Store, publish and follow a directive (an envelope). Raises RefusedError, ProtocolError, CairnError.
+
+        The same one again does what is left to do of it.
+        """
         directive = self.decoder.decode(encoded, Directive)
-        async with self._changing:
+        async with self._alone():
             if self.newest is not None and directive.body.precedence <= self.newest.body.precedence:
                 if directive.encoded == self.newest.encoded:
+                    if self._unfinished:
+                        await self._to_its_end(self._resume())
                     return directive
                 raise RefusedError("a newer directive of the owner is known here: read it, and give the order again")
             theirs = self.view.directive
@@ -101,15 +146,23 @@ class RunControl:
             back = directive.body.rollback
             if self.newest is not None and back != self.newest.body.rollback and directive.body.epoch == before:
                 raise RefusedError("the run was rolled back meanwhile: look where it is, and give the order again")
-            if back is not None and back.epoch > before:
-                await self.view.offer_state(back.state, back.record)
-            await self._follow(directive, publish=True)
-        log.warning("by the owner's directive: %s", describe(directive.body))
+            await self._to_its_end(self._follow(directive))
         return directive
 
+    async def _follow(self, directive: Signed[Directive]) -> None:
+        back = directive.body.rollback
+        if back is not None and (self.newest is None or back.epoch > self.newest.body.epoch):
+            await self.view.offer_state(back.state, back.record)
+        await asyncio.to_thread(self.file.append, directive)
+        await self._resume()
+
     def _check_swarm(self) -> None:
-        """Follow the swarm's directive if it is newer: another coordinator gave it, or files were lost here."""
-        if self._is_behind(self.view.directive) and (self._receiving is None or self._receiving.done()):
+        """Follow the swarm's directive if it is newer: another coordinator gave it, or files were lost here.
+
+        One that a fault has interrupted is tried again.
+        """
+        due = self._unfinished or self._is_behind(self.view.directive)
+        if due and (self._receiving is None or self._receiving.done()):
             self._receiving = asyncio.create_task(self._receive(), name="the owner's directive")
 
     def _is_behind(self, theirs: Signed[Directive] | None) -> bool:
@@ -117,52 +170,36 @@ class RunControl:
 
     async def _receive(self) -> None:
         try:
-            async with self._changing:
-                directive = self.view.directive
-                if directive is None or not self._is_behind(directive):
-                    return
-                await self._follow(directive, publish=False)
-            log.warning("by the owner's directive, received from the swarm: %s", describe(directive.body))
+            async with self._alone():
+                if self._unfinished or self._is_behind(self.view.directive):
+                    await self._to_its_end(self._resume())
         except CairnError as e:
-            log.error("the owner's directive that the swarm knows cannot be followed here: %s", e)
+            log.error("the owner's directive is not followed to its end here: %s", e)
 
-    def bring_verdicts(self) -> None:
-        """Bring verdicts that the chain should carry into a directive of their own, unless the newest has them."""
+    def tend(self) -> None:
+        """Try an interrupted directive again, and bring verdicts that the chain should carry into one of their own."""
+        if self._unfinished:
+            self._check_swarm()
         missing = set(self.indexer.verdicts) - set(self.newest.body.verdicts if self.newest is not None else ())
         if missing and (self._issuing is None or self._issuing.done()):
             self._issuing = asyncio.create_task(self._issue_verdicts(), name="verdicts")
 
     async def _issue_verdicts(self) -> None:
         try:
-            async with self._changing:
+            async with self._alone():
                 verdicts = tuple(sorted(self.indexer.verdicts, key=lambda v: (v.record, v.peer)))
                 before = Directive(self.run, 0) if self.newest is None else self.newest.body
                 if self._is_behind(self.view.directive) or set(verdicts) <= set(before.verdicts):
                     return
                 sequence = max(before.sequence + 1, int(self.now() * 1000))
                 directive = self.signer.sign(replace(before, sequence=sequence, verdicts=verdicts))
-                await self._follow(directive, publish=True)
+                await self._to_its_end(self._follow(directive))
             for v in verdicts:
                 log.warning(
                     "what peer %s is credited for in record %s is void: %s", v.peer.short, v.record.short, v.reason
                 )
         except CairnError as e:
             log.error("verdicts could not be given: %s", e)
-
-    async def _follow(self, directive: Signed[Directive], *, publish: bool) -> None:
-        before = 0 if self.newest is None else self.newest.body.epoch
-        await asyncio.to_thread(self.file.append, directive)
-        self._apply(directive)
-        if publish:
-            await self.view.publish_directive(directive)
-        await self.indexer.note_verdicts(directive.body.verdicts)
-        if directive.body.epoch > before:
-            await self._roll_back(directive)
-        await self.indexer.switch_epoch(directive.body.epoch)
-
-    def _apply(self, directive: Signed[Directive]) -> None:
-        self.newest = directive
-        self.effects.apply(directive.body)
 
     def refusal(self, peer: PeerKey) -> str | None:
         """Return why a peer is not admitted; None when no directive forbids it."""
@@ -184,11 +221,12 @@ class RunControl:
         back = directive.body.rollback
         if back is None:
             return
-        last = await self.ledger.run(lambda ledger: ledger.last())
-        if not await self._continues_from(back.record, Round(back.round - 1)) and await self.indexer.rollback(back):
-            await asyncio.to_thread(self.file.mark_done, back.epoch, None if last is None else last[1])
-        else:
-            await asyncio.to_thread(self.file.mark_done, back.epoch, None)
+        last, left = await self.ledger.run(lambda ledger: ledger.last()), None
+        if not await self._continues_from(back.record, Round(back.round - 1)):
+            await self.on_rollback(back)
+            if await self.indexer.rollback(back) and last is not None:
+                left = last[1]
+        await asyncio.to_thread(self.file.mark_done, back.epoch, left)
 
     async def _continues_from(self, record: Digest, number: Round) -> bool:
         """Return whether the ledger's rounds after this record are those of the chain as it is now.
@@ -211,3 +249,10 @@ def describe(body: Directive) -> str:
     if body.rollback is not None:
         phrases.append(f"rolled back to round {body.rollback.round} (rollback {body.rollback.epoch})")
     return "; ".join(phrases)
+
+
+def _log_failure(following: asyncio.Task[None]) -> None:
+    """Log why a directive was not followed whose caller has gone."""
+    if not following.cancelled() and (error := following.exception()) is not None:
+        fault = None if isinstance(error, CairnError) else error
+        log.error("the owner's directive is not followed to its end here: %s", error, exc_info=fault)

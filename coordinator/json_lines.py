@@ -46,6 +46,12 @@ class JsonLines:
                 self.rows = changed
                 self._write(self._file.rewrite, self.rows)
 
+    def save(self) -> None:
+        """Write what an earlier call could not. Raises CoordinatorError."""
+        with self._lock:
+            if self._damaged:
+                self._write(self._file.rewrite, self.rows)
+
     def _write(self, write: Callable[[Iterable[bytes]], None], rows: Iterable[Row]) -> None:
         """Append or rewrite rows. After a failure half a line may be in the file: the next call rewrites it."""
         encoded = [json.dumps(row, separators=(",", ":"), allow_nan=False).encode() for row in rows]

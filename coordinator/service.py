@@ -117,7 +117,8 @@ class Coordinator:
         decoder = MessageDecoder(spec.run_id, spec.owner_key, remember=16)
         directive_file = DirectiveFile(config.folder, decoder)
         self.control = RunControl(
-            decoder, view, directives, indexer, ledger, directive_file, KeySigner(owner), spec.run_id, now
+            decoder, view, directives, indexer, ledger, directive_file, KeySigner(owner), spec.run_id, now,
+            archiver.roll_back,
         )  # fmt: skip
         self.admitter = Admitter(
             spec, owner, config.codes, ledger, now, chain.has_credits, chain.has_recent_work, self.control.refusal
@@ -221,7 +222,7 @@ class Coordinator:
     def _wake(self) -> None:
         self._news.set()
         self._credit_news.set()
-        self.control.bring_verdicts()
+        self.control.tend()
 
     def _observe(self, account: RoundCredits) -> None:
         self.observations.decide(account, self._view.heartbeats())

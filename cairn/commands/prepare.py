@@ -8,13 +8,13 @@ import click
 
 from cairn.commands.options import FILE, FOLDER
 
+VOCABULARY = 32_768
+
 
 @click.command()
 @click.argument("inputs", nargs=-1, required=True)
 @click.option("--out", required=True, type=FOLDER, help="Folder for the shards.")
-@click.option(
-    "--vocab", type=click.IntRange(257, 2**20), default=32_768, show_default=True, help="Size of a new vocabulary."
-)
+@click.option("--vocab", type=click.IntRange(257, 2**20), help=f"Size of a new vocabulary.  [default: {VOCABULARY}]")
 @click.option("--tokenizer", type=FILE, help="Use this tokenizer.json.")
 @click.option("--field", default="text", show_default=True, help="The text's field in JSONL and column in Parquet.")
 @click.option(
@@ -41,7 +41,7 @@ from cairn.commands.options import FILE, FOLDER
 )
 @click.option("--mix", type=(str, float), multiple=True, metavar="INPUT SHARE", help="Other documents beside them.")
 def prepare(
-    inputs: tuple[str, ...], out: Path, vocab: int, tokenizer: Path | None, field: str, shard_tokens: int,
+    inputs: tuple[str, ...], out: Path, vocab: int | None, tokenizer: Path | None, field: str, shard_tokens: int,
     validation_every: int, window: int | None, chat_template: Path | None, train_on: tuple[str, ...], long: str,
     mix: tuple[tuple[str, float], ...],
 ) -> None:  # fmt: skip
@@ -52,6 +52,8 @@ def prepare(
     from coordinator.authoring.prepare import prepare
     from protocol.spec import explain
 
+    if vocab is not None and tokenizer is not None:
+        raise click.UsageError("--tokenizer has a vocabulary of its own: leave out --vocab or --tokenizer")
     asked = {
         "chat_template": str(chat_template) if chat_template else None,
         "long": long,
@@ -67,7 +69,7 @@ def prepare(
         inputs,
         out,
         field=field,
-        vocabulary=None if tokenizer else vocab,
+        vocabulary=None if tokenizer else vocab or VOCABULARY,
         tokenizer=tokenizer,
         validation_every=validation_every,
         shard_tokens=shard_tokens,

@@ -49,14 +49,18 @@ class DocumentFile:
         return last, ""
 
     def fingerprint(self) -> str:
-        """Return a text that changes with the file: SHA-256 of a local file, else the file system's own key."""
-        if "file" not in ((self.fs.protocol,) if isinstance(self.fs.protocol, str) else self.fs.protocol):
-            return f"remote:{self.fs.ukey(self.path)}"
-        digest = hashlib.sha256()
-        with self.fs.open(self.path, "rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-        return digest.hexdigest()
+        """Return a text that changes with the file: SHA-256 of a local file, else the file system's own key.
+
+        Raises DataInputError.
+        """
+        with _named_errors(self):
+            if "file" not in ((self.fs.protocol,) if isinstance(self.fs.protocol, str) else self.fs.protocol):
+                return f"remote:{self.fs.ukey(self.path)}"
+            digest = hashlib.sha256()
+            with self.fs.open(self.path, "rb") as file:
+                while block := file.read(1 << 20):
+                    digest.update(block)
+            return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,16 +181,24 @@ def _named_errors(source: DocumentFile) -> Iterator[None]:
     """Raise what reading a file raises as DataInputError with its name."""
     try:
         yield
-    except (OSError, EOFError) as e:
-        raise DataInputError(f"{source.name}: cannot be read: {e}") from None
     except UnicodeDecodeError as e:
-        raise DataInputError(
-            f"{source.name}: not UTF-8 text (byte 0x{e.object[e.start]:02x}): convert it, e.g. iconv -t UTF-8"
-        ) from None
+        raise _not_text(source.name, e) from None
     except Exception as e:
-        if type(e).__module__.partition(".")[0] in ("_lzma", "lzma", "zlib", "zstandard", "pyarrow"):
-            raise DataInputError(f"{source.name}: damaged, or not what its ending says: {e}") from None
+        if isinstance(e, OSError) and e.strerror:
+            raise DataInputError(
+                f"{source.name}: cannot be read: {e.strerror.lower()}: make it readable, or leave it out"
+            ) from None
+        libraries = ("_lzma", "lzma", "zlib", "zstandard", "pyarrow")
+        if isinstance(e, OSError | EOFError) or type(e).__module__.partition(".")[0] in libraries:
+            why = " ".join(str(e).split())
+            raise DataInputError(
+                f"{source.name}: damaged, or not what its ending says: {why}: get it again, or leave it out"
+            ) from None
         raise
+
+
+def _not_text(where: str, e: UnicodeDecodeError) -> DataInputError:
+    return DataInputError(f"{where}: not UTF-8 text (byte 0x{e.object[e.start]:02x}): convert it, e.g. iconv -t UTF-8")
 
 
 def _open(source: DocumentFile) -> IO[bytes]:
@@ -243,8 +255,8 @@ def _read_jsonl(source: DocumentFile) -> Iterator[DocumentRow]:
                 continue
             try:
                 row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except UnicodeDecodeError:
-                raise
+            except UnicodeDecodeError as e:
+                raise _not_text(f"{source.name}: line {number}", e) from None
             except (ValueError, RecursionError) as e:
                 raise DataInputError(f"{source.name}: line {number} is not JSON: {e}") from None
             where = f"{source.name}: line {number}"

@@ -26,7 +26,7 @@ from coordinator.tasks import wait_at_most
 from protocol.errors import CairnError
 from protocol.ids import Digest, Round
 from protocol.message_codec import MessageDecoder, encode_certificate
-from protocol.messages import Certificate, Finalization, Signed
+from protocol.messages import Certificate, Finalization, Rollback, Signed
 from protocol.spec import RunSpec
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,10 @@ RETRY_SECONDS = (10.0, 30.0, 60.0, 300.0)
 """Seconds before the next attempt to copy, by the number of failures; the last one repeats."""
 
 MAX_TRIES = 2
-"""Attempts to evaluate one state."""
+"""Attempts to evaluate one state at once."""
+
+AGAIN_SECONDS = 3600.0
+"""Seconds until a state is tried again after these: no other may come after a run's last one."""
 
 MAX_LOSSES = 20
 """Newest evaluations that `newest_losses` gives."""
@@ -82,6 +85,7 @@ class CheckpointArchiver:
         """Final states that the policy of the copies excludes."""
 
         self._failed: dict[Digest, int] = {}
+        self._failed_at = 0.0
         self._counts = {"evaluated": 0, "evaluations_failed": 0, "copied": 0, "copies_failed": 0, "copied_bytes": 0}
         self._seconds = 0.0
 
@@ -116,8 +120,10 @@ class CheckpointArchiver:
                 await work()
             except CairnError as e:
                 self._report(topic, str(e))
-            except Exception:
+            except Exception as e:  # logged, shown on the page and by the alert, and tried again
                 log.exception("%s: a fault of the coordinator", topic)
+                fault = f"a fault of the coordinator ({type(e).__name__}: {e})"
+                self._problems[topic] = f"{topic}: {fault}; its log has the details"
                 await asyncio.sleep(POLL_SECONDS)
 
     def _wake(self) -> None:
@@ -165,21 +171,30 @@ class CheckpointArchiver:
             return last if ends_with_state(last, archived) else None
         return None
 
-    def _due(self) -> ArchivedState | None:
-        """Return the newest state, if it is to be evaluated now; older ones are skipped."""
+    async def _due(self) -> ArchivedState | None:
+        """Return the newest state of the chain, if it is to be evaluated now; older ones are skipped."""
         done = self.evaluations.done()
-        archived = [a for a in self.archive.all() if self._failed.get(a.state, 0) < MAX_TRIES]
-        if not archived or str(archived[-1].state) in done:
+        again = time.monotonic() - self._failed_at >= AGAIN_SECONDS
+        for newest in reversed(self.archive.all()):
+            is_tried = again or self._failed.get(newest.state, 0) < MAX_TRIES
+            if is_tried and await self._view.certificates_after(newest.record, 1) is not None:
+                break
+        else:
             return None
-        newest = archived[-1]
+        if str(newest.state) in done:
+            return None
         last = max((r for r in done.values() if r < newest.round), default=None)
         far = last is None or newest.round - last >= self._settings.evaluation.every
         ends = 0 < self._spec.total_tokens <= newest.tokens
         return newest if far or ends else None
 
     async def _evaluate(self) -> None:
-        archived = self._due()
+        archived = await self._due()
         if archived is None:
+            await asyncio.to_thread(self.evaluations.save)
+            newest = self.archive.newest()
+            if newest is None or newest.state not in self._failed:
+                self._solved("evaluation")
             return
         rows: list[Row] = []
         began, why = time.monotonic(), ""
@@ -194,20 +209,26 @@ class CheckpointArchiver:
         measured = next((r for r in rows if "loss" in r), None)
         texts = [r for r in rows if "text" in r]
         if measured is None and not texts:
-            self._failed[archived.state] = self._failed.get(archived.state, 0) + 1
+            self._failed[archived.state] = tries = self._failed.get(archived.state, 0) + 1
+            self._failed_at = time.monotonic()
             self._counts["evaluations_failed"] += 1
-            again = "it is tried again" if self._failed[archived.state] < MAX_TRIES else "the next one is tried"
+            again = "it is tried again" if tries < MAX_TRIES else "the next one is tried, or this in an hour"
             self._report("evaluation", f"the state of round {archived.round} was not evaluated: {why}; {again}")
             return
+        self._failed.pop(archived.state, None)
         await asyncio.to_thread(self.evaluations.add, archived, measured, texts)
         await asyncio.to_thread(self.archive.prune)  # another state may be the best now
         self._counts["evaluated"] += 1
         _log_evaluation(archived, measured, texts)
-        if why:  # the loss is complete, not all of the texts are
-            self._report("evaluation", f"the evaluation of round {archived.round} was not finished: {why}")
-        else:
-            self._solved("evaluation")
+        if why:  # the loss is complete, not all of the texts are: nothing is tried again
+            log.warning("the evaluation of round %d was not finished: %s", archived.round, why)
+        self._solved("evaluation")
         self._wake()
+
+    async def roll_back(self, rollback: Rollback) -> None:
+        """Count the evaluations no more that are of states after the one from which the run goes on."""
+        left = [Digest.parse(state) for state, r in self.evaluations.done().items() if r > rollback.round]
+        await asyncio.to_thread(self.evaluations.mark_left, left)
 
     def _evaluation_job(self, archived: ArchivedState) -> Row:
         e, s = self._settings.evaluation, self._settings.samples

@@ -46,6 +46,11 @@ class EvaluationLog:
             if texts:
                 self._samples.add(*(about | t | {"validation_loss": loss} for t in texts))
 
+    def save(self) -> None:
+        """Write what a full disk has kept out of the files."""
+        for file in (self._rows, self._samples):
+            file.save()
+
     def mark_left(self, states: Collection[Digest]) -> None:
         """Mark rows of states that the chain has left: they are kept, and count no more. A full disk is logged."""
         left = {str(s) for s in states}
@@ -64,11 +69,8 @@ class EvaluationLog:
         return self._by_round[1]
 
     def done(self) -> dict[str, int]:
-        """Return the round by state of all evaluated states: with a loss, or (without validation data) with texts."""
-        written = {
-            r["state"]: r["round"] for r in self._samples.rows if "state" in r and isinstance(r.get("round"), int)
-        }
-        return written | {r["state"]: r["round"] for r in self.rows()}
+        """Return the round by state of the chain's evaluated states: with a loss, or without validation data texts."""
+        return {r["state"]: r["round"] for r in (*self._texts(), *self.rows()) if "state" in r}
 
     def newest(self) -> Row | None:
         """Return the row of the highest round."""
@@ -82,14 +84,16 @@ class EvaluationLog:
     def samples(self, before: int | None, limit: int) -> list[dict[str, Any]]:
         """Return at most `limit` samples of rounds before `before`, newest first."""
         found: list[dict[str, Any]] = []
-        rows = [r for r in self._samples.rows if isinstance(r.get("round"), int) and not r.get("left")]
-        for r in sorted(rows, key=lambda r: -r["round"]):
+        for r in sorted(self._texts(), key=lambda r: -r["round"]):
             if len(found) >= limit:
                 break
             if before is None or r["round"] < before:
                 names = ("round", "state", "prompt", "text", "temperature", "validation_loss")
                 found.append({name: r.get(name) for name in names})
         return found
+
+    def _texts(self) -> list[Row]:
+        return [r for r in self._samples.rows if isinstance(r.get("round"), int) and not r.get("left")]
 
 
 def perplexity(loss: float | None) -> float | None:

@@ -115,6 +115,19 @@ async def test_what_is_archived_may_be_made_final_and_the_observer_keeps_it(obse
     assert o.view.unarchived_checkpoint() is None  # there already
 
 
+async def test_a_state_that_a_full_disk_keeps_from_the_archive_stays_in_the_store(observed: Observed, monkeypatch):
+    """The state with which a run ends is named by no record, and its peers may be gone when space comes back."""
+    o = observed
+    o.rounds(7, {1: 2})
+    with monkeypatch.context() as m:
+        m.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+        with pytest.raises(CoordinatorError, match="free some disk space"):
+            await o.archive_newest()
+    assert o.node.held == [state(5)] and o.view.held_state() == 0
+    await o.archive_newest()
+    assert o.view.held_state() == 5
+
+
 async def test_a_chain_that_turned_below_an_archived_state_is_archived_anew_and_the_lost_state_goes(observed: Observed):
     o = observed
     fork_at = 2

@@ -455,3 +455,24 @@ async def test_after_a_rollback_the_ledger_follows_the_new_branch_and_keeps_what
     async with following(swarm, tmp_path, first=lambda f: f.post_abandoned(old[3].record, back)) as (f, until):
         await until(lambda: f.posted and f.posted[0] == 3)
         assert f.balances == before
+
+
+async def test_a_rollback_whose_commit_was_not_acknowledged_is_followed_when_it_is_repeated(tmp_path, monkeypatch):
+    swarm, run, lost = FakeSwarm(HOLDING), LedgerThread.run, []
+    async with following(swarm, tmp_path) as (f, until):
+        rounds(swarm, DEPTH + 4)
+        await until(lambda: f.posted and f.posted[0] == 3)
+        back = Rollback(1, swarm.chain.certificates[1].digest, Round(2), state(2))
+
+        async def answer_lost(self, work):
+            done = await run(self, work)
+            if not lost and await run(self, lambda ledger: ledger.epoch()):
+                lost.append(work)
+                raise LedgerError("the connection was lost after the commit")
+            return done
+
+        monkeypatch.setattr(LedgerThread, "run", answer_lost)
+        with pytest.raises(LedgerError, match="after the commit"):
+            await f.rollback(back)
+        await f.rollback(back)
+        assert f.posted == (1, back.record) and len(f.history) == 2

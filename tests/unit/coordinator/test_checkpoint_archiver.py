@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import math
 import os
@@ -27,8 +28,11 @@ from coordinator.checkpoints.evaluation import measure
 from coordinator.checkpoints.evaluation_job import free_device, plain
 from coordinator.checkpoints.evaluations import EvaluationLog
 from coordinator.checkpoints.job import JobError, run_job
+from coordinator.durable import LineFile
 from coordinator.errors import CoordinatorError
 from protocol.errors import CairnError
+from protocol.ids import Round
+from protocol.messages import Rollback
 from tests.support.checkpoint_world import CheckpointWorld, Uniform, nan, shards
 from tests.support.observer_world import SPEC
 from tests.support.waiting import LIMIT, NEVER, until
@@ -334,6 +338,93 @@ async def test_rounds_between_are_skipped_and_failures_are_tried_twice(world: Ch
         assert asked[2:] == ["round-000005", "round-000015"]
         await until(lambda: keeper.problem == "")
         assert keeper._evaluation_job(world.archive.all()[-1])["most"] == 4  # the same few windows each time
+
+
+async def test_a_run_s_last_state_is_evaluated_again_until_the_problem_is_solved(world: CheckpointWorld, monkeypatch):
+    asked = 0
+
+    async def fails(module, job, heard, **limits):
+        nonlocal asked
+        asked += 1
+        if asked > 4:
+            heard({"loss": 3.0, "windows": 4, "seconds": 1.0, "device": "cpu"})
+        raise JobError("its process was killed: most likely memory ran out")  # at last only the texts are missing
+
+    monkeypatch.setattr(keeping, "run_job", fails)
+    monkeypatch.setattr(keeping, "AGAIN_SECONDS", 0.0)
+    world.add(0)
+    async with Kept(world, evaluation={"every": 10}) as keeper:
+        await until(lambda: keeper.validation == (0, 3.0) and keeper.problem == "")
+    assert asked == 5
+
+
+async def test_a_fault_is_logged_and_shown_until_it_is_gone(world: CheckpointWorld, monkeypatch, caplog):
+    shown = asyncio.Event()
+
+    async def faulty(module, job, heard, **limits):
+        if not shown.is_set():
+            raise KeyError("spam")
+        heard({"loss": 3.0, "windows": 4, "seconds": 1.0, "device": "cpu"})
+
+    monkeypatch.setattr(keeping, "run_job", faulty)
+    world.add(0)
+    async with Kept(world, evaluation={"every": 10}) as keeper:
+        await until(lambda: "evaluation: a fault of the coordinator (KeyError: 'spam')" in keeper.problem)
+        assert any(r.exc_info is not None for r in caplog.records)
+        shown.set()
+        await until(lambda: keeper.problem == "")
+
+
+async def test_after_a_rollback_no_evaluation_of_a_later_round_counts(world: CheckpointWorld, monkeypatch):
+    asked: list[str] = []
+
+    async def measures(module, job, heard, **limits):
+        asked.append(Path(job["folder"]).name)
+        heard({"loss": float(len(asked)), "windows": 4, "seconds": 1.0, "device": "cpu"})
+
+    monkeypatch.setattr(keeping, "run_job", measures)
+    world.rounds(12)
+    async with Kept(world, evaluation={"every": 1}) as keeper:
+        for round_ in (0, 5, 10):
+            world.add(round_)
+            world.swarm.changed()
+            await until(lambda round_=round_: keeper.validation and keeper.validation[0] == round_)
+        assert keeper.newest_losses() == (3.0, 2.0, 1.0)
+        back = Rollback(1, world.swarm.chain.certificates[4].digest, Round(5), world.digests[5])
+        world.swarm.turn_to(world.swarm.chain.fork(5))
+        await keeper.roll_back(back)
+        assert keeper.validation == (5, 2.0) and keeper.newest_losses() == (2.0, 1.0)
+        world.rounds(6, {3: 2})
+        world.state(10, nan)
+        world.archive.add(
+            world.files[10], world.tokenizer, round=10, state=world.digests[10],
+            record=world.swarm.chain.certificates[9].digest, tokens=480,
+        )  # fmt: skip
+        world.swarm.changed()
+        await until(lambda: keeper.validation == (10, 4.0))
+    assert asked == ["round-000000", "round-000005", "round-000010", "round-000010"]  # the left state not once more
+
+
+async def test_an_evaluation_that_a_full_disk_did_not_take_is_written_when_it_has_space(
+    world: CheckpointWorld, monkeypatch
+):
+    async def measures(module, job, heard, **limits):
+        heard({"loss": 3.0, "windows": 4, "seconds": 1.0, "device": "cpu"})
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(keeping, "run_job", measures)
+    world.add(0)
+    with monkeypatch.context() as m:
+        m.setattr(LineFile, "append", full)
+        m.setattr(LineFile, "rewrite", full)
+        kept = Kept(world, evaluation={"every": 10})
+        async with kept as keeper:
+            await until(lambda: "no space left" in keeper.problem)
+            m.undo()
+            await until(lambda: keeper.problem == "")
+    assert EvaluationLog(world.folder / "run").newest() == world.evaluations.newest() is not None
 
 
 async def test_without_validation_data_a_state_writes_once_from_the_owners_prompts(world: CheckpointWorld, monkeypatch):

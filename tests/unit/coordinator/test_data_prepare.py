@@ -1,6 +1,7 @@
 """Preparing data: every document once, the same bytes every time, and clear words for bad input."""
 
 import bz2
+import errno
 import gzip
 import json
 import lzma
@@ -14,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from tokenizers import Tokenizer
 
 from coordinator.authoring.documents import SEGMENT, find_sources, read_documents
@@ -233,7 +235,7 @@ def test_folders_and_patterns_are_read_in_order_of_name_and_hidden_files_are_not
         ("a.jsonl", b"[1]\n", r"line 1 is not a JSON object"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', r"surrogate"),
         ("a.jsonl", b"[" * 100_000, r"line 1 is not JSON"),
-        ("a.jsonl", b'{"text": "caf\xe9"}\n', r"not UTF-8 text \(byte 0xe9\).*iconv"),
+        ("a.jsonl", b'{"text": "caf\xe9"}\n', r"line 1: not UTF-8 text \(byte 0xe9\).*iconv"),
         ("a.txt", b"caf\xe9", r"not UTF-8"),
         ("a.jsonl.gz", b"not gzip", r"a\.jsonl\.gz: "),
         ("a.jsonl.xz", b"not xz", r"a\.jsonl\.xz: "),
@@ -250,6 +252,23 @@ def test_bad_input_is_named_with_its_place_and_remedy(tmp_path, name, data, says
         prepare([name], tmp_path / "out", vocabulary=300, base=tmp_path)
     assert "\n" not in str(e.value)
     assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_documents_that_may_not_be_read_or_are_damaged_are_named_with_what_to_do(tmp_path, monkeypatch):
+    def refused(*_, **__):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    jsonl(tmp_path / "a.jsonl")
+    with monkeypatch.context() as m:
+        m.setattr(LocalFileSystem, "open", refused)
+        with pytest.raises(DataInputError, match=r"a\.jsonl: cannot be read: permission denied: make it readable"):
+            prepare(["a.jsonl"], tmp_path / "out", vocabulary=300, base=tmp_path)
+    pq.write_table(pa.table({"text": TEXTS}), tmp_path / "b.parquet")
+    data = (tmp_path / "b.parquet").read_bytes()
+    (tmp_path / "b.parquet").write_bytes(data[:4] + b"\xff" * 40 + data[44:])  # the first page
+    with pytest.raises(DataInputError, match=r"^b\.parquet: damaged, .*: get it again, or leave it out$") as e:
+        prepare(["b.parquet"], tmp_path / "out", vocabulary=300, base=tmp_path)
+    assert "\n" not in str(e.value)
 
 
 def test_bad_settings_are_refused(tmp_path):

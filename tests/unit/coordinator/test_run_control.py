@@ -1,0 +1,127 @@
+"""A directive that was begun is followed to its end: without its caller, after a fault, and by a repeated command."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from coordinator.chain_indexer import ChainIndexer
+from coordinator.control import RunControl
+from coordinator.credits.plausibility import PlausibilityCheck
+from coordinator.directive_file import DirectiveFile
+from coordinator.directives import DirectiveEffects
+from coordinator.errors import LedgerError
+from coordinator.finalizer import Finalizer
+from coordinator.indexed_chain import IndexedChain
+from coordinator.ledger_thread import LedgerThread
+from protocol.ids import Round
+from protocol.message_codec import KeySigner, MessageDecoder
+from protocol.messages import Directive, Rollback
+from tests.support.coordinator_fakes import FakeSwarm, make_spec, state
+from tests.support.specs import OWNER
+from tests.support.waiting import ended, until
+
+SPEC = make_spec()
+
+
+class World:
+    """A run whose round 4 is posted, and the order to go back to round 3."""
+
+    def __init__(self, folder):
+        self.swarm = swarm = FakeSwarm(SPEC)
+        for i in range(8):
+            swarm.chain.add({0: 1, 1: 1 + i})
+        swarm.blobs.add(state(3))
+        self.ledger = LedgerThread()
+        self.rolled_back: list[Rollback] = []
+        self.chain = IndexedChain()
+        self.finalizer = Finalizer(SPEC, OWNER, swarm, self.ledger, self.chain)
+        effects = DirectiveEffects(SPEC.round, self.chain)
+        self.indexer = ChainIndexer(
+            SPEC, swarm, self.ledger, self.chain, self.finalizer, PlausibilityCheck(SPEC), effects, lambda: 1000.0,
+            on_pass=lambda: self.control.tend(),
+        )  # fmt: skip
+        decoder = MessageDecoder(SPEC.run_id, OWNER.key, remember=4)
+        self.file = DirectiveFile(folder, decoder)
+        self.control = RunControl(
+            decoder, swarm, effects, self.indexer, self.ledger, self.file, KeySigner(OWNER), SPEC.run_id,
+            lambda: 1000.0, self.roll_back,
+        )  # fmt: skip
+        to = swarm.chain.certificates[2].digest
+        self.order = KeySigner(OWNER).sign(Directive(SPEC.run_id, 3, rollback=Rollback(1, to, Round(3), state(3))))
+
+    async def roll_back(self, rollback):
+        self.rolled_back.append(rollback)
+
+    def publish(self, directive):
+        """Publish as a swarm does: the chain follows the rollback."""
+        self.swarm.directives.append(directive)
+        self.swarm.chain = self.swarm.chain.fork(3)
+
+    def is_done(self):
+        back = self.order.body.rollback
+        follows = self.chain.posted == (2, back.record) and self.finalizer.epoch == 1 and back in self.rolled_back
+        return follows and 1 in self.file.read()[1]
+
+
+@asynccontextmanager
+async def running(folder):
+    w = World(folder)
+    await w.ledger.open(folder / "ledger.sqlite", SPEC)
+    await w.control.start()
+    await w.indexer.start()
+    await until(lambda: w.chain.posted is not None and w.chain.posted[0] == 4)
+    try:
+        yield w
+    finally:
+        await w.control.stop()
+        await w.indexer.stop()
+        await w.ledger.close()
+
+
+@pytest.mark.parametrize("stops", [False, True])
+async def test_a_rollback_whose_caller_goes_away_goes_on_to_its_end(tmp_path, stops):
+    async with running(tmp_path) as w:
+        begun, go = asyncio.Event(), asyncio.Event()
+
+        async def slow(directive):
+            begun.set()
+            await go.wait()
+            w.publish(directive)
+
+        w.swarm.publish_directive = slow
+        caller = asyncio.create_task(w.control.accept(w.order.encoded))
+        await ended(begun.wait())
+        caller.cancel()
+        await asyncio.gather(caller, return_exceptions=True)
+        asyncio.get_running_loop().call_soon(go.set)
+        if not stops:
+            await w.control.accept(w.order.encoded)
+            assert w.is_done()
+    assert w.is_done() and w.swarm.directives == [w.order] and len(w.control.effects.marks) == 1
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+async def test_a_rollback_that_a_fault_has_interrupted_is_completed(tmp_path, repeated):
+    async with running(tmp_path) as w:
+        roll_back = w.indexer.rollback
+
+        async def full_once(rollback):
+            w.indexer.rollback = roll_back
+            raise LedgerError("the disk is full")
+
+        async def publish(directive):
+            w.publish(directive)
+
+        w.swarm.publish_directive, w.indexer.rollback = publish, full_once
+        with pytest.raises(LedgerError, match="the disk is full"):
+            await w.control.accept(w.order.encoded)
+        assert not w.is_done()
+        if repeated:
+            await w.control.accept(w.order.encoded)
+        else:
+            w.swarm.changed()
+            await until(w.is_done)
+        assert w.is_done() and w.swarm.directives == [w.order] and len(w.control.effects.marks) == 1
