@@ -64,7 +64,7 @@ class Member:
             self.transport, RateLimiter(), self.key, RUN, store=self.store, handlers=handlers, initial=initial,
             limits=SwarmLimits(
                 streams=StreamLimits(open_seconds=0.02),  # until it is known that somebody cannot be dialled
-                serve=ServeLimits(strangers_bytes_per_second=4 * CHUNK, strangers_wait_seconds=0.5),
+                serve=ServeLimits(strangers_bytes_per_second=4 * CHUNK, wait_seconds=0.5),
             ),
         )  # fmt: skip
 
