@@ -105,7 +105,7 @@ def read_from_address(
 ) -> None:
     """Read the base at an address of the spec, for as long as nobody has `stopped` it.
 
-    `take` returns once so many bytes may come. Raise PeerError, and MalformedError for wrong bytes.
+    `take` waits until these bytes may come. Raise PeerError, and MalformedError for wrong bytes.
     """
     from peer.training.sources import at_address
 

@@ -60,7 +60,7 @@ MAX_DHT_KEYS = 1
 MAX_DHT_STORE = 32 * 1024
 """Bytes of one store in the DHT: hivemind checks all records in it without a pause, a hundred in some 20 ms.
 
-A node that hands over its whole table sends more. What is refused comes again, since members renew their records."""
+A node that hands over its whole table sends more. It is refused, and the records come when members renew them."""
 
 START_SECONDS = 60
 STARTS = 2
