@@ -52,9 +52,9 @@ Answer = Callable[[str], Awaitable[str]]
 
 
 class PeerControl:
-    """The answers of a peer to these commands. `rest` is None for one that trains nothing."""
+    """The answers of a peer to these commands."""
 
-    def __init__(self, rest: RestWish | None, stop: asyncio.Event):
+    def __init__(self, rest: RestWish, stop: asyncio.Event):
         self._rest = rest
         self._stop = stop
 
@@ -63,24 +63,23 @@ class PeerControl:
         if ask == "leave":
             self._stop.set()
             return "leaving"
-        if self._rest is None:
-            raise CairnError("this peer trains nothing, so it cannot rest: `cairn peer leave` ends it")
         if ask == "pause":
-            return await self._pause(self._rest)
+            return await self._pause()
         if ask == "resume":
-            return self._resume(self._rest)
+            return self._resume()
         raise CairnError(f"{ask[:20]!r} is not known here: the peer's Cairn may be older than this one")
 
-    async def _pause(self, rest: RestWish) -> str:
-        began = time.monotonic()
+    async def _pause(self) -> str:
+        rest, began = self._rest, time.monotonic()
         rest.want("user", PAUSED)
         if await rest.until_free(FREE_SECONDS):
             return f"paused: its devices are free after {time.monotonic() - began:.1f} s"
         return "paused: no step begins any more, and its devices are free soon"
 
-    def _resume(self, rest: RestWish) -> str:
+    def _resume(self) -> str:
+        rest = self._rest
         rest.want("user", "")
-        return f"not paused any more, and still resting: {rest.reason}" if rest.reason else "training again"
+        return f"not paused any more, and still resting: {rest.reason}" if rest.reason else "working again"
 
 
 @asynccontextmanager

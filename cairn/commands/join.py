@@ -267,7 +267,7 @@ async def _join(options: JoinOptions, invite: Invite, settings_file: Path) -> No
         trainer_command=options.trainer_command,
     )
     rest, paces = RestWish(), Paces()
-    control = PeerControl(None if options.auditor else rest, stop)
+    control = PeerControl(rest, stop)
     with Store(folder / "store", options.disk) as store:
         schedule = PeerSchedule(settings, rest, paces, DayTraffic(folder), stop.set)
         await schedule.learn()
@@ -316,9 +316,7 @@ async def _join(options: JoinOptions, invite: Invite, settings_file: Path) -> No
             try:
                 if options.auditor:
                     _begin_audits(membership.spec, options.owner)
-                node = build_node(
-                    membership, node_options, owner=options.owner, rest=None if options.auditor else rest, paces=paces
-                )
+                node = build_node(membership, node_options, owner=options.owner, rest=rest, paces=paces)
                 await run_node(node, screen, stopping, schedule.away, auditor=options.auditor)
             finally:
                 await membership.close()

@@ -79,6 +79,11 @@ async def _now(value: Any) -> Any:
     return value
 
 
+def _encoded(value: Any) -> EncodedBody:
+    """Return an answer's body. It may be megabytes: call it in a thread."""
+    return EncodedBody.of(json_view.encode(value))
+
+
 @dataclass(frozen=True, slots=True)
 class ApiEndpoint:
     """One endpoint: `make` answers from a source (`PageApi`, `CreditLog`) and the parameters' values.
@@ -109,12 +114,12 @@ class ApiEndpoint:
             try:
                 if answers is None:
                     value = await self.make(source, **asked)
-                    body = await asyncio.to_thread(json_view.encode, value)  # it may be megabytes
+                    body = await asyncio.to_thread(json_view.encode, value)
                     return Response(body, 200, {"cache-control": "no-store"}, "application/json")
 
                 async def make() -> EncodedBody | None:
                     value = await self.make(source, **asked)
-                    return None if value is None else EncodedBody.of(json_view.encode(value))
+                    return None if value is None else await asyncio.to_thread(_encoded, value)
 
                 # The head is part of the key: a request after a new round must not get an answer from before it.
                 body = await answers.get((source.head, self.path, *asked.values()), self.seconds, make)

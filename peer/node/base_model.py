@@ -12,13 +12,16 @@ import os
 import secrets
 import stat
 import threading
+from collections.abc import Callable
+from functools import partial
 
 import async_timeout
 
 from peer.errors import PeerError
 from peer.node.network import Network
 from peer.store import Store, StoreError, StoreFull
-from protocol.data_address import public_url
+from peer.swarm.pace import Pace
+from protocol.data_address import check_address, public_url
 from protocol.errors import MalformedError
 from protocol.ids import Digest
 from protocol.merkle import CHUNK, chunk_size
@@ -48,10 +51,14 @@ async def fetch_base_nearby(adapter: AdapterSpec, store: Store, network: Network
         if not (private_data or public_url(address)):
             continue
         stopped = threading.Event()
+        pace = Pace() if check_address(address) == "file" else network.paces.down
+        take = partial(_take_in_thread, pace, asyncio.get_running_loop())
         try:
             with network.downloads.noted("the run's base model", name, size):
                 async with async_timeout.timeout(fetch_seconds(size)):
-                    await asyncio.to_thread(read_from_address, adapter, store, address, stopped, private=private_data)
+                    await asyncio.to_thread(
+                        read_from_address, adapter, store, address, stopped, take, private=private_data
+                    )
             return
         except asyncio.TimeoutError:
             log.warning("the base model was not read from %s: it took %.0f s", address, fetch_seconds(size))
@@ -59,6 +66,10 @@ async def fetch_base_nearby(adapter: AdapterSpec, store: Store, network: Network
             log.warning("the base model was not read from %s: %s", address, e)
         finally:
             stopped.set()
+
+
+def _take_in_thread(pace: Pace, loop: asyncio.AbstractEventLoop, size: int) -> None:
+    asyncio.run_coroutine_threadsafe(pace.take(size), loop).result()
 
 
 def link_from_other_runs(store: Store, blob: Digest) -> bool:
@@ -84,11 +95,17 @@ def link_from_other_runs(store: Store, blob: Digest) -> bool:
 
 
 def read_from_address(
-    adapter: AdapterSpec, store: Store, address: str, stopped: threading.Event, *, private: bool
+    adapter: AdapterSpec,
+    store: Store,
+    address: str,
+    stopped: threading.Event,
+    take: Callable[[int], object],
+    *,
+    private: bool,
 ) -> None:
     """Read the base at an address of the spec, for as long as nobody has `stopped` it.
 
-    Raise PeerError, and MalformedError for wrong bytes.
+    `take` waits until these bytes may come. Raise PeerError, and MalformedError for wrong bytes.
     """
     from peer.training.sources import at_address
 
@@ -101,8 +118,10 @@ def read_from_address(
         while (missing := arriving.missing()) and not stopped.is_set():
             first = missing[0]
             run = [i for n, i in enumerate(missing[:READ_CHUNKS]) if i == first + n]
-            wanted = sum(chunk_size(size, i) for i in run)
-            data = source.chunk(blob, first * CHUNK, wanted, "safetensors")
+            sizes = [chunk_size(size, i) for i in run]
+            for each in sizes:  # one by one, so that others have their turn
+                take(each)
+            data = source.chunk(blob, first * CHUNK, sum(sizes), "safetensors")
             for i in run:
                 arriving.write(i, data[(i - first) * CHUNK : (i - first + 1) * CHUNK])
         if not arriving.left:

@@ -62,7 +62,7 @@ def build_node(
     """Return a node that is ready to run. Raise StoreError.
 
     `bus` receives the node's events. The key of `owner`, the run's, signs the reports on audits instead of the node's
-    own. `rest` says when a peer that trains is to rest, `paces` how fast it sends and gets blobs. `start_swarm` and
+    own. `rest` says when a peer is to rest, `paces` how fast it sends and gets blobs. `start_swarm` and
     `supervise` replace the network and the trainer's process.
     """
     spec, store, me = membership.spec, membership.store, membership.identity.key

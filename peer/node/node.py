@@ -130,6 +130,8 @@ class Node:
             await cancel_and_wait([introduction])
             if self.auditor is not None:
                 tasks.spawn(self.auditor.run(), "audits")
+                if self.trainer is None:
+                    tasks.spawn(self.auditor.follow(self.rest), "rest")
             tasks.spawn(m.keep_valid(self.ask_for_coordinator), "admission")
         if self.trainer is not None and m.client is not None:
             tasks.spawn(self.end_of_run.run(self.ask_for_coordinator, self._leave_because), "end of the run")

@@ -20,6 +20,7 @@ from peer.node.audit_jobs import AuditJobs
 from peer.node.audit_process import AuditProcess
 from peer.node.blob_retention import BlobRetention
 from peer.node.events import Post
+from peer.node.rest import RestWish
 from protocol.audits import UpdateCheck
 from protocol.bounded import BoundedDict
 from protocol.chain import Chain
@@ -113,6 +114,22 @@ class UpdateAuditor:
     def resume(self) -> None:
         """Make checks again."""
         self._may_work.set()
+
+    async def follow(self, rest: RestWish) -> None:
+        """Make checks while there is no reason to rest, until cancelled: for a peer without a trainer."""
+        try:
+            while True:
+                works, reason = self._may_work.is_set(), rest.reason
+                if works and reason:
+                    log.info("resting: %s", reason)
+                    await self.release()
+                elif not works and not reason:
+                    log.info("auditing again")
+                    self.resume()
+                rest.note_devices(free=bool(reason))
+                await rest.wait_for_news()
+        finally:
+            rest.note_devices(free=True)
 
     async def run(self) -> None:
         """Make one check after the other. The process of the present one ends when this is cancelled."""

@@ -213,9 +213,9 @@ class BlobStore:
     ) -> InProgressBlob | None:
         """Reserve disk space for a blob whose chunks will come. Return None when the whole blob is here.
 
-        Chunks that an earlier attempt left are checked again and count. With `chunks`, space is reserved for these, and
-        for those of earlier calls. Raises StoreFull, and MalformedError when the leaves are not those of this digest
-        and size, or the blob has no such chunk.
+        Chunks that an earlier attempt left count; those from before the start are checked again first, without the
+        lock. With `chunks`, space is reserved for these, and for those of earlier calls. Raises StoreError, and
+        MalformedError when the leaves are not those of this digest and size, or the blob has no such chunk.
         """
         if not 0 <= size <= MAX_BLOB:
             raise MalformedError(f"a blob of {size} bytes: at most {MAX_BLOB} are accepted")
@@ -225,7 +225,7 @@ class BlobStore:
             if isinstance(state, WholeBlob):
                 return None
             if isinstance(state, InProgressBlob):
-                if chunks is not None or not state.idle:
+                if state.size == size or not state.idle:
                     self._check_room(state.more_room(chunks), digest)
                     state.share(chunks)
                     return state
@@ -245,7 +245,13 @@ class BlobStore:
                     self._states[digest] = InterruptedBlob(earlier.room)
                 raise
             self._states[digest] = made
-            return made
+        if isinstance(earlier, InterruptedBlob):
+            try:
+                made.recheck(chunks)
+            except StoreError:
+                made.close()
+                raise
+        return made
 
     def in_progress(self, digest: Digest) -> InProgressBlob | None:
         """Return the blob if it was fetched since the start and is not whole: some of its chunks can be read."""

@@ -49,7 +49,7 @@ class InProgressBlob:
         promote: Callable[[InProgressBlob], None],
         chunks: Collection[int] | None = None,
     ):
-        """Open the file and check what lies there. `chunks` are those wanted so far; None stands for all.
+        """Open the file; `recheck` counts what lies there. `chunks` are those wanted so far; None stands for all.
 
         `promote` moves the complete file into the store and calls `retire`. Raises MalformedError when the blob has no
         such chunk, and OSError.
@@ -72,22 +72,13 @@ class InProgressBlob:
         with disk(f"making room for blob {digest.short} ({size:,} bytes)"):
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
-                if os.fstat(self._fd).st_size == size and size:
-                    self._recheck(missing)
-                else:
+                if os.fstat(self._fd).st_size != size:
                     os.ftruncate(self._fd, 0)
                 self._make_room(missing)
             except OSError:
                 os.close(self._fd)
                 os.unlink(path)
                 raise
-
-    def _recheck(self, chunks: Collection[int]) -> None:
-        """Count what lies on disk after a restart, where it hashes to its leaf."""
-        for index in chunks:
-            data = os.pread(self._fd, chunk_size(self.size, index), index * CHUNK)
-            self._have[index] = leaf_hash(data) == self.leaves[index]
-        self._left = len(self._have) - sum(self._have)
 
     def _unwanted(self, chunks: Collection[int] | None) -> dict[int, int]:
         """Return the chunks of these (None: of all) that have no disk space yet, with their sizes in bytes."""
@@ -151,6 +142,20 @@ class InProgressBlob:
         except BlobMissing:
             if not self._whole:  # otherwise the whole blob came another way
                 raise
+        self._count(index)
+
+    def recheck(self, chunks: Collection[int] | None) -> None:
+        """Count what lies on disk of these chunks (None: of all) since before the start, where it hashes to its leaf.
+
+        Raises StoreError, and BlobMissing when the store has removed the blob.
+        """
+        with self._file(f"reading blob {self.digest.short}") as fd:
+            for index in range(len(self._have)) if chunks is None else chunks:
+                data = os.pread(fd, chunk_size(self.size, index), index * CHUNK)
+                if leaf_hash(data) == self.leaves[index]:
+                    self._count(index)
+
+    def _count(self, index: int) -> None:
         with self._lock:
             if not self._have[index]:
                 self._have[index] = 1

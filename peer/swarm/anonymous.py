@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import random
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 import async_timeout
+from google.protobuf.message import Message
 
 from peer.swarm.addresses import dial_addresses
-from peer.swarm.errors import PeerUnreachable, SwarmError
+from peer.swarm.errors import PeerBusy, PeerUnreachable, SwarmError
 from peer.swarm.libp2p import Libp2pTransport
 from peer.swarm.rate_limiter import RateLimiter
 from peer.swarm.transport import Transport, call_name
@@ -24,6 +27,8 @@ from protocol.wire import swarm_pb2 as wire
 
 log = logging.getLogger(__name__)
 
+A = TypeVar("A", bound=Message)
+
 ANY = ("/ip4/0.0.0.0/tcp/0",)
 MAX_MEMBERS = 16
 ADDRESSES_PER_MEMBER = 16
@@ -33,6 +38,9 @@ ADDRESS_SECONDS = 8.0
 
 CHAIN_SECONDS = 30.0
 """Seconds to wait for certificates."""
+
+BUSY_SECONDS = 1.0
+"""Seconds until a peer that was busy is asked again, more or less."""
 
 SETTLE_SECONDS = 2.0
 """Seconds to wait for other answers after the first acceptable one, which may be outdated."""
@@ -60,6 +68,17 @@ async def _transport(listen: tuple[str, ...]) -> AsyncIterator[Transport]:
         yield transport
     finally:
         await transport.stop()
+
+
+async def _call(transport: Transport, peer: PeerKey, name: str, request: Message, answer: type[A], seconds: float) -> A:
+    """Make a call, and again while the peer is busy. Raises PeerUnreachable, PeerRefused, TimeoutError."""
+    async with async_timeout.timeout(seconds):
+        while True:
+            try:
+                return await transport.call(peer, name, request, answer)
+            except PeerBusy as e:
+                log.info("%s", e)
+                await asyncio.sleep(BUSY_SECONDS * random.uniform(0.5, 1.5))  # others were sent away as well
 
 
 # -- the coordinator's address -----------------------------------------------------------------------------------------
@@ -114,10 +133,8 @@ async def _ask(
     request = wire.CoordinatorAddressRequest(run=run, wants_spec=True)
     try:
         await transport.dial(peer, addresses, DIAL_SECONDS)
-        async with async_timeout.timeout(ADDRESS_SECONDS):
-            return await transport.call(
-                peer, call_name(run, "coordinator-address"), request, wire.CoordinatorAddressReply
-            )
+        name = call_name(run, "coordinator-address")
+        return await _call(transport, peer, name, request, wire.CoordinatorAddressReply, ADDRESS_SECONDS)
     except (SwarmError, asyncio.TimeoutError) as e:
         log.info("peer %s does not give the coordinator's address: %s", peer.short, str(e) or type(e).__name__)
     return None
@@ -150,8 +167,8 @@ class ChainReader:
             await self._transport.dial(member, self._addresses[member], DIAL_SECONDS)
             self._dialled.add(member)
         try:
-            async with async_timeout.timeout(CHAIN_SECONDS):
-                return await self._transport.call(member, call_name(self._run, "chain"), request, wire.ChainReply)
+            name = call_name(self._run, "chain")
+            return await _call(self._transport, member, name, request, wire.ChainReply, CHAIN_SECONDS)
         except asyncio.TimeoutError:
             raise PeerUnreachable(f"peer {member.short} did not answer in {CHAIN_SECONDS:g} s") from None
 

@@ -25,12 +25,16 @@ class PeerRefused(SwarmError):
     """A member answered with an error: it is too busy, or does not accept what was sent."""
 
 
+class PeerBusy(PeerRefused):
+    """A member answered that it is too busy: the same request may be accepted soon."""
+
+
 class PacketTooLarge(SwarmError):
     """The message exceeds what one unary call carries: split it, or send less."""
 
 
 class TooBusy(SwarmError):
-    """A sender exceeded its limits."""
+    """A sender exceeded its limits. It gets this class's name with the text, and raises PeerBusy."""
 
 
 class BlobFetchError(SwarmError):

@@ -29,6 +29,8 @@ class Pace:
         self._sleep = sleep
         self._bucket: TokenBucket | None = None
         self._turn = asyncio.Lock()
+        self._waiting = 0
+        """Bytes of those that wait."""
         self.gone = 0
         """Bytes that went so far, those under way included."""
 
@@ -40,12 +42,20 @@ class Pace:
     async def take(self, size: int) -> None:
         """Wait until these bytes may go."""
         if self._bucket is not None:
-            async with self._turn:
-                while (wait := self._debt_seconds()) > 0:
-                    await self._sleep(min(LOOK_SECONDS, max(MIN_SECONDS, wait)))
-                if self._bucket is not None:
-                    self._bucket.charge(size)
+            self._waiting += size
+            try:
+                async with self._turn:
+                    while (wait := self._debt_seconds()) > 0:
+                        await self._sleep(min(LOOK_SECONDS, max(MIN_SECONDS, wait)))
+                    if self._bucket is not None:
+                        self._bucket.charge(size)
+            finally:
+                self._waiting -= size
         self.gone += size
+
+    def wait_seconds(self) -> float:
+        """Return the seconds until more bytes may go, after those that wait."""
+        return 0.0 if self._bucket is None else max(0.0, self._debt_seconds() + self._waiting / self._bucket.rate)
 
     def give_back(self, size: int) -> None:
         """Take back what was taken and did not go; a negative number went without having been taken."""

@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 
 from peer.store import Store
 from peer.swarm.addresses import announceable, dial_addresses
-from peer.swarm.errors import PacketTooLarge, PeerUnreachable, SwarmStartError
+from peer.swarm.errors import PacketTooLarge, PeerRefused, PeerUnreachable, SwarmStartError
 from peer.swarm.libp2p import START_SECONDS, Libp2pTransport
 from peer.swarm.pace import Paces
 from peer.swarm.rate_limiter import CallLimits, RateLimiter
@@ -26,6 +26,7 @@ from peer.swarm.transfer.blob_server import BlobServer, MayServe, ServeLimits
 from peer.swarm.transfer.fetch import Fetch, OnBad
 from peer.swarm.transfer.streams import StreamLimits, StreamPool
 from peer.swarm.transport import ByteCount, Call, Presence, Transport, call_name
+from protocol.bounded import BoundedDict
 from protocol.errors import MalformedError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, RunId
@@ -47,7 +48,12 @@ MAX_TO_DIAL = 1024
 """Addresses considered in one `connect`."""
 
 CALLS_OUT = 64
-"""Calls under way to all peers."""
+"""Calls under way to all peers that answered the last one, and as many to all others.
+
+Anybody can make keys, accept calls, and not answer them."""
+
+ANSWERING = CallLimits().senders
+"""Peers that are remembered because they answered."""
 
 CALLS_TO_ONE = CallLimits().concurrent_per_sender // 2
 """Calls under way to one peer: half of what it admits, since the DHT's come on top."""
@@ -122,7 +128,9 @@ class Swarm:
             store, handlers.serve_refusal, self._threads, self._traffic, limits.serve, handlers.is_known,
             handlers.on_blob_requested, paces.up,
         )  # fmt: skip
-        self._calls_out = asyncio.Semaphore(CALLS_OUT)
+        self._calls_out = {answers: asyncio.Semaphore(CALLS_OUT) for answers in (True, False)}
+        self._answering: BoundedDict[PeerKey, None] = BoundedDict(ANSWERING)
+        """Peers that answered the last call."""
         self._calls_to: WeakValueDictionary[PeerKey, asyncio.Semaphore] = WeakValueDictionary()
         self._dials, self._dials_soon = asyncio.Semaphore(DIALS), asyncio.Semaphore(DIALS)
         self._stranger_packets = asyncio.Semaphore(STRANGER_PACKETS)
@@ -309,9 +317,14 @@ class Swarm:
         self._check_running()
         turn = self._calls_to.setdefault(to, asyncio.Semaphore(CALLS_TO_ONE))
         try:
-            async with async_timeout.timeout(timeout), turn, self._calls_out:
+            async with async_timeout.timeout(timeout), turn, self._calls_out[to in self._answering]:
                 answer = await self.transport.call(to, call_name(self.run, call), message, reply)
+            self._answering.renew(to, None)
+        except PeerRefused:
+            self._answering.renew(to, None)
+            raise
         except asyncio.TimeoutError:
+            self._answering.pop(to, None)
             raise PeerUnreachable(f"peer {to.short} did not answer in {timeout:g} s") from None
         self._traffic.up += data_size
         self._traffic.down += answer.ByteSize()

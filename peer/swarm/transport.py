@@ -54,7 +54,8 @@ class Transport(Protocol):
     async def call(self, peer: PeerKey, name: str, request: Message, answer: type[A]) -> A:
         """Make a unary call. The deadline is the caller's.
 
-        Raises PeerUnreachable; PeerRefused when the peer's handler failed, or answered with something else.
+        Raises PeerUnreachable; PeerRefused when the peer's handler failed, or answered with something else; PeerBusy
+        when it raised TooBusy.
         """
         ...
 

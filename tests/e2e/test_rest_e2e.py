@@ -46,7 +46,7 @@ async def test_a_pause_frees_the_devices_and_loses_nothing_and_nobody_waits_for_
     assert later is not None and later.trained_windows == paused.trained_windows and later.devices_free
     await swarm.until("it follows meanwhile", lambda: swarm.branch("ada").height >= reached)
 
-    assert "training again" in await control(swarm, "resume", swarm.invite.run.hex())
+    assert "working again" in await control(swarm, "resume", swarm.invite.run.hex())
     await swarm.contributes_after("ada", reached)
     claims = [
         (u.body.first_window, u.body.end_window)

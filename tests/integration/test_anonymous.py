@@ -6,6 +6,7 @@ import pytest
 
 from peer.swarm import PeerRefused, PeerUnreachable, anonymous
 from peer.swarm.anonymous import ask_for_coordinator, chain_reader
+from peer.swarm.errors import TooBusy
 from peer.swarm.rate_limiter import RateLimiter
 from protocol.errors import MalformedError
 from protocol.ids import Digest, PeerKey, RunId
@@ -40,6 +41,29 @@ async def test_a_stranger_asks_all_it_knows_and_takes_what_is_good(tmp_path, mon
             await a.swarm.request_coordinator_address(c.key, wire.CoordinatorAddressRequest(run=RUN))
         # Of another run there is nobody to ask here.
         assert await ended(ask_for_coordinator(RunId(b"o" * 32), addresses, good, listen=LOOPBACK)) == 0
+
+
+async def test_a_stranger_that_is_sent_away_by_a_busy_member_asks_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(anonymous, "BUSY_SECONDS", 0.01)
+    async with members(1, tmp_path) as (a,):
+        busy = [TooBusy("too many calls at once: try again"), TooBusy("strangers ask for too much: slow down")]
+
+        def answer(request: wire.CoordinatorAddressRequest) -> wire.CoordinatorAddressReply:
+            if len(busy) == 2:
+                raise busy.pop(0)
+            return wire.CoordinatorAddressReply(spec=b"spec")
+
+        def check_answers(limiter: RateLimiter, sender: PeerKey) -> None:
+            if busy:
+                raise busy.pop()
+
+        a.on_coordinator_address, a.chain = answer, wire.ChainReply(certificates=[b"one"])
+        monkeypatch.setattr(RateLimiter, "check_answers", check_answers)
+        assert await ask_for_coordinator(RUN, a.swarm.addresses, lambda *_: True, listen=LOOPBACK) == 1
+        assert len(busy) == 1
+        async with chain_reader(RUN, a.swarm.addresses, listen=LOOPBACK) as asker:
+            assert list((await asker.ask(a.key, [])).certificates) == [b"one"]
+        assert not busy
 
 
 async def test_what_is_given_out_is_counted_against_whoever_asks(tmp_path, monkeypatch):

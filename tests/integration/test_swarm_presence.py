@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 from hivemind.dht.crypto import DHTRecord
 from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
 from hivemind.utils import MSGPackSerializer
@@ -190,6 +191,20 @@ async def test_a_call_to_the_dht_names_one_key_and_strangers_are_sent_little(tmp
         await find(1)
         with pytest.raises(P2PHandlerError, match="strangers ask for too much"):
             await find(1)
+
+
+async def test_a_table_of_many_records_is_not_checked_at_once(tmp_path):
+    async with members(2, tmp_path) as (a, b):
+        protocol, until = b.swarm.presence.node.protocol, time.time() + 60
+
+        async def hand_over(records: int) -> list[bool]:
+            table = DictionaryDHTValue()
+            for author in (Author(Identity(sha256(b"%d" % n))) for n in range(records)):
+                table.store(author.key.hex(), MSGPackSerializer.dumps(author.heartbeat()), until)
+            return await protocol.call_store(PeerID(a.key.libp2p_id), [KEY], [table], until)
+
+        assert await hand_over(200) == [False] and not a.swarm.presence.node.protocol.storage.get(KEY)
+        assert await hand_over(50) == [True] and len(await a.swarm.discover()) == 50
 
 
 def test_of_one_nodes_records_those_are_looked_at_that_are_known_and_some_others(monkeypatch):

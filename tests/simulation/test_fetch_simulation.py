@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import async_timeout
 import pytest
 
 from peer.store import InProgressBlob
@@ -453,3 +454,31 @@ def test_the_rate_that_a_user_allows_is_kept_and_used(tmp_path: Path, way: str):
 
     size = sum(map(len, data))
     assert (size - rate - 2 * CHUNK) / rate <= simulated(main()) <= 1.1 * size / rate
+
+
+def test_a_rate_that_many_share_goes_into_chunks_that_arrive(tmp_path: Path):
+    """Each of these fetchers would give up a chunk that waited for its turn behind those of all the others."""
+    data, rate, fetchers = data_of(1), 100_000, 12
+
+    async def main() -> tuple[float, float]:
+        world = World(tmp_path, rtt=0.05)
+        author, *others = [world.host(100) for _ in range(fetchers + 1)]
+        author.paces.up.set_rate(rate)
+        digest = author.store.put(data)
+
+        async def fetch_until_here(host: Host) -> None:
+            while not host.store.has(digest):
+                try:
+                    await host.fetch(digest, len(data), [author])
+                except BlobFetchError:
+                    await asyncio.sleep(1)
+
+        began = asyncio.get_running_loop().time()
+        async with async_timeout.timeout(1000):
+            await asyncio.gather(*map(fetch_until_here, others))
+        took, sent = asyncio.get_running_loop().time() - began, author.traffic.up
+        world.close()
+        return took, sent
+
+    took, sent = simulated(main())
+    assert sent <= 1.1 * fetchers * len(data) and took <= 1.1 * fetchers * len(data) / rate

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import base58
 from google.protobuf.message import Message
 
-from peer.swarm.errors import PeerRefused, PeerUnreachable
+from peer.swarm.errors import PeerBusy, PeerRefused, PeerUnreachable, TooBusy
 from peer.swarm.rate_limiter import RateLimiter
 from peer.swarm.transport import CallHandler, StreamHandler, Transport
 from protocol.errors import CairnError
@@ -95,7 +95,7 @@ class MemoryTransport:
             with other._limiter.admit(self.key, request.ByteSize()):
                 reply = await handler(self.key, kind.FromString(request.SerializeToString()))
         except CairnError as e:
-            raise PeerRefused(f"peer {peer.short} refused: {e}") from None
+            raise (PeerBusy if isinstance(e, TooBusy) else PeerRefused)(f"peer {peer.short} refused: {e}") from None
         return answer.FromString(reply.SerializeToString())
 
     async def accept_calls(self, name: str, request: type[M], handler: CallHandler[M]) -> None:

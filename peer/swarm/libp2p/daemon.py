@@ -57,6 +57,11 @@ dht_pb2: Any = importlib.import_module("hivemind.proto.dht_pb2")
 MAX_DHT_KEYS = 1
 """Keys of one call to the DHT: the run's members have one, and ours ask for one node at a time."""
 
+MAX_DHT_STORE = 32 * 1024
+"""Bytes of one store in the DHT: hivemind checks all records in it without a pause, a hundred in some 20 ms.
+
+A node that hands over its whole table sends more. It is refused, and the records come when members renew them."""
+
 START_SECONDS = 60
 STARTS = 2
 STOP_SECONDS = 3.5
@@ -154,6 +159,8 @@ class Daemon(P2P):
             sender = sender_key(context.remote_id)
             with self.limiter.admit(sender, request.ByteSize()):
                 self._check_dht_call(sender, request)
+                if isinstance(request, dht_pb2.StoreRequest) and request.ByteSize() > MAX_DHT_STORE:
+                    return dht_pb2.StoreResponse(store_ok=[False])  # after an error we would count as gone
                 try:
                     async with async_timeout.timeout(self.limiter.limits.handler_seconds):
                         answer = await handler(request, context)

@@ -15,7 +15,7 @@ from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
 from hivemind.utils.multiaddr import Multiaddr
 
-from peer.swarm.errors import PeerRefused, PeerUnreachable, short_report
+from peer.swarm.errors import PeerBusy, PeerRefused, PeerUnreachable, TooBusy, short_report
 from peer.swarm.libp2p.daemon import START_SECONDS, Daemon, p2pd_pb2, sender_key, start_daemon
 from peer.swarm.libp2p.dht import DhtPresence
 from peer.swarm.rate_limiter import RateLimiter
@@ -73,7 +73,8 @@ class Libp2pTransport:
         try:
             return answer.FromString(await self.daemon.call_bytes(peer, name, request.SerializeToString()))
         except P2PHandlerError as e:
-            raise PeerRefused(f"peer {peer.short} refused: {short_report(str(e))}") from None
+            kind = PeerBusy if f"{TooBusy.__name__}(" in str(e) else PeerRefused
+            raise kind(f"peer {peer.short} refused: {short_report(str(e))}") from None
         except DecodeError:
             raise PeerRefused(f"peer {peer.short} answered with what is no {answer.__name__}") from None
         except (P2PDaemonError, OSError) as e:

@@ -54,8 +54,8 @@ class ServeLimits:
     Beyond it, one of theirs that is idle is closed for a new one, as beyond `streams`."""
     strangers_bytes_per_second: float = 256 * 1024
     """Bytes sent to all those peers together, so that they leave the uplink to the members: 2 Mbit/s."""
-    strangers_wait_seconds: float = 5
-    """A request of theirs that would wait for longer is refused as busy. It is less than a requester waits."""
+    wait_seconds: float = 5
+    """A request that a rate would hold up for longer is refused as busy. It is less than a requester waits."""
     streams: int = 256
     """Beyond it, the stream that was idle the longest is closed for a new one, if it was so for `rest_seconds`.
 
@@ -225,8 +225,11 @@ class BlobServer:
 
     async def _write(self, writer: asyncio.StreamWriter, reply: BlobReply) -> None:
         """Send a reply. Raises TimeoutError when the other side does not read it."""
-        if reply.data:  # a refusal waits for no rate
-            await self._pace.take(len(reply.data))
+        if reply.status is ReplyStatus.OK:  # a refusal waits for no rate
+            if self._pace.wait_seconds() > self.limits.wait_seconds:
+                reply = refusal(ReplyStatus.BUSY, "its limit on uploads is reached")
+            else:
+                await self._pace.take(len(reply.data))
         writer.writelines((reply.head(), reply.data))
         async with async_timeout.timeout(self.limits.write_seconds):
             await writer.drain()
@@ -257,14 +260,14 @@ class BlobServer:
             if reason is not None:
                 return refusal(ReplyStatus.REFUSED, reason)
             is_stranger, busy = not self.is_known(peer), refusal(ReplyStatus.BUSY, "too many non-members request blobs")
-            if is_stranger and self.strangers_wait() > self.limits.strangers_wait_seconds:
+            if is_stranger and self.strangers_wait() > self.limits.wait_seconds:
                 return busy
             if is_stranger:
                 self.strangers_budget.charge(STRANGER_REQUEST)
             self._on_requested(request.digest, peer)
             reply = await asyncio.get_running_loop().run_in_executor(self._executor, self.look_up, request)
             if is_stranger:
-                if (wait := self.strangers_wait()) > self.limits.strangers_wait_seconds:
+                if (wait := self.strangers_wait()) > self.limits.wait_seconds:
                     return busy  # others had their turn meanwhile
                 self.strangers_budget.charge(len(reply.data))
                 await asyncio.sleep(wait)

@@ -19,11 +19,11 @@ from protocol.errors import CairnError
 
 
 @asynccontextmanager
-async def peer(folder: Path, *, trains: bool = True) -> AsyncIterator[tuple[RestWish, asyncio.Event]]:
+async def peer(folder: Path) -> AsyncIterator[tuple[RestWish, asyncio.Event]]:
     """Run the socket of a peer whose devices are free as soon as it is to rest."""
     rest, stop = RestWish(), asyncio.Event()
     os.makedirs(folder, exist_ok=True)
-    async with listening(folder, PeerControl(rest if trains else None, stop).answer):
+    async with listening(folder, PeerControl(rest, stop).answer):
         yield rest, stop
 
 
@@ -41,7 +41,7 @@ async def test_a_pause_is_told_with_its_effect_and_ends_by_resume(tmp_path):
         said = await asyncio.to_thread(ask_peer, tmp_path, "resume")
         assert said == "not paused any more, and still resting: outside the hours 22-7"
         rest.want("schedule", "")
-        assert await asyncio.to_thread(ask_peer, tmp_path, "resume") == "training again"
+        assert await asyncio.to_thread(ask_peer, tmp_path, "resume") == "working again"
         assert not stop.is_set()
 
 
@@ -65,12 +65,6 @@ async def test_leave_sets_the_end_and_waits_for_it(tmp_path):
         assert await asked == "leaving"
 
 
-async def test_who_only_audits_has_nothing_to_pause(tmp_path):
-    async with peer(tmp_path, trains=False):
-        with pytest.raises(CairnError, match="trains nothing.*`cairn peer leave`"):
-            await asyncio.to_thread(ask_peer, tmp_path, "pause")
-
-
 async def test_only_its_user_may_open_it_and_it_goes_with_the_peer(tmp_path):
     async with peer(tmp_path):
         mode = (tmp_path / SOCKET).stat().st_mode
@@ -84,14 +78,14 @@ async def test_what_a_killed_process_left_is_no_peer_and_does_not_stop_the_next(
         left.bind(str(tmp_path / SOCKET))
     assert ask_peer(tmp_path, "pause") is None
     async with peer(tmp_path):
-        assert await asyncio.to_thread(ask_peer, tmp_path, "resume") == "training again"
+        assert await asyncio.to_thread(ask_peer, tmp_path, "resume") == "working again"
 
 
 async def test_a_home_with_a_long_name_works_too(tmp_path):
     deep = tmp_path.joinpath(*(["a-folder-with-a-long-name"] * 6))
     assert ask_peer(deep, "resume") is None
     async with peer(deep):
-        assert await asyncio.to_thread(ask_peer, deep, "resume") == "training again"
+        assert await asyncio.to_thread(ask_peer, deep, "resume") == "working again"
 
 
 @pytest.mark.parametrize("line", [b"", b"\n", b"{}\n", b'{"ask": 1}\n', b"[1]\n", b"\xff\n", b"x" * 2 * MAX_LINE])
@@ -116,9 +110,9 @@ async def test_the_command_asks_all_runs_or_the_one_that_is_named(tmp_path):
     async with peer(tmp_path / "runs" / "0123456789ab"), peer(tmp_path / "runs" / "ffff56789abc"):
         (tmp_path / "runs" / "00").mkdir()  # of a run that is over
         await ask(None)
-        assert said == ["0123456789ab: training again", "ffff56789abc: training again"]
+        assert said == ["0123456789ab: working again", "ffff56789abc: working again"]
         await ask("ffff")
-        assert said[2:] == ["ffff56789abc: training again"]
+        assert said[2:] == ["ffff56789abc: working again"]
         with pytest.raises(CairnError, match="no peer of this run"):
             await ask("aaaa")
         with pytest.raises(CairnError, match="invite"):
@@ -127,10 +121,16 @@ async def test_the_command_asks_all_runs_or_the_one_that_is_named(tmp_path):
 
 async def test_one_peer_that_refuses_keeps_the_command_from_no_other(tmp_path):
     said: list[str] = []
-    async with peer(tmp_path / "runs" / "0123456789ab", trains=False), peer(tmp_path / "runs" / "ffff56789abc"):
-        with pytest.raises(CairnError, match="^0123456789ab: this peer trains nothing"):
+    older = tmp_path / "runs" / "0123456789ab"
+    older.mkdir(parents=True)
+
+    async def refuse(ask: str) -> str:
+        raise CairnError(f"{ask!r} is not known here")
+
+    async with listening(older, refuse), peer(tmp_path / "runs" / "ffff56789abc"):
+        with pytest.raises(CairnError, match="^0123456789ab: 'resume' is not known here"):
             await asyncio.to_thread(ask_running, "resume", tmp_path, None, said.append)
-    assert said == ["ffff56789abc: training again"]
+    assert said == ["ffff56789abc: working again"]
 
 
 def test_a_folder_that_cannot_be_opened_is_told_in_one_line(tmp_path):

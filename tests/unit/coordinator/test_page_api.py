@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -27,7 +29,7 @@ from coordinator.page import downloads, json_view, openapi, pictures, response_l
 from coordinator.page.answers import MAX_KEPT, AnswerCache, EncodedBody
 from coordinator.page.app import make_app
 from coordinator.page.credit_routes import CREDIT_ENDPOINTS
-from coordinator.page.endpoints import ENDPOINTS, SORTS
+from coordinator.page.endpoints import ENDPOINTS, SORTS, ApiEndpoint
 from coordinator.page.feed import VIEWERS_OF_ONE, Feed
 from coordinator.page.run_card import MAX_TYPE, run_card
 from coordinator.page.server import MAX_PER_NETWORK, PageServer
@@ -296,6 +298,25 @@ def test_what_a_browser_has_is_not_sent_again(get):
         assert first.status_code == 200 and again.status_code == 304 and not again.content
     assert get.get("/static/js/main.js").headers["content-type"].startswith("text/javascript")
     assert get.get("/api/charts").headers["content-encoding"] == "gzip"
+
+
+@pytest.mark.parametrize("kept", [True, False])
+async def test_no_answer_is_encoded_on_the_event_loop(kept: bool, monkeypatch: pytest.MonkeyPatch):
+    threads: list[threading.Thread] = []
+
+    def encode(value: Any) -> bytes:
+        threads.append(threading.current_thread())
+        return b"[]"
+
+    async def answer(source: Any) -> list[str]:
+        return []
+
+    monkeypatch.setattr(json_view, "encode", encode)
+    route = ApiEndpoint("/", "", {}, answer).route(SimpleNamespace(head=0), AnswerCache() if kept else None)
+    transport = httpx.ASGITransport(app=Router([route]))
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as get:
+        assert (await get.get("/")).json() == []
+    assert threads and threading.current_thread() not in threads
 
 
 async def test_many_who_ask_the_same_cost_one_making():

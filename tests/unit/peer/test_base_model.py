@@ -20,10 +20,13 @@ from peer.node.machine_check import check_machine
 from peer.node.options import NodeOptions
 from peer.node.trainer_files import base_file, fetch_assets
 from peer.store import Store, StoreFull
+from peer.swarm.pace import Pace, Paces
+from peer.training import sources
 from protocol.ids import Digest
 from protocol.merkle import CHUNK, blob_digest, blob_leaves
 from protocol.spec import RunSpec
 from tests.support.specs import spec_fields
+from tests.support.waiting import LIMIT
 
 BASE = bytes(range(256)) * 1024 * 5 + b"the end"
 NAME = blob_digest(BASE)
@@ -44,6 +47,7 @@ class Members:
     def __init__(self, store: Store):
         self.store = store
         self.downloads = self
+        self.paces = Paces()
         self.asked: list[Digest] = []
 
     def providers(self) -> list[Any]:
@@ -73,8 +77,9 @@ def published(folder: Path, data: bytes = BASE) -> Path:
     return folder
 
 
-async def fetch(spec: RunSpec, store: Store, *, private_data: bool = False) -> Members:
+async def fetch(spec: RunSpec, store: Store, *, private_data: bool = False, paces: Paces | None = None) -> Members:
     members = Members(store)
+    members.paces = paces or members.paces
     await fetch_assets(spec, store, cast(Any, members), private_data=private_data)
     assert base_file(spec, store) == store.path(NAME) and store.read(NAME) == BASE
     return members
@@ -109,6 +114,25 @@ async def test_an_address_gives_the_base_if_it_may_be_used(store: Store, tmp_pat
     assert NAME not in members.asked
 
 
+async def test_a_base_of_an_address_comes_at_the_rate_that_downloads_may_have_unless_it_is_on_this_disk(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = published(tmp_path / "published")
+    monkeypatch.setattr(sources, "at_address", lambda *_, **__: sources.FsspecFolder(str(folder), LIMIT))
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    paces = Paces(down=Pace(lambda: sum(slept), sleep))
+    paces.down.set_rate(CHUNK)
+    await fetch(run_spec(str(folder)), store, private_data=True, paces=paces)
+    assert not paces.down.gone
+    store.remove(NAME)
+    await fetch(run_spec("https://base.example/folder"), store, paces=paces)
+    assert paces.down.gone == len(BASE) and sum(slept) > len(BASE) / CHUNK - 2
+
+
 async def test_a_private_address_is_not_read_unless_it_is_allowed(store: Store, tmp_path: Path):
     folder = published(tmp_path / "published")
     assert NAME in (await fetch(run_spec(str(folder)), store)).asked
@@ -128,10 +152,10 @@ async def test_wrong_bytes_at_an_address_are_refused_and_what_was_right_is_kept(
     adapter = spec.model.adapter
     assert adapter is not None
     with contextlib.suppress(Exception):
-        read_from_address(adapter, store, str(wrong), threading.Event(), private=True)
+        read_from_address(adapter, store, str(wrong), threading.Event(), int, private=True)
     arriving = store.in_progress(NAME)
     assert arriving is not None and arriving.left == whole - 3
-    read_from_address(adapter, store, str(right), threading.Event(), private=True)
+    read_from_address(adapter, store, str(right), threading.Event(), int, private=True)
     assert store.read(NAME) == BASE
 
 
@@ -139,7 +163,7 @@ def test_a_reading_that_is_stopped_leaves_its_chunks_for_the_next(store: Store, 
     adapter, stopped = run_spec().model.adapter, threading.Event()
     stopped.set()
     assert adapter is not None
-    read_from_address(adapter, store, str(published(tmp_path / "published")), stopped, private=True)
+    read_from_address(adapter, store, str(published(tmp_path / "published")), stopped, int, private=True)
     assert not store.has(NAME)
 
 

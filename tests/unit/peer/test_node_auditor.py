@@ -9,6 +9,7 @@ from peer.auditor.job import AuditAnswer, AuditJob, MeasuredScore
 from peer.node.enrollment import Enrollment
 from peer.node.node import Node
 from peer.node.options import NodeOptions
+from peer.node.rest import RestWish
 from peer.store import Store
 from protocol.identity import Identity
 from protocol.message_codec import KeySigner, MessageDecoder
@@ -45,14 +46,14 @@ class Process:
         """Do nothing: there is no process."""
 
 
-def start_auditor(world: NodeWorld, *, owner: Identity | None) -> tuple[Node, Process]:
+def start_auditor(world: NodeWorld, *, owner: Identity | None, rest: RestWish | None = None) -> tuple[Node, Process]:
     """Start an auditor whose disk is empty."""
     me, home = identity("watcher"), world.folder / "watcher"
     home.mkdir()
     store, decoder = Store(home / "store", 1 << 40), MessageDecoder(world.spec.run_id, OWNER.key)
     ways_in = [address_of(world.key(n)) for n in world.nodes]
     membership = Enrollment(me, world.spec, decoder, store, None, "", admission(world.spec, me).encoded, ways_in)
-    node = world.build(membership, NodeOptions(home, device="cpu", auditor=True), owner=owner)
+    node = world.build(membership, NodeOptions(home, device="cpu", auditor=True), owner=owner, rest=rest)
     assert node.auditor is not None
     process = Process()
     node.auditor.process = cast(Any, process)
@@ -70,7 +71,8 @@ async def test_the_owners_auditor_fetches_all_it_needs_reports_by_the_owners_key
     try:
         world.start("ada")
         await world.rounds(["ada"], 1)
-        node, process = start_auditor(world, owner=OWNER)
+        rest = RestWish()
+        node, process = start_auditor(world, owner=OWNER, rest=rest)
         await world.until("records carry its reports", lambda: len(reports(world)) >= 4)
         told = reports(world)
         assert {author for _, author in told} == {OWNER.key} and {r.check for r, _ in told} == {"replay"}
@@ -83,6 +85,15 @@ async def test_the_owners_auditor_fetches_all_it_needs_reports_by_the_owners_key
         assert not world.contributed("watcher") and world.key("watcher") not in world.trainers
         first = process.asked[0].update.blob
         await world.until("its store is pruned of what no check needs any more", lambda: not first.exists())
+
+        rest.want("schedule", "outside the hours 22-7")
+        await world.until("its process has ended", lambda: rest.is_free)
+        made, auditor = len(process.asked), node.auditor
+        assert auditor is not None
+        await world.until("a check waits", lambda: auditor.waiting)
+        assert len(process.asked) == made and node.snapshot().rest == "outside the hours 22-7"
+        rest.want("schedule", "")
+        await world.until("the check is made", lambda: len(process.asked) > made)
 
         order = Directive(world.spec.run_id, 1, run_status="ended")
         node.post(events.MessageReceived(KeySigner(OWNER).sign(order)))

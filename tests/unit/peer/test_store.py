@@ -11,14 +11,16 @@ import subprocess
 import sys
 import textwrap
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 
-from peer.store import BlobCorrupt, BlobMissing, Store, StoreBusy, StoreError, StoreFull
+from peer.store import BlobCorrupt, BlobMissing, Store, StoreBusy, StoreError, StoreFull, in_progress
 from protocol.errors import MalformedError
 from protocol.ids import Digest, Round
-from protocol.merkle import CHUNK, blob_digest, blob_leaves
+from protocol.merkle import CHUNK, blob_digest, blob_leaves, leaf_hash
+from tests.support.waiting import LIMIT
 
 BIG = 1 << 40
 
@@ -212,6 +214,43 @@ def test_an_interrupted_arrival_goes_on_and_trusts_only_what_still_hashes(tmp_pa
             partial.write(index, data[index * CHUNK : (index + 1) * CHUNK])
         partial.finish()
         assert store.read(digest) == data and store.used_bytes == len(data)
+
+
+def test_a_blob_that_is_fetched_again_is_not_read_again(store):
+    data = data_of(2 * CHUNK)
+    digest, leaves = blob_digest(data), blob_leaves(data)
+    first = store.receive(digest, len(data), leaves)
+    first.write(0, data[:CHUNK])
+    first.close()
+    again = store.receive(digest, len(data), leaves)
+    assert again is first and again.missing() == [1]
+    again.write(1, data[CHUNK:])
+    again.finish()
+    again.close()
+    assert store.read(digest) == data
+
+
+def test_what_is_left_from_before_the_start_is_checked_while_others_use_the_store(tmp_path, monkeypatch):
+    data = data_of(2 * CHUNK)
+    digest, leaves = blob_digest(data), blob_leaves(data)
+    with Store(tmp_path, BIG) as store:
+        store.receive(digest, len(data), leaves).write(0, data[:CHUNK])
+    checking, may_end = threading.Event(), threading.Event()
+
+    def slow(chunk: bytes) -> bytes:
+        checking.set()
+        assert may_end.wait(LIMIT)
+        return leaf_hash(chunk)
+
+    monkeypatch.setattr(in_progress, "leaf_hash", slow)
+    with Store(tmp_path, BIG) as store, ThreadPoolExecutor(2) as pool:
+        opening = pool.submit(store.receive, digest, len(data), leaves)
+        assert checking.wait(LIMIT)
+        try:
+            pool.submit(store.put, b"another").result(LIMIT)
+        finally:
+            may_end.set()
+        assert opening.result(LIMIT).missing() == [1]
 
 
 def test_wrong_leaves_make_no_room(store):

@@ -25,10 +25,12 @@ from peer.swarm import (
 )
 from peer.swarm import swarm as swarm_module
 from peer.swarm.rate_limiter import CallLimits, RateLimiter
+from peer.swarm.swarm import CALLS_OUT
 from peer.swarm.transfer import requests
 from peer.swarm.transfer.blob_server import STRANGER_REQUEST, ServeLimits
 from peer.swarm.transfer.frames import BlobOp, BlobRequest, ReplyStatus
 from peer.swarm.transfer.streams import StreamLimits
+from peer.swarm.transport import call_name
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, RunId
 from protocol.merkle import CHUNK
@@ -64,7 +66,7 @@ class Member:
             self.transport, RateLimiter(), self.key, RUN, store=self.store, handlers=handlers, initial=initial,
             limits=SwarmLimits(
                 streams=StreamLimits(open_seconds=0.02),  # until it is known that somebody cannot be dialled
-                serve=ServeLimits(strangers_bytes_per_second=4 * CHUNK, strangers_wait_seconds=0.5),
+                serve=ServeLimits(strangers_bytes_per_second=4 * CHUNK, wait_seconds=0.5),
             ),
         )  # fmt: skip
 
@@ -154,6 +156,32 @@ async def test_a_request_of_a_non_member_counts_though_it_finds_nothing(three: l
     with pytest.raises(BlobFetchError):
         await c.swarm.fetch_blob(Digest(bytes(32)), CHUNK, [a.key], deadline_seconds=0.3)
     assert a.requested and a.swarm.server.strangers_budget.tokens <= 4 * CHUNK - STRANGER_REQUEST
+
+
+async def test_peers_that_accept_calls_and_never_answer_do_not_keep_messages_from_others(tmp_path: Path):
+    network = MemoryNetwork()
+    a, b = (Member(network, n, tmp_path) for n in (1, 2))
+    for member in (a, b):
+        await member.start()
+    await a.swarm.send(b.key, wire.Packet())
+    silent, never, called = [Identity(bytes([9, n]) * 16).key for n in range(CALLS_OUT)], asyncio.Event(), []
+
+    async def accept(sender: PeerKey, packet: wire.Packet) -> wire.Ack:
+        called.append(sender)
+        await never.wait()
+        return wire.Ack()
+
+    for key in silent:
+        await network.host(key).accept_calls(call_name(RUN, "packet"), wire.Packet, accept)
+    sending = [asyncio.ensure_future(a.swarm.send(key, wire.Packet(), LIMIT)) for key in silent]
+    await until(lambda: len(called) == CALLS_OUT)
+    await a.swarm.send(b.key, wire.Packet(), 2.0)
+    assert len(b.packets) == 2
+    never.set()
+    await asyncio.gather(*sending)
+    for member in (a, b):
+        await member.swarm.stop()
+        member.store.close()
 
 
 async def test_a_daemon_that_never_answers_is_an_error_and_no_peer_waits_for_ever(tmp_path, monkeypatch):
