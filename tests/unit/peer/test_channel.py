@@ -36,6 +36,7 @@ from peer.channel import (
     UpdateMade,
     WriteState,
 )
+from peer.channel import link as channel_link
 from peer.channel import messages as channel_messages
 from peer.channel.messages import from_line, to_line
 from peer.errors import ChannelError, TrainerDied
@@ -233,7 +234,7 @@ async def test_a_killed_trainer_is_told_by_its_signal():
     link = await link_to("end.receive(None)")
     link.kill()
     gone = await link.stop()
-    assert gone.code == -signal.SIGKILL and "SIGKILL" in str(gone)
+    assert gone.code == -signal.SIGKILL and "SIGKILL (out of memory is the usual cause" in str(gone)
 
 
 async def test_a_trainer_that_does_not_leave_is_killed_after_the_deadline():
@@ -242,7 +243,15 @@ async def test_a_trainer_that_does_not_leave_is_killed_after_the_deadline():
         assert message == Stopped(True)
         break
     gone = await ended(link.stop(0.3))
-    assert gone.code == -signal.SIGKILL
+    assert gone.code == -signal.SIGKILL and "SIGKILL (it did not exit in 0 s)" in str(gone)
+
+
+async def test_a_trainer_that_takes_no_message_is_killed_which_is_not_taken_for_a_lack_of_memory(monkeypatch):
+    monkeypatch.setattr(channel_link, "SEND_SECONDS", 0.05)
+    link = await link_to("time.sleep(3600)")
+    with pytest.raises(TrainerDied, match="was killed: it has taken no message for 0 s"):
+        await link.send(Start(P, P, K, P, shards={"aa": "x" * 2**24}))
+    assert "SIGKILL (it has taken no message for 0 s)" in str(await ended(link.stop()))
 
 
 async def test_rubbish_from_a_trainer_is_an_error_and_not_a_message():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from peer.channel import FromTrainer, MakeUpdate, NothingDone, Ready, Start
+from peer.channel import FromTrainer, Load, MakeUpdate, NothingDone, Ready, RoundUpdates, Start
 from peer.errors import TrainerDied
 from peer.node import trainer_supervisor as module
 from peer.node.trainer_supervisor import TrainerSupervisor
@@ -158,6 +158,25 @@ async def test_a_trainer_that_hangs_is_killed_and_restarted(tmp_path, monkeypatc
         assert "has not answered MakeUpdate" in world.lost[0]
         await world.trainer.send(ASK)
         await world.until(lambda: "NothingDone" in world.names())
+
+
+async def test_each_request_has_a_deadline_of_its_own_which_begins_when_those_before_are_answered(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(module, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(module, "REPLAY_SECONDS", 0.1)
+    program = """
+    end.send(Ready("cpu", 1, 1, 1))
+    end.receive(None); end.receive(None)
+    time.sleep(0.3)  # longer than the second request may take, and not as long as the first
+    end.send(Applied(D, D, 0.0, None))
+    end.receive(None)
+    """
+    async with supervised(tmp_path, program) as (world, _):
+        await world.trainer.send(Load(Path("state"), D, D, 0, (RoundUpdates(0, D, ()),) * 3000, (), 0, 0))
+        await world.trainer.send(ASK)
+        await world.until(lambda: world.lost)
+        assert "Applied" in world.names() and "it has not answered MakeUpdate for 0 s" in world.lost[0]
 
 
 async def test_a_trainer_that_reads_a_large_base_has_longer_to_become_ready(tmp_path, monkeypatch):
