@@ -308,12 +308,13 @@ class Note(_Message):
 
 @dataclass(frozen=True, slots=True)
 class Failed(_Message):
-    """A request (start, load, update, apply, write) or training itself (train) failed: why, and what to do.
+    """A request (start, load, update, apply, write) or training itself (train, memory) failed: why, and what to do.
 
-    `fatal`: the trainer exits after this. After a failed load or apply that is not fatal it needs a Load.
+    `fatal`: the trainer exits after this. After a failed load or apply that is not fatal it needs a Load. "memory": the
+    next process tries a micro-batch that needs less.
     """
 
-    what: Literal["start", "load", "update", "apply", "write", "train", "channel"]
+    what: Literal["start", "load", "update", "apply", "write", "train", "memory", "channel"]
     reason: Text
     fatal: bool
 

@@ -37,6 +37,9 @@ RESTART_SECONDS = 0.5
 MAX_FAILURES = 5
 """Deaths in a row, with no work done in between, after which the user must act."""
 
+MAX_SEARCH = 32
+"""Deaths in a row in the search for a micro-batch that do not count as such: 2**15 windows are halved to one, twice."""
+
 
 ANSWERS = (channel.Ready, channel.Applied, channel.UpdateMade, channel.NothingDone, channel.Failed)
 """A trainer answers in the order of the requests."""
@@ -74,29 +77,34 @@ class TrainerSupervisor:
 
     async def run(self) -> None:
         """Keep a process alive until `stop`. Raise TrainerDied when that is impossible."""
-        failures = 0
+        failures = searches = 0
         while not self.stopping:
-            reason, worked = await self._run_process()
+            reason, worked, easier = await self._run_process()
             if self.stopping:
                 return
             if self._cannot_start:
                 raise TrainerDied(reason)
-            failures = 1 if worked else failures + 1
+            if worked:
+                failures = searches = 0
+            if easier and searches < MAX_SEARCH:
+                searches += 1
+            else:
+                failures += 1
             if failures >= MAX_FAILURES:
                 raise TrainerDied(f"the trainer died {failures} times in a row, last: {reason}")
-            log.error("%s; it is restarted from the store (attempt %d of %d)", reason, failures, MAX_FAILURES)
+            log.error("%s; it is restarted from the store (failure %d of %d)", reason, failures, MAX_FAILURES)
             self.restarts += 1
             self._ready_link = asyncio.get_running_loop().create_future()
             self.on_lost(reason)
             await asyncio.sleep(min(30.0, RESTART_SECONDS * 2**failures))
 
-    async def _run_process(self) -> tuple[str, bool]:
-        """Run one process from start to end. Return why it ended, and whether it had worked.
+    async def _run_process(self) -> tuple[str, bool, bool]:
+        """Run one process from start to end. Return why it ended, whether it had worked, and if the next needs less.
 
         It worked when it trained or went from one state to the next. Loading a state does not count: a process that
         runs out of memory in its first step also gets this far every time.
         """
-        worked, applied = False, 0
+        worked, easier, applied = False, False, 0
         reason = ""
         log.info("starting the trainer: loading torch and the model")
         link = self.link = await channel.TrainerLink.start(threads=self.start.threads, command=self.command)
@@ -122,7 +130,7 @@ class TrainerSupervisor:
                     case channel.Progress(tokens_per_second=rate) if rate > 0:
                         worked = True
                     case channel.Failed(what=what, fatal=True):
-                        reason = message.reason
+                        reason, easier = message.reason, what == "memory"
                         # The device, the data or the installed libraries are at fault: the next start would fail too.
                         self._cannot_start = what == "start" and self.ready is None
                     case channel.Stopped() if not self._stopped.done():
@@ -140,7 +148,7 @@ class TrainerSupervisor:
                 self._stopped.set_result(False)
             end = await link.stop(10.0)
             self._exited.set()
-        return reason or str(end), worked
+        return reason or str(end), worked, easier
 
     async def send(self, message: channel.ToTrainer) -> None:
         """Send a message once the process is ready. Raise TrainerDied when it is lost first, as `on_lost` reports."""

@@ -278,10 +278,11 @@ class TrainerService:
             )
         )  # fmt: skip
 
-    def _lost(self, why: str) -> None:
+    def _lost(self, why: str, easier: bool) -> None:
         """End this process, for one of several ranks has ended, whatever the threads wait for. The node restarts it."""
+        what = "memory" if easier else "train" if self._started else "start"
         with contextlib.suppress(ChannelError):
-            self._end.send(Failed("train" if self._started else "start", why, fatal=True))
+            self._end.send(Failed(what, why, fatal=True))
         os._exit(1)
 
     def _note(self, level: Level, kind: str, text: str) -> None:

@@ -37,14 +37,17 @@ from protocol.ids import Digest, PeerKey
 from protocol.model import model_layout
 from protocol.spec import RunSpec, parse_spec
 
-Lost = Callable[[str], None]
-"""Called by any thread, with the reason, when one of several ranks has ended and training cannot continue."""
+Lost = Callable[[str, bool], None]
+"""Called by any thread when one of several ranks has ended, so training cannot continue.
+
+The arguments are the reason, and whether the next start tries a micro-batch that needs less memory.
+"""
 
 
 class Trainer:
     """The parts of a peer's training. Built by the thread that trains, which owns all of them at first."""
 
-    def __init__(self, start: Start, report: Report, lost: Lost = lambda why: None, *, trial: bool = False):
+    def __init__(self, start: Start, report: Report, lost: Lost = lambda why, easier: None, *, trial: bool = False):
         """Build the model and read what was saved.
 
         `report` is called with what a person should know. `trial`: only time and memory matter, so a frozen base is
