@@ -94,7 +94,7 @@ class StandIn:
                 self._apply(message.replay)
                 state = self._digest() if message.replay else message.base_state
                 record = message.replay[-1].record if message.replay else message.record
-                self._end.send(Applied(record, state, 0.0, None))
+                self._end.send(Applied(record, state, None))
                 self._prepare(message.round + len(message.replay), message.next_window)
             case Apply():
                 self._diary.say("certified", message.update.round)
@@ -103,7 +103,7 @@ class StandIn:
                 applied = time.process_time()
                 state = self._digest()
                 spent = {"apply_cpu": applied - began, "digest_cpu": time.process_time() - applied}
-                self._end.send(Applied(message.update.record, state, 0.0, None))
+                self._end.send(Applied(message.update.record, state, None))
                 self._diary.say("summed", message.update.round, **spent)
                 self._prepare(message.update.round + 1, message.next_window)
             case MakeUpdate() if self._made is not None:

@@ -63,7 +63,6 @@ def start_message(spec: RunSpec, store: Store, key: PeerKey, options: NodeOption
     """Return the trainer's first message; the spec is written to a file for it. Raise StoreError."""
     return Start(
         spec_path=write_spec(spec, options.folder),
-        store=options.folder / "store",
         identity_key=key,
         state_folder=options.folder / "trainer",
         device=options.device,

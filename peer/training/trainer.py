@@ -118,10 +118,6 @@ class Trainer:
         self.steps.follow(move)
         return answer
 
-    def save(self) -> None:
-        """Write what no other peer has, now. Raise SavedStateError. Before the first load there is nothing to write."""
-        self.checkpointer.save_now()
-
     def close(self, *, in_order: bool = False) -> None:
         """Stop reading ahead, and end other ranks. `in_order`: nothing has failed."""
         self.steps.batches.close()

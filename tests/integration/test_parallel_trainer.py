@@ -114,7 +114,7 @@ def test_peers_of_one_process_and_of_two_by_two_ranks_agree_on_every_bit_and_a_s
             many.load(replace(world.load(), base_state=record_digest(0)))
         assert many.steps.may_train
         train(many, 1)
-        many.save()
+        many.checkpointer.save_now()
         sheet = json.loads((many.folder.folder / STATE_MANIFEST).read_text())
         saved = load_file(many.folder.folder / sheet["file"])
         assert sheet["optimizer_steps"] == 9 and {n.split("/")[0] for n in saved} == {
@@ -131,7 +131,7 @@ def test_peers_of_one_process_and_of_two_by_two_ranks_agree_on_every_bit_and_a_s
             digest = again.load(load).state_digest
             assert again.windows.counter == 9 * BATCH and "saved-state" not in heard.kinds()
             assert again.backend.inner.learning_rate == many.backend.inner.learning_rate
-            again.save()
+            again.checkpointer.save_now()
             sheet = json.loads((again.folder.folder / STATE_MANIFEST).read_text())
             found.append((digest, load_file(again.folder.folder / sheet["file"])))
             train(again, 1)

@@ -267,7 +267,7 @@ class LoopTrainer:
         finally:
             if not self.crashed:
                 with suppress(CairnError):
-                    await asyncio.shield(self._call(trainer.save))
+                    await asyncio.shield(self._call(trainer.checkpointer.save_now))
             trainer.close()
             self._thread.shutdown(wait=False)
             self._over.set()

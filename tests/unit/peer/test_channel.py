@@ -47,8 +47,8 @@ D, K, P = Digest(bytes(range(32))), PeerKey(bytes(range(1, 33))), Path("/a folde
 ROUND = RoundUpdates(7, D, (UpdateFile(K, 3, P), UpdateFile(K, 0, P)))
 REDUCED = RoundUpdates(8, D, (UpdateFile(K, 3, P),), (P, P))
 EVERY_MESSAGE = [
-    Start(P, P, K, P, "cuda:0", 2, {"aa": "/x", "bb": ""}),
-    Start(P, P, K, P, "cpu", 1, {}, "dp=2", "on", "off"),
+    Start(P, K, P, "cuda:0", 2, {"aa": "/x", "bb": ""}),
+    Start(P, K, P, "cpu", 1, {}, "dp=2", "on", "off"),
     Load(P, D, D, 3, (ROUND, ROUND), (P,), 4, 5, P),
     Load(P, D, D, 0, (), (), 0, 0),
     Load(P, D, D, 3, (REDUCED,), (), 4, 5, P, (P,), (REDUCED,)),
@@ -62,13 +62,13 @@ EVERY_MESSAGE = [
     Progress(1, 2.5, 1e4, 3, 1e-3, False, 0.43, Memory(2, 3), TimeShares(0.5, 0.25, 0.0, 0.25, 0.0, 0.0)),
     UpdateMade(D, P, 1, D, 2, 3, 4, 5, 6.5),
     NothingDone(D),
-    Applied(D, D, 0.25, None),
+    Applied(D, D, None),
     Stopped(True),
     Note("warning", "data", "an address\nof two lines"),
     Failed("load", "why, and what to do", False),
 ]
 
-LOADED = to_line(Applied(D, D, 0.25, None))[:-1]
+TRAINED = to_line(Progress(1, 0.25, 0.0, 0, 0.0, False))[:-1]
 
 
 @pytest.mark.parametrize("message", EVERY_MESSAGE, ids=lambda m: type(m).__name__)
@@ -90,13 +90,13 @@ def test_a_message_is_one_line_and_comes_back_as_it_was(message):
         b'Stop {"now":true}',
         b'Stopped {"saved":1}',
         b"Stopped {}",
-        LOADED.replace(b"0.25", b"NaN"),
-        LOADED.replace(b"0.25", b'"1"'),
+        TRAINED.replace(b"0.25", b"NaN"),
+        TRAINED.replace(b"0.25", b'"1"'),
         b'NothingDone {"parent":"00"}',
         b'NothingDone {"parent":7}',
         b'NothingDone {"parent":null}',
         b'Note {"level":"shout","kind":"","text":""}',
-        to_line(Start(P, P, K, P, "cpu", 1, {}, compile="on"))[:-1].replace(b'"on"', b'"yes"'),
+        to_line(Start(P, K, P, "cpu", 1, {}, compile="on"))[:-1].replace(b'"on"', b'"yes"'),
         b'MakeUpdate {"round":-1,"parent":"' + b"0" * 64 + b'","out":"x"}',
         b'MakeUpdate {"round":9007199254740993,"parent":"' + b"0" * 64 + b'","out":"x"}',
     ],
@@ -250,7 +250,7 @@ async def test_a_trainer_that_takes_no_message_is_killed_which_is_not_taken_for_
     monkeypatch.setattr(channel_link, "SEND_SECONDS", 0.05)
     link = await link_to("time.sleep(3600)")
     with pytest.raises(TrainerDied, match="was killed: it has taken no message for 0 s"):
-        await link.send(Start(P, P, K, P, shards={"aa": "x" * 2**24}))
+        await link.send(Start(P, K, P, shards={"aa": "x" * 2**24}))
     assert "SIGKILL (it has taken no message for 0 s)" in str(await ended(link.stop()))
 
 

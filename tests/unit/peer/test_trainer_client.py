@@ -93,7 +93,7 @@ async def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 
 @pytest.mark.parametrize("adopts", [False, True], ids=["the trainer cannot write it", "the store has no room"])
 async def test_a_state_that_could_not_be_kept_is_no_success(make, adopts: bool, tmp_path: Path):
-    written = channel.Applied(RECORD, STATE, 0.0, tmp_path / "held")
+    written = channel.Applied(RECORD, STATE, tmp_path / "held")
     failed = channel.Failed("write", "the disk is full", fatal=False)
     posted: list[events.Event] = []
     client = await make(FullStore(tmp_path), posted.append, written if adopts else failed)
@@ -107,7 +107,7 @@ async def test_a_checkpoint_that_the_trainer_could_not_write_is_reported_and_the
     make, asked: bool, tmp_path: Path
 ):
     posted: list[events.Event] = []
-    client = await make(FullStore(tmp_path), posted.append, channel.Applied(RECORD, STATE, 0.0, None))
+    client = await make(FullStore(tmp_path), posted.append, channel.Applied(RECORD, STATE, None))
     client.move(cast(Any, SimpleNamespace(reset=False, missed=(), is_checkpoint=asked)))
     await ended(client.send(cast(Any, None)))
     await until(lambda: events.StateReached(RECORD, STATE) in posted, "the state is reached")

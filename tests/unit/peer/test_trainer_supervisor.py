@@ -49,7 +49,7 @@ class World:
         self.news = asyncio.Event()
         command = (sys.executable, "-c", PROLOGUE + textwrap.dedent(program))
         self.trainer = TrainerSupervisor(
-            Start(folder / "spec", folder, K, folder, "cpu", 1, {}),
+            Start(folder / "spec", K, folder, "cpu", 1, {}),
             on_message=self._message,
             on_lost=self._lost,
             command=command,
@@ -169,7 +169,7 @@ async def test_each_request_has_a_deadline_of_its_own_which_begins_when_those_be
     end.send(Ready("cpu", 1, 1, 1))
     end.receive(None); end.receive(None)
     time.sleep(0.3)  # longer than the second request may take, and not as long as the first
-    end.send(Applied(D, D, 0.0, None))
+    end.send(Applied(D, D, None))
     end.receive(None)
     """
     async with supervised(tmp_path, program) as (world, _):
@@ -217,7 +217,7 @@ async def test_a_trainer_that_can_never_start_ends_the_node_with_its_own_words(t
     ("does", "lives"),
     [
         # Another round, then training: each counts.
-        ("end.send(Applied(D, D, 0.0, None) if life == 1 else Progress(8, 1.0, 100.0, 1, 1e-3, False))", 4),
+        ("end.send(Applied(D, D, None) if life == 1 else Progress(8, 1.0, 100.0, 1, 1e-3, False))", 4),
         ("end.send(Progress(8, 1.0, 0.0, 0, 1e-3, False))", 2),  # only loaded, as at every start
     ],
 )
@@ -225,7 +225,7 @@ async def test_deaths_in_a_row_are_too_many_only_when_nothing_was_done_in_betwee
     monkeypatch.setattr(module, "MAX_FAILURES", 2)
     program = f"""
     end.send(Ready("cpu", 1, 1, 1))
-    end.send(Applied(D, D, 0.0, None))
+    end.send(Applied(D, D, None))
     if life < 3:
         {does}
     sys.exit(3)
