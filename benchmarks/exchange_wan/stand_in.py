@@ -59,7 +59,7 @@ class StandIn:
         self._window = 0
         self._made: Digest | None = None
         self._told = False
-        end.send(Ready("nothing", self._spec.model.layout.numel, 1, self._codec.size))
+        end.send(Ready("nothing", self._spec.model.layout.numel, self._codec.size))
 
     def serve(self) -> None:
         while True:
@@ -83,7 +83,7 @@ class StandIn:
             self._progress(TARGET)
 
     def _progress(self, windows: int) -> None:
-        self._end.send(Progress(windows, 1.0, float(self._spec.data.window), 1, 0.0, False))
+        self._end.send(Progress(windows, 1.0, float(self._spec.data.window), False))
 
     def _answer(self, message: ToTrainer) -> None:
         match message:

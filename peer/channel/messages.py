@@ -226,7 +226,6 @@ class Ready(_Message):
 
     device: Text
     parameters: Count
-    threads: Count
     update_size: Count
 
 
@@ -243,8 +242,6 @@ class Progress(_Message):
     windows: Count
     loss: float
     tokens_per_second: float
-    inner_steps: Count
-    learning_rate: float
     waiting: bool
     mfu: Share | None = None
     memory: Memory | None = None

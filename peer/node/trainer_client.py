@@ -47,7 +47,7 @@ LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERR
 RELEASE_SECONDS = 3.5
 """Seconds in which a released trainer has to save, before it is killed: with the time for a last update, five."""
 
-NO_PROGRESS = channel.Progress(0, 0.0, 0.0, 0, 0.0, False)
+NO_PROGRESS = channel.Progress(0, 0.0, 0.0, False)
 
 
 @dataclass(eq=False)

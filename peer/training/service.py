@@ -272,9 +272,9 @@ class TrainerService:
         rate = steps.throughput.tokens_per_second(now)
         self._end.send(
             Progress(
-                windows.uncovered, steps.throughput.late_loss, rate, windows.steps,
-                trainer.backend.inner.learning_rate, waiting, mfu(rate, trainer.flops_per_token, trainer.peak_flops),
-                trainer.backend.memory(), steps.times.shares(now), steps.trained_windows, windows.counter,
+                windows.uncovered, steps.throughput.late_loss, rate, waiting,
+                mfu(rate, trainer.flops_per_token, trainer.peak_flops), trainer.backend.memory(),
+                steps.times.shares(now), steps.trained_windows, windows.counter,
             )
         )  # fmt: skip
 

@@ -79,7 +79,6 @@ class Trainer:
         # Throughput is in tokens that count; the others of a window are computed all the same.
         self.flops_per_token = None if flops is None else flops * data.window // data.window_tokens
         self.peak_flops = peak_flops(self.backend.devices)
-        self._threads = start.threads
         self.folder = SavedFolder(start.state_folder, self.spec.run_id, start.identity_key, self.spec.model.layout)
         batches = _batches(self.spec, start, self.backend, report)
         self.steps = StepLoop(
@@ -99,7 +98,7 @@ class Trainer:
     def ready(self) -> Ready:
         """Return the answer to Start."""
         layout = self.spec.model.layout
-        return Ready(self.backend.device_name, layout.numel, self._threads, self.base.codec.size)
+        return Ready(self.backend.device_name, layout.numel, self.base.codec.size)
 
     def swap_base(self, move: BaseMove) -> None:
         """Continue training from the base that `BaseState.advance` moved."""

@@ -57,9 +57,9 @@ EVERY_MESSAGE = [
     Apply(REDUCED, (), 1, 2, None),
     WriteState(P),
     Stop(),
-    Ready("NVIDIA H200", 10**9, 4, 5),
-    Progress(1, 2.5, 1e4, 3, 1e-3, False),
-    Progress(1, 2.5, 1e4, 3, 1e-3, False, 0.43, Memory(2, 3), TimeShares(0.5, 0.25, 0.0, 0.25, 0.0, 0.0)),
+    Ready("NVIDIA H200", 10**9, 5),
+    Progress(1, 2.5, 1e4, False),
+    Progress(1, 2.5, 1e4, False, 0.43, Memory(2, 3), TimeShares(0.5, 0.25, 0.0, 0.25, 0.0, 0.0)),
     UpdateMade(D, P, 1, D, 2, 3, 4, 5, 6.5),
     NothingDone(D),
     Applied(D, D, None),
@@ -68,7 +68,7 @@ EVERY_MESSAGE = [
     Failed("load", "why, and what to do", False),
 ]
 
-TRAINED = to_line(Progress(1, 0.25, 0.0, 0, 0.0, False))[:-1]
+TRAINED = to_line(Progress(1, 0.25, 0.0, False))[:-1]
 
 
 @pytest.mark.parametrize("message", EVERY_MESSAGE, ids=lambda m: type(m).__name__)
@@ -108,7 +108,7 @@ def test_what_is_not_exactly_a_message_is_refused(line):
 
 def test_a_number_that_is_not_finite_never_arrives():
     with pytest.raises(ChannelError):
-        from_line(to_line(Progress(1, float("nan"), 0.0, 0, 0.0, False))[:-1])
+        from_line(to_line(Progress(1, float("nan"), 0.0, False))[:-1])
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_number_that_is_not_finite_never_arrives():
     ids=str,
 )
 def test_figures_beyond_their_bounds_are_refused(wrong):
-    name, fields = to_line(Progress(1, 2.5, 1e4, 3, 1e-3, False)).split(b" ", 1)
+    name, fields = to_line(Progress(1, 2.5, 1e4, False)).split(b" ", 1)
     with pytest.raises(ChannelError):
         from_line(name + b" " + json.dumps(json.loads(fields) | wrong).encode())
 
@@ -183,7 +183,7 @@ def test_progress_is_dropped_when_the_node_does_not_read_and_the_rest_has_a_dead
     node, trainer = socket.socketpair()
     end = TrainerEnd(trainer)
     for i in range(20_000):  # at 0.1 s each, it would be over the limit of a test
-        end.send(Progress(i, 0.0, 0.0, 0, 0.0, False))
+        end.send(Progress(i, 0.0, 0.0, False))
     with pytest.raises(ChannelError, match="read nothing"):
         for _ in range(20_000):
             end.send(Stopped(True))

@@ -129,7 +129,7 @@ async def test_windows_trained_while_an_update_was_stored_are_not_lost(make, tmp
     """A trainer with all windows of the next update says nothing more: a machine that saw none would wait for ever."""
     store, posted = FullStore(tmp_path), list[events.Event]()
     made = channel.UpdateMade(RECORD, tmp_path / "update", 9, digest("update"), 0, 0, 20, 5, 1.0)
-    client = await make(store, posted.append, made, channel.Progress(20, 1.0, 1.0, 40, 0.0, False))
+    client = await make(store, posted.append, made, channel.Progress(20, 1.0, 1.0, False))
     client.request_update(RequestUpdate(Round(0), RECORD))
     await until(lambda: posted, "the progress is posted")
     store.slow.set()

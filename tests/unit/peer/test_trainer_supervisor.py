@@ -90,7 +90,7 @@ async def supervised(folder: Path, program: str):
 ASK = MakeUpdate(0, D, Path("out"))
 
 DIES_ONCE = """
-end.send(Ready("cpu", 1, 1, 1))
+end.send(Ready("cpu", 1, 1))
 while (m := end.receive(None)) is not None:
     if isinstance(m, Stop):
         end.send(Stopped(True)); sys.exit(0)
@@ -116,7 +116,7 @@ async def test_a_trainer_that_dies_of_a_question_is_told_once_and_the_question_i
 
 async def test_each_process_has_the_limit_of_a_gpu_as_it_is_when_it_starts(tmp_path):
     program = """
-    end.send(Ready(str(start.gpu_memory), 1, 1, 1))
+    end.send(Ready(str(start.gpu_memory), 1, 1))
     if life == 0:
         sys.exit(3)
     end.receive(None)
@@ -132,7 +132,7 @@ async def test_who_waits_for_a_trainer_that_dies_before_it_is_ready_hears_of_it(
     program = """
     if life == 0:
         sys.exit(3)
-    end.send(Ready("cpu", 1, 1, 1)); end.receive(None)
+    end.send(Ready("cpu", 1, 1)); end.receive(None)
     """
     async with supervised(tmp_path, program) as (world, _):
         with pytest.raises(TrainerDied):
@@ -146,7 +146,7 @@ async def test_a_trainer_that_hangs_is_killed_and_restarted(tmp_path, monkeypatc
     monkeypatch.setattr(module, "ANSWER_SECONDS", 2.0)
     monkeypatch.setattr(module, "REPLAY_SECONDS", 0.0)
     program = """
-    end.send(Ready("cpu", 1, 1, 1))
+    end.send(Ready("cpu", 1, 1))
     end.receive(None)
     if life == 0:
         time.sleep(3600)
@@ -166,7 +166,7 @@ async def test_each_request_has_a_deadline_of_its_own_which_begins_when_those_be
     monkeypatch.setattr(module, "ANSWER_SECONDS", 0.1)
     monkeypatch.setattr(module, "REPLAY_SECONDS", 0.1)
     program = """
-    end.send(Ready("cpu", 1, 1, 1))
+    end.send(Ready("cpu", 1, 1))
     end.receive(None); end.receive(None)
     time.sleep(0.3)  # longer than the second request may take, and not as long as the first
     end.send(Applied(D, D, None))
@@ -184,7 +184,7 @@ async def test_a_trainer_that_reads_a_large_base_has_longer_to_become_ready(tmp_
     monkeypatch.setattr(module, "BASE_RATE", 1 / LIMIT)
     base = tmp_path / "base"
     base.write_bytes(b"x")
-    async with supervised(tmp_path, 'end.send(Ready("cpu", 1, 1, 1)); end.receive(None)') as (world, _):
+    async with supervised(tmp_path, 'end.send(Ready("cpu", 1, 1)); end.receive(None)') as (world, _):
         await world.until(lambda: world.lost)
         assert "was not ready within 0 s" in world.lost[0]
         world.trainer.start = replace(world.trainer.start, base=base)
@@ -195,7 +195,7 @@ async def test_a_trainer_that_waits_for_the_node_is_not_taken_for_one_that_hangs
     monkeypatch.setattr(module, "ANSWER_SECONDS", 1.0)
     monkeypatch.setattr(module, "REPLAY_SECONDS", 0.0)
     program = """
-    end.send(Ready("cpu", 1, 1, 1))
+    end.send(Ready("cpu", 1, 1))
     end.receive(None); end.send(NothingDone(D)); end.receive(None)
     """
     async with supervised(tmp_path, program) as (world, _):
@@ -217,14 +217,14 @@ async def test_a_trainer_that_can_never_start_ends_the_node_with_its_own_words(t
     ("does", "lives"),
     [
         # Another round, then training: each counts.
-        ("end.send(Applied(D, D, None) if life == 1 else Progress(8, 1.0, 100.0, 1, 1e-3, False))", 4),
-        ("end.send(Progress(8, 1.0, 0.0, 0, 1e-3, False))", 2),  # only loaded, as at every start
+        ("end.send(Applied(D, D, None) if life == 1 else Progress(8, 1.0, 100.0, False))", 4),
+        ("end.send(Progress(8, 1.0, 0.0, False))", 2),  # only loaded, as at every start
     ],
 )
 async def test_deaths_in_a_row_are_too_many_only_when_nothing_was_done_in_between(tmp_path, monkeypatch, does, lives):
     monkeypatch.setattr(module, "MAX_FAILURES", 2)
     program = f"""
-    end.send(Ready("cpu", 1, 1, 1))
+    end.send(Ready("cpu", 1, 1))
     end.send(Applied(D, D, None))
     if life < 3:
         {does}
@@ -239,7 +239,7 @@ async def test_deaths_in_a_row_are_too_many_only_when_nothing_was_done_in_betwee
 async def test_a_search_for_a_micro_batch_is_no_row_of_failures_and_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "MAX_FAILURES", 2)
     monkeypatch.setattr(module, "MAX_SEARCH", 1)
-    program = 'end.send(Ready("cpu", 1, 1, 1)); end.send(Failed("memory", "half of it", fatal=True)); sys.exit(1)'
+    program = 'end.send(Ready("cpu", 1, 1)); end.send(Failed("memory", "half of it", fatal=True)); sys.exit(1)'
     async with supervised(tmp_path, program) as (world, running):
         with pytest.raises(TrainerDied, match="2 times in a row, last: half of it"):
             await ended(running)
@@ -254,7 +254,7 @@ async def test_stopping_tells_whether_the_trainer_saved(tmp_path):
         assert await world.trainer.stop(LIMIT) is True  # and again
     deaf = tmp_path / "deaf"
     deaf.mkdir()
-    async with supervised(deaf, 'end.send(Ready("cpu", 1, 1, 1)); time.sleep(3600)') as (world, running):
+    async with supervised(deaf, 'end.send(Ready("cpu", 1, 1)); time.sleep(3600)') as (world, running):
         await world.until(lambda: "Ready" in world.names())
         assert await ended(world.trainer.stop(0.3)) is False
         await ended(running)
