@@ -72,7 +72,7 @@ class DistributedBackend:
     ):
         """Start all ranks. `kind`: "cpu", or "cuda" (rank n has cuda:n). Raise TrainingError when one does not start.
 
-        `lost(why, easier)` is called, by a thread, when a rank has ended; `easier`: the next start needs less memory.
+        `lost` is called, by a thread, when a rank has ended: with why, and whether the next start needs less memory.
         `profiles`: the micro-batches that fit. `folder`: of these ranks alone, emptied first; they meet there.
         `layers`, `report`: as in `InnerOptimizer`. `yield_hook` is called often by the thread that trains,
         `background_hook` by the one that writes a state. `seconds`: deadline of a collective. `gpu_memory`: as in
