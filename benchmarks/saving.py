@@ -60,7 +60,7 @@ def measured(size: Size, device: str, threads: int, parallel: str, turns: int) -
             took = time.perf_counter() - began
             trainer.checkpointer.save_now()  # warm caches for both
             began = time.perf_counter()
-            trainer.save()
+            trainer.checkpointer.save_now()
             seconds = time.perf_counter() - began
             if turn:  # the first warms up
                 still.append(stood)

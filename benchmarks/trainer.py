@@ -109,7 +109,7 @@ def trainer_of(
         shards = {s.digest: str(run.blobs[Digest.parse(s.digest)]) for s in spec.data.train}
         me = PeerKey(b"\x01" * 32)
         start = Start(
-            folder / "spec.json", folder, me, folder / "trainer", device, threads, shards, parallel,
+            folder / "spec.json", me, folder / "trainer", device, threads, shards, parallel,
             compile="on" if compiled else "off",
         )  # fmt: skip
         trainer = Trainer(start, lambda *_: None)

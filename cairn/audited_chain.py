@@ -38,7 +38,6 @@ class AuditedChain:
     """The certificates read so far, and their credits. `ensure` reads more, `find` looks a record up."""
 
     def __init__(self, spec: RunSpec, asker: ChainReader | None, coordinator: CoordinatorClient):
-        self._run = spec.run_id
         self._rule = CreditRule.of(spec)
         self._decoder = MessageDecoder(spec.run_id, spec.owner_key, remember=8192)
         self._chain = Chain(spec.run_id, spec.genesis.name, RoundPolicy.of(spec).chain_limits)

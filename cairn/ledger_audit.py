@@ -65,16 +65,16 @@ def audit_ledger(text: str, *, as_json: bool, via: Sequence[str]) -> bool:
     return found.clean
 
 
-async def audit_credits(r: CoordinatorConnection, *, listen: tuple[str, ...] = ()) -> AuditResult:
+async def audit_credits(r: CoordinatorConnection) -> AuditResult:
     """Recompute the credits of all final rounds, and compare. Raises CairnError."""
     from cairn.audited_chain import AuditedChain  # it imports hivemind and torch, which receipts do not need
-    from peer.swarm.anonymous import ANY, chain_reader, members_at
+    from peer.swarm.anonymous import chain_reader, members_at
 
     async with AsyncExitStack() as stack:
         asker = None
         if r.members:
             own = members_at(r.own)
-            asking = chain_reader(r.spec.run_id, r.members, leave_out=own, listen=listen or ANY)
+            asking = chain_reader(r.spec.run_id, r.members, leave_out=own)
             asker = await stack.enter_async_context(asking)
         chain = AuditedChain(r.spec, asker, r.client)
         await chain.begin()

@@ -21,14 +21,6 @@ class NonParticipation:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReceivedUpdate:
-    """A peer's announced update: when it was received (unix seconds), and its windows."""
-
-    at: float
-    windows: int
-
-
 REASONS = frozenset((
     "late", "not fetched", "silent", "left", "syncing", "behind", "other branch", "not received", "no window",
     "no announcement", "convicted",
@@ -42,7 +34,7 @@ def non_participants(
     account: RoundCredits,
     inside: frozenset[PeerKey],
     before: frozenset[PeerKey],
-    announced: Mapping[PeerKey, ReceivedUpdate],
+    announced: Mapping[PeerKey, float],
     proposed: float | None,
     members: Mapping[PeerKey, ReceivedHeartbeat],
     member_seconds: float,
@@ -50,14 +42,14 @@ def non_participants(
     """Return every peer that could have been in a round and is not, those that announced first.
 
     `inside` are the contributors of the round, `before` those of the round before it: a peer that fell silent since is
-    reported once. `announced` are the updates received for this round. `proposed` is when the record was (unix
-    seconds), None if that was not observed.
+    reported once. `announced` says when updates for this round were received, `proposed` when the record was, None if
+    that was not observed (unix seconds).
     """
     guilty = set(account.convicted)
     found = [NonParticipation(peer, "convicted", CONVICTED) for peer in sorted(guilty)]
     found += [
-        NonParticipation(peer, *_of_update(a, proposed))
-        for peer, a in sorted(announced.items())
+        NonParticipation(peer, *_of_update(at, proposed))
+        for peer, at in sorted(announced.items())
         if peer not in inside and peer not in guilty
     ]
     for peer in sorted(members.keys() | before):
@@ -69,9 +61,9 @@ def non_participants(
     return found
 
 
-def _of_update(a: ReceivedUpdate, proposed: float | None) -> tuple[str, str]:
-    if proposed is not None and a.at > proposed:
-        return "late", f"announced {a.at - proposed:.1f} s after the record was proposed"
+def _of_update(at: float, proposed: float | None) -> tuple[str, str]:
+    if proposed is not None and at > proposed:
+        return "late", f"announced {at - proposed:.1f} s after the record was proposed"
     return "not fetched", "announced in time; the others could not fetch or use its update before they went on"
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 
-from coordinator.non_participation import NonParticipation, ReceivedUpdate, non_participants
+from coordinator.non_participation import NonParticipation, non_participants
 from coordinator.swarm import TRAINING_PHASES, ReceivedHeartbeat
 from protocol.bounded import BoundedDict
 from protocol.ids import Digest, PeerKey
@@ -106,10 +106,10 @@ class RoundObservations:
         self.began: float | None = None
         """When the round that is being trained began (unix seconds)."""
 
-        self._announced: dict[PeerKey, ReceivedUpdate] = {}
+        self._announced: dict[PeerKey, float] = {}
         self._proposed: dict[Digest, _Proposal] = {}
         # By author, with the parent: their round has not begun here, or they are of another branch.
-        self._early_updates: BoundedDict[PeerKey, tuple[Digest, ReceivedUpdate]] = BoundedDict(MAX_AUTHORS)
+        self._early_updates: BoundedDict[PeerKey, tuple[Digest, float]] = BoundedDict(MAX_AUTHORS)
         self._early_proposals: BoundedDict[PeerKey, tuple[Digest, _Proposal]] = BoundedDict(MAX_EARLY_PROPOSALS)
         self._announcements: BoundedDict[Digest, Mapping[PeerKey, float]] = BoundedDict(MAX_ANNOUNCED)
         self._before: frozenset[PeerKey] = frozenset()
@@ -134,7 +134,7 @@ class RoundObservations:
     @property
     def first_announced(self) -> float | None:
         """When the first update of the round that is being trained was announced (unix seconds)."""
-        return min((a.at for a in self._announced.values()), default=None)
+        return min(self._announced.values(), default=None)
 
     def typical(self) -> TypicalDurations | None:
         """Return the typical durations; None before a whole round was observed."""
@@ -169,11 +169,10 @@ class RoundObservations:
         """Take in a verified announcement or proposal; other messages are ignored."""
         body, author, now = message.body, message.author, self._now()
         if isinstance(body, UpdateHeader):
-            update = ReceivedUpdate(now, body.windows)
             if body.parent == self._head:
-                self._accept_update(author, update)
+                self._accept_update(author, now)
             else:
-                self._early_updates.renew(author, (body.parent, update))
+                self._early_updates.renew(author, (body.parent, now))
         elif isinstance(body, RoundRecord):
             proposal = _Proposal(message.digest, now, frozenset(body.contributors))
             if body.parent == self._head:
@@ -181,9 +180,9 @@ class RoundObservations:
             else:
                 self._early_proposals.renew(author, (body.parent, proposal))
 
-    def _accept_update(self, author: PeerKey, update: ReceivedUpdate) -> None:
+    def _accept_update(self, author: PeerKey, at: float) -> None:
         if author not in self._announced and len(self._announced) < MAX_AUTHORS:
-            self._announced[author] = update
+            self._announced[author] = at
 
     def _accept_proposal(self, proposal: _Proposal) -> None:
         if proposal.record not in self._proposed and len(self._proposed) < MAX_PROPOSALS:
@@ -211,7 +210,7 @@ class RoundObservations:
         )  # fmt: skip
         self._rounds.renew(seen.record, seen)
         if first is not None:
-            self._announcements[seen.record] = {p: a.at - first for p, a in self._announced.items()}
+            self._announcements[seen.record] = {p: at - first for p, at in self._announced.items()}
         self._unsaved.append(seen)
         self._forget()
         self._before = inside
@@ -221,10 +220,10 @@ class RoundObservations:
     def _turn_to(self, head: Digest, began: float | None) -> None:
         self._head, self.began = head, began
         self._announced, self._proposed = {}, {}
-        for author, (parent, update) in list(self._early_updates.items()):
+        for author, (parent, at) in list(self._early_updates.items()):
             if parent == head:
                 del self._early_updates[author]
-                self._accept_update(author, update)
+                self._accept_update(author, at)
         for author, (parent, proposal) in list(self._early_proposals.items()):
             if parent == head:
                 del self._early_proposals[author]

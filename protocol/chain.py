@@ -353,11 +353,6 @@ class Chain:
         return self._finalization
 
     @property
-    def pending_finalization(self) -> Signed[Finalization] | None:
-        """A newer finalization, whose record is not in the tree yet: it is requested, however light its branch is."""
-        return self._pending_finalization
-
-    @property
     def newest_directive(self) -> Signed[Directive] | None:
         """The owner's newest directive so far, whether or not a record carries it."""
         return self._newest_directive

@@ -17,9 +17,6 @@ CHUNK = 256 * 1024
 
 MAX_BLOB = 1 << 40
 
-LEAF_BYTES = 32
-"""Of a leaf hash."""
-
 
 def leaf_hash(data: bytes | memoryview) -> bytes:
     """RFC 9162: SHA-256 of 0x00 and the data."""

@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 
 from protocol.checks import ascending, bounded, check_canonical, finite, parsed, rate, text
 from protocol.directive_codec import MAX_DIRECTIVE_ENVELOPE, MAX_EPOCH, decode_directive, encode_directive
-from protocol.envelope import MAX_ENVELOPE, claimed_author, claimed_kind, content_digest, open_envelope, seal
+from protocol.envelope import MAX_ENVELOPE, claimed_author, claimed_kind, open_envelope, seal
 from protocol.errors import AdmissionError, MalformedError
 from protocol.identity import Identity
 from protocol.ids import MAX_ROUND, Digest, PeerKey, Round, RunId, sha256
@@ -473,9 +473,3 @@ def encode_certificate(certificate: Certificate) -> bytes:
     return wire.Certificate(
         record=certificate.record.encoded, votes=[v.encoded for v in certificate.votes], shards=certificate.shards
     ).SerializeToString(deterministic=True)
-
-
-def message_digest(author: PeerKey, body: Body) -> Digest:
-    """Return the digest of a body, as signed by its author."""
-    kind = KINDS[type(body)]
-    return content_digest(kind.name, author, kind.encode(body).SerializeToString(deterministic=True))

@@ -223,11 +223,6 @@ class RoundRecord:
         return sum(self.weighed)
 
     @property
-    def claimed_windows(self) -> int:
-        """Windows that the headers claim."""
-        return sum(u.body.windows for u in self.updates)
-
-    @property
     def loss(self) -> float:
         """Mean of the contributors' own training losses, weighted by weighed windows."""
         losses = zip(self.updates, self.weighed, strict=True)

@@ -58,7 +58,6 @@ def build_model(
     config: Mapping[str, Any],
     *,
     device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> nn.Module:
     """Build the model in training mode, with initial weights drawn from `seed`.
@@ -84,7 +83,7 @@ def build_model(
         raise
     except Exception as e:  # noqa: BLE001 - models of a hundred authors raise what they like, as configs do
         raise SpecError(f"model: {made.model_type} cannot be built from this config: {one_line(e)}") from None
-    return model.to(dtype).train()
+    return model.to(torch.float32).train()
 
 
 @contextlib.contextmanager

@@ -14,8 +14,6 @@ from protocol.ids import PeerKey, RunId
 MAX_WORK_BITS = 24
 """At 9 ms a try on one core, 24 bits are 42 hours."""
 
-MAX_NONCE = 2**64 - 1
-
 _COST, _BLOCK = 4096, 8
 
 

@@ -125,9 +125,9 @@ class World:
         return summed / n
 
 
-def claimed(author: PeerKey, first: int, end: int, rebase: int | None = None) -> ClaimedUpdate:
+def claimed(author: PeerKey, first: int, end: int) -> ClaimedUpdate:
     """Return the claim of an update whose blob is not in a file."""
-    return ClaimedUpdate(author, first, first if rebase is None else rebase, end, Path(os.devnull))
+    return ClaimedUpdate(author, first, first, end, Path(os.devnull))
 
 
 class Judge:

@@ -31,6 +31,7 @@ from torch import Tensor
 from benchmarks.convergence.corpus import Corpus
 from benchmarks.convergence.hivemind_job import Job
 from benchmarks.convergence.setting import Profile, Setting
+from benchmarks.exchange_wan.job import first_peer, publish
 from coordinator.authoring.prepare import load_prepared
 
 PROJECTIONS = 8
@@ -101,11 +102,11 @@ def main() -> int:
     share = job.micro * profile.batch
     dht = hivemind.DHT(
         host_maddrs=[job.addresses[number]],
-        initial_peers=_first_peer(folder) if number else [],
+        initial_peers=first_peer(folder) if number else [],
         start=True,
     )
     if not number:
-        _publish(folder / "first-peer.json", json.dumps([str(a) for a in dht.get_visible_maddrs()]))
+        publish(folder / "first-peer.json", json.dumps([str(a) for a in dht.get_visible_maddrs()]))
     optimizers: list[ClippedAdamW] = []
 
     def adamw(params: Any) -> ClippedAdamW:
@@ -139,11 +140,11 @@ def main() -> int:
         verbose=True,
         **options,
     )
-    _publish(folder / f"ready-{number}", "")
+    publish(folder / f"ready-{number}", "")
     while not (folder / "go").exists():
         time.sleep(WAIT_SECONDS)
     _train(job, number, setting, model, opt, optimizers, sketch, ordered)
-    _publish(folder / f"done-{number}", "")
+    publish(folder / f"done-{number}", "")
     while not (folder / "stop").exists():
         time.sleep(WAIT_SECONDS)
     opt.shutdown()
@@ -216,21 +217,6 @@ def _save(model: torch.nn.Module, path: Path) -> None:
     draft = path.with_suffix(".partial")
     save_file({n: p.detach().clone() for n, p in model.named_parameters()}, draft)
     os.replace(draft, path)
-
-
-def _publish(path: Path, text: str) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text)
-    os.replace(draft, path)
-
-
-def _first_peer(folder: Path) -> list[str]:
-    end = time.monotonic() + 120
-    while not (folder / "first-peer.json").exists():
-        if time.monotonic() > end:
-            raise TimeoutError("the first peer did not come up within 120 s")
-        time.sleep(0.1)
-    return json.loads((folder / "first-peer.json").read_text())
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -21,6 +20,7 @@ from benchmarks.convergence.setting import PROFILES, Profile, Setting
 from benchmarks.convergence.swarm import Cairn
 from benchmarks.convergence.synchronous import Synchronous
 from benchmarks.convergence.variants import Variant
+from benchmarks.exchange_wan.job import publish
 
 METHODS: dict[str, Callable[..., Method]] = {
     "synchronous": Synchronous,
@@ -126,10 +126,7 @@ def run(job: Job, *, compiled: bool = False, tell: Callable[[str], None] = lambd
 def keep(folder: Path, result: Result) -> None:
     """Write a result, whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{result.job.key}.json"
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(json.dumps(asdict(result)) + "\n")
-    partial.replace(path)
+    publish(folder / f"{result.job.key}.json", json.dumps(asdict(result)) + "\n")
 
 
 def kept(folder: Path, job: Job) -> Result | None:

@@ -25,9 +25,10 @@ from typing import Any
 
 from benchmarks.convergence.job import CURVE_WINDOWS, FINAL_WINDOWS
 from benchmarks.convergence.setting import PROFILES, Setting
-from benchmarks.convergence.wan_hosts import Hosts, Running, Wire, hosts
+from benchmarks.convergence.wan_hosts import Hosts, Wire, hosts
 from benchmarks.convergence.wan_run_file import Tables, tables_of, toml
 from benchmarks.report import header, save
+from cairn.demo.processes import Running, stop_all
 from coordinator.checkpoints.archive import read_manifest
 from coordinator.checkpoints.evaluation import load_archived, measure
 from peer.node.snapshot import Snapshot, read_snapshot
@@ -157,7 +158,7 @@ class _Run:
         self.late = self.world.wan.counters().late_ms
         self.world.until("the peers leave", self._left, END_SECONDS)
         self.world.until("the last state is archived", self._archived, END_SECONDS)
-        self.world.stop()
+        stop_all(self.world.running)
         snapshots = {n: s for n in self.names if (s := self._snapshot(n)) is not None}
         return self._judge(snapshots, at_start, at_end, cpu, ready - began, over - ready)
 

@@ -203,7 +203,7 @@ class _Run:
         (folder / "stop").touch()
         end = time.monotonic() + STOP_SECONDS
         for process in self.world.running:
-            process.ended_within(end - time.monotonic())
+            process.wait(max(0.1, end - time.monotonic()))
         return self._judge(simulated, joining, total, late)
 
     def _lines(self, number: int) -> list[dict[str, Any]]:

@@ -14,7 +14,6 @@ from benchmarks.convergence.setting import Profile
 from benchmarks.convergence.studies import MAIN, Row
 
 BF16 = 2.0
-FP32 = 4.0
 SCALES = {row.label: row.scale for row in MAIN}
 
 COLUMNS = (

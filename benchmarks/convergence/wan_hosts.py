@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from peer.parent_process import exit_with_parent
+from cairn.demo.processes import Running, stop_all
 from protocol.errors import CairnError
 from tests.wan import Topology, Wan, WanError
 
@@ -43,39 +40,6 @@ class Wire:
         return Wire(self.up - other.up, self.down - other.down)
 
 
-class Running:
-    """One process on a host; its output is in a file."""
-
-    def __init__(self, process: subprocess.Popen[bytes], name: str, output: Path):
-        self._process = process
-        self.name = name
-        self.output = output
-
-    @property
-    def code(self) -> int | None:
-        """None while it runs."""
-        return self._process.poll()
-
-    def last_words(self, lines: int = 8) -> str:
-        """Return the last lines of its output."""
-        return "\n".join(self.output.read_text(errors="replace").splitlines()[-lines:])
-
-    def ask_to_stop(self) -> None:
-        if self.code is None:
-            self._process.send_signal(signal.SIGTERM)
-
-    def ended_within(self, seconds: float) -> bool:
-        try:
-            self._process.wait(max(0.05, seconds))
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
 class Hosts:
     """An emulated internet and what runs on it; see `hosts`."""
 
@@ -89,18 +53,8 @@ class Hosts:
     def start(self, host: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> Running:
         """Run a command on a host. It ends when this process does, and its temporary files are in the folder."""
         output = self.folder / f"{host}-{len(self.running)}.txt"
-        given = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TMPDIR": str(self.temporary)}
-        with open(output, "wb") as out:
-            process = subprocess.Popen(
-                self.wan.command(host, command),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **given, **(environment or {})},
-                start_new_session=True,
-                preexec_fn=partial(exit_with_parent, number=signal.SIGTERM),
-            )
-        self.running.append(Running(process, host, output))
+        given = {"TMPDIR": str(self.temporary), **(environment or {})}
+        self.running.append(Running(host, self.wan.command(host, command), output, given))
         return self.running[-1]
 
     def ip(self, host: str) -> str:
@@ -147,15 +101,6 @@ class Hosts:
                 raise BenchError(f"not within {seconds:.0f} s: {what}\n{words}")
             time.sleep(every)
 
-    def stop(self, seconds: float = 15.0) -> None:
-        """Ask every process to stop, then kill those that did not."""
-        for process in self.running:
-            process.ask_to_stop()
-        end = time.monotonic() + seconds
-        for process in self.running:
-            if not process.ended_within(end - time.monotonic()):
-                process.kill()
-
 
 def claimed_kind(command: str) -> str:
     """Return the kind of a process, from its command line: trainer, daemon (libp2p's), or node."""
@@ -180,7 +125,7 @@ def hosts(topology: Topology, *, ttl: float, keep: Path | None = None) -> Iterat
             try:
                 yield world
             finally:
-                world.stop()
+                stop_all(world.running)
     except WanError as e:
         raise BenchError(f"no emulated internet: {e}") from None
     finally:

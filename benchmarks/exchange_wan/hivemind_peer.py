@@ -29,7 +29,7 @@ from hivemind import compression
 from hivemind.averaging.control import AveragingStage
 from hivemind.utils import get_dht_time
 
-from benchmarks.exchange_wan.job import LOOK_SECONDS, Diary, Job, publish
+from benchmarks.exchange_wan.job import LOOK_SECONDS, Diary, Job, first_peer, publish
 from benchmarks.exchange_wan.setting import Setting
 from benchmarks.exchange_wan.values import fill, shares
 
@@ -58,7 +58,7 @@ def main() -> int:
     diary, n = Diary(job, number), len(job.ips)
     dht = hivemind.DHT(
         host_maddrs=[f"/ip4/{job.ips[number]}/{port}" for port in (f"tcp/{PORT}", f"udp/{PORT}/quic-v1")],
-        initial_peers=_first(job) if number else [],
+        initial_peers=first_peer(job.path) if number else [],
         start=True,
     )
     if not number:
@@ -162,15 +162,6 @@ def _await(file: Path, diary: Diary, or_else: Path | None = None) -> bool:
             return False
         time.sleep(LOOK_SECONDS)
     return True
-
-
-def _first(job: Job) -> list[str]:
-    end = time.monotonic() + 120
-    while not (job.path / "first-peer.json").exists():
-        if time.monotonic() > end:
-            raise TimeoutError("the first peer did not come up within 120 s")
-        time.sleep(0.1)
-    return json.loads((job.path / "first-peer.json").read_text())
 
 
 if __name__ == "__main__":

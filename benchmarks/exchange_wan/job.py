@@ -92,6 +92,16 @@ def publish(file: Path, text: str) -> None:
     os.replace(draft, file)
 
 
+def first_peer(folder: Path) -> list[str]:
+    """Wait for the first peer, and return its addresses."""
+    end = time.monotonic() + 120
+    while not (folder / "first-peer.json").exists():
+        if time.monotonic() > end:
+            raise TimeoutError("the first peer did not come up within 120 s")
+        time.sleep(0.1)
+    return json.loads((folder / "first-peer.json").read_text())
+
+
 def read_diary(folder: Path, number: int) -> list[dict[str, Any]]:
     """Return the diary of a peer so far."""
     file = folder / f"diary-{number}.jsonl"

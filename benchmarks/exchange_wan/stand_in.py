@@ -59,7 +59,7 @@ class StandIn:
         self._window = 0
         self._made: Digest | None = None
         self._told = False
-        end.send(Ready("nothing", self._spec.model.layout.numel, 1, self._codec.size))
+        end.send(Ready("nothing", self._spec.model.layout.numel, self._codec.size))
 
     def serve(self) -> None:
         while True:
@@ -83,7 +83,7 @@ class StandIn:
             self._progress(TARGET)
 
     def _progress(self, windows: int) -> None:
-        self._end.send(Progress(windows, 1.0, float(self._spec.data.window), 1, 0.0, False))
+        self._end.send(Progress(windows, 1.0, float(self._spec.data.window), False))
 
     def _answer(self, message: ToTrainer) -> None:
         match message:
@@ -94,7 +94,7 @@ class StandIn:
                 self._apply(message.replay)
                 state = self._digest() if message.replay else message.base_state
                 record = message.replay[-1].record if message.replay else message.record
-                self._end.send(Applied(record, state, 0.0, None))
+                self._end.send(Applied(record, state, None))
                 self._prepare(message.round + len(message.replay), message.next_window)
             case Apply():
                 self._diary.say("certified", message.update.round)
@@ -103,7 +103,7 @@ class StandIn:
                 applied = time.process_time()
                 state = self._digest()
                 spent = {"apply_cpu": applied - began, "digest_cpu": time.process_time() - applied}
-                self._end.send(Applied(message.update.record, state, 0.0, None))
+                self._end.send(Applied(message.update.record, state, None))
                 self._diary.say("summed", message.update.round, **spent)
                 self._prepare(message.update.round + 1, message.next_window)
             case MakeUpdate() if self._made is not None:

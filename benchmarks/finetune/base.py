@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks.convergence.corpus import ADDRESSES, HELD_OUT_EVERY
 from benchmarks.convergence.setting import llama
 from coordinator.authoring.prepare import prepare
+from coordinator.authoring.tokens import byte_level_bpe
 from peer.training.data import WindowReader
 from peer.training.inner_optimizer import InnerOptimizer
 from peer.training.schedule import factor
@@ -68,7 +68,8 @@ def make_base(size: BaseModel, folder: Path, seed: int = 0) -> float:
 
     folder.mkdir(parents=True, exist_ok=True)
     texts = [a["text"] for a in addresses(held_out=False)][:: size.every]
-    tokenizer = _tokenizer(texts, size.vocabulary, folder / "tokenizer.json")
+    tokenizer = byte_level_bpe(texts, size.vocabulary, (END, TURN, TURN_END))
+    tokenizer.save(str(folder / "tokenizer.json"))
     text = folder / "text.jsonl"
     text.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     prepared = prepare([str(text)], folder / "prepared", tokenizer=folder / "tokenizer.json")
@@ -94,19 +95,3 @@ def make_base(size: BaseModel, folder: Path, seed: int = 0) -> float:
     model.save_pretrained(folder)  # type: ignore[operator]
     tokenizer_class(tokenizer_object=tokenizer, eos_token=END, chat_template=CHATML).save_pretrained(folder)
     return loss
-
-
-def _tokenizer(texts: list[str], vocabulary: int, path: Path) -> Tokenizer:
-    """Train a byte-level BPE on texts, and write it."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=[AddedToken(t, special=True) for t in (END, TURN, TURN_END)],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.save(str(path))
-    return tokenizer

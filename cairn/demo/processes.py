@@ -24,29 +24,15 @@ PORT_TRIES = 512
 """Ports that `free_ports` looks at."""
 
 
-class Process:
-    """One `cairn` command, or another Python `module`.
+class Running:
+    """A command that runs; its output is in a file. `environment` is added to this process's own."""
 
-    `within` is a command that runs it, such as nsenter. `environment` is added to this process's own.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        arguments: Sequence[str],
-        folder: Path,
-        *,
-        within: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None,
-        module: str = "cairn",
-    ):
+    def __init__(self, name: str, command: Sequence[str], output: Path, environment: Mapping[str, str] | None = None):
         self.name = name
-        self.home = folder / name
-        self.home.mkdir(parents=True, exist_ok=True)
-        self.output = self.home / "output.txt"
-        with open(self.output, "wb") as out:
+        self.output = output
+        with open(output, "wb") as out:
             self._process = subprocess.Popen(
-                [*within, sys.executable, "-m", module, *arguments],
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -93,7 +79,26 @@ class Process:
         return True
 
 
-def stop_all(processes: Sequence[Process], seconds: float = 15.0) -> None:
+class Process(Running):
+    """One `cairn` command, or another Python `module`. `within` is a command that runs it, such as nsenter."""
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        folder: Path,
+        *,
+        within: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        module: str = "cairn",
+    ):
+        self.home = folder / name
+        self.home.mkdir(parents=True, exist_ok=True)
+        command = [*within, sys.executable, "-m", module, *arguments]
+        super().__init__(name, command, self.home / "output.txt", environment)
+
+
+def stop_all(processes: Sequence[Running], seconds: float = 15.0) -> None:
     """Ask all processes to stop, then kill those that are still running."""
     for p in processes:
         p.ask_to_stop()

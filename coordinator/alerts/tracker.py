@@ -57,13 +57,9 @@ class _State:
 class AlertTracker:
     """Tracks the alerts. `hooks` are the webhooks' names, `saved` is the `to_json` of before the restart."""
 
-    def __init__(
-        self, hooks: Sequence[str], saved: Mapping[str, Any] | None = None, *, rules: Sequence[AlertRule] = RULES,
-        repeat: float = REPEAT_SECONDS,
-    ):  # fmt: skip
-        self._rules = rules
+    def __init__(self, hooks: Sequence[str], saved: Mapping[str, Any] | None = None, *, repeat: float = REPEAT_SECONDS):
         self._repeat = repeat
-        self._states = {r.name: _State() for r in rules}
+        self._states = {r.name: _State() for r in RULES}
         self._waiting: dict[str, list[AlertEvent]] = {hook: [] for hook in hooks}
         self.lost = 0
         """Number of events that were never delivered."""
@@ -95,7 +91,7 @@ class AlertTracker:
 
     def update(self, seen: AlertInput) -> list[AlertEvent]:
         """Apply all rules to an input, and return the new events; each waits for every webhook from now on."""
-        events = [e for rule in self._rules for e in self._judge(rule, self._states[rule.name], seen)]
+        events = [e for rule in RULES for e in self._judge(rule, self._states[rule.name], seen)]
         for waiting in self._waiting.values():
             waiting += events
             fresh = [e for e in waiting if seen.time - e.time <= KEEP_SECONDS][-MAX_WAITING:]

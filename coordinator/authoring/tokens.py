@@ -83,17 +83,23 @@ def train(segments: Iterable[TextSegment], vocabulary: int) -> RunTokenizer:
         raise DataInputError(
             f"a vocabulary of {vocabulary}: at least {MIN_VOCABULARY} are needed, one for each byte and the end of text"
         )
+    tokenizer = byte_level_bpe(_sample(segments), vocabulary, [END_OF_TEXT])
+    return _made(tokenizer, tokenizer.to_str().encode(), END_OF_TEXT, "the trained tokenizer")
+
+
+def byte_level_bpe(texts: Iterable[str], vocabulary: int, special: Sequence[str]) -> Tokenizer:
+    """Train a byte-level BPE of at most `vocabulary` tokens, `special` ones first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=list(special),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_sample(segments), trainer)
-    return _made(tokenizer, tokenizer.to_str().encode(), END_OF_TEXT, "the trained tokenizer")
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
 
 
 def vocabulary_of(path: Path) -> dict[str, int]:

@@ -189,15 +189,6 @@ class Archive:
                     found.append(a)
         return sorted(found, key=lambda a: a.round)
 
-    def newest(self) -> ArchivedState | None:
-        """Return the archived state of the highest round."""
-        archived = self.all()
-        return archived[-1] if archived else None
-
-    def newest_final(self) -> ArchivedState | None:
-        """Return the newest state with a finalization."""
-        return next((a for a in reversed(self.all()) if a.final), None)
-
     @contextlib.contextmanager
     def reading(self, archived: ArchivedState) -> Iterator[ArchivedState]:
         """Keep this state from being deleted until the context ends. Raises CoordinatorError if it is deleted."""

@@ -29,17 +29,23 @@ _STDERR_LINE = 500
 
 @dataclass(frozen=True, slots=True)
 class TrainerExit:
-    """The end of a trainer: its return code (negative: the signal) and the last lines that it printed."""
+    """The end of a trainer: its return code (negative: the signal) and the last lines that it printed.
+
+    `killed`: why this process killed it; empty if it did not.
+    """
 
     code: int
     last_lines: tuple[str, ...]
+    killed: str
 
     def __str__(self) -> str:
         how = f"with code {self.code}"
         if self.code < 0:
             with contextlib.suppress(ValueError):
                 how = f"by {signal.Signals(-self.code).name}"
-        cause = " (out of memory is the usual cause: the system log tells)" if self.code == -signal.SIGKILL else ""
+        cause = ""
+        if self.code == -signal.SIGKILL:
+            cause = f" ({self.killed or 'out of memory is the usual cause: the system log tells'})"
         tail = "; its last words: " + " | ".join(self.last_lines[-5:]) if self.last_lines else ""
         return f"the trainer ended {how}{cause}{tail}"
 
@@ -68,6 +74,7 @@ class TrainerLink:
         self._writer = writer
         self._lines: deque[str] = deque(maxlen=_STDERR_LINES)
         self._sending = asyncio.Lock()
+        self._killed = ""
         self._drain = asyncio.create_task(self._drain_output())
 
     @classmethod
@@ -113,17 +120,16 @@ class TrainerLink:
         return self._process.returncode is None
 
     async def send(self, message: ToTrainer) -> None:
-        """Send a message. Raise TrainerDied when the trainer is gone, or receives nothing for SEND_SECONDS."""
+        """Send a message. Raise TrainerDied when the trainer is gone, or (it is killed) takes none for SEND_SECONDS."""
         line = to_line(message)
         try:
-            async with self._sending:
-                self._writer.write(line)
-                async with async_timeout.timeout(SEND_SECONDS):
-                    await self._writer.drain()
+            # At once, so that the sending of a message is cancelled before this call or not at all.
+            self._writer.write(line)
+            async with self._sending, async_timeout.timeout(SEND_SECONDS):
+                await self._writer.drain()
         except asyncio.TimeoutError:
-            raise TrainerDied(
-                f"the trainer (process {self.pid}) has taken no message for {SEND_SECONDS:.0f} s"
-            ) from None
+            self.kill(f"it has taken no message for {SEND_SECONDS:.0f} s")
+            raise TrainerDied(f"the trainer (process {self.pid}) was killed: {self._killed}") from None
         except (ConnectionError, RuntimeError) as e:
             raise TrainerDied(f"the trainer (process {self.pid}) is gone: {e}") from None
 
@@ -150,7 +156,7 @@ class TrainerLink:
         with contextlib.suppress(asyncio.TimeoutError):
             async with async_timeout.timeout(1.0):
                 await asyncio.shield(self._drain)
-        return TrainerExit(code, tuple(self._lines))
+        return TrainerExit(code, tuple(self._lines), self._killed)
 
     async def stop(self, seconds: float = 5.0) -> TrainerExit:
         """Close the channel, wait at most `seconds` for the process's end, then kill it. Idempotent.
@@ -163,15 +169,16 @@ class TrainerLink:
                 await self._process.wait()
         except asyncio.TimeoutError:
             log.warning("the trainer (process %d) did not exit in %.0f s: killed", self.pid, seconds)
-            self.kill()
+            self.kill(f"it did not exit in {seconds:.0f} s")
         gone = await self.wait()
         self._drain.cancel()
         with contextlib.suppress(asyncio.CancelledError, ConnectionError):
             await asyncio.gather(self._drain, self._writer.wait_closed())
         return gone
 
-    def kill(self) -> None:
-        """Send SIGKILL."""
+    def kill(self, why: str = "") -> None:
+        """Send SIGKILL. `why`: for the user, if the kill is not expected."""
+        self._killed = self._killed or why
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 

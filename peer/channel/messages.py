@@ -111,19 +111,17 @@ class Memory(_Message):
 class Start(_Message):
     """The first message. Answered by Ready or Failed("start").
 
-    `spec_path`: a file with the spec's canonical bytes. `store`: the folder of the peer's blobs. `identity_key`: this
-    peer's public key, which determines its data and its own updates. `state_folder`: the trainer's own, for its saved
-    state. `shards`: training shards by digest (hex), each a local file, or "" if it is to be read from the spec's
-    addresses. `parallel`: the layout over several devices, "auto" or as `ParallelDims.parse` reads it. `recompute`:
-    activations are computed again in the backward pass; "auto": when they do not fit into memory. `compile`: the layers
-    are compiled; "auto": on a GPU. `overlap`: training continues while an update is undecided. `private_data`:
-    the spec's addresses may lead to this disk, to private networks and, with this user's accounts, into a cloud.
-    `gpu_memory`: the most bytes that tensors may take on each GPU; 0: all. `base`: the file of the frozen base model,
-    in a run that trains an adapter.
+    `spec_path`: a file with the spec's canonical bytes. `identity_key`: this peer's public key, which determines its
+    data and its own updates. `state_folder`: the trainer's own, for its saved state. `shards`: training shards by
+    digest (hex), each a local file, or "" if it is to be read from the spec's addresses. `parallel`: the layout over
+    several devices, "auto" or as `ParallelDims.parse` reads it. `recompute`: activations are computed again in the
+    backward pass; "auto": when they do not fit into memory. `compile`: the layers are compiled; "auto": on a GPU.
+    `overlap`: training continues while an update is undecided. `private_data`: the spec's addresses may lead to this
+    disk, to private networks and, with this user's accounts, into a cloud. `gpu_memory`: the most bytes that tensors
+    may take on each GPU; 0: all. `base`: the file of the frozen base model, in a run that trains an adapter.
     """
 
     spec_path: Path
-    store: Path
     identity_key: PeerKeyField
     state_folder: Path
     device: str = "auto"
@@ -228,7 +226,6 @@ class Ready(_Message):
 
     device: Text
     parameters: Count
-    threads: Count
     update_size: Count
 
 
@@ -245,8 +242,6 @@ class Progress(_Message):
     windows: Count
     loss: float
     tokens_per_second: float
-    inner_steps: Count
-    learning_rate: float
     waiting: bool
     mfu: Share | None = None
     memory: Memory | None = None
@@ -286,7 +281,6 @@ class Applied(_Message):
 
     record: DigestField
     state_digest: DigestField
-    seconds: float
     checkpoint_path: Path | None
 
 
@@ -308,12 +302,13 @@ class Note(_Message):
 
 @dataclass(frozen=True, slots=True)
 class Failed(_Message):
-    """A request (start, load, update, apply, write) or training itself (train) failed: why, and what to do.
+    """A request (start, load, update, apply, write) or training itself (train, memory) failed: why, and what to do.
 
-    `fatal`: the trainer exits after this. After a failed load or apply that is not fatal it needs a Load.
+    `fatal`: the trainer exits after this. After a failed load or apply that is not fatal it needs a Load. "memory": the
+    next process tries a micro-batch that needs less.
     """
 
-    what: Literal["start", "load", "update", "apply", "write", "train", "channel"]
+    what: Literal["start", "load", "update", "apply", "write", "train", "memory", "channel"]
     reason: Text
     fatal: bool
 

@@ -24,7 +24,13 @@ from peer.node.rest import RestWish
 from peer.node.round_blob_fetcher import RoundBlobFetcher
 from peer.node.state_loader import StateLoader
 from peer.node.tasks import Tasks
-from peer.node.trainer_files import fetch_assets, remove_outdated_state, remove_saved_state, start_message
+from peer.node.trainer_files import (
+    fetch_assets,
+    remove_drafts,
+    remove_outdated_state,
+    remove_saved_state,
+    start_message,
+)
 from peer.node.trainer_supervisor import TrainerSupervisor
 from peer.node.usage_log import UsageLog
 from peer.store import Store, StoreError
@@ -41,7 +47,7 @@ LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERR
 RELEASE_SECONDS = 3.5
 """Seconds in which a released trainer has to save, before it is killed: with the time for a last update, five."""
 
-NO_PROGRESS = channel.Progress(0, 0.0, 0.0, 0, 0.0, False)
+NO_PROGRESS = channel.Progress(0, 0.0, 0.0, False)
 
 
 @dataclass(eq=False)
@@ -100,6 +106,7 @@ class TrainerClient:
         self.tasks.spawn(self.loader.run(self.send), "states")
 
     def _launch(self, start: channel.Start) -> None:
+        remove_drafts(self.store)
         self._supervisor = self.supervise(
             start,
             on_message=self._on_message,
@@ -310,6 +317,7 @@ class TrainerClient:
         self._stop_verifying()
         self.loader.drop()
         self._clear_progress()
+        remove_drafts(self.store)
         self.post(events.SyncFailed(self.chain.head, reason))
 
     async def _keep_update(self, made: channel.UpdateMade, before: channel.Progress) -> None:

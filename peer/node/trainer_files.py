@@ -13,7 +13,7 @@ from peer.node.base_model import fetch_base_nearby, fetch_seconds
 from peer.node.network import Network
 from peer.node.options import NodeOptions
 from peer.store import Store
-from peer.store.disk import disk
+from peer.store.disk import disk, remove
 from protocol.chain import Chain
 from protocol.data_address import public_url
 from protocol.ids import PeerKey
@@ -63,7 +63,6 @@ def start_message(spec: RunSpec, store: Store, key: PeerKey, options: NodeOption
     """Return the trainer's first message; the spec is written to a file for it. Raise StoreError."""
     return Start(
         spec_path=write_spec(spec, options.folder),
-        store=options.folder / "store",
         identity_key=key,
         state_folder=options.folder / "trainer",
         device=options.device,
@@ -118,6 +117,13 @@ def remove_outdated_state(store: Store, chain: Chain, folder: Path) -> None:
     epoch = 0 if chain.newest_directive is None else chain.newest_directive.body.epoch
     if saved_epoch(store) < epoch:
         remove_saved_state(folder)
+
+
+def remove_drafts(store: Store) -> None:
+    """Remove what a dead trainer was writing for the node. Raise StoreError."""
+    with disk("removing the drafts of a dead trainer"):
+        for draft in store.scratch.glob(".*.part"):
+            remove(draft)
 
 
 def remove_saved_state(folder: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,8 +26,7 @@ BASE_RATE = 50e6
 """Bytes a second at which the frozen base of an adapter is read and hashed at least, before the process is ready."""
 
 ANSWER_SECONDS, REPLAY_SECONDS = 900.0, 60.0
-"""Seconds of silence after which a trainer that owes an answer is considered hung; each round to replay adds the
-second."""
+"""Seconds that a trainer has for a request, once it has answered those before; each round to replay adds the second."""
 
 EXIT_SECONDS = 2.0
 """Seconds that `stop` waits for the exit of a process that saved or was killed."""
@@ -37,8 +37,12 @@ RESTART_SECONDS = 0.5
 MAX_FAILURES = 5
 """Deaths in a row, with no work done in between, after which the user must act."""
 
+MAX_SEARCH = 32
+"""Deaths in a row in the search for a micro-batch that do not count as such: 2**15 windows are halved to one, twice."""
+
 
 ANSWERS = (channel.Ready, channel.Applied, channel.UpdateMade, channel.NothingDone, channel.Failed)
+"""A trainer answers in the order of the requests."""
 
 
 @dataclass(eq=False)
@@ -61,10 +65,10 @@ class TrainerSupervisor:
         self._stopped: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._exited = asyncio.Event()
         """Set when the process has ended and was waited for."""
+        self._owed: deque[tuple[str, float]] = deque()
+        """The requests without an answer, oldest first, each with the seconds that it may take."""
         self._watchdog: asyncio.TimerHandle | None = None
-        self._allowed_seconds = 0.0
-        self._hung_reason = ""
-        """The reason why the watchdog killed the present process; empty while it has not."""
+        """Runs out when the oldest of them has taken its seconds."""
         self._cannot_start = False
         self.link: channel.TrainerLink | None = None
         self.ready: channel.Ready | None = None
@@ -73,42 +77,49 @@ class TrainerSupervisor:
 
     async def run(self) -> None:
         """Keep a process alive until `stop`. Raise TrainerDied when that is impossible."""
-        failures = 0
+        failures = searches = 0
         while not self.stopping:
-            reason, worked = await self._run_process()
+            reason, worked, easier = await self._run_process()
             if self.stopping:
                 return
             if self._cannot_start:
                 raise TrainerDied(reason)
-            failures = 1 if worked else failures + 1
+            if worked:
+                failures = searches = 0
+            if easier and searches < MAX_SEARCH:
+                searches += 1
+            else:
+                failures += 1
             if failures >= MAX_FAILURES:
                 raise TrainerDied(f"the trainer died {failures} times in a row, last: {reason}")
-            log.error("%s; it is restarted from the store (attempt %d of %d)", reason, failures, MAX_FAILURES)
+            log.error("%s; it is restarted from the store (failure %d of %d)", reason, failures, MAX_FAILURES)
             self.restarts += 1
             self._ready_link = asyncio.get_running_loop().create_future()
             self.on_lost(reason)
             await asyncio.sleep(min(30.0, RESTART_SECONDS * 2**failures))
 
-    async def _run_process(self) -> tuple[str, bool]:
-        """Run one process from start to end. Return why it ended, and whether it had worked.
+    async def _run_process(self) -> tuple[str, bool, bool]:
+        """Run one process from start to end. Return why it ended, whether it had worked, and if the next needs less.
 
         It worked when it trained or went from one state to the next. Loading a state does not count: a process that
         runs out of memory in its first step also gets this far every time.
         """
-        worked, applied = False, 0
+        worked, easier, applied = False, False, 0
         reason = ""
-        self._hung_reason = ""
         log.info("starting the trainer: loading torch and the model")
         link = self.link = await channel.TrainerLink.start(threads=self.start.threads, command=self.command)
         self._exited.clear()
+        self._owed.clear()
         if self.stopping:
             link.kill()
         seconds = START_SECONDS + (self.start.base.stat().st_size / BASE_RATE if self.start.base is not None else 0.0)
-        self._arm_watchdog(f"was not ready within {seconds:.0f} s", seconds)
+        self._expect_answer(f"was not ready within {seconds:.0f} s", seconds)
         try:
             await link.send(replace(self.start, gpu_memory=self.gpu_memory()))
             async for message in link:
-                self._note_message(message)
+                if isinstance(message, ANSWERS) and self._owed:
+                    self._owed.popleft()
+                    self._restart_watchdog()
                 match message:
                     case channel.Ready() if not self._ready_link.done():
                         self.ready = message
@@ -119,7 +130,7 @@ class TrainerSupervisor:
                     case channel.Progress(tokens_per_second=rate) if rate > 0:
                         worked = True
                     case channel.Failed(what=what, fatal=True):
-                        reason = message.reason
+                        reason, easier = message.reason, what == "memory"
                         # The device, the data or the installed libraries are at fault: the next start would fail too.
                         self._cannot_start = what == "start" and self.ready is None
                     case channel.Stopped() if not self._stopped.done():
@@ -130,13 +141,14 @@ class TrainerSupervisor:
         except (ChannelError, TrainerDied) as e:
             reason = reason or str(e)
         finally:
-            self._disarm_watchdog()
+            self._owed.clear()
+            self._restart_watchdog()
             self._fail_pending(f"the trainer (process {link.pid}) is gone")
             if self.stopping and not self._stopped.done():
                 self._stopped.set_result(False)
             end = await link.stop(10.0)
             self._exited.set()
-        return self._hung_reason or reason or str(end), worked
+        return reason or str(end), worked, easier
 
     async def send(self, message: channel.ToTrainer) -> None:
         """Send a message once the process is ready. Raise TrainerDied when it is lost first, as `on_lost` reports."""
@@ -144,12 +156,8 @@ class TrainerSupervisor:
         if isinstance(message, channel.Apply | channel.Load | channel.MakeUpdate | channel.WriteState):
             replay = len(message.replay) if isinstance(message, channel.Load) else 1
             seconds = ANSWER_SECONDS + REPLAY_SECONDS * replay
-            self._arm_watchdog(f"has not answered {type(message).__name__} for {seconds:.0f} s", seconds)
-        try:
-            await link.send(message)
-        except TrainerDied:
-            link.kill()  # it may only hang
-            raise
+            self._expect_answer(f"has not answered {type(message).__name__} for {seconds:.0f} s", seconds)
+        await link.send(message)
 
     @property
     def is_ready(self) -> bool:
@@ -178,30 +186,20 @@ class TrainerSupervisor:
 
     # -- a process that hangs --------------------------------------------------------------------------------
 
-    def _arm_watchdog(self, otherwise: str, seconds: float) -> None:
-        """Kill the process unless it sends something within these seconds."""
-        self._disarm_watchdog()
-        self._allowed_seconds = seconds
+    def _expect_answer(self, otherwise: str, seconds: float) -> None:
+        """Note a request, for whose answer the process has these seconds."""
+        self._owed.append((otherwise, seconds))
+        if len(self._owed) == 1:
+            self._restart_watchdog()
 
-        def overdue() -> None:
-            if self.link is not None:
-                self._hung_reason = f"the trainer (process {self.link.pid}) {otherwise}"
-                self.link.kill()
-
-        self._watchdog = asyncio.get_running_loop().call_later(seconds, overdue)
-
-    def _note_message(self, message: channel.FromTrainer) -> None:
-        """Note a message: after an answer nothing is expected, and after any other message the time starts again."""
-        answer = isinstance(message, ANSWERS)
-        if self._watchdog is not None and not answer:
-            self._arm_watchdog(f"was silent for {self._allowed_seconds:.0f} s", self._allowed_seconds)
-        elif answer:
-            self._disarm_watchdog()
-
-    def _disarm_watchdog(self) -> None:
+    def _restart_watchdog(self) -> None:
+        """Kill the process if the oldest request is not answered in its seconds from now on."""
         if self._watchdog is not None:
             self._watchdog.cancel()
-            self._watchdog = None
+        self._watchdog = None
+        if self._owed and self.link is not None:
+            otherwise, seconds = self._owed[0]
+            self._watchdog = asyncio.get_running_loop().call_later(seconds, self.link.kill, f"it {otherwise}")
 
     def _fail_pending(self, reason: str) -> None:
         """Fail the requests that wait for this process, and those made before `on_lost` was called."""

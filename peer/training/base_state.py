@@ -8,7 +8,6 @@ the next `load`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -211,11 +210,10 @@ class BaseState(ThreadOwned):
             self._outer.drop_base()
             self._exchange.holds_state = False
 
-    def applied(self, began: float, record: Digest, checkpoint: Path | None) -> Applied:
+    def applied(self, record: Digest, checkpoint: Path | None) -> Applied:
         """Return the answer for the base, which is the state after `record`. Write its checkpoint where one is wanted.
 
         A checkpoint that cannot be written is reported, and the answer names none: the state is held all the same.
-        `began`: when the request was received (seconds, monotonic).
         """
         self.assert_owner()
         try:
@@ -225,16 +223,14 @@ class BaseState(ThreadOwned):
                 raise
             self._report("warning", "checkpoint", f"the checkpoint of record {record.short} was not written: {e}")
             checkpoint, digest = None, self._backend.store_state(self._threads, None)
-        return Applied(record, digest, time.monotonic() - began, checkpoint)
+        return Applied(record, digest, checkpoint)
 
     def write(self, out: Path) -> Applied:
         """Write the checkpoint of the held state. For the thread that trains. Raise TrainingError when none is held."""
         self.assert_owner()
         if self.record is None or not self._exchange.holds_state:
             raise TrainingError("no state is held")
-        began = time.monotonic()
-        digest = self._backend.store_state(self._threads, out)
-        return Applied(self.record, digest, time.monotonic() - began, out)
+        return Applied(self.record, self._backend.store_state(self._threads, out), out)
 
     def swap_base(self, move: BaseMove, unsaved: Iterable[TrainerManifest]) -> None:
         """Put the advanced base under the model's parameters, and settle own updates and windows by it.
@@ -261,7 +257,6 @@ class BaseState(ThreadOwned):
         Raise MalformedError for a checkpoint that is not the chain's; the held state then stays.
         """
         self.assert_owner()
-        began = time.monotonic()
         self._files.check_checkpoint(ask.checkpoint, ask.base_state)
         self._lose_state()  # there may be no memory for both
         try:
@@ -276,7 +271,7 @@ class BaseState(ThreadOwned):
             self._exchange.holds_state = True
             self._take_up(move, last)
         self._tidy(unsaved)
-        return self.applied(began, record, ask.write_checkpoint), move
+        return self.applied(record, ask.write_checkpoint), move
 
     def _take_up(self, move: BaseMove, last: Digest | None) -> None:
         """Continue on a state that was loaded. `last`: the last own update that it holds, if one is known."""

@@ -109,8 +109,8 @@ class ReplayableState(BaseState):
 
     # -- states ------------------------------------------------------------------------------------------------
 
-    def applied(self, began: float, record: Digest, checkpoint: Path | None) -> Applied:
-        answer = super().applied(began, record, checkpoint)
+    def applied(self, record: Digest, checkpoint: Path | None) -> Applied:
+        answer = super().applied(record, checkpoint)
         self._advanced = answer.state_digest
         return answer
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -160,13 +159,12 @@ class RequestHandler:
 
     def _apply(self, trainer: Trainer, ask: Apply) -> BaseMove | None:
         """Apply a round and answer. Return None when that failed."""
-        began = time.monotonic()
         answer: FromTrainer
         move = None
         with self._dealing(trainer, Activity.APPLYING, "apply a round"):
             try:
                 move = trainer.base.advance(ask)
-                answer = trainer.base.applied(began, move.record, ask.write_checkpoint)
+                answer = trainer.base.applied(move.record, ask.write_checkpoint)
             except (CairnError, OSError) as e:
                 answer = Failed("apply", str(e), fatal=False)
             self._end.send(answer)

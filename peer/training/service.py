@@ -272,16 +272,17 @@ class TrainerService:
         rate = steps.throughput.tokens_per_second(now)
         self._end.send(
             Progress(
-                windows.uncovered, steps.throughput.late_loss, rate, windows.steps,
-                trainer.backend.inner.learning_rate, waiting, mfu(rate, trainer.flops_per_token, trainer.peak_flops),
-                trainer.backend.memory(), steps.times.shares(now), steps.trained_windows, windows.counter,
+                windows.uncovered, steps.throughput.late_loss, rate, waiting,
+                mfu(rate, trainer.flops_per_token, trainer.peak_flops), trainer.backend.memory(),
+                steps.times.shares(now), steps.trained_windows, windows.counter,
             )
         )  # fmt: skip
 
-    def _lost(self, why: str) -> None:
+    def _lost(self, why: str, easier: bool) -> None:
         """End this process, for one of several ranks has ended, whatever the threads wait for. The node restarts it."""
+        what = "memory" if easier else "train" if self._started else "start"
         with contextlib.suppress(ChannelError):
-            self._end.send(Failed("train" if self._started else "start", why, fatal=True))
+            self._end.send(Failed(what, why, fatal=True))
         os._exit(1)
 
     def _note(self, level: Level, kind: str, text: str) -> None:

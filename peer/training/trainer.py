@@ -37,14 +37,17 @@ from protocol.ids import Digest, PeerKey
 from protocol.model import model_layout
 from protocol.spec import RunSpec, parse_spec
 
-Lost = Callable[[str], None]
-"""Called by any thread, with the reason, when one of several ranks has ended and training cannot continue."""
+Lost = Callable[[str, bool], None]
+"""Called by any thread when one of several ranks has ended, so training cannot continue.
+
+The arguments are the reason, and whether the next start tries a micro-batch that needs less memory.
+"""
 
 
 class Trainer:
     """The parts of a peer's training. Built by the thread that trains, which owns all of them at first."""
 
-    def __init__(self, start: Start, report: Report, lost: Lost = lambda why: None, *, trial: bool = False):
+    def __init__(self, start: Start, report: Report, lost: Lost = lambda why, easier: None, *, trial: bool = False):
         """Build the model and read what was saved.
 
         `report` is called with what a person should know. `trial`: only time and memory matter, so a frozen base is
@@ -76,7 +79,6 @@ class Trainer:
         # Throughput is in tokens that count; the others of a window are computed all the same.
         self.flops_per_token = None if flops is None else flops * data.window // data.window_tokens
         self.peak_flops = peak_flops(self.backend.devices)
-        self._threads = start.threads
         self.folder = SavedFolder(start.state_folder, self.spec.run_id, start.identity_key, self.spec.model.layout)
         batches = _batches(self.spec, start, self.backend, report)
         self.steps = StepLoop(
@@ -96,7 +98,7 @@ class Trainer:
     def ready(self) -> Ready:
         """Return the answer to Start."""
         layout = self.spec.model.layout
-        return Ready(self.backend.device_name, layout.numel, self._threads, self.base.codec.size)
+        return Ready(self.backend.device_name, layout.numel, self.base.codec.size)
 
     def swap_base(self, move: BaseMove) -> None:
         """Continue training from the base that `BaseState.advance` moved."""
@@ -114,10 +116,6 @@ class Trainer:
         self.checkpointer.begin()
         self.steps.follow(move)
         return answer
-
-    def save(self) -> None:
-        """Write what no other peer has, now. Raise SavedStateError. Before the first load there is nothing to write."""
-        self.checkpointer.save_now()
 
     def close(self, *, in_order: bool = False) -> None:
         """Stop reading ahead, and end other ranks. `in_order`: nothing has failed."""

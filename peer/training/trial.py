@@ -79,7 +79,7 @@ def build(spec_path: Path, device: str, dims: ParallelDims, threads: int, gpu_me
     folder = spec_path.resolve().parent / "trial"
     me = PeerKey(secrets.token_bytes(32))
     start = Start(
-        spec_path, folder / "store", me, folder, device, threads, shards={}, parallel=str(dims), compile="off",
+        spec_path, me, folder, device, threads, shards={}, parallel=str(dims), compile="off",
         gpu_memory=gpu_memory,
     )  # fmt: skip
     return Trainer(start, lambda level, kind, text: None, trial=True)

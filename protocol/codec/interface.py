@@ -221,16 +221,16 @@ class Codec(ABC):
                     at = decoded.positions.view(batch.count, -1)[rows].view(-1) - p.row * batch.width
                     target[at] = target[at] + values[rows].view(-1)
 
-    def decode_tensor(self, blob: Blob, index: int, device: torch.device | str = "cpu") -> Decoded:
+    def decode_tensor(self, blob: Blob, index: int) -> Decoded:
         """Return the blob's values of one tensor. Raises CodecError."""
         self.check_header(blob)
-        batches = sorted(self.batches(tensor=index, device=device), key=lambda batch: batch.segments[0].start)
-        decoded = [self.decode_batch(blob, batch, device) for batch in batches]
+        batches = sorted(self.batches(tensor=index), key=lambda batch: batch.segments[0].start)
+        decoded = [self.decode_batch(blob, batch) for batch in batches]
         values = torch.cat([d.values for d in decoded])
         if all(d.positions is None for d in decoded):
             return Decoded(values, None)
         every = [
-            (torch.arange(batch.numel, device=device) if d.positions is None else d.positions) + batch.segments[0].start
+            (torch.arange(batch.numel) if d.positions is None else d.positions) + batch.segments[0].start
             for batch, d in zip(batches, decoded, strict=True)
         ]
         return Decoded(values, torch.cat(every))

@@ -212,4 +212,3 @@ _KINDS: dict[type, tuple[str, int, Callable[[Any], Message], Callable[[bytes], A
 """For each statement: its kind on the wire, the largest envelope in bytes, how it is encoded and decoded."""
 
 MAX_BINDING = _KINDS[BindAccount][1]
-MAX_RECEIPT = _KINDS[Receipt][1]

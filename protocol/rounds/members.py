@@ -201,9 +201,6 @@ class Members:
         """Return whether a peer's claims of windows do not bring round `number` closer to its end."""
         return self.distrusted.applies_to(key, number) or self.is_struck(key, number)
 
-    def is_established(self, key: PeerKey) -> bool:
-        return key in self._established
-
     def has_room_for(self, key: PeerKey) -> bool:
         """Return whether messages of a peer deserve room: it is no key that anybody can make."""
         return key == self._me or key in self._members or self._rank(key) > 0

@@ -38,7 +38,6 @@ class Summary:
     """Windows accepted up to the head."""
 
     chain_head: Digest
-    chain_weight: int
     members: tuple[MemberView, ...]
     headers: tuple[Signed[UpdateHeader], ...]
     """The headers announced for this round, own one included."""
@@ -73,7 +72,6 @@ def summarise(context: Context, consensus: Consensus, sync: StateSync, phase: Ph
         state=sync.state,
         weight=context.chain.weight(head),
         chain_head=context.chain.head,
-        chain_weight=context.chain.weight(context.chain.head),
         members=tuple(MemberView(m.key, m.beat, now - m.heard) for m in context.members),
         headers=() if round_ is None else tuple(round_.headers.values()),
         votes=votes,

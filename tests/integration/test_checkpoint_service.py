@@ -40,7 +40,7 @@ async def test_the_coordinator_signs_what_it_settles_and_shows_the_newest_judgem
     coordinator = Coordinator(config, world.spec, world.envelope, OWNER, world.swarm, keeper)
     await coordinator.start()
     try:
-        newest = await until(world.archive.newest_final, "a checkpoint is final")
+        newest = await until(world.newest_final, "a checkpoint is final")
         assert newest is not None and newest.round == 5  # 12 rounds, three of depth: 8 is final, 10 is not
         coordinator._overview = None
         o = coordinator.overview()

@@ -78,7 +78,7 @@ def trained(run: ResolvedRun, folder: Path, steps: int) -> tuple[Path, list[floa
     spec = run.spec
     (folder / "spec.json").write_bytes(spec.canonical())
     shards = {s.digest: str(run.blobs[s.name]) for s in spec.data.train}
-    trainer = Trainer(Start(folder / "spec.json", folder, peer_key(1), folder / "t", "cpu", 1, shards), print)
+    trainer = Trainer(Start(folder / "spec.json", peer_key(1), folder / "t", "cpu", 1, shards), print)
     try:
         trainer.load(Load(run.blobs[spec.genesis.name], spec.genesis.name, Digest(sha256(b"x")), 0, (), (), 0, 0))
         losses = []

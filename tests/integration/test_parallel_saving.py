@@ -64,7 +64,7 @@ def test_ranks_save_as_it_was_the_bytes_that_they_save_at_once_while_steps_go_on
         train(trainer, 2)
         update(trainer, tmp_path / "u")
         train(trainer, 1)
-        trainer.save()
+        trainer.checkpointer.save_now()
         at_once = (folder / "trainer-1.safetensors").read_bytes()
         monkeypatch.setattr(sharded_file, "write_at", slow)  # rank 0's
         monkeypatch.setattr(TimeBreakdown, "turn", tell)
@@ -86,13 +86,13 @@ def test_ranks_save_as_it_was_the_bytes_that_they_save_at_once_while_steps_go_on
         assert {n.split("/")[0] for n in state.moments} == {"exp_avg", "exp_avg_sq", "momentum_buffer"}
         assert heard.kinds() == ["parallel"]
         keep(trainer)
-        trainer.save()  # replaces what was kept
+        trainer.checkpointer.save_now()  # replaces what was kept
         assert saved_counter(trainer) == 5 * BATCH
     # One process restores it, and saves the same bytes, except for later progress, which is computed again.
     many = load_file(folder / "trainer-3.safetensors")
     header = len((folder / "trainer-3.safetensors").read_bytes()) - 4 * sum(t.numel() for t in many.values())
     with trainer_of(world, "dp=1") as (one, heard):
-        one.save()
+        one.checkpointer.save_now()
         assert one.windows.counter == 5 * BATCH and not heard
         after = folder / "trainer-4.safetensors"
     found = load_file(after)
@@ -123,7 +123,7 @@ def test_a_disk_that_is_full_for_one_rank_is_told_leaves_the_old_state_and_all_r
         assert saved_counter(trainer) == BATCH
         (disk / "full").touch()
         train(trainer, 1)
-        for save in (lambda: (keep(trainer), finish(trainer)), trainer.save):
+        for save in (lambda: (keep(trainer), finish(trainer)), trainer.checkpointer.save_now):
             with pytest.raises(SavedStateError, match="No space left on device.*free some space"):
                 save()
             assert trainer.checkpointer.is_idle and saved_counter(trainer) == BATCH
@@ -142,7 +142,7 @@ def test_a_disk_that_is_full_for_one_rank_is_told_leaves_the_old_state_and_all_r
             train(trainer, 1)
         counter = trainer.windows.counter
         (disk / "hold").unlink()
-        trainer.save()
+        trainer.checkpointer.save_now()
         assert saved_counter(trainer) == counter
         keep(trainer)
         trainer.checkpointer.step(now=True)

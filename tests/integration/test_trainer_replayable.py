@@ -109,7 +109,7 @@ def test_updates_of_two_ranks_agree_with_a_replay_by_one_process(world):
             accepted += made.end_window - made.first_window
             apply(ranks, Apply(rounds[-1], (), made.end_window, accepted))
         train(ranks, 1)
-        ranks.save()
+        ranks.checkpointer.save_now()
         windows = ranks.windows
     finally:
         ranks.close(in_order=True)

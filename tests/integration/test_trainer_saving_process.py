@@ -38,7 +38,7 @@ def save_until_killed(rank: int, ranks: int, folder: Path) -> None:
     when, chunks = json.loads((folder / "case").read_text())
     trainer = loaded(World.make(folder))
     train(trainer, 1)
-    trainer.save()
+    trainer.checkpointer.save_now()
     train(trainer, 1)
     trainer.checkpointer.due = 0.0
     trainer.checkpointer.start()
@@ -88,7 +88,7 @@ def test_one_killed_while_it_saves_finds_the_old_state_or_the_new_one(tmp_path, 
     after.load(world.load())
     assert after.windows.counter == counter and not heard
     train(after, 1)
-    after.save()
+    after.checkpointer.save_now()
     assert not list(after.folder.folder.glob(".*")) and len(list(after.folder.folder.glob("trainer-*"))) == 1
 
 

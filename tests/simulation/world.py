@@ -138,7 +138,7 @@ class World:
             awaited = [names[k] for k in s.awaited]
             lines.append(
                 f"{node.index} ({type(node).__name__}): {s.phase}, round {s.round} at {s.head.short}, windows "
-                f"{s.windows}, chain {s.chain_head.short} weight {s.chain_weight}, awaits {awaited}"
+                f"{s.windows}, chain {s.chain_head.short}, awaits {awaited}"
             )
             if b is None:
                 continue

@@ -126,6 +126,10 @@ class CheckpointWorld:
         archived = self.add(round_)
         return self.mark_final(archived) if round_ else archived
 
+    def newest_final(self) -> ArchivedState | None:
+        """Return the newest archived state with a finalization."""
+        return next((a for a in reversed(self.archive.all()) if a.final), None)
+
     async def finalization_of(self, round_: Round, record: Digest) -> Signed[Finalization] | None:
         if round_ > self.posted or self.swarm.chain.certificates[round_].digest != record:
             return None

@@ -261,13 +261,13 @@ class LoopTrainer:
                     await self._call(trainer.steps.step, batch)
                     windows, loss = trainer.windows, trainer.steps.throughput.late_loss
                     done = {"trained": trainer.steps.trained_windows, "next_window": windows.counter}
-                    self._say(Progress(windows.uncovered, loss, 1000.0, windows.steps, 0.0, False, **done))
+                    self._say(Progress(windows.uncovered, loss, 1000.0, False, **done))
                 else:
                     await asyncio.sleep(0.01)
         finally:
             if not self.crashed:
                 with suppress(CairnError):
-                    await asyncio.shield(self._call(trainer.save))
+                    await asyncio.shield(self._call(trainer.checkpointer.save_now))
             trainer.close()
             self._thread.shutdown(wait=False)
             self._over.set()

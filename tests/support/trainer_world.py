@@ -129,7 +129,7 @@ class World:
         home.mkdir(exist_ok=True)
         shard, adapter = self.spec.data.train[0].digest, self.spec.model.adapter
         return Start(
-            self.folder / "spec.json", home, peer_key(n), home / "trainer", "cpu", 1,
+            self.folder / "spec.json", peer_key(n), home / "trainer", "cpu", 1,
             {shard: str(self.folder / f"{shard}.tokens")},
             base=None if adapter is None else self.folder / f"{adapter.base.digest}.safetensors",
         )  # fmt: skip
@@ -166,7 +166,7 @@ def accepted_round(number: int, *made: tuple[int, UpdateMade]) -> RoundUpdates:
 def apply(trainer: Trainer, ask: Apply) -> Applied:
     """Do all that a trainer's two threads do for one Apply."""
     move = trainer.base.advance(ask)
-    answer = trainer.base.applied(0.0, move.record, ask.write_checkpoint)
+    answer = trainer.base.applied(move.record, ask.write_checkpoint)
     trainer.swap_base(move)
     return answer
 

@@ -62,7 +62,7 @@ class DistributedBackend:
         gpu_memory: int = 0,
         yield_hook: Callable[[], None],
         background_hook: Callable[[], None] = lambda: None,
-        lost: Callable[[str], None],
+        lost: Callable[[str, bool], None],
         profiles: MicroBatchStore,
         folder: Path,
         seconds: float = SECONDS,
@@ -72,11 +72,12 @@ class DistributedBackend:
     ):
         """Start all ranks. `kind`: "cpu", or "cuda" (rank n has cuda:n). Raise TrainingError when one does not start.
 
-        `lost(why)` is called, by a thread, when a rank has ended. `profiles`: the micro-batches that fit. `folder`: of
-        these ranks alone, emptied first; they meet there. `layers`, `report`: as in `InnerOptimizer`. `yield_hook` is
-        called often by the thread that trains, `background_hook` by the one that writes a state. `seconds`: deadline
-        of a collective. `gpu_memory`: as in `choose_device`, on each rank's GPU. `base`: the file of the frozen base,
-        which is zeros without one. Raise MalformedError or OSError for it.
+        `lost` is called, by a thread, when a rank has ended: with why, and whether the next start needs less memory.
+        `profiles`: the micro-batches that fit. `folder`: of these ranks alone, emptied first; they meet there.
+        `layers`, `report`: as in `InnerOptimizer`. `yield_hook` is called often by the thread that trains,
+        `background_hook` by the one that writes a state. `seconds`: deadline of a collective. `gpu_memory`: as in
+        `choose_device`, on each rank's GPU. `base`: the file of the frozen base, which is zeros without one. Raise
+        MalformedError or OSError for it.
         """
         if base is not None and spec.model.adapter is not None:
             check_base(spec.model.adapter, base)  # for all ranks, before any of them could wait for this one
@@ -92,7 +93,7 @@ class DistributedBackend:
         self._worker: RankWorker | None = None
         self._profiles = profiles
         self._recompute: Choice = layers.recompute
-        profile = profiles.profile(layers.recompute)
+        self._profile = profile = profiles.profile(layers.recompute)
         layers = replace(layers, recompute="on" if profile.recompute else "off")
         if layers.compiled:
             seconds *= dims.pp  # a stage compiles when the one before it has, which takes a minute
@@ -189,7 +190,7 @@ class DistributedBackend:
                 why += self._make_pass_easier()
             if not self._meeting:  # torch would poll the file for minutes, and block every other thread
                 shutil.rmtree(self._folder, ignore_errors=True)  # the callback may end this process at once
-            self._on_lost(why)
+            self._on_lost(why, self._profiles.profile(self._recompute) != self._profile)
         return TrainingError(why)
 
     def _make_pass_easier(self) -> str:

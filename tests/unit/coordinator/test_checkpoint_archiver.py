@@ -68,9 +68,9 @@ async def test_a_state_is_signed_when_the_ledger_has_settled_the_record_that_nam
     world.posted = 4
     async with Kept(world) as keeper:
         await asyncio.sleep(0.3)
-        assert world.archive.newest_final() is None
+        assert world.newest_final() is None
         world.posted = 5
-        await until(world.archive.newest_final)
+        await until(world.newest_final)
         assert keeper.checkpoints()[0]["final"] is True
     said: list[str] = []
     verify_checkpoint(str(made.folder), world.spec.owner, said.append)
@@ -85,7 +85,7 @@ async def test_a_state_that_the_chain_does_not_name_is_never_signed_and_is_said(
     world.posted = 6
     async with Kept(world) as keeper:
         await until(lambda: "is not the one that the chain names" in keeper.problem)
-        assert world.archive.newest_final() is None
+        assert world.newest_final() is None
         assert dict((n, v) for n, _, v in keeper.gauges())["cairn_archive_problem"] == 1
 
 

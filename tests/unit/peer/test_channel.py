@@ -36,6 +36,7 @@ from peer.channel import (
     UpdateMade,
     WriteState,
 )
+from peer.channel import link as channel_link
 from peer.channel import messages as channel_messages
 from peer.channel.messages import from_line, to_line
 from peer.errors import ChannelError, TrainerDied
@@ -46,8 +47,8 @@ D, K, P = Digest(bytes(range(32))), PeerKey(bytes(range(1, 33))), Path("/a folde
 ROUND = RoundUpdates(7, D, (UpdateFile(K, 3, P), UpdateFile(K, 0, P)))
 REDUCED = RoundUpdates(8, D, (UpdateFile(K, 3, P),), (P, P))
 EVERY_MESSAGE = [
-    Start(P, P, K, P, "cuda:0", 2, {"aa": "/x", "bb": ""}),
-    Start(P, P, K, P, "cpu", 1, {}, "dp=2", "on", "off"),
+    Start(P, K, P, "cuda:0", 2, {"aa": "/x", "bb": ""}),
+    Start(P, K, P, "cpu", 1, {}, "dp=2", "on", "off"),
     Load(P, D, D, 3, (ROUND, ROUND), (P,), 4, 5, P),
     Load(P, D, D, 0, (), (), 0, 0),
     Load(P, D, D, 3, (REDUCED,), (), 4, 5, P, (P,), (REDUCED,)),
@@ -56,18 +57,18 @@ EVERY_MESSAGE = [
     Apply(REDUCED, (), 1, 2, None),
     WriteState(P),
     Stop(),
-    Ready("NVIDIA H200", 10**9, 4, 5),
-    Progress(1, 2.5, 1e4, 3, 1e-3, False),
-    Progress(1, 2.5, 1e4, 3, 1e-3, False, 0.43, Memory(2, 3), TimeShares(0.5, 0.25, 0.0, 0.25, 0.0, 0.0)),
+    Ready("NVIDIA H200", 10**9, 5),
+    Progress(1, 2.5, 1e4, False),
+    Progress(1, 2.5, 1e4, False, 0.43, Memory(2, 3), TimeShares(0.5, 0.25, 0.0, 0.25, 0.0, 0.0)),
     UpdateMade(D, P, 1, D, 2, 3, 4, 5, 6.5),
     NothingDone(D),
-    Applied(D, D, 0.25, None),
+    Applied(D, D, None),
     Stopped(True),
     Note("warning", "data", "an address\nof two lines"),
     Failed("load", "why, and what to do", False),
 ]
 
-LOADED = to_line(Applied(D, D, 0.25, None))[:-1]
+TRAINED = to_line(Progress(1, 0.25, 0.0, False))[:-1]
 
 
 @pytest.mark.parametrize("message", EVERY_MESSAGE, ids=lambda m: type(m).__name__)
@@ -89,13 +90,13 @@ def test_a_message_is_one_line_and_comes_back_as_it_was(message):
         b'Stop {"now":true}',
         b'Stopped {"saved":1}',
         b"Stopped {}",
-        LOADED.replace(b"0.25", b"NaN"),
-        LOADED.replace(b"0.25", b'"1"'),
+        TRAINED.replace(b"0.25", b"NaN"),
+        TRAINED.replace(b"0.25", b'"1"'),
         b'NothingDone {"parent":"00"}',
         b'NothingDone {"parent":7}',
         b'NothingDone {"parent":null}',
         b'Note {"level":"shout","kind":"","text":""}',
-        to_line(Start(P, P, K, P, "cpu", 1, {}, compile="on"))[:-1].replace(b'"on"', b'"yes"'),
+        to_line(Start(P, K, P, "cpu", 1, {}, compile="on"))[:-1].replace(b'"on"', b'"yes"'),
         b'MakeUpdate {"round":-1,"parent":"' + b"0" * 64 + b'","out":"x"}',
         b'MakeUpdate {"round":9007199254740993,"parent":"' + b"0" * 64 + b'","out":"x"}',
     ],
@@ -107,7 +108,7 @@ def test_what_is_not_exactly_a_message_is_refused(line):
 
 def test_a_number_that_is_not_finite_never_arrives():
     with pytest.raises(ChannelError):
-        from_line(to_line(Progress(1, float("nan"), 0.0, 0, 0.0, False))[:-1])
+        from_line(to_line(Progress(1, float("nan"), 0.0, False))[:-1])
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,7 @@ def test_a_number_that_is_not_finite_never_arrives():
     ids=str,
 )
 def test_figures_beyond_their_bounds_are_refused(wrong):
-    name, fields = to_line(Progress(1, 2.5, 1e4, 3, 1e-3, False)).split(b" ", 1)
+    name, fields = to_line(Progress(1, 2.5, 1e4, False)).split(b" ", 1)
     with pytest.raises(ChannelError):
         from_line(name + b" " + json.dumps(json.loads(fields) | wrong).encode())
 
@@ -182,7 +183,7 @@ def test_progress_is_dropped_when_the_node_does_not_read_and_the_rest_has_a_dead
     node, trainer = socket.socketpair()
     end = TrainerEnd(trainer)
     for i in range(20_000):  # at 0.1 s each, it would be over the limit of a test
-        end.send(Progress(i, 0.0, 0.0, 0, 0.0, False))
+        end.send(Progress(i, 0.0, 0.0, False))
     with pytest.raises(ChannelError, match="read nothing"):
         for _ in range(20_000):
             end.send(Stopped(True))
@@ -233,7 +234,7 @@ async def test_a_killed_trainer_is_told_by_its_signal():
     link = await link_to("end.receive(None)")
     link.kill()
     gone = await link.stop()
-    assert gone.code == -signal.SIGKILL and "SIGKILL" in str(gone)
+    assert gone.code == -signal.SIGKILL and "SIGKILL (out of memory is the usual cause" in str(gone)
 
 
 async def test_a_trainer_that_does_not_leave_is_killed_after_the_deadline():
@@ -242,7 +243,15 @@ async def test_a_trainer_that_does_not_leave_is_killed_after_the_deadline():
         assert message == Stopped(True)
         break
     gone = await ended(link.stop(0.3))
-    assert gone.code == -signal.SIGKILL
+    assert gone.code == -signal.SIGKILL and "SIGKILL (it did not exit in 0 s)" in str(gone)
+
+
+async def test_a_trainer_that_takes_no_message_is_killed_which_is_not_taken_for_a_lack_of_memory(monkeypatch):
+    monkeypatch.setattr(channel_link, "SEND_SECONDS", 0.05)
+    link = await link_to("time.sleep(3600)")
+    with pytest.raises(TrainerDied, match="was killed: it has taken no message for 0 s"):
+        await link.send(Start(P, K, P, shards={"aa": "x" * 2**24}))
+    assert "SIGKILL (it has taken no message for 0 s)" in str(await ended(link.stop()))
 
 
 async def test_rubbish_from_a_trainer_is_an_error_and_not_a_message():

@@ -42,7 +42,7 @@ LOAD = Load(P, D, D, 0, (), (), 0, 0)
 MAKE = MakeUpdate(0, D, P)
 MADE = UpdateMade(D, P, 1, D, 0, 0, 4, 1, 2.0)
 SAVE = SaveAfterUpdate()
-START = Start(P, P, PeerKey(bytes(32)), P, shards={})
+START = Start(P, PeerKey(bytes(32)), P, shards={})
 
 
 def apply_of(number: int) -> Apply:
@@ -50,7 +50,7 @@ def apply_of(number: int) -> Apply:
 
 
 def applied_of(number: int) -> Applied:
-    return Applied(D, D, float(number), None)
+    return Applied(D, D, P / str(number))
 
 
 class StandInBase(ThreadOwned):
@@ -69,7 +69,7 @@ class StandInBase(ThreadOwned):
         self.did.append(f"advance {ask.update.round}")
         return BaseMove(D, ask.update.round, (), {}, 0, 0)
 
-    def applied(self, began: float, record: Digest, checkpoint: Path | None) -> Applied:
+    def applied(self, record: Digest, checkpoint: Path | None) -> Applied:
         self.assert_owner()
         return applied_of(int(self.did[-1].split()[1]))
 

@@ -110,7 +110,7 @@ def test_what_is_saved_and_resumed_is_the_adapter(of_each_dtype):
     world = of_each_dtype
     a = loaded(world)
     train(a, 3)
-    a.save()
+    a.checkpointer.save_now()
     learnt = copied(parameters_of(a.backend.inner.model))
     a.close()
     again = loaded(world)
@@ -214,7 +214,7 @@ def test_many_ranks_make_the_states_of_one_process_and_what_they_save_fits_it(pa
         ask = Apply(record, (), next_window=made.end_window, accepted_windows=2 * BATCH)
         digests = {apply(trainer, ask).state_digest for trainer in (many, one)}
         assert len(digests) == 1
-        many.save()
+        many.checkpointer.save_now()
         assert [kind for _, kind, _ in heard] == ["parallel"]
     finally:
         many.close(in_order=True)

@@ -47,8 +47,11 @@ class Supervisor:
     answers: tuple[channel.FromTrainer, ...]
     stopping = False
 
-    def __init__(self, start: Any, *, on_message: Callable[[channel.FromTrainer], None], **_: Any):
+    def __init__(
+        self, start: Any, *, on_message: Callable[[channel.FromTrainer], None], on_lost: Callable[[str], None], **_: Any
+    ):
         self._on_message = on_message
+        self._on_lost = on_lost
 
     async def run(self) -> None:
         await asyncio.Event().wait()
@@ -56,6 +59,8 @@ class Supervisor:
     async def send(self, message: channel.ToTrainer) -> None:
         for answer in self.answers:
             self._on_message(answer)
+        if not self.answers:
+            self._on_lost("killed")
 
 
 async def nothing(*_: Any, **__: Any) -> None:
@@ -72,7 +77,7 @@ async def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     async def make(store: FullStore, post: Callable[[events.Event], None], *answers: channel.FromTrainer):
         monkeypatch.setattr(Supervisor, "answers", answers, raising=False)
         other: Any = SimpleNamespace(run=nothing, prune=nothing, head=digest("head"))
-        other.sync = other.trust = other.protect_update = print
+        other.sync = other.trust = other.protect_update = other.drop = print
         client = TrainerClient(
             cast(Any, None), identity("me").key, NodeOptions(tmp_path), cast(Any, store), other, other, other, other,
             Tasks(), post, RestWish(), supervise=cast(Any, Supervisor),
@@ -88,7 +93,7 @@ async def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 
 @pytest.mark.parametrize("adopts", [False, True], ids=["the trainer cannot write it", "the store has no room"])
 async def test_a_state_that_could_not_be_kept_is_no_success(make, adopts: bool, tmp_path: Path):
-    written = channel.Applied(RECORD, STATE, 0.0, tmp_path / "held")
+    written = channel.Applied(RECORD, STATE, tmp_path / "held")
     failed = channel.Failed("write", "the disk is full", fatal=False)
     posted: list[events.Event] = []
     client = await make(FullStore(tmp_path), posted.append, written if adopts else failed)
@@ -102,18 +107,29 @@ async def test_a_checkpoint_that_the_trainer_could_not_write_is_reported_and_the
     make, asked: bool, tmp_path: Path
 ):
     posted: list[events.Event] = []
-    client = await make(FullStore(tmp_path), posted.append, channel.Applied(RECORD, STATE, 0.0, None))
+    client = await make(FullStore(tmp_path), posted.append, channel.Applied(RECORD, STATE, None))
     client.move(cast(Any, SimpleNamespace(reset=False, missed=(), is_checkpoint=asked)))
     await ended(client.send(cast(Any, None)))
     await until(lambda: events.StateReached(RECORD, STATE) in posted, "the state is reached")
     assert posted[:-1] == [events.StateNotKept(RECORD)] * asked
 
 
+async def test_what_a_killed_trainer_was_writing_is_gone_before_the_next_one_starts(make, tmp_path: Path):
+    kept, draft = tmp_path / "update-3.blob", tmp_path / ".state-4.safetensors.77.part"
+    for path in (kept, draft):
+        path.touch()
+    client = await make(FullStore(tmp_path), lambda event: None)
+    assert kept.exists() and not draft.exists()
+    draft.touch()
+    await ended(client.send(channel.Stop()))
+    assert kept.exists() and not draft.exists()
+
+
 async def test_windows_trained_while_an_update_was_stored_are_not_lost(make, tmp_path: Path):
     """A trainer with all windows of the next update says nothing more: a machine that saw none would wait for ever."""
     store, posted = FullStore(tmp_path), list[events.Event]()
     made = channel.UpdateMade(RECORD, tmp_path / "update", 9, digest("update"), 0, 0, 20, 5, 1.0)
-    client = await make(store, posted.append, made, channel.Progress(20, 1.0, 1.0, 40, 0.0, False))
+    client = await make(store, posted.append, made, channel.Progress(20, 1.0, 1.0, False))
     client.request_update(RequestUpdate(Round(0), RECORD))
     await until(lambda: posted, "the progress is posted")
     store.slow.set()

@@ -97,7 +97,7 @@ def announced(world: World, name: str, saved: bool = False) -> tuple[Trainer, Up
     train(trainer, 2)
     made = update(trainer, world.folder / name)
     if saved:
-        trainer.save()
+        trainer.checkpointer.save_now()
     return trainer, made, copied(trainer.backend.outer.feedback)
 
 
@@ -160,11 +160,11 @@ def test_one_killed_finds_what_was_dropped_in_its_feedback_once(world, saved, ho
     state = apply(before, replace(ask(record, made), write_checkpoint=checkpoint)).state_digest
     want = copied(before.backend.outer.feedback)
     if saved == "when applied":
-        before.save()
+        before.checkpointer.save_now()
     if saved == "after the next update":
         train(before, 1)
         update(before, world.folder / "v")
-        before.save()
+        before.checkpointer.save_now()
         want = copied(before.backend.outer.feedback)
     after, heard = born(world)
     load = world.load(record, next_window=made.end_window)
@@ -233,7 +233,7 @@ def test_what_was_dropped_leaves_with_what_decay_has_left_of_it_also_after_a_res
         peer.backend.outer.announce()  # decays
     trainer.base.ledger.decay(0.5)
     assert next(iter(trainer.base.ledger.entries.values())).factor == 0.5
-    trainer.save()
+    trainer.checkpointer.save_now()
     again, heard = born(world)
     again.load(world.load(record, next_window=made.end_window))
     assert not heard
@@ -249,7 +249,7 @@ def test_the_files_that_say_what_was_put_back_stay_as_long_as_a_saved_state_need
     trainer, made, _ = announced(world, "u")
     record = reduced_round(world, 0, (1, made), others=OTHERS)
     apply(trainer, ask(record, made))
-    trainer.save()
+    trainer.checkpointer.save_now()
 
     def files() -> int:
         return len(list(trainer.folder.folder.glob("*dropped-*")))
@@ -257,7 +257,7 @@ def test_the_files_that_say_what_was_put_back_stay_as_long_as_a_saved_state_need
     assert files() == 1
     trainer.load(world.load(restore=(made.blob_path,)))
     assert files() == 1 and trainer.base.ledger.holds_all_of(made.digest)
-    trainer.save()
+    trainer.checkpointer.save_now()
     trainer.load(world.load())
     assert not files()
 
@@ -316,7 +316,7 @@ def test_many_ranks_do_the_same(world):
         theirs = as_told_to(1, reduced_round(world, 0, (1, made), others=OTHERS), mine)
         digests = {apply(one, ask(record, made)).state_digest, apply(many, ask(theirs, mine)).state_digest}
         assert len(digests) == 1
-        many.save()
+        many.checkpointer.save_now()
         assert many.base.ledger.entries[mine.digest].only is not None
         many.load(world.load(restore=(mine.blob_path,)))
         assert many.base.ledger.holds_all_of(mine.digest)

@@ -117,7 +117,7 @@ def test_updates_over_rounds_with_overlap_misses_and_a_restart_are_those_of_a_re
     swarm.decide((1, again), (2, other))
     # A restart in the middle of an update, some of which was trained before the state came.
     train(swarm.peers[1], 1)
-    swarm.peers[1].save()
+    swarm.peers[1].checkpointer.save_now()
     swarm.join(1)
     train(swarm.peers[1], 1)
     last = swarm.announce(1)
@@ -227,7 +227,7 @@ def test_what_was_trained_on_a_state_that_this_peer_got_wrong_is_given_up(swarm,
     swarm.peers[1].backend.outer.advance = advance  # type: ignore[method-assign]
     train(swarm.peers[1], 2)
     if restarts:
-        swarm.peers[1].save()
+        swarm.peers[1].checkpointer.save_now()
         swarm.join(1)
     else:
         swarm.load(1)  # the chain vouches for another state of the same record
@@ -320,7 +320,7 @@ def test_a_restart_makes_the_update_that_would_have_been_made_to_the_bit(tmp_pat
     swarm.round(2, meanwhile=1)
     train(swarm.peers[1], 2)
     before = swarm.peers[1]
-    before.save()
+    before.checkpointer.save_now()
     swarm.join(1)
     after = swarm.peers[1]
     assert after.windows == before.windows
@@ -338,12 +338,12 @@ def test_a_restart_with_an_undecided_update_begins_from_it(swarm, saved):
     trainer = swarm.peers[1]
     train(trainer, 2)
     if saved == "before":
-        trainer.save()
+        trainer.checkpointer.save_now()
     made = swarm.announce(1)
     place = copied(trainer.backend.outer.local)
     train(trainer, 2)
     if saved == "after":
-        trainer.save()
+        trainer.checkpointer.save_now()
     swarm.join(1)
     trainer = swarm.peers[1]
     same(trainer.backend.outer.local, place, atol=0)
@@ -360,7 +360,7 @@ def test_a_restart_on_another_state_starts_over(swarm):
     train(swarm.peers[1], 2)
     made = swarm.announce(1)
     train(swarm.peers[1], 1)
-    swarm.peers[1].save()
+    swarm.peers[1].checkpointer.save_now()
     gone = swarm.peers.pop(1)
     swarm.decide((1, made))
     assert gone.windows.counter == 3 * BATCH
@@ -420,7 +420,7 @@ def test_only_a_replayable_run_begins_again(tmp_path):
 
 def test_a_saved_state_has_the_parameters_and_no_feedback(swarm):
     train(swarm.peers[1], 1)
-    swarm.peers[1].save()
+    swarm.peers[1].checkpointer.save_now()
     state = swarm.peers[1].folder.read()
     assert state is not None and not state.feedback and not state.progress
     for name, values in swarm.peers[1].backend.outer.local.items():

@@ -317,10 +317,10 @@ def test_a_model_computes_the_same_without_the_search_for_packed_windows(monkeyp
 
 def progress(**fields) -> Progress:
     spent = TimeShares(0.957, 0.01, 0.02, 0.01, 0.003, 0.0)
-    return Progress(**(dict(zip(BASE, (1, 2.5, 1e4, 3, 1e-3, False), strict=True)) | {"spent": spent} | fields))
+    return Progress(**(dict(zip(BASE, (1, 2.5, 1e4, False), strict=True)) | {"spent": spent} | fields))
 
 
-BASE = ("windows", "loss", "tokens_per_second", "inner_steps", "learning_rate", "waiting")
+BASE = ("windows", "loss", "tokens_per_second", "waiting")
 
 
 def test_the_log_says_it_after_a_minute_and_then_every_five():

@@ -61,7 +61,7 @@ async def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     monkeypatch.setattr(trainer_client, "start_message", lambda *_: SimpleNamespace(state_folder=tmp_path))
     monkeypatch.setattr(trainer_client, "fetch_assets", nothing)
     monkeypatch.setattr(Process, "made", [], raising=False)
-    other: Any = SimpleNamespace(run=nothing, drop=lambda: None, sync=print)
+    other: Any = SimpleNamespace(run=nothing, drop=lambda: None, sync=print, scratch=tmp_path)
     made = TrainerClient(
         cast(Any, None), identity("me").key, NodeOptions(tmp_path), other, other, other, other, other, Tasks(), print,
         RestWish(), supervise=cast(Any, Process),

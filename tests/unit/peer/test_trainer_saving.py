@@ -122,7 +122,7 @@ def test_what_is_saved_beside_the_training_has_the_bytes_of_what_is_saved_at_onc
     finish(trainer)
     folder = trainer.folder.folder
     beside = (folder / "trainer-1.safetensors").read_bytes()
-    trainer.save()
+    trainer.checkpointer.save_now()
     assert (folder / "trainer-2.safetensors").read_bytes() == beside
     assert sorted(p.name for p in folder.iterdir()) == [STATE_MANIFEST, "trainer-2.safetensors"][::-1]
     assert {n.split("/")[0] for n in load_file(folder / "trainer-2.safetensors")} == {
@@ -155,7 +155,7 @@ def test_a_full_disk_is_told_leaves_the_old_state_and_is_tried_again_later(world
     trainer = loaded(world)
     train(trainer, 1)
     disk.go.set()
-    trainer.save()
+    trainer.checkpointer.save_now()
     train(trainer, 1)
     disk.error = OSError(28, "No space left on device")
     monkeypatch.setattr(trainer.checkpointer, "due", 0.0)
@@ -175,7 +175,7 @@ def test_a_full_disk_is_told_leaves_the_old_state_and_is_tried_again_later(world
 def test_a_sheet_that_cannot_be_written_is_told_and_the_old_state_is_read(world, monkeypatch):
     trainer = loaded(world)
     train(trainer, 1)
-    trainer.save()
+    trainer.checkpointer.save_now()
     train(trainer, 1)
 
     def full(*_) -> None:
@@ -189,7 +189,7 @@ def test_a_sheet_that_cannot_be_written_is_told_and_the_old_state_is_read(world,
             finish(trainer)
     assert saved_counter(trainer) == BATCH
     assert len(list(trainer.folder.folder.glob("trainer-*"))) == 1  # the new file uses no space on a full disk
-    trainer.save()
+    trainer.checkpointer.save_now()
     assert saved_counter(trainer) == 2 * BATCH
 
 
@@ -236,7 +236,7 @@ def test_a_copy_takes_what_its_tensors_have_and_in_pinned_memory_powers_of_two(w
 def test_a_save_that_is_asked_for_waits_for_the_one_under_way_and_has_the_present(world, disk):
     trainer = saving_behind(disk, world)
     train(trainer, 1)
-    asked = BackgroundTask(trainer.save)
+    asked = BackgroundTask(trainer.checkpointer.save_now)
     asked.wait(0.1)
     assert not asked.is_done
     disk.go.set()
@@ -309,7 +309,7 @@ def test_one_killed_after_its_update_was_missed_finds_a_state_that_has_it_and_th
     train(after, 1)
     again = update(after, raw.folder / "v")
     assert (again.first_window, again.end_window, again.inner_steps) == (0, 3 * BATCH, 3)
-    after.save()
+    after.checkpointer.save_now()
     apply(after, Apply(accepted_round(1, (1, again)), (), again.end_window, again.end_window))
     kept = f"update-{again.digest}.blob"
     assert [p.name for p in after.folder.folder.glob("update*")] == [kept]  # no state on disk has the first any more
@@ -319,7 +319,7 @@ def test_an_update_that_is_gone_when_it_is_missed_is_told_and_its_windows_are_cl
     before = loaded(world)
     train(before, 2)
     made = update(before, world.folder / "u")
-    before.save()
+    before.checkpointer.save_now()
     before.folder.update_file(made.digest).unlink()
     after, heard = born(world)
     after.load(world.load(accepted_round(0)))
@@ -361,7 +361,7 @@ def test_a_gpu_without_memory_to_save_is_an_error_with_a_remedy(world, monkeypat
     monkeypatch.setattr(trainer.backend.outer, "progress", full)
     with ours, theirs, pytest.raises(TrainingError, match="does not suffice to save.*stop other programs"):
         service = TrainerService(TrainerEnd(ours))
-        service.save(trainer, trainer.save if asked else trainer.checkpointer.start)
+        service.save(trainer, trainer.checkpointer.save_now if asked else trainer.checkpointer.start)
 
 
 @pytest.mark.gpu
@@ -423,7 +423,7 @@ def test_while_an_update_is_written_no_state_without_it_is_saved(world, monkeypa
     train(trainer, 1)
 
     def slow(folder: SavedFolder, *update) -> Path:
-        trainer.save()
+        trainer.checkpointer.save_now()
         found.append(folder.read())
         if fails:
             raise OSError("the disk is full")
@@ -432,7 +432,7 @@ def test_while_an_update_is_written_no_state_without_it_is_saved(world, monkeypa
     monkeypatch.setattr(SavedFolder, "keep_update", slow)
     with pytest.raises(OSError, match="full") if fails else contextlib.nullcontext():
         update(trainer, world.folder / "u")
-    trainer.save()
+    trainer.checkpointer.save_now()
     saved = trainer.folder.read()
     assert found == [None] and saved is not None
     assert (saved.windows.announced is None) == fails and saved.windows.counter == BATCH

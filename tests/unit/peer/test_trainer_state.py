@@ -360,7 +360,7 @@ def test_a_restart_goes_on_where_it_was_with_all_that_was_learnt(tmp_path, optim
     made = update(before, world.folder / "u")
     apply(before, Apply(accepted_round(0, (1, made)), (), made.end_window, made.end_window))
     train(before, 2)
-    before.save()
+    before.checkpointer.save_now()
     after, heard = born(world)
     load = world.load(accepted_round(0, (1, made)), next_window=made.end_window)
     after.load(load)
@@ -383,7 +383,7 @@ def test_a_restart_between_announcement_and_decision_neither_loses_nor_doubles(r
     before = loaded(raw)
     train(before, 2)
     made = update(before, raw.folder / "u")
-    before.save()
+    before.checkpointer.save_now()
     still_open, _ = born(raw)
     still_open.load(raw.load())
     assert update(still_open, raw.folder / "same").digest == made.digest
@@ -401,7 +401,7 @@ def test_one_killed_right_after_announcing_gives_the_same_update_and_counts_it_o
     before = loaded(raw)
     train(before, 2)
     if saved == "before":
-        before.save()
+        before.checkpointer.save_now()
     train(before, 1)
     made = update(before, raw.folder / "u")
     train(before, 2)  # lost
@@ -432,7 +432,7 @@ def test_one_killed_right_after_announcing_whose_update_was_missed_puts_it_back_
     before = loaded(raw)
     train(before, 2)
     if saved == "before":
-        before.save()
+        before.checkpointer.save_now()
     made = update(before, raw.folder / "u")
     missed, _ = born(raw)
     missed.load(raw.load(accepted_round(0), restore=(made.blob_path,) if told else ()))
@@ -447,7 +447,7 @@ def test_one_killed_right_after_announcing_whose_update_was_missed_puts_it_back_
 def test_one_killed_right_after_announcing_whose_update_was_accepted_does_not_send_it_again(raw):
     before = loaded(raw)
     train(before, 2)
-    before.save()
+    before.checkpointer.save_now()
     made = update(before, raw.folder / "u")
     accepted, heard = born(raw)
     accepted.load(raw.load(accepted_round(0, (1, made)), next_window=made.end_window))
@@ -465,7 +465,7 @@ def test_a_state_saved_after_the_announcement_is_taken_up_whole(world):
     train(before, 2)
     update(before, world.folder / "u")
     train(before, 1)
-    before.save()
+    before.checkpointer.save_now()
     after, _ = born(world)
     after.load(world.load())
     same(after.backend.outer.feedback, before.backend.outer.feedback, atol=0)
@@ -477,7 +477,7 @@ def test_a_restart_after_an_update_was_missed_puts_it_back(raw):
     before = loaded(raw)
     train(before, 2)
     made = update(before, raw.folder / "u")
-    before.save()
+    before.checkpointer.save_now()
     missed, _ = born(raw)
     missed.load(raw.load(accepted_round(0)))
     decoded = {n: torch.zeros_like(t) for n, t in missed.backend.outer.feedback.items()}
@@ -490,7 +490,7 @@ def test_an_announced_update_that_vanished_is_reported_and_its_windows_are_given
     before = loaded(world)
     train(before, 2)
     gone = update(before, world.folder / "u")
-    before.save()
+    before.checkpointer.save_now()
     for path in before.folder.folder.glob("update-*"):
         path.unlink()
     after, heard = born(world)
@@ -504,7 +504,7 @@ def test_an_announced_update_that_vanished_is_reported_and_its_windows_are_given
 def test_a_saved_state_older_than_what_was_accepted_since_is_not_sent_again(world):
     before = loaded(world)
     train(before, 2)
-    before.save()
+    before.checkpointer.save_now()
     train(before, 2)
     made = update(before, world.folder / "u")
     apply(before, Apply(accepted_round(0, (1, made)), (), made.end_window, made.end_window))
@@ -520,12 +520,12 @@ def test_a_saved_state_older_than_what_was_accepted_since_is_not_sent_again(worl
 
 def test_saving_again_and_again_leaves_one_state(world):
     trainer = loaded(world)
-    trainer.save()
+    trainer.checkpointer.save_now()
     for _ in range(3):
         train(trainer, 1)
-        trainer.save()
+        trainer.checkpointer.save_now()
     (trainer.folder.folder / ".trainer-9.safetensors.part").write_bytes(b"of a process that was killed")
-    trainer.save()
+    trainer.checkpointer.save_now()
     assert sorted(p.name for p in trainer.folder.folder.iterdir()) == ["trainer-5.safetensors", STATE_MANIFEST]
 
 
@@ -557,7 +557,7 @@ def _flip(path: Path) -> None:
 def test_a_damaged_saved_state_is_reported_set_aside_and_training_starts_anew(world, damage):
     trainer = loaded(world)
     train(trainer, 2)
-    trainer.save()
+    trainer.checkpointer.save_now()
     damage(trainer.folder.folder)
     (trainer.folder.folder / "unusable-trainer-0.safetensors").write_bytes(b"of an earlier one")
     after, heard = born(world)
@@ -566,7 +566,7 @@ def test_a_damaged_saved_state_is_reported_set_aside_and_training_starts_anew(wo
     after.load(world.load())
     train(after, 1)
     assert after.windows.counter == BATCH
-    after.save()
+    after.checkpointer.save_now()
     again, heard = born(world)
     assert not heard
 
@@ -574,7 +574,7 @@ def test_a_damaged_saved_state_is_reported_set_aside_and_training_starts_anew(wo
 def test_a_saved_state_of_another_run_or_peer_is_not_used(world):
     trainer = loaded(world)
     train(trainer, 1)
-    trainer.save()
+    trainer.checkpointer.save_now()
     _, heard = born(world, identity_key=peer_key(2))
     assert heard.kinds() == ["saved-state"] and "another run, peer or model" in heard[0][2]
 
@@ -582,7 +582,7 @@ def test_a_saved_state_of_another_run_or_peer_is_not_used(world):
 def test_a_state_that_cannot_be_saved_leaves_the_old_one(world, monkeypatch):
     trainer = loaded(world)
     train(trainer, 1)
-    trainer.save()
+    trainer.checkpointer.save_now()
     train(trainer, 1)
 
     def full(file: int, data: memoryview, offset: int) -> None:
@@ -590,7 +590,7 @@ def test_a_state_that_cannot_be_saved_leaves_the_old_one(world, monkeypatch):
 
     monkeypatch.setattr("peer.training.parallel.sharded_file.write_at", full)
     with pytest.raises(SavedStateError, match="free some space"):
-        trainer.save()
+        trainer.checkpointer.save_now()
     monkeypatch.undo()
     assert not list(trainer.folder.folder.glob(".*"))
     after, heard = born(world)
@@ -601,7 +601,7 @@ def test_a_state_that_cannot_be_saved_leaves_the_old_one(world, monkeypatch):
 def test_a_saved_state_with_a_number_that_is_not_finite_is_not_used(world):
     trainer = loaded(world)
     next(iter(trainer.backend.outer.feedback.values())).view(-1)[0] = float("nan")
-    trainer.save()
+    trainer.checkpointer.save_now()
     _, heard = born(world)
     assert heard.kinds() == ["saved-state"]
 

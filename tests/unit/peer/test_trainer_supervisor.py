@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from peer.channel import FromTrainer, MakeUpdate, NothingDone, Ready, Start
+from peer.channel import FromTrainer, Load, MakeUpdate, NothingDone, Ready, RoundUpdates, Start
 from peer.errors import TrainerDied
 from peer.node import trainer_supervisor as module
 from peer.node.trainer_supervisor import TrainerSupervisor
@@ -49,7 +49,7 @@ class World:
         self.news = asyncio.Event()
         command = (sys.executable, "-c", PROLOGUE + textwrap.dedent(program))
         self.trainer = TrainerSupervisor(
-            Start(folder / "spec", folder, K, folder, "cpu", 1, {}),
+            Start(folder / "spec", K, folder, "cpu", 1, {}),
             on_message=self._message,
             on_lost=self._lost,
             command=command,
@@ -90,7 +90,7 @@ async def supervised(folder: Path, program: str):
 ASK = MakeUpdate(0, D, Path("out"))
 
 DIES_ONCE = """
-end.send(Ready("cpu", 1, 1, 1))
+end.send(Ready("cpu", 1, 1))
 while (m := end.receive(None)) is not None:
     if isinstance(m, Stop):
         end.send(Stopped(True)); sys.exit(0)
@@ -116,7 +116,7 @@ async def test_a_trainer_that_dies_of_a_question_is_told_once_and_the_question_i
 
 async def test_each_process_has_the_limit_of_a_gpu_as_it_is_when_it_starts(tmp_path):
     program = """
-    end.send(Ready(str(start.gpu_memory), 1, 1, 1))
+    end.send(Ready(str(start.gpu_memory), 1, 1))
     if life == 0:
         sys.exit(3)
     end.receive(None)
@@ -132,7 +132,7 @@ async def test_who_waits_for_a_trainer_that_dies_before_it_is_ready_hears_of_it(
     program = """
     if life == 0:
         sys.exit(3)
-    end.send(Ready("cpu", 1, 1, 1)); end.receive(None)
+    end.send(Ready("cpu", 1, 1)); end.receive(None)
     """
     async with supervised(tmp_path, program) as (world, _):
         with pytest.raises(TrainerDied):
@@ -146,7 +146,7 @@ async def test_a_trainer_that_hangs_is_killed_and_restarted(tmp_path, monkeypatc
     monkeypatch.setattr(module, "ANSWER_SECONDS", 2.0)
     monkeypatch.setattr(module, "REPLAY_SECONDS", 0.0)
     program = """
-    end.send(Ready("cpu", 1, 1, 1))
+    end.send(Ready("cpu", 1, 1))
     end.receive(None)
     if life == 0:
         time.sleep(3600)
@@ -160,12 +160,31 @@ async def test_a_trainer_that_hangs_is_killed_and_restarted(tmp_path, monkeypatc
         await world.until(lambda: "NothingDone" in world.names())
 
 
+async def test_each_request_has_a_deadline_of_its_own_which_begins_when_those_before_are_answered(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(module, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(module, "REPLAY_SECONDS", 0.1)
+    program = """
+    end.send(Ready("cpu", 1, 1))
+    end.receive(None); end.receive(None)
+    time.sleep(0.3)  # longer than the second request may take, and not as long as the first
+    end.send(Applied(D, D, None))
+    end.receive(None)
+    """
+    async with supervised(tmp_path, program) as (world, _):
+        await world.trainer.send(Load(Path("state"), D, D, 0, (RoundUpdates(0, D, ()),) * 3000, (), 0, 0))
+        await world.trainer.send(ASK)
+        await world.until(lambda: world.lost)
+        assert "Applied" in world.names() and "it has not answered MakeUpdate for 0 s" in world.lost[0]
+
+
 async def test_a_trainer_that_reads_a_large_base_has_longer_to_become_ready(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "START_SECONDS", 0.01)
     monkeypatch.setattr(module, "BASE_RATE", 1 / LIMIT)
     base = tmp_path / "base"
     base.write_bytes(b"x")
-    async with supervised(tmp_path, 'end.send(Ready("cpu", 1, 1, 1)); end.receive(None)') as (world, _):
+    async with supervised(tmp_path, 'end.send(Ready("cpu", 1, 1)); end.receive(None)') as (world, _):
         await world.until(lambda: world.lost)
         assert "was not ready within 0 s" in world.lost[0]
         world.trainer.start = replace(world.trainer.start, base=base)
@@ -176,7 +195,7 @@ async def test_a_trainer_that_waits_for_the_node_is_not_taken_for_one_that_hangs
     monkeypatch.setattr(module, "ANSWER_SECONDS", 1.0)
     monkeypatch.setattr(module, "REPLAY_SECONDS", 0.0)
     program = """
-    end.send(Ready("cpu", 1, 1, 1))
+    end.send(Ready("cpu", 1, 1))
     end.receive(None); end.send(NothingDone(D)); end.receive(None)
     """
     async with supervised(tmp_path, program) as (world, _):
@@ -198,15 +217,15 @@ async def test_a_trainer_that_can_never_start_ends_the_node_with_its_own_words(t
     ("does", "lives"),
     [
         # Another round, then training: each counts.
-        ("end.send(Applied(D, D, 0.0, None) if life == 1 else Progress(8, 1.0, 100.0, 1, 1e-3, False))", 4),
-        ("end.send(Progress(8, 1.0, 0.0, 0, 1e-3, False))", 2),  # only loaded, as at every start
+        ("end.send(Applied(D, D, None) if life == 1 else Progress(8, 1.0, 100.0, False))", 4),
+        ("end.send(Progress(8, 1.0, 0.0, False))", 2),  # only loaded, as at every start
     ],
 )
 async def test_deaths_in_a_row_are_too_many_only_when_nothing_was_done_in_between(tmp_path, monkeypatch, does, lives):
     monkeypatch.setattr(module, "MAX_FAILURES", 2)
     program = f"""
-    end.send(Ready("cpu", 1, 1, 1))
-    end.send(Applied(D, D, 0.0, None))
+    end.send(Ready("cpu", 1, 1))
+    end.send(Applied(D, D, None))
     if life < 3:
         {does}
     sys.exit(3)
@@ -217,6 +236,16 @@ async def test_deaths_in_a_row_are_too_many_only_when_nothing_was_done_in_betwee
         assert (tmp_path / "lives").read_text() == "x" * lives
 
 
+async def test_a_search_for_a_micro_batch_is_no_row_of_failures_and_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "MAX_FAILURES", 2)
+    monkeypatch.setattr(module, "MAX_SEARCH", 1)
+    program = 'end.send(Ready("cpu", 1, 1)); end.send(Failed("memory", "half of it", fatal=True)); sys.exit(1)'
+    async with supervised(tmp_path, program) as (world, running):
+        with pytest.raises(TrainerDied, match="2 times in a row, last: half of it"):
+            await ended(running)
+        assert (tmp_path / "lives").read_text() == "xxx"
+
+
 async def test_stopping_tells_whether_the_trainer_saved(tmp_path):
     async with supervised(tmp_path, DIES_ONCE) as (world, running):
         await world.until(lambda: "Ready" in world.names())
@@ -225,7 +254,7 @@ async def test_stopping_tells_whether_the_trainer_saved(tmp_path):
         assert await world.trainer.stop(LIMIT) is True  # and again
     deaf = tmp_path / "deaf"
     deaf.mkdir()
-    async with supervised(deaf, 'end.send(Ready("cpu", 1, 1, 1)); time.sleep(3600)') as (world, running):
+    async with supervised(deaf, 'end.send(Ready("cpu", 1, 1)); time.sleep(3600)') as (world, running):
         await world.until(lambda: "Ready" in world.names())
         assert await ended(world.trainer.stop(0.3)) is False
         await ended(running)

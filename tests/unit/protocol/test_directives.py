@@ -245,7 +245,7 @@ def test_a_rollback_outweighs_whatever_was_built_and_what_was_final():
     )
     with pytest.raises(FinalizedConflict):
         chain.add(old[4])
-    assert not chain.add_finalization(old_final) and chain.pending_finalization is None  # a replay changes nothing
+    assert not chain.add_finalization(old_final) and chain.finalization is None  # a replay changes nothing
     with pytest.raises(FinalizedConflict):  # nothing follows that does not carry the word
         chain.add(after(chain, old[3].digest, {0: 1}))
     first = after(chain, old[3].digest, {1: 1}, carry=chain.directive_to_include(old[3].digest))

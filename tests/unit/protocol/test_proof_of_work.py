@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from protocol.ids import PeerKey, RunId
-from protocol.proof_of_work import MAX_NONCE, find_proof, is_proof
+from protocol.proof_of_work import find_proof, is_proof
 
 RUN, KEY = RunId(bytes(32)), PeerKey(b"k" * 32)
 
@@ -18,4 +18,4 @@ def test_a_proof_that_was_found_is_one_for_this_key_in_this_run_alone():
 
 
 def test_every_nonce_can_be_tried_and_no_bits_ask_for_nothing():
-    assert is_proof(RUN, KEY, MAX_NONCE, 0) and is_proof(RUN, KEY, 0, 0)
+    assert is_proof(RUN, KEY, 2**64 - 1, 0) and is_proof(RUN, KEY, 0, 0)
