@@ -105,14 +105,14 @@ class Trained:
 class Bench:
     """One model that trains any update of any peer, as the product's trainer does, and scores it."""
 
-    def __init__(self, setting: Setting, rounds: int):
-        self.setting, self.rounds = setting, rounds
+    def __init__(self, setting: Setting, rounds: int, peers: Sequence[tuple[int, int]] | None = None):
+        self.setting, self.rounds, self.peers = setting, rounds, PEERS if peers is None else peers
         self.replica = Replica(setting, LR[setting.profile.name], optimizer="muon")
         self.codec_spec = CodecSpec()
         self.outer = OuterSpec.model_validate(NESTEROV)
         self.codec = make_codec(self.codec_spec, setting.layout)
         self.sizes = [t.numel for t in setting.layout.tensors]
-        self.target = sum(steps for steps, _ in PEERS) * setting.profile.batch
+        self.target = sum(steps for steps, _ in self.peers) * setting.profile.batch
         tokens = rounds * self.target * setting.profile.window
         self.schedule = Schedule(
             kind="cosine", warmup_tokens=int(WARMUP * tokens), total_tokens=tokens, min_ratio=MIN_RATIO
@@ -120,7 +120,7 @@ class Bench:
 
     def factors(self, peer: int, round_: int) -> list[float]:
         """Return the factor of the learning rate of each step: a function of the chain, the mark and the count."""
-        (steps, mark), batch = PEERS[peer], self.setting.profile.batch
+        (steps, mark), batch = self.peers[peer], self.setting.profile.batch
         window, own = self.setting.profile.window, steps * batch
         out = []
         for n in range(steps):
@@ -134,7 +134,7 @@ class Bench:
 
     def windows(self, peer: int, round_: int, step: int) -> Tensor:
         batch = self.setting.profile.batch
-        return self.setting.windows(peer, (round_ * PEERS[peer][0] + step) * batch, batch)
+        return self.setting.windows(peer, (round_ * self.peers[peer][0] + step) * batch, batch)
 
     def gradient(self, windows: Tensor, between: Callable[[], bool]) -> StepResult:
         """Compute the gradient of a step. Raises FloatingPointError if it is not finite."""

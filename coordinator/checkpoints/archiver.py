@@ -192,8 +192,7 @@ class CheckpointArchiver:
         archived = await self._due()
         if archived is None:
             await asyncio.to_thread(self.evaluations.save)
-            newest = self.archive.newest()
-            if newest is None or newest.state not in self._failed:
+            if not any(newest.state in self._failed for newest in self.archive.all()[-1:]):
                 self._solved("evaluation")
             return
         rows: list[Row] = []
