@@ -295,7 +295,7 @@ class LoopTrainer:
                 raise TypeError(f"{type(ask).__name__} is not asked for here")
             else:
                 move = await self._call(trainer.base.advance, ask)
-                answer = await self._call(trainer.base.applied, 0.0, move.record, ask.write_checkpoint)
+                answer = await self._call(trainer.base.applied, move.record, ask.write_checkpoint)
         except (CairnError, OSError) as e:
             answer = Failed(what, str(e), fatal=False)  # type: ignore[arg-type]
         self._say(answer)
