@@ -14,7 +14,6 @@ import pytest
 
 from tests.chaos.disk import ROOT
 from tests.chaos.kills import Report
-from tests.support.long_cases import long_cases
 
 KILLS = 20
 
@@ -38,7 +37,8 @@ def test_nor_with_postgresql(postgres_url):
     assert report.problems == [] and report.kills == KILLS and report.acknowledged > 0
 
 
-@pytest.mark.parametrize("mode", ["honest", *long_cases("early", "split")])
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["honest", "early", "split"])
 def test_without_a_kill_all_of_them_are_whole(tmp_path, mode):
     """So what is found below is found because of the kills."""
     assert killed(tmp_path, "--kills", "0", "--mode", mode).problems == []

@@ -119,6 +119,7 @@ async def test_for_a_run_that_is_over_no_machine_is_examined(tmp_path: Path, ser
     assert "there is nothing to train" in done.stdout and done.stdout.rstrip().endswith("no: this run is over")
 
 
+@pytest.mark.long
 async def test_a_model_that_no_memory_holds_is_not_built(tmp_path: Path):
     config = spec_fields()["model"]["config"]
     spec = tiny_spec(model={"config": config, "tensors": [("model.embed_tokens.weight", [2**18, 2**19])]})

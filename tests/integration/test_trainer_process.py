@@ -32,7 +32,6 @@ from peer.channel import (
 from peer.training.saved_state import STATE_MANIFEST
 from protocol.ids import Digest
 from protocol.merkle import blob_digest
-from tests.support.long_cases import long_cases
 from tests.support.trainer_process import Node
 from tests.support.trainer_world import BATCH, GENESIS, World, accepted_round, record_digest
 from tests.support.waiting import LIMIT, ended
@@ -108,7 +107,8 @@ async def test_a_trainers_life_from_start_to_stop_and_a_second_one(world):
         assert 0 < progress.trained <= progress.next_window - 8 * BATCH  # in this life, and of all
 
 
-@pytest.mark.parametrize("saved", [*long_cases(False), True])
+@pytest.mark.long
+@pytest.mark.parametrize("saved", [False, True])
 async def test_a_killed_trainer_is_seen_and_the_next_one_takes_up_what_was_announced(world, saved):
     async with node(world.start(1)) as n:
         await n.ask(world.load(), Applied)

@@ -93,6 +93,7 @@ async def test_an_update_after_the_limit_was_lowered_is_made_of_what_is_trained_
         await link.stop()
 
 
+@pytest.mark.long
 def test_updates_of_two_ranks_agree_with_a_replay_by_one_process(world):
     heard = Heard()
     ranks = Trainer(replace(world.start(1), parallel="fsdp=2"), heard)

@@ -26,6 +26,7 @@ from benchmarks.convergence.synchronous import PowerSGD, Synchronous
 from benchmarks.convergence.variants import Choice, Variant
 from protocol.codec import make_codec
 from protocol.spec import CodecSpec
+from tests.support.long_cases import long_cases
 
 LR = 4e-3
 
@@ -77,7 +78,7 @@ def test_an_update_is_counted_as_many_bytes_as_it_has(setting: Setting):
     assert ours.up == 3 * 2 * codec.size
 
 
-@pytest.mark.parametrize("changes", [{**SIGNS, "h": 4}, {"h": 4, "k": 256}], ids=["signs", "largest"])
+@pytest.mark.parametrize("changes", [{**SIGNS, "h": 4}, *long_cases({"h": 4, "k": 256})], ids=["signs", "largest"])
 def test_reduced_rounds_lead_nearly_where_gathered_ones_do_for_their_own_bytes(setting: Setting, changes):
     gathered = trained(Cairn(setting, LR, **changes))
     ours = Cairn(setting, LR, **changes, reduce=True)

@@ -14,6 +14,7 @@ from coordinator.errors import TooManyError
 from coordinator.ledger import AdmissionRow
 from coordinator.limits import caller_of
 from protocol.ids import PeerKey, sha256
+from tests.support.long_cases import long_cases
 
 DAY = 86_400
 
@@ -96,7 +97,7 @@ def test_a_full_table_displaces_the_oldest_idle_key_and_never_one_that_works(ste
         assert len(table) == len(active) <= limit and all(p in table for p in active)
 
 
-@pytest.mark.parametrize("addresses", [1, 65_536], ids=["one-ipv4", "one-ipv6-48"])
+@pytest.mark.parametrize("addresses", [1, *long_cases(65_536)], ids=["one-ipv4", "one-ipv6-48"])
 def test_a_flood_from_one_network_adds_a_share_and_newcomers_get_in(addresses: int):
     # For two days one network asks every twenty seconds, with a new key; each half hour an honest peer comes.
     rng = random.Random(7)

@@ -146,8 +146,8 @@ def test_one_peer_more_than_the_most_does_not_fit(inputs: PlanInputs):
     assume(p.most_peers is not None and p.most_peers < 4096)
     assert p.most_peers is not None
     for peers, fits in ((p.most_peers, True), (p.most_peers + 1, False)):
-        nearly = min(1, inputs.share * (1 + (1e-9 if fits else -1e-9)))
-        assert plan(dataclasses.replace(inputs, peers=peers, share=nearly), [p.setting]).fits == fits
+        nearly = dataclasses.replace(inputs, peers=peers, uplink=inputs.uplink * (1 + (1e-9 if fits else -1e-9)))
+        assert plan(nearly, [p.setting]).fits == fits
 
 
 def test_ties_go_to_the_fewer_bytes():

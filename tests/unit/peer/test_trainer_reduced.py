@@ -18,6 +18,7 @@ from protocol.reduce import Reduction
 from protocol.spec import CodecSpec, OuterSpec
 from protocol.untransmitted import untransmitted
 from tests.support.local_trainer import born, closed, copied, loaded, same, train, update  # noqa: F401
+from tests.support.long_cases import long_cases
 from tests.support.trainer_world import BATCH, World, accepted_round, apply, peer_key, record_digest
 
 SPARSE = CodecSpec(kind="sparse", k=64, beta=1.0)
@@ -101,8 +102,17 @@ def announced(world: World, name: str, saved: bool = False) -> tuple[Trainer, Up
     return trainer, made, copied(trainer.backend.outer.feedback)
 
 
-@pytest.mark.parametrize("codec", [CodecSpec(), CodecSpec(kind="sparse", k=256)], ids=lambda c: c.kind)
-@pytest.mark.parametrize("outer", [OuterSpec(), OuterSpec(optimizer="nesterov", lr=0.7)], ids=["plain", "nesterov"])
+@pytest.mark.parametrize(
+    "codec, outer",
+    [
+        (CodecSpec(), OuterSpec()),
+        (CodecSpec(kind="sparse", k=256), OuterSpec(optimizer="nesterov", lr=0.7)),
+        *long_cases(
+            (CodecSpec(), OuterSpec(optimizer="nesterov", lr=0.7)), (CodecSpec(kind="sparse", k=256), OuterSpec())
+        ),
+    ],
+    ids=lambda c: getattr(c, "kind", None) or c.optimizer,
+)
 def test_peers_of_reduced_rounds_agree_on_every_bit_the_loss_falls_and_a_newcomer_replays_them(tmp_path, codec, outer):
     world = World.make(tmp_path, codec=codec, outer=outer)
     peers = {n: loaded(world, n) for n in (1, 2)}

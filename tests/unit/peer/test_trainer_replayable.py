@@ -14,6 +14,7 @@ from peer.training.schedule import factor
 from peer.training.trainer import Trainer
 from protocol.spec import OuterSpec, Schedule
 from tests.support.local_trainer import born, closed, copied, loaded, make_update, same, train, update
+from tests.support.long_cases import long_cases
 from tests.support.replayed_update import Claim, Replay
 from tests.support.trainer_world import BATCH, WINDOW, World, accepted_round, apply, peer_key
 
@@ -87,8 +88,15 @@ def swarm(world) -> Swarm:
     return made
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("outer", [OuterSpec(), OuterSpec(optimizer="nesterov", lr=0.7)], ids=["plain", "nesterov"])
+@pytest.mark.parametrize(
+    "optimizer, outer",
+    [
+        ("adamw", OuterSpec()),
+        ("muon", OuterSpec(optimizer="nesterov", lr=0.7)),
+        *long_cases(("adamw", OuterSpec(optimizer="nesterov", lr=0.7)), ("muon", OuterSpec())),
+    ],
+    ids=lambda c: getattr(c, "optimizer", c),
+)
 def test_updates_over_rounds_with_overlap_misses_and_a_restart_are_those_of_a_replay_to_the_bit(
     tmp_path, optimizer, outer
 ):
