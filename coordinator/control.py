@@ -57,6 +57,9 @@ class RunControl:
     _unfinished: bool = field(default=False, init=False)
     """True while the newest directive is not followed to its end."""
 
+    _told: str = field(default="", init=False)
+    """The reason for that which the log has."""
+
     _unsubscribe: Callable[[], None] | None = field(default=None, init=False)
 
     async def start(self) -> None:
@@ -122,7 +125,7 @@ class RunControl:
             elif (left := done[epoch]) is not None:
                 await self.indexer.post_abandoned(left, back)
         await self.indexer.switch_epoch(newest.body.epoch)
-        self._unfinished = False
+        self._unfinished, self._told = False, ""
         log.warning("by the owner's newest directive: %s", describe(newest.body))
 
     async def accept(self, encoded: bytes) -> Signed[Directive]:
@@ -174,7 +177,9 @@ class RunControl:
                 if self._unfinished or self._is_behind(self.view.directive):
                     await self._to_its_end(self._resume())
         except CairnError as e:
-            log.error("the owner's directive is not followed to its end here: %s", e)
+            if str(e) != self._told:  # each pass tries again
+                log.error("the owner's directive is not followed to its end here, which is tried again: %s", e)
+            self._told = str(e)
 
     def tend(self) -> None:
         """Try an interrupted directive again, and bring verdicts that the chain should carry into one of their own."""

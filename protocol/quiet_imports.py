@@ -12,7 +12,7 @@ def quiet_imports() -> Iterator[None]:
     """Import without garbage collection, and leave what the imports made out of later ones.
 
     torch and transformers make a million objects that live as long as the process. To visit them again and again took
-    more than a fifth of the time of a trainer's and a node's imports.
+    more than a fifth of the time of a trainer's and a node's imports. Peer and coordinator share this package alone.
     """
     gc.disable()
     try:

@@ -122,8 +122,8 @@ class CheckpointArchiver:
                 self._report(topic, str(e))
             except Exception as e:  # logged, shown on the page and by the alert, and tried again
                 log.exception("%s: a fault of the coordinator", topic)
-                fault = f"a fault of the coordinator ({type(e).__name__}: {e})"
-                self._problems[topic] = f"{topic}: {fault}; its log has the details"
+                # Anybody reads the page, and what a library says may name addresses and keys.
+                self._problems[topic] = f"{topic}: a fault of the coordinator ({type(e).__name__}), see its log"
                 await asyncio.sleep(POLL_SECONDS)
 
     def _wake(self) -> None:

@@ -88,11 +88,13 @@ class TrainerSupervisor:
                 failures = searches = 0
             if easier and searches < MAX_SEARCH:
                 searches += 1
+                count = f"step {searches} of the search for a micro-batch that fits"
             else:
                 failures += 1
+                count = f"failure {failures} of {MAX_FAILURES}"
             if failures >= MAX_FAILURES:
                 raise TrainerDied(f"the trainer died {failures} times in a row, last: {reason}")
-            log.error("%s; it is restarted from the store (failure %d of %d)", reason, failures, MAX_FAILURES)
+            log.error("%s; it is restarted from the store (%s)", reason, count)
             self.restarts += 1
             self._ready_link = asyncio.get_running_loop().create_future()
             self.on_lost(reason)

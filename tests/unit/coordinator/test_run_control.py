@@ -125,3 +125,26 @@ async def test_a_rollback_that_a_fault_has_interrupted_is_completed(tmp_path, re
             w.swarm.changed()
             await until(w.is_done)
         assert w.is_done() and w.swarm.directives == [w.order] and len(w.control.effects.marks) == 1
+
+
+async def test_a_fault_that_lasts_is_said_once_though_it_is_tried_again_and_again(tmp_path, caplog):
+    async with running(tmp_path) as w:
+        tries = []
+
+        async def full(rollback):
+            tries.append(rollback)
+            raise LedgerError("the disk is full")
+
+        async def publish(directive):
+            w.publish(directive)
+
+        w.swarm.publish_directive, w.indexer.rollback = publish, full
+        with pytest.raises(LedgerError, match="the disk is full"):
+            await w.control.accept(w.order.encoded)
+
+        def tried_four_times():
+            w.control.tend()
+            return len(tries) >= 4
+
+        await until(tried_four_times)
+        assert caplog.text.count("is not followed to its end here") == 1

@@ -236,7 +236,7 @@ async def test_deaths_in_a_row_are_too_many_only_when_nothing_was_done_in_betwee
         assert (tmp_path / "lives").read_text() == "x" * lives
 
 
-async def test_a_search_for_a_micro_batch_is_no_row_of_failures_and_is_bounded(tmp_path, monkeypatch):
+async def test_a_search_for_a_micro_batch_is_no_row_of_failures_and_is_bounded(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(module, "MAX_FAILURES", 2)
     monkeypatch.setattr(module, "MAX_SEARCH", 1)
     program = 'end.send(Ready("cpu", 1, 1)); end.send(Failed("memory", "half of it", fatal=True)); sys.exit(1)'
@@ -244,6 +244,7 @@ async def test_a_search_for_a_micro_batch_is_no_row_of_failures_and_is_bounded(t
         with pytest.raises(TrainerDied, match="2 times in a row, last: half of it"):
             await ended(running)
         assert (tmp_path / "lives").read_text() == "xxx"
+    assert "(step 1 of the search for a micro-batch that fits)" in caplog.text and "(failure 1 of 2)" in caplog.text
 
 
 async def test_stopping_tells_whether_the_trainer_saved(tmp_path):
