@@ -193,7 +193,7 @@ async def test_a_call_to_the_dht_names_one_key_and_strangers_are_sent_little(tmp
             await find(1)
 
 
-async def test_a_table_of_many_records_is_not_checked_at_once(tmp_path):
+async def test_a_table_of_many_records_is_not_checked_at_once_and_a_checked_one_counts_as_work(tmp_path, monkeypatch):
     async with members(2, tmp_path) as (a, b):
         protocol, until = b.swarm.presence.node.protocol, time.time() + 60
 
@@ -203,8 +203,12 @@ async def test_a_table_of_many_records_is_not_checked_at_once(tmp_path):
                 table.store(author.key.hex(), MSGPackSerializer.dumps(author.heartbeat()), until)
             return await protocol.call_store(PeerID(a.key.libp2p_id), [KEY], [table], until)
 
+        costs: list[int] = []
+        monkeypatch.setattr(a.daemon.limiter, "charge", lambda sender, size, *, work: costs.append(size))
         assert await hand_over(200) == [False] and not a.swarm.presence.node.protocol.storage.get(KEY)
+        assert not costs
         assert await hand_over(50) == [True] and len(await a.swarm.discover()) == 50
+        assert len(costs) == 1 and costs[0] > 50 * 4096
 
 
 def test_of_one_nodes_records_those_are_looked_at_that_are_known_and_some_others(monkeypatch):

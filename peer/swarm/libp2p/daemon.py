@@ -62,6 +62,10 @@ MAX_DHT_STORE = 32 * 1024
 
 A node that hands over its whole table sends more. It is refused, and the records come when members renew them."""
 
+STORE_COST = 15
+"""Bytes that each byte of a store counts for besides its own. To check a record of 280 bytes takes 0.2 ms of a core.
+A message that takes as long counts for 4 KiB."""
+
 START_SECONDS = 60
 STARTS = 2
 STOP_SECONDS = 3.5
@@ -159,8 +163,10 @@ class Daemon(P2P):
             sender = sender_key(context.remote_id)
             with self.limiter.admit(sender, request.ByteSize()):
                 self._check_dht_call(sender, request)
-                if isinstance(request, dht_pb2.StoreRequest) and request.ByteSize() > MAX_DHT_STORE:
-                    return dht_pb2.StoreResponse(store_ok=[False])  # after an error we would count as gone
+                if isinstance(request, dht_pb2.StoreRequest):
+                    if request.ByteSize() > MAX_DHT_STORE:
+                        return dht_pb2.StoreResponse(store_ok=[False])  # after an error we would count as gone
+                    self.limiter.charge(sender, STORE_COST * request.ByteSize(), work=True)
                 try:
                     async with async_timeout.timeout(self.limiter.limits.handler_seconds):
                         answer = await handler(request, context)
