@@ -86,7 +86,7 @@ def trained(run: ResolvedRun, folder: Path, steps: int) -> tuple[Path, list[floa
             batch = trainer.steps.batches.take(number * spec.inner.batch)
             step = trainer.backend.inner.forward_backward(batch)
             assert step is not None and step.is_finite
-            trainer.backend.inner.set_rate(1.0)
+            trainer.backend.inner.set_rate(1 - number / steps)  # so that the last steps settle
             trainer.backend.inner.optimizer_step(step)
             losses.append(step.loss)
         layout = state_layout(spec.model.layout, spec.outer)
