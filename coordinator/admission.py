@@ -114,7 +114,7 @@ def check_policy(request: AdmissionRequest, policy: AdmissionSpec, codes: Sequen
     """Raise RefusedError unless the run's policy admits this peer."""
     if policy.mode == "allow" and str(request.peer) not in policy.allow:
         raise RefusedError(
-            f"this run admits only the keys on its list, and {request.peer} is not one: ask the run's owner to add it"
+            f"this run admits only the keys on its list, and {request.peer} is not one: no key can be added later"
         )
     if policy.mode == "invite":
         # All codes are compared, each in constant time: the duration says nothing about any of them.

@@ -371,6 +371,11 @@ class Chain:
         return None if rollback is None or rollback.record not in self._nodes else rollback.record
 
     @property
+    def fork_choice_root(self) -> Digest:
+        """The record from which fork choice starts: the required ancestor, or the root once the tree begins after it."""
+        return self._floor().digest
+
+    @property
     def is_missing_required_ancestor(self) -> bool:
         """Return whether a record that all must descend from is missing.
 

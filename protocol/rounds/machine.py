@@ -472,7 +472,7 @@ class RoundMachine:
     def _hold_back_what_came_while_joining(self) -> None:
         """Quarantine the first record of the chain without support: members would have held it back when it came."""
         chain = self._context.chain
-        path = [c.digest for c in chain.path(chain.required_ancestor or chain.root, chain.head)]
+        path = [c.digest for c in chain.path(chain.fork_choice_root, chain.head)]
         if (supported := chain.count_followed(path, self._has_support)) < len(path):
             self._sync.hold_back(path[supported])
 

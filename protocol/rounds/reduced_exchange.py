@@ -220,9 +220,10 @@ class ReducedExchange(Exchange):
             self._attest(ShardAttestation(self._context.run, self._round.number, record, shard, blob))
 
     def shard_unavailable(self, record: Digest, shard: int, authors: Iterable[PeerKey]) -> None:
-        if not self._has_duty(record, shard):
+        proposal = self._round.proposals.get(record)  # the tally of one that was evicted is kept while it is current
+        if proposal is None or not self._has_duty(record, shard):
             return
-        listed = self._round.proposals[record].record.body.contributors
+        listed = proposal.record.body.contributors
         named = sorted({a for a in authors if a in listed and a != self._context.me})[:MAX_MISSING_AUTHORS]
         if named:
             self._attest(ShardAttestation(self._context.run, self._round.number, record, shard, None, tuple(named)))
@@ -359,9 +360,9 @@ class ReducedExchange(Exchange):
                 context.emit(Broadcast(message))
         if proposal is None:
             return
-        record, every = proposal.record, max(1, len(context.members) // 3)
+        record = proposal.record
         voted = round_.last_vote is not None and round_.last_vote.body.record == record.digest
-        if not voted and (record.author == context.me or (context.me[0] + record.digest[0] + count) % every == 0):
+        if not voted and (record.author == context.me or context.members.is_my_turn(record.digest, count)):
             context.emit(Broadcast(record))
         attestations = list(self._tallies[proposal.record.digest].all())
         for attestation in attestations:

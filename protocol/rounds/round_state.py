@@ -328,13 +328,16 @@ class RoundState:
         if record.digest in self.proposals:
             return None
         by_author = [proposal for proposal in self.proposals.values() if proposal.record.author == record.author]
+        evicted, freed = None, 0
         if len(by_author) >= RECORDS_PER_AUTHOR or len(self.proposals) >= MAX_RECORDS:
             evicted = self._to_evict(by_author, record)
             if evicted is None:
                 return None
-            self._forget_record(evicted)
-        if self._record_bytes + len(record.encoded) > MAX_RECORD_BYTES:
+            freed = len(self.proposals[evicted].record.encoded)
+        if self._record_bytes - freed + len(record.encoded) > MAX_RECORD_BYTES:
             return None
+        if evicted is not None:
+            self._forget_record(evicted)
         proposal = Proposal(record, now, missing, any(is_invalid(u.body.blob) for u in record.body.updates))
         for other in by_author:
             if other.record.body.attempt == record.body.attempt and other.record.digest in self.proposals:

@@ -194,7 +194,7 @@ class World:
         return True
 
     def _is_backed(self, chain: Chain, record: Digest) -> bool:
-        floor = chain.required_ancestor or chain.root
+        floor = chain.fork_choice_root
         path = [c.digest for c in chain.path(floor, record)] if chain.is_ancestor(floor, record) else []
         return 0 < len(path) == chain.count_backed(path)
 

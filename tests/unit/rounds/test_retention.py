@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from protocol.chain import Chain
 from protocol.ids import Digest
 from protocol.message_codec import KeySigner
@@ -56,3 +58,18 @@ def test_own_updates_stay_until_they_are_finalized_after_a_restart_too():
     assert mine in machine.retained_blobs() and theirs not in machine.retained_blobs()
     chain.add_finalization(KeySigner(OWNER).sign(Finalization(SPEC.run_id, old.body.round, old.digest)))
     assert mine not in machine.retained_blobs()
+
+
+def test_a_peer_starts_though_its_tree_has_dropped_the_newest_finalized_record():
+    certificates, _ = made(8)
+    limits = replace(POLICY.chain_limits, min_main_records=1, max_records=2)
+    chain = Chain(SPEC.run_id, SPEC.genesis.name, limits)
+    first = certificates[0].record
+    for c in certificates:
+        chain.add(c)
+        if c is certificates[0]:
+            chain.add_finalization(KeySigner(OWNER).sign(Finalization(SPEC.run_id, first.body.round, first.digest)))
+    assert chain.required_ancestor == first.digest and first.digest not in chain
+    machine = RoundMachine(POLICY, SPEC.run_id, KeySigner(peer(1)), chain, now=0.0)
+    assert machine.start(0.0, alone=True)
+    assert chain.head == certificates[-1].record.digest

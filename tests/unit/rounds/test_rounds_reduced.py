@@ -14,6 +14,7 @@ from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from protocol.rounds.future_messages import FutureMessages
 from protocol.rounds.reduced_exchange import ReducedExchange
+from protocol.rounds.round_state import RECORDS_PER_AUTHOR
 from tests.simulation.signer import FakeSigner, certificate
 from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, Bench, blob_of
 
@@ -442,3 +443,20 @@ def test_a_branch_that_nobody_gave_is_asked_for_again_and_is_the_head_when_it_is
     assert [a.blob for a in b.of(do.FetchShard)] == [part(0)] and b.chain.head == b.chain.genesis
     b.step(ev.BlobHeld(part(0)))
     assert b.chain.head == made.digest and b.of(do.ApplyRecord)
+
+
+def test_a_shard_of_a_record_that_its_author_pushed_out_can_fail():
+    """An author pushes out its own current record by four others, while the node is still missing an update for it."""
+    b = Reducing(3)
+    author = next(key for key in sorted((ME, *b.others), key=lambda key: sha256(b.chain.genesis, key)) if key != ME)
+    record = b.record(author, [b.mine, *b.headers], 0)
+    b.step(ev.MessageReceived(record))
+    while not (asked := [a for a in b.all_of(do.ReduceShard) if a.record.digest == record.digest]):
+        assert b.now < THREE.exchange_seconds
+        b.step(ev.Tick(), b.machine.next_tick)
+    for attempt in range(1000, 1000 + RECORDS_PER_AUTHOR):
+        b.step(ev.MessageReceived(b.record(author, [b.mine, *b.headers], attempt)))
+    round_ = b.machine.open_round
+    assert round_ is not None and record.digest not in round_.proposals
+    b.step(ev.ShardUnavailable(record.digest, asked[0].shard, b.others))
+    assert not b.said(ShardAttestation)
