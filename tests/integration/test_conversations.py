@@ -86,7 +86,7 @@ def trained(run: ResolvedRun, folder: Path, steps: int) -> tuple[Path, list[floa
             batch = trainer.steps.batches.take(number * spec.inner.batch)
             step = trainer.backend.inner.forward_backward(batch)
             assert step is not None and step.is_finite
-            trainer.backend.inner.set_rate(1 - number / steps)  # so that the last steps settle
+            trainer.backend.inner.set_rate(min(1.0, 2 - 2 * number / steps))  # the last steps settle
             trainer.backend.inner.optimizer_step(step)
             losses.append(step.loss)
         layout = state_layout(spec.model.layout, spec.outer)
@@ -115,7 +115,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Taught:
     folder = tmp_path_factory.mktemp("taught")
     base_model(folder / "base")
     run = begun(init(folder), folder / "work")
-    return Taught(folder, run, *trained(run, folder, 200))
+    return Taught(folder, run, *trained(run, folder, 300))
 
 
 def test_a_run_of_conversations_begins_and_goes_on(taught: Taught):
