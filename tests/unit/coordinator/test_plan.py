@@ -146,7 +146,10 @@ def test_one_peer_more_than_the_most_does_not_fit(inputs: PlanInputs):
     assume(p.most_peers is not None and p.most_peers < 4096)
     assert p.most_peers is not None
     for peers, fits in ((p.most_peers, True), (p.most_peers + 1, False)):
-        nearly = dataclasses.replace(inputs, peers=peers, uplink=inputs.uplink * (1 + (1e-9 if fits else -1e-9)))
+        factor = 1 + (1e-9 if fits else -1e-9)  # rounding
+        nearly = dataclasses.replace(
+            inputs, peers=peers, uplink=inputs.uplink * factor, downlink=inputs.downlink and inputs.downlink * factor
+        )
         assert plan(nearly, [p.setting]).fits == fits
 
 
