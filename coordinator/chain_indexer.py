@@ -25,7 +25,7 @@ from coordinator.tasks import wait_at_most
 from protocol.chain import genesis_digest
 from protocol.errors import CairnError
 from protocol.ids import Digest, PeerKey, Round, RunId
-from protocol.ledger.credits import AccountBalance, CreditRule, RoundCredits, credits_of
+from protocol.ledger.credits import CreditRule, PeerBalances, RoundCredits, credits_of
 from protocol.message_codec import MessageDecoder
 from protocol.messages import MAX_VERDICTS, Certificate, Rollback, Signed, UpdateHeader, Verdict
 from protocol.spec import RunSpec
@@ -249,7 +249,7 @@ class ChainIndexer:
 
     def _post(
         self, ledger: Ledger, accounts: Sequence[RoundCredits], finalization: bytes | None
-    ) -> dict[PeerKey, AccountBalance]:
+    ) -> dict[PeerKey, PeerBalances]:
         """Post rounds, and the finalization of the last: in the ledger's thread, in one transaction."""
         for account in accounts:
             ledger.post(account, finalization=finalization if account is accounts[-1] else None)

@@ -12,7 +12,7 @@ from coordinator.audit_docket import AuditDocket, RecentRounds
 from coordinator.history import RoundHistory, RoundPoint
 from coordinator.ledger import CarriedReport, StatedDecision
 from protocol.ids import Digest, PeerKey, Round
-from protocol.ledger.credits import AccountBalance, Balance, RoundCredits, sum_credits
+from protocol.ledger.credits import Balance, PeerBalances, RoundCredits, sum_credits
 
 MAX_REMEMBERED = 64
 """Newest posted rounds whose credit lines are kept in memory."""
@@ -38,7 +38,7 @@ class IndexedChain:
         self.first_seen: dict[Digest, float] = {}
         """Unix seconds at which open records were first seen, for those that were seen at first hand."""
 
-        self.balances: Mapping[PeerKey, AccountBalance] = {}
+        self.balances: Mapping[PeerKey, PeerBalances] = {}
         """The ledger's balances after the newest posted round: the one copy on the event loop."""
 
         self.settled: Mapping[PeerKey, Balance] = {}
@@ -86,7 +86,7 @@ class IndexedChain:
 
     def restore(
         self, posted: tuple[Round, Digest] | None, recent: Iterable[RoundCredits], history: RoundHistory,
-        first_seen: dict[Digest, float], balances: Mapping[PeerKey, AccountBalance],
+        first_seen: dict[Digest, float], balances: Mapping[PeerKey, PeerBalances],
         decisions: Sequence[StatedDecision] = (), reports: Sequence[CarriedReport] = (),
     ) -> None:  # fmt: skip
         """Take over what the ledger holds; open rounds are forgotten."""
@@ -102,7 +102,7 @@ class IndexedChain:
 
     def post(
         self, added: Iterable[RoundCredits], posted: tuple[Round, Digest],
-        balances: Mapping[PeerKey, AccountBalance], beyond: Sequence[RoundCredits],
+        balances: Mapping[PeerKey, PeerBalances], beyond: Sequence[RoundCredits],
     ) -> None:  # fmt: skip
         """Append rounds that the ledger has posted; `beyond` are the open rounds after them."""
         added = list(added)
@@ -121,7 +121,7 @@ class IndexedChain:
     def _recent_rounds(self) -> RecentRounds:
         return RecentRounds(self.open, {a.record: a for a in (*self.recent, *self.open)}, self.training_round - 1)
 
-    def _set(self, balances: Mapping[PeerKey, AccountBalance], beyond: Sequence[RoundCredits]) -> None:
+    def _set(self, balances: Mapping[PeerKey, PeerBalances], beyond: Sequence[RoundCredits]) -> None:
         """Change all balances at once: no reader may see a round both settled and pending."""
         self.balances, self.open = balances, tuple(beyond)
         self.settled = {p: b.settled for p, b in balances.items() if b.settled.rounds}

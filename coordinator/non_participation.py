@@ -27,7 +27,7 @@ REASONS = frozenset((
 ))  # fmt: skip
 
 
-CONVICTED = "convicted by this record: an update of before was not trained as it claims"
+CONVICTED = "convicted by this record: an earlier update was not trained as it claims"
 
 
 def non_participants(

@@ -29,13 +29,8 @@ MAX_WINDOWS_PER_CALL = 2**20
 """Most windows that one call of `windows_of` gives."""
 
 
-def window_of(seed: int, peer: PeerKey, counter: int, total: int) -> int:
-    """Return the window in [0, total) that `peer` trains on at its `counter`. Raises MalformedError."""
-    return int(windows_of(seed, peer, counter, 1, total)[0])
-
-
 def windows_of(seed: int, peer: PeerKey, first: int, count: int, total: int) -> np.ndarray:
-    """Return the windows of the counters [first, first + count): int64 [count], each in [0, total).
+    """Return the windows that `peer` trains on at the counters [first, first + count): int64 [count], in [0, total).
 
     `seed` is the spec's, `total` its data's `train_windows`. Raises MalformedError for what is out of range.
     """

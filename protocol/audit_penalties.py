@@ -40,7 +40,7 @@ class AuditPenalties:
         """Return the penalties after a decision that a record of a round states.
 
         A conviction bars from the next round on: the first for `bar_rounds`, each one after it for twice as long
-        as the last. One that comes while the key is barred is for work of before, and is part of the same conviction.
+        as the last. One that comes while the key is barred is for earlier work, and is part of the same conviction.
         """
         found, following = dict(self.by_key), Round(round_ + 1)
         for key in decision.refuted:

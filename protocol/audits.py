@@ -1,8 +1,8 @@
 """The draw of audits: the updates of a record to audit, and the auditors. A pure function of certificate and stakes.
 
-The certificate digest is the only randomness. It is fixed after every update of the record was committed to, so nobody
-knows while it trains whether, by whom or on which windows it will be audited (`audit_windows`). Integers only, so that
-all peers get the same.
+The certificate digest is the only randomness. It is fixed only after every update of the record was committed to. So no
+peer knows, while it trains, whether its update will be audited, by whom or on which windows (`audit_windows`). Integers
+only, so that all peers get the same.
 
 Stakes are those at the record's parent, as at a fork. A key without any is always audited. For the others the rate
 rises with the weight of the update and falls with the author's stake, which is work that no verdict has voided.

@@ -9,8 +9,8 @@ rolled back, and then records that carry that directive. Of several records with
 has most stake for it. This is stake at the parent, which both sides know: neither speed nor claims buy anything. Each
 key counts once, where its newest message is, however many records it signs (LMD-GHOST: Sompolinsky and Zohar 2015,
 Buterin et al. 2020, arXiv 2003.03052). Of one key's messages the one whose windows end later is newer: its count of
-windows never restarts, whichever branch it is on. Heights would compare branches, and keep those that left a longer one
-there. Ties: more keys, then more windows, then the smaller digest.
+windows never restarts, whichever branch it is on. Heights would not do: a key that left a longer branch would still
+count there. Ties: more keys, then more windows, then the smaller digest.
 
 Finalization and rollback. The head always descends from the record of the newest finalization, or, without one, from
 the record to which the run was rolled back (`required_ancestor`). A finalization whose record has not arrived is
@@ -19,8 +19,9 @@ a record or alone. Of the records built on the one that it names, only a branch 
 directive stays. It begins a new epoch, and finalizations of an earlier epoch lose their force. So a finalization that
 is held was signed with knowledge of the newest rollback, and decides alone.
 
-Bans. A directive that bans takes effect as soon as it arrives, in a record or alone. Records beyond that one leave the
-tree if they had no quorum without the banned, with all that is built on them. The banned count at no fork.
+Bans. A directive that bans takes effect as soon as it arrives, in a record or alone. Records after the required
+ancestor leave the tree if they had no quorum without the banned, with all that is built on them. The banned count at no
+fork.
 
 Only certificates from `MessageDecoder` may be added: it checks signatures, admissions and the number of votes. This
 module checks the rules that depend on the place in the tree.
@@ -80,7 +81,7 @@ class ChainLimits:
 
     reduce_plan: ReducePlan = GATHER
     window_tokens: int = 1
-    """Tokens of one: directives speak of tokens."""
+    """Tokens that one window counts as: directives speak of tokens."""
 
     stake: StakeRule = StakeRule()
     audit: AuditRule = AuditRule()
@@ -193,9 +194,9 @@ class Chain:
     def count_backed(self, path: Sequence[Digest]) -> int:
         """Return how many of these records, in order and each the parent of the next, the owner may finalize.
 
-        Most of the stake at a record's parent must be for it. The stake of its signers counts, and of those that
-        contributed in the hold rounds before it; founders contributed just before the first. While none of them has
-        any, most of the keys must be for it. A record counts only with all before it. Otherwise a coalition could
+        A record's signers must have more stake, at its parent, than the others that contributed in the hold rounds
+        before it. Founders count as contributors just before the first round. While none of them has any, most of the
+        keys must be for it. A record counts only with all before it. Otherwise a coalition could
         certify a branch longer than the hold in a second: at its end nobody else has stake. Raises ChainError.
         """
         return self.count_followed(path, self._is_backed)
@@ -372,7 +373,7 @@ class Chain:
 
     @property
     def fork_choice_root(self) -> Digest:
-        """The record from which fork choice starts: the required ancestor, or the root once the tree begins after it."""
+        """The record from which fork choice starts: the required ancestor, or the root if the tree begins after it."""
         return self._floor().digest
 
     @property
@@ -407,7 +408,7 @@ class Chain:
         return newest if rollback == active.rollback or (rollback is not None and rollback.record == parent) else None
 
     def record_refusal(self, record: RoundRecord) -> str | None:
-        """Return why a record may not follow its parent: by directives, limits or weights. None when it may."""
+        """Return the rule of the tree by which a record may not follow its parent. None when it may."""
         parent, rollback = self._node(record.parent), self.rollback
         if rollback is not None and parent.digest == rollback.record and not starts_rollback_branch(record, rollback):
             return "the run's owner has rolled the run back to before it"
@@ -640,7 +641,7 @@ class Chain:
         return False
 
     def _check_rivals(self, body: RoundRecord, digest: Digest, parent: RecordNode) -> None:
-        """Raise FinalizedConflict for a record that contradicts the newest finalization or rollback."""
+        """Raise FinalizedConflict for a record that contradicts the newest finalization, rollback or ban."""
         finalized = None if self._finalization is None else self._nodes.get(self._finalization.body.record)
         # The finalized record, and those before it, are in the tree: any other of these rounds is a rival.
         if finalized is not None and parent.height < finalized.height:

@@ -77,16 +77,16 @@ def open_if_newer(encoded: bytes, run: RunId, owner: PeerKey, than: Signed[Any] 
     return open_coordinator_address(encoded, run, owner)
 
 
-def next_coordinator_address(owner: Identity, newest: Signed[Any] | None, now: CoordinatorAddress) -> Signed[Any]:
-    """Return the coordinator's newest record while nothing has changed, else a newer one with the time `now`.
+def next_coordinator_address(owner: Identity, newest: Signed[Any] | None, present: CoordinatorAddress) -> Signed[Any]:
+    """Return the coordinator's newest record while nothing has changed, else a newer one that names what is `present`.
 
-    `now.sequence` is the clock's (unix milliseconds); a clock that went backwards gives no record that others overlook.
+    `present.sequence` is the clock's (unix milliseconds). If the clock went backwards, the newest record's plus one.
     """
     if newest is not None:
-        if replace(now, sequence=newest.body.sequence) == newest.body:
+        if replace(present, sequence=newest.body.sequence) == newest.body:
             return newest
-        now = replace(now, sequence=max(now.sequence, newest.body.sequence + 1))
-    return sign_coordinator_address(owner, now)
+        present = replace(present, sequence=max(present.sequence, newest.body.sequence + 1))
+    return sign_coordinator_address(owner, present)
 
 
 def newest_address(found: Sequence[Signed[Any]]) -> Signed[Any] | None:

@@ -42,7 +42,7 @@ class Envelope:
 
 
 def content_digest(kind: str, author: PeerKey, payload: bytes) -> Digest:
-    """SHA-256 of the author and the PAE: the digest by which records and headers are named."""
+    """Return SHA-256 of a tag, the author and the PAE: the digest by which records and headers are named."""
     return Digest(sha256(b"cairn/v1/digest", author, pae(kind, payload)))
 
 

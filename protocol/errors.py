@@ -18,7 +18,7 @@ class SignatureError(ProtocolError):
 
 
 class AdmissionError(ProtocolError):
-    """A peer without a valid admission to this run."""
+    """A peer without a valid admission to this run, or a message that only the run's owner may sign."""
 
 
 class ChainError(ProtocolError):
@@ -30,7 +30,7 @@ class UnknownParent(ChainError):
 
 
 class FinalizedConflict(ChainError):
-    """The certificate contradicts a finalization, or a rollback, that its source does not know yet."""
+    """The certificate contradicts a finalization, a rollback or a ban that its source does not know yet."""
 
 
 class CodecError(ProtocolError):

@@ -22,8 +22,10 @@ from protocol.ids import MAX_ROUND, Digest, PeerKey, Round, RunId, sha256
 from protocol.merkle import MAX_BLOB
 from protocol.messages import (
     AUDIT_CHECKS,
+    CLOCK_TOLERANCE,
     MAX_ADDRESS,
     MAX_ADDRESSES,
+    MAX_ATTEMPT,
     MAX_CERTIFICATE,
     MAX_CONTRIBUTORS,
     MAX_KNOWN_HEADERS,
@@ -168,7 +170,7 @@ def _decode_record(payload: bytes, decoder: MessageDecoder) -> RoundRecord:
     weights = tuple(bounded("weight", w) for w in m.weights)
     if weights and (len(weights) != len(updates) or 0 in weights or weights == tuple(u.body.windows for u in updates)):
         raise MalformedError("a record gives each update a weight of 1 or more, or none if all weigh what they claim")
-    attempt = bounded("attempt", m.attempt, 2**20)
+    attempt = bounded("attempt", m.attempt, MAX_ATTEMPT)
     return RoundRecord(
         run, number, parent, base, attempt, updates, directive, weights, _decode_reports(m, decoder),
         _decode_decisions(m),
@@ -420,7 +422,7 @@ class MessageDecoder:
         return admission
 
     def decode_admission_at(
-        self, encoded: bytes, peer: PeerKey, unix_seconds: float, *, tolerance: float = 600
+        self, encoded: bytes, peer: PeerKey, unix_seconds: float, *, tolerance: float = CLOCK_TOLERANCE
     ) -> Admission:
         """Return the admission of this peer if it is valid at a time, within a tolerance. Raises AdmissionError."""
         a = self.decode_admission(encoded, peer)

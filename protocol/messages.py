@@ -15,6 +15,7 @@ from protocol.ids import Digest, PeerKey, Round, RunId, sha256
 MAX_NAME = 40
 CLOCK_TOLERANCE = 600
 """Seconds by which the clock of a peer may be off the coordinator's when it asks for an admission."""
+MAX_ATTEMPT = 2**20
 MAX_ADDRESSES = 16
 MAX_ADDRESS = 200
 MAX_CONTRIBUTORS = 4096
@@ -119,7 +120,7 @@ class Verdict:
 class Directive:
     """The owner's complete instructions to the run, which replace those of every earlier directive (docs/control.md).
 
-    They are cumulative: a ban or change that a new directive does not repeat no longer holds. `run_status` is one of
+    A ban or change that a new directive does not repeat no longer holds. `run_status` is one of
     RUN_STATUSES, since `since` (unix seconds), for a `reason` in prose. `banned`: ascending keys. The `changes` hold
     in no round before `from_round`. `verdicts`: ascending by record, then peer; unlike the rest, one that a record
     has carried holds on without being repeated. Records carry the newest directive only, so the next directive must

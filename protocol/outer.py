@@ -32,10 +32,10 @@ from protocol.state import flat_view, local_views
 
 MAX_FP32 = (2 - 2**-23) * 2.0**127
 MIN_WEIGHT = 2.0**-100
-"""Below every weight that a round can give (a window in 2**53, among 10,000 updates), above nothing."""
+"""Below every weight that a round can give (a window in 2**53, among MAX_CONTRIBUTORS updates), and above 0."""
 
 MIN_LIMIT = 2.0**-24
-"""The least limit of a norm but 0: too little to matter, and at most 24 rounds of doubling from 1."""
+"""The least limit of a norm other than 0: too little to matter, and at most 24 rounds of doubling from 1."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ def apply(
     and nothing is divided. The reference norms become the round's limits (`clip_limit`). With no contributions nothing
     changes, not even the momentum.
 
-    `state` holds fp32 tensors, all on one device; `device` does the work (None: the same), and changes no bit, as
-    `batch_blocks`, which bounds the scratch memory. With
-    `slices` (of the codec's layout) the state's tensors, momentum too, are these slices only, and the reference norms
-    are whole. They get the same bits as in the whole, so several processes can hold a state together. Raises
-    CodecError for blobs of another run, and MalformedError for such a state, before anything is changed. A blob that
-    never passed `check` can raise CodecError half way: the state is then lost.
+    `state` holds fp32 tensors, all on one device. `device` does the work (None: the same), and `batch_blocks` bounds
+    the scratch memory: neither changes a bit. With `slices` (of the codec's layout) the state's tensors, momentum too,
+    are these slices only, and the reference norms are whole. They get the same bits as in the whole, so several
+    processes can hold a state together. Raises CodecError for blobs of another run, and MalformedError for such a
+    state, before anything is changed. A blob that never passed `check` can raise CodecError half way: the state is then
+    lost.
     """
     for c in contributions:
         codec.check_header(c.blob)
@@ -170,11 +170,11 @@ def mean_weights(windows: Sequence[int], cap: float) -> list[float]:
 def clip_limit(norms: Sequence[float], weights: Sequence[int], reference: float = 0.0) -> float:
     """Return the norm that no update may exceed in a round: a lower median, within a factor 2 of `reference`.
 
-    There are two, by number and by weight, and between them the one nearest to the reference, which is the limit of
-    the round before. So neither many keys with little weight nor few keys with most of it bring the limit beyond the
-    others' norms. A half of both cannot raise it, and a majority of both moves it by at most a factor 2. With a
-    reference of 0 (or NaN, or below), which every run begins with, it is the smaller of the two. A limit above 0 is at
-    least MIN_LIMIT. `weights`: 0 or more, not all 0.
+    There are two medians, by number and by weight. The limit is the value between them that is nearest to the
+    reference, the limit of the round before. So neither many keys with little weight nor few keys with most of it bring
+    the limit beyond the others' norms. A half of both cannot raise it, and a majority of both moves it by at most a
+    factor 2. With a reference of 0 (or NaN, or below), which every run begins with, it is the smaller of the two. A
+    limit above 0 is at least MIN_LIMIT. `weights`: 0 or more, not all 0.
     """
     low, high = sorted((lower_median(norms, [1] * len(norms)), lower_median(norms, weights)))
     limit = low

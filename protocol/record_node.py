@@ -82,7 +82,7 @@ class RecordNode:
                 self.penalties = self.penalties.after(decision, record.body.round, bar_rounds)
             convicted = {d.author for d in record.body.decisions if d.convicted}
             for author in self.newly_voided(hold_rounds) | convicted:
-                self.histories[author] = self.history(author).after_verdict()
+                self.histories[author] = self.history(author).as_newcomer()
         if self.height % SNAPSHOT_EVERY == 0:
             self.make_snapshot()
 
@@ -94,7 +94,7 @@ class RecordNode:
             node = node.parent
 
     def newly_voided(self, hold_rounds: int) -> set[PeerKey]:
-        """Return the authors of earlier updates that a verdict in this record voids, and none before it did."""
+        """Return the authors of earlier updates that a verdict voids for the first time in this record."""
         if self.certificate is None or self.certificate.record.body.directive is None:
             return set()
         verdicts, found = VerdictWalk(hold_rounds), set[PeerKey]()

@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from protocol.codec import Batch, Codec, make_codec, make_shard_codec
+from protocol.codec import Batch, Codec, make_shard_codec
 from protocol.codec.interface import HEADER, Blob
 from protocol.codec.scales import MAX_INPUT
 from protocol.errors import CodecError
@@ -23,10 +23,9 @@ from protocol.layout import BLOCK, Layout, TensorShape, TensorSlice
 from protocol.merkle import CHUNK
 from protocol.messages import MAX_SHARDS
 from protocol.outer import Clipping, Contribution, OuterOptimizer, RobustMean, canonical_order
-from protocol.reduce_plan import shard_count
-from protocol.spec import CodecSpec, OuterSpec
+from protocol.spec import OuterSpec
 
-__all__ = ["Reduction", "apply_reduced", "shard_count"]
+__all__ = ["Reduction", "apply_reduced"]
 
 
 class Reduction:
@@ -35,17 +34,7 @@ class Reduction:
     They raise ValueError when there is no such shard.
     """
 
-    def __init__(self, codec: CodecSpec, layout: Layout):
-        self._begin(make_codec(codec, layout))
-
-    @classmethod
-    def of(cls, codec: Codec) -> Reduction:
-        """Return the reducer with an existing codec."""
-        made = cls.__new__(cls)
-        made._begin(codec)
-        return made
-
-    def _begin(self, codec: Codec) -> None:
+    def __init__(self, codec: Codec):
         self.codec = codec
         """The codec of updates."""
         self.slices = lru_cache(maxsize=8)(self._slices)
@@ -208,7 +197,7 @@ def apply_reduced(
 
     The reference norms stay as they are: nobody has read the norms of whole updates.
     `state`, `batch_blocks`, `slices` and `device` as for `apply`, and as exact. Raises CodecError for shards of another
-    run before anything is changed; one that never passed `check` can raise it half way: the state is then lost.
+    run before anything is changed; one that never passed `check_shard` can raise it half way: the state is then lost.
     """
     reduction.check_shard_headers(shards)
     target = OuterOptimizer(state, reduction.codec.layout, outer, slices)

@@ -28,10 +28,10 @@ def shard_count(contributors: int, update_size: int) -> int:
 def committees(
     parent: Digest, attempt: int, contributors: Iterable[PeerKey], shards: int, committee: int
 ) -> tuple[tuple[PeerKey, ...], ...]:
-    """Return the committee of each shard, by ascending key: `size` contributors, or all if there are fewer.
+    """Return the committee of each shard, by ascending key: `committee` contributors, or all if there are fewer.
 
     Contributors sit in the order of SHA-256 of parent, attempt and key, and shards are dealt round the table. So
-    nobody has more than its share of the work: `size` shards if there are as many shards as contributors. Each
+    nobody has more than its share of the work: `committee` shards if there are as many shards as contributors. Each
     attempt draws new committees, so that one that cannot agree does not stop the round for ever.
     """
     place = b"cairn/v1/committee" + parent + attempt.to_bytes(4, "big")

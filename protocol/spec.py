@@ -408,7 +408,7 @@ class RoundSpec(Section):
     )
     heartbeat_seconds: Seconds = 2.0
     member_seconds: Seconds = Field(
-        default=20, description="a member that has been silent for this long is not waited for"
+        default=20, description="a member that has been silent for this time is no member any more"
     )
     max_update_tokens: Count = Field(description="the most tokens one update may claim")
     max_members: Annotated[int, Field(ge=1, le=MAX_CONTRIBUTORS)] = 256

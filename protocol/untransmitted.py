@@ -84,7 +84,7 @@ def untransmitted(
 
     It is None if there are none. `own` was accepted, and its round was reduced to `shards`.
 
-    Raises CodecError for blobs of another run, and for such as never passed a check.
+    Raises CodecError for blobs of another run, and for blobs that never passed a check.
     """
     codec = reduction.codec
     if not isinstance(codec, SparseCodec):

@@ -3,7 +3,7 @@
 A claim costs nothing, so it must not buy weight. An update weighs at most twice what its author's previous update
 weighed on the same branch. A newcomer weighs no more than the lower quartile of the known authors' windows. The rest of
 a claim is not lost: it is the author's backlog, and counts in its next updates as far as their limit allows. A verdict
-makes its author a newcomer again, without a backlog: what it claimed falsely must not count later.
+or a conviction makes the author a newcomer again, without a backlog: what it claimed falsely must not count later.
 
 Chain weight, stake, credits and shares of the mean are all of weighed windows. Records state them, so a certificate can
 be applied and credited by itself, and every chain checks them against this rule.
@@ -40,8 +40,8 @@ class AuthorHistory:
         backlog = min(max_backlog, self.backlog + claimed - weighed)
         return AuthorHistory(end_window, round_ + 1, weighed, backlog)
 
-    def after_verdict(self) -> AuthorHistory:
-        """Return the history of an author whose update a verdict voids: it is a newcomer, and nothing waits."""
+    def as_newcomer(self) -> AuthorHistory:
+        """Return the history of an author whose work a verdict or a conviction voids: nothing waits."""
         return replace(self, weighed=0, backlog=0)
 
 

@@ -95,7 +95,7 @@ class Cairn(Method):
         self.codec_spec = CodecSpec.model_validate({"kind": kind, "k": k, "beta": beta})
         self.outer = OuterSpec.model_validate({"optimizer": "plain", **(outer or {})})
         self.codec = make_codec(self.codec_spec, setting.layout)
-        self.reduction = Reduction.of(self.codec) if reduce else None
+        self.reduction = Reduction(self.codec) if reduce else None
         self.conditions = Conditions(**(conditions or {}))
         self.chance = np.random.default_rng(setting.seed)
         self.fleet = Fleet(setting, lr, setting.profile.peers, inner) if self.conditions.alike else None

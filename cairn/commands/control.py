@@ -237,6 +237,9 @@ def policy(run: Path, settings: tuple[str, ...], from_round: int, home: Path, re
         changes = replace(status.body.changes, **dict(map(parse_setting, settings)))
         check_changes(opened.spec, changes)
         first = max(from_round, 0 if status.round is None else status.round + 1)
+        waiting = status.body.from_round
+        if status.round is not None and waiting > status.round + 1 and waiting != first:
+            click.echo(f"the changes ordered for round {waiting} hold from round {first} on, too", err=True)
         click.echo(f"changing {', '.join(settings)} from round {first} on")
         return replace(status.body, changes=changes, from_round=Round(first), reason=reason or _reason_to_rest(status))
 

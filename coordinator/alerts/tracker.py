@@ -55,7 +55,7 @@ class _State:
 
 
 class AlertTracker:
-    """Tracks the alerts. `hooks` are the webhooks' names, `saved` is the `to_json` of before the restart."""
+    """Tracks the alerts. `hooks` are the webhooks' names, `saved` is the `to_json` from before the restart."""
 
     def __init__(self, hooks: Sequence[str], saved: Mapping[str, Any] | None = None, *, repeat: float = REPEAT_SECONDS):
         self._repeat = repeat

@@ -16,8 +16,9 @@ from coordinator.ledger_thread import LedgerThread
 from coordinator.names import ChosenNames
 from protocol.errors import ProtocolError
 from protocol.ids import PeerKey, RunId
-from protocol.ledger.credits import AccountBalance
+from protocol.ledger.credits import PeerBalances
 from protocol.ledger.statements import AccountBinding, open_binding
+from protocol.messages import CLOCK_TOLERANCE
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,6 @@ FORGET = 10 * HALF_LIFE
 PAGE = 500
 MAX_PEERS_OF_ACCOUNT = 1000
 MAX_BINDINGS_OF_PEER = 50
-CLOCK_TOLERANCE = 600
 
 
 Grouping = Literal["peer", "account", "team"]
@@ -131,7 +131,7 @@ class Leaderboard:
         self._binding_counts: dict[PeerKey, int] = {}
         self._teams: dict[str, list[PeerKey]] | None = None
         self._ranked: dict[Grouping, tuple[list[str], dict[str, int]]] = {}
-        self._ranked_for: Mapping[PeerKey, AccountBalance] = {}
+        self._ranked_for: Mapping[PeerKey, PeerBalances] = {}
         """The balances by which `_ranked` was sorted."""
 
         self._binding = asyncio.Lock()
@@ -279,7 +279,7 @@ class Leaderboard:
     def _sum(
         self, key: str, kind: Grouping, name: str, team: str, peers: Iterable[PeerKey], account: PeerKey | None = None
     ) -> CreditSummary:
-        peers, now, nothing = tuple(peers), self._now(), AccountBalance()
+        peers, now, nothing = tuple(peers), self._now(), PeerBalances()
         found = [self._chain.balances.get(p, nothing) for p in peers]
         return CreditSummary(
             key, kind, name, team,

@@ -18,7 +18,7 @@ from coordinator.tasks import wait_at_most
 from protocol.errors import CairnError, MalformedError
 from protocol.ids import Digest, PeerKey
 from protocol.ledger.audit import CreditedRound, CreditedRounds
-from protocol.ledger.credits import AccountBalance
+from protocol.ledger.credits import PeerBalances
 from protocol.message_codec import encode_certificate
 
 log = logging.getLogger(__name__)
@@ -98,10 +98,10 @@ class CreditLog:
 
         return await self.ledger.read(read)
 
-    async def balances(self, after: PeerKey | None, limit: int) -> tuple[int, list[tuple[PeerKey, AccountBalance]]]:
+    async def balances(self, after: PeerKey | None, limit: int) -> tuple[int, list[tuple[PeerKey, PeerBalances]]]:
         """Return the number of final rounds, and the balances after them of peers with greater keys, in order."""
 
-        def read(ledger: Ledger) -> tuple[int, list[tuple[PeerKey, AccountBalance]]]:
+        def read(ledger: Ledger) -> tuple[int, list[tuple[PeerKey, PeerBalances]]]:
             with ledger.snapshot():
                 return ledger.size(), list(ledger.balances(after=after, limit=limit).items())
 

@@ -18,7 +18,7 @@ from coordinator.ledger.rows import (
 )
 from protocol.ids import Digest, PeerKey, Round, RunId
 from protocol.ledger.audit import CreditedRound
-from protocol.ledger.credits import AccountBalance, Balance, CreditLine, CreditRule, RoundCredits
+from protocol.ledger.credits import Balance, CreditLine, CreditRule, PeerBalances, RoundCredits
 from protocol.ledger.fold import CreditFold, PendingRound
 from protocol.messages import AuditDecision, Score, Verdict, WorkReport
 
@@ -256,14 +256,14 @@ class LedgerQueries:
         rows = self._db.query("SELECT seen_at FROM first_seen WHERE record = ?", (bytes(record),))
         return rows[0][0] if rows else None
 
-    def balances(self, *, after: PeerKey | None = None, limit: int = _END) -> dict[PeerKey, AccountBalance]:
+    def balances(self, *, after: PeerKey | None = None, limit: int = _END) -> dict[PeerKey, PeerBalances]:
         """Return the balances of peers with keys above `after`, by ascending key; without arguments those of all."""
         rows = self._db.query(
             f"SELECT p.peer, {', '.join(BALANCES)} FROM peers p JOIN balances s ON s.peer = p.id "
             "WHERE p.peer > ? ORDER BY p.peer LIMIT ?",
             (bytes(after or b""), limit),
         )
-        return {PeerKey(r[0]): AccountBalance(Balance(*r[1:4]), Balance(*r[4:7]), Balance(*r[7:10])) for r in rows}
+        return {PeerKey(r[0]): PeerBalances(Balance(*r[1:4]), Balance(*r[4:7]), Balance(*r[7:10])) for r in rows}
 
     def read_fold(self, run: RunId) -> CreditFold:
         """Return the fold at the end of the index."""

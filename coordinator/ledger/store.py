@@ -22,7 +22,7 @@ from coordinator.ledger.queries import BALANCES, LedgerQueries
 from coordinator.ledger.rows import AdmissionRow, BindingRow, RefusedUpdate
 from protocol.errors import LedgerRuleError, MalformedError
 from protocol.ids import Digest, PeerKey, Round
-from protocol.ledger.credits import AccountBalance, CreditRule, RoundCredits
+from protocol.ledger.credits import CreditRule, PeerBalances, RoundCredits
 from protocol.ledger.fold import CreditFold, FoldStep
 from protocol.messages import Rollback, Verdict
 from protocol.spec import RunSpec
@@ -276,7 +276,7 @@ class Ledger(LedgerQueries):
         """Return the number of rollbacks that the index has followed."""
         return self._db.query("SELECT epoch FROM state")[0][0]
 
-    def current_balances(self) -> dict[PeerKey, AccountBalance]:
+    def current_balances(self) -> dict[PeerKey, PeerBalances]:
         """Return the balances in memory, within a transaction in progress."""
         return dict(self._current().balances)
 
@@ -302,7 +302,7 @@ class Ledger(LedgerQueries):
         tokens = dict(query("SELECT number, tokens FROM rounds WHERE number >= ?", (first,)))
         lines: dict[int, int] = {}
         for n, windows, micro in query("SELECT number, windows, micro_credits FROM lines WHERE number >= ?", (first,)):
-            lines[n] = lines.get(n, 0) + windows * self._rule.window
+            lines[n] = lines.get(n, 0) + windows * self._rule.window_tokens
             if micro != self._rule.micro_credits(windows):
                 found.append(f"a line of round number {n} has another amount than its windows earn")
         if lines != tokens:
@@ -313,7 +313,7 @@ class Ledger(LedgerQueries):
                 "ELSE 'pending' END, sum(micro_credits), sum(windows), count(*) FROM lines GROUP BY 1, 2",
                 (settled,),
             )
-            due = {(peer, status): (int(m), int(w) * self._rule.window, c) for peer, status, m, w, c in sums}
+            due = {(peer, status): (int(m), int(w) * self._rule.window_tokens, c) for peer, status, m, w, c in sums}
             has = {}
             for row in query(f"SELECT peer, {', '.join(BALANCES)} FROM balances"):
                 for i, status in enumerate(("pending", "settled", "voided")):

@@ -32,7 +32,7 @@ class ActionHandler:
     """The `RoundEffects` of a node, which describes the methods.
 
     `trainer` is None for a node without one, whose machine asks for no update and no state. `auditor` is None where the
-    machine was made without audits.
+    machine has no reporter.
     """
 
     store: Store

@@ -69,7 +69,7 @@ def build_node(
     bus, rest = bus or NodeEvents(), rest or RestWish()
     tasks, queue, timings = Tasks(), EventQueue(bus), RoundTimings()
     codec = make_codec(spec.codec, spec.model.layout)
-    reduction = Reduction(spec.codec, spec.model.layout)
+    reduction = Reduction(codec)
 
     makes_audits = options.makes_audits(replayable=spec.audit.replayable)
     signer = KeySigner(membership.identity)

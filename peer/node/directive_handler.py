@@ -26,11 +26,11 @@ class PolicyUser(Protocol):
 class DirectiveHandler:
     """Passes changes of the directives in force to the trainer and to all users of the policy.
 
-    `window`: the tokens that one counts as. `trainer` is None for an observer.
+    `window_tokens`: what a window counts as. `trainer` is None for a node without one.
     """
 
     me: PeerKey
-    window: int
+    window_tokens: int
     trainer: TrainerClient | None
     users: Sequence[PolicyUser]
     _present: DirectivesChanged | None = field(default=None, init=False)
@@ -46,7 +46,7 @@ class DirectiveHandler:
 
     def _orders(self, change: DirectivesChanged) -> Orders:
         policy = change.policy
-        return Orders(change.paused, policy.max_update_windows, policy.target_windows * self.window)
+        return Orders(change.paused, policy.max_update_windows, policy.target_windows * self.window_tokens)
 
     @property
     def target_tokens(self) -> int:

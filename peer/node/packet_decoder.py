@@ -13,7 +13,7 @@ from protocol.envelope import claimed_kind
 from protocol.errors import MalformedError, ProtocolError
 from protocol.ids import Digest, PeerKey
 from protocol.message_codec import MessageDecoder
-from protocol.messages import Certificate, Heartbeat, RoundRecord, Signed, UpdateHeader
+from protocol.messages import CLOCK_TOLERANCE, Certificate, Heartbeat, RoundRecord, Signed, UpdateHeader
 from protocol.rounds.events import CertificateReceived, ChainReceived, MessageReceived
 from protocol.wire import swarm_pb2 as wire
 
@@ -109,7 +109,7 @@ class PacketDecoder:
             self._check_admissions(body, unix_seconds)
         return signed
 
-    def _check_admissions(self, record: RoundRecord, unix_seconds: float, tolerance: float = 600) -> None:
+    def _check_admissions(self, record: RoundRecord, unix_seconds: float, tolerance: float = CLOCK_TOLERANCE) -> None:
         """Raise AdmissionError if a contributor's admission is not valid now: what is pushed to us is news."""
         for u in record.updates:
             self._decoder.decode_admission_at(u.body.admission, u.author, unix_seconds, tolerance=tolerance)

@@ -23,7 +23,8 @@ from protocol.errors import CairnError, CodecError
 from protocol.ids import Digest, PeerKey
 from protocol.messages import RoundRecord, Signed, UpdateHeader
 from protocol.outer import Contribution
-from protocol.reduce import Reduction, shard_count
+from protocol.reduce import Reduction
+from protocol.reduce_plan import shard_count
 from protocol.rounds.events import BlobInvalid, ShardReduced, ShardUnavailable
 from protocol.spec import OuterSpec
 

@@ -19,7 +19,8 @@ from peer.store import Store
 from protocol.errors import CairnError
 from protocol.ids import Digest, PeerKey
 from protocol.messages import RoundRecord, Signed
-from protocol.reduce import Reduction, shard_count
+from protocol.reduce import Reduction
+from protocol.reduce_plan import shard_count
 from protocol.rounds.machine import RoundMachine
 from protocol.spec import RoundSpec
 

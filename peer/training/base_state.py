@@ -73,7 +73,7 @@ class BaseState(ThreadOwned):
         """Hold nothing yet, but read what was saved in `folder`. `threads`: CPU threads that hash a state."""
         super().__init__()
         self.codec = make_codec(spec.codec, spec.model.layout)
-        self.ledger = ErrorFeedbackLedger(backend.outer, Reduction.of(self.codec), folder, backend.device, report)
+        self.ledger = ErrorFeedbackLedger(backend.outer, Reduction(self.codec), folder, backend.device, report)
         self.record: Digest | None = None
         """The record whose state is held; None before the first load."""
         self.round = 0

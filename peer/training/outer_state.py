@@ -131,7 +131,7 @@ class OuterOperations(ABC):
 
     def advance_reduced(self, parts: Sequence[Path]) -> None:
         """Do the same by the files of a round's reduced shards, all and in order. Raise CodecError or OSError."""
-        reduction, device = Reduction.of(self.codec), self.offload.device
+        reduction, device = Reduction(self.codec), self.offload.device
         self._advance(
             lambda base: apply_reduced(
                 base, mapped_files(parts), reduction, self.spec, slices=self.slices, device=device

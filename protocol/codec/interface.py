@@ -116,8 +116,8 @@ class Codec(ABC):
     def encode(self, feedback: Mapping[str, Tensor], device: torch.device | None = None) -> bytearray:
         """Compress the error feedback e into a blob, in place e <- e - decode(blob), bit for bit.
 
-        The tensors of `feedback` are all on one device; `device` does the work (None: theirs). A sparse codec may keep
-        any of several equally large coordinates; it subtracts the ones that it keeps. Raises CodecError when e has a
+        The tensors of `feedback` are all on one device; `device` does the work (None: theirs). Of equally
+        large coordinates a sparse codec keeps the first. Raises CodecError when e has a
         value that is not finite or absurdly large (e is then spoilt).
         """
         tensors = [flat_view(feedback, t) for t in self.layout.tensors]

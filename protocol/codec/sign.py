@@ -1,8 +1,8 @@
 """The `sign` codec: a bfloat16 scale per block and a bit per coordinate. 1.004 bits per parameter.
 
 Signs with error feedback are 1-bit SGD (Seide et al., Interspeech 2014; Karimireddy et al. 2019, arXiv 1901.09847).
-The scale is the mean magnitude, which leaves the least squared error. Everything is sent each round, roughly, where
-`sparse` sends the largest well: it suits dense pseudo-gradients, such as Muon's.
+The scale is the mean magnitude, which leaves the least squared error. Every coordinate is sent each round, but roughly,
+while `sparse` sends the largest alone, but well. So this codec suits dense pseudo-gradients, such as Muon's.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from protocol.errors import LedgerRuleError
 from protocol.ids import Digest, PeerKey, Round
-from protocol.ledger.credits import AccountBalance, CreditLine, CreditRule, LineStatus, RoundCredits
+from protocol.ledger.credits import CreditLine, CreditRule, LineStatus, PeerBalances, RoundCredits
 from protocol.ledger.fold import CreditFold
 from protocol.spec import RunSpec
 
@@ -70,7 +70,7 @@ class AuditReport:
     pending: int = 0
     settled: int = 0
     voided: int = 0
-    balances: dict[PeerKey, AccountBalance] = field(default_factory=dict)
+    balances: dict[PeerKey, PeerBalances] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     unproved: list[Finding] = field(default_factory=list)
 
@@ -210,7 +210,7 @@ class Auditor:
     def check_totals(self, totals: Mapping[PeerKey, tuple[int, int, int]]) -> None:
         """Compare what the coordinator tells of peers' totals: settled, pending, voided micro-credits."""
         for peer in sorted(totals.keys() | self._fold.balances.keys()):
-            b = self._fold.balances.get(peer, AccountBalance())
+            b = self._fold.balances.get(peer, PeerBalances())
             true = (b.settled.micro_credits, b.pending.micro_credits, b.voided.micro_credits)
             if (told := totals.get(peer, (0, 0, 0))) != true:
                 words = f"{told[0]} settled, {told[1]} pending and {told[2]} voided micro-credits"

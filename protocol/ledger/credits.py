@@ -29,7 +29,7 @@ class CreditRule:
 
     flops_per_parameter_token: int
     parameters: int
-    window: int
+    window_tokens: int
     hold_rounds: int = 12
     total_tokens: int = 0
     frozen_parameters: int = 0
@@ -49,11 +49,11 @@ class CreditRule:
 
     def micro_credits(self, windows: int) -> int:
         """Return the micro-credits of an accepted update over a number of windows."""
-        return self.flops_per_token * windows * self.window // FLOPS_PER_MICRO_CREDIT
+        return self.flops_per_token * windows * self.window_tokens // FLOPS_PER_MICRO_CREDIT
 
     def line(self, peer: PeerKey, update: Digest, windows: int) -> CreditLine:
         """Return the credits of an accepted update; `update` is the digest of its signed header."""
-        return CreditLine(peer, update, windows, windows * self.window, self.micro_credits(windows))
+        return CreditLine(peer, update, windows, windows * self.window_tokens, self.micro_credits(windows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class Balance:
 
 
 @dataclass(frozen=True, slots=True)
-class AccountBalance:
+class PeerBalances:
     """A peer's three balances."""
 
     pending: Balance = Balance()
@@ -146,11 +146,11 @@ class AccountBalance:
         """Return one of the three."""
         return getattr(self, status)
 
-    def plus(self, line: CreditLine, status: LineStatus = "pending") -> AccountBalance:
+    def plus(self, line: CreditLine, status: LineStatus = "pending") -> PeerBalances:
         """Return the balances with one more line."""
         return replace(self, **{status: self.of(status).plus(line)})
 
-    def moved(self, line: CreditLine, status: Literal["settled", "voided"]) -> AccountBalance:
+    def moved(self, line: CreditLine, status: Literal["settled", "voided"]) -> PeerBalances:
         """Return the balances after a pending line has settled, or was voided."""
         return replace(self, pending=self.pending.minus(line)).plus(line, status)
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from protocol.chain import genesis_digest
 from protocol.errors import LedgerRuleError
 from protocol.ids import Digest, PeerKey, Round, RunId
-from protocol.ledger.credits import AccountBalance, CreditLine, CreditRule, LineStatus, RoundCredits
+from protocol.ledger.credits import CreditLine, CreditRule, LineStatus, PeerBalances, RoundCredits
 from protocol.messages import Rollback
 
 
@@ -60,7 +60,7 @@ class CreditFold:
         """Final records so far, on any branch."""
         self.epoch = 0
         """Number of rollbacks so far."""
-        self.balances: dict[PeerKey, AccountBalance] = {}
+        self.balances: dict[PeerKey, PeerBalances] = {}
         self._pending: dict[int, PendingRound] = {}
         self._records = bytearray()
         self._tokens = array("q")  # on the branch, up to each of its rounds
@@ -69,7 +69,7 @@ class CreditFold:
     @classmethod
     def restored(
         cls, run: RunId, rule: CreditRule, *, count: int, epoch: int, branch: Iterable[tuple[Digest, int]],
-        reverted: Iterable[Digest], pending: Iterable[PendingRound], balances: dict[PeerKey, AccountBalance],
+        reverted: Iterable[Digest], pending: Iterable[PendingRound], balances: dict[PeerKey, PeerBalances],
     ) -> CreditFold:  # fmt: skip
         """Return the fold that goes on from a stored state; `branch`: records and their tokens, in order."""
         fold = cls(run, rule)
@@ -233,4 +233,4 @@ class CreditFold:
         self._tokens.append(self.tokens + tokens)
 
 
-_NOTHING = AccountBalance()
+_NOTHING = PeerBalances()

@@ -11,7 +11,7 @@ from protocol.rounds.members import Member
 from protocol.rounds.round_state import RoundState
 
 MAX_LAG = 8
-"""A member that is this number of rounds behind, or more, is not awaited."""
+"""A member that is more than this number of rounds behind is not awaited."""
 
 
 class AwaitedMembers:
@@ -56,7 +56,7 @@ class AwaitedMembers:
             return False
         if self._lags(key):
             may_come = not context.members.lagging.applies_to(key, round_.number) and self._is_fresh(member)
-            return may_come and not self._is_patience_over(is_behind=member.beat.head in self._recent_records)
+            return may_come and not self._waited_long_enough(is_behind=member.beat.head in self._recent_records)
         if member.heard >= round_.began:
             return member.trains_in(round_.parent)
         # Not heard from in this round yet: it was with us a moment ago, and most likely still is.
@@ -107,7 +107,7 @@ class AwaitedMembers:
             if key not in self._round.headers and not members.lagging.applies_to(key, number):
                 members.lagging.penalise(key, number)
 
-    def _is_patience_over(self, *, is_behind: bool) -> bool:
+    def _waited_long_enough(self, *, is_behind: bool) -> bool:
         """Return whether lagging members were awaited for long enough since the round's beginning.
 
         If training takes as long as that, waiting costs nothing. A member that is behind gets as long as the round
@@ -115,4 +115,4 @@ class AwaitedMembers:
         """
         policy = self._context.policy
         seconds = max(self._seconds_before, 2 * policy.heartbeat_seconds) if is_behind else policy.heartbeat_seconds
-        return self._context.deadlines.due("stragglers", self._round.began + min(seconds, policy.exchange_seconds))
+        return self._context.deadlines.due("lagging", self._round.began + min(seconds, policy.exchange_seconds))

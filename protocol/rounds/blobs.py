@@ -199,7 +199,7 @@ class BlobTracker:
         for blob in [b for b in self._requests if b not in needed]:
             del self._requests[blob]
             actions.append(CancelFetch(blob))
-        for blob, origin in needed.items():
+        for blob, role in needed.items():
             if blob in self._held or blob in self._invalid:
                 continue
             request = self._requests.get(blob)
@@ -210,7 +210,7 @@ class BlobTracker:
             if not request.under_way and request.retry <= now:
                 request.under_way = True
                 self._retries.discard(blob)
-                actions.append(origin.fetch(blob, holders(blob, origin)))
+                actions.append(role.fetch(blob, holders(blob, role)))
         return actions
 
     def is_retry_due(self, deadlines: Deadlines) -> bool:

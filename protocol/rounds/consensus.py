@@ -39,8 +39,9 @@ class Consensus:
     """One peer's part in deciding the open round: the one that follows the record of the trainer's state.
 
     A round has four steps (docs/rounds.md). Members announce headers, which commit to their updates. In each attempt
-    one author, in an order that all compute alike, proposes a record of the announced updates. The contributors that it
-    lists vote once they hold the data. Votes of more than two thirds of them are a certificate.
+    one author, in an order that those who hold the same updates compute alike, proposes a record of the announced
+    updates. The contributors that it lists vote once they hold the data. Votes of more than two thirds of them are a
+    certificate.
 
     A certificate is not final: its quorum is of the contributors that the record lists, not of all members. A member
     may vote for a second record of the round, because a record whose voters fell silent would stop it for ever. So two
@@ -169,7 +170,7 @@ class Consensus:
         round_.equivocate(second, listed=listed)
         context.members.equivocated.penalise(author, round_.number)
         if author == context.me:
-            context.notify_twin()
+            context.notify_copied_key()
         elif round_.report_once(author):
             context.notify("warning", "equivocation", f"peer {author.short} announced two updates", author)
         if context.members.is_my_turn(second.digest, 0):
@@ -411,7 +412,7 @@ class Consensus:
 
     def _propose(self, round_: RoundState, exchange: Exchange) -> Certificate | None:
         context, members = self._context, self._context.members
-        round_.skip(lambda a: a != context.me and members.is_struck(a, round_.number), context.now)
+        round_.skip(lambda a: a != context.me and members.is_unreliable(a, round_.number), context.now)
         attempt = round_.attempt(context.now)
         following = round_.next_attempt_at(context.now)
         if following is not None:
@@ -427,7 +428,7 @@ class Consensus:
             listed = [h for h in listed if h.author == context.me or h.body.blob not in round_.disputed]
         reports, decisions = context.reports.to_include(round_.parent)
         convicted = {d.author for d in decisions if d.convicted}
-        listed = self._without_surplus_struck(round_, [h for h in listed if h.author not in convicted])
+        listed = self._without_surplus_silent(round_, [h for h in listed if h.author not in convicted])
         round_.begin_attempt(attempt)
         if not any(h.author == context.me for h in listed):
             return None
@@ -443,26 +444,26 @@ class Consensus:
         context.emit(Broadcast(record))
         return self._receive_record(record)
 
-    def _without_surplus_struck(
+    def _without_surplus_silent(
         self, round_: RoundState, listed: list[Signed[UpdateHeader]]
     ) -> list[Signed[UpdateHeader]]:
-        """Return the headers that a record of ours lists: none by an author that lately announced two in a round.
+        """Return the headers that a record of ours lists: none by an author with a penalty for two headers.
 
         It lists silent authors only while the others' votes suffice; after our first vote only those that voted.
         """
         members, me = self._context.members, self._context.me
         listed = [h for h in listed if h.author == me or not members.equivocated.applies_to(h.author, round_.number)]
-        struck = {
+        silent = {
             h.author
             for h in listed
             if members.silent.applies_to(h.author, round_.number) and h.author != me and h.author not in round_.votes
         }
-        sound = len(listed) - len(struck)
+        sound = len(listed) - len(silent)
         room = 0
-        while round_.last_vote is None and room < len(struck) and quorum(sound + room + 1) <= sound:
+        while round_.last_vote is None and room < len(silent) and quorum(sound + room + 1) <= sound:
             room += 1
-        kept = set(sorted(struck, key=lambda a: sha256(round_.parent, a))[:room])  # others in each round
-        return [h for h in listed if h.author not in struck or h.author in kept]
+        kept = set(sorted(silent, key=lambda a: sha256(round_.parent, a))[:room])  # others in each round
+        return [h for h in listed if h.author not in silent or h.author in kept]
 
     def _answers(self, round_: RoundState, exchange: Exchange, author: PeerKey, attempt: int) -> bool:
         """Return whether to list a contributor although earlier attempts failed: see "Attempts" in docs/rounds.md."""
@@ -553,13 +554,13 @@ class Consensus:
         return {vote.author for vote in self.round.votes_for(proposal.record)}
 
     def _believed(self, round_: RoundState) -> list[Signed[UpdateHeader]]:
-        """Return the headers whose claims count: anybody can claim windows, and give nothing."""
+        """Return the headers that count as announced: anybody can announce, and give nothing."""
         exchange = self.exchange
         members, number = self._context.members, round_.number
         headers = [
-            h for a, h in round_.headers.items() if a not in round_.excluded and not members.is_struck(a, number)
+            h for a, h in round_.headers.items() if a not in round_.excluded and not members.is_unreliable(a, number)
         ]
-        return [h for h in headers if exchange is None or exchange.counts_towards_weight(h)]
+        return [h for h in headers if exchange is None or exchange.counts_as_announced(h)]
 
     def _repeat(self, round_: RoundState, exchange: Exchange) -> None:
         """Broadcast again, while the round is undecided, what may have been lost; less often each time."""
@@ -592,7 +593,7 @@ class Consensus:
             return {}
         return exchange.needed()
 
-    def holders(self, blob: Digest, origin: BlobRole) -> tuple[PeerKey, ...]:
+    def holders(self, blob: Digest, role: BlobRole) -> tuple[PeerKey, ...]:
         """Return the peers that are likely to have a blob, the best first.
 
         For an update: its author, then voters for it, then those that announced in its round. For a shard: its signers,
@@ -600,13 +601,13 @@ class Consensus:
         """
         chain, round_, exchange = self._context.chain, self.round, self.exchange
         found: dict[PeerKey, None] = {}
-        found.update((a, None) for a in origin.first_holders(blob, None if round_ is None else exchange))
+        found.update((a, None) for a in role.first_holders(blob, None if round_ is None else exchange))
         for branch in (chain.head, self._sync.retried_tip):
-            decided = None if branch is None else chain.ancestor_at(branch, origin.round + 1)
-            if decided is not None and decided != chain.root and origin.belongs_to(chain.certificate(decided)):
+            decided = None if branch is None else chain.ancestor_at(branch, role.round + 1)
+            if decided is not None and decided != chain.root and role.belongs_to(chain.certificate(decided)):
                 found.update((v.author, None) for v in chain.certificate(decided).votes)
         if round_ is not None:
-            found.update((a, None) for a in origin.other_holders(round_))
+            found.update((a, None) for a in role.other_holders(round_))
         found.pop(self._context.me, None)
         return tuple(found)[:MAX_HOLDERS]
 

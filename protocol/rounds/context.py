@@ -130,7 +130,7 @@ class Context:
     def emit(self, action: Action) -> None:
         self.actions.append(action)
 
-    def notify_twin(self) -> None:
+    def notify_copied_key(self) -> None:
         """Report a message by our own key that is not ours."""
         text = (
             "another machine uses a copy of this one's key: the two contradict each other, and the work of neither "

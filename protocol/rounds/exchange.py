@@ -46,8 +46,8 @@ class Exchange(ABC):
         """Return the headers that a record of ours would list now."""
 
     @abstractmethod
-    def counts_towards_weight(self, header: Signed[UpdateHeader]) -> bool:
-        """Return whether an announced header counts towards the weight that a record should have."""
+    def counts_as_announced(self, header: Signed[UpdateHeader]) -> bool:
+        """Return whether a header counts as announced: see `Consensus.is_supported`."""
 
     @abstractmethod
     def awaits(self, header: Signed[UpdateHeader]) -> bool:

@@ -25,12 +25,12 @@ def blob_invalid(context: Context, consensus: Consensus, tip: Digest | None, blo
     round_, exchange = consensus.round, consensus.exchange
     signers = set() if round_ is None or exchange is None else exchange.signers_of(blob)
     announced = None if round_ is None else next((h for h in round_.headers.values() if h.body.blob == blob), None)
-    certified, origin = _certified_with(context, blob, tip)
-    if origin is not None and origin.is_contradicted(announced=announced is not None, attested=bool(signers)):
-        certified = origin = None  # that record is as good as before
+    certified, role = _certified_with(context, blob, tip)
+    if role is not None and role.is_contradicted(announced=announced is not None, attested=bool(signers)):
+        certified = role = None  # that record is as good as before
     else:
         context.blobs.reject(blob)
-    header = announced or (None if origin is None else origin.header)
+    header = announced or (None if role is None else role.header)
     if round_ is not None and exchange is not None:
         round_.reject(blob)
         if header is not None and round_.headers.get(header.author) is header:
@@ -41,10 +41,10 @@ def blob_invalid(context: Context, consensus: Consensus, tip: Digest | None, blo
         context.members.late.penalise(header.author, number)
         context.members.distrusted.penalise(header.author, number)
     author = None if header is None else header.author
-    phrase = ("an update" if origin is None else origin.phrase) + ("" if author is None else f" of {author.short}")
+    phrase = ("an update" if role is None else role.phrase) + ("" if author is None else f" of {author.short}")
     context.notify("warning", "bad-blob", f"{phrase} breaks the codec's rules: {reason}", author)
-    if certified is not None and origin is not None:
-        text = f"record {certified.short} was certified with a bad {origin.kind}: dropped"
+    if certified is not None and role is not None:
+        text = f"record {certified.short} was certified with a bad {role.kind}: dropped"
         context.notify("error", "bad-record", text, author)
         context.chain.mark_invalid(certified)
 
@@ -79,6 +79,6 @@ def _certified_with(context: Context, blob: Digest, tip: Digest | None) -> tuple
         top = chain.height(branch)
         last = max(chain.height(chain.root), top - (policy.checkpoint_keep + 2) * SEARCHED_RECORDS)
         for record in islice(chain.ancestors(branch), top - last):
-            if (origin := applied_blobs(chain.certificate(record)).get(blob)) is not None:
-                return record, origin
+            if (role := applied_blobs(chain.certificate(record)).get(blob)) is not None:
+                return record, role
     return None, None

@@ -19,7 +19,7 @@ class GatheredExchange(Exchange):
         """Return the candidates whose blobs are held."""
         return [h for h in self._round.candidates() if self.is_delivered(h)]
 
-    def counts_towards_weight(self, header: Signed[UpdateHeader]) -> bool:
+    def counts_as_announced(self, header: Signed[UpdateHeader]) -> bool:
         """Return whether the update is held, or was announced less than `exchange_seconds` ago: anybody can claim.
 
         The time is for authors that announced it themselves, and did not let such a time pass before.

@@ -5,7 +5,7 @@
     loop: carry out the actions; on a message, an answer, or at `machine.next_tick`: actions = machine.step(event, time)
 
 Time is in seconds of any monotonic clock. Nothing here blocks, and every container has a bound (`sizes`). `actions` and
-`events` define each action, event and query. These rules bind whoever drives the machine:
+`events` define each action and event. These rules bind whoever drives the machine:
 
 - The `sequence` of a status is the unix time in milliseconds, because heartbeats of a restarted peer must carry greater
   numbers than those before.
@@ -346,7 +346,7 @@ class RoundMachine:
         if source == context.me:
             if self._sent and beat.sequence > self._sent[0] and beat.sequence not in self._sent:
                 if self._foreign not in (None, beat.sequence):
-                    context.notify_twin()
+                    context.notify_copied_key()
                 self._foreign = beat.sequence
             return
         self._directives.inform(source, beat)

@@ -9,6 +9,7 @@ from protocol.messages import Goodbye, Heartbeat, Signed
 from protocol.rounds.policy import RoundPolicy
 
 MAX_PENALTY = 6
+"""Doublings of a penalty: 2**6 = 64 rounds."""
 
 REPEATERS = 8
 """About this number of members repeat others' messages, once there are more than twice as many. If everybody did, each
@@ -193,13 +194,13 @@ class Members:
             for penalties in self._forgiven_when_listed:
                 penalties.forgive(key)
 
-    def is_struck(self, key: PeerKey, number: int) -> bool:
+    def is_unreliable(self, key: PeerKey, number: int) -> bool:
         """Return whether round `number` must not depend on a peer's vote."""
         return self.silent.applies_to(key, number) or self.equivocated.applies_to(key, number)
 
     def is_doubted(self, key: PeerKey, number: int) -> bool:
         """Return whether a peer's claims of windows do not bring round `number` closer to its end."""
-        return self.distrusted.applies_to(key, number) or self.is_struck(key, number)
+        return self.distrusted.applies_to(key, number) or self.is_unreliable(key, number)
 
     def has_room_for(self, key: PeerKey) -> bool:
         """Return whether messages of a peer deserve room: it is no key that anybody can make."""

@@ -33,7 +33,7 @@ class RoundPolicy:
     checkpoint_every: int = 10
     checkpoint_keep: int = 2
     exchange: ReducePlan = GATHER
-    window: int = 1
+    window_tokens: int = 1
     """Tokens that one window counts as: the owner's changes are in tokens."""
 
     stake: StakeRule = StakeRule()
@@ -59,7 +59,7 @@ class RoundPolicy:
             checkpoint_every=spec.checkpoint.every,
             checkpoint_keep=spec.checkpoint.keep,
             exchange=ReducePlan.of(spec),
-            window=window,
+            window_tokens=window,
             stake=stake_rule(spec),
             audit=AuditRule(owner=PeerKey.parse(spec.owner)),
             replay_batch=spec.inner.batch if spec.audit.replayable else None,
@@ -69,9 +69,9 @@ class RoundPolicy:
         names = ("max_seconds", "exchange_seconds", "propose_seconds", "patience_seconds", "member_seconds")
         new: dict[str, Any] = {name: getattr(changes, name) for name in (*names, "max_members")}
         if changes.target_tokens is not None:
-            new["target_windows"] = -(-changes.target_tokens // self.window)
+            new["target_windows"] = -(-changes.target_tokens // self.window_tokens)
         if changes.max_update_tokens is not None:
-            new["max_update_windows"] = max(1, changes.max_update_tokens // self.window)
+            new["max_update_windows"] = max(1, changes.max_update_tokens // self.window_tokens)
         return replace(self, **{name: value for name, value in new.items() if value is not None})
 
     @property
@@ -80,7 +80,7 @@ class RoundPolicy:
             max_update_windows=self.max_update_windows,
             max_members=self.max_members,
             reduce_plan=self.exchange,
-            window_tokens=self.window,
+            window_tokens=self.window_tokens,
             stake=self.stake,
             audit=self.audit,
             replay_batch=self.replay_batch,

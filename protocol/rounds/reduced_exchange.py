@@ -74,9 +74,9 @@ class ReducedExchange(Exchange):
 
     def listable(self) -> list[Signed[UpdateHeader]]:
         """Return the candidates that should be available: nobody holds others' updates."""
-        return [h for h in self._round.candidates() if h.author == self._context.me or self.counts_towards_weight(h)]
+        return [h for h in self._round.candidates() if h.author == self._context.me or self.counts_as_announced(h)]
 
-    def counts_towards_weight(self, header: Signed[UpdateHeader]) -> bool:
+    def counts_as_announced(self, header: Signed[UpdateHeader]) -> bool:
         """Return whether nothing is known against the author or the update."""
         context, author = self._context, header.author
         known_bad = context.blobs.is_invalid(header.body.blob) or author in self._left_out or author in self._silent

@@ -8,14 +8,13 @@ from itertools import islice
 
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey, Round, sha256
-from protocol.messages import RoundRecord, Signed, UpdateHeader, Vote
+from protocol.messages import MAX_ATTEMPT, RoundRecord, Signed, UpdateHeader, Vote
 from protocol.rounds.policy import RoundPolicy
 
 RECORDS_PER_AUTHOR = 4
 MAX_RECORDS = 64
 MAX_RECORD_BYTES = 128 * 1024 * 1024
 VOTES_PER_AUTHOR = 4
-MAX_ATTEMPT = 2**20
 MAX_JUMP = 1024
 RECENT_RECORDS = 8
 """Number of records before a round whose contributors take the first turns to propose."""
@@ -274,7 +273,7 @@ class RoundState:
         return self._order
 
     def contradicting_state(self) -> Digest | None:
-        """Return the base state that more than two thirds of the contributors share, if it is not ours."""
+        """Return the base state that more than two thirds of the headers name, if it is not ours."""
         counts = Counter(h.body.base_state for h in self.headers.values())
         for state, count in counts.items():
             if state != self.state and count * 3 > len(self.headers) * 2:
@@ -403,12 +402,12 @@ class RoundState:
         mine[vote.body.record] = vote
         return True
 
-    def votes_for(self, record: Signed[RoundRecord], payload: Digest | None = None) -> list[Signed[Vote]]:
-        """Return the votes by its contributors, by ascending key; only those with this payload, if one is given."""
+    def votes_for(self, record: Signed[RoundRecord], shards: Digest | None = None) -> list[Signed[Vote]]:
+        """Return the votes by its contributors, by ascending key; only those for these shards, if a digest is given."""
         found = []
         for author in record.body.contributors:
             vote = self.votes.get(author, {}).get(record.digest)
-            if vote is not None and payload in (None, vote.body.shards_digest):
+            if vote is not None and shards in (None, vote.body.shards_digest):
                 found.append(vote)
         return found
 

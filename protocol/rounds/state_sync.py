@@ -36,7 +36,7 @@ class StateSync:
     def __init__(self, context: Context):
         self._context = context
         self.applied: Digest | None = None
-        """The record whose state the trainer holds."""
+        """The record whose state the trainer holds; of an observer, the chain's head."""
 
         self.state: Digest | None = None
         """The digest of that state."""
@@ -344,12 +344,12 @@ class StateSync:
         if not context.deadlines.due("blobs", since + 2 * context.policy.heartbeat_seconds):
             return False
         applied = ((certificate, *item) for certificate in path for item in applied_blobs(certificate).items())
-        missing = ((certificate, origin) for certificate, blob, origin in applied if not context.blobs.holds(blob))
-        certificate, origin = next(missing, (None, None))
-        if certificate is None or origin is None:
+        missing = ((certificate, role) for certificate, blob, role in applied if not context.blobs.holds(blob))
+        certificate, role = next(missing, (None, None))
+        if certificate is None or role is None:
             return False
         # An author that has kept us waiting in vain before gets little time.
-        author, number = origin.responsible, certificate.record.body.round
+        author, number = role.responsible, certificate.record.body.round
         if not context.deadlines.due("missing blobs", since + context.policy.patience_seconds):
             if not context.members.late.applies_to(author, number):
                 return False
@@ -362,7 +362,7 @@ class StateSync:
                 self._report_unavailable(record)
             return False
         context.members.late.penalise(author, number)
-        text = f"nobody gives {origin.describe(record)}: going on without that branch for a while"
+        text = f"nobody gives {role.describe(record)}: going on without that branch for a while"
         context.notify("warning", "withheld", text, author)
         self._quarantine.add(record)
         self._waiting = None

@@ -40,7 +40,7 @@ class Summary:
     chain_head: Digest
     members: tuple[MemberView, ...]
     headers: tuple[Signed[UpdateHeader], ...]
-    """The headers announced for this round, own one included."""
+    """The headers announced for this round, our own included."""
 
     votes: int
     """Votes seen for the record that we voted for."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from coordinator.errors import LedgerError
 from coordinator.ledger import Ledger
 from coordinator.ledger.store import connect
-from protocol.ledger.credits import AccountBalance
+from protocol.ledger.credits import PeerBalances
 from tests.chaos import story
 
 
@@ -37,7 +37,7 @@ def _not_the_story(ledger: Ledger) -> list[str]:
         for i, line in enumerate(story.account(n).lines):
             voided = i == 0 and bool(story.verdicts_on(n)) and n < count - 1
             kind = "voided" if voided else "settled" if settled else "pending"
-            s = expected.get(line.peer, AccountBalance())
+            s = expected.get(line.peer, PeerBalances())
             expected[line.peer] = s.plus(line, kind)
     if ledger.balances() != expected:
         found.append("credit is lost or doubled")

@@ -293,7 +293,7 @@ LAYOUT = Layout.of({"a": (3, 50), "b": (77,), "c": (), "d": (4160,)})
 CODECS = [make_codec(c, LAYOUT) for c in (CodecSpec(kind="sparse", k=64), CodecSpec(kind="sparse", k=1500))]
 CODECS += [make_codec(CodecSpec(kind="sparse", k=4096), LAYOUT), make_codec(CodecSpec(kind="sign"), LAYOUT)]
 CODECS += [make_codec(CodecSpec(kind="int8"), LAYOUT), make_codec(CodecSpec(kind="none"), LAYOUT)]
-REDUCTIONS = [Reduction.of(codec) for codec in CODECS]
+REDUCTIONS = [Reduction(codec) for codec in CODECS]
 
 
 def mutate_blob(rng: random.Random, data: bytes) -> bytes:

@@ -78,7 +78,7 @@ def life(side, learn, digest, rubbish, folder: Path) -> list[str]:
     seen.append(digest())
     assert _codec is not None
     if not _codec.sends_all:
-        selection = untransmitted(dense(30), [p.read_bytes() for p in sums], Reduction.of(_codec))
+        selection = untransmitted(dense(30), [p.read_bytes() for p in sums], Reduction(_codec))
         assert selection is not None
         side.add_back(dense(30), selection.to_bytes())
         side.add_back(dense(31), selection.to_bytes())
@@ -115,7 +115,7 @@ def sums_of(contributions: list[Contribution], outer: OuterSpec, folder: Path) -
     folder.mkdir()
     paths = [folder / f"{part}" for part in range(3)]
     for part, path in enumerate(paths):
-        path.write_bytes(Reduction.of(_codec).reduce(contributions, outer, 3, part))
+        path.write_bytes(Reduction(_codec).reduce(contributions, outer, 3, part))
     return paths
 
 

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 LAYOUT = Layout.of({"a": (700, 1000), "b": (33,), "c": (900, 1300)})
 SPEC = CodecSpec(kind="int8")
 CODEC = make_codec(SPEC, LAYOUT)
-REDUCTION = Reduction(SPEC, LAYOUT)
+REDUCTION = Reduction(make_codec(SPEC, LAYOUT))
 PARENT = Digest(bytes(32))
 
 

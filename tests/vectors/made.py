@@ -772,7 +772,7 @@ def outer_steps() -> dict[str, Any]:
         }  # fmt: skip
         apply(state, updates, made, outer)
         case["after"] = _shown(state)
-        reduced, reduction = _state(layout, outer), Reduction.of(made)
+        reduced, reduction = _state(layout, outer), Reduction(made)
         shards = [reduction.reduce(updates, outer, 2, shard) for shard in range(2)]
         apply_reduced(reduced, shards, reduction, outer)
         case["two_shards"] = {"blobs": [s.hex() for s in shards], "after": _shown(reduced)}
@@ -789,7 +789,7 @@ def credit() -> dict[str, Any]:
         "micro_credits": [
             {
                 "flops_per_parameter_token": r.flops_per_parameter_token, "parameters": r.parameters,
-                "window": r.window, "windows": n, "micro_credits": r.micro_credits(n),
+                "window": r.window_tokens, "windows": n, "micro_credits": r.micro_credits(n),
             }
             for r in rules for n in (1, 2, 3, 361, 362, 10**6)
         ],

@@ -77,7 +77,7 @@ def test_what_breaks_a_rule_is_named(world: World):
 
 def test_a_rule_is_the_one_that_the_owner_has_changed_it_to(world: World, monkeypatch: pytest.MonkeyPatch):
     at, most = world.chain.head, 2 * POLICY.max_update_windows
-    changes = RoundChanges(max_update_tokens=most * POLICY.window)
+    changes = RoundChanges(max_update_tokens=most * POLICY.window_tokens)
     monkeypatch.setattr(world.chain, "directives", lambda _: ActiveDirectives(changes=changes))
     world.heard.receive(world.header(3, end_window=1000 + most))
     world.heard.receive(world.header(4, end_window=1000 + most + 1))

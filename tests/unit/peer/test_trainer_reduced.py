@@ -11,6 +11,7 @@ from torch import Tensor
 
 from peer.channel import Apply, Load, RoundUpdates, UpdateFile, UpdateMade
 from peer.training.trainer import Trainer
+from protocol.codec import make_codec
 from protocol.errors import CodecError
 from protocol.merkle import blob_digest
 from protocol.outer import Contribution
@@ -32,7 +33,7 @@ def world(tmp_path) -> World:
 
 
 def reduction(world: World) -> Reduction:
-    return Reduction(world.spec.codec, world.spec.model.layout)
+    return Reduction(make_codec(world.spec.codec, world.spec.model.layout))
 
 
 def reduced_round(

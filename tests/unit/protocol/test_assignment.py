@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from protocol.assignment import WindowTable, window_of, windows_of
+from protocol.assignment import WindowTable, windows_of
 from protocol.errors import MalformedError
 from protocol.ids import PeerKey, sha256
 from protocol.spec import DataShard
@@ -41,13 +41,13 @@ def test_a_batch_is_the_same_as_one_by_one_however_it_is_cut(total, first, count
     assert np.array_equal(whole, np.concatenate(parts))
     assert ((whole >= 0) & (whole < total)).all()
     for i in range(0, count, 97):
-        assert window_of(5, peer(2), first + i, total) == whole[i]
+        assert windows_of(5, peer(2), first + i, 1, total)[0] == whole[i]
 
 
 @pytest.mark.parametrize("total", [3, 16, 100, *long_cases(1000)])
 def test_over_peers_a_counter_is_uniform(total):
     """Chi-square over many peers at one counter, where the permutation gives nothing for free."""
-    draws = np.array([window_of(9, peer(i), 1, total) for i in range(20 * total if total > 100 else 4000)])
+    draws = np.array([windows_of(9, peer(i), 1, 1, total)[0] for i in range(20 * total if total > 100 else 4000)])
     assert stats.chisquare(np.bincount(draws, minlength=total)).pvalue > 1e-4
 
 

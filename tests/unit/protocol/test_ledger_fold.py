@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from protocol.chain import genesis_digest
 from protocol.errors import LedgerRuleError
 from protocol.ids import Digest, PeerKey, Round
-from protocol.ledger.credits import AccountBalance, Balance, CreditRule, RoundCredits, credits_of
+from protocol.ledger.credits import Balance, CreditRule, PeerBalances, RoundCredits, credits_of
 from protocol.ledger.fold import CreditFold
 from protocol.ledger.verdicts import VerdictWalk
 from protocol.message_codec import KeySigner
@@ -193,11 +193,11 @@ def test_a_fold_is_what_a_model_of_a_few_lines_says_and_goes_on_from_any_state(s
             if named and c.record == named[0][0] and number - 1 - n < hold:
                 void.add((n, named[0][1]))
         fold.add(credits)
-        expected: dict[PeerKey, AccountBalance] = {}
+        expected: dict[PeerKey, PeerBalances] = {}
         for n, c in enumerate(story.posted):
             for x in c.lines:
                 status = "voided" if (n, x.peer) in void else "settled" if number - n >= hold else "pending"
-                expected[x.peer] = expected.get(x.peer, AccountBalance()).plus(x, status)
+                expected[x.peer] = expected.get(x.peer, PeerBalances()).plus(x, status)
         assert fold.balances == expected
         fold = CreditFold.restored(
             spec.run_id, rule, count=fold.count, epoch=fold.epoch, pending=fold.pending, balances=fold.balances,

@@ -21,7 +21,7 @@ from coordinator.ledger import Ledger
 from coordinator.ledger.store import connect
 from protocol.chain import genesis_digest
 from protocol.ids import Digest, Round, sha256
-from protocol.ledger.credits import AccountBalance, Balance, CreditRule, RoundCredits
+from protocol.ledger.credits import Balance, CreditRule, PeerBalances, RoundCredits
 from protocol.messages import Rollback, Verdict
 from tests.support.coordinator_fakes import make_spec, peer, state
 
@@ -200,11 +200,11 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost_or_doubled(self) -> None:
-        expected: dict[bytes, AccountBalance] = {}
+        expected: dict[bytes, PeerBalances] = {}
         for number, posted in enumerate(self.posted):
             for i, line in enumerate(posted.account.lines):
                 kind = "voided" if i in posted.voided else "settled" if self.is_settled(number) else "pending"
-                s = expected.get(line.peer, AccountBalance())
+                s = expected.get(line.peer, PeerBalances())
                 expected[line.peer] = replace(s, **{kind: getattr(s, kind).plus(line)})
         assert self.ledger.balances() == expected
         assert self.ledger.accounts(limit=1000) == self.branch

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from protocol.codec import Codec
+from protocol.codec import Codec, make_codec
 from protocol.errors import CodecError
 from protocol.layout import MOMENTUM, Layout, TensorSlice
 from protocol.merkle import CHUNK, blob_digest
@@ -49,7 +49,7 @@ def means(codec: Codec, updates: list[Contribution], outer: OuterSpec) -> dict[s
 @given(layouts, specs, st.integers(1, 40))
 @settings(deadline=None, max_examples=60)
 def test_parts_are_all_of_the_model_in_order_and_of_like_size(layout, spec, count):
-    reduction = Reduction(spec, layout)
+    reduction = Reduction(make_codec(spec, layout))
     count = min(count, layout.blocks)
     parts = reduction.slices(count)
     joined: list[TensorSlice] = []
@@ -78,13 +78,13 @@ def test_there_is_a_part_for_each_contributor_but_none_much_smaller_than_a_chunk
 @pytest.mark.parametrize("kind", ["sparse", "sign", "int8", "none"])
 def test_as_many_parts_as_a_round_has_are_never_empty(kind):
     for shapes in ({"w": (70_000,)}, {f"{i:04d}": (1,) for i in range(2000)} | {"w": (600, 700)}):
-        reduction = Reduction(CodecSpec(kind=kind, k=4096), Layout.of(shapes))
+        reduction = Reduction(make_codec(CodecSpec(kind=kind, k=4096), Layout.of(shapes)))
         count = shard_count(10**6, reduction.codec.size)
         assert all(reduction.slices(count))
 
 
 def test_a_part_that_is_not_there_is_an_error():
-    reduction = Reduction(SPARSE, LAYOUT)
+    reduction = Reduction(make_codec(SPARSE, LAYOUT))
     for count, part in ((2, 2), (2, -1), (0, 0), (LAYOUT.blocks + 1, 0)):
         with pytest.raises(ValueError):
             reduction.size(count, part)
@@ -96,7 +96,7 @@ def test_a_part_that_is_not_there_is_an_error():
 @every_codec
 @every_outer
 def test_a_reduced_mean_is_that_of_apply_to_the_precision_of_its_codec(spec, outer):
-    reduction = Reduction(spec, LAYOUT)
+    reduction = Reduction(make_codec(spec, LAYOUT))
     updates = contributions(reduction.codec, 4)
     want = means(reduction.codec, updates, outer)
     # One part: the norms are those of whole tensors.
@@ -120,11 +120,11 @@ def test_a_reduced_mean_is_that_of_apply_to_the_precision_of_its_codec(spec, out
 @every_codec
 @every_outer
 def test_a_step_by_reduced_parts_is_the_step_by_what_they_decode_to(spec, outer):
-    reduction = Reduction(spec, LAYOUT)
+    reduction = Reduction(make_codec(spec, LAYOUT))
     updates = contributions(reduction.codec, 3)
     sums = reduced(reduction, updates, outer, 3)
     # The same numbers as an update of everything, which `apply` passes on as they are.
-    raw = Reduction(CodecSpec(kind="none"), LAYOUT).codec
+    raw = Reduction(make_codec(CodecSpec(kind="none"), LAYOUT)).codec
     said = {
         n: v.view(dict((t.name, t.shape) for t in LAYOUT.tensors)[n]) for n, v in sum_means(reduction, sums).items()
     }
@@ -136,7 +136,7 @@ def test_a_step_by_reduced_parts_is_the_step_by_what_they_decode_to(spec, outer)
 @given(st.sampled_from(SPECS), st.integers(1, 6), st.integers(2, 6), st.integers(0, 2**31))
 @settings(deadline=None, max_examples=30)
 def test_any_number_of_parts_gives_the_same_state(spec, peers, count, seed):
-    reduction = Reduction(spec, LAYOUT)
+    reduction = Reduction(make_codec(spec, LAYOUT))
     generator = torch.Generator().manual_seed(seed)
     updates = [
         Contribution(
@@ -153,7 +153,7 @@ def test_any_number_of_parts_gives_the_same_state(spec, peers, count, seed):
 @every_codec
 @every_outer
 def test_processes_that_hold_a_state_together_step_as_one_does(spec, outer):
-    reduction = Reduction(spec, LAYOUT)
+    reduction = Reduction(make_codec(spec, LAYOUT))
     sums = reduced(reduction, contributions(reduction.codec, 3), outer, 3)
     whole, state = stepped(reduction, sums, outer), state_of(reduction.codec, outer)
     a, b, c = LAYOUT.full_slices
@@ -175,7 +175,7 @@ def test_processes_that_hold_a_state_together_step_as_one_does(spec, outer):
 @every_codec
 @every_outer
 def test_neither_order_nor_threads_change_a_byte(spec, outer):
-    reduction = Reduction(spec, Layout.of({"big": (1500, 1024), "odd": (4097,)}))
+    reduction = Reduction(make_codec(spec, Layout.of({"big": (1500, 1024), "odd": (4097,)})))
     updates = contributions(reduction.codec, 4, [1.0, 1e3, 1e-12, 1e-18])
     want = reduced(reduction, updates, outer, 2)
     threads = torch.get_num_threads()
@@ -191,7 +191,7 @@ def test_the_bytes_stay_what_they_were_released_as():
     layout = Layout.of({"w": (8192 + 128,), "v": (3,)})
     got = {}
     for spec in (SPARSE, CodecSpec(kind="sign"), CodecSpec(kind="int8"), CodecSpec(kind="none")):
-        reduction = Reduction(spec, layout)
+        reduction = Reduction(make_codec(spec, layout))
         updates = []
         for i in range(3):
             e = (torch.arange(8192 + 128, dtype=torch.float32) * (37 + 2 * i) % 128 - 64) / 128
@@ -215,7 +215,7 @@ def test_the_bytes_stay_what_they_were_released_as():
 @every_codec
 @every_outer
 def test_a_gpu_makes_the_bytes_of_a_cpu(spec, outer):
-    reduction = Reduction(spec, Layout.of({"big": (1500, 1024), "odd": (4097,), "tiny": ()}))
+    reduction = Reduction(make_codec(spec, Layout.of({"big": (1500, 1024), "odd": (4097,), "tiny": ()})))
     updates = contributions(reduction.codec, 4, [1.0, 1e3, 1e-12, 1e-18])
     for part in range(2):
         want = reduction.reduce(updates, outer, 2, part)
@@ -227,7 +227,7 @@ def test_a_gpu_makes_the_bytes_of_a_cpu(spec, outer):
 
 @every_codec
 def test_only_a_parts_chunks_are_needed_to_reduce_it(spec, tmp_path):
-    reduction = Reduction(spec, Layout.of({"a": (1500, 1024), "b": (1024, 3000), "c": (77,)}))
+    reduction = Reduction(make_codec(spec, Layout.of({"a": (1500, 1024), "b": (1024, 3000), "c": (77,)})))
     size = reduction.codec.size
     updates = contributions(reduction.codec, 3)
     count = shard_count(3, size)
@@ -251,7 +251,7 @@ def test_only_a_parts_chunks_are_needed_to_reduce_it(spec, tmp_path):
 
 @every_codec
 def test_a_defect_of_an_update_is_its_parts_affair(spec):
-    reduction = Reduction(spec, LAYOUT)
+    reduction = Reduction(make_codec(spec, LAYOUT))
     good = bytes(reduction.codec.encode(noise(LAYOUT)))
     count = 3
     for part in range(count):
@@ -274,7 +274,7 @@ def test_a_defect_of_an_update_is_its_parts_affair(spec):
 
 
 def test_updates_that_no_round_lists_are_refused():
-    reduction = Reduction(SPARSE, LAYOUT)
+    reduction = Reduction(make_codec(SPARSE, LAYOUT))
     one = contributions(reduction.codec, 1)
     with pytest.raises(CodecError, match="one author"):
         reduction.reduce(one * 2, OuterSpec(), 2, 0)
@@ -287,7 +287,7 @@ def test_updates_that_no_round_lists_are_refused():
 
 @every_codec
 def test_a_reduced_part_that_is_not_the_rounds_is_refused_before_the_state_changes(spec):
-    reduction = Reduction(spec, Layout.of({"w": (4 * 4096,)}))
+    reduction = Reduction(make_codec(spec, Layout.of({"w": (4 * 4096,)})))
     outer = OuterSpec()
     sums = reduced(reduction, contributions(reduction.codec, 3), outer, 2)
     for wrong in (sums[::-1], [sums[0], sums[0]], [sums[0], sums[1][:-1]], sums[:1], [], [*sums, sums[1]]):
@@ -305,7 +305,7 @@ def test_a_reduced_part_that_is_not_the_rounds_is_refused_before_the_state_chang
     st.lists(st.tuples(st.integers(0, 2**31), st.integers(0, 255)), min_size=1, max_size=8),
 )
 def test_mutated_reduced_parts_are_refused_or_finite(spec, edits):
-    reduction = Reduction(spec, LAYOUT)
+    reduction = Reduction(make_codec(spec, LAYOUT))
     blob = bytearray(reduction.reduce(contributions(reduction.codec, 2), OuterSpec(), 2, 1))
     for at, value in edits:
         blob[at % len(blob)] = value
@@ -322,7 +322,7 @@ def test_mutated_reduced_parts_are_refused_or_finite(spec, edits):
 @pytest.mark.parametrize("spec", [SPARSE, CodecSpec(kind="none"), CodecSpec(kind="int8")], ids=lambda s: s.kind)
 def test_the_largest_values_that_the_decoder_lets_through_can_be_reduced(spec):
     layout = Layout.of({"w": (4096,)})
-    reduction = Reduction(spec, layout)
+    reduction = Reduction(make_codec(spec, layout))
     blob = bytearray(reduction.codec.encode({"w": torch.full((4096,), 2.0**29)}))
     if spec.kind == "none":
         blob[40:] = torch.full((4096,), -(2.0**30)).numpy().tobytes()

@@ -59,7 +59,7 @@ def test_a_window_of_conversations_counts_as_its_trained_tokens():
     assert (plain.data.window_tokens, marked.data.window_tokens) == (16, 10)
     assert marked.max_update_windows == 16_384 // 10 and plain.max_update_windows == 16_384 // 16
     policy, credit = RoundPolicy.of(marked), CreditRule.of(marked)
-    assert policy.target_windows == 103 and policy.window == 10 and credit.window == 10
+    assert policy.target_windows == 103 and policy.window_tokens == credit.window_tokens == 10
     assert credit.micro_credits(10**9) == 6 * 28_832 * 10**10 // 10**9
 
 

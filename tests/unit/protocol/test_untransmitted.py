@@ -35,7 +35,7 @@ def put_back(codec, blob, selection: ResidualMask | None, into=None, parts=None)
 @settings(deadline=None, max_examples=40)
 @given(layouts, st.sampled_from([64, 300, 1500, 4096]), st.integers(1, 5), st.integers(1, 4), st.integers(0, 2**31))
 def test_each_value_of_an_update_is_in_the_sums_or_goes_back(layout, k, peers, count, seed):
-    reduction = Reduction(CodecSpec(kind="sparse", k=k), layout)
+    reduction = Reduction(make_codec(CodecSpec(kind="sparse", k=k), layout))
     updates = [
         Contribution(key(i), 1 + i, reduction.codec.encode(noise(layout, seed + i, 10.0**-i))) for i in range(peers)
     ]
@@ -49,7 +49,7 @@ def test_each_value_of_an_update_is_in_the_sums_or_goes_back(layout, k, peers, c
 
 
 def test_of_many_peers_some_is_dropped_and_of_one_nothing():
-    reduction = Reduction(SPARSE, LAYOUT)
+    reduction = Reduction(make_codec(SPARSE, LAYOUT))
     alone = contributions(reduction.codec, 1)
     assert untransmitted(alone[0].blob, reduced(reduction, alone, OuterSpec(), 2), reduction) is None
     many = contributions(reduction.codec, 12, [1.0] * 12)
@@ -61,7 +61,7 @@ def test_of_many_peers_some_is_dropped_and_of_one_nothing():
 
 @pytest.mark.parametrize("kind", ["sign", "int8", "none"])
 def test_codecs_that_say_all_drop_nothing(kind):
-    reduction = Reduction(CodecSpec(kind=kind), LAYOUT)
+    reduction = Reduction(make_codec(CodecSpec(kind=kind), LAYOUT))
     updates = contributions(reduction.codec, 3)
     assert untransmitted(updates[0].blob, reduced(reduction, updates, OuterSpec(), 2), reduction) is None
     with pytest.raises(CodecError, match="says all"):
@@ -99,7 +99,7 @@ def test_a_selection_is_the_same_once_packed_and_whatever_lies_in_a_run_together
 
 
 def test_what_is_of_another_run_is_refused():
-    reduction = Reduction(SPARSE, LAYOUT)
+    reduction = Reduction(make_codec(SPARSE, LAYOUT))
     updates = contributions(reduction.codec, 3)
     sums = reduced(reduction, updates, OuterSpec(), 2)
     for own, parts in ((updates[0].blob[:-1], sums), (updates[0].blob, sums[:1]), (updates[0].blob, sums[::-1])):
