@@ -81,7 +81,7 @@ async def serve(job: Job, number: int) -> None:
         running = asyncio.create_task(node.run())
         introduced = False
         while not diary.over and not running.done():
-            if not introduced and len(node.network.peers.peers()) == len(job.ips) - 1:
+            if not introduced and len(node.network.peers.keys()) == len(job.ips) - 1:
                 diary.ready(-1)
                 introduced = True
             await asyncio.sleep(LOOK_SECONDS)

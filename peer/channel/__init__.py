@@ -28,6 +28,6 @@ from peer.channel.messages import (
     ToTrainer,
     UpdateFile,
     UpdateMade,
-    WriteState,
+    WriteCheckpoint,
 )
 from peer.channel.trainer_end import TrainerEnd

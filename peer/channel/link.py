@@ -45,7 +45,7 @@ class TrainerExit:
                 how = f"by {signal.Signals(-self.code).name}"
         cause = ""
         if self.code == -signal.SIGKILL:
-            cause = f" ({self.killed or 'out of memory is the usual cause: the system log tells'})"
+            cause = f" ({self.killed or 'out of memory is the usual cause: see the system log'})"
         tail = "; its last words: " + " | ".join(self.last_lines[-5:]) if self.last_lines else ""
         return f"the trainer ended {how}{cause}{tail}"
 

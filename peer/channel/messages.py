@@ -147,9 +147,9 @@ class Load(_Message):
     `write_checkpoint`: the path for the resulting state. `withdraw`: blobs of own updates that were added to the
     feedback once, and that the checkpoint holds after all.
 
-    `reduced`: reduced records up to the checkpoint, in order. They are those that accepted an own update of `withdraw`,
-    and the last record that accepted an own update. Their untransmitted values are added to the error feedback, unless
-    they are in it already. Answered by Applied or Failed("load").
+    `reduced`: reduced records up to the checkpoint, in order. They are those that accepted our updates of `withdraw`,
+    and the last record that accepted one of our updates. Their untransmitted values are added to the error feedback,
+    unless they are in it already. Answered by Applied or Failed("load").
     """
 
     checkpoint: Path
@@ -193,7 +193,7 @@ class Apply(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class WriteState(_Message):
+class WriteCheckpoint(_Message):
     """Write the checkpoint of the held state to `out`. Answered by Applied or Failed("write")."""
 
     out: Path
@@ -201,7 +201,7 @@ class WriteState(_Message):
 
 @dataclass(frozen=True, slots=True)
 class Orders(_Message):
-    """The owner's changes, in force until the next such message. Not answered.
+    """What the trainer may do, by the owner's directives and the user's wish, until the next message. Not answered.
 
     `rests`: train nothing. `max_update_windows`: maximum number of windows that an update may claim. `target_tokens`:
     the swarm's tokens of a round.
@@ -231,12 +231,12 @@ class Ready(_Message):
 
 @dataclass(frozen=True, slots=True)
 class Progress(_Message):
-    """The progress of training. `windows`: trained, and covered by no update yet. `loss`: of late steps, 0 before one.
+    """The progress of training. `windows`: trained, and covered by no update yet.
 
-    `waiting`: the trainer has trained as much as one update may claim (or has no data), and waits. `mfu`: model FLOPs
-    as a share of the device's peak, None when that is unknown. `memory`: of the rank that uses most. `trained`: windows
-    of all steps of this process, counted at each step. `next_window`: the number of the window to train next, in a
-    count that never restarts.
+    `loss`: of recent steps, 0 before the first. `waiting`: the trainer has trained as much as one update may claim (or
+    has no data), and waits. `mfu`: model FLOPs as a share of the device's peak, None when that is unknown. `memory`: of
+    the rank that uses most. `trained`: windows of all steps of this process, counted at each step. `next_window`: the
+    number of the window to train next, in a count that never restarts.
     """
 
     windows: Count
@@ -313,10 +313,10 @@ class Failed(_Message):
     fatal: bool
 
 
-ToTrainer = Start | Load | MakeUpdate | Apply | WriteState | Orders | Stop
+ToTrainer = Start | Load | MakeUpdate | Apply | WriteCheckpoint | Orders | Stop
 FromTrainer = Ready | Progress | UpdateMade | NothingDone | Applied | Stopped | Note | Failed
 
-_KINDS = (Start, Load, MakeUpdate, Apply, WriteState, Orders, Stop) + (
+_KINDS = (Start, Load, MakeUpdate, Apply, WriteCheckpoint, Orders, Stop) + (
     Ready, Progress, UpdateMade, NothingDone, Applied, Stopped, Note, Failed,
 )  # fmt: skip
 _ADAPTERS: dict[str, TypeAdapter[Any]] = {kind.__name__: TypeAdapter(kind) for kind in _KINDS}

@@ -69,7 +69,7 @@ async def run_check(spec: Path, words: Sequence[str], report: Report, *, threads
             process.kill()
         await process.wait()
     if code == -signal.SIGKILL:
-        return "it was killed (out of memory is the usual cause: the system log tells)"
+        return "it was killed (out of memory is the usual cause: see the system log)"
     last = "".join(c for c in last_line.decode(errors="replace") if c.isprintable())[:300]
     return f"it ended with code {code}: {last or 'it said nothing'}" if code else ""
 

@@ -58,8 +58,10 @@ async def _request_again(membership: Enrollment, node: Node, running: asyncio.Fu
     reported, pause = -math.inf, min(REQUEST_SECONDS, FIRST_REQUEST_SECONDS)
     while True:
         moved = asyncio.ensure_future(membership.locator.newer_than(membership.locator.newest))
-        await asyncio.wait([running, moved], timeout=pause, return_when=asyncio.FIRST_COMPLETED)
-        moved.cancel()
+        try:
+            await asyncio.wait([running, moved], timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            moved.cancel()
         if running.done():
             running.result()
             raise PeerError("the peer ended before it was admitted; the same command tries again")

@@ -15,7 +15,7 @@ from protocol.ids import Digest
 from protocol.spec import RunSpec
 
 ROUNDS_OF_TRAINING = 2
-"""Rounds whose updates training always has room for, beside a checkpoint: the one under way and the next."""
+"""Rounds whose updates training always has room for, besides a checkpoint: the one under way and the next."""
 
 
 @dataclass(eq=False)
@@ -71,7 +71,7 @@ class AuditDisk:
         if size > min(self.room_bytes, self.most_bytes - sum(self._fetched.values())):
             await self.drop(self._fetched.keys())
         if size > (room := max(0, self.room_bytes)):
-            left = "are left beside training" if self.trains else "are free"
+            left = "are left besides what training needs" if self.trains else "are free"
             raise AuditError(
                 f"it needs {decimal(size)} of files that are not here, and {decimal(room)} of this peer's disk {left}: "
                 "allow the peer more of it (--disk), or free some"

@@ -22,7 +22,7 @@ from protocol.ids import Digest, PeerKey
 from protocol.messages import AuditCheck, Certificate, Signed, UpdateHeader
 from protocol.rounds.blobs import applied_blobs
 from protocol.rounds.policy import RoundPolicy
-from protocol.rounds.retention import starts
+from protocol.rounds.retention import kept_starts
 from protocol.spec import RunSpec
 
 
@@ -96,7 +96,7 @@ class AuditJobs:
         header, body = audited.body, certificate.record.body
         has_rebase = check == "replay" and header.rebase_window > header.first_window
         if has_rebase and len(path) < 2:
-            raise AuditError("the record that its own follows is not in memory")
+            raise AuditError("the record before the update's own is not in memory")
         at = len(path) - 1 - has_rebase
         before = path[at].record.body
 
@@ -108,7 +108,7 @@ class AuditJobs:
                     missing[header.blob] = self.updates.codec.size
                 await self.disk.make_room(missing)
 
-        possible = self.files.starts(path[: at + 1], starts(self._policy, path[: at + 1]))
+        possible = self.files.starts(path[: at + 1], kept_starts(self._policy, path[: at + 1]))
         start, checkpoint, rounds = await self.files.collect(possible, path[:at], make_room)
         rebase = None
         if has_rebase:

@@ -24,7 +24,7 @@ NEW_UPDATES = 2
 class BlobRetention:
     """The choice of the blobs that stay on this node's disk; `prune` removes all others.
 
-    `retained` gives the blobs to keep beside the run's assets, whenever it is called.
+    `retained` gives the blobs to keep besides the run's assets, whenever it is called.
     """
 
     spec: RunSpec

@@ -99,7 +99,7 @@ def build_node(
 
     updates = RoundBlobFetcher(store, network, codec, spec.round.exchange_seconds, queue.post, tasks)
     reducer = ShardReducer(store, network, updates, reduction, codec.size, spec.outer, queue.post, tasks)
-    relay = SliceRelay(me, store, network, reduction, codec.size, spec.round, machine, tasks)
+    slice_relay = SliceRelay(me, store, network, reduction, codec.size, spec.round, machine, tasks)
     files = StateFetcher(spec, me, store, network, updates, reducer)
     retention = BlobRetention(
         spec, store, updates,
@@ -128,7 +128,7 @@ def build_node(
         shows_device=options.shows_device,
     )  # fmt: skip
     driver = RoundDriver(machine, handler, queue, bus, timings, status=status)
-    requests = RequestServer(membership, packets, network, machine, certificates, relay, queue, bus)
+    requests = RequestServer(membership, packets, network, machine, certificates, slice_relay, queue, bus)
     folder = options.folder
     status_reporter = StatusReporter(
         membership, folder, network, machine, directives, timings, trainer, auditor, rest, bus

@@ -79,8 +79,8 @@ class ChainStore:
     def store(self, certificate: Certificate) -> None:
         """Write a certificate; it is on disk on return. Raise StoreError.
 
-        From time to time the certificates that the tree has dropped are removed from the disk: anybody that was
-        admitted can certify any number of records with itself alone.
+        From time to time the certificates that the tree has dropped are removed from the disk: any admitted
+        peer can certify any number of records all by itself.
         """
         number = certificate.record.body.round
         self._store.append_certificate(encode_certificate(certificate), number, certificate.digest)

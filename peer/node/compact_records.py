@@ -36,7 +36,7 @@ COMPACT_FROM = 16 * 1024
 saves."""
 
 PER_AUTHOR = 4
-"""Headers kept for one author: of this round and the next, and twice as many for an author that announces twice."""
+"""Headers kept for one author: two rounds, and two of each for an author that announces twice."""
 
 AUTHORS = 2 * MAX_CONTRIBUTORS
 RECORDS = 16

@@ -96,8 +96,8 @@ class EndOfRun:
             self.info = info
             log.info("the coordinator has the last state")
             return
-        what = "the coordinator does not answer, and" if problem else "the coordinator"
-        self._say(f"{what} does not have the last state: staying for it", "absent" if problem else "fetching")
+        what = "the coordinator does not answer" if problem else "the coordinator does not have the last state yet"
+        self._say(f"{what}: staying until it has the last state", "absent" if problem else "fetching")
 
     def _is_archived(self, info: RunInfo, record: Digest) -> bool:
         """Return whether the run is over and the coordinator has the state after `record`, or is on another branch."""

@@ -1,4 +1,4 @@
-"""Enrollment of a run: the identity, the spec, the admission and its renewal, and the first addresses."""
+"""Enrollment in a run: the identity, the spec, the admission and its renewal, and the first addresses."""
 
 from __future__ import annotations
 

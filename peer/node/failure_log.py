@@ -20,7 +20,7 @@ class FailureLog:
         self._due = self._last = -math.inf
 
     def failed(self, now: float) -> int:
-        """Note a failure. Return the number of failures that the line of now stands for; 0: it gets no line."""
+        """Note a failure. Return the number of failures that a line logged now stands for; 0: log none."""
         if now - self._last >= QUIET_SECONDS:
             self._pause, self._due = FIRST_PAUSE, now
         self._last = now

@@ -68,7 +68,7 @@ class Introducer:
 
     def on_new_peer(self, heartbeat: Signed[Heartbeat], *, direct: bool) -> None:
         """Introduce a newcomer, if that is for us to do. `direct`: it sent its heartbeat itself."""
-        if len(self.peers.peers()) <= CROWD or self._is_chosen(heartbeat.author):
+        if len(self.peers.keys()) <= CROWD or self._is_chosen(heartbeat.author):
             self._introduce(heartbeat)
         elif direct:
             self.tasks.spawn(self._introduce_if_nobody_does(heartbeat), "introduction")
@@ -85,14 +85,14 @@ class Introducer:
             self.outbox.send(heartbeat.author, (record,))
         if heartbeat.body.admission:
             # Strangers are not introduced: anybody can make keys, and would crowd out the members.
-            for key in self.peers.peers():
+            for key in self.peers.keys():
                 if key != heartbeat.author:
                     self.outbox.send(key, (heartbeat,))
 
     def _is_chosen(self, newcomer: PeerKey) -> bool:
         """Return whether we are one of the few members that the newcomer's key chooses."""
         distance = sha256(newcomer, self.me)
-        nearer = (k for k in self.peers.peers() if k != newcomer and sha256(newcomer, k) < distance)
+        nearer = (k for k in self.peers.keys() if k != newcomer and sha256(newcomer, k) < distance)
         return sum(1 for _ in islice(nearer, INTRODUCERS)) < INTRODUCERS
 
     async def _introduce_if_nobody_does(self, heartbeat: Signed[Heartbeat]) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol
 log = logging.getLogger(__name__)
 
 QUIET_SECONDS, QUIET_BYTES = 2.0, 16_384
-"""It leaves once it has sent no more than this in that time."""
+"""The last member leaves once it has sent at most QUIET_BYTES within QUIET_SECONDS."""
 
 MAX_STAY_SECONDS = 30.0
 """The longest time that it stays."""

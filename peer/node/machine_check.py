@@ -40,7 +40,7 @@ def check_disk(spec: RunSpec, options: NodeOptions, store: Store) -> None:
 async def check_devices(spec: RunSpec, options: NodeOptions) -> None:
     """Raise PeerError if the trainer, or an auditor, could not use the devices that the user named.
 
-    Nothing is to be checked of a CPU, nor of what `auto` chooses.
+    There is nothing to check for a CPU, or for what `auto` chooses.
     """
     if options.trainer_command:
         return

@@ -57,7 +57,7 @@ class RelaySelector:
         """Return the members that forward messages of `author` to `to`: at most RELAYS, each connected to both."""
         if author not in self._short or to not in self._short:
             return []
-        chosen = list[PeerKey]()
+        chosen: list[PeerKey] = []
         start = bisect_left(self._ring, (sha256(author + to), author))
         for _, key in self._ring[start:] + self._ring[:start]:
             if self.connects(key, author, to):
@@ -118,7 +118,7 @@ class MessageRelay:
                 beats[self.me] = self.own_heartbeat
             self._selector = RelaySelector(beats)
             self._selector_due = now + self.beat_seconds
-            self._counts.clear()
+            self._counts.clear()  # FORWARDED_PER_BEAT counts anew
         return self._selector
 
     def relays_from(self, author: PeerKey) -> list[PeerKey]:

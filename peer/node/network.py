@@ -118,7 +118,7 @@ class Network:
             announce=self.announce,
             initial=m.addresses,
             handlers=replace(
-                handlers, on_packet=self.receive, on_headers_asked=self._compact.answer, is_known=self.is_known
+                handlers, on_packet=self.receive, on_header_request=self._compact.answer, is_known=self.is_known
             ),
             paces=self.paces,
         )
@@ -152,7 +152,7 @@ class Network:
             for key in self.peers.forget_silent(self.clock()):
                 log.debug("%s is forgotten: it has been silent for too long", key.short)
             await self.save_addresses()
-            await asyncio.sleep(DISCOVER_SECONDS if self.peers.peers() else LONELY_SECONDS)
+            await asyncio.sleep(DISCOVER_SECONDS if self.peers.keys() else LONELY_SECONDS)
 
     async def _use_dht(self) -> None:
         swarm = self.swarm
@@ -280,7 +280,7 @@ class Network:
 
     def _on_new_peer(self, message: Signed[Heartbeat], direct: bool) -> None:
         # The first newcomer means that we are in the swarm; after that, hundreds may come and go.
-        level = logging.INFO if len(self.peers.peers()) == 1 else logging.DEBUG
+        level = logging.INFO if len(self.peers.keys()) == 1 else logging.DEBUG
         log.log(level, "in the swarm: received a heartbeat of %s", message.author.short)
         self._introducer.on_new_peer(message, direct=direct)
         addresses = _by_peer(message.body.addresses).get(message.author)
@@ -308,14 +308,14 @@ class Network:
         if isinstance(message.body, Heartbeat):
             self.relay.own_heartbeat = message
         self._compact.note(message)
-        self._outbox.broadcast(self.peers.peers() or self._entry_peers, message)
+        self._outbox.broadcast(self.peers.keys() or self._entry_peers, message)
 
     def send(self, to: PeerKey, messages: Iterable[Signed] = (), certificates: Iterable[Any] = ()) -> None:
         self._outbox.send(to, messages, certificates)
 
     def send_to_all(self, message: Signed) -> None:
         """Queue a message of somebody else for all peers of the table."""
-        self._outbox.broadcast(self.peers.peers(), message)
+        self._outbox.broadcast(self.peers.keys(), message)
 
     async def _deliver(self, to: PeerKey, packet: wire.Packet, seconds: float) -> None:
         if self.is_known(to):
@@ -333,7 +333,7 @@ class Network:
 
     async def request_headers(self, sender: PeerKey, names: wire.Packet) -> wire.Packet:
         """Return headers by their names. Raise NETWORK_ERRORS."""
-        return await self.swarm.ask_headers(sender, names)
+        return await self.swarm.request_headers(sender, names)
 
     async def request_coordinator_address(
         self, peer: PeerKey, request: wire.CoordinatorAddressRequest

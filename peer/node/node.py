@@ -92,8 +92,10 @@ class Node:
     async def started(self, running: asyncio.Future[None]) -> None:
         """Wait until the node is in the swarm. `running` is the task of `run`; if it fails first, raise its error."""
         wait = asyncio.ensure_future(self._started.wait())
-        await asyncio.wait([wait, running], return_when=asyncio.FIRST_COMPLETED)
-        wait.cancel()
+        try:
+            await asyncio.wait([wait, running], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            wait.cancel()
         if running.done():
             running.result()
 

@@ -129,11 +129,11 @@ class PeerTable:
         return key in self._gone and key not in self._entries and key not in self._lost
 
     def unreachable(self, now: float, seconds: float) -> list[PeerKey]:
-        """Return the members that are present and sent us nothing themselves for these seconds."""
+        """Return the members that are present, and have themselves sent us nothing for these seconds."""
         members = {k: e for k, e in self._entries.items() if e.is_member}
         return [k for k, e in members.items() if now - e.last_direct > seconds and now - e.last_news <= self._forget]
 
-    def peers(self) -> list[PeerKey]:
+    def keys(self) -> list[PeerKey]:
         return list(self._entries)
 
     def is_member(self, key: PeerKey) -> bool:

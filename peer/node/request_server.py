@@ -37,7 +37,7 @@ class RequestServer:
     network: Network
     machine: RoundMachine
     certificates: ChainStore
-    relay: SliceRelay
+    slice_relay: SliceRelay
     queue: EventQueue
     bus: NodeEvents
 
@@ -47,8 +47,8 @@ class RequestServer:
             on_packet=self._receive,
             on_chain_request=lambda _, request: self.certificates.answer(request),
             serve_refusal=self.machine.serve_refusal,
-            on_blob_requested=self.relay.note_request,
-            on_coordinator_address=self._answer_coordinator,
+            on_blob_requested=self.slice_relay.note_request,
+            on_coordinator_address_request=self._answer_coordinator,
         )
 
     async def _receive(self, sender: PeerKey, packet: wire.Packet) -> None:
@@ -61,7 +61,9 @@ class RequestServer:
             if isinstance(event, MessageReceived):
                 message = event.message
                 if message.author == me:
-                    if not isinstance(message.body, Heartbeat):  # one that we have not sent is of another machine
+                    if not isinstance(
+                        message.body, Heartbeat
+                    ):  # a heartbeat that we did not send: another machine has our key
                         continue
                 elif not network.is_banned(message.author):
                     self.bus.post(MessageVerified(message))

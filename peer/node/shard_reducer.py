@@ -108,7 +108,7 @@ class ShardReducer:
         self.updates.fetch(blob, blob_format.size, holders, blob_format)
 
     def _note(self, record: Signed[RoundRecord]) -> set[Digest]:
-        """Return the shards of this record that are under way; forget those of records long before it."""
+        """Return the blobs of this record's shards, made here or requested; forget those of records long before it."""
         oldest = record.body.round - KEPT_ROUNDS
         self._shards = {d: entry for d, entry in self._shards.items() if entry[0] > oldest}
         return self._shards.setdefault(record.digest, (record.body.round, set()))[1]
@@ -176,7 +176,8 @@ class ShardReducer:
         missing = [h.author for h in record.body.updates if h.author not in slices]
         unavailable = invalid or [author for author in missing if author in requested]
         if missing:
-            log.info("shard %d is missing the updates of %s", shard, ", ".join(a.short for a in unavailable))
+            names = ", ".join(a.short for a in unavailable) or "authors that were not asked yet"
+            log.info("shard %d is not made: %s of %s", shard, "invalid updates" if invalid else "no updates", names)
             return ShardUnavailable(record.digest, shard, tuple(sorted(unavailable)))
         weighed = zip(record.body.contributors, record.body.weighed, strict=True)
         contributions = [Contribution(author, windows, slices[author]) for author, windows in weighed]
@@ -230,7 +231,7 @@ class ShardReducer:
                     await asyncio.to_thread(self.reduction.check_slice, found, blob_format.count, blob_format.shard)
                     return found
             except (CodecError, StoreFull):
-                raise  # of a full disk no other attempt helps: the user must act
+                raise  # no other attempt helps with a full disk: the user must act
             except (CairnError, asyncio.TimeoutError) as e:
                 log.debug("shard %d of update %s did not come: %s", blob_format.shard, blob.short, e)
             if now() >= deadline:

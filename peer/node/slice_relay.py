@@ -65,7 +65,7 @@ class SliceRelay:
         self._under_way: set[tuple[Digest, tuple[int, ...]]] = set()
         self._turns = asyncio.Semaphore(AT_ONCE)
         self._round, self._relayed = -1, 0
-        """The newest round, and the slices relayed in it."""
+        """The round of the last slice relayed, and the slices relayed in it."""
 
     def note_request(self, blob: Digest, by: PeerKey) -> None:
         """Note that a peer that may have this blob requests it; fetch the slices that it can only get from us."""

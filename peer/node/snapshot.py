@@ -25,7 +25,7 @@ class Snapshot:
     Tokens are of the run, `swarm_tokens_per_second` of all members. `head` and `state` are hex digests; `state` is
     empty while none is held. `round_seconds_left` is the time to the round's limit while it is trained. `last_update`
     is the fate of our newest update; None before the first. `bytes_up` and `bytes_down` count from the start of this
-    node, `up_per_second` and `down_per_second` are of late.
+    node, `up_per_second` and `down_per_second` are recent rates.
     `exchange_seconds` are the medians of the last rounds since our announcement (`round_timings.ExchangeTimes`), and
     `exchange_rounds` those rounds one by one, oldest first.
     `mfu` is None when unknown. `memory_used` and `memory_whole` are bytes, of the rank that uses most; 0 when unknown.

@@ -176,7 +176,7 @@ class StateFetcher:
         """Return the files of own updates for the error feedback; one that the disk lost is reported as an error."""
         held = [b for b in blobs if self.store.has(b)]
         for lost in set(blobs) - set(held):
-            log.error("own update %s is gone from the store: its content is not put back", lost.short)
+            log.error("our update %s is gone from the store: its content is not put back", lost.short)
         return tuple(self.store.path(b) for b in held)
 
     async def _ensure(self, blob: Digest, holders: Sequence[PeerKey], blob_format: BlobFormat | None) -> Path:

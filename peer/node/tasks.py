@@ -56,4 +56,5 @@ async def cancel_and_wait(tasks: Iterable[asyncio.Future[Any]]) -> None:
         if not left:
             return
         _, left = await asyncio.wait(left, timeout=1.0)
-    log.error("these tasks did not end and are abandoned: %s", ", ".join(str(t) for t in left))
+    if left:
+        log.error("these tasks did not end and are abandoned: %s", ", ".join(str(t) for t in left))

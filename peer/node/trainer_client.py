@@ -216,7 +216,7 @@ class TrainerClient:
 
     async def _keep_held_state(self, action: KeepState) -> None:
         try:
-            await self.send(channel.WriteState(self.store.scratch / f"held-{action.record.short}.safetensors"))
+            await self.send(channel.WriteCheckpoint(self.store.scratch / f"held-{action.record.short}.safetensors"))
         except TrainerDied as e:
             log.warning("the state of the stopped run was not written: %s", e)
             self.post(events.StateNotKept(action.record))
@@ -275,7 +275,7 @@ class TrainerClient:
             case channel.NothingDone(parent):
                 self.post(events.UpdateReady(parent, 0, 0, 0, 0, None, 0, 0.0))
             case channel.Applied():
-                self.tasks.spawn(self._keep_state(message), "state")
+                self.tasks.spawn(self._note_applied(message), "state")
             case channel.Failed(what, reason, fatal):
                 log.error("trainer: %s", reason)
                 if what in ("load", "apply") and not fatal:
@@ -321,7 +321,7 @@ class TrainerClient:
         self.post(events.SyncFailed(self.chain.head, reason))
 
     async def _keep_update(self, made: channel.UpdateMade, before: channel.Progress) -> None:
-        """Put an own update into the store, and inform the machine. `before`: the progress before it was made."""
+        """Put one of our updates into the store, and inform the machine. `before`: the progress before it was made."""
         self.retention.protect_update(made.digest)
         blob = await asyncio.to_thread(self.store.adopt, made.blob_path, made.digest)
         self.updates.trust(blob)
@@ -343,7 +343,7 @@ class TrainerClient:
             # It came meanwhile and without the update's windows, which the machine has subtracted from it only now.
             self._post_progress()
 
-    async def _keep_state(self, applied: channel.Applied) -> None:
+    async def _note_applied(self, applied: channel.Applied) -> None:
         self.missed, self._missing = self.missed + self._missing, 0
         if applied.checkpoint_path is None:
             if self._is_checkpoint:

@@ -155,7 +155,7 @@ class TrainerSupervisor:
     async def send(self, message: channel.ToTrainer) -> None:
         """Send a message once the process is ready. Raise TrainerDied when it is lost first, as `on_lost` reports."""
         link = await asyncio.shield(self._ready_link)
-        if isinstance(message, channel.Apply | channel.Load | channel.MakeUpdate | channel.WriteState):
+        if isinstance(message, channel.Apply | channel.Load | channel.MakeUpdate | channel.WriteCheckpoint):
             replay = len(message.replay) if isinstance(message, channel.Load) else 1
             seconds = ANSWER_SECONDS + REPLAY_SECONDS * replay
             self._expect_answer(f"has not answered {type(message).__name__} for {seconds:.0f} s", seconds)

@@ -190,10 +190,7 @@ class UpdateAuditor:
             job = await self._job(action)
             if not self._may_work.is_set():
                 raise AuditError("this peer rests")
-            try:
-                answer = await self.process.answer(job, seconds)
-            except asyncio.TimeoutError:  # another attempt would take as long
-                raise UncheckableUpdate(f"no answer in {seconds:.0f} s") from None
+            answer = await self.process.answer(job, seconds)
             if answer.reason:
                 raise UncheckableUpdate(answer.reason) if answer.is_uncheckable else AuditError(answer.reason)
         except (CairnError, asyncio.TimeoutError, OSError) as e:
@@ -226,7 +223,7 @@ class UpdateAuditor:
         passed = all(s.value >= s.threshold for s in found.scores)
         if not passed:
             self.counts.failed += 1
-            if action.check == "loss":  # of a record with many fakes, all updates may fail their screens
+            if action.check == "loss":  # in a record with many fakes, all updates may fail their screens
                 self._strange[action.update] = None
         # A failed screen or loss check accuses nobody, and honest updates fail some: it chooses what is replayed.
         level = logging.WARNING if action.check == "replay" and not passed else logging.INFO

@@ -7,8 +7,8 @@ from peer.channel import Progress
 FIRST_LINE_SECONDS, LINE_SECONDS = 60.0, 300.0
 """Seconds until the first line after the trainer began, and between the following ones."""
 
-RESTING = 0.995
-"""Share of waiting from which the trainer rests, as in a pause: one line says so."""
+ONLY_WAITING = 0.995
+"""Share of waiting from which the trainer does nothing else, as in a pause: one line says so."""
 
 _LABELS = {
     "training": "training",
@@ -25,7 +25,7 @@ class UsageLog:
 
     def __init__(self) -> None:
         self._due: float | None = None
-        self._is_resting = False
+        self._only_waits = False
         self._has_said_unknown = False
 
     def line(self, progress: Progress, now: float) -> str:
@@ -35,8 +35,8 @@ class UsageLog:
         if now < self._due or progress.spent is None:
             return ""
         self._due = now + LINE_SECONDS
-        was_resting, self._is_resting = self._is_resting, progress.spent.waiting >= RESTING
-        if was_resting and self._is_resting:
+        only_waited, self._only_waits = self._only_waits, progress.spent.waiting >= ONLY_WAITING
+        if only_waited and self._only_waits:
             return ""
         shares = [(getattr(progress.spent, name), label) for name, label in _LABELS.items()]
         listed = ", ".join(f"{share:.0%} {label}" for share, label in shares if share >= 0.005)

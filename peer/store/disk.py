@@ -1,4 +1,4 @@
-"""Steps on a POSIX file system that the store needs beside those of `peer.durable`."""
+"""Steps on a POSIX file system that the store needs besides those of `peer.durable`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 from peer.store.errors import StoreError, StoreFull
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_CLOSED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _NO_RESERVE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
-"""File systems that cannot reserve."""
+"""Errors of file systems that cannot reserve."""
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def disk(doing: str) -> Iterator[None]:
         why = (e.strerror or str(e)).lower()
         if e.errno in _FULL:
             raise StoreFull(f"{doing}: {why}; free some disk space, or name a folder on another disk") from None
-        if e.errno in _CLOSED:
+        if e.errno in _DENIED:
             raise StoreError(f"{doing}: {why}; make the folder writable for this user, or name another one") from None
         raise StoreError(f"{doing}: {why}; check the disk") from None
 

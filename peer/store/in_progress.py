@@ -32,7 +32,7 @@ class InProgressBlob:
     """A blob of which some chunks are here. Made by `Store.receive`, which checks `leaves`. Thread-safe.
 
     There is one object per blob, shared by all fetches of it; each of them calls `close` once. The chunks that are here
-    can be read for as long as the store keeps the blob, also while nobody fetches it.
+    can be read for as long as the store keeps the blob, even while nobody fetches it.
 
     The store's lock guards everything that changes. It is not held while chunks are read or written: these count as
     `_in_flight`, and the file stays open until none is.
@@ -68,7 +68,7 @@ class InProgressBlob:
         self._left = len(self._have)
         self._wanted: set[int] = set()
         self._room = 0
-        missing = self._unwanted(chunks)
+        missing = self._without_space(chunks)
         with disk(f"making room for blob {digest.short} ({size:,} bytes)"):
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
@@ -80,7 +80,7 @@ class InProgressBlob:
                 os.unlink(path)
                 raise
 
-    def _unwanted(self, chunks: Collection[int] | None) -> dict[int, int]:
+    def _without_space(self, chunks: Collection[int] | None) -> dict[int, int]:
         """Return the chunks of these (None: of all) that have no disk space yet, with their sizes in bytes."""
         named = range(len(self._have)) if chunks is None else chunks
         return {i: chunk_size(self.size, i) for i in named if i not in self._wanted}
@@ -193,12 +193,12 @@ class InProgressBlob:
 
     def more_room(self, chunks: Collection[int] | None) -> int:
         """Return the bytes that `share` would reserve for these chunks. Raises MalformedError (no such chunk)."""
-        return sum(self._unwanted(chunks).values())
+        return sum(self._without_space(chunks).values())
 
     def share(self, chunks: Collection[int] | None) -> None:
         """Count one more user, who wants these chunks and will call `close`. Raises StoreError."""
         with self._file(f"making room for blob {self.digest.short} ({self.size:,} bytes)"):
-            self._make_room(self._unwanted(chunks))
+            self._make_room(self._without_space(chunks))
             self._users += 1
 
     def retire(self, *, whole: bool) -> None:
@@ -220,7 +220,7 @@ class InProgressBlob:
 
     @contextmanager
     def _file(self, doing: str, *, reopen: bool = True) -> Iterator[int]:
-        """Keep the file open meanwhile. Raises StoreError; BlobMissing when the store does not keep the blob so.
+        """Keep the file open meanwhile. Raises StoreError; BlobMissing when the store has removed it or holds it whole.
 
         Without `reopen` it is BlobMissing, too, when all users have closed it.
         """

@@ -93,7 +93,7 @@ def announceable(visible: list[str]) -> list[str]:
 def _ip_of(kind: str, host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     found = ipaddress.ip_address(host)
     if found.version != int(kind[2]):
-        raise ValueError(f"{host} is no address of IPv{kind[2]}")
+        raise ValueError(f"{host} is not an IPv{kind[2]} address")
     return found
 
 

@@ -158,7 +158,7 @@ class ChainReader:
         return list(self._addresses)
 
     async def ask(self, member: PeerKey, have: Sequence[Digest]) -> wire.ChainReply:
-        """Return the certificates after the first of `have` that the member has: unchecked, at most 4 MiB.
+        """Return the certificates after the newest of `have` that the member knows: unchecked, at most 4 MiB.
 
         Raises PeerUnreachable, and PeerRefused when it keeps nothing that old.
         """

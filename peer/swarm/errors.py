@@ -34,7 +34,7 @@ class PacketTooLarge(SwarmError):
 
 
 class TooBusy(SwarmError):
-    """A sender exceeded its limits. It gets this class's name with the text, and raises PeerBusy."""
+    """A sender exceeded its limits. The sender receives this class's name with the text, and raises PeerBusy."""
 
 
 class BlobFetchError(SwarmError):

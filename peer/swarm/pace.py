@@ -58,7 +58,7 @@ class Pace:
         return 0.0 if self._bucket is None else max(0.0, self._debt_seconds() + self._waiting / self._bucket.rate)
 
     def give_back(self, size: int) -> None:
-        """Take back what was taken and did not go; a negative number went without having been taken."""
+        """Return bytes that were taken and did not go. A negative number counts bytes that went without being taken."""
         self.gone -= size
         if self._bucket is not None:
             self._bucket.charge(-size)

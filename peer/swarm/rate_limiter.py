@@ -93,7 +93,7 @@ class RateLimiter:
             self._under_way -= size
 
     def charge(self, sender: PeerKey, size: int, *, work: bool = False, now: float | None = None) -> None:
-        """Count `size` bytes that are sent to a sender as its own: small requests with big answers are not free.
+        """Count `size` bytes that are sent to a sender against its limit: small requests with big answers are not free.
 
         With `work` they stand for the cost of checking what arrived, and count against all strangers' volume, too.
         """

@@ -22,7 +22,7 @@ from peer.swarm.errors import PacketTooLarge, PeerRefused, PeerUnreachable, Swar
 from peer.swarm.libp2p import START_SECONDS, Libp2pTransport
 from peer.swarm.pace import Paces
 from peer.swarm.rate_limiter import CallLimits, RateLimiter
-from peer.swarm.transfer.blob_server import BlobServer, MayServe, ServeLimits
+from peer.swarm.transfer.blob_server import BlobServer, ServeLimits, ServeRefusal
 from peer.swarm.transfer.fetch import Fetch, OnBad
 from peer.swarm.transfer.streams import StreamLimits, StreamPool
 from peer.swarm.transport import ByteCount, Call, Presence, Transport, call_name
@@ -69,23 +69,23 @@ M = TypeVar("M", bound=Message)
 
 @dataclass(frozen=True, slots=True)
 class Handlers:
-    """The node's handling of what arrives. The first three may be coroutine functions or plain functions.
+    """The node's handling of what arrives. `on_packet` and `serve_refusal` may be coroutine functions or plain ones.
 
     The transport has proved the sender's key. Nothing in a message has been checked.
     """
 
     on_packet: Callable[[PeerKey, wire.Packet], Awaitable[None] | None]
-    on_chain_request: Callable[[PeerKey, wire.ChainRequest], Awaitable[wire.ChainReply] | wire.ChainReply]
-    serve_refusal: MayServe
+    on_chain_request: Callable[[PeerKey, wire.ChainRequest], wire.ChainReply]
+    serve_refusal: ServeRefusal
     """Returns None if the requester may have the blob, otherwise the reason. Called for every chunk: keep it cheap."""
     on_blob_requested: Callable[[Digest, PeerKey], None] = lambda blob, requester: None
     """Called for every request for a blob that `serve_refusal` admitted."""
-    on_headers_asked: Callable[[wire.Packet], wire.Packet] = lambda names: wire.Packet()
+    on_header_request: Callable[[wire.Packet], wire.Packet] = lambda names: wire.Packet()
     """Returns headers that our compact records name, by their short ids. Raises CairnError."""
     on_warning: Callable[[str], None] = log.warning
     """A fault that the user should know of; the swarm continues."""
-    on_coordinator_address: Callable[[wire.CoordinatorAddressRequest], wire.CoordinatorAddressReply] = lambda _: (
-        wire.CoordinatorAddressReply()
+    on_coordinator_address_request: Callable[[wire.CoordinatorAddressRequest], wire.CoordinatorAddressReply] = (
+        lambda _: wire.CoordinatorAddressReply()
     )
     """Answers anybody's request for the coordinator's address."""
     is_known: Callable[[PeerKey], bool] = lambda key: True
@@ -293,7 +293,7 @@ class Swarm:
         """
         return await self._call(to, "chain", request, wire.ChainReply, timeout)
 
-    async def ask_headers(self, of: PeerKey, names: wire.Packet, timeout: float = 10) -> wire.Packet:
+    async def request_headers(self, of: PeerKey, names: wire.Packet, timeout: float = 10) -> wire.Packet:
         """Return headers of a compact record that a member sent: unchecked, at most MAX_PACKET bytes.
 
         Raises PeerUnreachable, PeerRefused, PacketTooLarge.
@@ -349,8 +349,6 @@ class Swarm:
     async def _take_chain_request(self, sender: PeerKey, request: wire.ChainRequest) -> wire.ChainReply:
         self._limiter.check_answers(sender)
         reply = self._handlers.on_chain_request(sender, request)
-        if inspect.isawaitable(reply):
-            reply = await reply
         if reply.ByteSize() > MAX_PACKET:
             raise PacketTooLarge(f"the reply has {reply.ByteSize():,} bytes: at most {MAX_PACKET:,} fit into one")
         self._limiter.charge_answer(sender, reply.ByteSize())
@@ -358,7 +356,7 @@ class Swarm:
         return reply
 
     async def _take_header_request(self, sender: PeerKey, names: wire.Packet) -> wire.Packet:
-        reply = self._handlers.on_headers_asked(names)
+        reply = self._handlers.on_header_request(names)
         self._limiter.charge(sender, reply.ByteSize())
         self._count(names, reply)
         return reply
@@ -366,7 +364,7 @@ class Swarm:
     async def _take_coordinator_address_request(
         self, sender: PeerKey, request: wire.CoordinatorAddressRequest
     ) -> wire.CoordinatorAddressReply:
-        reply = self._handlers.on_coordinator_address(request)
+        reply = self._handlers.on_coordinator_address_request(request)
         self._limiter.charge(sender, reply.ByteSize())
         self._count(request, reply)
         return reply

@@ -18,7 +18,7 @@ from peer.durable import link_into
 from peer.errors import SavedStateError, TrainingError
 from peer.mapped import mapped_files
 from peer.training.backend import TrainingBackend
-from peer.training.error_feedback import AcceptedUpdate, ErrorFeedbackLedger
+from peer.training.error_feedback import AcceptedUpdate, ErrorFeedbackAccount
 from peer.training.exchange_point import ExchangePoint
 from peer.training.layers import Report
 from peer.training.owner import ThreadOwned
@@ -73,7 +73,7 @@ class BaseState(ThreadOwned):
         """Hold nothing yet, but read what was saved in `folder`. `threads`: CPU threads that hash a state."""
         super().__init__()
         self.codec = make_codec(spec.codec, spec.model.layout)
-        self.ledger = ErrorFeedbackLedger(backend.outer, Reduction(self.codec), folder, backend.device, report)
+        self.ledger = ErrorFeedbackAccount(backend.outer, Reduction(self.codec), folder, backend.device, report)
         self.record: Digest | None = None
         """The record whose state is held; None before the first load."""
         self.round = 0
@@ -332,7 +332,7 @@ class BaseState(ThreadOwned):
         return tuple(map(self._missed_blob, paths))
 
     def _missed_blob(self, path: Path) -> bytes | None:
-        """Return the blob of an own update that does not count, or None when it is gone, which is reported."""
+        """Return the blob of one of our updates that does not count, or None when it is gone, which is reported."""
         try:
             return self._files.update(path)
         except (OSError, CodecError) as e:

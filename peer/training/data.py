@@ -35,9 +35,9 @@ AHEAD = 2
 """Batches that are read ahead."""
 
 BACKOFF_SECONDS = 15.0
-"""Time for which a source that failed is tried last; doubled each time, up to BACKOFF_MOST_SECONDS."""
+"""Time for which a source that failed is tried last; doubled each time, up to MAX_BACKOFF_SECONDS."""
 
-BACKOFF_MOST_SECONDS = 600.0
+MAX_BACKOFF_SECONDS = 600.0
 
 _log = logging.getLogger("cairn.data")
 
@@ -178,7 +178,7 @@ class WindowReader:
                 reasons.append(str(e))
                 until, wait = self._backoff.get(source.name, (0.0, BACKOFF_SECONDS))
                 if source.name != LocalFiles.name and now >= until:
-                    self._backoff[source.name] = (now + wait, min(2 * wait, BACKOFF_MOST_SECONDS))
+                    self._backoff[source.name] = (now + wait, min(2 * wait, MAX_BACKOFF_SECONDS))
                     self._report(f"no data from {source.name} ({e}); it is asked last for {wait:.0f} s")
             else:
                 if source.name in self._backoff:
@@ -213,7 +213,7 @@ class Batches:
         """The batches that are read, or are about to be, by their first counter."""
 
     def request(self, first: int) -> Future[Tensor]:
-        """Return the batch of counters [first, first + batch), to be read now, and AHEAD ones after it: see `take`."""
+        """Have the batch of counters [first, first + batch) read, and AHEAD ones after it. Return its future."""
         wanted = range(first, first + (1 + AHEAD) * self._batch, self._batch)
         if first not in self._ahead:
             self.close()

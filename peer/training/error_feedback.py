@@ -1,7 +1,7 @@
-"""The account of the own updates whose values lie in the error feedback.
+"""The account of our updates whose values lie in the error feedback.
 
-Of an update that missed its round, all values are in it. Of one that a reduced round accepted, the values are in it
-that the reduced shards left out (see `protocol.untransmitted`). An update's fate may be reported several times, as
+All values of an update that missed its round are in it. Of one that a reduced round accepted, only those are in it that
+the reduced shards left out (see `protocol.untransmitted`). An update's fate may be reported several times, as
 branches win and lose. The feedback then contains each of these values once, decayed since they were added.
 """
 
@@ -23,7 +23,7 @@ from protocol.merkle import blob_digest
 from protocol.reduce import Reduction
 from protocol.untransmitted import untransmitted
 
-ENTRIES_MOST = 64
+MAX_ENTRIES = 64
 """Maximum number of updates in the account."""
 
 FORGOTTEN = 1e-3
@@ -39,7 +39,7 @@ class AcceptedUpdate:
 
 
 @dataclass
-class ErrorFeedbackLedger:
+class ErrorFeedbackAccount:
     """Part of the base state, and changed under the exchange point's lock, as the feedback itself."""
 
     outer: OuterSide
@@ -88,11 +88,11 @@ class ErrorFeedbackLedger:
 
     def report_lost(self, why: Exception) -> None:
         """Report that no update will carry the work of one that does not count."""
-        self.report("warning", "lost-update", f"an own update that missed its round cannot be put back: {why}")
+        self.report("warning", "lost-update", f"an update of ours that missed its round cannot be put back: {why}")
 
     def report_untransmitted_lost(self, why: Exception) -> None:
         """Report that the values which a round did not transmit are lost."""
-        self.report("warning", "lost-update", f"what a round dropped of an own update cannot be put back: {why}")
+        self.report("warning", "lost-update", f"what a round left out of our update cannot be put back: {why}")
 
     def _add(self, name: Digest, blob: bytes, only: bytes | None) -> None:
         self.outer.add_back(blob, only)
@@ -101,11 +101,13 @@ class ErrorFeedbackLedger:
             try:
                 kept = self.folder.keep_mask(only)
             except OSError as e:
-                text = f"what was put back of an own update cannot be kept ({e}): should its round be undone, it counts"
+                text = (
+                    f"what was put back of our update cannot be recorded ({e}): should its round be undone, it counts"
+                )
                 self.report("warning", "saved-state", f"{text} twice")
                 return
         self.entries[name] = FeedbackEntry(1.0, kept)
-        while len(self.entries) > ENTRIES_MOST:
+        while len(self.entries) > MAX_ENTRIES:
             self.entries.pop(next(iter(self.entries)))
 
     def _remove(self, name: Digest, blob: bytes) -> None:
@@ -116,7 +118,7 @@ class ErrorFeedbackLedger:
             try:
                 only = self.folder.mask(entry.only)
             except (OSError, SavedStateError) as e:
-                text = f"what was put back of an own update cannot be told any more ({e}): it may count twice"
+                text = f"what was put back of our update is not known any more ({e}): it may count twice"
                 self.report("warning", "lost-update", text)
                 return
         self.outer.subtract(blob, entry.factor, only)

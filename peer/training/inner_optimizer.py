@@ -102,7 +102,7 @@ class InnerOptimizer:
         self.in_bf16 = device.type == "cuda"
         """The forward pass runs in bf16 by autocast, and Muon's iterations in bf16.
 
-        An audit also uses what its device usually does not.
+        An audit sets it to the author's type, which its device would not choose.
         """
         self.layers = Layers(model, layers, report)
         if parameters is None:
@@ -150,7 +150,7 @@ class InnerOptimizer:
             except torch.OutOfMemoryError:
                 self._zero_gradients()
                 if not self._need_less():
-                    off = ", leave out --recompute off" if self.layers.refused else ""
+                    off = ", leave out --recompute off" if self.layers.forbids_recompute else ""
                     raise TrainingError(
                         "the GPU's memory does not suffice for one window: stop other programs on it (nvidia-smi lists "
                         f"them), allow more with --gpu-memory if that is set, choose another with --device{off}, "
@@ -236,7 +236,7 @@ class InnerOptimizer:
     # -- what survives a restart -----------------------------------------------------------------------------
 
     def moments_of(self, name: str) -> tuple[str, ...]:
-        """Return the names of a parameter's moments, also of one that another rank has."""
+        """Return the names of a parameter's moments, even of one that another rank has."""
         return MUON_MOMENTS if name in self._hidden else ADAMW_MOMENTS
 
     def moments(self) -> tuple[int, dict[str, Tensor]]:

@@ -71,8 +71,8 @@ class Layers:
         found = decoder_layers(model)
         self.recompute = options.recompute == "on"
         """True while activations are computed again."""
-        self.refused = options.recompute == "off" and bool(found)
-        """True when the user forbids it."""
+        self.forbids_recompute = options.recompute == "off" and bool(found)
+        """True when the user forbids to compute activations again."""
         self.may_recompute = options.recompute != "off" and bool(found)
         self.compiled = options.compiled and bool(found)
         """True while the compiled layers are used; False once compiling has failed."""

@@ -33,7 +33,7 @@ MOMENT = "momentum_buffer"
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon on whole matrices. `dtype`: of the iterations, fp32 or bf16. `momentum`: another one for a comparison.
+    """Muon on whole matrices. Attributes: `dtype` of the iterations (fp32 or bf16), `momentum` for a comparison.
 
     `stack`: the most elements of matrices of one shape that are stepped at once; 0: each matrix alone.
     """

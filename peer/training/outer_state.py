@@ -16,8 +16,8 @@ With beta = 1 nothing is ever lost: decoded updates + feedback + (anchor - local
 In a replayable run (`replayable`) an update depends on public values alone. Nothing is fed back, so the feedback's
 tensors are scratch memory:
 
-    announce   blob = encode(anchor - local)
-    begin_again local <- base - decode(blob), or base; anchor <- local
+    announce     blob = encode(anchor - local)
+    begin_again  local <- base - decode(blob), or base; anchor <- local
 
 Every operation is elementwise, apart from the codec and `apply`, which work on whole flattened tensors by blocks. So
 `OuterState` does them on whole tensors, and `ShardedOuterState` on the blocks that a rank owns.
@@ -162,7 +162,7 @@ class OuterOperations(ABC):
 
     @torch.no_grad()
     def begin_again(self, blob: bytes | None) -> None:
-        """Give up the progress since the anchor: continue from the base less an own update, or from the base itself.
+        """Give up the progress since the anchor: continue from the base less our update, or from the base itself.
 
         Only in a replayable run, for its scratch memory. Raise CodecError, after which nothing has changed.
         """
@@ -186,7 +186,7 @@ class OuterOperations(ABC):
         self._change(begun)
 
     def add_back(self, blob: bytes, only: bytes | None = None) -> None:
-        """Add an own update that was not accepted to the feedback. Raise CodecError.
+        """Add one of our updates that was not accepted to the feedback. Raise CodecError.
 
         `only`: a packed `ResidualMask` of the values that the round which accepted the update did not transmit.
         """

@@ -31,7 +31,7 @@ from peer.training.time_breakdown import Activity
 from peer.training.trainer import Trainer
 from protocol.errors import CairnError, CodecError
 
-PENDING_MOST = 16
+MAX_PENDING = 16
 """Messages that may wait for the training thread; beyond that the channel is not read."""
 
 
@@ -71,7 +71,7 @@ class RequestHandler:
 
     def __init__(self, end: TrainerEnd):
         self._end = end
-        self._queue: queue.Queue[Handover | BaseException] = queue.Queue(PENDING_MOST)
+        self._queue: queue.Queue[Handover | BaseException] = queue.Queue(MAX_PENDING)
         self._thread = threading.Thread(target=self._run, name="requests", daemon=True)
 
     def start(self) -> None:

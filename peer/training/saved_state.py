@@ -43,7 +43,7 @@ FEEDBACK, PROGRESS, POSITION = "feedback", "progress", "position"
 
 @dataclass(frozen=True, slots=True)
 class FeedbackEntry:
-    """The part of an own update that the error feedback contains.
+    """The part of our update that the error feedback contains.
 
     `factor`: the decay since it was added. `only`: the digest of a kept mask of its values; None for all of them.
     """
@@ -197,11 +197,11 @@ class SavedFolder:
                 path.unlink()
 
     def update_file(self, name: Digest) -> Path:
-        """Return the path of an own update's blob."""
+        """Return the path of our update's blob."""
         return self.folder / f"update-{name}.blob"
 
     def keep_mask(self, packed: bytes) -> Digest:
-        """Keep the mask of an own update's values that were added to the feedback. Return its digest. Raise OSError.
+        """Keep the mask of our update's values that were added to the feedback. Return its digest. Raise OSError.
 
         It is not flushed to the disk, since its digest is checked when it is read.
         """

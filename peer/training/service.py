@@ -27,7 +27,7 @@ from peer.channel import (
     Stop,
     Stopped,
     TrainerEnd,
-    WriteState,
+    WriteCheckpoint,
 )
 from peer.errors import ChannelError, SavedStateError, TrainingError
 from peer.training.data import DataError
@@ -59,7 +59,7 @@ STOP_SHARE = 0.75
 
 CPU_NICENESS = 10
 
-NOTES_MOST = 100
+MAX_NOTES = 100
 """Notes that wait to be sent; more at once are dropped, since no person would read them."""
 
 _ACTIVITIES: dict[type, Activity] = {
@@ -80,7 +80,7 @@ class TrainerService:
     def __init__(self, end: TrainerEnd):
         self._end = end
         self._requests = RequestHandler(end)
-        self._notes: queue.Queue[Note] = queue.Queue(NOTES_MOST)
+        self._notes: queue.Queue[Note] = queue.Queue(MAX_NOTES)
         self._data_retry: tuple[float, float] | None = None
         """(when to read again, how long the wait was) after data could not be read."""
         self._started = False
@@ -214,7 +214,7 @@ class TrainerService:
                     trainer.swap_base(move)
             case Load():
                 self._load(trainer, message)
-            case WriteState(out):
+            case WriteCheckpoint(out):
                 self._write_state(trainer, out)
             case Orders():
                 trainer.steps.set_orders(message)
@@ -272,7 +272,7 @@ class TrainerService:
         rate = steps.throughput.tokens_per_second(now)
         self._end.send(
             Progress(
-                windows.uncovered, steps.throughput.late_loss, rate, waiting,
+                windows.uncovered, steps.throughput.recent_loss, rate, waiting,
                 mfu(rate, trainer.flops_per_token, trainer.peak_flops), trainer.backend.memory(),
                 steps.times.shares(now), steps.trained_windows, windows.counter,
             )

@@ -124,7 +124,7 @@ class SingleProcessBackend(StateWriter):
             self.outer.resume(saved.feedback, saved.progress)
 
     def begin_again(self, blob: bytes | None) -> None:
-        """Continue, without moments, from the base less an own update's values, or from the base itself.
+        """Continue, without moments, from the base less our update's values, or from the base itself.
 
         In a replayable run, between two steps. Raise CodecError.
         """

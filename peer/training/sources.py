@@ -31,7 +31,7 @@ CACHE_BYTES = 128 * 1024 * 1024
 """Verified chunks that a reader keeps in memory."""
 
 MAX_STUCK = 8
-"""Calls to an address that have not returned, while which it is not used."""
+"""Calls to an address that have not returned; while there are as many, it is not used."""
 
 MAX_REDIRECTS = 4
 REDIRECTS = (301, 302, 303, 307, 308)

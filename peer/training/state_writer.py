@@ -56,9 +56,10 @@ def _allocation(size: int, device: torch.device) -> int:
 
 
 class StateWriter:
-    """The only process of a peer, or one rank. Methods are called on all ranks in the same order; properties alone.
+    """The only process of a peer, or one rank.
 
-    A state is copied by `copy_state`, then written by `start_write` and `finish_write`; or by `write_now`. There is one
+    Methods are called on all ranks in the same order, except `wait` and `digest`; properties may be read on one rank. A
+    state is copied by `copy_state`, then written by `start_write` and `finish_write`; or by `write_now`. There is one
     copy at a time, and one thread.
     """
 

@@ -27,7 +27,7 @@ from peer.training.throughput import ThroughputMeter
 from peer.training.time_breakdown import Activity, TimeBreakdown
 from protocol.spec import RunSpec
 
-NON_FINITE_MOST = 10
+MAX_NON_FINITE = 10
 """Consecutive steps without a finite loss and gradient after which training stops."""
 
 
@@ -46,7 +46,7 @@ class StepLoop(ThreadOwned):
         overlap: bool,
         report: Report,
     ):
-        """Train as `spec` says. `overlap`: training continues while an own update is undecided."""
+        """Train as `spec` says. `overlap`: training continues while our update is undecided."""
         super().__init__()
         self.batches = batches
         self.times = times
@@ -69,7 +69,7 @@ class StepLoop(ThreadOwned):
         self._accepted_windows = 0
         """Windows of all peers that the held state's chain has accepted."""
         self._usual_windows = 0
-        """Own windows in the last applied record with an own update: the length of a round for this peer."""
+        """Own windows in the last applied record with one of our updates: the length of a round for this peer."""
 
     @property
     def may_train(self) -> bool:
@@ -81,7 +81,7 @@ class StepLoop(ThreadOwned):
         return self._exchange.holds_state and windows.room(self._orders.max_update_windows) >= self._spec.inner.batch
 
     def set_orders(self, orders: Orders) -> None:
-        """Put the owner's orders in force from the next step on."""
+        """Put orders in force. With `rests` the step that is under way is dropped, too."""
         self.assert_owner()
         self._orders = orders
 
@@ -90,7 +90,7 @@ class StepLoop(ThreadOwned):
 
         `between` is called within the step, between pieces, and may call any other method. If it loses the state, moves
         the counter or calls `drop`, the step is dropped and the result is None. Raise TrainingError after
-        NON_FINITE_MOST consecutive steps that are not finite, and when memory does not suffice.
+        MAX_NON_FINITE consecutive steps that are not finite, and when memory does not suffice.
         """
         self.assert_owner()
         first, dropped = self._exchange.windows.counter, self._dropped
@@ -118,7 +118,7 @@ class StepLoop(ThreadOwned):
 
     def _count_non_finite(self, step: StepResult) -> None:
         self._non_finite = 0 if step.is_finite else self._non_finite + 1
-        if self._non_finite >= NON_FINITE_MOST:
+        if self._non_finite >= MAX_NON_FINITE:
             raise TrainingError(
                 f"{self._non_finite} steps in a row gave a loss or gradient that is not finite. If other peers train "
                 "well, this GPU is at fault (memory, overclocking): test it or use another. If not, the run has "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 RATE_SECONDS = 10.0
 """Seconds over which the rate is measured: a stall shows within this time."""
 
-LATE_STEPS = 20
+RECENT_STEPS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,14 @@ class MeanLoss:
 
 
 class ThroughputMeter:
-    """Tokens per second and the mean loss of the last LATE_STEPS steps."""
+    """Tokens per second and the mean loss of the last RECENT_STEPS steps."""
 
     def __init__(self, now: float):
         self._began = now
         self._steps: deque[tuple[float, int]] = deque()
         """(time, tokens) of each step in the last RATE_SECONDS."""
         self._tokens = 0
-        self._losses: deque[float] = deque(maxlen=LATE_STEPS)
+        self._losses: deque[float] = deque(maxlen=RECENT_STEPS)
 
     def step(self, now: float, tokens: int, loss: float) -> None:
         """Count one inner step that ended at `now` (seconds, monotonic)."""
@@ -47,8 +47,8 @@ class ThroughputMeter:
         self._losses.append(loss)
 
     @property
-    def late_loss(self) -> float:
-        """Mean loss of the last LATE_STEPS steps in nats per token; 0 before the first."""
+    def recent_loss(self) -> float:
+        """Mean loss of the last RECENT_STEPS steps in nats per token; 0 before the first."""
         return sum(self._losses) / len(self._losses) if self._losses else 0.0
 
     def tokens_per_second(self, now: float) -> float:

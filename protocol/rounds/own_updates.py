@@ -1,6 +1,6 @@
 """Own updates: those that the chain has, and those that must return to the error feedback.
 
-One rule keeps work from being lost or counted twice. The trainer's error feedback holds the content of an own update
+One rule keeps work from being lost or counted twice. The trainer's error feedback holds the content of our update
 exactly when that update is neither on the chain of the trainer's state nor still undecided on it.
 """
 

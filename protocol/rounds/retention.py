@@ -20,7 +20,7 @@ def is_checkpoint(policy: RoundPolicy, height: int, weight: int) -> bool:
     return height > 0 and (height % policy.checkpoint_every == 0 or last)
 
 
-def starts(policy: RoundPolicy, path: Sequence[Certificate]) -> tuple[int, ...]:
+def kept_starts(policy: RoundPolicy, path: Sequence[Certificate]) -> tuple[int, ...]:
     """Return the indices into a path whose base states members keep, newest first, and the first index last.
 
     Members keep one checkpoint more than `checkpoint_keep`; older ones are not worth a request.

@@ -14,7 +14,7 @@ from protocol.rounds.blobs import BlobRole, applied_blobs
 from protocol.rounds.branch_quarantine import MAX_QUARANTINED, BranchQuarantine
 from protocol.rounds.context import MAX_SYNC_PATH, Context
 from protocol.rounds.events import StateNotKept, SyncFailed, UpdateReady
-from protocol.rounds.retention import is_checkpoint, starts
+from protocol.rounds.retention import is_checkpoint, kept_starts
 
 MAX_PAUSE = 60.0
 MAX_FAILED_MOVES = 3
@@ -303,7 +303,7 @@ class StateSync:
         context.emit(
             SyncState(
                 path, missed, chain.next_window(context.me, head), weight, regained, back, self.reset,
-                starts(context.spec_policy, path), self._must_write(head),
+                kept_starts(context.spec_policy, path), self._must_write(head),
             )
         )  # fmt: skip
         return True

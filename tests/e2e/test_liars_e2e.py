@@ -210,5 +210,5 @@ async def test_garbage_on_a_stream_ends_the_stream_and_nothing_else(swarm: World
                 await writer.drain()
                 await ended(reader.read())  # refused, then closed from the other side
             writer.close()
-        await all_log(swarm, rf"peer {liar.key.short} sent something that is no request for a blob")
+        await all_log(swarm, rf"peer {liar.key.short} sent something that is not a request for a blob")
         await goes_on(swarm, liar)

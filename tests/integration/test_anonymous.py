@@ -18,14 +18,14 @@ from tests.support.waiting import ended
 async def test_a_stranger_asks_all_it_knows_and_takes_what_is_good(tmp_path, monkeypatch):
     monkeypatch.setattr(anonymous, "SETTLE_SECONDS", 0.5)
     async with members(3, tmp_path) as (a, b, c):
-        b.on_coordinator_address = lambda request: wire.CoordinatorAddressReply(spec=b"lies")
+        b.on_coordinator_address_request = lambda request: wire.CoordinatorAddressReply(spec=b"lies")
 
         def broken(request: wire.CoordinatorAddressRequest) -> wire.CoordinatorAddressReply:
             raise MalformedError("a question about another run's coordinator")
 
         addresses = [x for m in (a, b, c) for x in m.swarm.addresses]
         gone = addresses[0].replace("tcp/", "tcp/1").replace(addresses[0][-8:], addresses[1][-8:])
-        c.on_coordinator_address = broken
+        c.on_coordinator_address_request = broken
         heard: dict[PeerKey, bytes] = {}
 
         def good(peer: PeerKey, reply: wire.CoordinatorAddressReply) -> bool:
@@ -57,7 +57,7 @@ async def test_a_stranger_that_is_sent_away_by_a_busy_member_asks_again(tmp_path
             if busy:
                 raise busy.pop()
 
-        a.on_coordinator_address, a.chain = answer, wire.ChainReply(certificates=[b"one"])
+        a.on_coordinator_address_request, a.chain = answer, wire.ChainReply(certificates=[b"one"])
         monkeypatch.setattr(RateLimiter, "check_answers", check_answers)
         assert await ask_for_coordinator(RUN, a.swarm.addresses, lambda *_: True, listen=LOOPBACK) == 1
         assert len(busy) == 1
@@ -68,7 +68,7 @@ async def test_a_stranger_that_is_sent_away_by_a_busy_member_asks_again(tmp_path
 
 async def test_what_is_given_out_is_counted_against_whoever_asks(tmp_path, monkeypatch):
     async with members(2, tmp_path) as (a, b):
-        a.on_coordinator_address = lambda request: wire.CoordinatorAddressReply(spec=b"x" * 1_000_000)
+        a.on_coordinator_address_request = lambda request: wire.CoordinatorAddressReply(spec=b"x" * 1_000_000)
         charged: list[tuple[PeerKey, int]] = []
         monkeypatch.setattr(RateLimiter, "charge", lambda self, sender, size: charged.append((sender, size)))
         reply = await b.swarm.request_coordinator_address(

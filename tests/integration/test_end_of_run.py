@@ -121,7 +121,7 @@ async def test_the_state_of_a_paused_run_is_archived_and_the_run_goes_on_from_it
 async def test_peers_stay_for_a_coordinator_that_is_away_at_the_end(make, caplog):
     world = await begun(make(total_tokens=TOTAL), rounds=1)
     await finish_without_coordinator(world)
-    await until(lambda: "does not have the last state: staying for it" in caplog.text, "it is said why they stay")
+    await until(lambda: "staying until it has the last state" in caplog.text, "it is said why they stay")
     assert "Ctrl-C is safe" in caplog.text and all(not world.running[n].done() for n in PEERS)
     await world.serve()
     for name in PEERS:

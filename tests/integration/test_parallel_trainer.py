@@ -334,7 +334,7 @@ def without_memory_on_rank_1(me: int, world: int, folder: Path) -> None:
         many.outer.rebase()
         windows = torch.zeros((8, 17), dtype=torch.int32)
         if many.worker.inner.layers.recompute:
-            assert many.inner.forward_backward(windows) is not None and many.worker.inner.in_a_pass == 4
+            assert many.inner.forward_backward(windows) is not None and many.worker.inner.windows_in_a_pass == 4
             return
         with pytest.raises(TrainingError, match="memory of .* does not suffice|rank 1 of 2 ended with code 3"):
             many.inner.forward_backward(windows)

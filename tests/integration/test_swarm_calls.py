@@ -83,13 +83,13 @@ async def test_headers_are_asked_for_by_name_and_given_and_count_against_who_ask
             asked.append(wanted)
             return headers
 
-        a.on_headers_asked = answer
+        a.on_header_request = answer
         before = a.swarm.bytes_up
-        assert await b.swarm.ask_headers(a.key, names) == headers and asked == [names]
+        assert await b.swarm.request_headers(a.key, names) == headers and asked == [names]
         assert a.swarm.bytes_up - before == headers.ByteSize()
         a.swarm.charge(b.key, 10**9)
         with pytest.raises(PeerRefused, match="slow down"):
-            await b.swarm.ask_headers(a.key, names)
+            await b.swarm.request_headers(a.key, names)
 
 
 async def test_what_does_not_fit_one_message_is_refused_before_it_is_sent(pool, tmp_path):

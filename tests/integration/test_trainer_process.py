@@ -27,7 +27,7 @@ from peer.channel import (
     Stop,
     Stopped,
     TrainerLink,
-    WriteState,
+    WriteCheckpoint,
 )
 from peer.training.saved_state import STATE_MANIFEST
 from protocol.ids import Digest
@@ -88,7 +88,7 @@ async def test_a_trainers_life_from_start_to_stop_and_a_second_one(world):
         assert applied.record == record_digest(0) and applied.state_digest != loaded.state_digest
         assert applied.checkpoint_path == checkpoint
         assert blob_digest(checkpoint.read_bytes()) == applied.state_digest
-        written = await n.ask(WriteState(world.folder / "held"), Applied)
+        written = await n.ask(WriteCheckpoint(world.folder / "held"), Applied)
         assert (written.record, written.state_digest) == (applied.record, applied.state_digest)
         assert (world.folder / "held").read_bytes() == checkpoint.read_bytes()
         await n.until(Progress, lambda p: p.waiting and shares_of(p)["waiting"] > 0.1)

@@ -30,7 +30,7 @@ from peer.channel import (
     Start,
     ToTrainer,
     UpdateMade,
-    WriteState,
+    WriteCheckpoint,
 )
 from peer.errors import TrainerDied
 from peer.node.builder import build_node
@@ -143,7 +143,7 @@ class LoopSwarm:
     async def request_coordinator_address(
         self, peer: PeerKey, request: wire.CoordinatorAddressRequest
     ) -> wire.CoordinatorAddressReply:
-        return self._other(peer).handlers.on_coordinator_address(request)
+        return self._other(peer).handlers.on_coordinator_address_request(request)
 
     async def fetch_blob(
         self,
@@ -259,7 +259,7 @@ class LoopTrainer:
                 elif await self._call(lambda: trainer.steps.may_train):
                     batch = await self._call(trainer.steps.batches.take, trainer.windows.counter)
                     await self._call(trainer.steps.step, batch)
-                    windows, loss = trainer.windows, trainer.steps.throughput.late_loss
+                    windows, loss = trainer.windows, trainer.steps.throughput.recent_loss
                     done = {"trained": trainer.steps.trained_windows, "next_window": windows.counter}
                     self._say(Progress(windows.uncovered, loss, 1000.0, False, **done))
                 else:
@@ -277,7 +277,7 @@ class LoopTrainer:
             self._max_windows = ask.max_update_windows
             await self._call(trainer.steps.set_orders, ask)
             return
-        what = {MakeUpdate: "update", Apply: "apply", Load: "load", WriteState: "write"}[type(ask)]
+        what = {MakeUpdate: "update", Apply: "apply", Load: "load", WriteCheckpoint: "write"}[type(ask)]
         move = None
         try:
             if isinstance(ask, MakeUpdate):
@@ -289,7 +289,7 @@ class LoopTrainer:
                     await self._call(trainer.begin_again)
             elif isinstance(ask, Load):
                 answer = await self._call(trainer.load, ask)
-            elif isinstance(ask, WriteState):
+            elif isinstance(ask, WriteCheckpoint):
                 answer = await self._call(trainer.base.write, ask.out)
             elif not isinstance(ask, Apply):
                 raise TypeError(f"{type(ask).__name__} is not asked for here")

@@ -54,9 +54,11 @@ class Member:
         self.packets: list[tuple[PeerKey, wire.Packet]] = []
         self.chain = wire.ChainReply(more=True)
         self.on_packet: Callable[[PeerKey, wire.Packet], Any] = lambda sender, p: self.packets.append((sender, p))
-        self.on_headers_asked: Callable[[wire.Packet], wire.Packet] = lambda names: wire.Packet()
-        self.on_coordinator_address: Callable[[wire.CoordinatorAddressRequest], wire.CoordinatorAddressReply]
-        self.on_coordinator_address = lambda request: wire.CoordinatorAddressReply(spec=b"spec" * request.wants_spec)
+        self.on_header_request: Callable[[wire.Packet], wire.Packet] = lambda names: wire.Packet()
+        self.on_coordinator_address_request: Callable[[wire.CoordinatorAddressRequest], wire.CoordinatorAddressReply]
+        self.on_coordinator_address_request = lambda request: wire.CoordinatorAddressReply(
+            spec=b"spec" * request.wants_spec
+        )
         self.serve_refusal: Callable[[Digest, PeerKey], Any] = lambda blob, requester: None
         self.served: list[Digest] = []
         self.strangers: set[PeerKey] = set()
@@ -75,10 +77,10 @@ class Member:
             on_packet=lambda sender, packet: self.on_packet(sender, packet),
             on_chain_request=lambda sender, request: self.chain,
             serve_refusal=serve,
-            on_headers_asked=lambda names: self.on_headers_asked(names),
+            on_header_request=lambda names: self.on_header_request(names),
             on_warning=lambda text: self.warnings.append(text),
             is_known=lambda key: key not in self.strangers,
-            on_coordinator_address=lambda request: self.on_coordinator_address(request),
+            on_coordinator_address_request=lambda request: self.on_coordinator_address_request(request),
         )
 
     async def start(self, **kwargs: Any) -> Swarm:

@@ -12,8 +12,8 @@ hivemind's `P2P` is used as it is, except for the following, which it has no opt
 - `control._read_task`: nothing reports that the connection to the daemon broke.
 - `_client.control.daemon_connector`: a dial that fails leaks a socket, and has no deadline.
 - `_UNIX_SOCKET_PREFIX`: its sockets lie in a folder that all users share.
-- `add_protobuf_handler`: handlers have no limits and no deadline, also those of hivemind's own DHT. One call may name
-  any number of keys there, and the DHT looks all of them up without a pause.
+- `add_protobuf_handler`: handlers have no limits and no deadline, including those of hivemind's own DHT. One call may
+  name any number of keys there, and the DHT looks all of them up without a pause.
 - `_child`, `_terminate`: its shutdown does not wait for the daemon's end.
 """
 
@@ -88,7 +88,7 @@ class _Calls(dict):
 
 
 class _Tasks(dict):
-    """hivemind's running handlers. Each is removed when it ends, also when its caller cancelled it."""
+    """hivemind's running handlers. Each is removed when it ends, even when its caller cancelled it."""
 
     def __setitem__(self, call_id: Any, task: asyncio.Task) -> None:
         super().__setitem__(call_id, task)

@@ -50,7 +50,7 @@ MAX_TOTAL = 2 * 1024 * 1024
 """All records together must fit one reply of the transport: 4 MiB, with room for keys and framing."""
 
 NEW_OF_A_NODE = 512
-"""Maximum number of records of one node's answer that are checked, beside those checked before.
+"""Maximum number of records of one node's answer that are checked, besides those checked before.
 
 Anybody can be a node near the key, with any records."""
 

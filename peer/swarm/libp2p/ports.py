@@ -36,7 +36,7 @@ def check_ports(listen: Sequence[str]) -> None:
             except OSError as e:
                 raise SwarmStartError(
                     f"cannot listen on {address}: {(e.strerror or str(e)).lower()}; stop what listens there, or choose "
-                    "another port with --listen, of a coordinator with --swarm (0: any)"
+                    "another port with --listen (for a coordinator: --swarm; 0: any)"
                 ) from None
 
 

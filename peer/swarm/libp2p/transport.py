@@ -76,7 +76,7 @@ class Libp2pTransport:
             kind = PeerBusy if f"{TooBusy.__name__}(" in str(e) else PeerRefused
             raise kind(f"peer {peer.short} refused: {short_report(str(e))}") from None
         except DecodeError:
-            raise PeerRefused(f"peer {peer.short} answered with what is no {answer.__name__}") from None
+            raise PeerRefused(f"peer {peer.short} answered with something other than a {answer.__name__}") from None
         except (P2PDaemonError, OSError) as e:
             raise PeerUnreachable(f"peer {peer.short}: {short_report(str(e) or type(e).__name__)}") from None
 

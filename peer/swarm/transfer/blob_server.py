@@ -38,9 +38,9 @@ POLL_SECONDS = 0.1
 """Seconds between two checks for room for one more stream."""
 
 STRANGER_REQUEST = 4096
-"""Bytes that a request of a non-member counts for besides its answer: a look-up costs, also one that finds nothing."""
+"""Bytes that a request of a non-member counts for besides its answer: a look-up costs, even one that finds nothing."""
 
-MayServe = Callable[[Digest, PeerKey], "str | None | Awaitable[str | None]"]
+ServeRefusal = Callable[[Digest, PeerKey], "str | None | Awaitable[str | None]"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,10 @@ class ServeLimits:
     wait_seconds: float = 5
     """A request that a rate would hold up for longer is refused as busy. It is less than a requester waits."""
     streams: int = 256
-    """Beyond it, the stream that was idle the longest is closed for a new one, if it was so for `rest_seconds`.
+    """Beyond it, the stream that was idle the longest is closed for a new one, if it was so for `min_idle_seconds`.
 
     Otherwise the new one waits for `room_seconds`. At most `streams` of members wait, and `strangers` of others."""
-    rest_seconds: float = 0.5
+    min_idle_seconds: float = 0.5
     room_seconds: float = 5
     read_ahead: int = 2
     idle_seconds: float = SERVER_IDLE_SECONDS
@@ -86,7 +86,7 @@ class _Served:
     """It carried something else than a request, and ends after a reply that says so."""
 
     @property
-    def resting(self) -> bool:
+    def is_idle(self) -> bool:
         return not self.unanswered and self.answers.empty()
 
     def end(self) -> None:
@@ -105,7 +105,7 @@ class BlobServer:
     def __init__(
         self,
         store: Store,
-        serve_refusal: MayServe,
+        serve_refusal: ServeRefusal,
         executor: Executor,
         traffic: ByteCount,
         limits: ServeLimits,
@@ -198,8 +198,8 @@ class BlobServer:
                 there, limit = strange, self.limits.strangers
         if len(there) < limit:
             return True
-        oldest = min((s for s in there if s.resting), key=lambda s: s.since, default=None)
-        if oldest is None or _now() - oldest.since < self.limits.rest_seconds:
+        oldest = min((s for s in there if s.is_idle), key=lambda s: s.since, default=None)
+        if oldest is None or _now() - oldest.since < self.limits.min_idle_seconds:
             return False
         oldest.end()
         return True
@@ -214,7 +214,7 @@ class BlobServer:
                 stream.unanswered += 1
                 await answers.put(asyncio.ensure_future(self._answer(peer, request)))
         except MalformedError as e:
-            log.warning("peer %s sent something that is no request for a blob: its stream is closed", peer.short)
+            log.warning("peer %s sent something that is not a request for a blob: its stream is closed", peer.short)
             stream.malformed = True
             bad: asyncio.Future[BlobReply] = asyncio.get_running_loop().create_future()
             bad.set_result(refusal(ReplyStatus.BAD_REQUEST, str(e)))

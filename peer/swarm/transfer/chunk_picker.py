@@ -5,9 +5,10 @@ seeders than fetchers, each chunk is assigned to one of the fetchers, by its ind
 without a message. That one requests it from a seeder, and the others get it from there. So a slow uplink sends each
 chunk about once, whatever the number of fetchers.
 
-When the assigned chunks are here, other fetchers' chunks are taken over if these do not progress. It is one chunk more
-with every WAIT_SECONDS (or a seeder's latency) in which they all got nothing. There is no such limit if the leechers
-are together slower than a seeder would be alone. From a seeder as fast as the leechers everything is requested.
+When the assigned chunks are here, other fetchers' chunks are taken over if these do not progress: one more for every
+WAIT_SECONDS (or 1.5 times a seeder's latency, if longer) in which no leecher got anything. There is no such limit if
+the leechers are together slower than a seeder would be alone. From a seeder as fast as the leechers everything is
+requested.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ RAREST_OF = 8
 
 
 class ProviderKind(enum.Enum):
-    """The chunks that a provider has, in kind."""
+    """What a provider has of the blob."""
 
     UNKNOWN = "has not said yet what it has"
     SEEDER = "had it all from the start"
@@ -71,7 +72,7 @@ class _Holdings:
     """When a chunk of it arrived last: later requests are answered after that one."""
 
     waits_since: float | None = None
-    """A seeder has had no assigned chunk to give since."""
+    """Since when a seeder has had no assigned chunk to give."""
 
 
 @dataclass(frozen=True, slots=True)

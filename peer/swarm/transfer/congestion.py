@@ -18,7 +18,7 @@ GAIN = 3.0
 """TCP doubles its window in a round trip, and a rate is known one round trip late. A smaller gain would hold TCP up."""
 
 SPARE_SECONDS = 0.25
-"""The arrivals of this time are requested on top of one latency, at least: a busy process leaves no short path idle."""
+"""Seconds whose arrivals are requested beyond one latency, at least: a busy process leaves no short path idle."""
 
 FAST, SLOW = 0.25, 0.03
 """Weights of one sample in the averages of latencies."""

@@ -44,7 +44,7 @@ OnBad = Callable[[PeerKey, str], None]
 class Fetch:
     """One attempt at one blob.
 
-    The data that arrive are in the store, also if the fetch fails: the next one continues from there. With `chunks`,
+    The data that arrive are in the store, even if the fetch fails: the next one continues from there. With `chunks`,
     only these are fetched; they are then in the store's in-progress blob, unless they are all of it.
     """
 

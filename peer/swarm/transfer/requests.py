@@ -122,7 +122,7 @@ class Query:
     index: int
     given: Callable[[Query, bytes], None]
     of_chunks: bool = False
-    """Without an answer the provider gives no chunks. Otherwise it gives no size, or no leaf hashes."""
+    """True: without an answer the provider is asked for no chunks. False: it is out of the race for leaf hashes."""
 
     delayed: Callable[[Query], None] = lambda query: None
     """Called before it is repeated later."""
@@ -251,7 +251,7 @@ class Requests:
         self.send(Query(provider, BlobOp.SIZE, 0, given, of_chunks))
 
     def cancel_queries(self, unwanted: Callable[[Query], bool]) -> None:
-        """Cancel queries, also those that would be repeated."""
+        """Cancel queries, including those that would be repeated."""
         for query in [q for q in self._queries if unwanted(q)]:
             self._queries.remove(query)
             self.cancel(query.number)

@@ -42,7 +42,7 @@ STALL_SECONDS = 30.0
 """Seconds without a new chunk until other providers have their turn: time for four chunks at 280 kbit/s."""
 
 RELAYED = 4
-"""Of blobs with more chunks than this, fetchers give each other what they have before they ask a scarce seeder again.
+"""For blobs with more chunks than this, fetchers give each other what they have before they ask a scarce seeder again.
 
 For smaller ones it would only take longer."""
 
@@ -290,7 +290,7 @@ class Scheduler:
         self._get(size)
 
     def _get(self, size: int) -> None:
-        """Get a blob of this size."""
+        """Open the blob: with the leaf hashes of an earlier attempt, or request them."""
         self._requests.size = size
         count = chunk_count(size)
         if self._wanted is not None and any(i >= count for i in self._wanted):
@@ -348,7 +348,7 @@ class Scheduler:
             [p.peer for p in self._requests.providers],
             missing,
             count,
-            relayed=count > RELAYED and self._wanted is None,  # of a slice, other fetchers want other chunks
+            relayed=count > RELAYED and self._wanted is None,  # other fetchers want other slices
             offset=int.from_bytes(bytes(self._digest)[:4], "big"),
             has=self._has,
             latency=lambda peer: self._streams.latency(peer, priority),

@@ -196,7 +196,7 @@ class DistributedBackend:
     def _make_pass_easier(self) -> str:
         """Have the next start try a pass that needs less memory. Return what to add to the error."""
         inner = self.worker.inner
-        tried = MicroBatchProfile(inner.in_a_pass, inner.layers.recompute)
+        tried = MicroBatchProfile(inner.windows_in_a_pass, inner.layers.recompute)
         try:
             return self._profiles.make_easier(tried, self._recompute)
         except OSError as e:
@@ -230,7 +230,7 @@ class DistributedBackend:
                 file = self._folder / f"rank-{rank}"
                 reason = file.read_text() if file.exists() else ""
                 if not reason and code == -9:
-                    reason = "killed (out of memory is the usual cause: the system log tells)"
+                    reason = "killed (out of memory is the usual cause: see the system log)"
                 reason = reason or "see what it printed above"
                 return f"rank {rank} of {self.dims.world} ended with code {code}: {reason}"
         return ""

@@ -106,7 +106,7 @@ def shard_like(like: Tensor, whole: Tensor) -> Tensor:
 
 
 def make_mesh(dims: ParallelDims, device: torch.device) -> DeviceMesh:
-    """Return the mesh of all ranks, with every axis, also those of size 1."""
+    """Return the mesh of all ranks, with every axis, including those of size 1."""
     return init_device_mesh(device.type, tuple(getattr(dims, a) for a in AXES), mesh_dim_names=AXES)
 
 

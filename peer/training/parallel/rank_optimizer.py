@@ -55,7 +55,7 @@ class RankOptimizer(InnerOptimizer):
         if self.muon is not None and built.dims.fsdp * built.dims.tp > 1:
             self.muon = ShardedMuon({n: p for n, p in self.shards.items() if n in self._by_muon}, built, spec)
         self._most = piece
-        self.in_a_pass = 0
+        self.windows_in_a_pass = 0
         """Number of windows in one pass of the present step."""
         self.most_memory = 0
         """Bytes in use, at the end of the last step, on the rank that uses most of its device."""
@@ -81,7 +81,7 @@ class RankOptimizer(InnerOptimizer):
             self._tokens = [mine]  # the schedule cuts it
         else:
             self._tokens = list(mine.tensor_split(-(-largest // max(1, most))))
-            self.in_a_pass = -(-largest // len(self._tokens))
+            self.windows_in_a_pass = -(-largest // len(self._tokens))
         self._loss = torch.zeros((), device=self.device)
         self.drop()
         return len(self._tokens)
@@ -116,7 +116,7 @@ class RankOptimizer(InnerOptimizer):
 
     def _lay_pipeline(self, windows: int, most: int, width: int) -> None:
         groups, each = groups_of(windows, self.built.dims.pp, most)
-        self.in_a_pass = each
+        self.windows_in_a_pass = each
         if self._pipeline is None or self._pipeline.shape != (groups, each, width):
             config = self.built.body.config
             sizes = (int(config.hidden_size), int(config.vocab_size))  # type: ignore[union-attr]
@@ -124,7 +124,7 @@ class RankOptimizer(InnerOptimizer):
 
     def end(self) -> StepResult:
         """Clip the whole model's gradient, of which each rank has its shard. Return the same result on every rank."""
-        self._hand_over()
+        self._take_gradients()
         dims = self.built.dims
         stage = dims.world // dims.pp
         # Each shard counts once, however many ranks hold it.
@@ -157,7 +157,7 @@ class RankOptimizer(InnerOptimizer):
         super().optimizer_step(step)
         self.drop()
 
-    def _hand_over(self) -> None:
+    def _take_gradients(self) -> None:
         """Give each shard its gradient, and its present memory, which FSDP may have moved in its first pass."""
         for name, part in self.shards.items():
             now = self.built.local(name)

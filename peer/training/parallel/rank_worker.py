@@ -144,7 +144,7 @@ class RankWorker(StateWriter):
             self.outer.resume(groups[FEEDBACK], groups[PROGRESS])
 
     def begin_again(self, blob: bytes | None) -> None:
-        """Continue without moments from the base less an own update's values, or from the base itself."""
+        """Continue without moments from the base less our update's values, or from the base itself."""
         self.outer.begin_again(blob)
         self.inner.reset_moments()
 

@@ -34,7 +34,7 @@ from peer.channel import (
     TrainerLink,
     UpdateFile,
     UpdateMade,
-    WriteState,
+    WriteCheckpoint,
 )
 from peer.channel import link as channel_link
 from peer.channel import messages as channel_messages
@@ -55,7 +55,7 @@ EVERY_MESSAGE = [
     MakeUpdate(1, D, P),
     Apply(ROUND, (P, P), 1, 2, None),
     Apply(REDUCED, (), 1, 2, None),
-    WriteState(P),
+    WriteCheckpoint(P),
     Stop(),
     Ready("NVIDIA H200", 10**9, 5),
     Progress(1, 2.5, 1e4, False),

@@ -376,13 +376,13 @@ async def test_there_is_always_room_for_the_coordinators_observer_and_it_is_no_s
     net = w.network
     for i in range(MAX_NONMEMBERS + 2):
         hear(net, heartbeat(identity(f"stranger {i}"), admission=b""))
-    assert len(net.peers.peers()) == MAX_NONMEMBERS
+    assert len(net.peers.keys()) == MAX_NONMEMBERS
     watcher = heartbeat(OBSERVER, admission=b"")
     hear(net, watcher)
-    assert OBSERVER.key not in net.peers.peers() and not net.is_known(OBSERVER.key)
+    assert OBSERVER.key not in net.peers.keys() and not net.is_known(OBSERVER.key)
     w.membership.locator.newest = coordinator_address()
     hear(net, watcher)
-    assert OBSERVER.key in net.peers.peers() and net.is_known(OBSERVER.key)
+    assert OBSERVER.key in net.peers.keys() and net.is_known(OBSERVER.key)
     assert not net.is_known(identity("stranger 0").key)
     await net.stop(0.1)
 
@@ -398,7 +398,7 @@ async def test_the_last_member_is_alone_with_the_coordinator_and_with_nobody_els
     hear(net, heartbeat(PEERS[1]))
     assert not net.is_alone_with_coordinator()
     w.passed = SPEC.round.member_seconds + 1  # it has lost its power
-    assert A in net.peers.peers() and net.is_alone_with_coordinator()
+    assert A in net.peers.keys() and net.is_alone_with_coordinator()
     await net.stop(0.1)
 
 

@@ -35,7 +35,7 @@ async def test_halves_that_forgot_each_other_are_one_swarm_again(world):
     await w.rounds(everyone, 1)
 
     def known(name: str) -> set[PeerKey]:
-        return set(w.nodes[name].network.peers.peers())
+        return set(w.nodes[name].network.peers.keys())
 
     for node in w.nodes.values():
         node.membership.addresses.clear()  # as in a swarm whose newest addresses are all of one's own side

@@ -24,7 +24,7 @@ from protocol.messages import Rollback
 from protocol.rounds.actions import ApplyRecord, SyncState
 from protocol.rounds.events import SyncFailed
 from protocol.rounds.policy import RoundPolicy
-from protocol.rounds.retention import starts
+from protocol.rounds.retention import kept_starts
 from tests.support.coordinator_fakes import ChainMaker, make_spec, peer, state
 from tests.support.waiting import ended, until
 
@@ -132,7 +132,7 @@ class World:
 
     def resync(self, rounds: int, **how) -> SyncState:
         path = tuple(self.chain.certificates[:rounds])
-        return SyncState(path, how.get("missed", ()), 7, 70, starts=starts(RoundPolicy.of(self.spec), path))
+        return SyncState(path, how.get("missed", ()), 7, 70, starts=kept_starts(RoundPolicy.of(self.spec), path))
 
     async def next(self) -> None:
         await ended(self.sent.wait())
@@ -309,7 +309,7 @@ async def test_an_own_update_that_the_disk_lost_is_not_put_back_and_that_is_said
         w.states.sync(w.resync(1, missed=(Digest(b"h" * 32), Digest(b"l" * 32))))
         await w.next()
         assert len(w.asked[0].restore) == 1
-        assert "own update 6c6c6c6c is gone" in caplog.text
+        assert "our update 6c6c6c6c is gone" in caplog.text
 
 
 async def test_what_is_under_way_ends_with_the_node():

@@ -13,7 +13,7 @@ import torch
 from peer.channel import Apply, MakeUpdate, NothingDone, Orders, UpdateMade
 from peer.errors import SavedStateError, TrainingError
 from peer.training.saved_state import STATE_MANIFEST, UPDATE_MANIFEST
-from peer.training.step_loop import NON_FINITE_MOST
+from peer.training.step_loop import MAX_NON_FINITE
 from protocol.errors import CodecError, MalformedError
 from protocol.ids import Digest
 from protocol.merkle import blob_digest
@@ -321,7 +321,7 @@ def test_steps_that_are_not_finite_are_skipped_and_too_many_are_an_error_with_a_
     healthy = copied(trainer.backend.outer.local)
     name, poisoned = next((n, t) for n, t in trainer.backend.outer.local.items() if t.ndim == 2 and "embed" not in n)
     poisoned.view(-1)[0] = float("inf")
-    for _ in range(NON_FINITE_MOST - 1):
+    for _ in range(MAX_NON_FINITE - 1):
         step = trainer.steps.step(trainer.steps.batches.take(trainer.windows.counter))
         assert step is not None and not step.is_finite
     poisoned.copy_(healthy[name])
@@ -329,7 +329,7 @@ def test_steps_that_are_not_finite_are_skipped_and_too_many_are_an_error_with_a_
     train(trainer, 1)  # one good step, and the count restarts
     poisoned.view(-1)[0] = float("inf")
     with pytest.raises(TrainingError, match=r"inner\.lr"):
-        for _ in range(NON_FINITE_MOST):
+        for _ in range(MAX_NON_FINITE):
             trainer.steps.step(trainer.steps.batches.take(trainer.windows.counter))
     assert heard.kinds() == ["non-finite"] * 2
 

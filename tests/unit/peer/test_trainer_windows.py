@@ -243,11 +243,11 @@ def test_within_a_round_the_rate_goes_on_with_the_peers_own_windows(windows, tok
 
 def test_the_rate_is_of_late_and_falls_to_nothing_in_a_stall():
     meter = ThroughputMeter(0.0)
-    assert meter.late_loss == 0.0 and meter.tokens_per_second(0.0) == 0.0
+    assert meter.recent_loss == 0.0 and meter.tokens_per_second(0.0) == 0.0
     for second in range(1, 101):
         meter.step(float(second), 1000, 5.0 if second <= 50 else 3.0)
     assert meter.tokens_per_second(100.0) == pytest.approx(1000, rel=0.11)
-    assert meter.late_loss == 3.0
+    assert meter.recent_loss == 3.0
     assert meter.tokens_per_second(102.0 + RATE_SECONDS) == 0.0
 
 

@@ -277,13 +277,16 @@ async def test_what_cannot_be_had_and_what_fails_accuses_nobody(tmp_path, caplog
 async def test_the_machine_is_told_of_what_another_attempt_may_find_out_and_of_nothing_else(tmp_path):
     async with world(tmp_path) as w:
         action = w.ask(2)
-        w.process.answers.append(AuditError("no answer within 900 s"))
+        w.process.answers.append(AuditError("the auditor ended with code 1"))
         await w.done(1)
         assert w.not_made == [AuditNotMade(action.certificate.digest, action.update, "replay")]
         w.process.answers.append(AuditAnswer((), "the update has too few windows", is_uncheckable=True))
         w.ask(2, "loss")
         await w.done(2)
-        assert len(w.not_made) == 1 and w.auditor.counts.not_made == 2
+        w.process.answers.append(UncheckableUpdate("no answer within 900 s"))
+        w.ask(1)
+        await w.done(3)
+        assert len(w.not_made) == 1 and w.auditor.counts.not_made == 3
 
 
 async def test_checks_that_no_record_would_carry_are_not_made(tmp_path, caplog):
@@ -488,8 +491,8 @@ async def test_a_check_that_leaves_training_too_little_disk_is_not_made_and_the_
         assert len(w.fetched) == 5 and len(w.process.asked) == 1
     assert (
         "the replay is not made: a checkpoint to start from is not available (from the state of round 0: it needs "
-        "5.0 kB of files that are not here, and 5.0 kB of this peer's disk are left beside training: allow the peer "
-        "more of it (--disk), or free some)" in caplog.text
+        "5.0 kB of files that are not here, and 5.0 kB of this peer's disk are left besides what training needs: allow the "
+        "peer more of it (--disk), or free some)" in caplog.text
     )
 
 
