@@ -225,7 +225,7 @@ class Coordinator:
         self.control.tend()
 
     def _observe(self, account: RoundCredits) -> None:
-        self.observations.decide(account, self._view.heartbeats())
+        self._metrics.round_decided(self.observations.decide(account, self._view.heartbeats()))
 
     @property
     def page_url(self) -> str:
