@@ -294,11 +294,13 @@ def test_the_configuration_is_read_strictly(tmp_path, monkeypatch):
         "alerts = 3",
         '[alerts]\nwebhooks = "x"',
         "[alerts]\nrepeat_hours = 0",
+        '[alerts]\nsecret = ["x"]',
         "[",
     ):
         path.write_text(bad)
-        with pytest.raises(AlertConfigError, match="alerts.toml"):
+        with pytest.raises(AlertConfigError, match="alerts.toml") as e:
             load_config(tmp_path)
+        assert "'x" not in str(e.value)  # an address or the secret
     for bad in ("ftp://x/", "https://", "https://u:p@x/", "http://x:99999/", "http://x/ y", "http://[::1/", "x"):
         with pytest.raises(AlertConfigError):
             Webhook.parse(bad)
