@@ -26,13 +26,10 @@ class AlertConfigError(CoordinatorError):
 
 @dataclass(frozen=True, slots=True)
 class Webhook:
-    """A webhook's address, parsed. Anybody who knows the path may post, so people are shown only the host."""
+    """A webhook's address. Anybody who knows the path may post, so people are shown only the host."""
 
     url: str
     host: str
-    port: int
-    secure: bool
-    target: str
 
     @property
     def name(self) -> str:
@@ -47,17 +44,15 @@ class Webhook:
         """Parse an http or https address. Raises AlertConfigError."""
         try:
             parts = urlsplit(url)
-            port = parts.port
+            _ = parts.port  # raises for one that is no port
         except ValueError:
-            parts, port = urlsplit(""), None
+            parts = urlsplit("")
         fine = url.isascii() and url.isprintable() and " " not in url and len(url) <= 2000
         if not fine or parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
             raise AlertConfigError(
                 f"webhook {url[:30]!r}... is no http or https address without a user: write it as the service gives it"
             )
-        secure = parts.scheme == "https"
-        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        return cls(url, parts.hostname, port or (443 if secure else 80), secure, target)
+        return cls(url, parts.hostname)
 
 
 @dataclass(frozen=True, slots=True)
