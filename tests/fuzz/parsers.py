@@ -62,6 +62,7 @@ from protocol.wire import coordinator_pb2, ledger_pb2
 from protocol.wire import swarm_pb2 as wire
 from tests.fuzz.harness import Parser
 from tests.fuzz.mutation import mutate_bytes, mutate_json, mutate_wire
+from tests.support.bindings import bind
 from tests.support.signed import (
     CERTIFICATE,
     HEADERS,
@@ -264,7 +265,7 @@ def _admission_requests() -> Parser:
 def _statements() -> Parser:
     samples = [
         statements.sign(OWNER, _receipt()).encoded,
-        statements.bind(PEERS[1], STRANGER, RUN, 1_700_000_000, "ada", "engines").encoded,
+        bind(PEERS[1], STRANGER, RUN, 1_700_000_000, "ada", "engines").encoded,
     ]
     openers: dict[str, Callable[[bytes], object]] = {
         "receipt": lambda d: statements.open_receipt(d, RUN, OWNER.key),
