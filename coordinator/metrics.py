@@ -19,7 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.overview import Overview
 from coordinator.peer_registry import PHASES
-from coordinator.round_metrics import RoundTimer, TrafficCounter
+from coordinator.round_observations import RoundObservation
+from coordinator.traffic_counter import TrafficCounter
 
 LAG_SECONDS = 0.5
 HEALTHS = (
@@ -81,7 +82,6 @@ class Metrics:
             self._rounds.labels(phase)
         for result in ("delivered", "failed", "dropped"):
             self._deliveries.labels(result)
-        self._clock = RoundTimer(lambda phase, seconds: self._rounds.labels(phase).observe(seconds))
         self._traffic = TrafficCounter()
         registry.register(_Swarm(sources, self._traffic))
         ProcessCollector(registry=registry)
@@ -96,8 +96,13 @@ class Metrics:
         """Count a delivery to a webhook: delivered, failed (to be retried), dropped."""
         self._deliveries.labels(result).inc()
 
+    def round_decided(self, o: RoundObservation) -> None:
+        """Count the durations of a round; those that were not observed are left out."""
+        for phase, seconds in (("train", o.train), ("exchange", o.after), ("all", o.whole)):
+            if seconds is not None:
+                self._rounds.labels(phase).observe(seconds)
+
     def update(self, o: Overview, now: float) -> None:
-        self._clock.update(o, now)
         self._traffic.update(o, now)
 
     def text(self) -> bytes:

@@ -78,6 +78,11 @@ class RoundObservation:
         return _between(self.proposed, self.certified)
 
     @property
+    def after(self) -> float | None:
+        """Seconds from the first announcement until it was certified."""
+        return _between(self.announced, self.certified)
+
+    @property
     def whole(self) -> float | None:
         """Seconds from the record before to this one."""
         return _between(self.began, self.certified)
@@ -141,7 +146,7 @@ class RoundObservations:
         newest = [s for s in list(self._rounds.values())[-TYPICAL:] if s.whole is not None]
         if not newest:
             return None
-        after = [s.certified - s.announced for s in newest if s.announced is not None]
+        after = [s.after for s in newest if s.after is not None]
         return TypicalDurations(median(s.whole or 0.0 for s in newest), median(after) if after else 0.0)
 
     def restore(self, seen: list[RoundObservation]) -> None:

@@ -19,7 +19,6 @@ from coordinator.health import Health, Reflection
 from coordinator.history import charts
 from coordinator.indexed_chain import IndexedChain
 from coordinator.interceptor import LimitsInterceptor
-from coordinator.ledger_thread import LedgerThread
 from coordinator.limits import NetworkLimit, Rate, RateLimit, caller_of
 from coordinator.overview import Overview, PeerOverview
 from coordinator.swarm import SwarmView
@@ -39,7 +38,6 @@ MAX_CONVICTIONS = 8
 MAX_STATUS_PEERS = 1000
 MAX_ABSENT = 8
 MAX_LOSSES = 120
-MAX_ENTRIES = 50
 MAX_CALLS = 512
 MAX_CONNECTIONS = 16_384
 """A peer keeps one open while it trains."""
@@ -81,16 +79,15 @@ class CoordinatorService(stubs.CoordinatorServicer):
     """All calls of the coordinator's service. Each may raise CairnError, which the interceptor turns into a status."""
 
     def __init__(
-        self, spec: RunSpec, spec_envelope: bytes, *, view: SwarmView, chain: IndexedChain, ledger: LedgerThread,
-        admitter: Admitter, control: RunControl, credits: CreditLog, overview: Callable[[], Overview],
-        page_url: Callable[[], str], now: Callable[[], float],
+        self, spec: RunSpec, spec_envelope: bytes, *, view: SwarmView, chain: IndexedChain, admitter: Admitter,
+        control: RunControl, credits: CreditLog, overview: Callable[[], Overview], page_url: Callable[[], str],
+        now: Callable[[], float],
     ):  # fmt: skip
         super().__init__()
         self._spec = spec
         self._spec_envelope = spec_envelope
         self._view = view
         self._chain = chain
-        self._ledger = ledger
         self._admitter = admitter
         self._control = control
         self._credits = credits
@@ -206,34 +203,14 @@ class CoordinatorService(stubs.CoordinatorServicer):
         """Return what a peer has earned; all zero for one that is unknown."""
         self._check(context, self._reads, request.run)
         peer = PeerKey(request.peer)
-        chain = self._chain
-        newest = [
-            wire.AccountEntry(
-                round=a.round, record=a.record, tokens=e.tokens, micro_credits=e.micro_credits, settled=False
-            )
-            for a in reversed(chain.open)
-            for e in a.lines
-            if e.peer == peer
-        ]
-        settled, pending, posted = chain.settled.get(peer, Balance()), chain.pending.get(peer, Balance()), chain.posted
-        entries = await self._ledger.read(lambda ledger: ledger.history_of(peer, limit=MAX_ENTRIES))
-        newest += [
-            wire.AccountEntry(
-                round=e.round, record=e.record, tokens=e.line.tokens, micro_credits=e.line.micro_credits,
-                settled=e.status == "settled",
-            )
-            for e in entries
-            # A round that was posted since the balances above were read comes the next time. Voided ones earned
-            # nothing.
-            if posted is not None and e.round <= posted[0] and e.status != "voided"
-        ]  # fmt: skip
+        settled = self._chain.settled.get(peer, Balance())
+        pending = self._chain.pending.get(peer, Balance())
         return wire.AccountReply(
             name=self._admitter.name_of(peer),
             micro_credits_settled=settled.micro_credits,
             micro_credits_pending=pending.micro_credits,
             tokens=settled.tokens + pending.tokens,
             rounds=settled.rounds + pending.rounds,
-            newest=newest[:MAX_ENTRIES],
         )
 
     async def Bind(self, request: wire.BindRequest, context) -> wire.BindReply:

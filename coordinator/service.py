@@ -154,7 +154,7 @@ class Coordinator:
         self._page = PageServer(self._metrics.counting(app))
         self._publisher = AddressPublisher(owner, view, self.invite, now)
         self._service = CoordinatorService(
-            spec, spec_envelope, view=view, chain=chain, ledger=ledger, admitter=self.admitter, control=self.control,
+            spec, spec_envelope, view=view, chain=chain, admitter=self.admitter, control=self.control,
             credits=self.credits, overview=self.overview, page_url=lambda: self.page_url, now=now,
         )  # fmt: skip
         self._health = Health()
@@ -225,7 +225,7 @@ class Coordinator:
         self.control.tend()
 
     def _observe(self, account: RoundCredits) -> None:
-        self.observations.decide(account, self._view.heartbeats())
+        self._metrics.round_decided(self.observations.decide(account, self._view.heartbeats()))
 
     @property
     def page_url(self) -> str:

@@ -190,26 +190,14 @@ class SwarmStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class CreditEntry:
-    """The earnings of one accepted update."""
-
-    round: int
-    record: Digest
-    tokens: int
-    micro_credits: int
-    settled: bool
-
-
-@dataclass(frozen=True, slots=True)
 class PeerCredits:
-    """The earnings of a peer in all, and of its newest updates."""
+    """The earnings of a peer."""
 
     name: str
     micro_credits_settled: int
     micro_credits_pending: int
     tokens: int
     rounds: int
-    newest: tuple[CreditEntry, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,12 +313,7 @@ class CoordinatorClient:
         """Return a peer's earnings; all zero for an unknown peer. Raise CairnError."""
         request = wire.AccountRequest(run=bytes(self._invite.run), peer=bytes(peer))
         m: wire.AccountReply = await self._call(lambda stub, t: stub.Account(request, timeout=t))
-        newest = tuple(
-            CreditEntry(e.round, Digest(e.record), e.tokens, e.micro_credits, e.settled) for e in m.newest[:50]
-        )
-        return PeerCredits(
-            _text(m.name), m.micro_credits_settled, m.micro_credits_pending, m.tokens, m.rounds, newest
-        )  # fmt: skip
+        return PeerCredits(_text(m.name), m.micro_credits_settled, m.micro_credits_pending, m.tokens, m.rounds)
 
     async def publish_directive(self, sent: bytes = b"") -> wire.DirectiveReply:
         """Publish the owner's signed directive; without one, request the newest. Raise CairnError."""

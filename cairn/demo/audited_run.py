@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +10,8 @@ from typing import Any
 
 from cairn.files import write_whole
 from coordinator.authoring.runfile import load_run
+from coordinator.authoring.toml_file import tomllib
 from protocol.ids import PeerKey
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 ROUNDS, ROUND_SECONDS = 28, 12
 HOLD_ROUNDS = 12

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Annotated
 from urllib.parse import urlsplit
 
-from coordinator.errors import CoordinatorError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # pyright: ignore[reportMissingImports]
+from coordinator.authoring.toml_file import problems, read_tables
+from coordinator.errors import CoordinatorError
 
 FILE = "alerts.toml"
 SECRET_VARIABLE = "CAIRN_WEBHOOK_SECRET"
@@ -28,13 +26,10 @@ class AlertConfigError(CoordinatorError):
 
 @dataclass(frozen=True, slots=True)
 class Webhook:
-    """A webhook's address, parsed. Anybody who knows the path may post, so people are shown only the host."""
+    """A webhook's address. Anybody who knows the path may post, so people are shown only the host."""
 
     url: str
     host: str
-    port: int
-    secure: bool
-    target: str
 
     @property
     def name(self) -> str:
@@ -49,17 +44,15 @@ class Webhook:
         """Parse an http or https address. Raises AlertConfigError."""
         try:
             parts = urlsplit(url)
-            port = parts.port
+            _ = parts.port  # raises for one that is no port
         except ValueError:
-            parts, port = urlsplit(""), None
+            parts = urlsplit("")
         fine = url.isascii() and url.isprintable() and " " not in url and len(url) <= 2000
         if not fine or parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
             raise AlertConfigError(
                 f"webhook {url[:30]!r}... is no http or https address without a user: write it as the service gives it"
             )
-        secure = parts.scheme == "https"
-        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        return cls(url, parts.hostname, port or (443 if secure else 80), secure, target)
+        return cls(url, parts.hostname)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,25 +64,35 @@ class AlertConfig:
     repeat: float = 6 * 3600.0
 
 
+class AlertsTable(BaseModel):
+    """[alerts]."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    webhooks: list[str] = []
+    secret: str | None = None
+    repeat_hours: Annotated[float, Field(ge=0.1, le=1000)] = 6.0
+
+
+class AlertsFile(BaseModel):
+    """`alerts.toml`."""
+
+    alerts: AlertsTable
+
+
 def load_config(folder: Path | None, urls: Sequence[str] = ()) -> AlertConfig:
     """Read the file in the folder, if there is one, and add `urls` from the command line. Raises AlertConfigError."""
-    secret, repeat = os.environ.get(SECRET_VARIABLE, ""), 6.0
-    path = None if folder is None else folder / FILE
+    path, table = None if folder is None else folder / FILE, AlertsTable()
     if path is not None and path.exists():
+        remedy = 'write [alerts] and webhooks = ["https://..."]'
+        tables, text = read_tables(path, AlertConfigError, remedy)
         try:
-            table = tomllib.loads(path.read_text())["alerts"]
-            unknown = set(table) - {"webhooks", "secret", "repeat_hours"}
-            own, secret, repeat = table.get("webhooks", []), table.get("secret", secret), table.get("repeat_hours", 6)
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, KeyError, TypeError, AttributeError) as e:
-            raise AlertConfigError(f'{path} cannot be read ({e}): write [alerts] and webhooks = ["https://..."]') from e
-        if unknown:
-            raise AlertConfigError(f"{path} names {sorted(unknown)[0]!r}: webhooks, secret, repeat_hours may be there")
-        if not isinstance(own, list) or not all(isinstance(u, str) for u in own) or not isinstance(secret, str):
-            raise AlertConfigError(f"{path}: webhooks is a list of addresses in quotes, secret is text in quotes")
-        if not isinstance(repeat, int | float) or not 0.1 <= repeat <= 1000:
-            raise AlertConfigError(f"{path}: repeat_hours is a number from 0.1 to 1000")
-        urls = [*urls, *own]
-    hooks = tuple(dict.fromkeys(Webhook.parse(u) for u in urls))
+            table = AlertsFile.model_validate(tables).alerts
+        except ValidationError as e:
+            found = problems(e, path, text, AlertsFile, missing=f"is missing: {remedy}", shows_values=False)
+            raise AlertConfigError("\n".join(found)) from None
+    hooks = tuple(dict.fromkeys(Webhook.parse(u) for u in (*urls, *table.webhooks)))
     if len(hooks) > MAX_HOOKS:
         raise AlertConfigError(f"{len(hooks)} webhooks are too many: at most {MAX_HOOKS}")
-    return AlertConfig(hooks, secret, repeat * 3600.0)
+    secret = os.environ.get(SECRET_VARIABLE, "") if table.secret is None else table.secret
+    return AlertConfig(hooks, secret, table.repeat_hours * 3600.0)

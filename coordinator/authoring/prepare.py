@@ -10,7 +10,7 @@ import fcntl
 import itertools
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -320,20 +320,26 @@ def _write(
         raise DataInputError("no text to train on in these documents")
     check_held_out(settings.validation_every, sum(documents))
     report(f"{sum(documents):,} documents, {sum(counts):,} tokens, {documents[1]:,} documents held out")
-    made = [
-        DataSplit(shards=s, documents=d, tokens=c, text_bytes=b)
-        for s, d, c, b in zip(shards, documents, counts, sizes, strict=True)
-    ]
+    return _manifest(run, dtype, zip(shards, documents, counts, sizes, strict=True), settings, sources)
+
+
+def _manifest(
+    run: tokens.RunTokenizer, dtype: Literal["uint16", "uint32"], made: Iterable[tuple[list[DataShard], int, int, int]],
+    settings: PrepareSettings, sources: list[SourceRef], conversations: ConversationData | None = None,
+) -> Manifest:  # fmt: skip
+    """Return the manifest; `made` has shards, documents, tokens and bytes of text of each split."""
+    train, validation = (DataSplit(shards=s, documents=d, tokens=t, text_bytes=b) for s, d, t, b in made)
     return Manifest(
         dtype=dtype,
         vocabulary=run.size,
         end_of_text=run.end,
         end_of_text_id=run.end_id,
         tokenizer=BlobRef(digest=str(blob_digest(run.file)), size=len(run.file)),
-        train=made[0],
-        validation=made[1],
+        train=train,
+        validation=validation,
         settings=settings,
         sources=sources,
+        conversations=conversations,
     )
 
 
@@ -393,30 +399,18 @@ class _MarkedWriter:
             f"{c.split:,} split"
         )
         chat = chat_spec(self.template, sorted(c.ends), self.tokenizer) if self.template and c.ends else None
-        made = [
-            DataSplit(shards=s, documents=d, tokens=self.window * p.windows, text_bytes=0)
-            for s, d, p in zip(shards, self.documents, self.packers, strict=True)
-        ]
-        return Manifest(
-            dtype="uint32",
-            vocabulary=self.run.size,
-            end_of_text=self.run.end,
-            end_of_text_id=self.run.end_id,
-            tokenizer=BlobRef(digest=str(blob_digest(self.run.file)), size=len(self.run.file)),
-            train=made[0],
-            validation=made[1],
-            settings=self.settings,
-            sources=sources,
-            conversations=ConversationData(
-                window=self.window,
-                window_tokens=max(1, round(self.trained[0] / windows)),
-                trained=self.trained[0],
-                dropped=c.dropped,
-                cut=c.cut,
-                split=c.split,
-                chat=chat,
-            ),
+        conversations = ConversationData(
+            window=self.window,
+            window_tokens=max(1, round(self.trained[0] / windows)),
+            trained=self.trained[0],
+            dropped=c.dropped,
+            cut=c.cut,
+            split=c.split,
+            chat=chat,
         )
+        counts = [self.window * p.windows for p in self.packers]
+        made = zip(shards, self.documents, counts, (0, 0), strict=True)
+        return _manifest(self.run, "uint32", made, self.settings, sources, conversations)
 
     def _add(self, piece: MarkedDocument, split: int, report: Callable[[str], None]) -> None:
         self.packers[split].add(piece.tokens)

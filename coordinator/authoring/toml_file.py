@@ -51,11 +51,13 @@ def problems(
     model: type[BaseModel],
     *,
     missing: str = "is missing",
+    shows_values: bool = True,
     filled_in: Mapping[tuple[int | str, ...], Collection[tuple[int | str, ...]]] = MappingProxyType({}),
 ) -> Iterator[str]:
     """Yield one line for each problem of a file that `model` describes: file:line: field: problem (value).
 
     `missing` is said of a missing field. A mistake in a field that others follow from (`filled_in`) is reported once.
+    Without `shows_values` no value is shown: it may be a secret.
     """
     errors = error.errors()
     wrong = {e["loc"] for e in errors}
@@ -69,7 +71,7 @@ def problems(
         elif e["type"] == "extra_forbidden":
             meant = _meant(str(loc[-1]), loc[:-1], model)
             message = f"is not a field; did you mean {meant}?" if meant else "is not a field: remove it"
-        elif e["type"] != "value_error":
+        elif e["type"] != "value_error" and shows_values:
             message = f"{message} (found {str(e['input'])[:60]!r})"
         elif not loc and ": " in message:  # a check over several tables begins with the name of its field
             field, message = message.split(": ", 1)

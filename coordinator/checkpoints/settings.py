@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from coordinator.authoring.toml_file import read_tables
 from coordinator.checkpoints.retention import RetentionPolicy
 from coordinator.errors import CoordinatorError
 from protocol.spec import explain
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 FILE = "coordinator.toml"
 OTHERS = ("alerts", "ledger", "page")
 """Tables of the file that other modules read."""
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-MAX_FILE = 1024 * 1024
 
 
 class SettingsError(CoordinatorError):
@@ -109,7 +103,7 @@ def load_settings(
 
     `keep` is such as "newest=5,every=100,best=3,bytes=200G".
     """
-    tables: dict[str, Any] = {} if file is None else _read(file)
+    tables: dict[str, Any] = {} if file is None else read_tables(file, SettingsError, "name a coordinator.toml")[0]
     tables = {k: v for k, v in tables.items() if k not in OTHERS}
     options: dict[str, dict[str, Any]] = {"archive": {} if keep is None else parse_keep(keep), "evaluation": {}}
     if address is not None:
@@ -146,15 +140,3 @@ def parse_keep(text: str) -> dict[str, str]:
             raise SettingsError(f"{text[:80]!r}: write such as newest=5,every=100,best=3,bytes=200G, or some of it")
         found[name] = value.strip()
     return found
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        data = file.read_bytes()
-        if len(data) > MAX_FILE:
-            raise SettingsError(f"{file}: larger than {MAX_FILE} bytes: name a coordinator.toml")
-        return tomllib.loads(data.decode())
-    except OSError as e:
-        raise SettingsError(f"{file}: cannot be read: {e.strerror or e}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-        raise SettingsError(f"{file}: not TOML: {e}") from None

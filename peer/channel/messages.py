@@ -201,7 +201,7 @@ class WriteCheckpoint(_Message):
 
 @dataclass(frozen=True, slots=True)
 class Orders(_Message):
-    """What the trainer may do, by the owner's directives and the user's wish, until the next message. Not answered.
+    """The trainer's orders, by the owner's directives and the user's wish, until the next message. Not answered.
 
     `rests`: train nothing. `max_update_windows`: maximum number of windows that an update may claim. `target_tokens`:
     the swarm's tokens of a round.

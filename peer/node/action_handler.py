@@ -6,6 +6,7 @@ import asyncio
 import logging
 from dataclasses import dataclass, field
 
+from peer.errors import PeerError
 from peer.node.chain_store import ChainStore
 from peer.node.directive_handler import DirectiveHandler
 from peer.node.end_of_run import EndOfRun
@@ -21,7 +22,6 @@ from peer.node.trainer_files import store_epoch
 from peer.node.update_auditor import UpdateAuditor
 from peer.store import Store
 from protocol.ids import Digest, PeerKey
-from protocol.messages import Certificate, Directive, Finalization, Signed
 from protocol.rounds import actions, events
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class ActionHandler:
-    """The `RoundEffects` of a node, which describes the methods.
+    """The `RoundEffects` of a node.
 
     `trainer` is None for a node without one, whose machine asks for no update and no state. `auditor` is None where the
     machine has no reporter.
@@ -50,33 +50,55 @@ class ActionHandler:
     bus: NodeEvents
     _completed: bool = field(default=False, init=False)
 
-    def broadcast(self, message: Signed) -> None:
-        self.network.broadcast(message)
-
-    def send(self, action: actions.Send) -> None:
-        self.network.send(action.to, action.messages, action.certificates)
-
-    def request_update(self, action: actions.RequestUpdate) -> None:
-        assert self.trainer is not None
-        self.trainer.request_update(action)
-
-    def fetch_blob(self, action: actions.FetchBlob) -> None:
-        self.updates.fetch(action.blob, action.size, (action.author, *action.holders))
-
-    def cancel_fetch(self, action: actions.CancelFetch) -> None:
-        self.updates.drop(action.blob)
-
-    def fetch_shard(self, action: actions.FetchShard) -> None:
-        self.reducer.fetch(action.blob, action.record, action.shard, action.holders)
-
-    def reduce_shard(self, action: actions.ReduceShard) -> None:
-        self.reducer.reduce(action.record, action.shard, action.committee)
-
-    def cancel_reduce(self, action: actions.CancelReduce) -> None:
-        self.reducer.drop(action.record)
-
-    def request_chain(self, action: actions.RequestChain) -> None:
-        self.tasks.spawn(self._request_chain(action.to, action.have), "chain request")
+    async def carry_out(self, action: actions.Action) -> None:  # noqa: C901 (a flat choice)
+        trainer = self.trainer
+        match action:
+            case actions.StoreCertificate(certificate):
+                await asyncio.to_thread(self.certificates.store, certificate)
+            case actions.StoreFinalization(message):
+                await asyncio.to_thread(self.certificates.store_finalization, message)
+            case actions.StoreDirective(message):
+                await asyncio.to_thread(self.certificates.store_directive, message)
+            case actions.StoreEpoch(epoch):
+                await asyncio.to_thread(store_epoch, self.store, epoch)
+            case actions.Broadcast(message):
+                self.network.broadcast(message)
+            case actions.Send():
+                self.network.send(action.to, action.messages, action.certificates)
+            case actions.RequestChain():
+                self.tasks.spawn(self._request_chain(action.to, action.have), "chain request")
+            case actions.FetchBlob():
+                self.updates.fetch(action.blob, action.size, (action.author, *action.holders))
+            case actions.CancelFetch():
+                self.updates.drop(action.blob)
+            case actions.FetchShard():
+                self.reducer.fetch(action.blob, action.record, action.shard, action.holders)
+            case actions.ReduceShard():
+                self.reducer.reduce(action.record, action.shard, action.committee)
+            case actions.CancelReduce():
+                self.reducer.drop(action.record)
+            case actions.DirectivesChanged():
+                self.directives.handle(action)
+            case actions.RequestUpdate() if trainer is not None:
+                trainer.request_update(action)
+            case actions.ApplyRecord() | actions.SyncState() if trainer is not None:
+                trainer.move(action)
+            case actions.KeepState() if trainer is not None:
+                trainer.keep_state(action)
+            case actions.ReleaseTrainer() if trainer is not None:
+                trainer.release(*([] if self.auditor is None else [self.auditor.release()]))
+            case actions.AcquireTrainer() if trainer is not None:
+                if self.auditor is not None:
+                    self.auditor.resume()
+                trainer.acquire()
+            case actions.AuditUpdate() if self.auditor is not None:
+                self.auditor.audit(action)
+            case actions.Notice():
+                log.log(LEVELS[action.level], "%s", action.text, extra={"kind": action.kind})
+            case actions.RunCompleted():
+                self._complete_run(action.reason)
+            case _:
+                raise PeerError(f"this node cannot carry out the action {type(action).__name__}")
 
     async def _request_chain(self, to: PeerKey, have: tuple[Digest, ...]) -> None:
         try:
@@ -86,53 +108,13 @@ class ActionHandler:
             log.info("no chain from %s: %s", to.short, str(e) or type(e).__name__)
             self.queue.post(events.ChainUnanswered(to))
 
-    async def store_certificate(self, certificate: Certificate) -> None:
-        await asyncio.to_thread(self.certificates.store, certificate)
-
-    async def store_finalization(self, finalization: Signed[Finalization]) -> None:
-        await asyncio.to_thread(self.certificates.store_finalization, finalization)
-
-    async def store_directive(self, directive: Signed[Directive]) -> None:
-        await asyncio.to_thread(self.certificates.store_directive, directive)
-
-    async def store_epoch(self, epoch: int) -> None:
-        await asyncio.to_thread(store_epoch, self.store, epoch)
-
-    def move(self, action: actions.ApplyRecord | actions.SyncState) -> None:
-        assert self.trainer is not None
-        self.trainer.move(action)
-
-    def keep_state(self, action: actions.KeepState) -> None:
-        assert self.trainer is not None
-        self.trainer.keep_state(action)
-
-    def release_trainer(self) -> None:
-        assert self.trainer is not None
-        self.trainer.release(*([] if self.auditor is None else [self.auditor.release()]))
-
-    def acquire_trainer(self) -> None:
-        assert self.trainer is not None
-        if self.auditor is not None:
-            self.auditor.resume()
-        self.trainer.acquire()
-
-    def audit_update(self, action: actions.AuditUpdate) -> None:
-        assert self.auditor is not None
-        self.auditor.audit(action)
-
-    def on_directives_changed(self, action: actions.DirectivesChanged) -> None:
-        self.directives.handle(action)
-
-    def notify(self, action: actions.Notice) -> None:
-        log.log(LEVELS[action.level], "%s", action.text, extra={"kind": action.kind})
-
-    def on_run_completed(self, action: actions.RunCompleted) -> None:
-        """Stop the trainer: the run is over. The node goes on serving those that do not have the last state yet."""
+    def _complete_run(self, reason: str) -> None:
+        """Stop the trainer. The node goes on serving those that do not have the last state yet."""
         if self.trainer is None:
-            log.info("%s", action.reason)
+            log.info("%s", reason)
         elif not self._completed:
             self._completed = True
             self.end_of_run.complete()
-            self.bus.post(RunOver(action.reason))
-            log.warning("%s: staying until the others and the coordinator have its last state", action.reason)
+            self.bus.post(RunOver(reason))
+            log.warning("%s: staying until the others and the coordinator have its last state", reason)
             self.tasks.spawn(self.trainer.stop(), "end of training")

@@ -126,11 +126,6 @@ class CompactRecords:
         headers = ChainMap(*(headers for _, headers in self._sent.values()))
         return wire.Packet(messages=[headers[name] for name in dict.fromkeys(names) if name in headers])
 
-    @property
-    def requestable(self) -> int:
-        """The number of records whose headers others may request."""
-        return len(self._sent)
-
     # -- receiving -------------------------------------------------------------------------------------------
 
     def note(self, message: Signed) -> None:

@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from peer.errors import PeerError
 from peer.node.events import EventQueue, MachineStepped, NodeEvents
 from peer.node.round_timings import RoundTimings
 from peer.node.tasks import cancel_and_wait
-from protocol.messages import Certificate, Directive, Finalization, Signed, UpdateHeader
+from protocol.messages import Signed, UpdateHeader
 from protocol.rounds import actions, events
 from protocol.rounds.machine import RoundMachine
 from protocol.rounds.policy import LocalStatus
@@ -27,70 +26,13 @@ MIN_TICK_SECONDS, MAX_TICK_SECONDS = 0.005, 1.0
 
 
 class RoundEffects(Protocol):
-    """The effects of the machine's actions. Storing is finished when the method returns."""
+    """The effects of the machine's actions."""
 
-    def broadcast(self, message: Signed) -> None:
-        """Send a message to all peers."""
+    async def carry_out(self, action: actions.Action) -> None:
+        """Carry out an action other than Finished.
 
-    def send(self, action: actions.Send) -> None:
-        """Send messages and certificates to one peer."""
-
-    def request_update(self, action: actions.RequestUpdate) -> None:
-        """Have the trainer make an update."""
-
-    def fetch_blob(self, action: actions.FetchBlob) -> None:
-        """Fetch an update's blob."""
-
-    def cancel_fetch(self, action: actions.CancelFetch) -> None:
-        """Stop fetching a blob."""
-
-    def fetch_shard(self, action: actions.FetchShard) -> None:
-        """Fetch a reduced shard."""
-
-    def reduce_shard(self, action: actions.ReduceShard) -> None:
-        """Make a reduced shard."""
-
-    def cancel_reduce(self, action: actions.CancelReduce) -> None:
-        """Stop the work on a record's shards."""
-
-    def request_chain(self, action: actions.RequestChain) -> None:
-        """Request certificates of a peer."""
-
-    async def store_certificate(self, certificate: Certificate) -> None:
-        """Store a certificate."""
-
-    async def store_finalization(self, finalization: Signed[Finalization]) -> None:
-        """Store the newest finalization."""
-
-    async def store_directive(self, directive: Signed[Directive]) -> None:
-        """Store the newest directive."""
-
-    async def store_epoch(self, epoch: int) -> None:
-        """Store the epoch of what the trainer saves from now on."""
-
-    def move(self, action: actions.ApplyRecord | actions.SyncState) -> None:
-        """Move the trainer to another state."""
-
-    def keep_state(self, action: actions.KeepState) -> None:
-        """Have the trainer write the state that it holds to the store."""
-
-    def release_trainer(self) -> None:
-        """Have the trainer save and end, and end the check that is being made: the user wants the devices."""
-
-    def acquire_trainer(self) -> None:
-        """Have a new trainer start, and checks be made again."""
-
-    def audit_update(self, action: actions.AuditUpdate) -> None:
-        """Make a check of an update. Only machines with `audits` ask for it."""
-
-    def on_directives_changed(self, action: actions.DirectivesChanged) -> None:
-        """Follow the directives in force."""
-
-    def notify(self, action: actions.Notice) -> None:
-        """Report something to people."""
-
-    def on_run_completed(self, action: actions.RunCompleted) -> None:
-        """Stop the trainer: the run is over."""
+        Storing is finished on return; all else is only begun, and an event answers it, or nothing.
+        """
 
 
 class RoundDriver:
@@ -127,9 +69,9 @@ class RoundDriver:
 
     # -- one step --------------------------------------------------------------------------------------------
 
-    def introduce(self) -> None:
+    async def introduce(self) -> None:
         """Send a heartbeat before `start`."""
-        self._effects.broadcast(self._machine.introduction(self._status()))
+        await self._effects.carry_out(actions.Broadcast(self._machine.introduction(self._status())))
 
     async def start(self, *, alone: bool) -> actions.Finished | None:
         """Start the machine. `alone`: no peer is known that it could wait for."""
@@ -155,63 +97,13 @@ class RoundDriver:
 
     async def carry_out(self, todo: Iterable[actions.Action]) -> actions.Finished | None:
         """Carry out actions in order. Return Finished when that is among them."""
-        effects, finished = self._effects, None
+        finished = None
         for action in todo:
-            match action:
-                case actions.StoreCertificate(certificate):
-                    await effects.store_certificate(certificate)
-                case actions.StoreFinalization(message):
-                    await effects.store_finalization(message)
-                case actions.StoreDirective(message):
-                    await effects.store_directive(message)
-                case actions.StoreEpoch(epoch):
-                    await effects.store_epoch(epoch)
-                case actions.Finished():
-                    finished = action
-                case _:
-                    self._start_effect(action)
+            if isinstance(action, actions.Finished):
+                finished = action
+            else:
+                await self._effects.carry_out(action)
         return finished
-
-    def _start_effect(self, action: actions.Action) -> None:
-        """Start the effect of an action that is answered by an event, or by nothing."""
-        effects = self._effects
-        match action:
-            case actions.Broadcast(message):
-                effects.broadcast(message)
-            case actions.Send():
-                effects.send(action)
-            case actions.RequestUpdate():
-                effects.request_update(action)
-            case actions.FetchBlob():
-                effects.fetch_blob(action)
-            case actions.CancelFetch():
-                effects.cancel_fetch(action)
-            case actions.FetchShard():
-                effects.fetch_shard(action)
-            case actions.ReduceShard():
-                effects.reduce_shard(action)
-            case actions.CancelReduce():
-                effects.cancel_reduce(action)
-            case actions.RequestChain():
-                effects.request_chain(action)
-            case actions.ApplyRecord() | actions.SyncState():
-                effects.move(action)
-            case actions.KeepState():
-                effects.keep_state(action)
-            case actions.ReleaseTrainer():
-                effects.release_trainer()
-            case actions.AcquireTrainer():
-                effects.acquire_trainer()
-            case actions.DirectivesChanged():
-                effects.on_directives_changed(action)
-            case actions.AuditUpdate():
-                effects.audit_update(action)
-            case actions.Notice():
-                effects.notify(action)
-            case actions.RunCompleted():
-                effects.on_run_completed(action)
-            case _:
-                raise PeerError(f"the driver does not know the action {type(action).__name__}")
 
     # -- the loop --------------------------------------------------------------------------------------------
 

@@ -118,7 +118,7 @@ class MessageRelay:
                 beats[self.me] = self.own_heartbeat
             self._selector = RelaySelector(beats)
             self._selector_due = now + self.beat_seconds
-            self._counts.clear()  # FORWARDED_PER_BEAT counts anew
+            self._counts.clear()  # FORWARDED_PER_BEAT begins again
         return self._selector
 
     def relays_from(self, author: PeerKey) -> list[PeerKey]:

@@ -344,7 +344,7 @@ class Network:
     async def fetch_blob(
         self,
         digest: Digest,
-        size: int | None,
+        size: int,
         holders: Sequence[PeerKey],
         *,
         deadline_seconds: float,
@@ -356,7 +356,7 @@ class Network:
         Peers that served wrong bytes of any blob are asked last. `what` names a download that people wait for.
         Raise CairnError.
         """
-        if what and size is not None:
+        if what:
             with self.downloads.noted(what, digest, size):
                 await self.fetch_blob(digest, size, holders, deadline_seconds=deadline_seconds, chunks=chunks)
             return

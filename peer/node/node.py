@@ -171,7 +171,7 @@ class Node:
     async def _introduce(self) -> None:
         """Send heartbeats while the run's data come, so that members serve us as one of theirs. Until cancelled."""
         while True:
-            self.driver.introduce()
+            await self.driver.introduce()
             await asyncio.sleep(self.membership.spec.round.heartbeat_seconds)
 
     async def _stop(self) -> None:

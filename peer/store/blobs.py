@@ -198,14 +198,6 @@ class BlobStore:
             idle = {d for d, s in self._states.items() if not isinstance(s, InProgressBlob) or s.idle}
             return sorted(idle - keep)
 
-    def prune(self, keep: set[Digest]) -> list[Digest]:
-        """Remove the `unreferenced` blobs; return their digests."""
-        with self._lock:
-            removed = self.unreferenced(keep)
-            for digest in removed:
-                self.remove(digest)
-            return removed
-
     # -- blobs that are arriving ---------------------------------------------------------------------------------
 
     def receive(

@@ -30,7 +30,6 @@ from protocol.bounded import BoundedDict
 from protocol.errors import MalformedError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, RunId
-from protocol.merkle import MAX_BLOB
 from protocol.messages import MAX_ADDRESSES
 from protocol.wire import swarm_pb2 as wire
 
@@ -378,19 +377,18 @@ class Swarm:
     async def fetch_blob(
         self,
         digest: Digest,
-        size: int | None,
+        size: int,
         providers: Sequence[PeerKey],
         *,
         deadline_seconds: float,
         on_bad: OnBad = lambda peer, reason: None,
-        max_size: int = MAX_BLOB,
         chunks: Collection[int] | None = None,
     ) -> None:
         """Fetch a blob into the store from these providers, the likeliest first. Return at once if it is there.
 
-        `size` is the size in bytes that somebody signed for. With None the providers state it, and at most `max_size`
-        is accepted. A provider that is proved to send wrong bytes is dropped, and `on_bad(provider, reason)` called
-        once. The chunks of a blob that could not be had whole are kept for the next attempt.
+        `size` is the size in bytes that somebody signed for. A provider that is proved to send wrong bytes is dropped,
+        and `on_bad(provider, reason)` called once. The chunks of a blob that could not be had whole are kept for the
+        next attempt.
 
         With `chunks` only these are fetched. They are then in the store's in-progress blob (`Store.in_progress`), which
         is served to others like any that arrives. Raises BlobFetchError (with a reason for each provider), StoreError,
@@ -399,7 +397,7 @@ class Swarm:
         self._check_running()
         fetch = Fetch(
             self._streams, self._store, self._threads, digest, size, [p for p in providers if p != self.key],
-            me=self.key, max_size=max_size, on_bad=on_bad, chunks=chunks,
+            me=self.key, on_bad=on_bad, chunks=chunks,
         )  # fmt: skip
         running = asyncio.ensure_future(fetch.run(deadline_seconds))
         self._fetches.add(running)

@@ -138,12 +138,6 @@ def open_binding(encoded: bytes, run: RunId) -> AccountBinding:
     return AccountBinding(inner.author, outer.author, b.name, b.team, inner.body.time, b.time, outer.encoded)
 
 
-def bind(peer: Identity, account: Identity, run: RunId, time: int, name: str, team: str = "") -> AccountBinding:
-    """Return both statements, signed. Raises MalformedError for names that are too long or not printable."""
-    inner = sign(peer, BindPeer(run, account.key, time))
-    return open_binding(sign(account, BindAccount(run, inner.encoded, time, name, team)).encoded, run)
-
-
 def _open(encoded: bytes, body: type[T], run: RunId, by: PeerKey | None) -> SignedStatement[T]:
     kind, limit, encode, decode = _KINDS[body]
     if by is not None and claimed_author(encoded, limit=limit) != by:

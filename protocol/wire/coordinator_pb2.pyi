@@ -188,34 +188,18 @@ class AccountRequest(_message.Message):
     def __init__(self, run: _Optional[bytes] = ..., peer: _Optional[bytes] = ...) -> None: ...
 
 class AccountReply(_message.Message):
-    __slots__ = ("name", "micro_credits_settled", "micro_credits_pending", "tokens", "rounds", "newest")
+    __slots__ = ("name", "micro_credits_settled", "micro_credits_pending", "tokens", "rounds")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MICRO_CREDITS_SETTLED_FIELD_NUMBER: _ClassVar[int]
     MICRO_CREDITS_PENDING_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
-    NEWEST_FIELD_NUMBER: _ClassVar[int]
     name: str
     micro_credits_settled: int
     micro_credits_pending: int
     tokens: int
     rounds: int
-    newest: _containers.RepeatedCompositeFieldContainer[AccountEntry]
-    def __init__(self, name: _Optional[str] = ..., micro_credits_settled: _Optional[int] = ..., micro_credits_pending: _Optional[int] = ..., tokens: _Optional[int] = ..., rounds: _Optional[int] = ..., newest: _Optional[_Iterable[_Union[AccountEntry, _Mapping]]] = ...) -> None: ...
-
-class AccountEntry(_message.Message):
-    __slots__ = ("round", "record", "tokens", "micro_credits", "settled")
-    ROUND_FIELD_NUMBER: _ClassVar[int]
-    RECORD_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    MICRO_CREDITS_FIELD_NUMBER: _ClassVar[int]
-    SETTLED_FIELD_NUMBER: _ClassVar[int]
-    round: int
-    record: bytes
-    tokens: int
-    micro_credits: int
-    settled: bool
-    def __init__(self, round: _Optional[int] = ..., record: _Optional[bytes] = ..., tokens: _Optional[int] = ..., micro_credits: _Optional[int] = ..., settled: bool = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., micro_credits_settled: _Optional[int] = ..., micro_credits_pending: _Optional[int] = ..., tokens: _Optional[int] = ..., rounds: _Optional[int] = ...) -> None: ...
 
 class BindRequest(_message.Message):
     __slots__ = ("run", "binding")

@@ -12,9 +12,11 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.alerts.rules import RULES
-from coordinator.metrics import HEALTHS
+from coordinator.metrics import HEALTHS, Metrics, MetricSources
 from coordinator.peer_registry import PHASES
-from coordinator.round_metrics import MAX_BYTES_PER_SECOND, RoundTimer, TrafficCounter
+from coordinator.round_observations import RoundObservation
+from coordinator.traffic_counter import MAX_BYTES_PER_SECOND, TrafficCounter
+from protocol.ids import Digest
 from tests.support.coordinator_fakes import FakeSwarm, make_spec, overview, peer
 from tests.support.coordinator_service import client, running, settled, web
 from tests.support.waiting import until
@@ -128,34 +130,35 @@ def test_the_rules_and_the_dashboard_are_well_formed():
         assert all('job="$job"' in t["expr"] for t in p.get("targets", ()))
 
 
-def test_a_rounds_parts_are_told_apart_and_rounds_that_were_slept_through_have_no_time():
-    took: list[tuple[str, float]] = []
-    clock = RoundTimer(lambda phase, seconds: took.append((phase, seconds)))
-    training, exchanging = ("training", 0), ("exchanging", 0)
-    clock.update(overview(4, {1: training, 2: training}), 0)
-    clock.update(overview(5, {1: training, 2: training}), 10)
-    assert took == []  # nobody saw round 4 begin
-    clock.update(overview(5, {1: exchanging, 2: training, 3: training}), 30)
-    clock.update(overview(5, {1: exchanging, 2: exchanging, 3: training}), 40)
-    clock.update(overview(6, {1: training}), 45)
-    assert took == [("all", 35), ("train", 30), ("exchange", 5)]
-    clock.update(overview(9, {1: training}), 50)
-    clock.update(overview(10, {1: training}), 60)
-    assert len(took) == 3
-    clock.update(overview(11, {1: training}), 65)
-    assert took[3:] == [("all", 5)]
+def test_the_times_that_were_observed_of_a_round_are_counted_by_phase(tmp_path):
+    metrics = Metrics(
+        MetricSources(
+            overview=lambda: overview(1, {}), viewers=int, folder=tmp_path, admitted=int, rounds_credited=int,
+            alerts=tuple, archive=list,
+        )
+    )  # fmt: skip
+    decided = RoundObservation(4, Digest(bytes(32)), 100.0, 130.0, 133.0, 135.0, 2, None, None, (), 0)
+    metrics.round_decided(decided)
+    assert times_of(metrics) == {"train": (1, 30), "exchange": (1, 5), "all": (1, 35)}
+    metrics.round_decided(replace(decided, began=None))  # this coordinator did not see it begin
+    assert times_of(metrics) == {"train": (1, 30), "exchange": (2, 10), "all": (1, 35)}
+    metrics.round_decided(replace(decided, began=None, announced=None, proposed=None))  # nor anything before its end
+    assert times_of(metrics) == {"train": (1, 30), "exchange": (2, 10), "all": (1, 35)}
 
 
-def test_a_pause_is_no_part_of_a_round():
-    took: list[tuple[str, float]] = []
-    clock = RoundTimer(lambda phase, seconds: took.append((phase, seconds)))
-    clock.update(overview(4, {1: ("training", 0)}), 0)
-    clock.update(overview(5, {1: ("training", 0)}), 10)
-    for now in range(20, 5000, 500):
-        clock.update(replace(overview(5, {1: ("paused", 0)}), health="paused", training=0), now)
-    clock.update(overview(5, {1: ("training", 0)}), 4530)
-    clock.update(overview(6, {1: ("training", 0)}), 4560)
-    assert took == [("all", 40)]  # since it was last seen to rest
+def times_of(metrics: Metrics) -> dict[str, tuple[float, float]]:
+    """Return the number and the sum of the times of each phase."""
+
+    def values(kind: str) -> dict[str, float]:
+        return {
+            s.labels["phase"]: s.value
+            for f in text_string_to_metric_families(metrics.text().decode())
+            for s in f.samples
+            if s.name == f"cairn_round_duration_seconds_{kind}"
+        }
+
+    sums = values("sum")
+    return {phase: (count, sums[phase]) for phase, count in values("count").items()}
 
 
 def test_bytes_only_grow_also_when_peers_start_again_leave_or_lie():

@@ -142,7 +142,7 @@ class Node:
 
     def step(self, event) -> None:
         if self.alive:
-            self.carry_out(self.driver.step(event))
+            self.carry_out_all(self.driver.step(event))
 
     def later(self, incarnation: int, event) -> None:
         """Deliver an event to the incarnation that asked for it."""
@@ -165,9 +165,54 @@ class Node:
 
     # -- actions ---------------------------------------------------------------------------------------------
 
-    def carry_out(self, actions) -> None:
-        """Carry out actions through the product's driver, whose effects are the methods below."""
+    def carry_out_all(self, actions) -> None:
+        """Carry out actions through the product's driver, whose effects are `carry_out`."""
         self.carried_out(completed(self.driver.carry_out(actions)))
+
+    async def carry_out(self, action: do.Action) -> None:  # noqa: C901 (a flat choice)
+        match action:
+            case do.StoreCertificate(certificate):
+                self.certificates.append(certificate)
+                self.world.certified(self, certificate)
+            case do.StoreFinalization(message):
+                self.final = message
+            case do.StoreDirective(message):
+                self.directive = message
+            case do.StoreEpoch() | do.AcquireTrainer():
+                pass  # a restarted trainer has learnt nothing, and a move follows
+            case do.Broadcast(message):
+                self.broadcast(message)
+            case do.Send():
+                self.send(action)
+            case do.RequestChain():
+                self.request_chain(action)
+            case do.FetchBlob():
+                self.fetch_blob(action)
+            case do.FetchShard():
+                if action.blob not in self.fetching:
+                    self.shards_asked.setdefault(action.record.digest, set()).add(action.blob)
+                self.fetch_blob(action)
+            case do.CancelFetch(blob):
+                self.fetching.discard(blob)
+            case do.ReduceShard():
+                self.committee_work.begin(action)
+            case do.CancelReduce(record):
+                self.committee_work.drop(record)
+                self.fetching -= self.shards_asked.pop(record, set())
+            case do.RequestUpdate() | do.ApplyRecord() | do.SyncState() | do.KeepState():
+                self.queue.append(action)
+            case do.DirectivesChanged():
+                self.on_directives_changed(action)
+            case do.ReleaseTrainer():
+                self.release_trainer()
+            case do.AuditUpdate():
+                self.audit_update(action)
+            case do.Notice():
+                self.world.report(self, action)
+            case do.RunCompleted():  # the trainer goes on, so that its account can be checked
+                self.world.completed = self.world.completed or self.honest and not self.observer
+            case _:
+                raise AssertionError(f"the simulator does not know the action {type(action).__name__}")
 
     def carried_out(self, finished: do.Finished | None) -> None:
         w = self.world
@@ -191,47 +236,10 @@ class Node:
                 event = ev.CertificateReceived(certificate, self.key)
                 self.world.network.send(self.index, node.index, node.step, event)
 
-    def request_update(self, action: do.RequestUpdate) -> None:
-        self.queue.append(action)
-
-    def move(self, action: do.ApplyRecord | do.SyncState) -> None:
-        self.queue.append(action)
-
-    def keep_state(self, action: do.KeepState) -> None:
-        self.queue.append(action)
-
-    def reduce_shard(self, action: do.ReduceShard) -> None:
-        self.committee_work.begin(action)
-
-    def cancel_reduce(self, action: do.CancelReduce) -> None:
-        self.committee_work.drop(action.record)
-        self.fetching -= self.shards_asked.pop(action.record, set())
-
     def fetch_blob(self, action: do.FetchBlob | do.FetchShard) -> None:
         if action.blob not in self.fetching:
             self.fetching.add(action.blob)
             self.fetch(self.incarnation, action, self.world.clock.now + FETCH_DEADLINE)
-
-    def fetch_shard(self, action: do.FetchShard) -> None:
-        if action.blob not in self.fetching:
-            self.shards_asked.setdefault(action.record.digest, set()).add(action.blob)
-        self.fetch_blob(action)
-
-    def cancel_fetch(self, action: do.CancelFetch) -> None:
-        self.fetching.discard(action.blob)
-
-    async def store_certificate(self, certificate: Certificate) -> None:
-        self.certificates.append(certificate)
-        self.world.certified(self, certificate)
-
-    async def store_finalization(self, finalization: Signed[Finalization]) -> None:
-        self.final = finalization
-
-    async def store_directive(self, directive: Signed[Directive]) -> None:
-        self.directive = directive
-
-    async def store_epoch(self, epoch: int) -> None:
-        """Do nothing: a restarted trainer has learnt nothing."""
 
     def on_directives_changed(self, action: do.DirectivesChanged) -> None:
         self.changed = action
@@ -280,16 +288,6 @@ class Node:
         self.rests = False
         self.on_directives_changed(self.changed)
         self.step(ev.Resume())
-
-    def acquire_trainer(self) -> None:
-        """Do nothing: a move follows, which is all that a trainer without a state can do."""
-
-    def notify(self, action: do.Notice) -> None:
-        self.world.report(self, action)
-
-    def on_run_completed(self, action: do.RunCompleted) -> None:
-        """Note it. The trainer goes on, so that its account can be checked."""
-        self.world.completed = self.world.completed or self.honest and not self.observer
 
     def hear(self, message) -> None:
         if self.alive:

@@ -11,12 +11,8 @@ from pathlib import Path
 import pytest
 
 from coordinator import extras
+from coordinator.authoring.toml_file import tomllib
 from tests.support.wheel import build_wheel
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
 INSIDE = ("peer", "coordinator", "protocol", "examples")

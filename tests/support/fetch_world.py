@@ -21,7 +21,6 @@ from peer.swarm.transfer.streams import StreamLimits, StreamPool
 from peer.swarm.transport import ByteCount
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey
-from protocol.merkle import MAX_BLOB
 from tests.support.memory_transport import MemoryNetwork, Pipe
 
 MBIT = 1e6 / 8
@@ -141,7 +140,7 @@ class Host:
         began = loop.time()
         fetch = Fetch(
             self.streams, self.store, self.executor, digest, size, [h.key for h in holders if h is not self],
-            me=self.key, max_size=MAX_BLOB, on_bad=lambda peer, reason: self.bad.append(peer),
+            me=self.key, on_bad=lambda peer, reason: self.bad.append(peer),
         )  # fmt: skip
         await fetch.run(seconds)
         return loop.time() - began

@@ -148,7 +148,7 @@ class LoopSwarm:
     async def fetch_blob(
         self,
         digest: Digest,
-        size: int | None,
+        size: int,
         holders: Sequence[PeerKey],
         *,
         deadline_seconds: float,

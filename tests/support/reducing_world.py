@@ -77,7 +77,7 @@ class Source:
     async def fetch_blob(
         self,
         digest: Digest,
-        size: int | None,
+        size: int,
         holders,
         *,
         deadline_seconds: float,

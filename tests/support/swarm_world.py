@@ -103,9 +103,7 @@ class Member:
         transport: Any = self.swarm.transport
         return transport.daemon
 
-    async def fetch(
-        self, digest: Digest, size: int | None, holders: list[Member], seconds: float = LIMIT, **kwargs: Any
-    ):
+    async def fetch(self, digest: Digest, size: int, holders: list[Member], seconds: float = LIMIT, **kwargs: Any):
         """Fetch a blob from other members."""
         await self.swarm.fetch_blob(
             digest, size, [h.key for h in holders], deadline_seconds=seconds,

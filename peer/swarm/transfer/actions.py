@@ -84,7 +84,7 @@ class CancelRequest:
 
 @dataclass(frozen=True, slots=True)
 class CancelAll:
-    """Cancel everything, and close the blob if it is open: its size was wrong."""
+    """Cancel everything, and close the blob if it is open."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,10 +130,6 @@ class BlobServer:
         """Streams that wait for room: of members, and of others, who never take the places of members here either."""
         self._lingering = 0
 
-    def streams_of(self, peer: PeerKey) -> int:
-        """Return the number of streams of a peer that are open or wait for room."""
-        return self._streams[peer]
-
     def unanswered(self) -> list[int]:
         """Return the number of unanswered requests of each open stream."""
         return [s.unanswered for s in self._open]

@@ -5,9 +5,9 @@ seeders than fetchers, each chunk is assigned to one of the fetchers, by its ind
 without a message. That one requests it from a seeder, and the others get it from there. So a slow uplink sends each
 chunk about once, whatever the number of fetchers.
 
-When the assigned chunks are here, other fetchers' chunks are taken over if these do not progress: one more for every
-WAIT_SECONDS (or 1.5 times a seeder's latency, if longer) in which no leecher got anything. There is no such limit if
-the leechers are together slower than a seeder would be alone. From a seeder as fast as the leechers everything is
+When the assigned chunks are here, other fetchers' chunks are taken over if these do not progress. One more is taken for
+every WAIT_SECONDS (or 1.5 times a seeder's latency, if longer) in which no leecher got anything. There is no such limit
+if the leechers are together slower than a seeder would be alone. From a seeder as fast as the leechers everything is
 requested.
 """
 
@@ -49,7 +49,7 @@ RAREST_OF = 8
 
 
 class ProviderKind(enum.Enum):
-    """What a provider has of the blob."""
+    """The parts of the blob that a provider has."""
 
     UNKNOWN = "has not said yet what it has"
     SEEDER = "had it all from the start"

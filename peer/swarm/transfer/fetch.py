@@ -54,11 +54,10 @@ class Fetch:
         store: Store,
         executor: Executor,
         digest: Digest,
-        size: int | None,
+        size: int,
         providers: Iterable[PeerKey],
         *,
         me: PeerKey,
-        max_size: int,
         on_bad: OnBad,
         chunks: Collection[int] | None = None,
     ):
@@ -69,7 +68,7 @@ class Fetch:
         self._on_bad = on_bad
         self._chunks = None if chunks is None else frozenset(chunks)
         self._scheduler = Scheduler(
-            me, providers, digest, size, max_size=max_size, chunks=self._chunks, streams=streams, has=self._has,
+            me, providers, digest, size, chunks=self._chunks, streams=streams, has=self._has,
             chance=random.Random(random.getrandbits(64)),
         )  # fmt: skip
         self._answers: asyncio.Queue[Answer | BaseException] = asyncio.Queue()

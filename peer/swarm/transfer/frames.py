@@ -131,16 +131,6 @@ def encode_size(size: int) -> bytes:
     return _SIZE.pack(size)
 
 
-def parse_size(data: bytes) -> int:
-    """Return the size in a reply. Raises MalformedError."""
-    if len(data) != SIZE_BYTES:
-        raise MalformedError("a size is 8 bytes")
-    size = _SIZE.unpack(data)[0]
-    if size > MAX_BLOB:
-        raise MalformedError(f"a blob of {size} bytes: at most {MAX_BLOB} are accepted")
-    return size
-
-
 def leaf_pages(size: int) -> int:
     """Return the number of pages that the leaf hashes of a blob of `size` bytes fill."""
     return -(-chunk_count(size) // LEAVES_PER_PAGE)

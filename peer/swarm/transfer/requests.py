@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -133,13 +133,15 @@ class Query:
 
 
 class Requests:
-    """The requests of one fetch. `on_failed` receives each query whose provider gives no answer to it."""
+    """The requests of one fetch. `on_failed` receives each query whose provider gives no answer to it.
 
-    def __init__(self, peers: Iterable[PeerKey], chance: random.Random, on_failed: Callable[[Query], None]):
-        self.providers = [Provider(peer) for peer in peers]
+    `size` is the bytes of the blob, as somebody stated them.
+    """
+
+    def __init__(self, size: int, chance: random.Random, on_failed: Callable[[Query], None]):
+        self.providers: list[Provider] = []
         self.now = 0.0
-        self.size = 0
-        """Bytes of the blob, as somebody stated them."""
+        self.size = size
         self._chance = chance
         self._on_failed = on_failed
         self._actions: list[Action] = []

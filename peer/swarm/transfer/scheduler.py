@@ -3,8 +3,8 @@
 It has no I/O, clock or event loop. `start` and `step` return the actions that follow; the driver (`fetch.py`) carries
 them out, answers them, and calls `step` with None at `wake_at`. A fetch has these stages:
 
-    size      if nobody stated the size: asked of one provider after the other, until one gives it
-    leaves    the leaf hashes, likewise; meanwhile the first provider gives a few chunks (early)
+    leaves    the leaf hashes: asked of one provider after the other, until one gives them; meanwhile the first
+              provider gives a few chunks (early)
     chunks    up to ACTIVE providers at once give chunks (`ChunkStage`); `ChunkPicker` chooses which
 
 At most PROVIDERS are considered at a time. When all of them have failed, or none has given a chunk for STALL_SECONDS,
@@ -25,10 +25,9 @@ from math import inf
 from peer.swarm.transfer.actions import Action, Answer, EndFetch, OpenBlob, ReserveEarly
 from peer.swarm.transfer.chunk_picker import ChunkPicker
 from peer.swarm.transfer.chunk_stage import ACTIVE, ChunkStage, StageEnd, StreamView
-from peer.swarm.transfer.frames import BlobOp, leaf_pages, parse_size
+from peer.swarm.transfer.frames import BlobOp, leaf_pages
 from peer.swarm.transfer.requests import Provider, Query, Requests
 from peer.swarm.transfer.streams import Priority
-from protocol.errors import MalformedError
 from protocol.ids import Digest, PeerKey
 from protocol.merkle import chunk_count
 
@@ -47,14 +46,13 @@ RELAYED = 4
 For smaller ones it would only take longer."""
 
 HEDGE_SECONDS = 0.5
-"""After this time without a size or leaf hashes, another provider is asked for them."""
+"""After this time without leaf hashes, another provider is asked for them."""
 
 
 @dataclass(slots=True)
 class _Race:
-    """Providers asked for a size or leaf hashes (`op`), one after the other, until one gives it."""
+    """Providers asked for leaf hashes, one after the other, until one gives them."""
 
-    op: BlobOp
     waiting: list[Provider]
     running: set[PeerKey] = field(default_factory=set)
     next_at: float = inf
@@ -68,9 +66,8 @@ class _Race:
 class Scheduler:
     """The decisions of one fetch.
 
-    `peers` are the providers, the likeliest first. `size` is the blob's size in bytes that somebody signed for; with
-    None the providers state it, and at most `max_size` is accepted. With `chunks`, only these are fetched. `has` says
-    whether a chunk is in the store. All chance comes from `chance`.
+    `peers` are the providers, the likeliest first. `size` is the blob's size in bytes that somebody signed for. With
+    `chunks`, only these are fetched. `has` says whether a chunk is in the store. All chance comes from `chance`.
     """
 
     def __init__(
@@ -78,9 +75,8 @@ class Scheduler:
         me: PeerKey,
         peers: Iterable[PeerKey],
         digest: Digest,
-        size: int | None,
+        size: int,
         *,
-        max_size: int,
         chunks: Collection[int] | None,
         streams: StreamView,
         has: Callable[[int], bool],
@@ -88,8 +84,6 @@ class Scheduler:
     ):
         self._me = me
         self._digest = digest
-        self._stated_size = size
-        self._max_size = max_size
         self._wanted = chunks
         self._streams = streams
         self._has = has
@@ -98,12 +92,10 @@ class Scheduler:
         """Providers that are considered when those of `_requests` have failed."""
         self._failed: list[Provider] = []
         self._stalled_at = inf
-        self._requests = Requests([], chance, self._query_failed)
+        self._requests = Requests(size, chance, self._query_failed)
         self._requests.providers = self._next_providers()
         self._deadline_seconds = self._deadline = inf
         self._over = False
-        self._source: Provider | None = None
-        """The provider that stated the size; None: the caller did."""
         self._race: _Race | None = None
         self._chunks: ChunkStage | None = None
 
@@ -112,13 +104,12 @@ class Scheduler:
     @property
     def chunk_priority(self) -> Priority:
         """The priority of chunk requests."""
-        size = self._stated_size or self._max_size
-        return Priority.BULK if size > BULK else Priority.SMALL
+        return Priority.BULK if self._requests.size > BULK else Priority.SMALL
 
     @property
     def query_priority(self) -> Priority:
         """The priority of everything else. Of many chunks it must not wait behind these."""
-        few = self._wanted is not None or chunk_count(self._stated_size or self._max_size) <= RELAYED
+        few = self._wanted is not None or chunk_count(self._requests.size) <= RELAYED
         return self.chunk_priority if few else Priority.QUERY
 
     @property
@@ -181,16 +172,9 @@ class Scheduler:
         self._requests.act(EndFetch(failure))
 
     def _exhausted(self) -> None:
-        """Go on with other providers, or fail: none of these is left for a blob of this size.
-
-        If one of them stated the size, the others are asked for it.
-        """
-        providers, source = self._requests.providers, self._source
-        if source is not None:
-            source.bad = True  # no proof against it, so no report
-        if source is not None and not all(p.bad for p in providers):
-            self._start_over()
-        elif self._later:
+        """Go on with other providers, or fail: none of these is left."""
+        providers = self._requests.providers
+        if self._later:
             self._failed += providers
             self._requests.providers = self._next_providers()
             self._start_over()
@@ -209,28 +193,24 @@ class Scheduler:
         self._start_over()
 
     def _wrong_size(self) -> None:
-        """Fail, or ask the others for the size if a provider stated it: the blob has another one."""
-        size = self._requests.size
-        if self._source is None:
-            self._end(f"its size is not the {size:,} bytes that were stated")
-        else:
-            self._requests.drop(self._source, f"stated a wrong size ({size:,} bytes)")
-            self._start_over()
+        self._end(f"its size is not the {self._requests.size:,} bytes that were stated")
 
     def _start_over(self) -> None:
         """Cancel everything, and begin again with the providers that remain. The chunks that are here stay."""
         self._requests.cancel_all()
-        self._source = self._chunks = self._race = None
+        self._chunks = self._race = None
         self._begin()
 
     def _begin(self) -> None:
-        """Ask for the size, unless the caller stated it; then for the rest."""
-        count = len(self._requests.providers) + len(self._later)
-        self._stalled_at = self._requests.now + STALL_SECONDS if count > ACTIVE else inf
-        if self._stated_size is None:
-            self._start_race(BlobOp.SIZE)
+        providers = len(self._requests.providers) + len(self._later)
+        self._stalled_at = self._requests.now + STALL_SECONDS if providers > ACTIVE else inf
+        count = chunk_count(self._requests.size)
+        if self._wanted is not None and any(i >= count for i in self._wanted):
+            self._wrong_size()
+        elif count <= 1:
+            self._open([bytes(self._digest)][:count], self._wrong_size)  # the tree of one leaf is that leaf
         else:
-            self._get(self._stated_size)
+            self._open(None, self._request_leaves)
 
     def _query_failed(self, query: Query) -> None:
         """Go on without the provider: it gives no answer to this, or its answer was used up."""
@@ -239,11 +219,7 @@ class Scheduler:
         elif self._chunks is not None:
             self._chunks.end_provider(query.provider)
 
-    # -- size and leaf hashes ----------------------------------------------------------------------------------------
-
-    def _start_race(self, op: BlobOp) -> None:
-        self._race = _Race(op, self._requests.usable())
-        self._ask_next()
+    # -- leaf hashes -------------------------------------------------------------------------------------------------
 
     def _ask_next(self) -> None:
         race = self._race
@@ -253,13 +229,12 @@ class Scheduler:
             provider = race.waiting.pop(0)
             race.running.add(provider.peer)
             race.next_at = self._requests.now + HEDGE_SECONDS if race.waiting else inf
-            given = self._size_given if race.op is BlobOp.SIZE else self._leaves_given
-            self._requests.send(Query(provider, race.op, 0, given))
+            self._requests.send(Query(provider, BlobOp.LEAVES, 0, self._leaves_given))
         elif not race.running:
             self._exhausted()
 
     def _out_of_race(self, provider: Provider) -> None:
-        """Ask the next provider: this one gives no size, or no leaf hashes."""
+        """Ask the next provider: this one gives no leaf hashes."""
         if self._race is not None and provider.peer in self._race.running:
             self._race.running.discard(provider.peer)
             self._race.pages.pop(provider.peer, None)
@@ -273,38 +248,12 @@ class Scheduler:
         self._race = None
         self._requests.cancel_queries(lambda q: not q.of_chunks)
 
-    def _size_given(self, query: Query, data: bytes) -> None:
-        provider = query.provider
-        try:
-            size = parse_size(data)
-        except MalformedError as e:
-            self._requests.drop(provider, str(e))
-            self._out_of_race(provider)
-            return
-        if size > self._max_size:
-            provider.reason = f"states a size of {size:,} bytes, and at most {self._max_size:,} are accepted"
-            self._out_of_race(provider)
-            return
-        self._end_race()
-        self._source = provider
-        self._get(size)
-
-    def _get(self, size: int) -> None:
-        """Open the blob: with the leaf hashes of an earlier attempt, or request them."""
-        self._requests.size = size
-        count = chunk_count(size)
-        if self._wanted is not None and any(i >= count for i in self._wanted):
-            self._wrong_size()
-        elif count <= 1:
-            self._open([bytes(self._digest)][:count], self._wrong_size)  # the tree of one leaf is that leaf
-        else:
-            self._open(None, self._request_leaves)
-
     def _request_leaves(self) -> None:
         missing = range(chunk_count(self._requests.size)) if self._wanted is None else sorted(self._wanted)
         stage = self._chunks = self._stage(missing, opened=False)
         self._requests.request(ReserveEarly, lambda _: stage.begin_early())
-        self._start_race(BlobOp.LEAVES)
+        self._race = _Race(self._requests.usable())
+        self._ask_next()
 
     def _leaves_given(self, query: Query, data: bytes) -> None:
         race, pages, provider = self._race, leaf_pages(self._requests.size), query.provider

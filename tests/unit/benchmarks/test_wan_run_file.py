@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,7 @@ from benchmarks.convergence.wan_run_file import tables_of, toml
 from coordinator.authoring.prepare import prepare
 from coordinator.authoring.runfile import load_run
 from coordinator.authoring.summary import validate
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from coordinator.authoring.toml_file import tomllib
 
 
 @pytest.fixture(scope="module")

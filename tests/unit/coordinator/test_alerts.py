@@ -261,12 +261,19 @@ async def test_silence_noise_and_nobody_are_errors_that_may_pass():
         writer.write(b"x" * 100_000 + b"\r\n\r\n")
         writer.close()
 
-    for what, says in ((silent, "did not answer within"), (noise, "could not be reached")):
+    async def endless(reader, writer):
+        writer.write(b"HTTP/1.1 500 So\r\nTransfer-Encoding: chunked\r\n\r\n")
+        while not writer.is_closing():
+            writer.write(b"3e8\r\n" + b"y" * 1000 + b"\r\n")
+            await writer.drain()
+
+    cases = (silent, "did not answer within"), (noise, "could not be reached"), (endless, "answered with status 500")
+    for what, says in cases:
         server = await asyncio.start_server(what, "127.0.0.1", 0)
-        hook = Webhook.parse(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/")
+        hook = Webhook.parse(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/hidden")
         with pytest.raises(WebhookError, match=says) as e:
             await post(hook, b"{}", deadline=0.3)
-        assert not e.value.final
+        assert not e.value.final and "hidden" not in str(e.value)
         server.close()
     with pytest.raises(WebhookError, match="could not be reached"):
         await post(Webhook.parse("http://127.0.0.1:1/"), b"{}")
@@ -285,7 +292,7 @@ def test_the_configuration_is_read_strictly(tmp_path, monkeypatch):
     path.write_text('[alerts]\nwebhooks = ["https://chat.example/a"]\nsecret = "s"\nrepeat_hours = 1')
     config = load_config(tmp_path, ["http://other.example:8080/b", "https://chat.example/a"])
     assert [str(h) for h in config.hooks] == ["other.example", "chat.example"]
-    assert (config.secret, config.repeat, config.hooks[0].port, config.hooks[1].port) == ("s", 3600.0, 8080, 443)
+    assert (config.secret, config.repeat) == ("s", 3600.0)
     monkeypatch.setenv("CAIRN_WEBHOOK_SECRET", "from outside")
     assert load_config(None, ["http://a.example/"]).secret == "from outside"
     for bad in (
@@ -294,11 +301,13 @@ def test_the_configuration_is_read_strictly(tmp_path, monkeypatch):
         "alerts = 3",
         '[alerts]\nwebhooks = "x"',
         "[alerts]\nrepeat_hours = 0",
+        '[alerts]\nsecret = ["x"]',
         "[",
     ):
         path.write_text(bad)
-        with pytest.raises(AlertConfigError, match="alerts.toml"):
+        with pytest.raises(AlertConfigError, match="alerts.toml") as e:
             load_config(tmp_path)
+        assert "'x" not in str(e.value)  # an address or the secret
     for bad in ("ftp://x/", "https://", "https://u:p@x/", "http://x:99999/", "http://x/ y", "http://[::1/", "x"):
         with pytest.raises(AlertConfigError):
             Webhook.parse(bad)

@@ -22,9 +22,10 @@ from coordinator.swarm import AnnouncedUpdate
 from protocol.errors import AdmissionError, MalformedError
 from protocol.ids import Digest, PeerKey
 from protocol.ledger.credits import CreditRule, credits_of
-from protocol.ledger.statements import bind, open_receipt
+from protocol.ledger.statements import open_receipt
 from protocol.message_codec import KeySigner
 from protocol.messages import Directive, UpdateHeader, Verdict
+from tests.support.bindings import bind
 from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer, state
 from tests.support.specs import OWNER, digest, identity
 

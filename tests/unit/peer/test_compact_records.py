@@ -271,9 +271,11 @@ async def test_records_that_others_may_ask_about_are_bounded(monkeypatch):
     monkeypatch.setattr(module, "COMPACT_FROM", 0)
     monkeypatch.setattr(module, "RECORDS", 2)
     sender = Side()
-    for attempt in range(5):
-        sender.records.encode(record(HEADERS, attempt=attempt))
-    assert sender.records.requestable == 2
+    sent = [header(PEERS[0], inner_steps=1 + i) for i in range(5)]
+    for h in sent:
+        sender.records.encode(record([h]))
+    given = sender.records.answer(wire.Packet(messages=[header_id(h.encoded) for h in sent]))
+    assert list(given.messages) == [h.encoded for h in sent[-2:]]
 
 
 def test_old_headers_that_are_replayed_push_out_nothing():

@@ -64,12 +64,12 @@ class Talk:
         self,
         providers: Sequence[PeerKey] = (A,),
         digest: Digest = DIGEST,
-        size: int | None = len(DATA),
+        size: int = len(DATA),
         deadline: float = 60.0,
     ):
         self.now = 0.0
         self.scheduler = Scheduler(
-            ME, providers, digest, size, max_size=1 << 30, chunks=None, streams=Streams(),
+            ME, providers, digest, size, chunks=None, streams=Streams(),
             has=lambda index: False, chance=random.Random(0),
         )  # fmt: skip
         self.actions: list[Action] = self.scheduler.start(self.now, deadline)
@@ -241,21 +241,6 @@ def test_a_wrong_chunk_of_a_blob_of_another_size_is_not_its_senders_fault():
     assert "another size" in t.scheduler.reasons()[A]
 
 
-def test_a_size_that_a_provider_stated_wrongly_is_asked_of_the_next():
-    t = Talk([A, B], size=None)
-    t.tell(t.take(QueryProvider, op=BlobOp.SIZE), given(encode_size(1)))
-    t.tell(t.take(OpenBlob), None)
-    assert t.all_of(DropProvider) == [DropProvider(A, "stated a wrong size (1 bytes)")] and t.all_of(CancelAll)
-    query = t.take(QueryProvider, op=BlobOp.SIZE)
-    assert query.peer == B
-    t.tell(query, given(encode_size(len(DATA))))
-    t.open()
-    t.slots()
-    for _ in range(3):
-        t.chunk()
-    assert t.all_of(EndFetch) == [EndFetch()]
-
-
 def test_a_stated_size_that_is_wrong_ends_the_fetch():
     t = Talk()
     t.open()
@@ -278,11 +263,10 @@ def test_before_a_provider_has_given_a_chunk_few_are_requested():
 CROWD = [Identity(bytes([9, n]) * 16).key for n in range(2 * PROVIDERS)]
 
 
-@pytest.mark.parametrize("size", [len(DATA), None])
-def test_when_all_of_the_first_providers_fail_the_next_are_asked(size: int | None):
+def test_when_all_of_the_first_providers_fail_the_next_are_asked():
     """Keys that nobody can dial, however many are named first, do not hide a provider that can be."""
-    t = Talk([*CROWD, A], size=size, deadline=600.0)
-    answers = {BlobOp.SIZE: encode_size(len(DATA)), BlobOp.LEAVES: b"".join(LEAVES), BlobOp.HAVE: b"\xff"}
+    t = Talk([*CROWD, A], deadline=600.0)
+    answers = {BlobOp.LEAVES: b"".join(LEAVES), BlobOp.HAVE: b"\xff"}
     while not t.all_of(EndFetch):
         while t.actions and not t.all_of(EndFetch):
             match action := t.actions.pop(0):
@@ -332,7 +316,7 @@ def test_whatever_comes_the_scheduler_waits_for_something_until_it_is_over(seed:
     """A driver that answers at random, with all outcomes there are, comes to an end by the deadline."""
     chance = random.Random(seed)
     data = bytes(12 * CHUNK)
-    t = Talk([A, B], blob_digest(data), chance.choice([len(data), None]), deadline=30.0)
+    t = Talk([A, B], blob_digest(data), len(data), deadline=30.0)
     failures: list[BlobReply | Lost] = [Lost("the stream broke"), REFUSED, MISSING]
     failures += [refusal(s, s.name) for s in (ReplyStatus.ABSENT, ReplyStatus.BUSY)]
     for _ in range(5000):

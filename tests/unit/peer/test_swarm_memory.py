@@ -115,7 +115,7 @@ async def test_blobs_are_fetched_and_requests_that_were_admitted_are_noted(three
     assert not a.requested
     await b.swarm.fetch_blob(blob, len(data), [a.key], deadline_seconds=LIMIT)
     assert b.store.read(blob) == data and set(a.requested) == {(blob, b.key)}
-    await c.swarm.fetch_blob(blob, None, [a.key, b.key], deadline_seconds=LIMIT)
+    await c.swarm.fetch_blob(blob, len(data), [a.key, b.key], deadline_seconds=LIMIT)
     assert c.store.read(blob) == data
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from peer.auditor.job import AuditAnswer, AuditJob, MeasuredScore, ScreenJob
-from peer.errors import AuditError, PeerError
+from peer.errors import AuditError, PeerError, UncheckableUpdate
 from peer.node import update_auditor
 from peer.node.audit_disk import AuditDisk
 from peer.node.audit_jobs import AuditJobs
@@ -491,8 +491,8 @@ async def test_a_check_that_leaves_training_too_little_disk_is_not_made_and_the_
         assert len(w.fetched) == 5 and len(w.process.asked) == 1
     assert (
         "the replay is not made: a checkpoint to start from is not available (from the state of round 0: it needs "
-        "5.0 kB of files that are not here, and 5.0 kB of this peer's disk are left besides what training needs: allow the "
-        "peer more of it (--disk), or free some)" in caplog.text
+        "5.0 kB of files that are not here, and 5.0 kB of this peer's disk are left besides what training needs: allow "
+        "the peer more of it (--disk), or free some)" in caplog.text
     )
 
 

@@ -17,7 +17,6 @@ from protocol.ledger.statements import (
     BindAccount,
     BindPeer,
     Receipt,
-    bind,
     open_bind_peer,
     open_binding,
     open_receipt,
@@ -25,6 +24,7 @@ from protocol.ledger.statements import (
 )
 from protocol.wire import ledger_pb2 as wire
 from protocol.wire import swarm_pb2
+from tests.support.bindings import bind
 from tests.support.mutating import mutated
 from tests.support.signed import OTHER_RUN, RUN
 from tests.support.specs import OWNER, digest, identity

@@ -246,8 +246,8 @@ class Stopping(Node):
 
     finished_at = 0.0
 
-    def carry_out(self, actions):
-        super().carry_out(actions)
+    def carry_out_all(self, actions):
+        super().carry_out_all(actions)
         if self.done and not self.finished_at:
             self.finished_at = self.world.clock.now
             self.crash()
