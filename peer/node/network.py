@@ -175,7 +175,7 @@ class Network:
         Return the peers that answered; our heartbeat is sent to them.
         """
         table, lost = self.peers, self.peers.lost()
-        known = {self._me, *table.peers()}
+        known = {self._me, *table.keys()}
         entries = _by_peer(self.membership.addresses)
         away = [k for k in {**lost, **entries} if k not in known and not self.is_banned(k)]
         sought = [k for k in away if not table.has_left(k)]

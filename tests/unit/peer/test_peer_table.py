@@ -45,7 +45,7 @@ def test_strangers_do_not_take_the_places_of_members_nor_the_other_way_round():
     new, none = News.NEW_PEER, News.NONE
     assert [d.note_heartbeat(stranger(str(i)), 0.0) for i in range(4)] == [new, new, none, none]
     assert [d.note_heartbeat(member(i), 0.0) for i in range(6)] == [new] * 4 + [none] * 2
-    assert len(d.peers()) == 6
+    assert len(d.keys()) == 6
 
 
 def test_a_stranger_cannot_come_and_go_under_ever_new_names():
@@ -62,9 +62,9 @@ def test_who_left_is_gone_until_it_comes_back_itself():
     d = directory()
     d.note_heartbeat(member(1, 5), 0.0)
     d.note_goodbye(PEERS[1].key, 4)  # older than the heartbeat received since
-    assert d.peers() == [PEERS[1].key]
+    assert d.keys() == [PEERS[1].key]
     d.note_goodbye(PEERS[1].key, 6)
-    assert d.peers() == []
+    assert d.keys() == []
     assert d.note_heartbeat(member(1, 5), 0.0) is News.NONE  # passed on by somebody who does not know of the goodbye
     assert d.note_heartbeat(member(1, 7), 0.0) is News.NEW_PEER
 
@@ -93,7 +93,7 @@ def test_strangers_addresses_are_nothing_to_enter_by():
 def test_the_silent_are_forgotten(seconds, left):
     d = directory()
     d.note_heartbeat(member(1), 0.0)
-    assert len(d.forget_silent(seconds)) == 1 - left and len(d.peers()) == left
+    assert len(d.forget_silent(seconds)) == 1 - left and len(d.keys()) == left
 
 
 def test_where_the_silent_were_is_remembered_until_they_are_heard_again():
