@@ -236,7 +236,8 @@ class Progress(_Message):
     `loss`: of recent steps, 0 before the first. `waiting`: the trainer has trained as much as one update may claim (or
     has no data), and waits. `mfu`: model FLOPs as a share of the device's peak, None when that is unknown. `memory`: of
     the rank that uses most. `trained`: windows of all steps of this process, counted at each step. `next_window`: the
-    number of the window to train next, in a count that never restarts.
+    number of the window to train next, in a count that never restarts. `data_bytes`: training data that this process
+    got from addresses.
     """
 
     windows: Count
@@ -248,6 +249,7 @@ class Progress(_Message):
     spent: TimeShares | None = None
     trained: Count = 0
     next_window: Count = 0
+    data_bytes: Count = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,8 @@ def build_node(
     if options.trains:
         loader = StateLoader(spec, me, store, chain, updates, files, queue.post)
         trainer = TrainerClient(
-            spec, me, options, store, chain, updates, retention, loader, tasks, queue.post, rest, supervise
+            spec, me, options, store, chain, updates, retention, loader, tasks, queue.post, rest, network.paces.down,
+            supervise,
         )  # fmt: skip
     directives = DirectiveHandler(me, spec.data.window_tokens, trainer, (updates, network.peers))
     end = EndOfRun(membership, machine)

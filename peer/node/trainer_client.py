@@ -34,6 +34,7 @@ from peer.node.trainer_files import (
 from peer.node.trainer_supervisor import TrainerSupervisor
 from peer.node.usage_log import UsageLog
 from peer.store import Store, StoreError
+from peer.swarm.pace import Pace
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey
 from protocol.rounds import events
@@ -56,7 +57,8 @@ class TrainerClient:
 
     `post` receives events for the machine. While `rest` has a reason no step is made, and `release` ends the process
     until `acquire`.
-    `supervise` makes the supervisor of a process (tests replace it).
+    `pace`, of what this peer gets, counts the training data that comes from addresses. `supervise` makes the supervisor
+    of a process (tests replace it).
     """
 
     spec: RunSpec
@@ -70,6 +72,7 @@ class TrainerClient:
     tasks: Tasks
     post: Post
     rest: RestWish
+    pace: Pace
     supervise: Callable[..., TrainerSupervisor] = TrainerSupervisor
 
     def __post_init__(self) -> None:
@@ -266,6 +269,7 @@ class TrainerClient:
     def _on_message(self, message: channel.FromTrainer) -> None:
         match message:
             case channel.Progress():
+                self.pace.give_back(min(0, self.progress.data_bytes - message.data_bytes))
                 self.progress = message
                 if line := self._usage.line(message, time.monotonic()):
                     log.info("%s", line)

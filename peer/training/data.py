@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from peer.errors import PeerError
-from peer.training.sources import CACHE_BYTES, LocalFiles, ShardSource, SourceError, at_address
+from peer.training.sources import CACHE_BYTES, LocalFiles, RemoteFolder, ShardSource, SourceError, at_address
 from protocol.assignment import WindowTable
+from protocol.data_address import check_address
 from protocol.errors import MalformedError, SpecError
 from protocol.ids import Digest
 from protocol.merkle import CHUNK, check_leaves, chunk_count, chunk_size, leaf_hash
@@ -104,6 +105,12 @@ class WindowReader:
     def total(self) -> int:
         """Number of windows."""
         return self._table.total
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes that came from addresses, this disk's own not counted."""
+        remote = (s for s in self._sources if isinstance(s, RemoteFolder) and check_address(s.name) != "file")
+        return sum(s.received for s in remote)
 
     def read(self, windows: Sequence[int] | np.ndarray) -> Tensor:
         """Return the tokens of windows: int64 [len(windows), window + 1], marked if the run's are.
@@ -211,6 +218,11 @@ class Batches:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="read ahead")
         self._ahead: dict[int, Future[Tensor]] = {}
         """The batches that are read, or are about to be, by their first counter."""
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes that came from addresses so far."""
+        return self._reader.bytes_received
 
     def request(self, first: int) -> Future[Tensor]:
         """Have the batch of counters [first, first + batch) read, and AHEAD ones after it. Return its future."""

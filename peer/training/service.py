@@ -274,7 +274,7 @@ class TrainerService:
             Progress(
                 windows.uncovered, steps.throughput.recent_loss, rate, waiting,
                 mfu(rate, trainer.flops_per_token, trainer.peak_flops), trainer.backend.memory(),
-                steps.times.shares(now), steps.trained_windows, windows.counter,
+                steps.times.shares(now), steps.trained_windows, windows.counter, steps.batches.bytes_received,
             )
         )  # fmt: skip
 

@@ -94,6 +94,8 @@ class RemoteFolder(ABC):
         self.name = address.rstrip("/")
         self._timeout = timeout
         self._stuck: list[BackgroundTask[bytes]] = []
+        self.received = 0
+        """Bytes that came; those of a request past its deadline are not known."""
 
     def leaves(self, shard: Digest, size: int) -> bytes:
         return self._range(f"{shard}.leaves", 0, 32 * chunk_count(size))
@@ -115,6 +117,7 @@ class RemoteFolder(ABC):
             self._stuck.append(reading)
             raise SourceError(f"{self.name}/{file}: not complete after {self._timeout:.0f} s")
         data = reading.result()
+        self.received += len(data)
         if len(data) < size:  # a connection that broke, or another file: the bytes that came may well be right
             raise SourceError(f"{self.name}/{file}: ended after {len(data):,} of {size:,} bytes")
         return data

@@ -146,6 +146,7 @@ def test_every_window_has_the_tokens_of_its_place(shards, kind):
         assert got.dtype == torch.int64 and got.shape == (len(in_chunks), WINDOW + 1)
         for row, index in zip(got, in_chunks, strict=True):
             assert np.array_equal(row.numpy(), expected(arrays, index)), index
+        assert (reader.bytes_received >= CHUNK) == (kind == "http"), "this disk's bytes are no traffic"
 
 
 def test_wrong_bytes_on_this_disk_are_never_given_and_another_source_helps(shards, tmp_path):

@@ -18,6 +18,7 @@ from peer.node.rest import RestWish
 from peer.node.tasks import Tasks
 from peer.node.trainer_client import TrainerClient
 from peer.store import StoreFull
+from peer.swarm.pace import Pace
 from protocol.ids import Digest, Round
 from protocol.rounds import events
 from protocol.rounds.actions import KeepState, RequestUpdate
@@ -80,7 +81,7 @@ async def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
         other.sync = other.trust = other.protect_update = other.drop = print
         client = TrainerClient(
             cast(Any, None), identity("me").key, NodeOptions(tmp_path), cast(Any, store), other, other, other, other,
-            Tasks(), post, RestWish(), supervise=cast(Any, Supervisor),
+            Tasks(), post, RestWish(), Pace(), supervise=cast(Any, Supervisor),
         )  # fmt: skip
         clients.append(client)
         await ended(client.begin(cast(Any, None)))
@@ -135,3 +136,12 @@ async def test_windows_trained_while_an_update_was_stored_are_not_lost(make, tmp
     store.slow.set()
     await until(lambda: any(isinstance(e, events.UpdateReady) for e in posted), "the update is posted")
     assert posted[-1] == events.TrainingProgress(20, 1.0, 1.0)
+
+
+async def test_training_data_from_addresses_counts_as_what_this_peer_gets(make, tmp_path: Path):
+    """Its limits of a day and a second hold for it, too. A new process counts from 0."""
+    first, second = (channel.Progress(1, 1.0, 1.0, False, data_bytes=n) for n in (700, 900))
+    client = await make(FullStore(tmp_path), lambda event: None, first, second)
+    client.request_update(RequestUpdate(Round(0), RECORD))
+    await until(lambda: client.progress == second, "the progress is here")
+    assert client.pace.gone == 900

@@ -16,6 +16,7 @@ from peer.node.options import NodeOptions
 from peer.node.rest import RestWish
 from peer.node.tasks import Tasks
 from peer.node.trainer_client import TrainerClient
+from peer.swarm.pace import Pace
 from protocol.rounds.actions import SyncState
 from tests.support.specs import digest, identity, tiny_spec
 from tests.support.waiting import ended, until
@@ -64,7 +65,7 @@ async def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     other: Any = SimpleNamespace(run=nothing, drop=lambda: None, sync=print, scratch=tmp_path)
     made = TrainerClient(
         cast(Any, None), identity("me").key, NodeOptions(tmp_path), other, other, other, other, other, Tasks(), print,
-        RestWish(), supervise=cast(Any, Process),
+        RestWish(), Pace(), supervise=cast(Any, Process),
     )  # fmt: skip
     yield made
     await made.tasks.cancel()
