@@ -37,7 +37,7 @@ class Shadows:
         """Seconds after its model."""
         self._said: dict[tuple[int, Digest], Signed] = {}
         self._proposed: set[Digest] = set()
-        self._slates: set[Digest] = set()
+        self._proposals: set[Digest] = set()
 
     def model(self, index: int) -> int:
         """Return the peer that a peer copies."""
@@ -86,9 +86,9 @@ class Shadows:
         """Let the committee members of a proposed record fetch their slices, make their shards and attest them."""
         world = self._world
         shape, clock = world.shape, world.clock
-        if shape.exchange == "gather" or record.digest in self._slates:
+        if shape.exchange == "gather" or record.digest in self._proposals:
             return
-        self._slates.add(record.digest)
+        self._proposals.add(record.digest)
         duties: dict[int, list[int]] = {}
         for part, committee in enumerate(shape.policy.exchange.committees(record.body)):
             for key in committee:

@@ -130,17 +130,17 @@ def test_a_few_with_many_records_do_not_keep_out_the_one_whose_turn_it_is():
         for attempt in range(RECORDS_PER_AUTHOR):
             b.step(ev.MessageReceived(b.record(liar, [b.header(liar)], attempt=1000 + attempt)))
     assert b.machine.sizes()["proposals"][0] >= MAX_RECORDS
-    ballot = b.machine.open_round
-    assert ballot is not None
+    round_ = b.machine.open_round
+    assert round_ is not None
     record = b.record(honest, [b.mine, real])
     b.step(ev.MessageReceived(record))
-    assert record.digest in ballot.proposals
+    assert record.digest in round_.proposals
     attempts = set()
     while len(attempts) < 2:
         b.step(ev.Tick(), b.machine.next_tick)
         attempts |= {r.attempt for r in b.said(RoundRecord)}
-        newest = ballot.proposed
-        assert newest is not None and newest.digest in ballot.proposals, "and our own"
+        newest = round_.proposed
+        assert newest is not None and newest.digest in round_.proposals, "and our own"
     assert all(size <= bound for size, bound in b.machine.sizes().values())
 
 

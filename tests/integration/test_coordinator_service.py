@@ -268,8 +268,8 @@ async def test_a_client_finds_its_coordinator_again_after_a_restart(tmp_path):
 
 async def told(swarm: FakeSwarm, count: int) -> CoordinatorAddress:
     """Return the newest coordinator address once the swarm has received `count` of them."""
-    await until(lambda: len(swarm.words) >= count, f"the swarm has {count} addresses")
-    return swarm.words[-1].body
+    await until(lambda: len(swarm.address_records) >= count, f"the swarm has {count} addresses")
+    return swarm.address_records[-1].body
 
 
 async def test_it_says_where_it_is_again_and_again_and_anew_only_when_something_changed(tmp_path, monkeypatch):
@@ -278,12 +278,12 @@ async def test_it_says_where_it_is_again_and_again_and_anew_only_when_something_
     async with running(tmp_path, swarm=swarm) as (c, _):
         first = await told(swarm, 3)
         assert first.coordinators == c.invite().coordinators and first.fingerprint == c.fingerprint
-        assert first.addresses == tuple(swarm.own_addresses()) and len({w.digest for w in swarm.words}) == 1
+        assert first.addresses == tuple(swarm.own_addresses()) and len({w.digest for w in swarm.address_records}) == 1
         port = c.grpc_port
-    swarm.words = swarm.words[:1]
+    swarm.address_records = swarm.address_records[:1]
     async with running(tmp_path, swarm=swarm, listen_port=port):
         assert await told(swarm, 3) == first
-    swarm.words = swarm.words[:1]
+    swarm.address_records = swarm.address_records[:1]
     public = (HostPort("new.example", 1),)
     # Its clock was set back meanwhile: what it says is newer all the same.
     async with running(tmp_path, swarm=swarm, public=public, now=lambda: 1000.0):
@@ -291,7 +291,7 @@ async def test_it_says_where_it_is_again_and_again_and_anew_only_when_something_
     assert moved.coordinators == public and moved.sequence == first.sequence + 1
     (tmp_path / "tls.pem").unlink()
     async with running(tmp_path, swarm=swarm, public=public):
-        again = await told(swarm, len(swarm.words) + 1)
+        again = await told(swarm, len(swarm.address_records) + 1)
     assert again.fingerprint != moved.fingerprint and again.sequence > moved.sequence
 
 
@@ -304,7 +304,7 @@ async def test_a_client_goes_where_the_owner_says_and_back_to_the_invites_addres
             await ask.status()
         (tmp_path / "tls.pem").unlink()  # and the certificate that the old invite names is lost
         async with running(tmp_path, swarm=swarm) as (c, _):
-            ask.moved(await told(swarm, len(swarm.words) + 1))
+            ask.moved(await told(swarm, len(swarm.address_records) + 1))
             assert (await ask.get_run()).spec == SPEC and (await ask.admit(peer(1))).admission.body.peer == peer(1).key
             now = c.invite()
             async with CoordinatorClient(now, attempts=1) as later:
@@ -319,7 +319,7 @@ async def test_a_status_with_an_old_invite_is_asked_where_members_say(tmp_path, 
         old = replace(c.invite(), coordinators=(HostPort("127.0.0.1", 1),))
         await told(swarm, 1)
         asked: list[list[str]] = []
-        known = coordinator_discovery.DiscoveredRun(sign_spec(OWNER, SPEC).encoded, swarm.words[0], (), 1)
+        known = coordinator_discovery.DiscoveredRun(sign_spec(OWNER, SPEC).encoded, swarm.address_records[0], (), 1)
 
         async def find(run, addresses):
             asked.append(list(addresses))

@@ -215,7 +215,7 @@ def check_words_reached(world: World) -> None:
         if at is None:
             continue
         if newest is not None and chain.newest_directive is not newest:
-            raise Broken(f"peer {node.index} does not know the owner's last word")
+            raise Broken(f"peer {node.index} does not know the owner's last directive")
         if newest is not None and (back := newest.body.rollback) is not None:
             way = list(reversed(world.way_to(at)))
             if back.record not in way:

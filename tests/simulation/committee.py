@@ -32,7 +32,7 @@ def bad_slice(blob: Digest, parts: int) -> int:
 
 
 class CommitteeWork:
-    """The work of one incarnation of a node for slates; `slices` survives in its store."""
+    """The work of one incarnation of a node for proposals; `slices` survives in its store."""
 
     def __init__(self, node: Node):
         self.node = node

@@ -69,9 +69,9 @@ class Boaster(Node):
 HOSTILE = (Equivocator, Withholder, Poisoner, Boaster)
 
 
-def lie(word: ShardAttestation) -> Digest:
+def lie(attestation: ShardAttestation) -> Digest:
     """Return the wrong digest that all liars agree on."""
-    return Digest(sha256(b"lie", word.record, bytes([word.shard])))
+    return Digest(sha256(b"lie", attestation.record, bytes([attestation.shard])))
 
 
 class Liar(Node):

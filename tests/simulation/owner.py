@@ -18,7 +18,7 @@ KEY = FakeSigner(PeerKey(sha256(b"owner")))
 
 
 class Owner:
-    """`newest` is the last word; `said` are all of them."""
+    """`newest` is the last directive; `said` are all of them."""
 
     def __init__(self, world: World):
         self.world = world
@@ -81,7 +81,7 @@ class Owner:
         world, every = self.world, self.world.policy.checkpoint_every
         up = [n for n in world.nodes if n.alive and (n.observer or (n.honest and n.key not in self.body.banned))]
         up = [n for n in up if n.observer] or up
-        # The owner rolls back what it sees, and it knows its own words.
+        # The owner rolls back what it sees, and it knows its own directives.
         up = [n for n in up if self.newest is None or n.machine.chain.newest_directive is self.newest]
         if not up:
             return False

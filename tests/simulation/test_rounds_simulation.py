@@ -62,7 +62,7 @@ def test_all_promises_hold_when_rounds_are_reduced(seed):
 @pytest.mark.parametrize("exchange", [GATHER, REDUCE])
 @pytest.mark.parametrize("seed", [2002, *long_cases(2000, 2001)])
 def test_all_promises_hold_while_the_owner_meddles(seed, exchange):
-    """Pauses, bans, other policies, rollbacks, replays of old words: in the end all follow the newest."""
+    """Pauses, bans, other policies, rollbacks, replays of old directives: in the end all follow the newest."""
     Scenario(seed, orders=True, exchange=exchange).run()
 
 
@@ -107,7 +107,7 @@ def test_every_transition_that_is_seen_is_in_the_table(monkeypatch):
 
 
 class Deaf(Node):
-    """Follows no rollback: it takes the owner's word for one that it has."""
+    """Follows no rollback: it takes the owner's directive for one that it has."""
 
     def hear(self, message):
         if not (isinstance(message.body, Directive) and message.body.rollback is not None):
@@ -183,9 +183,9 @@ def test_a_peer_that_follows_no_rollback_is_caught():
     world.owner.roll_back()
     world.clock.run_until(46.0)
     for deaf in [world.nodes[0]]:
-        deaf.machine.chain.add_directive = lambda word: False  # type: ignore[method-assign]
+        deaf.machine.chain.add_directive = lambda directive: False  # type: ignore[method-assign]
     world.clock.run_until(60.0)
-    with pytest.raises(Broken, match="rolled back|last word"):
+    with pytest.raises(Broken, match="rolled back|last directive"):
         check_words_reached(world)
 
 
@@ -250,7 +250,7 @@ def test_a_healthy_swarm_decides_a_round_without_waiting_for_a_timer(peers, exch
         if world.announced_at[c.record.body.parent] > 10.0  # the first rounds, while peers still join, may wait
     ]
     # Six one-way delays (header, blob there and back, record, vote), a refused fetch, and two answers of the trainer,
-    # with room for jitter. When reduced: header, record, slices, words, parts there and back, vote.
+    # with room for jitter. When reduced: header, record, slices, attestations, shards there and back, vote.
     delays = 6 if exchange == GATHER else 9
     assert took and max(took) < 1.5 * (delays * 0.01 + RETRY + 2 * world.trainer_seconds) < world.policy.propose_seconds
     assert outcome.forks == 0 and outcome.rounds >= 8

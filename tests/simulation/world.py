@@ -204,7 +204,7 @@ class World:
             if node.observer and node.alive:
                 chain = node.machine.chain
                 if chain.newest_directive is not self.owner.newest:
-                    continue  # it has been down: the owner's coordinator knows its own words
+                    continue  # it has been down: the owner's coordinator knows its own directives
                 height = chain.height(chain.head) - depth
                 record = chain.main_chain_at(height) if height > self._finals else None
                 if record is not None and self._is_backed(chain, record) and self._available(node, record):

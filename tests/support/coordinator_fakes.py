@@ -87,7 +87,7 @@ class ChainMaker:
         self.early = 0
         """Windows of each update that were trained before its state came, of authors with one in the record before."""
         self.directive: Signed[Directive] | None = None
-        """The owner's word that a record carries; headers from then on name its rollback."""
+        """The owner's directive that a record carries; headers from then on name its rollback."""
         self._carries = -1
 
     def fork(self, at: int) -> ChainMaker:
@@ -174,7 +174,7 @@ class FakeSwarm:
         self.spec = spec
         self.chain = ChainMaker(spec)
         self.finals: list[Signed[Finalization]] = []
-        self.words: list[Signed[Any]] = []
+        self.address_records: list[Signed[Any]] = []
         self.heard: dict[PeerKey, ReceivedHeartbeat] = {}
         self.blobs: set[Digest] = set()
         self.left: list[Certificate] = []
@@ -253,10 +253,10 @@ class FakeSwarm:
 
     @property
     def coordinator_address(self) -> Signed[Any] | None:
-        return max(self.words, key=lambda w: w.body.sequence, default=None)
+        return max(self.address_records, key=lambda w: w.body.sequence, default=None)
 
     async def publish_coordinator_address(self, address: Signed[Any]) -> None:
-        self.words.append(address)
+        self.address_records.append(address)
 
     def held_state(self) -> int:
         return len(self.chain.certificates) if self.held is None else self.held

@@ -94,7 +94,7 @@ async def test_a_relay_that_is_asked_gets_the_chunks_that_the_asker_needs_from_t
     "why, how, others",
     [
         ("the asker hears the author", {"asker_hears": [AUTHOR]}, {}),
-        ("the slate is not known, or has no seat for the asker", {}, {"known": False}),
+        ("the proposal is not known, or has no seat for the asker", {}, {"known": False}),
         ("somebody else is its relay", {}, {"me": SEATED.key}),
         ("another of the committee hears both", {}, {"committee": (ASKER, OTHERS[0])}),
         ("another of the committee came to hear both", {"asker_hears": [SEATED], "seated_hears": [AUTHOR, ASKER]}, {}),
@@ -122,7 +122,7 @@ async def test_a_store_that_is_nearly_full_is_for_its_own_node(world, monkeypatc
     assert not world.source.asked
 
 
-async def test_a_slate_that_was_decided_while_others_had_their_turn_is_not_worked_on(world):
+async def test_a_proposal_that_was_decided_while_others_had_their_turn_is_not_worked_on(world):
     _, seats = relay_of(world, relaying())
     seats.known = False
     await world.tasks.finish()

@@ -1,4 +1,4 @@
-"""The owner's orders at one round machine: an old word at a start, a move to rounds that are gone, bounds that grow."""
+"""The owner's directives at one round machine: an old one at a start, a move to rounds that are gone, larger bounds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OWNER = FakeSigner(PeerKey(sha256(b"owner")))
 NEXT = Digest(sha256(b"next"))
 
 
-def word(sequence: int, **fields):
+def directive(sequence: int, **fields):
     return OWNER.sign(Directive(RUN, sequence, **fields))
 
 
@@ -39,10 +39,10 @@ def started_again(*kept) -> Bench:
 
 
 @pytest.mark.parametrize("orders", [{"run_status": "ended"}, {"banned": (ME,)}])
-def test_who_starts_again_hears_whether_the_word_that_sent_it_away_still_counts(orders):
-    b = started_again(word(1, **orders))
+def test_who_starts_again_hears_whether_the_directive_that_sent_it_away_still_counts(orders):
+    b = started_again(directive(1, **orders))
     assert not b.of(do.Finished) and b.directives.paused
-    b.step(ev.MessageReceived(word(2)), 1.0)
+    b.step(ev.MessageReceived(directive(2)), 1.0)
     for t in range(2, 40):
         b.step(ev.Tick(), float(t))
         assert not b.of(do.Finished)
@@ -50,8 +50,8 @@ def test_who_starts_again_hears_whether_the_word_that_sent_it_away_still_counts(
 
 
 @pytest.mark.parametrize("orders", [{"run_status": "ended"}, {"banned": (ME,)}])
-def test_it_leaves_when_nobody_knows_a_newer_word_and_at_once_when_it_is_said_again(orders):
-    b = started_again(word(1, **orders))
+def test_it_leaves_when_nobody_knows_a_newer_directive_and_at_once_when_it_is_said_again(orders):
+    b = started_again(directive(1, **orders))
     ends = []
     for t in range(1, 40):
         b.step(ev.Tick(), t / 2)
@@ -59,8 +59,8 @@ def test_it_leaves_when_nobody_knows_a_newer_word_and_at_once_when_it_is_said_ag
             b.step(ev.StateReached(b.chain.genesis, STATE))
         ends += [b.now] * len(b.of(do.RunCompleted if "run_status" in orders else do.Finished))
     assert ends == [POLICY.member_seconds]
-    b = started_again(word(1, **orders))
-    b.step(ev.MessageReceived(word(2, **orders)), 1.0)
+    b = started_again(directive(1, **orders))
+    b.step(ev.MessageReceived(directive(2, **orders)), 1.0)
     assert b.of(do.RunCompleted if "run_status" in orders else do.Finished)
 
 
@@ -76,7 +76,7 @@ def test_a_move_to_rounds_that_are_rolled_back_is_not_waited_for():
     b.step(ev.BlobHeld(theirs.body.blob))
     assert b.of(do.ApplyRecord)[0].certificate == gone
     # The trainer is still at it, or waits for what nobody has any more.
-    b.step(ev.MessageReceived(word(1, rollback=Rollback(1, first.digest, Round(1), NEXT))))
+    b.step(ev.MessageReceived(directive(1, rollback=Rollback(1, first.digest, Round(1), NEXT))))
     moves = b.of(do.SyncState)
     assert [(m.start.record, m.reset) for m in moves] == [(first.digest, True)]
     b.step(ev.StateReached(gone.digest, Digest(sha256(b"late"))))
@@ -96,7 +96,7 @@ def test_who_was_away_during_a_rollback_forgets_what_it_learnt_on_rounds_that_ar
         kept.append(certificate(record, [ME]))
         parent, state = kept[-1].digest, NEXT
     b = started_again(*kept)
-    back = word(1, rollback=Rollback(1, kept[to].digest, Round(to + 1), NEXT))
+    back = directive(1, rollback=Rollback(1, kept[to].digest, Round(to + 1), NEXT))
     b.step(ev.ChainReceived((), None, OTHERS[0], False, back), 0.5)
     while not (moves := b.of(do.SyncState)):
         b.step(ev.Tick(), b.machine.next_tick)
@@ -106,7 +106,7 @@ def test_who_was_away_during_a_rollback_forgets_what_it_learnt_on_rounds_that_ar
 
 def test_more_members_than_the_spec_says_have_room_everywhere():
     b = Bench()
-    b.step(ev.MessageReceived(word(1, changes=RoundChanges(max_members=1000))))
+    b.step(ev.MessageReceived(directive(1, changes=RoundChanges(max_members=1000))))
     b.announce()
     b.step(ev.StateReached(b.of(do.ApplyRecord)[0].certificate.digest, NEXT))
     assert b.directives.policy.max_members == 1000
@@ -117,9 +117,9 @@ def test_more_members_than_the_spec_says_have_room_everywhere():
     assert b.machine.sizes()["blobs held"][0] >= 899
 
 
-def test_a_replayed_heartbeat_is_no_reason_to_tell_its_author_the_word_again():
+def test_a_replayed_heartbeat_is_no_reason_to_tell_its_author_the_directive_again():
     b = Bench()
-    b.step(ev.MessageReceived(word(7)))
+    b.step(ev.MessageReceived(directive(7)))
 
     def beat(sequence: int, directive_sequence: int, now: float) -> list:
         body = Heartbeat(
@@ -149,7 +149,7 @@ def test_who_cannot_follow_a_rollback_because_it_goes_too_far_back_trains_no_mor
         b.step(ev.CertificateReceived(made[-1], OTHERS[0]))
         b.step(ev.BlobHeld(h.body.blob))
         b.step(ev.StateReached(made[-1].digest, NEXT))
-    back = word(1, rollback=Rollback(1, made[1].digest, Round(2), NEXT))
+    back = directive(1, rollback=Rollback(1, made[1].digest, Round(2), NEXT))
     b.step(ev.MessageReceived(back))
     assert [f.again for f in b.of(do.Finished)] == [True] and b.chain.is_rolled_back_past_root
     b.step(ev.TrainingProgress(50, 1.0, 1.0))

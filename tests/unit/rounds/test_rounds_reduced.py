@@ -22,12 +22,12 @@ THREE = replace(POLICY, exchange=ReducePlan("reduce", committee=3, update_size=8
 """Committees of three: in a round of three everybody is in each of the three committees."""
 
 
-def part(i: int, label: bytes = b"") -> Digest:
-    return Digest(sha256(b"part", bytes([i]), label))
+def shard_blob(i: int, label: bytes = b"") -> Digest:
+    return Digest(sha256(b"shard", bytes([i]), label))
 
 
 class Reducing(Bench):
-    """A machine that has announced with others, and knows a slate that lists them."""
+    """A machine that has announced with others, and knows a proposal that lists them."""
 
     def __init__(self, others=2, *, policy=THREE):
         super().__init__(policy=policy)
@@ -45,7 +45,7 @@ class Reducing(Bench):
         self.seen = [*getattr(self, "seen", []), *self.actions]
         return self.actions
 
-    def slate(self, attempt=0, by=None, headers=None):
+    def propose(self, attempt=0, by=None, headers=None):
         """Return a record that the machine knows: one of the others, or ours if it was our turn."""
         mine = [p for p in self.proposed() if p.body.attempt == attempt]
         if mine and by is None:
@@ -68,17 +68,17 @@ class Reducing(Bench):
     def all_said(self, body):
         return [m for m in (a.message for a in self.all_of(do.Broadcast)) if isinstance(m.body, body)]
 
-    def word(self, by, record, i, blob=None, lacking=()):
+    def attest(self, by, record, i, blob=None, lacking=()):
         body = ShardAttestation(
-            RUN, record.body.round, record.digest, i, None if lacking else blob or part(i), tuple(lacking)
+            RUN, record.body.round, record.digest, i, None if lacking else blob or shard_blob(i), tuple(lacking)
         )
         return self.step(ev.MessageReceived(FakeSigner(by).sign(body)))
 
     def reduce_all(self, record, blobs=None):
-        """Make every part that the machine ordered, as our driver does."""
+        """Make every shard that the machine ordered, as our driver does."""
         for action in self.all_of(do.ReduceShard):
             if action.record.digest == record.digest:
-                blob = part(action.shard) if blobs is None else blobs[action.shard]
+                blob = shard_blob(action.shard) if blobs is None else blobs[action.shard]
                 self.step(ev.ShardReduced(record.digest, action.shard, blob))
 
 
@@ -87,111 +87,114 @@ def test_a_lone_peer_reduces_its_own_update():
     (duty,) = b.of(do.ReduceShard) or b.all_of(do.ReduceShard)
     assert duty.committee == (ME,) and duty.shard == 0
     assert not b.all_said(Vote)
-    b.step(ev.ShardReduced(duty.record.digest, 0, part(0)))
+    b.step(ev.ShardReduced(duty.record.digest, 0, shard_blob(0)))
     (kept,) = b.of(do.StoreCertificate)
-    assert kept.certificate.shards == (part(0),)
-    assert kept.certificate.votes[0].body.shards_digest == shards_digest((part(0),))
+    assert kept.certificate.shards == (shard_blob(0),)
+    assert kept.certificate.votes[0].body.shards_digest == shards_digest((shard_blob(0),))
     assert b.of(do.ApplyRecord)[0].certificate == kept.certificate
 
 
 def test_nobody_fetches_whole_updates_nor_waits_for_them():
     b = Reducing()
     assert not b.all_of(do.FetchBlob)
-    record = b.slate()
+    record = b.propose()
     assert [len(a.record.body.updates) for a in b.all_of(do.ReduceShard)] == [3, 3, 3]
     assert {a.shard for a in b.all_of(do.ReduceShard)} == {0, 1, 2} and all(
         a.record == record for a in b.all_of(do.ReduceShard)
     )
 
 
-def test_a_vote_needs_every_part_from_more_than_half_of_its_committee():
+def test_a_vote_needs_every_shard_from_more_than_half_of_its_committee():
     b = Reducing()
-    record = b.slate()
+    record = b.propose()
     b.reduce_all(record)
-    assert [m.body.blob for m in b.all_said(ShardAttestation)] == [part(i) for i in range(3)] and not b.all_said(Vote)
+    assert [m.body.blob for m in b.all_said(ShardAttestation)] == [shard_blob(i) for i in range(3)] and not b.all_said(
+        Vote
+    )
     for i in range(2):
-        b.word(OTHERS[0], record, i)
+        b.attest(OTHERS[0], record, i)
     assert not b.all_said(Vote)
-    b.word(OTHERS[0], record, 2)
+    b.attest(OTHERS[0], record, 2)
     (vote,) = b.all_said(Vote)
-    assert vote.body.shards_digest == shards_digest([part(i) for i in range(3)])
+    assert vote.body.shards_digest == shards_digest([shard_blob(i) for i in range(3)])
 
 
-def test_a_part_of_others_is_fetched_from_those_who_signed_it():
+def test_a_shard_of_others_is_fetched_from_those_who_signed_it():
     b = Reducing()
-    record = b.slate()
+    record = b.propose()
     for key in b.others:
         for i in range(3):
-            b.word(key, record, i)
+            b.attest(key, record, i)
     assert not b.all_of(do.FetchShard)  # our own are under way
     b.step(ev.Tick(), b.now + THREE.propose_seconds)
     fetched = {a.shard: a for a in b.all_of(do.FetchShard)}
     assert set(fetched) == {0, 1, 2} and not b.all_said(Vote)
-    assert all(a.blob == part(i) and set(a.holders) == set(b.others) for i, a in fetched.items())
+    assert all(a.blob == shard_blob(i) and set(a.holders) == set(b.others) for i, a in fetched.items())
     for i in range(3):
-        b.step(ev.BlobHeld(part(i)))
+        b.step(ev.BlobHeld(shard_blob(i)))
     assert len(b.all_said(Vote)) == 1
 
 
-def test_votes_certify_with_the_parts_that_they_name_and_with_no_others():
+def test_votes_certify_with_the_shards_that_they_name_and_with_no_others():
     b = Reducing()
-    record = b.slate()
-    for key, parts in zip(b.others, ((part(0), part(1), part(9)), tuple(part(i) for i in range(3))), strict=True):
+    record = b.propose()
+    right, wrong = tuple(shard_blob(i) for i in range(3)), (shard_blob(0), shard_blob(1), shard_blob(9))
+    for key, shards in zip(b.others, (wrong, right), strict=True):
         b.step(
-            ev.MessageReceived(FakeSigner(key).sign(Vote(RUN, record.body.round, record.digest, shards_digest(parts))))
+            ev.MessageReceived(FakeSigner(key).sign(Vote(RUN, record.body.round, record.digest, shards_digest(shards))))
         )
     b.reduce_all(record)
     for i in range(3):
-        b.word(OTHERS[0], record, i)
-    assert b.all_said(Vote) and not b.all_of(do.StoreCertificate)  # two of three votes name these parts
-    good = Vote(RUN, record.body.round, record.digest, shards_digest([part(i) for i in range(3)]))
+        b.attest(OTHERS[0], record, i)
+    assert b.all_said(Vote) and not b.all_of(do.StoreCertificate)  # two of three votes name these shards
+    good = Vote(RUN, record.body.round, record.digest, shards_digest([shard_blob(i) for i in range(3)]))
     b.step(ev.MessageReceived(FakeSigner(b.others[0]).sign(good)))
     (kept,) = b.all_of(do.StoreCertificate)
-    assert kept.certificate.shards == tuple(part(i) for i in range(3)) and len(kept.certificate.votes) == 3
+    assert kept.certificate.shards == tuple(shard_blob(i) for i in range(3)) and len(kept.certificate.votes) == 3
 
 
-def test_votes_without_parts_do_not_count():
+def test_votes_without_shards_do_not_count():
     b = Reducing()
-    record = b.slate()
+    record = b.propose()
     for key in b.others:
         b.step(ev.MessageReceived(FakeSigner(key).sign(Vote(RUN, record.body.round, record.digest))))
     b.reduce_all(record)
     for i in range(3):
-        b.word(OTHERS[0], record, i)
+        b.attest(OTHERS[0], record, i)
     assert b.all_said(Vote) and not b.all_of(do.StoreCertificate)
     assert b.machine.summary(b.now).votes == 1
 
 
-def test_words_and_votes_that_come_before_the_slate_count():
+def test_attestations_and_votes_that_come_before_the_proposal_count():
     b = Reducing()
     ranks = sorted((ME, *b.others), key=lambda key: sha256(b.chain.genesis, key))
     attempt = next(i for i in range(3, 9) if ranks[i % 3] != ME)
     record = b.record(ranks[attempt % 3], [b.mine, *b.headers], attempt)
-    parts = tuple(part(i) for i in range(3))
+    shards = tuple(shard_blob(i) for i in range(3))
     for key in b.others:
         for i in range(3):
-            b.word(key, record, i)
+            b.attest(key, record, i)
         b.step(
-            ev.MessageReceived(FakeSigner(key).sign(Vote(RUN, record.body.round, record.digest, shards_digest(parts))))
+            ev.MessageReceived(FakeSigner(key).sign(Vote(RUN, record.body.round, record.digest, shards_digest(shards))))
         )
     b.now += 2 * THREE.exchange_seconds  # our own proposals are abandoned by now
     b.step(ev.MessageReceived(record))
     for i in range(3):
-        b.step(ev.ShardReduced(record.digest, i, part(i)))
+        b.step(ev.ShardReduced(record.digest, i, shard_blob(i)))
     assert [a.certificate.record for a in b.all_of(do.StoreCertificate)] == [record]
 
 
-def test_an_author_whose_slices_most_of_a_committee_cannot_get_is_left_out_of_the_next_slate():
+def test_an_author_whose_slices_most_of_a_committee_cannot_get_is_left_out_of_the_next_proposal():
     b = Reducing(3)
-    record = b.slate()
+    record = b.propose()
     lost = OTHERS[2]
     committees = THREE.exchange.committees(record.body)
     i, committee = next((i, c) for i, c in enumerate(committees) if ME in c and lost in c)
     b.step(ev.ShardUnavailable(record.digest, i, (lost,)))
-    (word,) = [m for m in b.all_said(ShardAttestation) if m.body.shard == i]
-    assert word.body.missing == (lost,) and word.body.blob is None
+    (attestation,) = [m for m in b.all_said(ShardAttestation) if m.body.shard == i]
+    assert attestation.body.missing == (lost,) and attestation.body.blob is None
     other = next(k for k in committee if k not in (ME, lost))
-    b.word(other, record, i, lacking=(lost,))
+    b.attest(other, record, i, lacking=(lost,))
     assert [a.record for a in b.of(do.CancelReduce)] == [record.digest]
     assert [r.about for r in b.of(do.Notice) if r.kind == "withheld"] == [lost]
     while not (later := [p for p in b.proposed() if p.body.attempt > 0]):
@@ -200,21 +203,21 @@ def test_an_author_whose_slices_most_of_a_committee_cannot_get_is_left_out_of_th
     assert b.now < THREE.exchange_seconds + 4 * THREE.propose_seconds
 
 
-def test_one_word_of_a_committee_blames_nobody():
+def test_one_attestation_of_a_committee_blames_nobody():
     b = Reducing(3)
-    record = b.slate()
+    record = b.propose()
     for i, committee in enumerate(THREE.exchange.committees(record.body)):
         liar = next(k for k in committee if k != ME)
-        b.word(liar, record, i, lacking=[k for k in sorted((ME, *b.others)) if k != liar])
+        b.attest(liar, record, i, lacking=[k for k in sorted((ME, *b.others)) if k != liar])
     assert not b.of(do.CancelReduce) and not [r for r in b.all_of(do.Notice) if r.kind == "withheld"]
 
 
-def test_a_slate_without_words_is_given_up_after_the_exchange_and_the_silent_are_left_out():
+def test_a_proposal_without_attestations_is_given_up_after_the_exchange_and_the_silent_are_left_out():
     b = Reducing()
-    record = b.slate()
+    record = b.propose()
     b.reduce_all(record)
     for i in range(3):
-        b.word(OTHERS[0], record, i, blob=part(i, b"else"))
+        b.attest(OTHERS[0], record, i, blob=shard_blob(i, b"else"))
     assert {r.about for r in b.all_of(do.Notice) if r.kind == "shard-differs"} == {OTHERS[0]}
     while not b.all_of(do.CancelReduce):
         b.step(ev.Tick(), b.machine.next_tick)
@@ -225,36 +228,36 @@ def test_a_slate_without_words_is_given_up_after_the_exchange_and_the_silent_are
     assert later[0].body.contributors == (ME,)
 
 
-def test_who_signs_two_digests_of_a_part_is_reported_and_only_the_first_counts():
+def test_who_signs_two_digests_of_a_shard_is_reported_and_only_the_first_counts():
     b = Reducing()
-    record = b.slate()
-    b.word(OTHERS[0], record, 0, blob=part(0, b"else"))
-    b.word(OTHERS[0], record, 0)
+    record = b.propose()
+    b.attest(OTHERS[0], record, 0, blob=shard_blob(0, b"else"))
+    b.attest(OTHERS[0], record, 0)
     assert [(r.kind, r.about) for r in b.of(do.Notice)] == [("equivocation", OTHERS[0])]
-    b.word(OTHERS[0], record, 0, blob=part(0, b"third"))
+    b.attest(OTHERS[0], record, 0, blob=shard_blob(0, b"third"))
     assert not b.of(do.Notice)
     b.reduce_all(record)
     for i in (1, 2):
-        b.word(OTHERS[1], record, i)
+        b.attest(OTHERS[1], record, i)
     assert not b.all_said(Vote)
-    b.word(OTHERS[1], record, 0)
+    b.attest(OTHERS[1], record, 0)
     assert b.all_said(Vote)
 
 
-def test_words_of_those_without_a_seat_do_not_count():
+def test_attestations_of_those_without_a_seat_do_not_count():
     b = Reducing(5)
-    record = b.slate()
+    record = b.propose()
     for i, committee in enumerate(THREE.exchange.committees(record.body)):
         for key in (*b.others, *OTHERS[10:14]):
             if key not in committee:
-                b.word(key, record, i, blob=part(i, b"lie"))
-                b.word(key, record, 60, blob=part(i, b"lie"))
+                b.attest(key, record, i, blob=shard_blob(i, b"lie"))
+                b.attest(key, record, 60, blob=shard_blob(i, b"lie"))
     assert b.machine.sizes()["attestation bytes"][0] == 0
 
 
 def test_a_bad_slice_is_said_to_be_lacking_and_its_author_is_excluded():
     b = Reducing()
-    record = b.slate()
+    record = b.propose()
     b.step(ev.BlobInvalid(b.headers[0].body.blob, "scales"))
     assert {(m.body.shard, m.body.missing) for m in b.all_said(ShardAttestation)} == {
         (i, (OTHERS[0],)) for i in range(3)
@@ -263,25 +266,25 @@ def test_a_bad_slice_is_said_to_be_lacking_and_its_author_is_excluded():
     assert [a.record for a in b.of(do.CancelReduce)] == [record.digest]
 
 
-def test_a_record_that_was_certified_with_parts_stands_although_it_lists_a_bad_update():
+def test_a_record_that_was_certified_with_shards_stands_although_it_lists_a_bad_update():
     b = Reducing()
-    record = b.slate()
-    made = certificate(record, [ME, *b.others], tuple(part(i) for i in range(3)))
+    record = b.propose()
+    made = certificate(record, [ME, *b.others], tuple(shard_blob(i) for i in range(3)))
     b.step(ev.CertificateReceived(made, OTHERS[0]))
     b.step(ev.BlobInvalid(b.headers[0].body.blob, "scales"))
     assert b.chain.head == made.digest
-    b.step(ev.BlobInvalid(part(1), "scales"))
+    b.step(ev.BlobInvalid(shard_blob(1), "scales"))
     assert [r.kind for r in b.of(do.Notice) if r.level == "error"] == ["bad-record"]
     assert b.chain.head == b.chain.genesis
 
 
-def test_whose_slices_a_member_needs_follows_from_the_slates_that_are_worked_on():
+def test_whose_slices_a_member_needs_follows_from_the_proposals_that_are_worked_on():
     b = Reducing(4, policy=replace(THREE, exchange=replace(THREE.exchange, committee=1)))
-    record, blob = b.slate(), b.headers[0].body.blob
+    record, blob = b.propose(), b.headers[0].body.blob
     (duty,) = b.all_of(do.ReduceShard)
     assert b.machine.slices_for(blob, ME) == [(record, duty.shard, (ME,))]
     assert all(len(b.machine.slices_for(blob, key)) == 1 for key in b.others)
-    assert not b.machine.slices_for(blob, OTHERS[-1]) and not b.machine.slices_for(part(0), ME)
+    assert not b.machine.slices_for(blob, OTHERS[-1]) and not b.machine.slices_for(shard_blob(0), ME)
     b.step(ev.Tick(), b.now + THREE.exchange_seconds + 1)  # given up
     assert all(r != record for r, _, _ in b.machine.slices_for(blob, ME))
 
@@ -289,7 +292,7 @@ def test_whose_slices_a_member_needs_follows_from_the_slates_that_are_worked_on(
 def test_a_record_with_two_means_is_two_branches_and_who_holds_the_lighter_one_moves():
     b = Bench(policy=THREE)
     liar, record = OTHERS[0], b.record(OTHERS[0], [b.header(OTHERS[0])])
-    means = [certificate(record, [liar], (part(0, label),)) for label in (b"a", b"b")]
+    means = [certificate(record, [liar], (shard_blob(0, label),)) for label in (b"a", b"b")]
     ours, theirs = sorted(means, key=lambda c: c.digest)
     b.step(ev.CertificateReceived(ours, liar))
     b.step(ev.BlobHeld(ours.shards[0]))
@@ -299,7 +302,7 @@ def test_a_record_with_two_means_is_two_branches_and_who_holds_the_lighter_one_m
     assert b.chain.head == ours.digest and theirs.digest in b.chain and not b.of(do.FetchShard)
     after = Round(1), theirs.digest, Digest(sha256(b"theirs"))
     child = b.header(liar, round=after[0], parent=after[1], base_state=after[2], first_window=10, end_window=20)
-    second = certificate(FakeSigner(liar).sign(RoundRecord(RUN, *after, 0, (child,))), [liar], (part(0, b"c"),))
+    second = certificate(FakeSigner(liar).sign(RoundRecord(RUN, *after, 0, (child,))), [liar], (shard_blob(0, b"c"),))
     b.step(ev.CertificateReceived(second, liar))
     assert b.chain.head == second.digest
     assert [a.blob for a in b.of(do.FetchShard)] == [*theirs.shards, *second.shards]
@@ -309,10 +312,10 @@ def test_a_record_with_two_means_is_two_branches_and_who_holds_the_lighter_one_m
     assert b.of(do.SyncState)[0].path == (theirs, second)
 
 
-def test_a_bad_part_drops_the_mean_that_has_it_not_the_record_with_another():
+def test_a_bad_shard_drops_the_mean_that_has_it_not_the_record_with_another():
     b = Bench(policy=THREE)
     record = b.record(OTHERS[0], [b.header(OTHERS[0])])
-    means = [certificate(record, [OTHERS[0]], (part(0, label),)) for label in (b"a", b"b")]
+    means = [certificate(record, [OTHERS[0]], (shard_blob(0, label),)) for label in (b"a", b"b")]
     good, bad = sorted(means, key=lambda c: c.digest, reverse=True)
     for made in (good, bad):
         b.step(ev.CertificateReceived(made, OTHERS[0]))
@@ -321,44 +324,44 @@ def test_a_bad_part_drops_the_mean_that_has_it_not_the_record_with_another():
     assert b.chain.head == good.digest and bad.digest not in b.chain
 
 
-def test_a_certificates_parts_are_fetched_from_its_voters_and_applied():
+def test_a_certificates_shards_are_fetched_from_its_voters_and_applied():
     b = Reducing()
-    record = b.slate()
-    made = certificate(record, [ME, *b.others], tuple(part(i) for i in range(3)))
+    record = b.propose()
+    made = certificate(record, [ME, *b.others], tuple(shard_blob(i) for i in range(3)))
     b.step(ev.CertificateReceived(made, OTHERS[0]))
     fetched = b.of(do.FetchShard)
     assert [a.blob for a in fetched] == list(made.shards) and all(set(a.holders) == set(b.others) for a in fetched)
     assert [a.record for a in b.of(do.CancelReduce)] == [record.digest]
     for i in range(3):
         assert not b.of(do.ApplyRecord)
-        b.step(ev.BlobHeld(part(i)))
+        b.step(ev.BlobHeld(shard_blob(i)))
     assert b.of(do.ApplyRecord)[0].certificate == made and b.of(do.ApplyRecord)[0].missed == ()
 
 
-def test_updates_and_parts_are_served_only_to_those_who_announced():
+def test_updates_and_shards_are_served_only_to_those_who_announced():
     b = Reducing()
-    record = b.slate()
+    record = b.propose()
     b.reduce_all(record)
-    for blob in (blob_of(ME), b.headers[0].body.blob, part(0)):
+    for blob in (blob_of(ME), b.headers[0].body.blob, shard_blob(0)):
         assert b.machine.serve_refusal(blob, OTHERS[0]) is None
         assert "not announced" in b.machine.serve_refusal(blob, OTHERS[7])
 
 
-@pytest.mark.parametrize("parts", [(), (part(0),), tuple(part(i) for i in range(4))])
-def test_a_certificate_with_other_parts_than_the_mode_asks_for_is_refused(parts):
+@pytest.mark.parametrize("shards", [(), (shard_blob(0),), tuple(shard_blob(i) for i in range(4))])
+def test_a_certificate_with_other_shards_than_the_mode_asks_for_is_refused(shards):
     b = Reducing()
-    record = b.slate()
-    b.step(ev.CertificateReceived(certificate(record, [ME, *b.others], parts), OTHERS[0]))
+    record = b.propose()
+    b.step(ev.CertificateReceived(certificate(record, [ME, *b.others], shards), OTHERS[0]))
     assert [r.kind for r in b.of(do.Notice)] == ["refused"] and b.chain.head == b.chain.genesis
 
 
-def test_words_are_bounded_whatever_is_sent():
+def test_attestations_are_bounded_whatever_is_sent():
     b = Reducing(5)
-    record = b.slate()
+    record = b.propose()
     for n in range(300):
         for key in b.others:
-            b.word(key, replace(record, digest=Digest(sha256(b"unknown", bytes([n % 256, n // 256])))), n % 8)
-            b.word(key, record, n % 8, blob=part(n % 8, bytes([n % 256])))
+            b.attest(key, replace(record, digest=Digest(sha256(b"unknown", bytes([n % 256, n // 256])))), n % 8)
+            b.attest(key, record, n % 8, blob=shard_blob(n % 8, bytes([n % 256])))
     sizes = b.machine.sizes()
     assert all(size <= bound for size, bound in sizes.values()), sizes
     assert sizes["early attestations"][0] > 0
@@ -366,7 +369,7 @@ def test_words_are_bounded_whatever_is_sent():
 
 def test_a_leaver_stays_longer_since_committees_need_its_update():
     b = Reducing()
-    b.slate()
+    b.propose()
     b.step(ev.Leave(), 1.0)
     while not b.of(do.Finished):
         assert b.now < 1.0 + ReducedExchange.leave_seconds
@@ -394,28 +397,28 @@ def test_who_does_not_take_part_hears_whom_committees_cannot_get_and_follows_wha
     headers = [b.header(key) for key in OTHERS[:3]]
     for h in (huge, *headers):
         b.step(ev.MessageReceived(h))
-    slate = b.record(OTHERS[0], [huge, *headers])
-    b.step(ev.MessageReceived(slate))
-    where, committee = next((i, c) for i, c in enumerate(THREE.exchange.committees(slate.body)) if OTHERS[3] in c)
+    proposal = b.record(OTHERS[0], [huge, *headers])
+    b.step(ev.MessageReceived(proposal))
+    where, committee = next((i, c) for i, c in enumerate(THREE.exchange.committees(proposal.body)) if OTHERS[3] in c)
     for key in committee:
         if key != OTHERS[3]:
-            word = ShardAttestation(RUN, slate.body.round, slate.digest, where, None, (OTHERS[3],))
-            b.step(ev.MessageReceived(FakeSigner(key).sign(word)))
+            attestation = ShardAttestation(RUN, proposal.body.round, proposal.digest, where, None, (OTHERS[3],))
+            b.step(ev.MessageReceived(FakeSigner(key).sign(attestation)))
     assert [r.about for r in b.of(do.Notice)] == [OTHERS[3]]
-    made = certificate(b.record(OTHERS[1], headers, attempt=1), OTHERS[:3], tuple(part(i) for i in range(3)))
+    made = certificate(b.record(OTHERS[1], headers, attempt=1), OTHERS[:3], tuple(shard_blob(i) for i in range(3)))
     b.step(ev.CertificateReceived(made, OTHERS[1]))
     # 30 windows of 80 that were announced, but of 30 that count: not held back as too light.
     assert b.chain.head == made.digest and len(b.of(do.FetchShard)) == 3
 
 
-def test_words_of_a_round_to_come_are_kept_and_push_out_no_header():
+def test_attestations_of_a_round_to_come_are_kept_and_push_out_no_header():
     b = Bench(policy=THREE)
     early = FutureMessages(THREE.max_members)
     header = b.header(OTHERS[0], round=Round(1))
     early.keep(header, trusted=True)
     for i in range(50):
-        word = ShardAttestation(RUN, Round(1), Digest(sha256(bytes([i]))), 0, part(i))
-        early.keep(FakeSigner(OTHERS[0]).sign(word), trusted=True)
+        attestation = ShardAttestation(RUN, Round(1), Digest(sha256(bytes([i]))), 0, shard_blob(i))
+        early.keep(FakeSigner(OTHERS[0]).sign(attestation), trusted=True)
     kept = early.pop(1)
     assert kept[0] == header and len(kept) == 13
     assert all(size <= bound for size, bound in early.sizes().values())
@@ -423,9 +426,9 @@ def test_words_of_a_round_to_come_are_kept_and_push_out_no_header():
 
 def test_a_branch_that_nobody_gave_is_asked_for_again_and_is_the_head_when_it_is_here():
     b = Bench(policy=THREE)
-    made = certificate(b.record(OTHERS[0], [b.header(OTHERS[0], 30)]), [OTHERS[0]], (part(0),))
+    made = certificate(b.record(OTHERS[0], [b.header(OTHERS[0], 30)]), [OTHERS[0]], (shard_blob(0),))
     b.step(ev.CertificateReceived(made, OTHERS[0]))
-    asked = [part(0)]
+    asked = [shard_blob(0)]
     assert b.chain.head == made.digest
     while b.chain.head == made.digest:
         b.step(ev.Tick(), b.machine.next_tick)
@@ -440,8 +443,8 @@ def test_a_branch_that_nobody_gave_is_asked_for_again_and_is_the_head_when_it_is
     b.step(ev.Tick(), b.now + 0.5)
     assert not b.of(do.FetchShard)
     b.beat(OTHERS[0], head=made.digest, weight=30)  # a member comes that stands on it
-    assert [a.blob for a in b.of(do.FetchShard)] == [part(0)] and b.chain.head == b.chain.genesis
-    b.step(ev.BlobHeld(part(0)))
+    assert [a.blob for a in b.of(do.FetchShard)] == [shard_blob(0)] and b.chain.head == b.chain.genesis
+    b.step(ev.BlobHeld(shard_blob(0)))
     assert b.chain.head == made.digest and b.of(do.ApplyRecord)
 
 
