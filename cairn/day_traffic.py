@@ -1,4 +1,4 @@
-"""The bytes of blobs that a peer has sent and received today, kept in its run's folder."""
+"""The bytes of blobs and training data that a peer has sent and received today, kept in its run's folder."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Metrics:
             buckets=_CALL,
         )  # fmt: skip
         self._rounds = Histogram(
-            "cairn_round_duration_seconds", "How long rounds took that were seen from begin to end.", ["phase"],
+            "cairn_round_duration_seconds", "How long rounds, and their parts, took that were seen.", ["phase"],
             registry=registry, buckets=_ROUND,
         )  # fmt: skip
         self._deliveries = Counter(

@@ -118,6 +118,7 @@ class RoundObservations:
         self._early_proposals: BoundedDict[PeerKey, tuple[Digest, _Proposal]] = BoundedDict(MAX_EARLY_PROPOSALS)
         self._announcements: BoundedDict[Digest, Mapping[PeerKey, float]] = BoundedDict(MAX_ANNOUNCED)
         self._before: frozenset[PeerKey] = frozenset()
+        self._rested_at = 0.0
         self._bytes: dict[PeerKey, tuple[int, int]] = {}
         self._unsaved: deque[RoundObservation] = deque(maxlen=MAX_WITH_ABSENCES)
 
@@ -131,6 +132,10 @@ class RoundObservations:
 
     def __len__(self) -> int:
         return len(self._rounds)
+
+    def is_followed_by(self, account: RoundCredits) -> bool:
+        """Return whether a round comes after the newest one here, rather than on another branch."""
+        return self._head in (None, account.parent)
 
     def announcements(self, record: Digest) -> Mapping[PeerKey, float]:
         """Return the seconds from the round's first announcement to each peer's, of a recent round."""
@@ -167,8 +172,9 @@ class RoundObservations:
 
         A round without an announcement begins when the run resumes, as it does for its peers.
         """
+        self._rested_at = self._now()
         if self.began is not None and not self._announced:
-            self.began = self._now()
+            self.began = self._rested_at
 
     def receive(self, message: Signed) -> None:
         """Take in a verified announcement or proposal; other messages are ignored."""
@@ -223,7 +229,7 @@ class RoundObservations:
         return seen
 
     def _turn_to(self, head: Digest, began: float | None) -> None:
-        self._head, self.began = head, began
+        self._head, self.began = head, None if began is None else max(began, self._rested_at)
         self._announced, self._proposed = {}, {}
         for author, (parent, at) in list(self._early_updates.items()):
             if parent == head:

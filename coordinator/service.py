@@ -225,7 +225,10 @@ class Coordinator:
         self.control.tend()
 
     def _observe(self, account: RoundCredits) -> None:
-        self._metrics.round_decided(self.observations.decide(account, self._view.heartbeats()))
+        follows = self.observations.is_followed_by(account)
+        seen = self.observations.decide(account, self._view.heartbeats())
+        if follows:  # the time of a round on another branch, or after a rollback, is counted already
+            self._metrics.round_decided(seen)
 
     @property
     def page_url(self) -> str:

@@ -33,5 +33,9 @@ class AuditError(PeerError):
     """A check of an update that cannot be made: what it needs is not there, or its process failed."""
 
 
+class AuditTimeout(AuditError):
+    """A check that took too long."""
+
+
 class UncheckableUpdate(AuditError):
     """A check that says nothing about this update, however often it is made."""

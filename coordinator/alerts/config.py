@@ -71,7 +71,7 @@ class AlertsTable(BaseModel):
 
     webhooks: list[str] = []
     secret: str | None = None
-    repeat_hours: Annotated[float, Field(ge=0.1, le=1000)] = 6.0
+    repeat_hours: Annotated[float, Field(ge=0.1, le=1000, allow_inf_nan=False)] = 6.0
 
 
 class AlertsFile(BaseModel):

@@ -15,6 +15,7 @@ import time
 from dataclasses import asdict
 
 import aiohttp
+from yarl import URL
 
 from coordinator.alerts.config import Webhook
 from coordinator.alerts.tracker import AlertEvent
@@ -68,15 +69,15 @@ async def post(hook: Webhook, body: bytes, secret: str = "", *, deadline: float 
         # The answer's body is never read.
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=deadline)) as session,
-            session.post(hook.url, data=body, headers=headers, allow_redirects=False) as answer,
+            session.post(URL(hook.url, encoded=True), data=body, headers=headers, allow_redirects=False) as answer,
         ):
             status = answer.status
     except asyncio.TimeoutError:
         raise WebhookError(f"{hook} did not answer within {deadline:.0f} s") from None
     except (aiohttp.ClientError, OSError, ValueError) as e:
-        # The text of some of these errors has the whole address.
-        why = getattr(e, "strerror", None) or "it hung up, or does not speak HTTP"
-        raise WebhookError(f"{hook} could not be reached ({why})") from None
+        # The text of many of these errors has the whole address.
+        why = e.strerror if isinstance(e, aiohttp.ClientConnectorError) else None
+        raise WebhookError(f"{hook} could not be reached ({why or 'it hung up, or does not speak HTTP'})") from None
     if 200 <= status < 300:
         return
     if 300 <= status < 400:

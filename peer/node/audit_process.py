@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from peer.auditor.job import MAX_ANSWER, AuditAnswer, Job, job_line, parse_answer
 from peer.channel.link import trainer_environment
-from peer.errors import AuditError, UncheckableUpdate
+from peer.errors import AuditError, AuditTimeout
 
 MAX_WORDS = 16 * 1024
 """Bytes of the process's last words that are kept."""
@@ -31,7 +31,7 @@ class AuditProcess:
     async def answer(self, job: Job, seconds: float) -> AuditAnswer:
         """Return the process's answer to a job. It is started if need be.
 
-        Raise UncheckableUpdate when there is none within `seconds`, AuditError when the process fails or `close` comes
+        Raise AuditTimeout when there is none within `seconds`, AuditError when the process fails or `close` comes
         first. The process is over when this raises or is cancelled, and after an answer without scores.
         """
         keep = False
@@ -39,7 +39,7 @@ class AuditProcess:
         try:
             await asyncio.wait([exchanging], timeout=seconds)
             if not exchanging.done():
-                raise UncheckableUpdate(f"no answer within {seconds:.0f} s")  # another attempt would take as long
+                raise AuditTimeout(f"no answer within {seconds:.0f} s")
             if exchanging.cancelled():
                 raise AuditError("the check was ended before its answer")
             answer = parse_answer(exchanging.result())

@@ -67,7 +67,7 @@ class StateFetcher:
     def starts(self, path: Sequence[Certificate], kept: Sequence[int]) -> Iterator[StateStart]:
         """Yield the states on a path to start from, best first: the newest in our store, then those that members keep.
 
-        `kept`: the indices of the latter, by `protocol.rounds.retention.starts`.
+        `kept`: the indices of the latter, by `protocol.rounds.retention.kept_starts`.
         """
         newest = range(len(path) - 1, -1, -1)
         held = islice((i for i in newest if self.store.has(path[i].record.body.base_state)), 1)

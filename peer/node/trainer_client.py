@@ -240,6 +240,7 @@ class TrainerClient:
         is_acquired = self._changing is not None and not self._changing.done()
         if self._start is not None and self._supervisor is not None and self._supervisor.stopping and not is_acquired:
             log.info("the chain changed after the run's end: the trainer is started again")
+            self._clear_progress()
             self._launch(self._start)
         self._stop_verifying()
         self._missing, self._is_checkpoint = len(action.missed), action.is_checkpoint
@@ -259,6 +260,7 @@ class TrainerClient:
             await asyncio.wait([before])  # two processes must not use one folder
         if self._supervisor is not None:
             await self._supervisor.stop(0.0)
+            self._clear_progress()
         await asyncio.to_thread(remove_saved_state, start.state_folder)
         if self._changing is asyncio.current_task():  # otherwise the machine asks for the move again after the rest
             self._launch(start)
@@ -269,7 +271,7 @@ class TrainerClient:
     def _on_message(self, message: channel.FromTrainer) -> None:
         match message:
             case channel.Progress():
-                self.pace.give_back(min(0, self.progress.data_bytes - message.data_bytes))
+                self.pace.note_gone(max(0, message.data_bytes - self.progress.data_bytes))
                 self.progress = message
                 if line := self._usage.line(message, time.monotonic()):
                     log.info("%s", line)

@@ -15,7 +15,7 @@ from typing import Any
 
 from peer.auditor.job import AuditAnswer, Job
 from peer.auditor.score_words import score_words
-from peer.errors import AuditError, UncheckableUpdate
+from peer.errors import AuditError, AuditTimeout, UncheckableUpdate
 from peer.node.audit_jobs import AuditJobs
 from peer.node.audit_process import AuditProcess
 from peer.node.blob_retention import BlobRetention
@@ -194,7 +194,9 @@ class UpdateAuditor:
             if answer.reason:
                 raise UncheckableUpdate(answer.reason) if answer.is_uncheckable else AuditError(answer.reason)
         except (CairnError, asyncio.TimeoutError, OSError) as e:
-            self._not_made(action, str(e) or "not in time", may_ask_again=not isinstance(e, UncheckableUpdate))
+            # Another replay would take as long.
+            is_final = isinstance(e, UncheckableUpdate) or isinstance(e, AuditTimeout) and action.check == "replay"
+            self._not_made(action, str(e) or "not in time", may_ask_again=not is_final)
             return
         finally:
             self.jobs.release()

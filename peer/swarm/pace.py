@@ -57,6 +57,10 @@ class Pace:
         """Return the seconds until more bytes may go, after those that wait."""
         return 0.0 if self._bucket is None else max(0.0, self._debt_seconds() + self._waiting / self._bucket.rate)
 
+    def note_gone(self, size: int) -> None:
+        """Count bytes that went elsewhere: no rate holds for them, and they take nothing from the others'."""
+        self.gone += size
+
     def give_back(self, size: int) -> None:
         """Return bytes that were taken and did not go. A negative number counts bytes that went without being taken."""
         self.gone -= size

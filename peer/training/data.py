@@ -23,7 +23,6 @@ from torch import Tensor
 from peer.errors import PeerError
 from peer.training.sources import CACHE_BYTES, LocalFiles, RemoteFolder, ShardSource, SourceError, at_address
 from protocol.assignment import WindowTable
-from protocol.data_address import check_address
 from protocol.errors import MalformedError, SpecError
 from protocol.ids import Digest
 from protocol.merkle import CHUNK, check_leaves, chunk_count, chunk_size, leaf_hash
@@ -109,8 +108,7 @@ class WindowReader:
     @property
     def bytes_received(self) -> int:
         """Bytes that came from addresses, this disk's own not counted."""
-        remote = (s for s in self._sources if isinstance(s, RemoteFolder) and check_address(s.name) != "file")
-        return sum(s.received for s in remote)
+        return sum(s.received for s in self._sources if isinstance(s, RemoteFolder) and s.is_remote)
 
     def read(self, windows: Sequence[int] | np.ndarray) -> Tensor:
         """Return the tokens of windows: int64 [len(windows), window + 1], marked if the run's are.

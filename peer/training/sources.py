@@ -92,6 +92,8 @@ class RemoteFolder(ABC):
 
     def __init__(self, address: str, timeout: float):
         self.name = address.rstrip("/")
+        self.is_remote = check_address(address) != "file"
+        """False for a folder of this machine."""
         self._timeout = timeout
         self._stuck: list[BackgroundTask[bytes]] = []
         self.received = 0

@@ -9,6 +9,7 @@ import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import aiohttp
 import pytest
 from click.testing import CliRunner
 
@@ -279,6 +280,18 @@ async def test_silence_noise_and_nobody_are_errors_that_may_pass():
         await post(Webhook.parse("http://127.0.0.1:1/"), b"{}")
 
 
+async def test_no_text_of_the_http_library_is_repeated(monkeypatch):
+    """It has the whole address, which is a secret, when a server hangs up before it has the body."""
+
+    def refuse(*_: object, **__: object):
+        raise aiohttp.ClientOSError(None, "Can not write request body for http://h/hidden")
+
+    monkeypatch.setattr(aiohttp.ClientSession, "post", refuse)
+    with pytest.raises(WebhookError, match="it hung up") as e:
+        await post(Webhook.parse("http://h/hidden"), b"{}")
+    assert "hidden" not in str(e.value)
+
+
 def test_what_strangers_chose_makes_no_links_mentions_or_markup():
     event = replace(EVENT, message="<!channel> @everyone [x](http://evil) *b* `c` &lt; \x1b[2J\n" + "x" * 1000)
     text = json.loads(payload(event, "run", "http://page/"))["text"]
@@ -301,6 +314,7 @@ def test_the_configuration_is_read_strictly(tmp_path, monkeypatch):
         "alerts = 3",
         '[alerts]\nwebhooks = "x"',
         "[alerts]\nrepeat_hours = 0",
+        "[alerts]\nrepeat_hours = nan",
         '[alerts]\nsecret = ["x"]',
         "[",
     ):

@@ -185,6 +185,28 @@ def test_what_was_seen_outlives_a_restart_and_a_torn_line(tmp_path):
     assert len(file.read()) == 4
 
 
+def test_a_pause_at_a_restart_is_no_part_of_the_round_after_it():
+    w = Watch()
+    w.round({0: 10})
+    again = Watch()
+    again.swarm, again.now = w.swarm, w.now
+    again.swarm.listen(again.seen.receive)
+    again.seen.restore(list(w.seen))
+    again.now += 10_000
+    again.seen.rest()
+    assert again.round({0: 10}, train=9).train == 9
+
+
+def test_a_round_on_another_branch_does_not_follow():
+    w = Watch()
+    w.round({0: 10})
+    rival = w.swarm.chain.fork(1).add({1: 10})
+    account, last = (credits_of(c, RULE) for c in (rival, w.swarm.chain.certificates[0]))
+    assert w.seen.is_followed_by(account) and not w.seen.is_followed_by(last)
+    w.round({0: 10})
+    assert not w.seen.is_followed_by(account)
+
+
 def test_the_file_is_bounded_and_rubbish_in_it_is_left_out(tmp_path):
     w, file = Watch(), ObservationFile(tmp_path / "observations.jsonl", max_bytes=4000)
     for _ in range(100):

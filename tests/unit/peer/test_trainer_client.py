@@ -139,7 +139,7 @@ async def test_windows_trained_while_an_update_was_stored_are_not_lost(make, tmp
 
 
 async def test_training_data_from_addresses_counts_as_what_this_peer_gets(make, tmp_path: Path):
-    """Its limits of a day and a second hold for it, too. A new process counts from 0."""
+    """The limit of a day holds for it, too."""
     first, second = (channel.Progress(1, 1.0, 1.0, False, data_bytes=n) for n in (700, 900))
     client = await make(FullStore(tmp_path), lambda event: None, first, second)
     client.request_update(RequestUpdate(Round(0), RECORD))
