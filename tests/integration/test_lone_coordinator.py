@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -18,11 +19,16 @@ from coordinator.checkpoints.archive import Archive
 from coordinator.checkpoints.settings import ArchiveTable
 from peer.channel import RoundUpdates
 from peer.errors import PeerError
+from peer.node import node
+from peer.node.last_member import serve_coordinator
 from protocol.chain import genesis_digest
+from protocol.ids import Digest
 from protocol.messages import Certificate
+from protocol.rounds.blobs import applied_blobs
 from tests.support.node_world import TIMERS, NodeWorld
 from tests.support.specs import identity
 from tests.support.trainer_world import BATCH, WINDOW
+from tests.support.waiting import until
 
 ROUND = {"target_tokens": 10 * BATCH * WINDOW, "max_update_tokens": 40 * BATCH * WINDOW, **TIMERS}
 NAMES = {identity(name).key: name for name in ("ada", "bob", "cyd")}
@@ -69,6 +75,17 @@ class Owner:
 
         files.round_files = round_files
 
+    async def has_updates(self, _: object) -> None:
+        """Return once what leads from the newest archived state to the head is here, however busy the machine is."""
+        await until(lambda: all(map(self.node.store.has, self._wanted())), "the coordinator has the newest updates")
+
+    def _wanted(self) -> Iterator[Digest]:
+        chain = self.node.chain
+        for record in chain.ancestors(chain.head):
+            if chain.height(record) <= self.archived:
+                return
+            yield from applied_blobs(chain.certificate(record))
+
     @property
     def height(self) -> int:
         return self.node.chain.height(self.node.chain.head)
@@ -94,7 +111,8 @@ async def deserted(folder: Path, *, proofs: bool = True, **fields: Any) -> Async
             first.miss_proofs()
         await world.until("archived states", lambda: len(first.states) > (not proofs))
         await world.until("rounds after an archived state", lambda: first.height >= first.archived + 2)
-        await world.leave("ada", "bob")
+        with patch.object(node, "serve_coordinator", first.has_updates if proofs else serve_coordinator):
+            await world.leave("ada", "bob")
         assert owner.height > owner.archived
         await owner.stop()
         await world.kill("observer")
