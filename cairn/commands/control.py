@@ -53,6 +53,11 @@ class RunStatus:
     body: Directive
     round: int | None
 
+    @property
+    def next_round(self) -> int:
+        """The first round that a change can hold in."""
+        return 0 if self.round is None else self.round + 1
+
 
 DirectiveChange = Callable[[RunStatus], Directive | None]
 """A function from the run's status to the new directive; None if there is nothing to order."""
@@ -236,14 +241,21 @@ def policy(run: Path, settings: tuple[str, ...], from_round: int, home: Path, re
     def change(status: RunStatus) -> Directive:
         changes = replace(status.body.changes, **dict(map(parse_setting, settings)))
         check_changes(opened.spec, changes)
-        first = max(from_round, 0 if status.round is None else status.round + 1)
-        waiting = status.body.from_round
-        if status.round is not None and waiting > status.round + 1 and waiting != first:
-            click.echo(f"the changes ordered for round {waiting} hold from round {first} on, too", err=True)
+        first = max(from_round, status.next_round)
+        if moved := moved_changes(status, first):
+            click.echo(moved, err=True)
         click.echo(f"changing {', '.join(settings)} from round {first} on")
         return replace(status.body, changes=changes, from_round=Round(first), reason=reason or _reason_to_rest(status))
 
     _order(opened, change)
+
+
+def moved_changes(status: RunStatus, first: int) -> str:
+    """Return a sentence if earlier changes wait for another round than `first`: a directive has one round for all."""
+    waiting = status.body.from_round
+    if waiting == first or waiting <= status.next_round:
+        return ""
+    return f"the changes ordered for round {waiting} hold from round {first} on, too"
 
 
 def parse_setting(text: str) -> tuple[str, Any]:

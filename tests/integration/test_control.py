@@ -319,3 +319,16 @@ def test_changes_that_make_no_spec_are_refused_before_they_are_signed():
     with pytest.raises(CairnError, match="FIELD=VALUE"):
         parse_setting("heartbeat_seconds=1")
     assert issubclass(RefusedError, CairnError)
+
+
+@pytest.mark.parametrize(
+    "open_round, first, moves",
+    [(50, 51, True), (None, 0, True), (50, 1000, False), (999, 1000, False), (1200, 1201, False)],
+)
+def test_a_change_of_policy_says_that_it_moves_an_earlier_one(open_round: int | None, first: int, moves: bool):
+    from cairn.commands.control import RunStatus, moved_changes
+
+    earlier = Directive(RUN, 1, changes=RoundChanges(target_tokens=10_000_000), from_round=Round(1000))
+    said = f"the changes ordered for round 1000 hold from round {first} on, too" if moves else ""
+    assert moved_changes(RunStatus(earlier, open_round), first) == said
+    assert not moved_changes(RunStatus(Directive(RUN, 0), open_round), first)

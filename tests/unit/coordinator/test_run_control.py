@@ -60,6 +60,22 @@ class World:
         self.swarm.directives.append(directive)
         self.swarm.chain = self.swarm.chain.fork(3)
 
+    def fill_disk(self, times):
+        """Have the swarm publish, and the ledger refuse a number of rollbacks. Return the list of these."""
+        roll_back, tries = self.indexer.rollback, []
+
+        async def publish(directive):
+            self.publish(directive)
+
+        async def full(rollback):
+            if len(tries) >= times:
+                return await roll_back(rollback)
+            tries.append(rollback)
+            raise LedgerError("the disk is full")
+
+        self.swarm.publish_directive, self.indexer.rollback = publish, full
+        return tries
+
     def is_done(self):
         back = self.order.body.rollback
         follows = self.chain.posted == (2, back.record) and self.finalizer.epoch == 1 and back in self.rolled_back
@@ -106,16 +122,7 @@ async def test_a_rollback_whose_caller_goes_away_goes_on_to_its_end(tmp_path, st
 @pytest.mark.parametrize("repeated", [False, True])
 async def test_a_rollback_that_a_fault_has_interrupted_is_completed(tmp_path, repeated):
     async with running(tmp_path) as w:
-        roll_back = w.indexer.rollback
-
-        async def full_once(rollback):
-            w.indexer.rollback = roll_back
-            raise LedgerError("the disk is full")
-
-        async def publish(directive):
-            w.publish(directive)
-
-        w.swarm.publish_directive, w.indexer.rollback = publish, full_once
+        w.fill_disk(1)
         with pytest.raises(LedgerError, match="the disk is full"):
             await w.control.accept(w.order.encoded)
         assert not w.is_done()
@@ -129,16 +136,7 @@ async def test_a_rollback_that_a_fault_has_interrupted_is_completed(tmp_path, re
 
 async def test_a_fault_that_lasts_is_said_once_though_it_is_tried_again_and_again(tmp_path, caplog):
     async with running(tmp_path) as w:
-        tries = []
-
-        async def full(rollback):
-            tries.append(rollback)
-            raise LedgerError("the disk is full")
-
-        async def publish(directive):
-            w.publish(directive)
-
-        w.swarm.publish_directive, w.indexer.rollback = publish, full
+        tries = w.fill_disk(100)
         with pytest.raises(LedgerError, match="the disk is full"):
             await w.control.accept(w.order.encoded)
 
