@@ -118,6 +118,9 @@ def _lower_priority() -> None:
     """Lower this process's priority, and end it with its parent, whose id is its argument."""
     with contextlib.suppress(OSError):
         os.nice(19)
+    # Linux may share the cores by sessions first (sched(7), autogroup), and a job has a session of its own.
+    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as file:
+        file.write("19")
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     with contextlib.suppress(OSError, AttributeError):

@@ -83,6 +83,9 @@ def _scores(job: Job) -> tuple[Score, ...]:
     device = choose_device(job.device, job.threads)
     if device.type == "cpu":
         os.nice(CPU_NICENESS)  # no more than that, however often
+        # Linux may share the cores by sessions first (sched(7), autogroup), and this process has one of its own.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/autogroup").write_text(str(CPU_NICENESS))
     else:
         _leave_memory(device, job.gpu_memory)
     return audit(job, device)

@@ -35,6 +35,7 @@ from protocol.ids import Round
 from protocol.messages import Rollback
 from tests.support.checkpoint_world import CheckpointWorld, Uniform, nan, shards
 from tests.support.observer_world import SPEC
+from tests.support.priority import session_niceness
 from tests.support.waiting import LIMIT, NEVER, until
 
 
@@ -512,6 +513,7 @@ async def test_a_job_answers_line_by_line_at_low_priority_and_ends_with_the_one_
     running = asyncio.create_task(run_job(make_job(work), {"x": 7}, rows.append, deadline=NEVER))
     await until(lambda: rows)
     assert rows[0]["nice"] == 19 and rows[0]["got"] == 7
+    assert session_niceness(rows[0]["pid"]) == 19 or session_niceness("self") is None
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     await until(lambda: not _runs(rows[0]["pid"]))
