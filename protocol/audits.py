@@ -5,12 +5,13 @@ peer knows, while it trains, whether its update will be audited, by whom or on w
 only, so that all peers get the same.
 
 Stakes are those at the record's parent, as at a fork. A key without any is always audited. For the others the rate
-rises with the weight of the update and falls with the author's stake, which is work that no verdict has voided.
+rises with the size of the update and falls with the author's stake, which is work that no verdict has voided.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -53,7 +54,7 @@ _DRAWS = 2**64
 class AuditRule:
     """The run's rates, in millionths, and how many keys are drawn.
 
-    A rate is that of an update of mean weight by a key that did as much in each round that counts as stake. None is
+    A rate is that of an update of mean size by a key that did as much in each round that counts as stake. None is
     below a third of it. A loss check costs the same for every update, so large ones are checked more often.
     """
 
@@ -64,7 +65,7 @@ class AuditRule:
     auditors: int = 3
     """Keys that may report on an update: two of them convict, if a jury confirms it."""
     jury: int = 64
-    """Keys whose stake decides what two auditors say. In a swarm of no more keys, all with stake are its jury."""
+    """Seats of the jury that decides what two auditors say. If no more keys have stake, all of them are the jury."""
     bar_rounds: int = 64
     """Rounds for which the first conviction bars a key."""
     owner: PeerKey | None = None
@@ -82,11 +83,11 @@ class AuditRule:
         loss, cost, replay = (rate * times // most for rate in (self.loss_rate, self.loss_cost, self.replay_rate))
         return replace(self, loss_rate=min(MILLION, loss), loss_cost=cost, replay_rate=min(MILLION, replay))
 
-    def rate(self, check: AuditCheck, weighed: int) -> int:
-        """Return the rate of a check of an update, by its weighed windows."""
+    def rate(self, check: AuditCheck, size: int) -> int:
+        """Return the rate of a check of an update of `size` windows."""
         if check == "replay":
             return self.replay_rate
-        by_cost = weighed * self.loss_cost * TRAINED_WINDOW_PASSES // LOSS_CHECK_PASSES
+        by_cost = size * self.loss_cost * TRAINED_WINDOW_PASSES // LOSS_CHECK_PASSES
         return min(MILLION, max(self.loss_rate, by_cost)) if self.loss_rate else 0
 
 
@@ -106,23 +107,25 @@ def due_audits(certificate: Certificate, stakes: Mapping[PeerKey, int], rule: Au
     A loss check only chooses what is replayed, so none is due beside a replay.
     """
     digest, record = certificate.digest, certificate.record.body
+    # Claims beyond the weight are paid in later rounds: they are audited now, or never.
+    sizes = [max(u.body.windows, weighed) for u, weighed in zip(record.updates, record.weighed, strict=True)]
     due = []
-    for update, weighed in zip(record.updates, record.weighed, strict=True):
+    for update, size in zip(record.updates, sizes, strict=True):
         draw = int.from_bytes(sha256(b"cairn/v1/audit", digest, update.author)[:8], "little")
         stake = stakes.get(update.author, 0)
         for check in BY_STRENGTH:
-            if _is_due(draw, rule.rate(check, weighed), weighed, stake, len(record.updates), record.windows):
+            if _is_due(draw, rule.rate(check, size), size, stake, len(sizes), sum(sizes)):
                 drawn = draw_auditors(digest, update.digest, update.author, stakes, rule)
                 due.append(UpdateAudit(update.digest, update.author, check, drawn))
                 break
     return tuple(due)
 
 
-def _is_due(draw: int, rate: int, weighed: int, stake: int, updates: int, windows: int) -> bool:
+def _is_due(draw: int, rate: int, size: int, stake: int, updates: int, windows: int) -> bool:
     if not stake or not rate:
         return rate > 0
-    # rate * (weighed * STAKE_ROUNDS / stake) * (weighed / mean weight), and no less than rate / 3
-    over = weighed * STAKE_ROUNDS * weighed * updates
+    # rate * (size * STAKE_ROUNDS / stake) * (size / mean size), and no less than rate / 3
+    over = size * STAKE_ROUNDS * size * updates
     return draw * 3 * MILLION < rate * _DRAWS or draw * MILLION * stake * windows < rate * over * _DRAWS
 
 
@@ -154,13 +157,21 @@ def first_auditors(certificate: Certificate, stakes: Mapping[PeerKey, int]) -> d
 
 def draw_jury(
     certificate: Digest, update: Digest, stakes: Mapping[PeerKey, int], rule: AuditRule
-) -> tuple[PeerKey, ...]:
-    """Return the keys that confirm or refute what the auditors of an update say.
+) -> dict[PeerKey, int]:
+    """Return the keys that confirm or refute what the auditors of an update say, and the votes of each.
 
-    Auditors and the author are drawn like all others. The author has no say, but its stake counts. Otherwise liars with
+    If no more than `rule.jury` keys have stake, all of them are the jury, and their votes are their stake. Otherwise
+    the jury has that many seats, each drawn by stake from all, and a key has as many votes as seats. So a coalition has
+    its share of the votes, however many keys it has.
+
+    Auditors and the author are drawn like all others. The author has no say, but its votes count. Otherwise liars with
     less than half of all stake could have more than half of the rest, and convict the honest.
     """
-    return draw_by_stake(b"cairn/v1/jury" + certificate + update, stakes, rule.jury)
+    keys = sorted(key for key in stakes if stakes[key] > 0)
+    if len(keys) <= rule.jury:
+        return {key: stakes[key] for key in keys}
+    sums, seed = list(accumulate(stakes[key] for key in keys)), b"cairn/v1/jury" + certificate + update
+    return dict(Counter(keys[bisect_right(sums, _drawn(seed, seat) % sums[-1])] for seat in range(rule.jury)))
 
 
 def draw_by_stake(

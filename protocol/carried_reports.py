@@ -1,13 +1,14 @@
 """The work reports and decisions that a record may carry, by what its branch carries already. Pure.
 
-A record carries a report while the update's credit is pending: up to `hold_rounds` rounds after its own. Each is by a
-key that was drawn for it, or the owner, and a branch carries one of a key, update and check. A record states the
-decisions that follow, no others, as it states weights: so credit can be folded from certificates alone.
+A record carries a report while the update's credit is pending: up to `hold_rounds` rounds after its own. The last
+quarter of these is for juries: an accusation that nobody could answer would cost its authors nothing. Each is by a key
+that was drawn for it, or the owner, and a branch carries one of a key, update and check. A record states the decisions
+that follow, no others, as it states weights: so credit can be folded from certificates alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -23,17 +24,35 @@ StakesAt = Callable[[RecordNode], Mapping[PeerKey, int]]
 NOTHING_PENDING = "it is about no update whose credit is pending here"
 
 
-@dataclass(slots=True)
+@dataclass
 class _AuditedUpdate:
     """An update that reports are about, those drawn for it with the owner, and what the branch carries on it."""
 
     certificate: Certificate
     update: Signed[UpdateHeader]
     stakes: Mapping[PeerKey, int]
-    auditors: set[PeerKey]
-    jury: tuple[PeerKey, ...]
+    rule: AuditRule
+    age: int
+    """Rounds from its own to that of the next record: 1 in the first that may carry a report on it."""
     reports: list[Signed[WorkReport]] = field(default_factory=list)
     is_decided: bool = False
+
+    def may_report(self, key: PeerKey) -> bool:
+        """Return whether a key may be drawn. A stranger's report costs no draw: those take a millisecond or more."""
+        return key == self.rule.owner or self.stakes.get(key, 0) > 0
+
+    @cached_property
+    def _drawn(self) -> tuple[set[PeerKey], dict[PeerKey, int]]:
+        return drawn_reporters(self.certificate, self.update, self.stakes, self.rule)
+
+    @property
+    def auditors(self) -> set[PeerKey]:
+        return self._drawn[0]
+
+    @property
+    def jury(self) -> dict[PeerKey, int]:
+        """The jury, with the votes of each."""
+        return self._drawn[1]
 
     @property
     def is_accused(self) -> bool:
@@ -46,6 +65,7 @@ class CarriedReports:
 
     def __init__(self, parent: RecordNode, hold_rounds: int, rule: AuditRule, stakes_at: StakesAt):
         self._branch = tuple(islice(parent.branch(), hold_rounds))
+        self._hold_rounds = hold_rounds
         self._rule = rule
         self._stakes_at = stakes_at
         self._found: dict[tuple[Digest, Digest], _AuditedUpdate | None] = {}
@@ -66,10 +86,12 @@ class CarriedReports:
             return "a jury has decided about its update"
         if author == audited.update.author:
             return "its author is the update's"
-        if author not in audited.auditors and author not in audited.jury:
+        if not audited.may_report(author) or (author not in audited.auditors and author not in audited.jury):
             return f"{author.short} was not drawn to report on its update"
         if author not in audited.auditors and not audited.is_accused:
             return "a juror reports when records carry two accusations"
+        if check == "replay" and not audited.is_accused and audited.age > self._hold_rounds - self._hold_rounds // 4:
+            return "it accuses too late for a jury to answer"
         if any((r.author, r.body.check) == (author, check) for r in audited.reports):
             return f"an earlier record carries the report of {author.short} by this check"
         return None
@@ -102,10 +124,10 @@ class CarriedReports:
         audited = self._audited(report)
         return set() if audited is None or audited.is_decided else audited.auditors
 
-    def jury_of(self, report: Signed[WorkReport]) -> tuple[PeerKey, ...]:
+    def jury_of(self, report: Signed[WorkReport]) -> Collection[PeerKey]:
         """Return the jury of a report's update, once it has a case to judge; else nobody."""
         audited = self._audited(report)
-        return audited.jury if audited is not None and audited.is_accused and not audited.is_decided else ()
+        return audited.jury.keys() if audited is not None and audited.is_accused and not audited.is_decided else ()
 
     def record_refusal(self, record: RoundRecord) -> str | None:
         """Return why the reports and decisions of a record do not follow here; None when they do."""
@@ -141,8 +163,7 @@ class CarriedReports:
                 if header is None:
                     return None
                 stakes = self._stakes_at(node.parent)
-                drawn = drawn_reporters(node.certificate, header, stakes, self._rule)
-                audited = _AuditedUpdate(node.certificate, header, stakes, *drawn)
+                audited = _AuditedUpdate(node.certificate, header, stakes, self._rule, len(newer) + 1)
                 for later in reversed(newer):
                     audited.reports += [r for r in later.reports if r.body.update == update and r.body.record == record]
                     audited.is_decided |= any((d.record, d.author) == (record, header.author) for d in later.decisions)

@@ -131,6 +131,7 @@ class Chain:
         self._bytes = 0
         self._quarantined: set[Digest] = set()
         self._stakes: OrderedDict[Digest, Mapping[PeerKey, int]] = OrderedDict()
+        self._reports: tuple[RecordNode, CarriedReports] | None = None
         self._invalid: OrderedDict[Digest, None] = OrderedDict()
         self._dropped_twins: OrderedDict[Digest, None] = OrderedDict()
         """Records that `_drop_lone_twins` dropped: they are ignored until something is built on them."""
@@ -719,7 +720,11 @@ class Chain:
                 raise ChainError(f"record {name}: the update of {u.author.short}: {flaw}")
 
     def _reports_after(self, parent: RecordNode) -> CarriedReports:
-        return CarriedReports(parent, self.limits.stake.hold_rounds, self.limits.audit, self._stakes_at)
+        # Kept for the newest parent: each report that comes asks for it, and draws are made once.
+        if self._reports is None or self._reports[0] is not parent:
+            rules = CarriedReports(parent, self.limits.stake.hold_rounds, self.limits.audit, self._stakes_at)
+            self._reports = parent, rules
+        return self._reports[1]
 
     def _stakes_at(self, node: RecordNode) -> Mapping[PeerKey, int]:
         found = self._stakes.pop(node.digest, None)

@@ -1,10 +1,9 @@
 """The rule by which work reports convict the author of an update, or cost their own authors the stake. Pure.
 
-Two failed replays by different auditors accuse. More than half of the stake of a jury convicts, with failed replays of
-its own; as much stake with passed ones acquits. The jury is up to 64 keys, drawn by the certificate digest, or all that
-have stake. So less than half of the stake neither convicts nor acquits anybody. Loss checks choose what is replayed and
-decide nothing. A replay that says the opposite of what a jury decided costs its author the stake: that keeps auditors
-honest.
+Two failed replays by different auditors accuse. More than half of a jury's votes convict, with failed replays of
+their own; as many with passed ones acquit. All keys with stake are the jury, and vote with it; of more than 64 keys, 64
+seats are drawn by the certificate digest. Loss checks choose what is replayed and decide nothing. A replay that says
+the opposite of what a jury decided costs its author the stake: that keeps auditors honest.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ ACCUSERS = 2
 
 def drawn_reporters(
     certificate: Certificate, update: Signed[UpdateHeader], stakes: Mapping[PeerKey, int], rule: AuditRule
-) -> tuple[set[PeerKey], tuple[PeerKey, ...]]:
-    """Return the auditors of an update of a record, with the owner, and its jury."""
+) -> tuple[set[PeerKey], dict[PeerKey, int]]:
+    """Return the auditors of an update of a record, with the owner, and its jury with their votes."""
     record, author = certificate.digest, update.author
     owner = set() if rule.owner is None else {rule.owner}
     auditors = {*draw_auditors(record, update.digest, author, stakes, rule), *owner} - {author}
@@ -62,9 +61,9 @@ def decide(
     if len(accusers(on_update, auditors)) < ACCUSERS:
         return None
     results = _replays(on_update, {*auditors, *jury} - {author})
-    total = sum(stakes[key] for key in jury)
+    total = sum(jury.values())
     for passed in (True, False):
-        if 2 * sum(stakes[key] for key in jury if results.get(key) is passed) > total:
+        if 2 * sum(votes for key, votes in jury.items() if results.get(key) is passed) > total:
             refuted = tuple(sorted(key for key, result in results.items() if result is not passed))
             return AuditDecision(digest, author, not passed, refuted)
     return None

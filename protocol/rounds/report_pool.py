@@ -49,17 +49,20 @@ class ReportPool:
     def to_include(self, parent: Digest) -> tuple[tuple[Signed[WorkReport], ...], tuple[AuditDecision, ...]]:
         """Return the reports that a record of ours after `parent` carries, and the decisions that follow.
 
-        Of many, the first of each key go before any key's second. Reports that convict us are left to other proposers:
-        the convicted cannot be in the record.
+        Those that accuse, or answer accusations, go first: only they decide anything. Of each kind the first of each
+        key go before any key's second. Reports that convict us are left to other proposers: the convicted cannot be in
+        the record.
         """
         following = self._chain.reports_after(parent)
-        turns: Counter[PeerKey] = Counter()
+        turns: Counter[tuple[bool, PeerKey]] = Counter()
         ranked = []
         for place, report in sorted(self._reports.items()):
             if following.report_refusal(report) is None:
-                turns[report.author] += 1
-                ranked.append((turns[report.author], place, report))
-        reports = [r for _, _, r in sorted(ranked, key=lambda item: item[:2])[:MAX_REPORTS]]
+                is_replay, passed = report.body.check == "replay", report.body.passed
+                decides = is_replay and (not passed or bool(following.jury_of(report)))
+                turns[decides, report.author] += 1
+                ranked.append((not decides, turns[decides, report.author], place, report))
+        reports = [r for *_, r in sorted(ranked, key=lambda item: item[:3])[:MAX_REPORTS]]
         mine = {d.record for d in following.decisions(reports) if d.convicted and d.author == self._me}
         reports = sorted((r for r in reports if r.body.record not in mine), key=report_place)
         return tuple(reports), following.decisions(reports)

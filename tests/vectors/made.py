@@ -486,7 +486,7 @@ def audits() -> dict[str, Any]:
             {"seed": seed.hex(), "count": n, "keys": [key.hex() for key in draw_by_stake(seed, stakes, n)]}
             for n in (1, 3, 9) for seed in (digest("seed"), digest("another seed"))
         ],
-        "due": [_due(name, weighed) for name in range(8) for weighed in ((64, 64, 300, 20), (700, 2000, 5000, 900))],
+        "due": [_due(name, windows) for name in range(8) for windows in ((64, 64, 300, 20), (700, 2000, 5000, 900))],
     }  # fmt: skip
 
 
@@ -500,13 +500,18 @@ def _due(name: int, windows: Sequence[int]) -> dict[str, Any]:
     drawn = [(made.digest, u.digest, stakes, AuditRule()) for u in made.record.body.updates]
     return {
         "certificate": made.digest.hex(), "authors": [key.hex() for key in authors],
-        "headers": [u.digest.hex() for u in made.record.body.updates], "weighed": list(windows),
+        "headers": [u.digest.hex() for u in made.record.body.updates], "windows": list(windows),
         "stakes": list(stakes.values()),
         "checks": [due[key].check if key in due else None for key in authors],
         "auditors": [[authors.index(k) for k in draw_auditors(c, u, key, s, r)]
                      for key, (c, u, s, r) in zip(authors, drawn, strict=True)],
-        "jury": [[authors.index(k) for k in draw_jury(*args)] for args in drawn],
+        "jury": [_votes(authors, draw_jury(*args)) for args in drawn],
+        "small_jury": [_votes(authors, draw_jury(c, u, s, AuditRule(jury=2))) for c, u, s, _ in drawn],
     }  # fmt: skip
+
+
+def _votes(authors: Sequence[PeerKey], jury: Mapping[PeerKey, int]) -> list[int]:
+    return [jury.get(key, 0) for key in authors]
 
 
 def windows() -> dict[str, Any]:

@@ -255,15 +255,29 @@ def draw_by_stake(seed: bytes, stakes: dict[bytes, int], count: int) -> list[byt
     return drawn
 
 
+def jury(certificate: bytes, header: bytes, stakes: dict[bytes, int], seats: int) -> dict[bytes, int]:
+    """Return the jury of an update, with the votes of each (docs/audits.md, Who audits)."""
+    able = sorted(key for key, stake in stakes.items() if stake)
+    if len(able) <= seats:
+        return {key: stakes[key] for key in able}
+    votes = dict.fromkeys(able, 0)
+    for seat in range(seats):
+        number = int.from_bytes(sha256(b"cairn/v1/jury", certificate, header, struct.pack("<I", seat)), "little")
+        number %= sum(stakes.values())
+        ends = [sum(stakes[key] for key in able[: i + 1]) for i in range(len(able))]
+        votes[able[next(i for i, end in enumerate(ends) if number < end)]] += 1
+    return votes
+
+
 def due_checks(certificate: bytes, updates: Sequence[tuple[bytes, int, int]]) -> list[str | None]:
-    """Return the check that is due for each update (author, weighed, stake) (docs/audits.md, Who is audited)."""
-    everything = sum(weighed for _, weighed, _ in updates)
+    """Return the check that is due for each update (author, size, stake) (docs/audits.md, Who is audited)."""
+    everything = sum(size for _, size, _ in updates)
     found = []
-    for author, weighed, stake in updates:
+    for author, size, stake in updates:
         draw = Fraction(int.from_bytes(sha256(b"cairn/v1/audit", certificate, author)[:8], "little"), 2**64)
-        loss = min(1_000_000, max(150_000, 60_000 * weighed // 256))
+        loss = min(1_000_000, max(150_000, 60_000 * size // 256))
         rates = {"replay": Fraction(3, 100), "loss": Fraction(loss, 1_000_000)}
-        over = Fraction(64 * weighed, stake) * Fraction(len(updates) * weighed, everything) if stake else 0
+        over = Fraction(64 * size, stake) * Fraction(len(updates) * size, everything) if stake else 0
         found.append(next((check for check, r in rates.items() if not stake or draw < max(r * over, r / 3)), None))
     return found
 

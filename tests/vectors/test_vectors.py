@@ -292,14 +292,16 @@ def test_the_checks_that_are_due_and_who_makes_them():
         certificate, headers = bytes.fromhex(case["certificate"]), map(bytes.fromhex, case["headers"])
         authors = [bytes.fromhex(key) for key in case["authors"]]
         stakes = dict(zip(authors, case["stakes"], strict=True))
-        updates = list(zip(authors, case["weighed"], case["stakes"], strict=True))
+        updates = list(zip(authors, case["windows"], case["stakes"], strict=True))
         assert plain.due_checks(certificate, updates) == case["checks"]
-        for author, header, auditors, jury in zip(authors, headers, case["auditors"], case["jury"], strict=True):
+        found = zip(authors, headers, case["auditors"], case["jury"], case["small_jury"], strict=True)
+        for author, header, auditors, *juries in found:
             others = {key: stake for key, stake in stakes.items() if key != author}
             drawn = plain.draw_by_stake(b"cairn/v1/auditors" + certificate + header, others, 3)
             assert [authors.index(key) for key in drawn] == auditors
-            drawn = plain.draw_by_stake(b"cairn/v1/jury" + certificate + header, stakes, 64)
-            assert [authors.index(key) for key in drawn] == jury
+            for votes, seats in zip(juries, (64, 2), strict=True):
+                jury = plain.jury(certificate, header, stakes, seats)
+                assert [jury.get(key, 0) for key in authors] == votes
 
 
 @pytest.mark.parametrize("case", cases("weighing"), ids=lambda c: c["name"])

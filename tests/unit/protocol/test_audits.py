@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -75,9 +76,35 @@ def test_auditors_and_jury_have_stake(record, update, author, stakes):
     able = {k for k, stake in stakes.items() if stake}
     assert len(set(auditors)) == len(auditors) == min(RULE.auditors, len(able - {author}))
     assert set(auditors) <= able - {author}
-    assert set(draw_jury(record, update, stakes, RULE)) == able  # of so few keys, all
+    assert draw_jury(record, update, stakes, RULE) == {k: stakes[k] for k in able}  # of so few keys, all
     some = draw_jury(record, update, stakes, AuditRule(jury=3))
-    assert len(set(some)) == len(some) == min(3, len(able)) and set(some) <= able
+    assert set(some) <= able and (len(able) <= 3 or sum(some.values()) == 3)
+
+
+def test_few_keys_have_no_more_of_a_jury_than_their_share_of_the_stake():
+    """Without replacement both would sit in each jury of 64, and have half of its stake."""
+    rich = {key("rich 0"): 31_875, key("rich 1"): 31_875}
+    stakes = rich | {key(n): 1000 for n in range(255)}
+    shares = []
+    for n in range(300):
+        jury = draw_jury(Digest(sha256(b"record %d" % n)), Digest(sha256(b"update")), stakes, RULE)
+        assert sum(jury.values()) == 64
+        shares.append(sum(jury.get(k, 0) for k in rich) / 64)
+    assert 0.18 < sum(shares) / len(shares) < 0.22 and max(shares) < 0.5
+
+
+def test_an_update_is_audited_by_what_it_claims_though_it_weighs_less():
+    """The rest is paid as the backlog of updates to come."""
+    authors, stakes = EIGHT[:4], dict.fromkeys(EIGHT[:4], 64 * 100)
+    due = {200: 0, 6400: 0}
+    for n in range(300):
+        made = certificate(n, dict.fromkeys(authors, 100) | {authors[0]: 6400})
+        for weight in due:
+            weighed = tuple(weight if u.author == authors[0] else 100 for u in made.record.body.updates)
+            body = replace(made.record.body, weights=weighed)
+            audits = due_audits(replace(made, record=replace(made.record, body=body)), stakes, RULE)
+            due[weight] += any(a.author == authors[0] and a.check == "replay" for a in audits)
+    assert due[200] == due[6400] > 250
 
 
 def test_a_draw_follows_stake_however_many_keys_it_is_divided_over():

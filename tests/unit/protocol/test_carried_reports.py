@@ -17,6 +17,7 @@ from protocol.messages import (
     RoundRecord,
     UpdateHeader,
 )
+from protocol.report_rule import drawn_reporters
 from protocol.rounds import report_pool
 from protocol.rounds.report_pool import ReportPool
 from tests.simulation.signer import FakeSigner, certificate
@@ -101,8 +102,47 @@ def test_a_report_is_carried_until_its_update_settles(branch):
     record = branch.chain.certificate(branch.chain.head)
     for _ in range(HOLD - 1):
         branch.add()
-    branch.add(report(record, OWNER.key))
-    assert "is pending" in refusal(branch, branch.record(report(record, OWNER.key, check="loss"), decisions=()))
+    late = report(record, OWNER.key)
+    assert "too late for a jury" in refusal(branch, branch.record(late, decisions=()))
+    branch.add(report(record, OWNER.key, check="loss"))
+    assert "is pending" in refusal(branch, branch.record(late, decisions=()))
+
+
+def test_a_jury_may_answer_to_the_end(branch):
+    record, _, jurors = accused(branch)
+    for _ in range(HOLD - 2):
+        branch.add()
+    assert branch.add(*(report(record, key) for key in jurors)).record.body.decisions
+
+
+def test_the_reports_of_keys_without_stake_cost_no_draw(branch, monkeypatch):
+    draws: list[object] = []
+
+    def drawn(*arguments):
+        draws.append(arguments)
+        return drawn_reporters(*arguments)
+
+    monkeypatch.setattr("protocol.carried_reports.drawn_reporters", drawn)
+    chain, pool = branch.chain, ReportPool(OTHERS[4], branch.chain)
+    record = chain.certificate(chain.head)
+    for n in range(20):
+        assert not pool.add(report(record, PeerKey(sha256(b"a stranger", bytes([n])))))
+    assert not draws
+    assert pool.add(report(record, OWNER.key)) and pool.add(report(record, OWNER.key, check="loss"))
+    assert len(draws) == 1
+
+
+def test_reports_that_decide_go_before_others(branch, monkeypatch):
+    monkeypatch.setattr(report_pool, "MAX_REPORTS", 2)
+    chain, pool = branch.chain, ReportPool(OTHERS[4], branch.chain)
+    record = chain.certificate(chain.head)
+    stakes = chain.stakes(record.record.body.parent)
+    drawn = draw_auditors(record.digest, update_of(record).digest, LIAR, stakes, chain.limits.audit)
+    others = [report(record, key, check="loss") for key in drawn]
+    accusations = [report(record, key) for key in (drawn[2], OWNER.key)]
+    for told in (*others, report(record, drawn[0], passed=True), *accusations):
+        assert pool.add(told)
+    assert set(pool.to_include(chain.head)[0]) == set(accusations)
 
 
 def test_a_record_states_exactly_the_decisions_that_follow(branch):
@@ -147,4 +187,4 @@ def test_a_full_pool_makes_room_for_who_has_few_reports_and_they_go_first(branch
     assert {r.author for r in included} == {OWNER.key, drawn[0]} and decisions == ()
     branch.add(*included)
     pool.prune()
-    assert len(pool.by(OWNER.key)) == 4 and not pool.by(drawn[0])
+    assert len(pool.by(OWNER.key)) == 3 and not pool.by(drawn[0])  # one more is too late for a jury now

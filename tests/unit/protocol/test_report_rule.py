@@ -25,11 +25,12 @@ RECORD = next(
     for update in record.record.body.updates
     if update.author == LIAR
     and not {LIAR, *draw_auditors(record.digest, update.digest, LIAR, STAKES, RULE)}
-    & {*draw_jury(record.digest, update.digest, STAKES, RULE)}
+    & {*(seats := draw_jury(record.digest, update.digest, STAKES, RULE))}
+    and len(seats) == RULE.jury
 )
 UPDATE = next(u for u in RECORD.record.body.updates if u.author == LIAR)
 AUDITORS = draw_auditors(RECORD.digest, UPDATE.digest, LIAR, STAKES, RULE)
-JURY = draw_jury(RECORD.digest, UPDATE.digest, STAKES, RULE)
+JURY = tuple(draw_jury(RECORD.digest, UPDATE.digest, STAKES, RULE))
 OUTSIDER = next(k for k in STAKES if k not in (*AUDITORS, *JURY, LIAR))
 
 
@@ -110,8 +111,8 @@ def test_no_half_of_the_jury_decides(reports):
     told = {r.author: r.body.passed for r in reversed(reports) if r.body.check == "replay"}
     if outcome is None:
         return
-    agreeing = sum(STAKES[k] for k in JURY if told.get(k) is not outcome.convicted and k in told)
-    assert 2 * agreeing > sum(STAKES[k] for k in JURY)
+    agreeing = sum(told.get(k) is not outcome.convicted and k in told for k in JURY)
+    assert 2 * agreeing > RULE.jury
     assert sum(told.get(k) is False for k in (*AUDITORS, OWNER)) >= 2
     assert all(told[k] is outcome.convicted for k in outcome.refuted) and LIAR not in outcome.refuted
 
