@@ -146,11 +146,12 @@ def show(invite: str, peer: str, account_key: str, as_json: bool, home: Path, vi
 
 
 def _print(s: CreditTotals, receipts: Sequence[Receipted]) -> None:
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    console = Console(highlight=False)
+    from cairn.output import Output
+
+    console = Output()
     title = f"{s.kind} {escape(s.name)}" + (f", team {escape(s.team)}" if s.team else "")
     console.print(f"[bold]{title}[/bold]  {s.key}", soft_wrap=True)
     console.print(

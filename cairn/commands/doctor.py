@@ -38,6 +38,7 @@ def doctor(
 
     from cairn.doctor_view import as_plain, lines
     from cairn.examination import Examined, examine
+    from cairn.output import Output
     from cairn.peer_settings import FILE, read_settings
 
     parsed = parse_invite(invite)
@@ -49,7 +50,7 @@ def doctor(
     if as_json:
         print(json.dumps(as_plain(report), indent=1))
     else:
-        console = Console(highlight=False)
+        console = Output()
         for line in lines(report, min(console.width, 80)):
             console.print(line, soft_wrap=True)
     context.exit(int(report.verdict == "no"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator, Mapping
 
 import click
@@ -28,7 +26,9 @@ class CommandGroup(click.Group):
             ctx.exit(INTERRUPTED)
         except BrokenPipeError:
             # The reader of our output has closed it (`cairn ... | head`), which is no error.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            from cairn.output import discard_stdout
+
+            discard_stdout()
             ctx.exit(0)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

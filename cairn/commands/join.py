@@ -357,11 +357,11 @@ async def run_node(
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         leaving.cancel()
         if not running.done():
+            node.leave()
             log.info(
                 "leaving%s (mostly 10 s, at most a minute)",
                 "" if auditor else ": announcing what is done, saving the rest",
             )
-            node.leave()
         beside.cancel()
         joys.cancel()
         await running

@@ -33,13 +33,12 @@ MOVED_AGAIN_SECONDS = 60.0
 @via_option
 def watch(invite: str, plain: bool, via: tuple[str, ...]) -> None:
     """Watch the swarm of the run that INVITE names, until Ctrl-C. The coordinator may be restarted meanwhile."""
-    from rich.console import Console
-
+    from cairn.output import Output
     from cairn.watch_screen import WatchScreen
 
     parsed = parse_invite(invite)
-    console = Console(highlight=False)
-    screen = WatchScreen(console, live=console.is_terminal and not console.is_dumb_terminal and not plain)
+    console = Output()
+    screen = WatchScreen(console, live=console.is_live and not plain)
     try:
         asyncio.run(_watch(parsed, via, screen))
     except KeyboardInterrupt:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,16 @@ def logging_as_it_was() -> Iterator[None]:
 def invite_on_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give `-` an invite in a module that imports this."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"cairn1:invite\n" * 100)))
+
+
+@pytest.fixture
+def stdout_without_reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make stdout a pipe whose reader has ended, as after `cairn ... | head`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        yield
 
 
 def parsed(words: Sequence[str]) -> tuple[str, dict[str, Any]]:

@@ -14,8 +14,9 @@ from click.testing import CliRunner
 from cairn.commands.examples import EXAMPLES
 from cairn.commands.group import CommandGroup, commands
 from cairn.main import main
+from cairn.output import Output
 from protocol.errors import CairnError
-from tests.support.command_line import cairn
+from tests.support.command_line import cairn, stdout_without_reader  # noqa: F401 - a fixture
 
 ALL = {" ".join(path): command for path, command in commands(main)}
 LEAVES = sorted(name for name, command in ALL.items() if not isinstance(command, click.Group))
@@ -67,6 +68,8 @@ def end(how: str) -> None:
         raise CairnError("no such run: ask its owner")
     if how == "interrupted":
         raise KeyboardInterrupt
+    if how == "shown":
+        Output().print("a line")
 
 
 CASES = {0: ("end", "well"), 1: ("end", "refused"), 2: ("end",), 130: ("end", "interrupted")}
@@ -78,6 +81,12 @@ def test_the_exit_codes(code: int):
     assert done.exit_code == code
     assert ("error: no such run: ask its owner\n" == done.stderr) is (code == 1)
     assert "Traceback" not in done.output
+
+
+def test_a_reader_that_closes_the_output_early_is_no_error(stdout_without_reader):  # noqa: F811
+    """As of `cairn status INVITE | head`."""
+    with pytest.raises(SystemExit, match="^0$"):
+        group.main(["end", "shown"])
 
 
 def test_the_table_of_exit_codes_is_whole():
