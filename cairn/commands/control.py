@@ -24,7 +24,8 @@ from protocol.message_codec import KeySigner, MessageDecoder
 from protocol.messages import MAX_BANNED, MAX_REASON, Directive, Rollback, RoundChanges
 
 if TYPE_CHECKING:
-    from peer.coordinator_client import PeerStatus, SwarmStatus
+    from coordinator.directive_file import DirectiveFile
+    from peer.coordinator_client import CoordinatorClient, PeerStatus, SwarmStatus
     from protocol.spec import RunSpec
 
 LAST_STATE_SECONDS = 660.0
@@ -44,6 +45,16 @@ class OwnedRun:
     owner: Identity
     spec: RunSpec
     invite: Invite
+
+    @property
+    def decoder(self) -> MessageDecoder:
+        return MessageDecoder(self.spec.run_id, self.owner.key, remember=4)
+
+    @property
+    def directives(self) -> DirectiveFile:
+        from coordinator.directive_file import DirectiveFile
+
+        return DirectiveFile(self.folder, self.decoder)
 
 
 @dataclass(frozen=True)
@@ -119,11 +130,11 @@ def end(run: Path, home: Path, reason: str, yes: bool) -> None:
 async def _what_ends(run: OwnedRun) -> str:
     """Return what becomes of the training since the newest archived state. Raises CairnError."""
     from coordinator.checkpoints.archive import Archive
-    from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable
+    from peer.coordinator_client import CoordinatorUnreachable
 
     newest = max((a.round for a in Archive(run.folder / "checkpoints", run.spec).all()), default=0)
     archived = f"The newest archived state is that of round {newest}."
-    async with CoordinatorClient(run.invite, timeout=8.0, attempts=1) as client:
+    async with _client(run) as client:
         try:
             status = await client.status()
         except CoordinatorUnreachable:
@@ -303,18 +314,24 @@ def rollback(run: Path, round_: int, home: Path, reason: str, yes: bool) -> None
         there = ", ".join(map(str, archived)) or "none yet"
         raise CairnError(f"the state of round {round_} is not archived; choose one of these rounds: {there}")
 
+    if not yes:
+        now = _round_to_leave(asyncio.run(_look(opened)))
+        gone = max(0, now - round_)
+        many = f"{gone} round{'' if gone == 1 else 's'}"
+        click.confirm(f"Go back from round {now} to round {round_}? {many} no longer count", abort=True)
+
     def change(status: RunStatus) -> Directive:
-        if status.round is None:
-            raise CairnError("the coordinator must run: peers get the state from it. Start it, then try again")
-        gone = max(0, status.round - round_)
-        if not yes:
-            many = f"{gone} round{'' if gone == 1 else 's'}"
-            click.confirm(f"Go back from round {status.round} to round {round_}? {many} no longer count", abort=True)
-        click.echo(f"rolling back from round {status.round} to round {round_}, state {found.state.short}")
+        click.echo(f"rolling back from round {_round_to_leave(status)} to round {round_}, state {found.state.short}")
         back = Rollback(status.body.epoch + 1, found.record, Round(round_), found.state)
         return replace(status.body, rollback=back, reason=reason or status.body.reason)
 
     _order(opened, change)
+
+
+def _round_to_leave(status: RunStatus) -> int:
+    if status.round is None:
+        raise CairnError("the coordinator must run: peers get the state from it. Start it, then try again")
+    return status.round
 
 
 COMMANDS = (pause, resume, ban, unban, policy, end, rollback)
@@ -349,31 +366,44 @@ def _order(run: OwnedRun, change: DirectiveChange) -> bool:
     return asyncio.run(_send(run, change))
 
 
-async def _send(run: OwnedRun, change: DirectiveChange) -> bool:
-    from coordinator.directive_file import DirectiveFile
-    from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable
+def _client(run: OwnedRun) -> CoordinatorClient:
+    from peer.coordinator_client import CoordinatorClient
 
-    decoder = MessageDecoder(run.spec.run_id, run.owner.key, remember=4)
-    file = DirectiveFile(run.folder, decoder)
-    directives, _ = file.read()
-    async with CoordinatorClient(run.invite, timeout=8.0, attempts=1) as client:
-        number: int | None = None
-        try:
-            reply = await client.publish_directive()
-            number = reply.round
-            if reply.directive:
-                directives.append(decoder.decode(reply.directive, Directive))
-        except CoordinatorUnreachable as e:
-            click.echo(f"the coordinator does not answer ({e})", err=True)
-        # Without a directive, one that changes nothing.
-        newest = max((d.body for d in directives), key=lambda b: b.precedence, default=Directive(run.spec.run_id, 0))
-        body = change(RunStatus(newest, number))
+    return CoordinatorClient(run.invite, timeout=8.0, attempts=1)
+
+
+async def _look(run: OwnedRun) -> RunStatus:
+    async with _client(run) as client:
+        return await _status(run, client)
+
+
+async def _status(run: OwnedRun, client: CoordinatorClient) -> RunStatus:
+    from peer.coordinator_client import CoordinatorUnreachable
+
+    directives, _ = run.directives.read()
+    number: int | None = None
+    try:
+        reply = await client.publish_directive()
+        number = reply.round
+        if reply.directive:
+            directives.append(run.decoder.decode(reply.directive, Directive))
+    except CoordinatorUnreachable as e:
+        click.echo(f"the coordinator does not answer ({e})", err=True)
+    # Without a directive, one that changes nothing.
+    newest = max((d.body for d in directives), key=lambda b: b.precedence, default=Directive(run.spec.run_id, 0))
+    return RunStatus(newest, number)
+
+
+async def _send(run: OwnedRun, change: DirectiveChange) -> bool:
+    async with _client(run) as client:
+        status = await _status(run, client)
+        body = change(status)
         if body is None:
             return False
-        body = replace(body, sequence=max(newest.sequence + 1, int(time.time() * 1000)))
+        body = replace(body, sequence=max(status.body.sequence + 1, int(time.time() * 1000)))
         directive = KeySigner(run.owner).sign(body)
-        if number is None:
-            file.append(directive)
+        if status.round is None:
+            run.directives.append(directive)
             click.echo(f"the order is left in {run.folder}: the coordinator publishes it when it is started again")
             return False
         await client.publish_directive(directive.encoded)

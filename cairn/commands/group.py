@@ -21,7 +21,9 @@ class CommandGroup(click.Group):
         except CairnError as e:
             click.echo(f"error: {e}", err=True)
             ctx.exit(FAILED)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, click.Abort) as e:
+            if isinstance(e, click.Abort) and not isinstance(e.__context__, KeyboardInterrupt):
+                raise  # a prompt was answered with no
             click.echo("stopped", err=True)
             ctx.exit(INTERRUPTED)
         except BrokenPipeError:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import time
 from dataclasses import replace
 
 import pytest
 
+from cairn.commands import control as owner_commands
 from coordinator import control
+from coordinator.checkpoints.archive import ArchivedState
 from coordinator.directive_file import FILE, DirectiveFile
 from coordinator.errors import RefusedError
 from peer.coordinator_client import CoordinatorRefused
@@ -16,6 +19,7 @@ from protocol.errors import CairnError
 from protocol.ids import Digest, Round
 from protocol.message_codec import KeySigner, MessageDecoder
 from protocol.messages import Directive, Rollback, RoundChanges
+from tests.support.command_line import cairn
 from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer, state
 from tests.support.coordinator_service import client, running, settled, web
 from tests.support.specs import OWNER
@@ -234,6 +238,35 @@ async def test_two_rollbacks_that_were_ordered_at_once_are_not_both_taken(tmp_pa
             with pytest.raises(CoordinatorRefused, match="rolled back meanwhile"):
                 await c.publish_directive(second.encoded)
         assert swarm.directives == [first] and swarm.offered == [state(1)]
+
+
+@pytest.mark.asyncio
+async def test_an_order_that_comes_while_a_rollback_asks_stays_in_force(tmp_path, monkeypatch):
+    swarm = FakeSwarm(SPEC)
+    for i in range(4):
+        swarm.chain.add({0: 1, 1: 1 + i})
+    swarm.blobs.add(state(2))
+    archived = ArchivedState(tmp_path, RUN, 2, state(2), swarm.chain.certificates[1].digest, 0)
+    monkeypatch.setattr("coordinator.checkpoints.archive.Archive.all", lambda _archive: [archived])
+    ban = word(5, banned=(peer(1).key,), reason="sends noise")
+    async with running(tmp_path, swarm=swarm) as (coordinator, _):
+        loop = asyncio.get_running_loop()
+
+        async def order_ban() -> None:
+            async with client(coordinator) as c:
+                await c.publish_directive(ban.encoded)
+            swarm.chain = swarm.chain.fork(2)
+
+        def agree(*_: object, **__: object) -> None:
+            asyncio.run_coroutine_threadsafe(order_ban(), loop).result()
+
+        owned = owner_commands.OwnedRun(tmp_path, OWNER, SPEC, coordinator.invite())
+        monkeypatch.setattr(owner_commands, "_open_run", lambda *_: owned)
+        monkeypatch.setattr("click.confirm", agree)
+        await asyncio.to_thread(cairn, "run", "rollback", tmp_path, "2")
+        newest = coordinator.control.newest
+    assert newest is not None and newest.body.rollback is not None
+    assert newest.body.banned == (peer(1).key,)
 
 
 @pytest.mark.asyncio

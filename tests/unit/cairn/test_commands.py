@@ -68,6 +68,8 @@ def end(how: str) -> None:
         raise CairnError("no such run: ask its owner")
     if how == "interrupted":
         raise KeyboardInterrupt
+    if how == "asked":
+        click.confirm("Sure?", abort=True)
     if how == "shown":
         Output().print("a line")
 
@@ -81,6 +83,16 @@ def test_the_exit_codes(code: int):
     assert done.exit_code == code
     assert ("error: no such run: ask its owner\n" == done.stderr) is (code == 1)
     assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize("answer, code", [(KeyboardInterrupt, 130), (EOFError, 1)])
+def test_ctrl_c_at_a_question_has_the_code_of_ctrl_c(monkeypatch, answer: type[BaseException], code: int):
+    def answered(_prompt: str) -> str:
+        raise answer
+
+    monkeypatch.setattr("click.termui.visible_prompt_func", answered)
+    with pytest.raises(SystemExit, match=f"^{code}$"):
+        group.main(["end", "asked"])
 
 
 def test_a_reader_that_closes_the_output_early_is_no_error(stdout_without_reader):  # noqa: F811
