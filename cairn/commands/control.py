@@ -82,7 +82,7 @@ def _options(f):
 
 
 def _reason(_context: click.Context, _parameter: click.Parameter, reason: str) -> str:
-    if len(reason.encode()) > MAX_REASON or not reason.isprintable():
+    if not reason.isprintable() or len(reason.encode()) > MAX_REASON:
         raise click.BadParameter(f"at most {MAX_REASON} bytes on one line", param_hint="--reason")
     return reason
 

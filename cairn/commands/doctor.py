@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
-from cairn.commands.join import device_option, disk_option, gpu_memory_option, parallel_option, private_data_option
-from cairn.commands.options import home_option, invite_argument, via_option
+from cairn.commands.join import disk_option, gpu_memory_option, parallel_option, private_data_option
+from cairn.commands.options import device_option, home_option, invite_argument, via_option
 from cairn.connection import parse_invite
 
 
@@ -19,7 +19,7 @@ from cairn.connection import parse_invite
 @disk_option
 @private_data_option
 @via_option
-@device_option
+@device_option()
 @parallel_option
 @gpu_memory_option
 @click.option("--json", "as_json", is_flag=True, help="For scripts.")

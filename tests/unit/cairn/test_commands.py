@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import click
@@ -47,10 +49,13 @@ def test_listings_are_not_cut(name: str):
     assert "Commands:" in said and "..." not in said.partition("Commands:")[2]
 
 
-def test_a_shell_completes_commands_and_options():
+def test_a_shell_completes_commands_and_options(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"typed\n")))
     complete = ShellComplete(main, {}, "cairn", "_CAIRN_COMPLETE")
     assert [c.value for c in complete.get_completions([], "pe")] == ["peer"]
     assert "--device" in [c.value for c in complete.get_completions(["peer", "join"], "--de")]
+    assert "--device" in [c.value for c in complete.get_completions(["peer", "join", "-"], "--de")]
+    assert len(sys.stdin.readline()) > 0, "what the user types is not read"
     for shell in ("bash", "zsh", "fish"):
         assert f"_CAIRN_COMPLETE={shell}_complete" in cairn("completion", shell).stdout
 
