@@ -92,7 +92,10 @@ def test_a_large_swarm_asks_for_its_credits_less_often():
 
 
 def test_an_invite_is_read_from_stdin_where_others_cannot_see_it(tmp_path: Path):
-    for command in (("peer", "join"), ("auditor",), ("peer", "invite"), ("status",), ("watch",), ("account", "show")):
+    others = (("peer", "pause"), ("peer", "leave"), ("runs",), ("export", "model", "out", "--invite"))
+    for command in (
+        ("peer", "join"), ("auditor",), ("peer", "invite"), ("status",), ("watch",), ("account", "show"), *others,
+    ):  # fmt: skip
         said = refused(*command, "-", env={"CAIRN_HOME": str(tmp_path)}, input="cairn1:abc\n")
         assert "invite" in said and "'-'" not in said
     assert "127.0.0.1:9" in refused("peer", "join", "-", "--home", tmp_path, input=f"{invite()}\n")
