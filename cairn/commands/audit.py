@@ -8,6 +8,7 @@ import click
 
 from cairn.commands.group import CommandGroup
 from cairn.commands.options import FILE, FOLDER, device_option, home_option, invite_argument, peer_key, via_option
+from cairn.stop_signals import sigterm_as_ctrl_c
 from protocol.errors import CairnError
 
 HOME = home_option("Where this machine's peer has its identity.")
@@ -74,7 +75,8 @@ def update(invite, round_, peer, check, device, threads, folder, home, via) -> N
     from cairn.update_audit import RepeatOptions, repeat_check
 
     try:
-        passed = repeat_check(RepeatOptions(invite, round_, peer, check, device, threads, folder, home, via))
+        with sigterm_as_ctrl_c():  # else what was fetched stays in /tmp
+            passed = repeat_check(RepeatOptions(invite, round_, peer, check, device, threads, folder, home, via))
     except CairnError as e:
         click.echo(f"error: {e}", err=True)
         sys.exit(3)

@@ -12,6 +12,7 @@ import click
 
 from cairn.commands.options import invite_argument, via_option
 from cairn.connection import follow, parse_invite
+from cairn.stop_signals import sigterm_as_ctrl_c
 from protocol.errors import CairnError
 from protocol.invite import Invite
 
@@ -39,10 +40,8 @@ def watch(invite: str, plain: bool, via: tuple[str, ...]) -> None:
     parsed = parse_invite(invite)
     console = Output()
     screen = WatchScreen(console, live=console.is_live and not plain)
-    try:
+    with contextlib.suppress(KeyboardInterrupt), sigterm_as_ctrl_c():  # the ordinary end of watching
         asyncio.run(_watch(parsed, via, screen))
-    except KeyboardInterrupt:
-        pass  # Ctrl-C is the ordinary end of watching
 
 
 async def _watch(invite: Invite, via: Sequence[str], screen: WatchScreen) -> None:
