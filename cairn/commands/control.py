@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cairn.commands.options import home_option
+from cairn.number_format import parse_size
 from protocol.errors import CairnError, MalformedError
 from protocol.identity import Identity
 from protocol.ids import PeerKey, Round
@@ -253,9 +254,10 @@ def policy(run: Path, settings: tuple[str, ...], from_round: int, home: Path, re
         changes = replace(status.body.changes, **dict(map(parse_setting, settings)))
         check_changes(opened.spec, changes)
         first = max(from_round, status.next_round)
+        when = f"from round {first} on" if first else f"at the next start: {_in_force(status)}"
+        click.echo(f"changing {', '.join(settings)} {when}")
         if moved := moved_changes(status, first):
             click.echo(moved, err=True)
-        click.echo(f"changing {', '.join(settings)} from round {first} on")
         return replace(status.body, changes=changes, from_round=Round(first), reason=reason or _reason_to_rest(status))
 
     _order(opened, change)
@@ -266,7 +268,7 @@ def moved_changes(status: RunStatus, first: int) -> str:
     waiting = status.body.from_round
     if waiting == first or waiting <= status.next_round:
         return ""
-    return f"the changes ordered for round {waiting} hold from round {first} on, too"
+    return f"the changes ordered for round {waiting} hold then, too"
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
@@ -277,8 +279,9 @@ def parse_setting(text: str) -> tuple[str, Any]:
         raise CairnError(f"{text[:60]!r}: write FIELD=VALUE, FIELD one of {', '.join(kinds)}")
     if value == "spec":
         return name, None
+    size = parse_size(value) if kinds[name] is int else None
     try:
-        return name, kinds[name](value.replace("_", ""))
+        return name, kinds[name](value.replace("_", "")) if size is None else size
     except ValueError:
         raise CairnError(f"{text[:60]!r}: {value[:30]!r} is not a number") from None
 

@@ -1,4 +1,4 @@
-"""Groups of commands: an expected error is one line, listings have whole sentences, and each help has an example."""
+"""Groups of commands: an expected error has no traceback, listings have whole sentences, and each help has an example."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FAILED, INTERRUPTED = 1, 130
 
 
 class CommandGroup(click.Group):
-    """A group whose commands print an expected error on one line; any other error is a bug and crashes loudly."""
+    """A group whose commands print an expected error, with its remedy; any other is a bug and crashes loudly."""
 
     def invoke(self, ctx: click.Context):
         try:

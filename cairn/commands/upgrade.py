@@ -14,6 +14,9 @@ from cairn import ROOT
 from cairn.installation import find_facts, installed_commit, plan, processes_of, running_processes
 from protocol.errors import CairnError
 
+VERSION_SECONDS = 120.0
+"""Maximum seconds in which a new process tells its version."""
+
 
 @click.command()
 def upgrade() -> None:
@@ -50,10 +53,16 @@ def _version() -> str:
 
     Raises CairnError.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", "cairn", "--version"], cwd=sys.prefix, env=_environment(), capture_output=True,
-        text=True, timeout=120, check=False,
-    )  # fmt: skip
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "cairn", "--version"], cwd=sys.prefix, env=_environment(), capture_output=True,
+            text=True, timeout=VERSION_SECONDS, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise CairnError(
+            f"the installed Cairn did not tell its version within {VERSION_SECONDS:.0f} s: is this machine very busy? "
+            "Look with `cairn --version`, then try again"
+        ) from None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise CairnError(f"the installed Cairn does not start ({last[:200]}): install it anew by hand")

@@ -17,6 +17,7 @@ from coordinator.errors import RefusedError
 from peer.coordinator_client import CoordinatorRefused
 from protocol.errors import CairnError
 from protocol.ids import Digest, Round
+from protocol.invite import HostPort, Invite
 from protocol.message_codec import KeySigner, MessageDecoder
 from protocol.messages import Directive, Rollback, RoundChanges
 from tests.support.command_line import cairn
@@ -345,6 +346,8 @@ def test_changes_that_make_no_spec_are_refused_before_they_are_signed():
     with pytest.raises(CairnError, match="max_update_tokens"):
         check_changes(SPEC, replace(RoundChanges(), max_update_tokens=1))
     assert parse_setting("max_members=12") == ("max_members", 12)
+    assert parse_setting("target_tokens=2M") == parse_setting("target_tokens=2_000_000") == ("target_tokens", 2_000_000)
+    assert parse_setting("max_seconds=12.5") == ("max_seconds", 12.5)
     assert parse_setting("max_seconds=spec") == (
         "max_seconds",
         None,
@@ -352,6 +355,16 @@ def test_changes_that_make_no_spec_are_refused_before_they_are_signed():
     with pytest.raises(CairnError, match="FIELD=VALUE"):
         parse_setting("heartbeat_seconds=1")
     assert issubclass(RefusedError, CairnError)
+
+
+def test_a_change_of_policy_without_the_coordinator_names_no_round_that_is_over(tmp_path, monkeypatch):
+    owned = owner_commands.OwnedRun(
+        tmp_path, OWNER, SPEC, Invite(RUN, Digest(bytes(32)), (HostPort("127.0.0.1", 9),))
+    )
+    monkeypatch.setattr(owner_commands, "_open_run", lambda *_: owned)
+    said = cairn("run", "policy", tmp_path, "target_tokens=2M").stdout
+    assert "round 0" not in said and "from the round after the first that carries it" in said
+    assert "from round 500 on" in cairn("run", "policy", tmp_path, "target_tokens=2M", "--from-round", "500").stdout
 
 
 @pytest.mark.parametrize(
@@ -362,6 +375,6 @@ def test_a_change_of_policy_says_that_it_moves_an_earlier_one(open_round: int | 
     from cairn.commands.control import RunStatus, moved_changes
 
     earlier = Directive(RUN, 1, changes=RoundChanges(target_tokens=10_000_000), from_round=Round(1000))
-    said = f"the changes ordered for round 1000 hold from round {first} on, too" if moves else ""
+    said = "the changes ordered for round 1000 hold then, too" if moves else ""
     assert moved_changes(RunStatus(earlier, open_round), first) == said
     assert not moved_changes(RunStatus(Directive(RUN, 0), open_round), first)
