@@ -28,6 +28,7 @@ from coordinator.model_card import Origin
 from coordinator.regular_file import read_regular
 from peer.node.snapshot import FILE as STATUS
 from peer.node.snapshot import MAX_SNAPSHOT, parse_snapshot
+from peer.store.blobs import blob_file
 from protocol.envelope import open_envelope
 from protocol.errors import CairnError, MalformedError
 from protocol.ids import Digest, PeerKey, RunId, sha256
@@ -232,7 +233,7 @@ class _Run:
         return MessageDecoder(self.spec.run_id, self.spec.owner_key)
 
     def blob(self, digest: Digest) -> Path | None:
-        path = self.store / "blobs" / digest.hex()[:2] / digest.hex()
+        path = blob_file(self.store, digest)
         return path if path.is_file() else None
 
     def found(self, checkpoint: Path, origin: Origin) -> FoundCheckpoint:

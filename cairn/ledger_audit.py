@@ -154,9 +154,7 @@ async def _totals(log: LogClient) -> tuple[CreditedRounds, Totals | None, str]:
             return start, None, "by the coordinator's answers rounds became final during every reading: audit again"
 
 
-def audit_receipts(
-    text: str, files: Sequence[Path], peer: PeerKey | None, home: Path, *, via: Sequence[str]
-) -> bool:
+def audit_receipts(text: str, files: Sequence[Path], peer: PeerKey | None, home: Path, *, via: Sequence[str]) -> bool:
     """Check receipts in files, or the newest of a peer (by default this machine's); return whether all are good.
 
     Raises CairnError.

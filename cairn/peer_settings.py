@@ -27,7 +27,7 @@ import click
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from cairn.idle_watch import NOT_KNOWN, IdleFacts
-from cairn.number_format import parse_size
+from cairn.number_format import parse_size, parse_volume
 from coordinator.authoring.toml_file import problems, read_tables
 from protocol.errors import CairnError
 
@@ -35,7 +35,6 @@ FILE = "peer.toml"
 MIN_RATE = 100_000
 """Least bytes a second: with less, every reply to others comes too late to be of use."""
 
-MIN_VOLUME = 10**6
 MIN_GPU_MEMORY = 0.1
 """GB. Less is a mistake in the unit."""
 
@@ -128,16 +127,9 @@ def _checked_rate(text: str) -> str:
     return text
 
 
-def _volume(text: str) -> int:
-    found = parse_size(text)
-    if found is None or found < MIN_VOLUME:
-        raise ValueError(f"{text[:40]!r} is not a size of at least 1M: write for example 800M or 20G")
-    return found
-
-
 def _checked_volume(text: str) -> str:
     if text:
-        _volume(text)
+        parse_volume(text)
     return text
 
 
@@ -174,7 +166,7 @@ class PeerSettings(BaseModel):
     def reason_to_be_away(self, up: int, down: int) -> str:
         """Return why the peer is out of the swarm after these bytes of today; "" when it may be in."""
         for text, used, what in ((self.max_upload_day, up, "upload"), (self.max_download_day, down, "download")):
-            if text and used >= _volume(text):
+            if text and used >= parse_volume(text):
                 return f"today's {what} of {text} is used up"
         return ""
 

@@ -1,4 +1,4 @@
-"""Groups of commands: an expected error has no traceback, listings have whole sentences, and each help has an example."""
+"""Groups of commands: an expected error has no traceback, a listing whole sentences, and each help an example."""
 
 from __future__ import annotations
 

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cairn.commands.options import device_name, device_option, home_option, invite_argument, parse_count, via_option
+from cairn.commands.options import device_name, device_option, home_option, invite_argument, via_option
 from cairn.connection import parse_invite
 from cairn.files import private_files
 from cairn.logs import set_up_logging
+from cairn.number_format import parse_volume
 from cairn.stop_signals import stop_on_signals
 from cairn.visibility import peer_home, seen_by_others
 from protocol.errors import CairnError
@@ -60,16 +61,11 @@ _auto = partial(click.option, default="auto", show_default=True)
 
 
 def _disk(_context: click.Context, _parameter: click.Parameter, text: str) -> int:
-    """Return the bytes in "50G", "800M" or "123456". Raises click.BadParameter."""
+    """Return the bytes in "50G", "800M" or "1234567". Raises click.BadParameter."""
     try:
-        size = parse_count(text, "--disk")
-    except click.BadParameter:
-        size = 0
-    if size < 10**6:
-        raise click.BadParameter(
-            f"{text[:40]!r} is not a size of at least 1M: write for example 800M or 50G", param_hint="--disk"
-        )
-    return size
+        return parse_volume(text)
+    except ValueError as e:
+        raise click.BadParameter(str(e)) from None
 
 
 def _parallel(_context: click.Context, _parameter: click.Parameter, text: str) -> str:

@@ -12,7 +12,6 @@ from cairn.commands.options import home_option, invite_or_stdin
 from cairn.connection import parse_invite
 from protocol.errors import CairnError
 
-
 _RUN = click.argument("run", required=False, metavar="[INVITE]", callback=invite_or_stdin)
 
 

@@ -82,10 +82,12 @@ def _keep(_context: click.Context, _parameter: click.Parameter, text: str | None
 @click.option("--public", default="", metavar="HOST", help="Name or address by which strangers reach this machine.")
 @click.option("--page-url", default="", metavar="URL", help="The page's address, if a reverse proxy serves it.")
 @click.option("--code", default="", help='The invite code, for a run whose admission.mode is "invite".')
-@click.option("--ledger", default="", envvar="CAIRN_LEDGER", metavar="URL", show_envvar=True, help="postgresql://..., not a file.")
+@click.option(
+    "--ledger", default="", envvar="CAIRN_LEDGER", metavar="URL", show_envvar=True, help="postgresql://..., not a file."
+)
 @click.option("--webhook", multiple=True, metavar="URL", help="Send alerts there; may be repeated (or alerts.toml).")
 @click.option(
-    "--settings", type=FILE, help="Archive, evaluation and samples, as TOML.  [default: coordinator.toml beside RUN_FILE]"
+    "--settings", type=FILE, help="Archive, evaluation, samples: TOML.  [default: coordinator.toml beside RUN_FILE]"
 )
 @click.option("--archive", metavar="ADDRESS", help="Copy finalized checkpoints there (fsspec).")
 @click.option("--keep", metavar="POLICY", callback=_keep, help="E.g. newest=5,every=100,best=3,bytes=200G.")

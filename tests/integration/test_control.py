@@ -358,9 +358,7 @@ def test_changes_that_make_no_spec_are_refused_before_they_are_signed():
 
 
 def test_a_change_of_policy_without_the_coordinator_names_no_round_that_is_over(tmp_path, monkeypatch):
-    owned = owner_commands.OwnedRun(
-        tmp_path, OWNER, SPEC, Invite(RUN, Digest(bytes(32)), (HostPort("127.0.0.1", 9),))
-    )
+    owned = owner_commands.OwnedRun(tmp_path, OWNER, SPEC, Invite(RUN, Digest(bytes(32)), (HostPort("127.0.0.1", 9),)))
     monkeypatch.setattr(owner_commands, "_open_run", lambda *_: owned)
     said = cairn("run", "policy", tmp_path, "target_tokens=2M").stdout
     assert "round 0" not in said and "from the round after the first that carries it" in said

@@ -172,9 +172,7 @@ async def test_it_sees_rounds_losses_and_alerts_and_outlives_a_restart(tmp_path,
         await asyncio.gather(task, return_exceptions=True)
 
 
-@pytest.mark.parametrize(
-    "terminal, sent", [(True, signal.SIGINT), (True, signal.SIGTERM), (False, signal.SIGINT)]
-)
+@pytest.mark.parametrize("terminal, sent", [(True, signal.SIGINT), (True, signal.SIGTERM), (False, signal.SIGINT)])
 def test_ctrl_c_ends_it_cleanly(terminal: bool, sent: signal.Signals):
     """Nobody answers at this invite: it waits, and ends at once on Ctrl-C."""
     invite = str(Invite(SPEC.run_id, Digest(bytes(32)), (HostPort("127.0.0.1", 1),), "", ()))
