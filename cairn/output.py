@@ -1,4 +1,4 @@
-"""What commands write to stdout: a terminal, a file, or a pipe whose reader may close it early."""
+"""Output of commands to stdout: a terminal, a file, or a pipe whose reader may close it early."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Output(Console):
 
     @property
     def is_live(self) -> bool:
-        """Whether lines can be redrawn in place."""
+        """True if lines can be redrawn in place."""
         return self.is_terminal and not self.is_dumb_terminal
 
     def on_broken_pipe(self) -> None:

@@ -105,14 +105,14 @@ YES = click.option("--yes", is_flag=True, help="Do not ask.")
 @_options
 def pause(run: Path, home: Path, reason: str) -> None:
     """Pause the run: peers that have announced an update finish the open round, then nobody trains."""
-    _set_status(_open_run(run, home), "paused", reason, "pausing at once, in round {round}: peers keep their progress")
+    _set_status(open_run(run, home), "paused", reason, "pausing at once, in round {round}: peers keep their progress")
 
 
 @click.command()
 @_options
 def resume(run: Path, home: Path, reason: str) -> None:
     """Continue after a pause, or after an end (peers that have left must be started again)."""
-    _set_status(_open_run(run, home), "running", reason, "continuing with round {round}")
+    _set_status(open_run(run, home), "running", reason, "continuing with round {round}")
 
 
 @click.command()
@@ -120,7 +120,7 @@ def resume(run: Path, home: Path, reason: str) -> None:
 @_options
 def end(run: Path, home: Path, reason: str, yes: bool) -> None:
     """End the run: all peers save their work, and leave once the coordinator has the last state."""
-    opened = _open_run(run, home)
+    opened = open_run(run, home)
     if not yes:
         what = asyncio.run(_what_ends(opened))
         click.confirm(f"End the run? {what} All peers leave, and must be started again to continue", abort=True)
@@ -207,7 +207,7 @@ def ban(run: Path, keys: set[PeerKey], home: Path, reason: str) -> None:
         click.echo(f"banning {', '.join(k.short for k in sorted(keys))} at once; {_in_force(status)}")
         return replace(status.body, banned=banned, reason=reason or _reason_to_rest(status))
 
-    _order(_open_run(run, home), change)
+    _order(open_run(run, home), change)
 
 
 @click.command()
@@ -223,7 +223,7 @@ def unban(run: Path, keys: set[PeerKey], home: Path, reason: str) -> None:
         banned = tuple(k for k in status.body.banned if k not in keys)
         return replace(status.body, banned=banned, reason=reason or _reason_to_rest(status))
 
-    _order(_open_run(run, home), change)
+    _order(open_run(run, home), change)
 
 
 def _reason_to_rest(status: RunStatus) -> str:
@@ -248,7 +248,7 @@ def policy(run: Path, settings: tuple[str, ...], from_round: int, home: Path, re
     Fields: target_tokens, max_seconds, exchange_seconds, propose_seconds, patience_seconds, member_seconds,
             max_update_tokens, max_members
     """
-    opened = _open_run(run, home)
+    opened = open_run(run, home)
 
     def change(status: RunStatus) -> Directive:
         changes = replace(status.body.changes, **dict(map(parse_setting, settings)))
@@ -310,7 +310,7 @@ def rollback(run: Path, round_: int, home: Path, reason: str, yes: bool) -> None
     """
     from coordinator.checkpoints.archive import Archive
 
-    opened = _open_run(run, home)
+    opened = open_run(run, home)
     archived = {a.round: a for a in Archive(opened.folder / "checkpoints", opened.spec).all() if a.round}
     found = archived.get(round_)
     if found is None:
@@ -340,7 +340,7 @@ def _round_to_leave(status: RunStatus) -> int:
 COMMANDS = (pause, resume, ban, unban, policy, end, rollback)
 
 
-def _open_run(path: Path, home: Path) -> OwnedRun:
+def open_run(path: Path, home: Path) -> OwnedRun:
     """Return the run of a folder, or of a run.toml. Raises CairnError."""
     from cairn.commands.serve import RESTORE_OWNER, coordinator_folder
     from coordinator.authoring.resolve import SPEC

@@ -33,7 +33,7 @@ def upgrade() -> None:
             f"and it of the old. Stop it first (`kill {' '.join(map(str, sorted(running)))}`; a peer leaves in order), "
             "upgrade, then start it again with the same command"
         )
-    before = _version()
+    before = installed_version()
     click.echo(f"now      {before}")
     click.echo(f"from     {todo.source or 'the package index'}")
     for command in todo.commands:
@@ -44,11 +44,11 @@ def upgrade() -> None:
             raise CairnError(f"{command[0]} cannot be started: {(e.strerror or str(e)).lower()}") from None
         if code:
             raise CairnError(f"{Path(command[0]).name} ended with code {code}: its lines above say why")
-    after = _version()
+    after = installed_version()
     click.echo(f"nothing newer is there: {after}" if after == before else f"upgraded {before} -> {after}")
 
 
-def _version() -> str:
+def installed_version() -> str:
     """Return the version of the installed Cairn, with the protocol that it speaks, as a new process tells it.
 
     Raises CairnError.

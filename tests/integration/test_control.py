@@ -262,7 +262,7 @@ async def test_an_order_that_comes_while_a_rollback_asks_stays_in_force(tmp_path
             asyncio.run_coroutine_threadsafe(order_ban(), loop).result()
 
         owned = owner_commands.OwnedRun(tmp_path, OWNER, SPEC, coordinator.invite())
-        monkeypatch.setattr(owner_commands, "_open_run", lambda *_: owned)
+        monkeypatch.setattr(owner_commands, "open_run", lambda *_: owned)
         monkeypatch.setattr("click.confirm", agree)
         await asyncio.to_thread(cairn, "run", "rollback", tmp_path, "2")
         newest = coordinator.control.newest
@@ -359,7 +359,7 @@ def test_changes_that_make_no_spec_are_refused_before_they_are_signed():
 
 def test_a_change_of_policy_without_the_coordinator_names_no_round_that_is_over(tmp_path, monkeypatch):
     owned = owner_commands.OwnedRun(tmp_path, OWNER, SPEC, Invite(RUN, Digest(bytes(32)), (HostPort("127.0.0.1", 9),)))
-    monkeypatch.setattr(owner_commands, "_open_run", lambda *_: owned)
+    monkeypatch.setattr(owner_commands, "open_run", lambda *_: owned)
     said = cairn("run", "policy", tmp_path, "target_tokens=2M").stdout
     assert "round 0" not in said and "from the round after the first that carries it" in said
     assert "from round 500 on" in cairn("run", "policy", tmp_path, "target_tokens=2M", "--from-round", "500").stdout

@@ -105,4 +105,4 @@ def test_a_version_that_is_not_told_in_time_is_an_error_in_words(monkeypatch: py
 
     monkeypatch.setattr("subprocess.run", run)
     with pytest.raises(CairnError, match="did not tell its version within 120 s"):
-        upgrade._version()
+        upgrade.installed_version()
