@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,13 +64,12 @@ def invite_on_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"cairn1:invite\n" * 100)))
 
 
-@pytest.fixture
-def stdout_without_reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make stdout a pipe whose reader has ended, as after `cairn ... | head`."""
+@contextmanager
+def stdout_without_reader() -> Iterator[None]:
+    """Make stdout a pipe whose reader has ended, as after `cairn ... | head`. No fixture: pytest sets stdout later."""
     reading, writing = os.pipe()
     os.close(reading)
-    with open(writing, "w") as pipe:
-        monkeypatch.setattr(sys, "stdout", pipe)
+    with open(writing, "w") as pipe, redirect_stdout(pipe):
         yield
 
 

@@ -18,7 +18,7 @@ from cairn.commands.group import CommandGroup, commands
 from cairn.main import main
 from cairn.output import Output
 from protocol.errors import CairnError
-from tests.support.command_line import cairn, stdout_without_reader  # noqa: F401 - a fixture
+from tests.support.command_line import cairn, stdout_without_reader
 
 ALL = {" ".join(path): command for path, command in commands(main)}
 LEAVES = sorted(name for name, command in ALL.items() if not isinstance(command, click.Group))
@@ -100,9 +100,9 @@ def test_ctrl_c_at_a_question_has_the_code_of_ctrl_c(monkeypatch, answer: type[B
         group.main(["end", "asked"])
 
 
-def test_a_reader_that_closes_the_output_early_is_no_error(stdout_without_reader):  # noqa: F811
+def test_a_reader_that_closes_the_output_early_is_no_error():
     """As of `cairn status INVITE | head`."""
-    with pytest.raises(SystemExit, match="^0$"):
+    with stdout_without_reader(), pytest.raises(SystemExit, match="^0$"):
         group.main(["end", "shown"])
 
 
