@@ -39,6 +39,12 @@ def test_help_has_an_example_that_the_command_understands(name: str):
     assert not rest and not missing, f"{rest} {missing}"
 
 
+@pytest.mark.parametrize("name", LEAVES)
+def test_each_option_has_a_help(name: str):
+    options = [p for p in ALL[name].params if isinstance(p, click.Option)]
+    assert not [o.name for o in options if not (o.help or o.hidden)]
+
+
 def test_every_example_is_of_a_command():
     assert EXAMPLES.keys() <= ALL.keys()
 
