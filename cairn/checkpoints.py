@@ -28,6 +28,7 @@ from coordinator.model_card import Origin
 from coordinator.regular_file import read_regular
 from peer.node.snapshot import FILE as STATUS
 from peer.node.snapshot import MAX_SNAPSHOT, parse_snapshot
+from peer.store.blobs import blob_file
 from protocol.envelope import open_envelope
 from protocol.errors import CairnError, MalformedError
 from protocol.ids import Digest, PeerKey, RunId, sha256
@@ -92,11 +93,17 @@ def _find_checkpoint(path: Path, spec_file: Path | None, run: RunId | None) -> F
         spec = read_spec(spec_file)
         given = _Run(spec_file.resolve().parent, spec)
     archived = read_manifest(path.parent) if path.name == MODEL else _newest_archived(path)
+    holds = (path / "store" / "blobs").is_dir()
     if archived is not None:
         found = _of_archived(archived, given)
+        if holds and not (path / SPECS[1]).is_file():
+            # A volunteer's copy of the last state may be older than its store: the owner has continued the run since.
+            with contextlib.suppress(ExportError):
+                held = _newest_held(_run_above(path / "store"), path)
+                found = max(found, held, key=lambda f: f.origin.round or 0)
     elif path.is_file():
         found = _of_file(path, given or _run_above(path))
-    elif (path / "store" / "blobs").is_dir():
+    elif holds:
         found = _newest_held(_Run(path, given.spec) if given else _run_above(path / "store"), path)
     elif (path / MANIFEST).is_file():
         raise ExportError(f"{path / MANIFEST}: cannot be read: {WANTED}")
@@ -226,7 +233,7 @@ class _Run:
         return MessageDecoder(self.spec.run_id, self.spec.owner_key)
 
     def blob(self, digest: Digest) -> Path | None:
-        path = self.store / "blobs" / digest.hex()[:2] / digest.hex()
+        path = blob_file(self.store, digest)
         return path if path.is_file() else None
 
     def found(self, checkpoint: Path, origin: Origin) -> FoundCheckpoint:

@@ -11,7 +11,6 @@ from rich.text import Text
 
 from cairn.examination import Report
 
-LABELS = {"ok": "OK", "note": "note", "warning": "warning", "no": "no"}
 STYLES = {"ok": "green", "note": "dim", "warning": "bold yellow", "no": "bold red"}
 
 
@@ -22,7 +21,7 @@ def lines(report: Report, width: int) -> Iterator[Text]:
     room = max(20, width - indent)
     for finding in report.findings:
         found, remedy = _wrapped(finding.found, room), _wrapped(finding.remedy, room - 3)
-        label = (f"{LABELS[finding.verdict]:<9}", STYLES[finding.verdict])
+        label = (f"{'OK' if finding.verdict == 'ok' else finding.verdict:<9}", STYLES[finding.verdict])
         yield Text.assemble(label, f"{finding.name:<{names}}  {found[0]}")
         yield from (Text(" " * indent + line) for line in found[1:])
         for mark, line in zip(["-> ", *["   "] * len(remedy)], remedy, strict=False):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from coordinator import durable
@@ -29,8 +29,16 @@ def write_whole(path: Path, data: str | bytes, *, mode: int = 0o666) -> None:
         raise CairnError(f"{path}: cannot be written: {(e.strerror or str(e)).lower()}: name another place") from None
 
 
-def write_new(path: Path, text: str, *, force: bool) -> None:
-    """Write a whole file; one that is there is replaced only with `force`. Raises CairnError."""
+def refuse_existing(path: Path, *, force: bool) -> None:
+    """Raise CairnError if a file is there which only `force` may replace."""
     if path.exists() and not force:
         raise CairnError(f"{path}: is there already: take another name, or --force to write over it")
+
+
+def write_new(path: Path, text: str, *, force: bool) -> None:
+    """Write a whole file; one with another text is replaced only with `force`. Raises CairnError."""
+    with suppress(OSError):
+        if path.is_file() and path.read_bytes() == text.encode():
+            return
+    refuse_existing(path, force=force)
     write_whole(path, text)

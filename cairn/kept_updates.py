@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rich.filesize import decimal
-
-from cairn.swarm_view import ObserverView
+from cairn.number_format import byte_size
+from cairn.swarm_view import MAX_RETRY_SECONDS, RETRY_SECONDS, ObserverView
 from coordinator.checkpoints.settings import ArchiveTable
 from coordinator.tasks import wait_at_most
 from peer.node.node import Node
@@ -25,9 +24,6 @@ from protocol.messages import Certificate
 log = logging.getLogger("cairn.observer")
 
 POLL_SECONDS = 5.0
-RETRY_SECONDS, MAX_RETRY_SECONDS = 10.0, 120.0
-"""Seconds until a round that did not come is requested again: the first for each failure in a row, at most the second.
-"""
 
 PATIENCE = 2
 """Failures before it is reported that a round does not come though contributors of it are here."""
@@ -178,12 +174,12 @@ class KeptUpdates:
         if total > self._most_bytes:
             return _Problem(
                 "bound",
-                f"the updates since round {path[0].record.body.round} take {decimal(total)}, and archive.updates "
-                f"allows {decimal(self._most_bytes)}: no more are kept until a newer state is archived",
+                f"the updates since round {path[0].record.body.round} take {byte_size(total)}, and archive.updates "
+                f"allows {byte_size(self._most_bytes)}: no more are kept until a newer state is archived",
             )
         missing = sum(size for blob, size in sizes.items() if not store.has(blob))
         if missing and missing + self._reserve > (free := store.free_bytes):
-            text = f"the disk has no room for {decimal(missing)} of updates ({decimal(free)} are free): free some"
+            text = f"the disk has no room for {byte_size(missing)} of updates ({byte_size(free)} are free): free some"
             return _Problem("disk", text)
         return NONE
 

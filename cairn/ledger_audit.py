@@ -154,13 +154,13 @@ async def _totals(log: LogClient) -> tuple[CreditedRounds, Totals | None, str]:
             return start, None, "by the coordinator's answers rounds became final during every reading: audit again"
 
 
-def audit_receipts(text: str, files: Sequence[Path], peer: str, home: Path, *, via: Sequence[str]) -> bool:
+def audit_receipts(text: str, files: Sequence[Path], peer: PeerKey | None, home: Path, *, via: Sequence[str]) -> bool:
     """Check receipts in files, or the newest of a peer (by default this machine's); return whether all are good.
 
     Raises CairnError.
     """
     given = [_receipt_bytes(f) for f in files]
-    key = None if files else _peer_key(peer, home)
+    key = peer if files or peer else _own_key(home)
 
     async def work() -> list[str]:
         async with connect(text, via) as r:
@@ -220,9 +220,7 @@ def _receipt_bytes(path: Path) -> bytes:
         return data
 
 
-def _peer_key(text: str, home: Path) -> PeerKey:
-    if text:
-        return PeerKey.parse(text)
+def _own_key(home: Path) -> PeerKey:
     path = home / "identity.key"
     try:
         return load(path).key

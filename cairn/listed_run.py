@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import async_timeout
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from cairn.number_format import bar, byte_size, count
+from cairn.number_format import bar, byte_size, count, percent
 from cairn.peer_screen import page_address
 from coordinator.authoring.memory import training_memory
 from protocol.data_address import public_url
@@ -151,8 +151,8 @@ def lines(run: ListedRun) -> list[str]:
     tokens = sum(shard.tokens for shard in spec.data.train)
     done = f"{count(run.tokens)} tokens"
     if spec.total_tokens:
-        share = min(1.0, run.tokens / spec.total_tokens)
-        done = f"{bar(share)} {share:.0%} of {count(spec.total_tokens)} tokens"
+        share = run.tokens / spec.total_tokens
+        done = f"{bar(share)} {percent(share)} of {count(spec.total_tokens)} tokens"
     speed = f", {count(run.tokens_per_second)} tokens/s together" if run.tokens_per_second else ""
     if run.loss:
         done += f", loss {run.loss:.3f}"

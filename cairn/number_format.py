@@ -18,6 +18,17 @@ def parse_size(text: str) -> int | None:
     return round(value) if 1 <= value <= 2**53 else None
 
 
+MIN_VOLUME = 10**6
+
+
+def parse_volume(text: str) -> int:
+    """Return the bytes in "50G" or "800M". Raises ValueError."""
+    found = parse_size(text)
+    if found is None or found < MIN_VOLUME:
+        raise ValueError(f"{text[:40]!r} is not a size of at least 1M: write for example 800M or 50G")
+    return found
+
+
 def count(n: float) -> str:
     """Return a number with a unit: 1234567 as 1.2M."""
     return _scaled(n, ("", "k", "M", "G", "T"))
@@ -51,8 +62,14 @@ def credits(micro: int) -> str:
 
 def bar(share: float, width: int = 12) -> str:
     """Return a bar of `width` characters."""
-    full = round(share * width)
+    full = round(max(0.0, min(1.0, share)) * width)
     return "━" * full + "╌" * (width - full)
+
+
+def percent(share: float) -> str:
+    """Return what is done of a whole: 0.0123 as 1.2%, 0.123 as 12%, and 100% only when nothing is missing."""
+    share = max(0.0, min(1.0, share))
+    return f"{share:.1%}" if 0.001 <= share < 0.1 else f"{share if share == 1 else min(share, 0.99):.0%}"
 
 
 def sparkline(values: list[float], width: int = 40) -> str:

@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,10 +13,10 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from cairn.output import Output
 from cairn.peer_view import DownloadLines, PeerEarnings, PeerView, download_lines, lines, one_line
 from peer.node.downloads import Download
 from peer.node.rate_meter import RateMeter
@@ -54,16 +53,16 @@ class PeerScreen:
     """
 
     def __init__(self, *, plain: bool = False, as_json: bool = False):
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = Output(lasts=True, soft_wrap=True)
         self._as_json = as_json
-        self._live = self._console.is_terminal and not self._console.is_dumb_terminal and not (plain or as_json)
+        self._live = self._console.is_live and not (plain or as_json)
         self.earnings: PeerEarnings | None = None
         """Set by the task that asks the coordinator."""
 
         self.page = ""
         """The peer's own address on the run's page, set by the same task."""
 
-        self.handler: logging.Handler = _JsonHandler() if as_json else _ConsoleHandler(self._console)
+        self.handler: logging.Handler = (_JsonHandler if as_json else _ConsoleHandler)(self._console)
 
     def view(self, snapshot: Any) -> PeerView:
         """Return what is shown with a `peer.node.snapshot.Snapshot`."""
@@ -74,7 +73,7 @@ class PeerScreen:
         if self._as_json:
             log.info("%s", text)
         else:
-            print(text)
+            self._console.print(Text(text))
 
     @contextmanager
     def showing(self, snapshot: Callable[[], Any]) -> Iterator[None]:
@@ -153,12 +152,14 @@ def status_fields(view: PeerView) -> dict[str, Any]:
     return {"status": node, "credits": asdict(earnings) if earnings else None, "page": view.page}
 
 
-class _ConsoleHandler(logging.Handler):
-    """Log lines above the live lines; problems and joy in colour."""
-
-    def __init__(self, console: Console):
+class _Handler(logging.Handler):
+    def __init__(self, console: Output):
         super().__init__()
         self._console = console
+
+
+class _ConsoleHandler(_Handler):
+    """Log lines above the live lines; problems and joy in colour."""
 
     def emit(self, record: logging.LogRecord) -> None:
         style = "red" if record.levelno >= logging.ERROR else "yellow" if record.levelno >= logging.WARNING else ""
@@ -169,7 +170,7 @@ _LEVELS = ((logging.ERROR, "error"), (logging.WARNING, "warning"), (0, "info"))
 """Not the names that logging has for them: libraries change these."""
 
 
-class _JsonHandler(logging.Handler):
+class _JsonHandler(_Handler):
     """Log lines as JSON objects on stdout."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -181,5 +182,4 @@ class _JsonHandler(logging.Handler):
         }
         if record.exc_text:
             line["traceback"] = record.exc_text
-        sys.stdout.write(json.dumps(line | getattr(record, "fields", {}), allow_nan=False) + "\n")
-        sys.stdout.flush()
+        self._console.out(json.dumps(line | getattr(record, "fields", {}), allow_nan=False))

@@ -23,10 +23,11 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
+import click
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from cairn.idle_watch import NOT_KNOWN, IdleFacts
-from cairn.number_format import parse_size
+from cairn.number_format import parse_size, parse_volume
 from coordinator.authoring.toml_file import problems, read_tables
 from protocol.errors import CairnError
 
@@ -34,7 +35,6 @@ FILE = "peer.toml"
 MIN_RATE = 100_000
 """Least bytes a second: with less, every reply to others comes too late to be of use."""
 
-MIN_VOLUME = 10**6
 MIN_GPU_MEMORY = 0.1
 """GB. Less is a mistake in the unit."""
 
@@ -47,7 +47,7 @@ DAY_MINUTES = 24 * 60
 
 
 class PeerSettingsError(CairnError):
-    """A peer.toml, or an option that stands for one of its fields, that cannot be used."""
+    """A peer.toml that cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,10 @@ def parse_until(text: str, now: datetime) -> datetime:
         raise ValueError(f"{text[:40]!r} is no time: write for example 7:30, or 2026-11-30 7:30")
     minutes = timedelta(minutes=_minutes(found[2], found[3]))
     if found[1]:
-        return datetime.strptime(found[1], "%Y-%m-%d") + minutes
+        try:
+            return datetime.strptime(found[1], "%Y-%m-%d") + minutes
+        except (ValueError, OverflowError):
+            raise ValueError(f"{found[1]} is no day of the calendar: write for example 2026-11-30 7:30") from None
     today = now.replace(hour=0, minute=0, second=0, microsecond=0) + minutes
     return today if today > now else today + timedelta(days=1)
 
@@ -124,16 +127,9 @@ def _checked_rate(text: str) -> str:
     return text
 
 
-def _volume(text: str) -> int:
-    found = parse_size(text)
-    if found is None or found < MIN_VOLUME:
-        raise ValueError(f"{text[:40]!r} is not a size of at least 1M: write for example 800M or 20G")
-    return found
-
-
 def _checked_volume(text: str) -> str:
     if text:
-        _volume(text)
+        parse_volume(text)
     return text
 
 
@@ -170,7 +166,7 @@ class PeerSettings(BaseModel):
     def reason_to_be_away(self, up: int, down: int) -> str:
         """Return why the peer is out of the swarm after these bytes of today; "" when it may be in."""
         for text, used, what in ((self.max_upload_day, up, "upload"), (self.max_download_day, down, "download")):
-            if text and used >= _volume(text):
+            if text and used >= parse_volume(text):
                 return f"today's {what} of {text} is used up"
         return ""
 
@@ -184,7 +180,7 @@ class PeerSettings(BaseModel):
 def read_settings(path: Path, options: Mapping[str, Any]) -> PeerSettings:
     """Return the settings in a file, which need not exist; `options` that are not None override its fields.
 
-    Raises PeerSettingsError, with a line for each mistake: file, line and field.
+    Raises PeerSettingsError, with a line for each mistake: file, line and field; click.UsageError for an option.
     """
     tables, text = read_tables(path, PeerSettingsError, "correct it, or remove it") if path.exists() else ({}, "")
     try:
@@ -196,14 +192,14 @@ def read_settings(path: Path, options: Mapping[str, Any]) -> PeerSettings:
         return PeerSettings.model_validate(tables | given)
     except ValidationError as e:
         wrong = ((str(p["loc"][0]).replace("_", "-"), p["msg"].removeprefix("Value error, ")) for p in e.errors())
-        raise PeerSettingsError("\n".join(f"--{option}: {message}" for option, message in wrong)) from None
+        raise click.UsageError("\n".join(f"--{option}: {message}" for option, message in wrong)) from None
 
 
 class SettingsFile:
     """The settings of one machine, read again when the file has changed."""
 
     def __init__(self, path: Path, options: Mapping[str, Any]):
-        """Read the file. `options` as in `read_settings`. Raises PeerSettingsError."""
+        """Read the file. `options` and errors as in `read_settings`."""
         self._path = path
         self._options = options
         self._seen = self._mark()

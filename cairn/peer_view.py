@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from cairn.number_format import bar, byte_size, count, credits
+from cairn.number_format import bar, byte_size, count, credits, percent
 from cairn.status_view import PHASE, ago
 
 if TYPE_CHECKING:
@@ -129,9 +129,7 @@ def _now(s: Snapshot, bar_width: int) -> Iterator[Text]:
 
 
 def _progress(share: float, bar_width: int) -> Text:
-    share = max(0.0, min(1.0, share))
-    text = f"{share:.1%}" if 0.001 <= share < 0.1 else f"{share:.0%}"
-    return Text(f"{bar(share, bar_width)} {text:>4}" if bar_width else text)
+    return Text(f"{bar(share, bar_width)} {percent(share):>4}" if bar_width else percent(share))
 
 
 def _download(d: Download, bar_width: int) -> list[Text]:

@@ -11,7 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cairn.number_format import bar, byte_size, count, credits, sparkline
+from cairn.number_format import bar, byte_size, count, credits, percent, sparkline
 
 HEALTH = {
     "healthy": "bold green", "finished": "bold green", "waiting": "bold", "idle": "bold", "catching up": "bold cyan",
@@ -46,8 +46,8 @@ def progress(s: Any, width: int) -> Text:
     """Return the run's progress: tokens, speed, time to go, finalized round, and in wide terminals the head."""
     text = Text("run   ", style="dim")
     if s.total_tokens:
-        share = min(1.0, s.tokens / s.total_tokens)
-        text.append(f"{bar(share, max(10, min(24, width - 68)))} {share:.0%}  ", style="not dim")
+        share = s.tokens / s.total_tokens
+        text.append(f"{bar(share, max(10, min(24, width - 68)))} {percent(share)}  ", style="not dim")
         text.append(f"{count(s.tokens)} of {count(s.total_tokens)} tokens", style="not dim")
     else:
         text.append(f"{count(s.tokens)} tokens", style="not dim")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def stop_on_signals(stop: asyncio.Event) -> None:
@@ -27,3 +30,16 @@ def stop_on_signals(stop: asyncio.Event) -> None:
         stop.set()
 
     loop.add_signal_handler(signal.SIGHUP, hang_up)
+
+
+@contextmanager
+def sigterm_as_ctrl_c() -> Iterator[None]:
+    """Raise KeyboardInterrupt on SIGTERM too, as long as the block lasts, so that it tidies up. In the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

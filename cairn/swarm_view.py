@@ -40,7 +40,7 @@ DIRECTIVE_SECONDS = 20.0
 """Maximum seconds until the observer's own chain has a new directive."""
 
 RETRY_SECONDS, MAX_RETRY_SECONDS = 10.0, 120.0
-"""Seconds until a failed checkpoint is tried again: the first for each failure in a row, at most the second."""
+"""Seconds until what did not come is asked for again: the first for each failure in a row, at most the second."""
 
 
 class ObserverView:

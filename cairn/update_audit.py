@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import click
@@ -34,11 +35,12 @@ from peer.node.enrollment import COORDINATOR_ABSENT, Enrollment, run_folder
 from peer.node.node import Node
 from peer.node.options import NodeOptions
 from peer.store import Store
+from peer.store.blobs import blob_file
 from protocol.adapter import missing_package
 from protocol.chain import Chain
 from protocol.errors import CairnError, MalformedError
 from protocol.identity import Identity
-from protocol.ids import Digest, PeerKey
+from protocol.ids import PeerKey
 from protocol.message_codec import MessageDecoder
 from protocol.messages import AuditCheck, AuditDecision, Certificate, Score, Signed, UpdateHeader, WorkReport
 from protocol.rounds.blobs import applied_blobs
@@ -291,10 +293,7 @@ def take_held(node: Node, audited: AuditedUpdate, check: AuditCheck, store: Path
     """
     chain, certificate = node.chain, audited.certificate
     path = chain.path(chain.root, certificate.digest)
-
-    def held(digest: Digest) -> Path:
-        return store / "blobs" / digest.hex()[:2] / digest.hex()
-
+    held = partial(blob_file, store)
     last = len(path) - 1 - _has_rebase(audited, check)
     states = [c.record.body.base_state for c in path[: last + 1]]
     start = next((i for i in range(last, -1, -1) if held(states[i]).is_file()), last)

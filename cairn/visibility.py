@@ -34,14 +34,23 @@ def seen_in_a_line() -> str:
     )
 
 
-def peer_home(home: Path, run: RunId, name: str, *, anonymous: bool) -> Path:
+def anonymous_home(home: Path, run: RunId) -> Path:
+    """Return the home of the anonymous peer that a home has, or would have, in a run."""
+    return home / "anonymous" / run.hex()[:12]
+
+
+def anonymous_hint(home: Path, run: RunId) -> str:
+    """Return the end of a sentence, which names the home of an anonymous peer in this run; "" without one."""
+    own = anonymous_home(home, run)
+    return f"; your anonymous peer in this run has --home {own}" if os.path.exists(own) else ""
+
+
+def peer_home(home: Path, run: RunId, *, anonymous: bool) -> Path:
     """Return the home of a peer: an anonymous one has a home for each run, and so a key that no other run sees.
 
-    Raises CairnError for an anonymous peer with a name, and before a peer that was anonymous in this run is openly.
+    Raises CairnError before a peer that was anonymous in this run is openly.
     """
-    own = home / "anonymous" / run.hex()[:12]
-    if anonymous and name:
-        raise CairnError("--anonymous: a peer that is anonymous has no name: leave out --name")
+    own = anonymous_home(home, run)
     if not anonymous and os.path.exists(own):
         raise CairnError(
             f"this home has been in this run anonymously: add --anonymous. To join openly from now on, move {own} away"

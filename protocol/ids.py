@@ -23,6 +23,7 @@ class _Bytes32(bytes):
     """32 bytes with a kind. Ordered and hashed as bytes; printed as hex."""
 
     __slots__ = ()
+    _words = "32 bytes"
 
     def __new__(cls, value: bytes):
         if len(value) != 32:
@@ -34,7 +35,7 @@ class _Bytes32(bytes):
         """Parse 64 hexadecimal digits. Raises MalformedError."""
         # `fromhex` alone would take white space too: one name would have many spellings.
         if len(text) != 64 or not set(text) <= _HEX_DIGITS:
-            raise MalformedError(f"{text[:80]!r} is not a {cls.__name__}: want 64 hexadecimal digits")
+            raise MalformedError(f"{text[:80]!r} is not {cls._words}: want 64 hexadecimal digits")
         return cls(bytes.fromhex(text))
 
     @property
@@ -53,18 +54,21 @@ class Digest(_Bytes32):
     """SHA-256 of something: a record, a state, a blob (see `merkle`)."""
 
     __slots__ = ()
+    _words = "a digest"
 
 
 class RunId(Digest):
     """The blob digest of a run spec's canonical bytes."""
 
     __slots__ = ()
+    _words = "a run's id"
 
 
 class PeerKey(_Bytes32):
     """A peer's Ed25519 public key: its name in the protocol."""
 
     __slots__ = ()
+    _words = "a peer's key"
 
     @property
     def libp2p_id(self) -> bytes:

@@ -15,19 +15,20 @@ from typing import TYPE_CHECKING
 import click
 
 from cairn.commands.group import CommandGroup
-from cairn.commands.options import FILE, home_option, invite_argument, via_option
+from cairn.commands.options import FILE, home_option, invite_argument, peer_key, via_option
 from cairn.connection import connect, parse_invite
 from cairn.number_format import count, credits
+from cairn.visibility import anonymous_hint
 from peer.keyfile import load, load_or_make
 from protocol.errors import CairnError, MalformedError
 from protocol.identity import Identity
-from protocol.ids import PeerKey, b64url, from_b64url
+from protocol.ids import RunId, b64url, from_b64url
 from protocol.ledger.statements import BindAccount, BindPeer, open_bind_peer, sign
 
 if TYPE_CHECKING:
     from peer.log_client import CreditTotals, Receipted
 
-KEY_FILE = "account.key"
+KEY_FILE, IDENTITY = "account.key", "identity.key"
 SHOWN = 20
 """Receipts shown, and peers of an account whose receipts are read."""
 
@@ -70,7 +71,7 @@ def bind(
     if consents:
         inner = [_consent(c) for c in consents]
     else:
-        inner = [sign(_identity(home), BindPeer(run, account.key, now)).encoded]
+        inner = [sign(_identity(home, run), BindPeer(run, account.key, now)).encoded]
     try:
         peers = [open_bind_peer(sent, run) for sent in inner]
         for consent in peers:
@@ -102,8 +103,9 @@ def consent(invite: str, account_key: str, home: Path) -> None:
 
     So the account's key need not be on rented machines.
     """
-    body = BindPeer(parse_invite(invite).run, _key(account_key, "ACCOUNT"), int(time.time()))
-    click.echo(b64url(sign(_identity(home), body).encoded))
+    run = parse_invite(invite).run
+    body = BindPeer(run, peer_key(account_key, "ACCOUNT"), int(time.time()))
+    click.echo(b64url(sign(_identity(home, run), body).encoded))
 
 
 @account.command()
@@ -117,18 +119,20 @@ def show(invite: str, peer: str, account_key: str, as_json: bool, home: Path, vi
     """Show totals, the recent average, and the newest receipts; of your own account or peer by default."""
     if peer and account_key:
         raise click.UsageError("--peer or --account, not both")
+    run = parse_invite(invite).run
     if peer or account_key:
-        key = _key(peer or account_key, "--peer" if peer else "--account")
-    elif (home / KEY_FILE).exists():
-        key = _account(home / KEY_FILE).key
+        keys = [peer_key(peer or account_key, "--peer" if peer else "--account")]
     else:
-        key = _identity(home).key
+        keys = [_read(file, "").key for name in (KEY_FILE, IDENTITY) if (file := home / name).exists()]
+        keys = keys or [_identity(home, run).key]
 
     async def fetch() -> tuple[CreditTotals, list[Receipted]]:
         async with connect(invite, via) as r:
-            totals = await r.log.totals(key)
+            totals = await r.log.totals(keys[0])
+            if totals.kind != "account" and len(keys) > 1:  # no peer of this run is bound to the account
+                totals = await r.log.totals(keys[1])
             receipts: list[Receipted] = []
-            for one in totals.peers[:SHOWN] if totals.kind == "account" else (key,):
+            for one in totals.peers[:SHOWN] if totals.kind == "account" else (totals.key,):
                 receipts += (await r.log.receipts(one, limit=SHOWN))[0]
             receipts.sort(key=lambda x: (-x.word.body.number, x.word.body.peer))
             return totals, receipts[:SHOWN]
@@ -146,11 +150,12 @@ def show(invite: str, peer: str, account_key: str, as_json: bool, home: Path, vi
 
 
 def _print(s: CreditTotals, receipts: Sequence[Receipted]) -> None:
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    console = Console(highlight=False)
+    from cairn.output import Output
+
+    console = Output()
     title = f"{s.kind} {escape(s.name)}" + (f", team {escape(s.team)}" if s.team else "")
     console.print(f"[bold]{title}[/bold]  {s.key}", soft_wrap=True)
     console.print(
@@ -224,9 +229,10 @@ def export(invite: str, out: Path, force: bool, via: tuple[str, ...]) -> None:
     click.echo(f"{out}: {size:,} bytes")
 
 
-def _identity(home: Path) -> Identity:
+def _identity(home: Path, run: RunId) -> Identity:
     """Return the key of this machine's peer. Raises CairnError if there is none."""
-    return _read(home / "identity.key", "this machine has no peer yet: join the run first, or give --home")
+    remedy = f"this machine has no peer yet: join the run first, or give --home{anonymous_hint(home, run)}"
+    return _read(home / IDENTITY, remedy)
 
 
 def _account(path: Path) -> Identity:
@@ -238,13 +244,6 @@ def _read(path: Path, remedy: str) -> Identity:
         return load(path)
     except FileNotFoundError:
         raise CairnError(f"there is no {path}: {remedy}") from None
-
-
-def _key(text: str, option: str) -> PeerKey:
-    try:
-        return PeerKey.parse(text)
-    except MalformedError as e:
-        raise click.BadParameter(str(e), param_hint=option) from None
 
 
 def _consent(text: str) -> bytes:

@@ -7,7 +7,8 @@ import sys
 import click
 
 from cairn.commands.group import CommandGroup
-from cairn.commands.options import FILE, FOLDER, device_name, home_option, invite_argument, via_option
+from cairn.commands.options import FILE, FOLDER, device_option, home_option, invite_argument, peer_key, via_option
+from cairn.stop_signals import sigterm_as_ctrl_c
 from protocol.errors import CairnError
 
 HOME = home_option("Where this machine's peer has its identity.")
@@ -43,7 +44,9 @@ def receipt(invite, files, peer, home, via) -> None:
     """Check receipts (FILES, or the newest of a peer) against the certificates of their records."""
     from cairn.ledger_audit import audit_receipts
 
-    if not audit_receipts(invite, files, peer, home, via=via):
+    if files and peer:
+        raise click.UsageError("FILES or --peer, not both: a file names its peer")
+    if not audit_receipts(invite, files, peer_key(peer, "--peer") if peer else None, home, via=via):
         sys.exit(1)
 
 
@@ -58,7 +61,7 @@ def receipt(invite, files, peer, home, via) -> None:
     type=click.Choice(["replay", "loss"]),
     help="Which check.  [default: replay if the run has it, else loss]",
 )
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.", callback=device_name)
+@device_option()
 @click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads.  [default: all]")
 @click.option("--folder", type=FOLDER, help="Keep here what is fetched, for more checks.  [default: a temporary one]")
 @home_option("Where this machine's peer, if there is one, has files that the check needs.")
@@ -72,7 +75,8 @@ def update(invite, round_, peer, check, device, threads, folder, home, via) -> N
     from cairn.update_audit import RepeatOptions, repeat_check
 
     try:
-        passed = repeat_check(RepeatOptions(invite, round_, peer, check, device, threads, folder, home, via))
+        with sigterm_as_ctrl_c():  # else what was fetched stays in /tmp
+            passed = repeat_check(RepeatOptions(invite, round_, peer, check, device, threads, folder, home, via))
     except CairnError as e:
         click.echo(f"error: {e}", err=True)
         sys.exit(3)

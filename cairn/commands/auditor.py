@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from cairn.commands.join import JoinOptions, join_run, member_options
-from cairn.commands.options import FILE, device_name
+from cairn.commands.options import FILE, device_option
 from peer.keyfile import load
 from protocol.errors import CairnError, IdentityError
 from protocol.identity import Identity
@@ -32,7 +32,7 @@ def _owner(_context: click.Context, _parameter: click.Parameter, path: Path | No
 
 @click.command()
 @member_options
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.", callback=device_name)
+@device_option()
 @click.option(
     "--owner-key",
     "owner",

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cairn.commands.options import home_option
+from cairn.number_format import parse_size
 from protocol.errors import CairnError, MalformedError
 from protocol.identity import Identity
 from protocol.ids import PeerKey, Round
@@ -24,7 +25,8 @@ from protocol.message_codec import KeySigner, MessageDecoder
 from protocol.messages import MAX_BANNED, MAX_REASON, Directive, Rollback, RoundChanges
 
 if TYPE_CHECKING:
-    from peer.coordinator_client import PeerStatus, SwarmStatus
+    from coordinator.directive_file import DirectiveFile
+    from peer.coordinator_client import CoordinatorClient, PeerStatus, SwarmStatus
     from protocol.spec import RunSpec
 
 LAST_STATE_SECONDS = 660.0
@@ -44,6 +46,16 @@ class OwnedRun:
     owner: Identity
     spec: RunSpec
     invite: Invite
+
+    @property
+    def decoder(self) -> MessageDecoder:
+        return MessageDecoder(self.spec.run_id, self.owner.key, remember=4)
+
+    @property
+    def directives(self) -> DirectiveFile:
+        from coordinator.directive_file import DirectiveFile
+
+        return DirectiveFile(self.folder, self.decoder)
 
 
 @dataclass(frozen=True)
@@ -71,7 +83,7 @@ def _options(f):
 
 
 def _reason(_context: click.Context, _parameter: click.Parameter, reason: str) -> str:
-    if len(reason.encode()) > MAX_REASON or not reason.isprintable():
+    if not reason.isprintable() or len(reason.encode()) > MAX_REASON:
         raise click.BadParameter(f"at most {MAX_REASON} bytes on one line", param_hint="--reason")
     return reason
 
@@ -93,14 +105,14 @@ YES = click.option("--yes", is_flag=True, help="Do not ask.")
 @_options
 def pause(run: Path, home: Path, reason: str) -> None:
     """Pause the run: peers that have announced an update finish the open round, then nobody trains."""
-    _set_status(_open_run(run, home), "paused", reason, "pausing at once, in round {round}: peers keep their progress")
+    _set_status(open_run(run, home), "paused", reason, "pausing at once, in round {round}: peers keep their progress")
 
 
 @click.command()
 @_options
 def resume(run: Path, home: Path, reason: str) -> None:
     """Continue after a pause, or after an end (peers that have left must be started again)."""
-    _set_status(_open_run(run, home), "running", reason, "continuing with round {round}")
+    _set_status(open_run(run, home), "running", reason, "continuing with round {round}")
 
 
 @click.command()
@@ -108,7 +120,7 @@ def resume(run: Path, home: Path, reason: str) -> None:
 @_options
 def end(run: Path, home: Path, reason: str, yes: bool) -> None:
     """End the run: all peers save their work, and leave once the coordinator has the last state."""
-    opened = _open_run(run, home)
+    opened = open_run(run, home)
     if not yes:
         what = asyncio.run(_what_ends(opened))
         click.confirm(f"End the run? {what} All peers leave, and must be started again to continue", abort=True)
@@ -119,11 +131,11 @@ def end(run: Path, home: Path, reason: str, yes: bool) -> None:
 async def _what_ends(run: OwnedRun) -> str:
     """Return what becomes of the training since the newest archived state. Raises CairnError."""
     from coordinator.checkpoints.archive import Archive
-    from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable
+    from peer.coordinator_client import CoordinatorUnreachable
 
     newest = max((a.round for a in Archive(run.folder / "checkpoints", run.spec).all()), default=0)
     archived = f"The newest archived state is that of round {newest}."
-    async with CoordinatorClient(run.invite, timeout=8.0, attempts=1) as client:
+    async with _client(run) as client:
         try:
             status = await client.status()
         except CoordinatorUnreachable:
@@ -195,7 +207,7 @@ def ban(run: Path, keys: set[PeerKey], home: Path, reason: str) -> None:
         click.echo(f"banning {', '.join(k.short for k in sorted(keys))} at once; {_in_force(status)}")
         return replace(status.body, banned=banned, reason=reason or _reason_to_rest(status))
 
-    _order(_open_run(run, home), change)
+    _order(open_run(run, home), change)
 
 
 @click.command()
@@ -211,7 +223,7 @@ def unban(run: Path, keys: set[PeerKey], home: Path, reason: str) -> None:
         banned = tuple(k for k in status.body.banned if k not in keys)
         return replace(status.body, banned=banned, reason=reason or _reason_to_rest(status))
 
-    _order(_open_run(run, home), change)
+    _order(open_run(run, home), change)
 
 
 def _reason_to_rest(status: RunStatus) -> str:
@@ -236,15 +248,16 @@ def policy(run: Path, settings: tuple[str, ...], from_round: int, home: Path, re
     Fields: target_tokens, max_seconds, exchange_seconds, propose_seconds, patience_seconds, member_seconds,
             max_update_tokens, max_members
     """
-    opened = _open_run(run, home)
+    opened = open_run(run, home)
 
     def change(status: RunStatus) -> Directive:
         changes = replace(status.body.changes, **dict(map(parse_setting, settings)))
         check_changes(opened.spec, changes)
         first = max(from_round, status.next_round)
+        when = f"from round {first} on" if first else f"at the next start: {_in_force(status)}"
+        click.echo(f"changing {', '.join(settings)} {when}")
         if moved := moved_changes(status, first):
             click.echo(moved, err=True)
-        click.echo(f"changing {', '.join(settings)} from round {first} on")
         return replace(status.body, changes=changes, from_round=Round(first), reason=reason or _reason_to_rest(status))
 
     _order(opened, change)
@@ -255,7 +268,7 @@ def moved_changes(status: RunStatus, first: int) -> str:
     waiting = status.body.from_round
     if waiting == first or waiting <= status.next_round:
         return ""
-    return f"the changes ordered for round {waiting} hold from round {first} on, too"
+    return f"the changes ordered for round {waiting} hold then, too"
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
@@ -266,8 +279,9 @@ def parse_setting(text: str) -> tuple[str, Any]:
         raise CairnError(f"{text[:60]!r}: write FIELD=VALUE, FIELD one of {', '.join(kinds)}")
     if value == "spec":
         return name, None
+    size = parse_size(value) if kinds[name] is int else None
     try:
-        return name, kinds[name](value.replace("_", ""))
+        return name, kinds[name](value.replace("_", "")) if size is None else size
     except ValueError:
         raise CairnError(f"{text[:60]!r}: {value[:30]!r} is not a number") from None
 
@@ -296,31 +310,37 @@ def rollback(run: Path, round_: int, home: Path, reason: str, yes: bool) -> None
     """
     from coordinator.checkpoints.archive import Archive
 
-    opened = _open_run(run, home)
+    opened = open_run(run, home)
     archived = {a.round: a for a in Archive(opened.folder / "checkpoints", opened.spec).all() if a.round}
     found = archived.get(round_)
     if found is None:
         there = ", ".join(map(str, archived)) or "none yet"
         raise CairnError(f"the state of round {round_} is not archived; choose one of these rounds: {there}")
 
+    if not yes:
+        now = _round_to_leave(asyncio.run(_look(opened)))
+        gone = max(0, now - round_)
+        many = f"{gone} round{'' if gone == 1 else 's'}"
+        click.confirm(f"Go back from round {now} to round {round_}? {many} no longer count", abort=True)
+
     def change(status: RunStatus) -> Directive:
-        if status.round is None:
-            raise CairnError("the coordinator must run: peers get the state from it. Start it, then try again")
-        gone = max(0, status.round - round_)
-        if not yes:
-            many = f"{gone} round{'' if gone == 1 else 's'}"
-            click.confirm(f"Go back from round {status.round} to round {round_}? {many} no longer count", abort=True)
-        click.echo(f"rolling back from round {status.round} to round {round_}, state {found.state.short}")
+        click.echo(f"rolling back from round {_round_to_leave(status)} to round {round_}, state {found.state.short}")
         back = Rollback(status.body.epoch + 1, found.record, Round(round_), found.state)
         return replace(status.body, rollback=back, reason=reason or status.body.reason)
 
     _order(opened, change)
 
 
+def _round_to_leave(status: RunStatus) -> int:
+    if status.round is None:
+        raise CairnError("the coordinator must run: peers get the state from it. Start it, then try again")
+    return status.round
+
+
 COMMANDS = (pause, resume, ban, unban, policy, end, rollback)
 
 
-def _open_run(path: Path, home: Path) -> OwnedRun:
+def open_run(path: Path, home: Path) -> OwnedRun:
     """Return the run of a folder, or of a run.toml. Raises CairnError."""
     from cairn.commands.serve import RESTORE_OWNER, coordinator_folder
     from coordinator.authoring.resolve import SPEC
@@ -349,31 +369,44 @@ def _order(run: OwnedRun, change: DirectiveChange) -> bool:
     return asyncio.run(_send(run, change))
 
 
-async def _send(run: OwnedRun, change: DirectiveChange) -> bool:
-    from coordinator.directive_file import DirectiveFile
-    from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable
+def _client(run: OwnedRun) -> CoordinatorClient:
+    from peer.coordinator_client import CoordinatorClient
 
-    decoder = MessageDecoder(run.spec.run_id, run.owner.key, remember=4)
-    file = DirectiveFile(run.folder, decoder)
-    directives, _ = file.read()
-    async with CoordinatorClient(run.invite, timeout=8.0, attempts=1) as client:
-        number: int | None = None
-        try:
-            reply = await client.publish_directive()
-            number = reply.round
-            if reply.directive:
-                directives.append(decoder.decode(reply.directive, Directive))
-        except CoordinatorUnreachable as e:
-            click.echo(f"the coordinator does not answer ({e})", err=True)
-        # Without a directive, one that changes nothing.
-        newest = max((d.body for d in directives), key=lambda b: b.precedence, default=Directive(run.spec.run_id, 0))
-        body = change(RunStatus(newest, number))
+    return CoordinatorClient(run.invite, timeout=8.0, attempts=1)
+
+
+async def _look(run: OwnedRun) -> RunStatus:
+    async with _client(run) as client:
+        return await _status(run, client)
+
+
+async def _status(run: OwnedRun, client: CoordinatorClient) -> RunStatus:
+    from peer.coordinator_client import CoordinatorUnreachable
+
+    directives, _ = run.directives.read()
+    number: int | None = None
+    try:
+        reply = await client.publish_directive()
+        number = reply.round
+        if reply.directive:
+            directives.append(run.decoder.decode(reply.directive, Directive))
+    except CoordinatorUnreachable as e:
+        click.echo(f"the coordinator does not answer ({e})", err=True)
+    # Without a directive, one that changes nothing.
+    newest = max((d.body for d in directives), key=lambda b: b.precedence, default=Directive(run.spec.run_id, 0))
+    return RunStatus(newest, number)
+
+
+async def _send(run: OwnedRun, change: DirectiveChange) -> bool:
+    async with _client(run) as client:
+        status = await _status(run, client)
+        body = change(status)
         if body is None:
             return False
-        body = replace(body, sequence=max(newest.sequence + 1, int(time.time() * 1000)))
+        body = replace(body, sequence=max(status.body.sequence + 1, int(time.time() * 1000)))
         directive = KeySigner(run.owner).sign(body)
-        if number is None:
-            file.append(directive)
+        if status.round is None:
+            run.directives.append(directive)
             click.echo(f"the order is left in {run.folder}: the coordinator publishes it when it is started again")
             return False
         await client.publish_directive(directive.encoded)

@@ -12,8 +12,8 @@ from cairn.commands.options import FILE, FOLDER
 
 
 @click.command()
-@click.option("--folder", type=FOLDER, default="demo-run", show_default=True)
-@click.option("--run-file", type=FILE, help="[default: examples/sotu.toml]")
+@click.option("--folder", type=FOLDER, default="demo-run", show_default=True, help="Of the demo; it is emptied first.")
+@click.option("--run-file", type=FILE, help="Another run, outside that folder.  [default: examples/sotu.toml]")
 @click.option(
     "--liars",
     type=click.IntRange(0, 2),

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
-from cairn.commands.join import device_option, disk_option, gpu_memory_option, parallel_option, private_data_option
-from cairn.commands.options import home_option, invite_argument, via_option
+from cairn.commands.join import disk_option, gpu_memory_option, parallel_option, private_data_option
+from cairn.commands.options import device_option, home_option, invite_argument, via_option
 from cairn.connection import parse_invite
 
 
@@ -19,7 +19,7 @@ from cairn.connection import parse_invite
 @disk_option
 @private_data_option
 @via_option
-@device_option
+@device_option()
 @parallel_option
 @gpu_memory_option
 @click.option("--json", "as_json", is_flag=True, help="For scripts.")
@@ -38,6 +38,7 @@ def doctor(
 
     from cairn.doctor_view import as_plain, lines
     from cairn.examination import Examined, examine
+    from cairn.output import Output
     from cairn.peer_settings import FILE, read_settings
 
     parsed = parse_invite(invite)
@@ -49,7 +50,7 @@ def doctor(
     if as_json:
         print(json.dumps(as_plain(report), indent=1))
     else:
-        console = Console(highlight=False)
+        console = Output()
         for line in lines(report, min(console.width, 80)):
             console.print(line, soft_wrap=True)
     context.exit(int(report.verdict == "no"))

@@ -20,7 +20,7 @@ EXAMPLES = {
     "peer doctor": "INVITE --device cuda:0",
     "peer invite": "INVITE",
     "peer join": "INVITE --name ada --device cuda:0",
-    "peer leave": "INVITE",
+    "peer leave": "",
     "peer pause": "",
     "peer resume": "",
     "peer upgrade": "",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from cairn.commands.options import FILE, PLACE
+from cairn.commands.options import FILE, PLACE, invite_or_stdin
 from cairn.number_format import byte_size
 from protocol.errors import CairnError, MalformedError
 
@@ -18,7 +18,7 @@ from protocol.errors import CairnError, MalformedError
 @click.option(
     "--spec", type=FILE, help="The run's spec.json or spec.signed, for a checkpoint file that lies elsewhere."
 )
-@click.option("--invite", help="The checkpoint must be of the run that this invite names.")
+@click.option("--invite", callback=invite_or_stdin, help="The checkpoint must be of the run that this invite names.")
 @click.option("--merge", is_flag=True, help="Of an adapter: write the whole model, the adapter added to its base.")
 def export(checkpoint: Path, out: Path, force: bool, spec: Path | None, invite: str | None, merge: bool) -> None:
     """Write the model in CHECKPOINT as a folder OUT that transformers loads, or an adapter that peft loads.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from cairn.commands.options import PLACE
+from cairn.commands.options import PLACE, device_option
 from protocol.errors import CairnError
 
 
@@ -16,8 +16,8 @@ from protocol.errors import CairnError
 @click.option("--prompt", required=True, help="The beginning of the text.")
 @click.option("--tokens", type=click.IntRange(1, 100_000), default=100, show_default=True, help="How much to write.")
 @click.option("--temperature", type=click.FloatRange(0, 10), default=0.8, show_default=True, help="0: the likeliest.")
-@click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--device", default="cpu", show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True, help="Another one gives another text.")
+@device_option("cpu")
 def generate(checkpoint: Path, prompt: str, tokens: int, temperature: float, seed: int, device: str) -> None:
     """Let the model in CHECKPOINT (a folder that a coordinator archived) continue a prompt."""
     click.echo(generate_text(checkpoint, prompt, tokens=tokens, temperature=temperature, seed=seed, device=device))

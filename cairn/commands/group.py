@@ -1,9 +1,7 @@
-"""Groups of commands: an expected error is one line, listings have whole sentences, and each help has an example."""
+"""Groups of commands: an expected error has no traceback, a listing whole sentences, and each help an example."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator, Mapping
 
 import click
@@ -15,7 +13,7 @@ FAILED, INTERRUPTED = 1, 130
 
 
 class CommandGroup(click.Group):
-    """A group whose commands print an expected error on one line; any other error is a bug and crashes loudly."""
+    """A group whose commands print an expected error, with its remedy; any other is a bug and crashes loudly."""
 
     def invoke(self, ctx: click.Context):
         try:
@@ -23,12 +21,16 @@ class CommandGroup(click.Group):
         except CairnError as e:
             click.echo(f"error: {e}", err=True)
             ctx.exit(FAILED)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, click.Abort) as e:
+            if isinstance(e, click.Abort) and not isinstance(e.__context__, KeyboardInterrupt):
+                raise  # a prompt was answered with no
             click.echo("stopped", err=True)
             ctx.exit(INTERRUPTED)
         except BrokenPipeError:
             # The reader of our output has closed it (`cairn ... | head`), which is no error.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            from cairn.output import discard_stdout
+
+            discard_stdout()
             ctx.exit(0)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

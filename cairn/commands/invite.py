@@ -9,6 +9,7 @@ import click
 
 from cairn.commands.options import home_option, invite_argument
 from cairn.connection import parse_invite
+from cairn.visibility import anonymous_hint
 from protocol.errors import CairnError
 
 
@@ -48,7 +49,7 @@ def renewed_invite(text: str, home: Path) -> str:
     if not (signed_spec := value(SPEC)):
         raise CairnError(
             f"this peer has never been in run {invite.run.short}: join it first, or give --home as you did for "
-            "`cairn peer join`"
+            f"`cairn peer join`{anonymous_hint(home, invite.run)}"
         )
     spec = open_spec(signed_spec, invite.run)
     if encoded := value(COORDINATOR_ADDRESS):

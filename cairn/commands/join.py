@@ -17,21 +17,24 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cairn.commands.options import device_name, home_option, invite_argument, parse_count, via_option
+from cairn.commands.options import device_name, device_option, home_option, invite_argument, via_option
 from cairn.connection import parse_invite
 from cairn.files import private_files
 from cairn.logs import set_up_logging
+from cairn.number_format import parse_volume
 from cairn.stop_signals import stop_on_signals
 from cairn.visibility import peer_home, seen_by_others
 from protocol.errors import CairnError
 from protocol.identity import Identity
 from protocol.ids import RunId
 from protocol.invite import Invite
+from protocol.messages import MAX_NAME
 from protocol.quiet_imports import quiet_imports
 from protocol.stake import STAKE_ROUNDS
 
 if TYPE_CHECKING:
     from cairn.peer_screen import PeerScreen
+    from cairn.peer_settings import SettingsFile
     from peer.channel import Choice
     from peer.coordinator_client import RunInfo
     from peer.node.enrollment import Enrollment
@@ -39,8 +42,6 @@ if TYPE_CHECKING:
     from protocol.spec import RunSpec
 
 log = logging.getLogger("cairn.peer")
-
-MAX_NAME_BYTES = 40
 
 CREDIT_SECONDS = 15.0
 """Seconds between two requests for this peer's credits; more in a large swarm (see `credit_seconds`)."""
@@ -60,16 +61,11 @@ _auto = partial(click.option, default="auto", show_default=True)
 
 
 def _disk(_context: click.Context, _parameter: click.Parameter, text: str) -> int:
-    """Return the bytes in "50G", "800M" or "123456". Raises click.BadParameter."""
+    """Return the bytes in "50G", "800M" or "1234567". Raises click.BadParameter."""
     try:
-        size = parse_count(text, "--disk")
-    except click.BadParameter:
-        size = 0
-    if size < 10**6:
-        raise click.BadParameter(
-            f"{text[:40]!r} is not a size of at least 1M: write for example 800M or 50G", param_hint="--disk"
-        )
-    return size
+        return parse_volume(text)
+    except ValueError as e:
+        raise click.BadParameter(str(e)) from None
 
 
 def _parallel(_context: click.Context, _parameter: click.Parameter, text: str) -> str:
@@ -96,7 +92,6 @@ private_data_option = click.option(
     is_flag=True,
     help="Let the run's owner name data on this disk, in private networks and behind your cloud accounts.",
 )
-device_option = _auto("--device", help="auto, cpu, cuda or cuda:N.", callback=device_name)
 parallel_option = _auto(
     "--parallel",
     help="How to use many GPUs: auto, or some of dp=N, fsdp=N, tp=N, pp=N with commas, such as fsdp=4,tp=2.",
@@ -110,7 +105,7 @@ gpu_memory_option = click.option(
 _MEMBER_OPTIONS = (
     invite_argument,
     home_option("Where identity, runs and logs are kept."),
-    click.option("--name", default="", help="Your name on the run's page (at most 40 bytes)."),
+    click.option("--name", default="", help=f"Your name on the run's page (at most {MAX_NAME} bytes)."),
     click.option(
         "--anonymous", is_flag=True, help="Show no name and no kind of device, and use a key for this run alone."
     ),
@@ -136,7 +131,7 @@ def member_options(command: Callable[..., None]) -> Callable[..., None]:
 
 @click.command()
 @member_options
-@device_option
+@device_option()
 @parallel_option
 @gpu_memory_option
 @_auto(
@@ -210,22 +205,24 @@ class JoinOptions:
 @private_files()
 def join_run(options: JoinOptions) -> None:
     """Take part in a run until it is over, or Ctrl-C. Raises CairnError."""
-    if len(options.name.encode()) > MAX_NAME_BYTES or not options.name.isprintable():
-        raise click.BadParameter(f"at most {MAX_NAME_BYTES} bytes of printable text", param_hint="--name")
+    if not options.name.isprintable() or len(options.name.encode()) > MAX_NAME:
+        raise click.BadParameter(f"at most {MAX_NAME} bytes of printable text", param_hint="--name")
+    if options.anonymous and options.name:
+        raise click.UsageError("--anonymous: a peer that is anonymous has no name: leave out --name")
     invite = parse_invite(options.invite)
-    from cairn.peer_settings import FILE
+    from cairn.peer_settings import FILE, SettingsFile
 
-    home = peer_home(options.home, invite.run, options.name, anonymous=options.anonymous)
-    asyncio.run(_join(replace(options, home=home), invite, options.home / FILE))
+    settings = SettingsFile(options.home / FILE, {name: getattr(options, name) for name in SETTINGS})
+    home = peer_home(options.home, invite.run, anonymous=options.anonymous)
+    asyncio.run(_join(replace(options, home=home), invite, settings))
 
 
-async def _join(options: JoinOptions, invite: Invite, settings_file: Path) -> None:
+async def _join(options: JoinOptions, invite: Invite, settings: SettingsFile) -> None:
     # Listen for Ctrl-C before anything slow is imported.
     stop = asyncio.Event()
     stop_on_signals(stop)
 
     from cairn.peer_screen import PeerScreen
-    from cairn.peer_settings import SettingsFile
     from peer.node.enrollment import Enrollment, RunIsOver, run_folder
 
     folder = run_folder(options.home, RunId(invite.run))
@@ -248,7 +245,6 @@ async def _join(options: JoinOptions, invite: Invite, settings_file: Path) -> No
         from peer.store import Store
         from peer.swarm.pace import Paces
 
-    settings = SettingsFile(settings_file, {name: getattr(options, name) for name in SETTINGS})
     node_options = NodeOptions(
         folder=folder,
         listen=options.listen,
@@ -357,11 +353,11 @@ async def run_node(
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         leaving.cancel()
         if not running.done():
+            node.leave()
             log.info(
                 "leaving%s (mostly 10 s, at most a minute)",
                 "" if auditor else ": announcing what is done, saving the rest",
             )
-            node.leave()
         beside.cancel()
         joys.cancel()
         await running

@@ -11,7 +11,8 @@ from typing import Any
 import click
 
 from cairn.number_format import parse_size
-from protocol.errors import CairnError
+from protocol.errors import CairnError, MalformedError
+from protocol.ids import PeerKey
 from protocol.invite import MAX_INVITE
 
 
@@ -50,9 +51,9 @@ def home_option(keeps: str):
     )
 
 
-def invite_or_stdin(_context: click.Context, _parameter: click.Parameter, text: str) -> str:
+def invite_or_stdin(context: click.Context, _parameter: click.Parameter, text: str | None) -> str | None:
     """Return the argument, or for - a line of stdin. Raises CairnError."""
-    if text != "-":
+    if text != "-" or context.resilient_parsing:  # the completion of a shell must not read the terminal
         return text
     line = sys.stdin.buffer.readline(2 * MAX_INVITE).decode(errors="replace").strip()
     if not line:
@@ -89,6 +90,21 @@ def device_name(_context: click.Context, _parameter: click.Parameter, text: str)
     if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", text):
         raise click.BadParameter(f"{text[:40]!r} is not a device: write auto, cpu, cuda, or cuda:0 (cuda:1, ...)")
     return text
+
+
+def device_option(default: str = "auto"):
+    """Return the option --device."""
+    return click.option(
+        "--device", default=default, show_default=True, help="auto, cpu, cuda or cuda:N.", callback=device_name
+    )
+
+
+def peer_key(text: str, option: str) -> PeerKey:
+    """Return the key in 64 hexadecimal digits. Raises click.BadParameter."""
+    try:
+        return PeerKey.parse(text)
+    except MalformedError as e:
+        raise click.BadParameter(str(e), param_hint=option) from None
 
 
 def count_option(name: str, help: str):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 
 import click
 
-from cairn.commands.options import home_option
+from cairn.commands.options import home_option, invite_or_stdin
 from cairn.connection import parse_invite
 from protocol.errors import CairnError
+
+_RUN = click.argument("run", required=False, metavar="[INVITE]", callback=invite_or_stdin)
 
 
 def _run_command(name: str, help: str) -> click.Command:
@@ -20,7 +23,7 @@ def _run_command(name: str, help: str) -> click.Command:
 
     command.__doc__ = help
     command = home_option("Where identity, runs and logs are kept.")(command)
-    return click.command(name)(click.argument("run", required=False, metavar="[INVITE]")(command))
+    return click.command(name)(_RUN(command))
 
 
 pause = _run_command(
@@ -42,21 +45,35 @@ def ask_running(ask: str, home: Path, run: str | None, say: Callable[[str], None
     """
     from cairn.peer_control import ask_peer
 
-    asked, failed = 0, list[str]()
-    for folder in _folders(home, run):
+    answers: dict[Path, str | CairnError | None] = {}
+
+    def ask_one(folder: Path) -> None:
         try:
-            said = ask_peer(folder, ask)
+            answers[folder] = ask_peer(folder, ask)
         except CairnError as e:
-            failed.append(f"{_name(folder)}: {e}")
-            continue
-        if said is not None:
+            answers[folder] = e
+
+    # Together, for each may take its time; as daemons, so that Ctrl-C ends the wait.
+    asking = {folder: Thread(target=ask_one, args=(folder,), daemon=True) for folder in _folders(home, run)}
+    for thread in asking.values():
+        thread.start()
+    asked, failed = 0, list[str]()
+    for folder, thread in asking.items():
+        thread.join()
+        said = answers[folder]
+        if isinstance(said, CairnError):
+            failed.append(f"{_name(folder)}: {said}")
+        elif said is not None:
             asked += 1
             say(f"{_name(folder)}: {said}" if ask != "leave" else f"{_name(folder)}: has left")
     if failed:
         raise CairnError("\n".join(failed))
     if not asked:
         which = "no peer" if run is None else "no peer of this run"
-        raise CairnError(f"{which} is running under {home}: `cairn peer join INVITE` starts one")
+        raise CairnError(
+            f"{which} is running under {home}: `cairn peer join INVITE` starts one. One that is still loading does not "
+            "hear this: try again"
+        )
 
 
 def _folders(home: Path, run: str | None) -> list[Path]:

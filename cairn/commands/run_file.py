@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from cairn.commands.options import FILE, PLACE, count_option
-from cairn.files import write_new
+from cairn.files import refuse_existing, write_new
 
 PARAMETERS = 10**9
 """Parameters of the model if neither a model nor a number is given."""
@@ -113,6 +113,7 @@ def init(
     from coordinator.authoring.pretrained import run_file_from
     from protocol.spec import AdapterSettings
 
+    refuse_existing(out, force=force)  # before anything is written
     try:
         # The model is the folder's: 1 parameter stands for it until it is read.
         inputs = PlanInputs(model=1, peers=peers, uplink=uplink, total_tokens=total_tokens)

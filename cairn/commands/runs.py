@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 
 import click
 
+from cairn.commands.options import invite_or_stdin
 from protocol.errors import CairnError
 
 
+def _places(context: click.Context, parameter: click.Parameter, places: tuple[str, ...]) -> list[str | None]:
+    return [invite_or_stdin(context, parameter, place) for place in places]
+
+
 @click.command()
-@click.argument("coordinators", metavar="COORDINATOR...", nargs=-1, required=True)
+@click.argument("coordinators", metavar="COORDINATOR...", nargs=-1, required=True, callback=_places)
 @click.option("--json", "as_json", is_flag=True, help="For scripts: a list of objects.")
 @click.pass_context
-def runs(context: click.Context, coordinators: tuple[str, ...], as_json: bool) -> None:
+def runs(context: click.Context, coordinators: Sequence[str], as_json: bool) -> None:
     """Show the run of each COORDINATOR: model, data, progress, peers, and which hardware is enough.
 
     COORDINATOR is the address of a run's page, HOST[:PORT] of it, or an invite.

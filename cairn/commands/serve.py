@@ -55,7 +55,7 @@ def _settings(
 
     file = run_file.with_name(toml.FILE) if settings is None else settings.expanduser()
     if settings is not None and not file.is_file():
-        raise CairnError(f"--settings {file}: no such file")
+        raise click.BadParameter(f"{file}: no such file", param_hint="--settings")
     return toml.load_settings(
         file if file.is_file() else None, address=archive, keep=keep, evaluate_every=evaluate_every
     )
@@ -82,10 +82,12 @@ def _keep(_context: click.Context, _parameter: click.Parameter, text: str | None
 @click.option("--public", default="", metavar="HOST", help="Name or address by which strangers reach this machine.")
 @click.option("--page-url", default="", metavar="URL", help="The page's address, if a reverse proxy serves it.")
 @click.option("--code", default="", help='The invite code, for a run whose admission.mode is "invite".')
-@click.option("--ledger", default="", envvar="CAIRN_LEDGER", metavar="URL", help="postgresql://..., not a file.")
+@click.option(
+    "--ledger", default="", envvar="CAIRN_LEDGER", metavar="URL", show_envvar=True, help="postgresql://..., not a file."
+)
 @click.option("--webhook", multiple=True, metavar="URL", help="Send alerts there; may be repeated (or alerts.toml).")
 @click.option(
-    "--settings", type=FILE, help="Archive, evaluation and samples, as TOML.  [default: coordinator.toml beside it]"
+    "--settings", type=FILE, help="Archive, evaluation, samples: TOML.  [default: coordinator.toml beside RUN_FILE]"
 )
 @click.option("--archive", metavar="ADDRESS", help="Copy finalized checkpoints there (fsspec).")
 @click.option("--keep", metavar="POLICY", callback=_keep, help="E.g. newest=5,every=100,best=3,bytes=200G.")

@@ -14,9 +14,6 @@ from cairn.commands.options import invite_argument, via_option
 from cairn.connection import follow, parse_invite
 from protocol.invite import Invite
 
-FILE_WIDTH = 160
-"""Minimum width of output to a file or a pipe, so that tables are not cut there."""
-
 
 @click.command()
 @invite_argument
@@ -24,8 +21,7 @@ FILE_WIDTH = 160
 @via_option
 def status(invite: str, as_json: bool, via: tuple[str, ...]) -> None:
     """Show the swarm of the run that INVITE names."""
-    from rich.console import Console
-
+    from cairn.output import Output
     from cairn.status_view import whole
 
     parsed = parse_invite(invite)
@@ -33,9 +29,7 @@ def status(invite: str, as_json: bool, via: tuple[str, ...]) -> None:
     if as_json:
         print(json.dumps(dataclasses.asdict(found), default=bytes.hex, indent=1))
         return
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=max(console.width, FILE_WIDTH))
+    console = Output()
     console.print(whole(found, console.width, time.time()))
 
 

@@ -14,6 +14,9 @@ from cairn import ROOT
 from cairn.installation import find_facts, installed_commit, plan, processes_of, running_processes
 from protocol.errors import CairnError
 
+VERSION_SECONDS = 120.0
+"""Maximum seconds in which a new process tells its version."""
+
 
 @click.command()
 def upgrade() -> None:
@@ -30,7 +33,7 @@ def upgrade() -> None:
             f"and it of the old. Stop it first (`kill {' '.join(map(str, sorted(running)))}`; a peer leaves in order), "
             "upgrade, then start it again with the same command"
         )
-    before = _version()
+    before = installed_version()
     click.echo(f"now      {before}")
     click.echo(f"from     {todo.source or 'the package index'}")
     for command in todo.commands:
@@ -41,19 +44,25 @@ def upgrade() -> None:
             raise CairnError(f"{command[0]} cannot be started: {(e.strerror or str(e)).lower()}") from None
         if code:
             raise CairnError(f"{Path(command[0]).name} ended with code {code}: its lines above say why")
-    after = _version()
+    after = installed_version()
     click.echo(f"nothing newer is there: {after}" if after == before else f"upgraded {before} -> {after}")
 
 
-def _version() -> str:
+def installed_version() -> str:
     """Return the version of the installed Cairn, with the protocol that it speaks, as a new process tells it.
 
     Raises CairnError.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", "cairn", "--version"], cwd=sys.prefix, env=_environment(), capture_output=True,
-        text=True, timeout=120, check=False,
-    )  # fmt: skip
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "cairn", "--version"], cwd=sys.prefix, env=_environment(), capture_output=True,
+            text=True, timeout=VERSION_SECONDS, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise CairnError(
+            f"the installed Cairn did not tell its version within {VERSION_SECONDS:.0f} s: is this machine very busy? "
+            "Look with `cairn --version`, then try again"
+        ) from None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise CairnError(f"the installed Cairn does not start ({last[:200]}): install it anew by hand")

@@ -12,6 +12,7 @@ import click
 
 from cairn.commands.options import invite_argument, via_option
 from cairn.connection import follow, parse_invite
+from cairn.stop_signals import sigterm_as_ctrl_c
 from protocol.errors import CairnError
 from protocol.invite import Invite
 
@@ -33,17 +34,14 @@ MOVED_AGAIN_SECONDS = 60.0
 @via_option
 def watch(invite: str, plain: bool, via: tuple[str, ...]) -> None:
     """Watch the swarm of the run that INVITE names, until Ctrl-C. The coordinator may be restarted meanwhile."""
-    from rich.console import Console
-
+    from cairn.output import Output
     from cairn.watch_screen import WatchScreen
 
     parsed = parse_invite(invite)
-    console = Console(highlight=False)
-    screen = WatchScreen(console, live=console.is_terminal and not console.is_dumb_terminal and not plain)
-    try:
+    console = Output()
+    screen = WatchScreen(console, live=console.is_live and not plain)
+    with contextlib.suppress(KeyboardInterrupt), sigterm_as_ctrl_c():  # the ordinary end of watching
         asyncio.run(_watch(parsed, via, screen))
-    except KeyboardInterrupt:
-        pass  # Ctrl-C is the ordinary end of watching
 
 
 async def _watch(invite: Invite, via: Sequence[str], screen: WatchScreen) -> None:

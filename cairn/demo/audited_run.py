@@ -39,11 +39,11 @@ def write_audited_run(source: Path, out: Path, founders: Sequence[PeerKey]) -> P
     for change in changes:
         tables.setdefault(change.table, {})[change.field] = change.value
     data = tables["data"]
-    for field in ("source", "prepared", "tokenizer", "validation"):
-        if field in data:
-            data[field] = _absolute(data[field], source.parent)
-    if tables["run"].get("weights"):
-        tables["run"]["weights"] = _absolute(tables["run"]["weights"], source.parent)
+    conversations = data.get("conversations", {})
+    for table in (tables["run"], data, conversations, *conversations.get("mix", [])):
+        for field in ("weights", "source", "prepared", "tokenizer", "validation", "chat_template"):
+            if table.get(field):
+                table[field] = _absolute(table[field], source.parent)
     reasons = {(c.table, c.field): c.why for c in changes}
     head = f"# Made by `cairn demo --liars` from {source.name}. Where it differs, a comment says why."
     write_whole(out, "\n".join([head, *_lines(tables, (), reasons)]) + "\n")
@@ -81,8 +81,15 @@ def _lines(table: Mapping[str, Any], names: tuple[str, ...], reasons: Mapping[tu
     for name, value in fields.items():
         if why := reasons.get((".".join(names), name)):
             yield f"# {why}"
-        # JSON's plain values are TOML's, but for null, which TOML does not have.
-        yield f"{name} = {json.dumps(value, ensure_ascii=False)}"
+        yield f"{name} = {_value(value)}"
     for name, value in table.items():
         if isinstance(value, Mapping):
             yield from _lines(value, (*names, name), reasons)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name} = {_value(v)}" for name, v in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_value, value))}]"
+    return json.dumps(value, ensure_ascii=False)  # JSON's plain values are TOML's, but for null: TOML has none

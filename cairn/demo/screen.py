@@ -6,10 +6,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
+from cairn.output import Output
 from cairn.status_view import losses, peer_table, progress
 from peer.coordinator_client import SwarmStatus
 
@@ -21,7 +22,7 @@ class DemoScreen:
 
     def __init__(self, *, live: bool):
         self._live = live
-        self._console = Console(highlight=False)
+        self._console = Output()
         self._began = time.monotonic()
         self._printed = 0.0
         self._status: SwarmStatus | None = None

@@ -97,6 +97,8 @@ def run_demo(folder: Path, run_file: Path | None, *, plain: bool, liars: int = 0
     """
     run_file = run_file or RUN_FILE
     load_run(run_file)  # says what is wrong with it, before anything starts
+    if any(path.resolve().is_relative_to(folder.resolve()) for path in (run_file, run_file.parent)):
+        raise CairnError(f"{run_file} is in {folder}, which the demo empties: move it, or name another with --folder")
     lock = _clear(folder)
     screen = DemoScreen(live=not plain and sys.stdout.isatty())
     processes: list[Process] = []

@@ -309,8 +309,7 @@ class BlobStore:
                 os.unlink(entry.path)  # its blob was finished; the crash came just before this
 
     def _file(self, digest: Digest) -> Path:
-        name = digest.hex()
-        return self.folder / "blobs" / name[:2] / name
+        return blob_file(self.folder, digest)
 
     def _check_room(self, size: int, digest: Digest) -> None:
         used = self.used_bytes
@@ -387,6 +386,12 @@ class BlobStore:
             os.rename(draft, path)
             flush_folder(path.parent)
             remove(source)
+
+
+def blob_file(folder: Path, digest: Digest) -> Path:
+    """Return where the store in a folder has a whole blob."""
+    name = digest.hex()
+    return folder / "blobs" / name[:2] / name
 
 
 def _leaf_file(path: Path) -> Path:

@@ -587,6 +587,8 @@ async def test_the_commands_bind_show_export_and_check_receipts(tmp_path, monkey
 
         assert "a new account" in await run("account", "new")
         account = load_or_make(home / "account.key")
+        unbound = json.loads(await run("account", "show", invite, "--json"))
+        assert (unbound["kind"], unbound["key"]) == ("peer", str(peer(1).key)) and unbound["receipts"]
         assert "which has 1 peers now" in await run("account", "bind", invite, "--name", "ada", "--team", "engines")
         # Another machine's peer, whose owner keeps the account's key here.
         other = tmp_path / "other"

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from cairn.commands.join import JoinOptions
+from cairn.demo.story import MARK
 from protocol.ids import Digest, RunId
 from protocol.invite import HostPort, Invite
 from tests.support.command_line import (
@@ -91,7 +92,10 @@ def test_a_large_swarm_asks_for_its_credits_less_often():
 
 
 def test_an_invite_is_read_from_stdin_where_others_cannot_see_it(tmp_path: Path):
-    for command in (("peer", "join"), ("auditor",), ("peer", "invite"), ("status",), ("watch",), ("account", "show")):
+    others = (("peer", "pause"), ("peer", "leave"), ("runs",), ("export", "model", "out", "--invite"))
+    for command in (
+        ("peer", "join"), ("auditor",), ("peer", "invite"), ("status",), ("watch",), ("account", "show"), *others,
+    ):  # fmt: skip
         said = refused(*command, "-", env={"CAIRN_HOME": str(tmp_path)}, input="cairn1:abc\n")
         assert "invite" in said and "'-'" not in said
     assert "127.0.0.1:9" in refused("peer", "join", "-", "--home", tmp_path, input=f"{invite()}\n")
@@ -123,6 +127,9 @@ def test_what_others_see_is_said_at_the_first_join_alone(tmp_path: Path):
     assert "what others see of this peer" in first.stdout and "made for this run alone" in first.stdout
     assert second.returncode == 1 and "what others see" not in second.stdout + second.stderr
     assert len(list(tmp_path.rglob("identity.key"))) == 1 and not (tmp_path / "identity.key").exists()
+    hint = f"your anonymous peer in this run has --home {next(tmp_path.rglob('identity.key')).parent}"
+    for command in (("peer", "invite"), ("account", "show")):
+        assert hint in refused(*command, invite(), "--home", tmp_path)
 
 
 def test_what_answers_but_is_no_coordinator_is_named(taken_port: int, monkeypatch: pytest.MonkeyPatch):
@@ -273,6 +280,12 @@ def test_the_demo_does_not_empty_a_folder_that_is_not_its_own(tmp_path: Path):
     (tmp_path / "thesis.txt").write_text("years of work")
     assert "not empty" in refused("demo", "--folder", tmp_path)
     assert (tmp_path / "thesis.txt").exists()
+
+
+def test_the_demo_does_not_delete_its_run_file(run_file: Path, tmp_path: Path):
+    (tmp_path / MARK).touch()  # an earlier demo's folder
+    assert "which the demo empties" in refused("demo", "--folder", tmp_path, "--run-file", run_file)
+    assert run_file.exists()
 
 
 def test_ctrl_c_while_entering_ends_at_once(tmp_path: Path):

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import time
 from dataclasses import replace
 
 import pytest
 
+from cairn.commands import control as owner_commands
 from coordinator import control
+from coordinator.checkpoints.archive import ArchivedState
 from coordinator.directive_file import FILE, DirectiveFile
 from coordinator.errors import RefusedError
 from peer.coordinator_client import CoordinatorRefused
 from protocol.errors import CairnError
 from protocol.ids import Digest, Round
+from protocol.invite import HostPort, Invite
 from protocol.message_codec import KeySigner, MessageDecoder
 from protocol.messages import Directive, Rollback, RoundChanges
+from tests.support.command_line import cairn
 from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer, state
 from tests.support.coordinator_service import client, running, settled, web
 from tests.support.specs import OWNER
@@ -237,6 +242,35 @@ async def test_two_rollbacks_that_were_ordered_at_once_are_not_both_taken(tmp_pa
 
 
 @pytest.mark.asyncio
+async def test_an_order_that_comes_while_a_rollback_asks_stays_in_force(tmp_path, monkeypatch):
+    swarm = FakeSwarm(SPEC)
+    for i in range(4):
+        swarm.chain.add({0: 1, 1: 1 + i})
+    swarm.blobs.add(state(2))
+    archived = ArchivedState(tmp_path, RUN, 2, state(2), swarm.chain.certificates[1].digest, 0)
+    monkeypatch.setattr("coordinator.checkpoints.archive.Archive.all", lambda _archive: [archived])
+    ban = word(5, banned=(peer(1).key,), reason="sends noise")
+    async with running(tmp_path, swarm=swarm) as (coordinator, _):
+        loop = asyncio.get_running_loop()
+
+        async def order_ban() -> None:
+            async with client(coordinator) as c:
+                await c.publish_directive(ban.encoded)
+            swarm.chain = swarm.chain.fork(2)
+
+        def agree(*_: object, **__: object) -> None:
+            asyncio.run_coroutine_threadsafe(order_ban(), loop).result()
+
+        owned = owner_commands.OwnedRun(tmp_path, OWNER, SPEC, coordinator.invite())
+        monkeypatch.setattr(owner_commands, "open_run", lambda *_: owned)
+        monkeypatch.setattr("click.confirm", agree)
+        await asyncio.to_thread(cairn, "run", "rollback", tmp_path, "2")
+        newest = coordinator.control.newest
+    assert newest is not None and newest.body.rollback is not None
+    assert newest.body.banned == (peer(1).key,)
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("posted", [2, 8])
 async def test_a_rollback_is_not_done_again_when_the_folder_was_lost_and_the_ledger_was_not(tmp_path, posted):
     """As with a ledger in PostgreSQL: whether the ledger had followed it, or had not come so far before."""
@@ -312,6 +346,8 @@ def test_changes_that_make_no_spec_are_refused_before_they_are_signed():
     with pytest.raises(CairnError, match="max_update_tokens"):
         check_changes(SPEC, replace(RoundChanges(), max_update_tokens=1))
     assert parse_setting("max_members=12") == ("max_members", 12)
+    assert parse_setting("target_tokens=2M") == parse_setting("target_tokens=2_000_000") == ("target_tokens", 2_000_000)
+    assert parse_setting("max_seconds=12.5") == ("max_seconds", 12.5)
     assert parse_setting("max_seconds=spec") == (
         "max_seconds",
         None,
@@ -319,6 +355,14 @@ def test_changes_that_make_no_spec_are_refused_before_they_are_signed():
     with pytest.raises(CairnError, match="FIELD=VALUE"):
         parse_setting("heartbeat_seconds=1")
     assert issubclass(RefusedError, CairnError)
+
+
+def test_a_change_of_policy_without_the_coordinator_names_no_round_that_is_over(tmp_path, monkeypatch):
+    owned = owner_commands.OwnedRun(tmp_path, OWNER, SPEC, Invite(RUN, Digest(bytes(32)), (HostPort("127.0.0.1", 9),)))
+    monkeypatch.setattr(owner_commands, "open_run", lambda *_: owned)
+    said = cairn("run", "policy", tmp_path, "target_tokens=2M").stdout
+    assert "round 0" not in said and "from the round after the first that carries it" in said
+    assert "from round 500 on" in cairn("run", "policy", tmp_path, "target_tokens=2M", "--from-round", "500").stdout
 
 
 @pytest.mark.parametrize(
@@ -329,6 +373,6 @@ def test_a_change_of_policy_says_that_it_moves_an_earlier_one(open_round: int | 
     from cairn.commands.control import RunStatus, moved_changes
 
     earlier = Directive(RUN, 1, changes=RoundChanges(target_tokens=10_000_000), from_round=Round(1000))
-    said = f"the changes ordered for round 1000 hold from round {first} on, too" if moves else ""
+    said = "the changes ordered for round 1000 hold then, too" if moves else ""
     assert moved_changes(RunStatus(earlier, open_round), first) == said
     assert not moved_changes(RunStatus(Directive(RUN, 0), open_round), first)

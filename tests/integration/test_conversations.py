@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from coordinator.authoring.chat_template import TEMPLATE
 from coordinator.authoring.resolve import ResolvedRun, resolve
 from coordinator.authoring.runfile import load_run
 from coordinator.checkpoints import evaluation_job
@@ -200,6 +201,24 @@ def test_bad_conversations_are_named_before_a_run_file_is_written(tmp_path: Path
         "run", "init", "--from", tmp_path / "base", "--sft", tmp_path / "bad.jsonl", "--out", tmp_path / "run.toml"
     )
     assert "bad.jsonl: line 2: message 1 has the role 'bot'" in said and not (tmp_path / "run.toml").exists()
+
+
+def test_a_refused_run_file_leaves_no_template_and_a_template_that_is_there_serves_again(tmp_path: Path):
+    """Of a model without a chat template of its own."""
+    base_model(tmp_path / "base")
+    base_tokenizer(tmp_path / "base", template=None)
+    (tmp_path / "run.toml").write_text("mine")
+    small = ("--window", str(WINDOW), "--peers", "2", "--total-tokens", "20k")
+    asked = ("run", "init", "--from", tmp_path / "base", "--sft", tmp_path / "chats.jsonl", *small, "--out")
+    write_rows(tmp_path / "chats.jsonl", [chat(q, a) for q, a in QUESTIONS.items()] * 5)
+    assert "run.toml: is there already" in refused(*asked, tmp_path / "run.toml")
+    assert not (tmp_path / TEMPLATE).exists()
+    for name in ("first.toml", "second.toml"):
+        done = cairn(*asked, tmp_path / name)
+        assert done.returncode == 0 and (tmp_path / TEMPLATE).exists(), done.stderr
+    (tmp_path / TEMPLATE).write_text("mine")
+    assert f"{TEMPLATE}: is there already" in refused(*asked, tmp_path / "third.toml")
+    assert not (tmp_path / "third.toml").exists()
 
 
 def test_prepared_conversations_keep_their_window(tmp_path: Path):

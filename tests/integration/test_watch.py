@@ -172,8 +172,8 @@ async def test_it_sees_rounds_losses_and_alerts_and_outlives_a_restart(tmp_path,
         await asyncio.gather(task, return_exceptions=True)
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_ctrl_c_ends_it_cleanly(terminal):
+@pytest.mark.parametrize("terminal, sent", [(True, signal.SIGINT), (True, signal.SIGTERM), (False, signal.SIGINT)])
+def test_ctrl_c_ends_it_cleanly(terminal: bool, sent: signal.Signals):
     """Nobody answers at this invite: it waits, and ends at once on Ctrl-C."""
     invite = str(Invite(SPEC.run_id, Digest(bytes(32)), (HostPort("127.0.0.1", 1),), "", ()))
     main, side = pty.openpty()
@@ -187,7 +187,7 @@ def test_ctrl_c_ends_it_cleanly(terminal):
     while b"answer" not in seen and time.monotonic() < end:
         if select.select([main], [], [], 1)[0]:
             seen += os.read(main, 65536)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     while True:
         try:
             seen += os.read(main, 65536)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,15 @@ def logging_as_it_was() -> Iterator[None]:
 def invite_on_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give `-` an invite in a module that imports this."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"cairn1:invite\n" * 100)))
+
+
+@contextmanager
+def stdout_without_reader() -> Iterator[None]:
+    """Make stdout a pipe whose reader has ended, as after `cairn ... | head`. No fixture: pytest sets stdout later."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as pipe, redirect_stdout(pipe):
+        yield
 
 
 def parsed(words: Sequence[str]) -> tuple[str, dict[str, Any]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import click
@@ -14,8 +16,9 @@ from click.testing import CliRunner
 from cairn.commands.examples import EXAMPLES
 from cairn.commands.group import CommandGroup, commands
 from cairn.main import main
+from cairn.output import Output
 from protocol.errors import CairnError
-from tests.support.command_line import cairn
+from tests.support.command_line import cairn, stdout_without_reader
 
 ALL = {" ".join(path): command for path, command in commands(main)}
 LEAVES = sorted(name for name, command in ALL.items() if not isinstance(command, click.Group))
@@ -36,6 +39,12 @@ def test_help_has_an_example_that_the_command_understands(name: str):
     assert not rest and not missing, f"{rest} {missing}"
 
 
+@pytest.mark.parametrize("name", LEAVES)
+def test_each_option_has_a_help(name: str):
+    options = [p for p in ALL[name].params if isinstance(p, click.Option)]
+    assert not [o.name for o in options if not (o.help or o.hidden)]
+
+
 def test_every_example_is_of_a_command():
     assert EXAMPLES.keys() <= ALL.keys()
 
@@ -46,10 +55,13 @@ def test_listings_are_not_cut(name: str):
     assert "Commands:" in said and "..." not in said.partition("Commands:")[2]
 
 
-def test_a_shell_completes_commands_and_options():
+def test_a_shell_completes_commands_and_options(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"typed\n")))
     complete = ShellComplete(main, {}, "cairn", "_CAIRN_COMPLETE")
     assert [c.value for c in complete.get_completions([], "pe")] == ["peer"]
     assert "--device" in [c.value for c in complete.get_completions(["peer", "join"], "--de")]
+    assert "--device" in [c.value for c in complete.get_completions(["peer", "join", "-"], "--de")]
+    assert len(sys.stdin.readline()) > 0, "what the user types is not read"
     for shell in ("bash", "zsh", "fish"):
         assert f"_CAIRN_COMPLETE={shell}_complete" in cairn("completion", shell).stdout
 
@@ -67,6 +79,10 @@ def end(how: str) -> None:
         raise CairnError("no such run: ask its owner")
     if how == "interrupted":
         raise KeyboardInterrupt
+    if how == "asked":
+        click.confirm("Sure?", abort=True)
+    if how == "shown":
+        Output().print("a line")
 
 
 CASES = {0: ("end", "well"), 1: ("end", "refused"), 2: ("end",), 130: ("end", "interrupted")}
@@ -78,6 +94,22 @@ def test_the_exit_codes(code: int):
     assert done.exit_code == code
     assert ("error: no such run: ask its owner\n" == done.stderr) is (code == 1)
     assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize("answer, code", [(KeyboardInterrupt, 130), (EOFError, 1)])
+def test_ctrl_c_at_a_question_has_the_code_of_ctrl_c(monkeypatch, answer: type[BaseException], code: int):
+    def answered(_prompt: str) -> str:
+        raise answer
+
+    monkeypatch.setattr("click.termui.visible_prompt_func", answered)
+    with pytest.raises(SystemExit, match=f"^{code}$"):
+        group.main(["end", "asked"])
+
+
+def test_a_reader_that_closes_the_output_early_is_no_error():
+    """As of `cairn status INVITE | head`."""
+    with stdout_without_reader(), pytest.raises(SystemExit, match="^0$"):
+        group.main(["end", "shown"])
 
 
 def test_the_table_of_exit_codes_is_whole():

@@ -66,6 +66,20 @@ def test_the_run_file_of_a_demo_with_liars_is_valid_and_says_where_it_differs(tm
     assert "# Made by `cairn demo --liars` from sotu.toml" in (tmp_path / "run.toml").read_text()
 
 
+def test_the_run_file_of_a_demo_with_liars_finds_the_files_of_conversations(tmp_path):
+    text = EXAMPLE.read_text().partition("\n[data]\n")
+    rest = text[2][text[2].index("\n[") :]
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "demo").mkdir()
+    data = 'source = "chats.jsonl"\ntokenizer = "tokenizer.json"\nwindow = 256\n'
+    chats = '[data.conversations]\nchat_template = "chat.jinja"\nmix = [{source = "old.txt", share = 0.5}]\n'
+    (tmp_path / "chat.toml").write_text(f"{text[0]}\n[data]\n{data}{chats}{rest}")
+    made = load_run(write_audited_run(tmp_path / "chat.toml", tmp_path / "demo" / "run.toml", [key("ada")]))
+    table = made.data.conversations
+    assert table is not None and table.chat_template == str(tmp_path / "chat.jinja")
+    assert table.mix[0].sources == [str(tmp_path / "old.txt")]
+
+
 def test_a_run_file_that_is_none_is_refused_for_its_own_fault(tmp_path):
     (tmp_path / "other.toml").write_text("[run]\nname = 7\n")
     with pytest.raises(CairnError, match="other.toml:2: run.name"):

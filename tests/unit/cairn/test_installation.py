@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from subprocess import TimeoutExpired
 from typing import Any
 
 import pytest
 
+from cairn.commands import upgrade
 from cairn.installation import Facts, plan, processes_of
 from protocol.errors import CairnError
 
@@ -95,3 +97,12 @@ def test_what_runs_from_an_environment_is_found_by_its_python():
     }
     assert processes_of(Path("/env"), processes.items()) == {1: "cairn peer join", 2: "cairn coordinator serve"}
     assert processes_of(Path("/env"), [(3, processes[3])]) == {3: "peer.training"}
+
+
+def test_a_version_that_is_not_told_in_time_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch):
+    def run(command: list[str], timeout: float, **_: Any):
+        raise TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr("subprocess.run", run)
+    with pytest.raises(CairnError, match="did not tell its version within 120 s"):
+        upgrade.installed_version()

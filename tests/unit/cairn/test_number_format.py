@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cairn.number_format import SPARKS, byte_size, count, credits, sparkline
+from cairn.number_format import SPARKS, byte_size, count, credits, percent, sparkline
 from tests.support.credit_texts import CREDIT_TEXTS
 
 
@@ -22,6 +22,13 @@ def test_counts(n, text):
 )
 def test_sizes(n, text):
     assert byte_size(n) == text
+
+
+@pytest.mark.parametrize(
+    "share, text", [(-1, "0%"), (0.004, "0.4%"), (0.099, "9.9%"), (0.5, "50%"), (0.9999, "99%"), (1, "100%")]
+)
+def test_all_is_done_only_when_nothing_is_missing(share: float, text: str):
+    assert percent(share) == text
 
 
 @pytest.mark.parametrize("micro, text", CREDIT_TEXTS.items())

@@ -105,7 +105,7 @@ async def test_the_command_asks_all_runs_or_the_one_that_is_named(tmp_path):
     async def ask(run: str | None) -> None:
         await asyncio.to_thread(ask_running, "resume", tmp_path, run, said.append)
 
-    with pytest.raises(CairnError, match="no peer is running under .*cairn peer join INVITE"):
+    with pytest.raises(CairnError, match="no peer is running under .*cairn peer join INVITE.*still loading"):
         await ask(None)
     async with peer(tmp_path / "runs" / "0123456789ab"), peer(tmp_path / "runs" / "ffff56789abc"):
         (tmp_path / "runs" / "00").mkdir()  # of a run that is over
@@ -131,6 +131,26 @@ async def test_one_peer_that_refuses_keeps_the_command_from_no_other(tmp_path):
         with pytest.raises(CairnError, match="^0123456789ab: 'resume' is not known here"):
             await asyncio.to_thread(ask_running, "resume", tmp_path, None, said.append)
     assert said == ["ffff56789abc: working again"]
+
+
+async def test_all_peers_are_asked_at_the_same_time(tmp_path):
+    said: list[str] = []
+    asked, all_asked = 0, asyncio.Event()
+
+    async def answer(ask: str) -> str:
+        nonlocal asked
+        asked += 1
+        if asked == 2:
+            all_asked.set()
+        await all_asked.wait()
+        return ask
+
+    folders = [tmp_path / "runs" / name for name in ("0123456789ab", "ffff56789abc")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    async with listening(folders[0], answer), listening(folders[1], answer):
+        await asyncio.to_thread(ask_running, "pause", tmp_path, None, said.append)
+    assert said == ["0123456789ab: pause", "ffff56789abc: pause"]
 
 
 def test_a_folder_that_cannot_be_opened_is_told_in_one_line(tmp_path):

@@ -18,7 +18,10 @@ from cairn.commands import join
 from cairn.logs import set_up_logging
 from cairn.peer_screen import PeerScreen, own_page
 from protocol.errors import CairnError
-from tests.support.command_line import logging_as_it_was  # noqa: F401 - a fixture
+from tests.support.command_line import (
+    logging_as_it_was,  # noqa: F401 - a fixture
+    stdout_without_reader,
+)
 from tests.support.shown_peer import VIEW
 from tests.support.specs import identity
 from tests.support.waiting import ended, until
@@ -185,3 +188,15 @@ async def test_it_leaves_in_order_at_its_users_word_and_when_the_days_volume_is_
     await ended(ending)
     assert node.left == 1 and "left the swarm: round 7" in capsys.readouterr().out
     stopping.cancel()
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+async def test_it_leaves_in_order_when_nobody_reads_its_output_any_more(tmp_path, as_json):
+    """Ctrl-C of `cairn peer join ... | tee log` ends tee, too."""
+    screen, node = PeerScreen(as_json=as_json), RunningNode()
+    set_up_logging(tmp_path / "peer.log", terminal=screen.handler)
+    stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    stopping.set_result(None)
+    with stdout_without_reader():
+        await ended(join.run_node(cast(Any, node), screen, stopping, asyncio.Event(), auditor=False))
+    assert node.left == 1 and "leaving: announcing" in (tmp_path / "peer.log").read_text()

@@ -7,6 +7,7 @@ import logging
 from datetime import datetime, timedelta
 from pathlib import Path
 
+import click
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -61,8 +62,8 @@ def test_an_end_may_have_a_date_and_may_be_over():
     assert parse_until("2026-11-30 7:30", datetime(2026, 12, 24)) == datetime(2026, 11, 30, 7, 30)
     assert parse_until("2026-11-30 24:00", datetime(2026, 11, 30, 9)) == datetime(2026, 12, 1)
     assert parse_until("24:00", datetime(2026, 11, 30, 9)) == datetime(2026, 12, 1)
-    for text in ("tomorrow", "7:77", "2026-13-01 7:00", "2026-11-30", "24:01"):
-        with pytest.raises(ValueError):
+    for text in ("tomorrow", "7:77", "2026-13-01 7:00", "9999-12-31 24:00", "2026-11-30", "24:01"):
+        with pytest.raises(ValueError, match=" is no "):
             parse_until(text, datetime(2026, 1, 1))
 
 
@@ -100,7 +101,7 @@ def test_a_mistake_in_the_file_is_told_with_its_line(tmp_path: Path, text: str, 
 
 
 def test_a_mistake_in_an_option_is_told_with_its_name(tmp_path: Path):
-    with pytest.raises(PeerSettingsError, match="^--hours: 'always' is no part of a day"):
+    with pytest.raises(click.UsageError, match="^--hours: 'always' is no part of a day"):
         read_settings(tmp_path / FILE, {"hours": "always"})
 
 

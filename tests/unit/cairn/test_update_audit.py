@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,6 +151,12 @@ def test_the_exit_code_says_passed_failed_or_not_made(monkeypatch, outcome, code
     done = cairn("audit", "update", INVITE, "--round", "3", "--peer", "ada", "--home", "/home")
     assert done.returncode == code and done.stderr == ("error: no member answers\n" if code == 3 else "")
     assert asked == [RepeatOptions(INVITE, 3, "ada", None, "auto", None, None, Path("/home"), ())]
+
+
+def test_a_service_manager_ends_it_like_ctrl_c_so_that_its_folder_is_removed(monkeypatch):
+    monkeypatch.setattr(update_audit, "repeat_check", lambda _: signal.raise_signal(signal.SIGTERM))
+    assert cairn("audit", "update", INVITE, "--round", "3", "--peer", "ada").returncode == 130
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_an_invite_that_is_none_is_no_result():

@@ -23,16 +23,14 @@ def test_key_name_device_and_address_are_named_with_those_who_see_them(anonymous
 
 
 def test_an_anonymous_peer_has_a_home_and_so_a_key_for_each_run(tmp_path: Path):
-    first, second = (peer_home(tmp_path, run, "", anonymous=True) for run in (RUN, OTHER))
-    assert len({first, second, tmp_path, peer_home(tmp_path, RUN, "ada", anonymous=False)}) == 3
-    with pytest.raises(CairnError, match="leave out --name"):
-        peer_home(tmp_path, RUN, "ada", anonymous=True)
+    first, second = (peer_home(tmp_path, run, anonymous=True) for run in (RUN, OTHER))
+    assert len({first, second, tmp_path, peer_home(tmp_path, RUN, anonymous=False)}) == 3
 
 
 def test_who_was_anonymous_in_a_run_does_not_join_it_openly_by_mistake(tmp_path: Path):
-    own = peer_home(tmp_path, RUN, "", anonymous=True)
+    own = peer_home(tmp_path, RUN, anonymous=True)
     own.mkdir(parents=True)
-    assert peer_home(tmp_path, RUN, "", anonymous=True) == own
+    assert peer_home(tmp_path, RUN, anonymous=True) == own
     with pytest.raises(CairnError, match=f"add --anonymous.*move {own} away"):
-        peer_home(tmp_path, RUN, "", anonymous=False)
-    assert peer_home(tmp_path, OTHER, "", anonymous=False) == tmp_path
+        peer_home(tmp_path, RUN, anonymous=False)
+    assert peer_home(tmp_path, OTHER, anonymous=False) == tmp_path

@@ -293,6 +293,16 @@ def test_the_last_state_of_a_run_which_no_record_names_is_found(
     assert (origin.round, origin.tokens, origin.loss) == (7, 7 * 48, pytest.approx(4.4))
 
 
+@pytest.mark.parametrize("copied, newest", [(2, 4), (10, 10)])
+def test_of_a_volunteer_s_copy_of_a_last_state_and_its_store_the_newer_is_taken(
+    world: World, monkeypatch: pytest.MonkeyPatch, copied: int, newest: int
+):
+    folder = world.volunteer(monkeypatch)
+    archived = world.archive(copied)
+    shutil.copytree(archived, folder / "checkpoints" / archived.name)
+    assert find_checkpoint(folder).origin.round == newest
+
+
 def test_a_file_of_a_volunteer_s_store_is_known_by_its_name(world: World, monkeypatch: pytest.MonkeyPatch):
     folder = world.volunteer(monkeypatch)
     name = str(state_digest(world.layout, world.state(2)))

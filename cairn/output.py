@@ -1,0 +1,37 @@
+"""Output of commands to stdout: a terminal, a file, or a pipe whose reader may close it early."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from rich.console import Console
+
+FILE_WIDTH = 160
+"""Minimum width of output to a file or a pipe, so that tables are not cut there."""
+
+
+def discard_stdout() -> None:
+    """Let all that is written to stdout from now on vanish, what waits in its buffer too."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class Output(Console):
+    """A console on stdout. It raises BrokenPipeError when its reader is gone; if it `lasts`, it writes to nobody."""
+
+    def __init__(self, *, lasts: bool = False, soft_wrap: bool = False):
+        super().__init__(highlight=False, soft_wrap=soft_wrap)
+        self._lasts = lasts
+        if not self.is_terminal:
+            self.width = max(self.width, FILE_WIDTH)
+
+    @property
+    def is_live(self) -> bool:
+        """True if lines can be redrawn in place."""
+        return self.is_terminal and not self.is_dumb_terminal
+
+    def on_broken_pipe(self) -> None:
+        """Go on without a reader, or raise the error. Rich would end the process with code 1."""
+        if not self._lasts:
+            raise BrokenPipeError
+        discard_stdout()
