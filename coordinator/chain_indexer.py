@@ -15,6 +15,7 @@ from statistics import median
 from coordinator.audit_docket import MAX_DECIDED
 from coordinator.credits.plausibility import PlausibilityCheck
 from coordinator.directives import DirectiveEffects
+from coordinator.errors import LedgerConflictError
 from coordinator.finalizer import Finalizer
 from coordinator.history import RoundHistory
 from coordinator.indexed_chain import MAX_REMEMBERED, IndexedChain
@@ -74,7 +75,7 @@ class ChainIndexer:
         self.verdicts: tuple[Verdict, ...] = ()
         """Verdicts that the chain should carry and does not yet, at most MAX_VERDICTS, the oldest ones."""
         self.problem = ""
-        """Why the chain cannot be followed, for people; empty when all is well."""
+        """Why the chain cannot be followed, for everybody; empty when all is well. The log has the details."""
 
         self.caught_up = False
         """True while the chain is as far as most members."""
@@ -177,23 +178,27 @@ class ChainIndexer:
         return decisions, ledger.work_reports(self._run, pending if since is None else min(since, pending))
 
     async def _index_forever(self) -> None:
+        logged = ""
         while True:
             await wait_at_most(self._wake, POLL_SECONDS)
             self._wake.clear()
             try:
                 async with self._moving:
-                    problem = await self._pass()
+                    why = problem = await self._pass()
             except CairnError as e:
-                problem = str(e)
+                # Anybody reads the page, and a ledger's error may name folders, hosts and users.
+                why, problem = str(e), "the coordinator's log says why"
+                if isinstance(e, LedgerConflictError):
+                    problem = f"it contradicts the ledger, and credits stand as they are: {problem}"
             except Exception as e:  # logged, shown on the page, and tried again
                 log.exception("following the chain failed")
-                problem = f"a fault of the coordinator ({type(e).__name__}: {e}); its log has the details"
+                why = problem = f"a fault of the coordinator ({type(e).__name__}): its log has the details"
                 await asyncio.sleep(1)
-            if problem and problem != self.problem:
-                log.error("cannot follow the chain: %s", problem)
-            elif self.problem and not problem:
+            if why and why != logged:
+                log.error("cannot follow the chain: %s", why)
+            elif logged and not why:
                 log.info("following the chain again")
-            self.problem = problem
+            self.problem, logged = problem, why
             self._on_pass()
 
     async def _pass(self) -> str:
