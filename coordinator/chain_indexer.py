@@ -80,9 +80,8 @@ class ChainIndexer:
         self.caught_up = False
         """True while the chain is as far as most members."""
 
-    async def start(self) -> None:
-        """Read the ledger and begin. Raises LedgerError."""
-        await self._read_ledger()
+    def start(self) -> None:
+        """Begin, on the running event loop; `read_ledger` comes first."""
         self._unsubscribe = self._view.subscribe(self._wake.set)
         self._wake.set()
         self._task = asyncio.create_task(self._index_forever(), name="chain indexer")
@@ -118,7 +117,7 @@ class ChainIndexer:
         async with self._moving:  # no round may be posted between the check and the change
             taken_back, last = await self._ledger.run(take_back)
             if last != self._chain.posted:  # also after a call whose commit was not acknowledged
-                await self._read_ledger()
+                await self.read_ledger()
                 self._wake.set()
         return taken_back
 
@@ -144,17 +143,27 @@ class ChainIndexer:
                 some = path[i : i + ROUNDS_PER_TRANSACTION]
                 await self._ledger.run(lambda ledger, s=some: self._post(ledger, s, None))
             await self._ledger.run(lambda ledger: ledger.rollback(rollback))
-            await self._read_ledger()
+            await self.read_ledger()
 
     async def note_verdicts(self, verdicts: Sequence[Verdict]) -> None:
         """Note a directive's verdicts: later directives repeat them until a final record carries them."""
-        round_ = Round(self._chain.training_round)
+        rounds = {  # the chain may be read up to an earlier round, as after the loss of the ledger
+            v: Round(self._chain.training_round if (c := self._view.certificate(v.record)) is None
+                     else c.record.body.round)
+            for v in verdicts
+        }  # fmt: skip
+
+        def note(ledger: Ledger) -> None:
+            for verdict, round_ in rounds.items():
+                ledger.add_verdicts(round_, [verdict])
+
         if verdicts:
-            await self._ledger.run(lambda ledger: ledger.add_verdicts(round_, verdicts))
+            await self._ledger.run(note)
             self.verdicts = await self._ledger.read(lambda ledger: ledger.verdicts(MAX_VERDICTS))
             self._wake.set()
 
-    async def _read_ledger(self) -> None:
+    async def read_ledger(self) -> None:
+        """Take over what the ledger holds; directives are followed only from there. Raises LedgerError."""
         last, balances, first_seen, finalization = await self._ledger.run(
             lambda ledger: (ledger.last(), ledger.balances(), ledger.first_seen(), ledger.newest_finalization())
         )

@@ -186,8 +186,9 @@ class Coordinator:
         await self.admitter.load()
         self.observations.restore(await asyncio.to_thread(self._observation_file.read))
         self._view.listen(self.observations.receive)
+        await self.indexer.read_ledger()
         await self.control.start()
-        await self.indexer.start()
+        self.indexer.start()
         self._archiver.start(self._finalizer.of_posted)
         await self.credits.start()
         self._server, self.grpc_port = await start_server(

@@ -20,7 +20,7 @@ from coordinator.ledger_thread import LedgerThread
 from protocol.ids import Round
 from protocol.ledger.credits import CreditRule, credits_of, sum_credits
 from protocol.message_codec import KeySigner
-from protocol.messages import Directive, Finalization, Rollback
+from protocol.messages import Directive, Finalization, Rollback, Verdict
 from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer, state
 from tests.support.specs import OWNER
 from tests.support.waiting import ended
@@ -54,7 +54,8 @@ async def following(swarm, tmp_path, now=lambda: 1000.0, waited=monotonic, first
     indexed = Indexed(swarm, ledger, now, waited, passes.release)
     if first is not None:
         await first(indexed)
-    await indexed.indexer.start()
+    await indexed.indexer.read_ledger()
+    indexed.indexer.start()
     await ended(passes.acquire())
 
     async def until(done):
@@ -173,6 +174,16 @@ async def test_a_lost_ledger_is_made_again_from_the_chain_and_its_finals(tmp_pat
         await until(lambda: f.posted)
         assert f.posted == (8, deep.digest)
         assert swarm.finals == [swarm.finals[0]] * len(swarm.finals)
+
+
+async def test_a_verdict_outlives_the_ledger_that_is_made_again(tmp_path):
+    swarm = FakeSwarm(HOLDING)
+    rounds(swarm, DEPTH + 6)
+    record = swarm.chain.certificates[-2].digest
+    verdict = Verdict(record, peer(1).key, "too much")
+    async with following(swarm, tmp_path, first=lambda f: f.indexer.note_verdicts([verdict])) as (f, until):
+        await until(lambda: f.posted and f.posted[0] == 5)
+        assert f.verdicts == (verdict,)
 
 
 async def test_a_final_that_contradicts_the_ledger_is_said_loudly_and_nothing_is_settled(tmp_path, caplog):
