@@ -182,7 +182,10 @@ class Leaderboard:
 
         Raises MalformedError, SignatureError, AdmissionError, RefusedError, TooManyError, LedgerError.
         """
-        b = open_binding(sent, self._run)
+        # Though the caller goes away: what is stored counts here, too.
+        return await asyncio.shield(self._bind(open_binding(sent, self._run)))
+
+    async def _bind(self, b: AccountBinding) -> int:
         async with self._binding:
             self._check(b)
             known = self._bound.get(b.peer)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -135,6 +136,24 @@ async def test_an_admission_that_could_not_be_stored_is_not_remembered(tmp_path,
         await ask.admit(peer(1), "ada")
         stored = await c.ledger.read(lambda ledger: [a.peer for a in ledger.admissions()])
         assert stored == [peer(1).key] and c.admitter.knows(peer(1).key)
+
+
+async def test_an_admission_that_could_not_be_stored_after_its_caller_left_is_not_remembered(tmp_path, monkeypatch):
+    begun, go = threading.Event(), threading.Event()
+
+    def fails(*_: object) -> None:
+        begun.set()
+        go.wait(LIMIT)
+        raise LedgerError("the disk is full")
+
+    monkeypatch.setattr(Ledger, "add_admission", fails)
+    monkeypatch.setattr("coordinator.interceptor.DEADLINE", 0.1)
+    async with running(tmp_path) as (c, _), client(c) as ask:
+        with pytest.raises(CairnError):
+            await ask.admit(peer(1), "ada")
+        await until(begun.is_set, "the write has begun")
+        go.set()
+        await until(lambda: not c.admitter.knows(peer(1).key), "it is not remembered")
 
 
 @pytest.mark.parametrize("offset, says", [(3600, r"3[56]\d\d s ahead of"), (-3600, r"36\d\d s behind")])
