@@ -18,7 +18,7 @@ from coordinator.errors import PortTakenError, UnknownRunError
 from coordinator.health import Health, Reflection
 from coordinator.history import charts
 from coordinator.indexed_chain import IndexedChain
-from coordinator.interceptor import LimitsInterceptor
+from coordinator.interceptor import OPEN, LimitsInterceptor
 from coordinator.limits import NetworkLimit, Rate, RateLimit, caller_of
 from coordinator.overview import Overview, PeerOverview
 from coordinator.swarm import SwarmView
@@ -66,7 +66,7 @@ OPTIONS = (
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.max_connection_idle_ms", 300_000),
     # Only the end of its connection ends a call whose caller never reads the answer. Clients reconnect by themselves.
-    ("grpc.max_connection_age_ms", 1_800_000),
+    ("grpc.max_connection_age_ms", 300_000),
     ("grpc.max_connection_age_grace_ms", 15_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.max_ping_strikes", 3),
@@ -250,7 +250,7 @@ async def start_server(
     Raises PortTakenError.
     """
     guard = LimitsInterceptor(counted, MAX_CALLS)
-    server = grpc.aio.server(interceptors=[guard], options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
+    server = grpc.aio.server(interceptors=[guard], options=OPTIONS, maximum_concurrent_rpcs=OPEN * MAX_CALLS)
     stubs.add_CoordinatorServicer_to_server(service, server)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(Reflection(), server)
