@@ -214,7 +214,7 @@ class ChainIndexer:
         """Index what is new. Return what prevents that, if anything."""
         await self._finalizer.check_swarm()
         self._plausibility.update_rules(self._directives.round_policy)
-        known = {a.record for a in self._chain.open}
+        known = {a.record: a for a in self._chain.open}
         accounts: list[RoundCredits] = []
         at = self._chain.posted[1] if self._chain.posted else genesis_digest(self._run)
         while True:
@@ -224,7 +224,7 @@ class ChainIndexer:
                     self._wake.set()  # the chain switched to another branch meanwhile: start over
                     return ""
                 return await self._off_the_chain()
-            new = [credits_of(c, self._rule) for c in _linked(page, at)]
+            new = [known.get(c.digest) or credits_of(c, self._rule) for c in _linked(page, at)]
             accounts += new
             last_page = len(page) < PAGE
             if last_page and new and new[-1].record not in known:

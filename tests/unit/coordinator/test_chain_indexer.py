@@ -176,6 +176,22 @@ async def test_a_lost_ledger_is_made_again_from_the_chain_and_its_finals(tmp_pat
         assert swarm.finals == [swarm.finals[0]] * len(swarm.finals)
 
 
+async def test_an_open_round_is_folded_once(tmp_path, monkeypatch):
+    folded = []
+
+    def counted(certificate, rule):
+        folded.append(certificate.digest)
+        return credits_of(certificate, rule)
+
+    monkeypatch.setattr("coordinator.chain_indexer.credits_of", counted)
+    swarm = FakeSwarm(SPEC)
+    async with following(swarm, tmp_path) as (f, until):
+        for _ in range(3):
+            rounds(swarm, 1)
+            await until(lambda: f.head and f.head[1] == swarm.head)
+    assert len(folded) == 3
+
+
 async def test_a_verdict_outlives_the_ledger_that_is_made_again(tmp_path):
     swarm = FakeSwarm(HOLDING)
     rounds(swarm, DEPTH + 6)
