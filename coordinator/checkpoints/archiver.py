@@ -218,6 +218,7 @@ class CheckpointArchiver:
             )
             return
         self._failed.pop(archived.state, None)
+        self._not_wanted.discard(str(archived.state))  # it may be one of the best
         await asyncio.to_thread(self.evaluations.add, archived, measured, texts)
         await asyncio.to_thread(self.archive.prune)  # another state may be the best now
         self._counts["evaluated"] += 1

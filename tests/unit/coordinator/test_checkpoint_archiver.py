@@ -196,6 +196,28 @@ async def test_an_address_that_refuses_to_delete_takes_copies_nonetheless(world:
         assert "checkpoints are not copied" in keeper.problem and "access denied" in caplog.text
 
 
+async def test_a_state_that_the_policy_excluded_is_offered_again_once_it_is_evaluated(
+    world: CheckpointWorld, monkeypatch
+):
+    made, skipped, offered = world.final(5), asyncio.Event(), []
+
+    async def answers(module, job, on_row, **limits):
+        if module.endswith("evaluation_job"):
+            await skipped.wait()
+            on_row({"loss": 3.0, "windows": 4, "seconds": 1.0, "device": "cpu"})
+            return
+        on_row({"present": []})
+        offered.extend(job["folders"])
+        if job["folders"]:
+            on_row({"copied" if skipped.is_set() else "skipped": str(made.state), "bytes": 1})
+            skipped.set()
+
+    monkeypatch.setattr(keeping, "run_job", answers)
+    async with Kept(world, archive={"address": str(world.folder / "copies")}, evaluation={"every": 1}) as keeper:
+        await until(lambda: keeper.checkpoints()[0]["copied"])
+    assert offered == [str(made.folder)] * 2
+
+
 async def test_an_upload_that_is_killed_names_nothing_whole_and_the_next_one_ends_it(world: CheckpointWorld):
     made, address = world.final(5), world.folder / "copies"
     job = world.keeper(archive={"address": str(address), "mbits": 0.2})._copy_job([made], set())
