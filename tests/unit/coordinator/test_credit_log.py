@@ -23,7 +23,7 @@ from coordinator.swarm import AnnouncedUpdate
 from protocol.errors import AdmissionError, MalformedError
 from protocol.ids import Digest, PeerKey
 from protocol.ledger.credits import CreditRule, credits_of
-from protocol.ledger.statements import open_receipt
+from protocol.ledger.statements import open_receipt, sign
 from protocol.message_codec import KeySigner
 from protocol.messages import Directive, UpdateHeader, Verdict
 from tests.support.bindings import bind
@@ -420,6 +420,22 @@ async def test_a_binding_whose_write_failed_is_written_when_it_comes_again(ledge
         await w.restart()
         assert (w.board.of(peer(1).key)).account == identity("ada").key
         assert len(await w.ledger.run(lambda ledger: ledger.bindings())) == 1
+
+
+async def test_receipts_are_signed_beside_the_event_loop(ledger_place, monkeypatch):
+    signing: list[threading.Thread] = []
+
+    def noted(*given):
+        signing.append(threading.current_thread())
+        return sign(*given)
+
+    monkeypatch.setattr("coordinator.credits.receipts.sign", noted)
+    async with made(ledger_place) as w:
+        for windows in (40, 50):
+            await w.post({1: windows})
+        for _ in range(2):  # each is signed once
+            assert len((await w.receipts(1)).items) == 2
+    assert len(signing) == 2 and threading.current_thread() not in signing
 
 
 async def test_a_binding_whose_caller_goes_away_counts_when_it_is_stored(ledger_place, monkeypatch):
