@@ -110,6 +110,9 @@ class IndexedChain:
             self.recent.append(account)
             seen_at = self.first_seen.pop(account.record, None)
             self.history.append(account.round, account.tokens, account.loss, seen_at)
+            if seen_at is not None:  # the others that were seen by then, of branches that lost
+                later = {a.record for a in (*added, *beyond)}
+                self.first_seen = {r: at for r, at in self.first_seen.items() if at > seen_at or r in later}
         self.posted = posted
         self._set(balances, beyond)
         self.audits.post(added, self._recent_rounds())

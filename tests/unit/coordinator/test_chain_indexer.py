@@ -192,6 +192,24 @@ async def test_an_open_round_is_folded_once(tmp_path, monkeypatch):
     assert len(folded) == 3
 
 
+async def test_the_times_of_a_branch_that_lost_are_forgotten(tmp_path):
+    swarm, clock = FakeSwarm(SPEC), [1000.0]
+    async with following(swarm, tmp_path, lambda: clock[0]) as (f, until):
+        rounds(swarm, 1)
+        await until(lambda: len(f.first_seen) == 1)
+        lost, other = swarm.head, swarm.chain.fork(0)
+        other.add({5: 800}, attempt=1)
+        clock[0] += 1
+        swarm.turn_to(other)
+        await until(lambda: len(f.first_seen) == 2)
+        for _ in range(DEPTH):
+            clock[0] += 1
+            rounds(swarm, 1)
+            await until(lambda: f.head and f.head[1] == swarm.head)
+        await until(lambda: f.posted)
+        assert lost not in f.first_seen and swarm.head in f.first_seen
+
+
 async def test_a_verdict_outlives_the_ledger_that_is_made_again(tmp_path):
     swarm = FakeSwarm(HOLDING)
     rounds(swarm, DEPTH + 6)
