@@ -176,8 +176,10 @@ class LimitsInterceptor(grpc.aio.ServerInterceptor):
         except asyncio.CancelledError:  # the client left
             self._counted(method, grpc.StatusCode.CANCELLED.name, time.monotonic() - began)
             raise
-        except grpc.aio.AbortError:
-            raise  # the method has reported the error
+        except grpc.aio.AbortError:  # the method has reported the error
+            found = next((c.name for c in grpc.StatusCode if c.value[0] == context.code()), "UNKNOWN")
+            self._counted(method, found, time.monotonic() - began)
+            raise
         except Exception:  # a bug: logged here; strangers learn nothing of the inside
             log.exception("%s failed", method)
             code, message = grpc.StatusCode.INTERNAL, _FAULT

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
+import grpc.aio
 import pytest
 from google.protobuf import message_factory
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
@@ -402,7 +403,11 @@ class Unread:
     def __init__(self, caller: str):
         self._caller = caller
         self.written: list[bytes] = []
-        self.code = Code.OK
+        self.ended = Code.OK
+
+    def code(self) -> int:
+        """Return the status as gRPC does."""
+        return self.ended.value[0]  # type: ignore[index]
 
     def peer(self) -> str:
         return self._caller
@@ -417,7 +422,7 @@ class Unread:
         self.written.append(sent)
 
     async def abort(self, code: grpc.StatusCode, message: str) -> None:
-        self.code = code
+        self.ended = code
 
 
 async def test_those_who_never_read_take_the_places_of_their_own_network_only():
@@ -432,7 +437,20 @@ async def test_those_who_never_read_take_the_places_of_their_own_network_only():
     refused, other = Unread("ipv4:10.0.0.1:1"), Unread("ipv4:10.0.0.2:1")
     await call(None, refused)
     await call(None, other)
-    assert (refused.code, other.code) == (Code.RESOURCE_EXHAUSTED, Code.OK) and other.written == [b"answer"]
+    assert (refused.ended, other.ended) == (Code.RESOURCE_EXHAUSTED, Code.OK) and other.written == [b"answer"]
+
+
+async def test_an_error_that_a_method_reports_itself_is_counted():
+    counted: list[str] = []
+
+    async def unknown(request: bytes, context: Unread) -> bytes:
+        await context.abort(Code.NOT_FOUND, "no such service")
+        raise grpc.aio.AbortError
+
+    guard = LimitsInterceptor(lambda method, code, seconds: counted.append(code), CALLS_OF_ONE)
+    with pytest.raises(grpc.aio.AbortError):
+        await guard._unary("Check", grpc.unary_unary_rpc_method_handler(unknown, bytes, bytes))(None, Unread("unix:a"))
+    assert counted == ["NOT_FOUND"]
 
 
 def test_places_are_bounded_freed_once_and_forgotten():
