@@ -72,9 +72,14 @@ class IndexedChain:
         """Return whether a round of this chain is posted."""
         return self.posted is not None and round_ <= self.posted[0]
 
+    @property
+    def remembered(self) -> list[RoundCredits]:
+        """The rounds in memory, final or not, newest first."""
+        return [*self.recent, *self.open][::-1]
+
     def newest(self, count: int) -> list[RoundCredits]:
         """Return at most `count` newest rounds, final or not, newest first."""
-        return [*self.recent, *self.open][: -count - 1 : -1]
+        return self.remembered[:count]
 
     def points(self, last: int | None = None) -> list[RoundPoint]:
         """Return the last `last` posted rounds (None: all) and the open ones, for charts."""

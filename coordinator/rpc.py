@@ -96,14 +96,14 @@ class CoordinatorService(stubs.CoordinatorServicer):
         self._now = now
         self._status: tuple[Overview, wire.StatusReply] | None = None
         self._thinned: tuple[tuple[Round, Digest] | None, list[float]] | None = None
-        self._reads = RateLimit(READS)
+        self._reads = NetworkLimit(READS)
         self._admissions = NetworkLimit(ADMISSIONS)
-        self._directives = RateLimit(DIRECTIVES)
+        self._directives = NetworkLimit(DIRECTIVES)
         self._admissions_of_one = RateLimit(ADMISSIONS_OF_ONE)
-        self._bindings = RateLimit(BINDINGS)
+        self._bindings = NetworkLimit(BINDINGS)
         self._bindings_of_one = RateLimit(BINDINGS_OF_ONE)
 
-    def _check(self, context: grpc.aio.ServicerContext, limit: RateLimit, run: bytes) -> None:
+    def _check(self, context: grpc.aio.ServicerContext, limit: NetworkLimit, run: bytes) -> None:
         """Raise TooManyError for a caller's rate, UnknownRunError for another run."""
         limit.take(caller_of(context.peer()), time.monotonic())
         if run != self._spec.run_id:
@@ -180,8 +180,7 @@ class CoordinatorService(stubs.CoordinatorServicer):
 
     def _newest_checkpoint(self) -> tuple[Digest, int] | None:
         """Return the newest state that is a checkpoint and in the observer's store."""
-        chain = self._chain
-        for account in chain.newest(len(chain.open) + len(chain.recent)):
+        for account in self._chain.remembered:
             if account.round % self._spec.checkpoint.every == 0 and self._view.has_blob(account.base_state):
                 return account.base_state, account.round
         genesis = self._spec.genesis.name
@@ -225,7 +224,7 @@ class CoordinatorService(stubs.CoordinatorServicer):
         if request.record:
             one = await self._credits.certificate(Digest(request.record))
             return wire.CertificatesReply(certificates=[] if one is None else [one])
-        limit = min(request.limit or MAX_CERTIFICATES, MAX_CERTIFICATES)
+        limit = request.limit or MAX_CERTIFICATES
         found, more = await self._credits.certificates(Digest(request.after), limit)
         return wire.CertificatesReply(certificates=found, more=more)
 

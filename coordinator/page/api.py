@@ -177,7 +177,7 @@ class PageApi:
         chain = self.chain
         before = min(before, chain.head[0] + 1 if chain.head else 0)
         first = max(0, before - limit)
-        remembered = {int(a.round): a for a in chain.newest(limit + len(chain.open) + 64) if first <= a.round < before}
+        remembered = {int(a.round): a for a in chain.remembered if first <= a.round < before}
         if len(remembered) == before - first:
             found = [remembered[r] for r in range(first, before)]
         else:
@@ -200,8 +200,7 @@ class PageApi:
         return json_view.certificate(found[0], self.name_of)
 
     async def _one(self, number: int) -> RoundCredits | None:
-        chain = self.chain
-        found = next((a for a in chain.newest(len(chain.open) + 64) if a.round == number), None)
+        found = next((a for a in self.chain.remembered if a.round == number), None)
         if found is not None:
             return found
         rows = await self._read(number - 1, 1)

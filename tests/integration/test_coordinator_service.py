@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import grpc
 import grpc.aio
@@ -102,6 +103,17 @@ async def test_who_asks_again_gets_no_second_spec_and_is_informed_of_the_end(tmp
         o, again = c.overview(), await ask.get_run_again()
         assert again.last is not None and (again.last.state, again.last.record) == (state(1), swarm.head)
         assert (o.state, o.state_round, o.tokens_per_second, o.archive_problem) == (state(1), 1, 0.0, "")
+
+
+async def test_a_wide_network_has_a_few_times_the_reads_of_one_address(tmp_path, monkeypatch):
+    monkeypatch.setattr(rpc, "READS", Rate(per_second=1e-6, burst=5))
+    request, answered = wire.GetRunRequest(run=bytes(SPEC.run_id)), 0
+    async with running(tmp_path) as (c, _):
+        with pytest.raises(TooManyError):
+            for n in range(50):
+                await c._service.GetRun(request, SimpleNamespace(peer=lambda n=n: f"ipv6:[2001:db8:0:{n:x}00::1]:1"))
+                answered += 1
+    assert answered == 4 * 5
 
 
 async def test_asking_again_gives_the_same_admission_and_later_a_newer_one(tmp_path):
