@@ -1,4 +1,4 @@
-"""The interceptor of every gRPC method: call rates, deadlines, and requests that are none.
+"""The interceptor of every gRPC method: call rates, deadlines, and malformed requests.
 
 It wraps each method of the server. Limits by address come first, before a byte of the message is waited for. gRPC
 itself waits for ever for a message that does not come, and for a caller that does not read the answer. Hundreds of

@@ -43,7 +43,7 @@ MAX_TRIES = 2
 """Attempts to evaluate one state at once."""
 
 AGAIN_SECONDS = 3600.0
-"""Seconds until a state is tried again after these: no other may come after a run's last one."""
+"""Seconds until a state is tried again after MAX_TRIES failures: no state comes after a run's last one."""
 
 MAX_LOSSES = 20
 """Newest evaluations that `newest_losses` gives."""
@@ -313,7 +313,7 @@ class CheckpointArchiver:
 
     @property
     def problem(self) -> str:
-        """Which states are not archived, copied or evaluated, for everybody; empty when all is well."""
+        """The states that are not archived, copied or evaluated, for everybody; empty when all is well."""
         return "; ".join(p for p in (self._fetch_problem(), *(said for said, _ in self._problems.values())) if p)
 
     @property

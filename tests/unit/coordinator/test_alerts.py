@@ -17,7 +17,7 @@ from cairn.main import main
 from coordinator.alerts import watcher
 from coordinator.alerts.config import AlertConfig, AlertConfigError, Webhook, load_config
 from coordinator.alerts.tracker import AlertEvent, back_off
-from coordinator.alerts.webhooks import WebhookError, payload, unlinked, post
+from coordinator.alerts.webhooks import WebhookError, payload, post, unlinked
 from protocol.ids import Digest
 from protocol.message_codec import KeySigner
 from protocol.messages import Directive

@@ -26,8 +26,8 @@ from coordinator.checkpoints.archive import MANIFEST
 from coordinator.errors import TooManyError
 from coordinator.limits import ConcurrencyLimit
 from coordinator.page import downloads, json_view, openapi, pictures, response_limits, schemas
-from coordinator.page.api import _BY, _searched
 from coordinator.page.answers import MAX_KEPT, AnswerCache, EncodedBody
+from coordinator.page.api import _BY, _searched
 from coordinator.page.app import make_app
 from coordinator.page.credit_routes import CREDIT_ENDPOINTS
 from coordinator.page.endpoints import ENDPOINTS, SORTS, ApiEndpoint
