@@ -15,6 +15,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import grpc.aio
@@ -425,13 +426,22 @@ class Unread:
         self.ended = code
 
 
+async def guarded(guard: LimitsInterceptor, method: str, work):
+    """Return the method with its limits."""
+
+    async def found(_):
+        return grpc.unary_unary_rpc_method_handler(work, bytes, bytes)
+
+    handler = await guard.intercept_service(found, SimpleNamespace(method=f"/{NAME}/{method}"))
+    return handler.stream_stream
+
+
 async def test_those_who_never_read_take_the_places_of_their_own_network_only():
     async def answered(request: bytes, context: Unread) -> bytes:
         return b"answer"
 
     guard = LimitsInterceptor(lambda *_: None, CALLS_OF_ONE)
-    handler = grpc.unary_unary_rpc_method_handler(answered, bytes, bytes)
-    call = guard._unary("Status", handler)
+    call = await guarded(guard, "Status", answered)
     for _ in range(CALLS_OF_ONE):
         await call(None, Unread("ipv4:10.0.0.1:1"))
     refused, other = Unread("ipv4:10.0.0.1:1"), Unread("ipv4:10.0.0.2:1")
@@ -449,7 +459,7 @@ async def test_an_error_that_a_method_reports_itself_is_counted():
 
     guard = LimitsInterceptor(lambda method, code, seconds: counted.append(code), CALLS_OF_ONE)
     with pytest.raises(grpc.aio.AbortError):
-        await guard._unary("Check", grpc.unary_unary_rpc_method_handler(unknown, bytes, bytes))(None, Unread("unix:a"))
+        await (await guarded(guard, "Check", unknown))(None, Unread("unix:a"))
     assert counted == ["NOT_FOUND"]
 
 
