@@ -191,7 +191,7 @@ class ObserverView:
                         "meanwhile, but no round becomes final before a checkpoint is archived after it", number, why,
                     )  # fmt: skip
                 said, failures = why, failures + 1
-                self.archive_problem = f"the checkpoint of round {number} was not archived: {why}"
+                self.archive_problem = f"the checkpoint of round {number} was not archived: see the coordinator's log"
                 failed = (state, time.monotonic() + min(RETRY_SECONDS * failures, MAX_RETRY_SECONDS))
                 continue
             if said:

@@ -200,15 +200,18 @@ class Admitter:
         # Before the write, so that two concurrent requests do not pass the limits together.
         displaced = self._table.add(admitted, caller, now)
 
-        def store(ledger: Ledger) -> None:
+        def write(ledger: Ledger) -> None:
             ledger.forget_admissions([row.peer for row in displaced])
             ledger.add_admission(admitted)
 
-        try:
-            await self._ledger.run(store)
-        except CairnError:
-            self._table.take_back(admitted, known, displaced, now)
-            raise
+        async def store() -> None:
+            try:
+                await self._ledger.run(write)
+            except CairnError:
+                self._table.take_back(admitted, known, displaced, now)
+                raise
+
+        await asyncio.shield(store())  # the table follows the ledger, though the caller goes away
         return signed
 
     async def _check_work(self, request: AdmissionRequest) -> None:

@@ -15,6 +15,7 @@ from statistics import median
 from coordinator.audit_docket import MAX_DECIDED
 from coordinator.credits.plausibility import PlausibilityCheck
 from coordinator.directives import DirectiveEffects
+from coordinator.errors import LedgerConflictError
 from coordinator.finalizer import Finalizer
 from coordinator.history import RoundHistory
 from coordinator.indexed_chain import MAX_REMEMBERED, IndexedChain
@@ -74,14 +75,13 @@ class ChainIndexer:
         self.verdicts: tuple[Verdict, ...] = ()
         """Verdicts that the chain should carry and does not yet, at most MAX_VERDICTS, the oldest ones."""
         self.problem = ""
-        """Why the chain cannot be followed, for people; empty when all is well."""
+        """Why the chain cannot be followed, for everybody; empty when all is well. The log has the details."""
 
         self.caught_up = False
         """True while the chain is as far as most members."""
 
-    async def start(self) -> None:
-        """Read the ledger and begin. Raises LedgerError."""
-        await self._read_ledger()
+    def start(self) -> None:
+        """Begin, on the running event loop; `read_ledger` comes first."""
         self._unsubscribe = self._view.subscribe(self._wake.set)
         self._wake.set()
         self._task = asyncio.create_task(self._index_forever(), name="chain indexer")
@@ -117,7 +117,7 @@ class ChainIndexer:
         async with self._moving:  # no round may be posted between the check and the change
             taken_back, last = await self._ledger.run(take_back)
             if last != self._chain.posted:  # also after a call whose commit was not acknowledged
-                await self._read_ledger()
+                await self.read_ledger()
                 self._wake.set()
         return taken_back
 
@@ -143,17 +143,27 @@ class ChainIndexer:
                 some = path[i : i + ROUNDS_PER_TRANSACTION]
                 await self._ledger.run(lambda ledger, s=some: self._post(ledger, s, None))
             await self._ledger.run(lambda ledger: ledger.rollback(rollback))
-            await self._read_ledger()
+            await self.read_ledger()
 
     async def note_verdicts(self, verdicts: Sequence[Verdict]) -> None:
         """Note a directive's verdicts: later directives repeat them until a final record carries them."""
-        round_ = Round(self._chain.training_round)
+        rounds = {  # the chain may be read up to an earlier round, as after the loss of the ledger
+            v: Round(self._chain.training_round if (c := self._view.certificate(v.record)) is None
+                     else c.record.body.round)
+            for v in verdicts
+        }  # fmt: skip
+
+        def note(ledger: Ledger) -> None:
+            for verdict, round_ in rounds.items():
+                ledger.add_verdicts(round_, [verdict])
+
         if verdicts:
-            await self._ledger.run(lambda ledger: ledger.add_verdicts(round_, verdicts))
+            await self._ledger.run(note)
             self.verdicts = await self._ledger.read(lambda ledger: ledger.verdicts(MAX_VERDICTS))
             self._wake.set()
 
-    async def _read_ledger(self) -> None:
+    async def read_ledger(self) -> None:
+        """Take over what the ledger holds; directives are followed only from there. Raises LedgerError."""
         last, balances, first_seen, finalization = await self._ledger.run(
             lambda ledger: (ledger.last(), ledger.balances(), ledger.first_seen(), ledger.newest_finalization())
         )
@@ -177,30 +187,34 @@ class ChainIndexer:
         return decisions, ledger.work_reports(self._run, pending if since is None else min(since, pending))
 
     async def _index_forever(self) -> None:
+        logged = ""
         while True:
             await wait_at_most(self._wake, POLL_SECONDS)
             self._wake.clear()
             try:
                 async with self._moving:
-                    problem = await self._pass()
+                    why = problem = await self._pass()
             except CairnError as e:
-                problem = str(e)
+                # Anybody reads the page, and a ledger's error may name folders, hosts and users.
+                why, problem = str(e), "the coordinator's log says why"
+                if isinstance(e, LedgerConflictError):
+                    problem = f"it contradicts the ledger, and credits stand as they are: {problem}"
             except Exception as e:  # logged, shown on the page, and tried again
                 log.exception("following the chain failed")
-                problem = f"a fault of the coordinator ({type(e).__name__}: {e}); its log has the details"
+                why = problem = f"a fault of the coordinator ({type(e).__name__}): its log has the details"
                 await asyncio.sleep(1)
-            if problem and problem != self.problem:
-                log.error("cannot follow the chain: %s", problem)
-            elif self.problem and not problem:
+            if why and why != logged:
+                log.error("cannot follow the chain: %s", why)
+            elif logged and not why:
                 log.info("following the chain again")
-            self.problem = problem
+            self.problem, logged = problem, why
             self._on_pass()
 
     async def _pass(self) -> str:
         """Index what is new. Return what prevents that, if anything."""
         await self._finalizer.check_swarm()
         self._plausibility.update_rules(self._directives.round_policy)
-        known = {a.record for a in self._chain.open}
+        known = {a.record: a for a in self._chain.open}
         accounts: list[RoundCredits] = []
         at = self._chain.posted[1] if self._chain.posted else genesis_digest(self._run)
         while True:
@@ -210,7 +224,7 @@ class ChainIndexer:
                     self._wake.set()  # the chain switched to another branch meanwhile: start over
                     return ""
                 return await self._off_the_chain()
-            new = [credits_of(c, self._rule) for c in _linked(page, at)]
+            new = [known.get(c.digest) or credits_of(c, self._rule) for c in _linked(page, at)]
             accounts += new
             last_page = len(page) < PAGE
             if last_page and new and new[-1].record not in known:

@@ -58,7 +58,7 @@ class RunControl:
     """True while the newest directive is not followed to its end."""
 
     _told: str = field(default="", init=False)
-    """The reason for that which the log has."""
+    """The reason that was logged last."""
 
     _unsubscribe: Callable[[], None] | None = field(default=None, init=False)
 

@@ -12,7 +12,7 @@ from coordinator.errors import CoordinatorError
 from protocol.errors import MalformedError, ProtocolError
 from protocol.ids import Digest, PeerKey
 from protocol.message_codec import MessageDecoder
-from protocol.messages import Directive, Signed
+from protocol.messages import Directive, RoundChanges, Signed
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ rollback. RECORD (hexadecimal) is the newest final record that it left, if it le
 MAX_LINE = 128 * 1024
 MAX_FILE = 256 * 1024 * 1024
 FULL = 4 * 1024 * 1024
-"""Bytes from which only the newest directive is kept, those that began a rollback, ban, pause or end, and "done"."""
+"""Bytes from which only the newest directive is kept, those that changed rollback, ban, rest or policy, and "done"."""
 
 
 class DirectiveFile:
@@ -93,14 +93,14 @@ class DirectiveFile:
         in_order = sorted(directives, key=lambda d: d.body.precedence)
         still_banned = set(in_order[-1].body.banned)
         kept: list[Signed[Directive]] = []
-        epoch, banned, rest = 0, set[PeerKey](), ("running", 0)
+        epoch, banned, orders = 0, set[PeerKey](), ("running", 0, RoundChanges(), 0)
         for d in in_order:
-            new = (d.body.run_status, d.body.since)
-            # The reason of a ban, a pause or an end is in the directive that gave it.
-            ordered = bool(still_banned & (set(d.body.banned) - banned)) or new != rest
+            new = (d.body.run_status, d.body.since, d.body.changes, d.body.from_round)
+            # The reason of a ban, a pause or an end is in the directive that gave it; a policy holds until the next.
+            ordered = bool(still_banned & (set(d.body.banned) - banned)) or new != orders
             if d.body.epoch > epoch or ordered or d is in_order[-1]:
                 kept.append(d)
-            epoch, banned, rest = d.body.epoch, set(d.body.banned), new
+            epoch, banned, orders = d.body.epoch, set(d.body.banned), new
         return [*map(_line, kept), *(_done_line(epoch, left) for epoch, left in done.items())]
 
 

@@ -72,6 +72,8 @@ class LineFile:
             while left:  # a disk that fills up takes a part, and refuses the rest
                 left = left[os.write(fd, left) :]
             os.fsync(fd)
+            if size == 0:  # the file may be new
+                sync(self.path.parent)
             full = 0 < self._max_bytes <= os.fstat(fd).st_size
         finally:
             os.close(fd)

@@ -124,6 +124,8 @@ def new_folder(out: Path, size: int, *, force: bool) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir()
         yield draft
+        for file in draft.iterdir():
+            durable.sync(file)
         durable.sync(draft)
         _put_in_place(draft, out)
     except OSError as e:

@@ -57,6 +57,14 @@ class RoundHistory:
         """Tokens accepted in final rounds."""
         return self._tokens[-1] if self._tokens else 0
 
+    @property
+    def first(self) -> RoundPoint | None:
+        """The first final round; None if there is none."""
+        if not len(self):
+            return None
+        seen = self._seen[0]
+        return RoundPoint(self._round[0], self._tokens[0], self._loss[0], None if math.isnan(seen) else seen)
+
     def __len__(self) -> int:
         return len(self._round)
 

@@ -72,9 +72,14 @@ class IndexedChain:
         """Return whether a round of this chain is posted."""
         return self.posted is not None and round_ <= self.posted[0]
 
+    @property
+    def remembered(self) -> list[RoundCredits]:
+        """The rounds in memory, final or not, newest first."""
+        return [*self.recent, *self.open][::-1]
+
     def newest(self, count: int) -> list[RoundCredits]:
         """Return at most `count` newest rounds, final or not, newest first."""
-        return [*self.recent, *self.open][: -count - 1 : -1]
+        return self.remembered[:count]
 
     def points(self, last: int | None = None) -> list[RoundPoint]:
         """Return the last `last` posted rounds (None: all) and the open ones, for charts."""
@@ -110,6 +115,9 @@ class IndexedChain:
             self.recent.append(account)
             seen_at = self.first_seen.pop(account.record, None)
             self.history.append(account.round, account.tokens, account.loss, seen_at)
+            if seen_at is not None:  # the others that were seen by then, of branches that lost
+                later = {a.record for a in (*added, *beyond)}
+                self.first_seen = {r: at for r, at in self.first_seen.items() if at > seen_at or r in later}
         self.posted = posted
         self._set(balances, beyond)
         self.audits.post(added, self._recent_rounds())

@@ -1,4 +1,4 @@
-"""The interceptor of every gRPC method: call rates, deadlines, and requests that are none.
+"""The interceptor of every gRPC method: call rates, deadlines, and malformed requests.
 
 It wraps each method of the server. Limits by address come first, before a byte of the message is waited for. gRPC
 itself waits for ever for a message that does not come, and for a caller that does not read the answer. Hundreds of
@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import async_timeout
@@ -32,6 +33,9 @@ CALLS = Rate(per_second=40, burst=400)
 CALLS_OF_ONE = 64
 """Concurrent calls of one address."""
 
+OPEN = 4
+"""Open calls, with those whose callers do not read the answer, for each that works."""
+
 READ_SECONDS = 5.0
 """Seconds for a request to arrive completely."""
 
@@ -43,7 +47,7 @@ CALL_SECONDS = 15.0
 
 STREAMS = 64
 STREAMS_OF_ONE = 4
-STREAM_SECONDS = 600.0
+STREAM_SECONDS = 300.0
 """Lifetime of a stream (the client opens another); a silent one ends after IDLE_SECONDS."""
 
 IDLE_SECONDS = 60.0
@@ -64,8 +68,8 @@ class LimitsInterceptor(grpc.aio.ServerInterceptor):
     def __init__(self, counted: Callable[[str, str, float], None], max_calls: int):
         self._counted = counted
         self._rate = NetworkLimit(CALLS)
-        self._calls = ConcurrencyLimit(max_calls, CALLS_OF_ONE)
-        self._streams = ConcurrencyLimit(STREAMS, STREAMS_OF_ONE)
+        self._calls = _Places(max_calls, CALLS_OF_ONE)
+        self._streams = _Places(STREAMS, STREAMS_OF_ONE)
         self._handlers: dict[str, grpc.RpcMethodHandler] = {}
         self._unknown = grpc.stream_stream_rpc_method_handler(self._no_such)
 
@@ -143,7 +147,7 @@ class LimitsInterceptor(grpc.aio.ServerInterceptor):
         self,
         method: str,
         context: Any,
-        places: ConcurrencyLimit,
+        places: _Places,
         work: Callable[[str], Awaitable[None]],
         seconds: float,
     ) -> None:
@@ -152,11 +156,12 @@ class LimitsInterceptor(grpc.aio.ServerInterceptor):
         code, message = grpc.StatusCode.OK, ""
         try:
             self._rate.take(caller, began)
-            # Freed only when the call is over: a caller that does not read its answer keeps its place.
-            free = places.take(caller)
+            # Freed only when the call is over: a caller that does not read its answer keeps its network's place.
+            free = places.open.take(caller)
             context.add_done_callback(lambda _: free())
-            async with async_timeout.timeout(seconds):
-                await work(caller)
+            with places.working():
+                async with async_timeout.timeout(seconds):
+                    await work(caller)
         except asyncio.TimeoutError:
             code, message = grpc.StatusCode.DEADLINE_EXCEEDED, "the call took too long and was ended: call again"
         except _Ended as e:
@@ -171,14 +176,33 @@ class LimitsInterceptor(grpc.aio.ServerInterceptor):
         except asyncio.CancelledError:  # the client left
             self._counted(method, grpc.StatusCode.CANCELLED.name, time.monotonic() - began)
             raise
-        except grpc.aio.AbortError:
-            raise  # the method has reported the error
+        except grpc.aio.AbortError:  # the method has reported the error
+            found = next((c.name for c in grpc.StatusCode if c.value[0] == context.code()), "UNKNOWN")
+            self._counted(method, found, time.monotonic() - began)
+            raise
         except Exception:  # a bug: logged here; strangers learn nothing of the inside
             log.exception("%s failed", method)
             code, message = grpc.StatusCode.INTERNAL, _FAULT
         self._counted(method, code.name, time.monotonic() - began)
         if code is not grpc.StatusCode.OK:
             await context.abort(code, message)
+
+
+class _Places:
+    """The places of calls: all that work at once, and those of each network until its calls are over."""
+
+    def __init__(self, total: int, per_caller: int):
+        self.open = ConcurrencyLimit(OPEN * total, per_caller)
+        self._working = ConcurrencyLimit(total, total)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Hold a place among all that work. Raises TooManyError."""
+        free = self._working.take(None)
+        try:
+            yield
+        finally:
+            free()
 
 
 class _Ended(Exception):

@@ -94,7 +94,8 @@ class LedgerThread:
     def _check(self) -> None:
         if self._ledger is None:
             raise RuntimeError("the ledger is not open")
-        if self._waiting >= MAX_WAITING:
+        # A caller that is gone waits no more, but its job does.
+        if max(self._waiting, self._jobs.qsize()) >= MAX_WAITING:
             raise TooManyError("the coordinator is busy: try again in 5 s")
 
     async def _answered(self, future: Any) -> Any:

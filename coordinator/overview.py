@@ -12,7 +12,7 @@ from coordinator.audit_docket import AuditCase
 from coordinator.chain_indexer import ChainIndexer
 from coordinator.directives import DirectiveEffects
 from coordinator.history import tokens_per_second
-from coordinator.indexed_chain import MAX_REMEMBERED, IndexedChain
+from coordinator.indexed_chain import IndexedChain
 from coordinator.non_participation import NonParticipation
 from coordinator.peer_registry import PeerRegistry, TrackedPeer
 from coordinator.round_observations import RoundObservation, RoundObservations, TypicalDurations
@@ -339,8 +339,7 @@ class OverviewBuilder:
         chain = self.chain
         head = chain.head[1] if chain.head else None
         if self._last_rounds[0] != head:
-            newest = reversed(chain.newest(MAX_REMEMBERED))
-            self._last_rounds = (head, {e.peer: a for a in newest for e in a.lines})
+            self._last_rounds = (head, {e.peer: a for a in reversed(chain.remembered) for e in a.lines})
         seen = self.observations.get(head) if head is not None else None
         return self._last_rounds[1], {a.peer: a for a in (seen.absent or () if seen else ())}
 

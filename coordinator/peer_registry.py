@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from coordinator.swarm import ReceivedHeartbeat
 from protocol.ids import PeerKey
-from protocol.messages import PHASES as SAID
+from protocol.messages import PHASES as REPORTED
 from protocol.messages import Heartbeat
 
 MAX_PEERS = 10_000
 GONE_AFTER = 15
 """A silent peer is gone after this number of times `round.member_seconds`."""
 
-PHASES = (*(p for p in SAID if p != "leaving"), "silent", "gone", "banned", "barred")
+PHASES = (*(p for p in REPORTED if p != "leaving"), "silent", "gone", "banned", "barred")
 """The phases that are shown: the peer's own reports; or silent, gone, banned by the owner, barred by a conviction."""
 
 RATE_SECONDS = 30.0

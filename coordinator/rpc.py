@@ -18,7 +18,7 @@ from coordinator.errors import PortTakenError, UnknownRunError
 from coordinator.health import Health, Reflection
 from coordinator.history import charts
 from coordinator.indexed_chain import IndexedChain
-from coordinator.interceptor import LimitsInterceptor
+from coordinator.interceptor import OPEN, LimitsInterceptor
 from coordinator.limits import NetworkLimit, Rate, RateLimit, caller_of
 from coordinator.overview import Overview, PeerOverview
 from coordinator.swarm import SwarmView
@@ -66,7 +66,7 @@ OPTIONS = (
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.max_connection_idle_ms", 300_000),
     # Only the end of its connection ends a call whose caller never reads the answer. Clients reconnect by themselves.
-    ("grpc.max_connection_age_ms", 1_800_000),
+    ("grpc.max_connection_age_ms", 300_000),
     ("grpc.max_connection_age_grace_ms", 15_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.max_ping_strikes", 3),
@@ -96,14 +96,14 @@ class CoordinatorService(stubs.CoordinatorServicer):
         self._now = now
         self._status: tuple[Overview, wire.StatusReply] | None = None
         self._thinned: tuple[tuple[Round, Digest] | None, list[float]] | None = None
-        self._reads = RateLimit(READS)
+        self._reads = NetworkLimit(READS)
         self._admissions = NetworkLimit(ADMISSIONS)
-        self._directives = RateLimit(DIRECTIVES)
+        self._directives = NetworkLimit(DIRECTIVES)
         self._admissions_of_one = RateLimit(ADMISSIONS_OF_ONE)
-        self._bindings = RateLimit(BINDINGS)
+        self._bindings = NetworkLimit(BINDINGS)
         self._bindings_of_one = RateLimit(BINDINGS_OF_ONE)
 
-    def _check(self, context: grpc.aio.ServicerContext, limit: RateLimit, run: bytes) -> None:
+    def _check(self, context: grpc.aio.ServicerContext, limit: NetworkLimit, run: bytes) -> None:
         """Raise TooManyError for a caller's rate, UnknownRunError for another run."""
         limit.take(caller_of(context.peer()), time.monotonic())
         if run != self._spec.run_id:
@@ -180,8 +180,7 @@ class CoordinatorService(stubs.CoordinatorServicer):
 
     def _newest_checkpoint(self) -> tuple[Digest, int] | None:
         """Return the newest state that is a checkpoint and in the observer's store."""
-        chain = self._chain
-        for account in chain.newest(len(chain.open) + len(chain.recent)):
+        for account in self._chain.remembered:
             if account.round % self._spec.checkpoint.every == 0 and self._view.has_blob(account.base_state):
                 return account.base_state, account.round
         genesis = self._spec.genesis.name
@@ -225,7 +224,7 @@ class CoordinatorService(stubs.CoordinatorServicer):
         if request.record:
             one = await self._credits.certificate(Digest(request.record))
             return wire.CertificatesReply(certificates=[] if one is None else [one])
-        limit = min(request.limit or MAX_CERTIFICATES, MAX_CERTIFICATES)
+        limit = request.limit or MAX_CERTIFICATES
         found, more = await self._credits.certificates(Digest(request.after), limit)
         return wire.CertificatesReply(certificates=found, more=more)
 
@@ -250,7 +249,7 @@ async def start_server(
     Raises PortTakenError.
     """
     guard = LimitsInterceptor(counted, MAX_CALLS)
-    server = grpc.aio.server(interceptors=[guard], options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
+    server = grpc.aio.server(interceptors=[guard], options=OPTIONS, maximum_concurrent_rpcs=OPEN * MAX_CALLS)
     stubs.add_CoordinatorServicer_to_server(service, server)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(Reflection(), server)

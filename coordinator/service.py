@@ -115,7 +115,8 @@ class Coordinator:
             on_pass=self._wake, on_new_head=self._observe,
         )  # fmt: skip
         decoder = MessageDecoder(spec.run_id, spec.owner_key, remember=16)
-        directive_file = DirectiveFile(config.folder, decoder)
+        # It decodes in threads: a decoder is used by one thread at a time.
+        directive_file = DirectiveFile(config.folder, MessageDecoder(spec.run_id, spec.owner_key, remember=16))
         self.control = RunControl(
             decoder, view, directives, indexer, ledger, directive_file, KeySigner(owner), spec.run_id, now,
             archiver.roll_back,
@@ -186,8 +187,9 @@ class Coordinator:
         await self.admitter.load()
         self.observations.restore(await asyncio.to_thread(self._observation_file.read))
         self._view.listen(self.observations.receive)
+        await self.indexer.read_ledger()
         await self.control.start()
-        await self.indexer.start()
+        self.indexer.start()
         self._archiver.start(self._finalizer.of_posted)
         await self.credits.start()
         self._server, self.grpc_port = await start_server(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -55,15 +55,19 @@ class _State:
 
 
 class AlertTracker:
-    """Tracks the alerts. `hooks` are the webhooks' names, `saved` is the `to_json` from before the restart."""
+    """Tracks the alerts. `hooks` are the webhooks' names, `saved` is the `to_json` from before the restart.
 
-    def __init__(self, hooks: Sequence[str], saved: Mapping[str, Any] | None = None, *, repeat: float = REPEAT_SECONDS):
+    `on_dropped` is called for each event that has waited for too long, or behind too many.
+    """
+
+    def __init__(
+        self, hooks: Sequence[str], saved: Mapping[str, Any] | None = None, *, repeat: float = REPEAT_SECONDS,
+        on_dropped: Callable[[], None] = lambda: None,
+    ):  # fmt: skip
         self._repeat = repeat
         self._states = {r.name: _State() for r in RULES}
         self._waiting: dict[str, list[AlertEvent]] = {hook: [] for hook in hooks}
-        self.lost = 0
-        """Number of events that were never delivered."""
-
+        self._on_dropped = on_dropped
         if saved and saved.get("form") == FORM:
             for name, state in saved["rules"].items():
                 if name in self._states:
@@ -95,7 +99,8 @@ class AlertTracker:
         for waiting in self._waiting.values():
             waiting += events
             fresh = [e for e in waiting if seen.time - e.time <= KEEP_SECONDS][-MAX_WAITING:]
-            self.lost += len(waiting) - len(fresh)
+            for _ in range(len(waiting) - len(fresh)):
+                self._on_dropped()
             waiting[:] = fresh
         return events
 
@@ -131,11 +136,10 @@ class AlertTracker:
         """Return the oldest event that this webhook has not received."""
         return next(iter(self._waiting[hook]), None)
 
-    def done(self, hook: str, event: AlertEvent, *, taken: bool) -> None:
-        """Remove an event: it was received (`taken`), or never will be."""
+    def done(self, hook: str, event: AlertEvent) -> None:
+        """Remove an event: it was received, or never will be."""
         if event in self._waiting[hook]:
             self._waiting[hook].remove(event)
-            self.lost += not taken
 
 
 def back_off(failures: int) -> float:

@@ -43,7 +43,7 @@ class AlertWatcher:
         self._input = input
         self._on_change = on_change
         self._on_delivery = on_delivery
-        self._tracker = AlertTracker([h.name for h in config.hooks], repeat=config.repeat)
+        self._tracker = self._tracked(None)
         self._news = {h.name: asyncio.Event() for h in config.hooks}
         self._tasks: list[asyncio.Task[None]] = []
         self._saved_at = 0.0
@@ -62,11 +62,17 @@ class AlertWatcher:
         """Continue from the state on disk."""
         saved = await asyncio.to_thread(self._load)
         try:
-            self._tracker = AlertTracker([h.name for h in self._config.hooks], saved, repeat=self._config.repeat)
+            self._tracker = self._tracked(saved)
         except (TypeError, KeyError, AttributeError, ValueError) as e:
             log.error("%s is damaged (%s): active alerts are sent again", self._path, e)
         self._tasks = [asyncio.create_task(self._check_forever(), name="alerts")]
         self._tasks += [asyncio.create_task(self._deliver_forever(h), name=f"webhook {h}") for h in self._config.hooks]
+
+    def _tracked(self, saved: dict | None) -> AlertTracker:
+        return AlertTracker(
+            [h.name for h in self._config.hooks], saved, repeat=self._config.repeat,
+            on_dropped=lambda: self._on_delivery("dropped"),
+        )  # fmt: skip
 
     async def stop(self) -> None:
         """Stop; undelivered events are delivered after the next start."""
@@ -123,11 +129,11 @@ class AlertWatcher:
                 if not e.final:
                     await asyncio.sleep(back_off(failures))
                     continue
-                self._tracker.done(hook.name, event, taken=False)
+                self._tracker.done(hook.name, event)
             else:
                 failures = 0
                 self._on_delivery("delivered")
-                self._tracker.done(hook.name, event, taken=True)
+                self._tracker.done(hook.name, event)
             await self._save()
 
     def _load(self) -> dict | None:

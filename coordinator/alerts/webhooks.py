@@ -34,15 +34,15 @@ class WebhookError(CoordinatorError):
         self.final = final
 
 
-def plain(text: str) -> str:
-    """Return text from strangers without characters of which chats make links, mentions and markup."""
+def unlinked(text: str) -> str:
+    """Return text from strangers without what chats make links, mentions and markup of."""
     text = "".join(c if c.isprintable() else " " for c in text[:MAX_MESSAGE])
-    return re.sub(r"[<>&@`*_~|\[\]\\#]", "'", text)
+    return re.sub(r"(?i)[<>&@`*_~|\[\]\\#]|://|\bwww\.", "'", text)
 
 
 def payload(event: AlertEvent, run: str, page: str) -> bytes:
     """Return the body to post; `run` is the run's name, `page` the page's address ("": none)."""
-    sentence = f"{_SIGNS[event.kind]} {plain(run)}: {event.name}: {plain(event.message)}"
+    sentence = f"{_SIGNS[event.kind]} {unlinked(run)}: {event.name}: {unlinked(event.message)}"
     if page:
         sentence += f" ({page})"
     body = {

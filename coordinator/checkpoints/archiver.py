@@ -43,7 +43,7 @@ MAX_TRIES = 2
 """Attempts to evaluate one state at once."""
 
 AGAIN_SECONDS = 3600.0
-"""Seconds until a state is tried again after these: no other may come after a run's last one."""
+"""Seconds until a state is tried again after MAX_TRIES failures: no state comes after a run's last one."""
 
 MAX_LOSSES = 20
 """Newest evaluations that `newest_losses` gives."""
@@ -76,7 +76,9 @@ class CheckpointArchiver:
         self._wakes: list[asyncio.Event] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._unsubscribe: Callable[[], None] | None = None
-        self._problems: dict[str, str] = {}
+        self._problems: dict[str, tuple[str, str]] = {}
+        """Problems by topic, each with its reason, which goes to the log only: it may name addresses and keys."""
+
         self._copied: set[str] = set()
         self._listed = False
         """True once `_copied` has the copies that were there before."""
@@ -119,11 +121,10 @@ class CheckpointArchiver:
             try:
                 await work()
             except CairnError as e:
-                self._report(topic, str(e))
+                self._report(topic, f"{topic}: failed, see the coordinator's log", str(e))
             except Exception as e:  # logged, shown on the page and by the alert, and tried again
                 log.exception("%s: a fault of the coordinator", topic)
-                # Anybody reads the page, and what a library says may name addresses and keys.
-                self._problems[topic] = f"{topic}: a fault of the coordinator ({type(e).__name__}), see its log"
+                self._problems[topic] = f"{topic}: a fault of the coordinator ({type(e).__name__}), see its log", ""
                 await asyncio.sleep(POLL_SECONDS)
 
     def _wake(self) -> None:
@@ -162,8 +163,8 @@ class CheckpointArchiver:
                 self._report(
                     f"state {archived.round}",
                     f"the archived state of round {archived.round} ({archived.state.short}) is not the one that the "
-                    f"chain names ({after[0].record.body.base_state.short}): it is never signed; remove "
-                    f"{archived.folder}",
+                    f"chain names ({after[0].record.body.base_state.short}): it is never signed",
+                    f"remove {archived.folder}",
                 )
             return None
         with contextlib.suppress(OSError, CairnError):
@@ -212,9 +213,12 @@ class CheckpointArchiver:
             self._failed_at = time.monotonic()
             self._counts["evaluations_failed"] += 1
             again = "it is tried again" if tries < MAX_TRIES else "the next one is tried, or this in an hour"
-            self._report("evaluation", f"the state of round {archived.round} was not evaluated: {why}; {again}")
+            self._report(
+                "evaluation", f"the state of round {archived.round} was not evaluated (see the log); {again}", why
+            )
             return
         self._failed.pop(archived.state, None)
+        self._not_wanted.discard(str(archived.state))  # it may be one of the best
         await asyncio.to_thread(self.evaluations.add, archived, measured, texts)
         await asyncio.to_thread(self.archive.prune)  # another state may be the best now
         self._counts["evaluated"] += 1
@@ -271,7 +275,7 @@ class CheckpointArchiver:
                 failures += 1
                 self._counts["copies_failed"] += 1
                 again = f"tried again in {wait:.0f} s, the local ones are whole"
-                self._report("copies", f"checkpoints are not copied to {self._settings.archive.address}: {e} ({again})")
+                self._report("copies", f"checkpoints are not copied: see the coordinator's log ({again})", str(e))
                 await asyncio.sleep(wait)
 
     def _copy_job(self, held: Sequence[ArchivedState], left: set[Digest]) -> Row:
@@ -297,11 +301,11 @@ class CheckpointArchiver:
             size = row["bytes"] / 1e6
             log.info("copied the state of round %s to %s (%.1f MB)", round_, self._settings.archive.address, size)
 
-    def _report(self, topic: str, problem: str) -> None:
-        """Keep a problem, and log it once for as long as it stays the same."""
-        if self._problems.get(topic) != problem:
-            log.warning("%s", problem)
-        self._problems[topic] = problem
+    def _report(self, topic: str, problem: str, why: str) -> None:
+        """Keep a problem, which anybody may read, and log it with its reason once for as long as both are the same."""
+        if self._problems.get(topic) != (problem, why):
+            log.warning("%s: %s", problem, why)
+        self._problems[topic] = problem, why
 
     def _solved(self, topic: str) -> None:
         if self._problems.pop(topic, None) is not None:
@@ -309,8 +313,8 @@ class CheckpointArchiver:
 
     @property
     def problem(self) -> str:
-        """Why states are not archived, copied or evaluated, for people; empty when all is well."""
-        return "; ".join(p for p in (self._fetch_problem(), *self._problems.values()) if p)
+        """The states that are not archived, copied or evaluated, for everybody; empty when all is well."""
+        return "; ".join(p for p in (self._fetch_problem(), *(said for said, _ in self._problems.values())) if p)
 
     @property
     def validation(self) -> tuple[int, float | None] | None:

@@ -69,7 +69,7 @@ class EvaluationLog:
         return self._by_round[1]
 
     def done(self) -> dict[str, int]:
-        """Return the round by state of the chain's evaluated states: with a loss, or without validation data texts."""
+        """Return the round of each evaluated state of the chain: one with a loss, or with texts alone."""
         return {r["state"]: r["round"] for r in (*self._texts(), *self.rows()) if "state" in r}
 
     def newest(self) -> Row | None:

@@ -83,7 +83,7 @@ def _newest(ordered: Sequence[RetentionCandidate[K]], policy: RetentionPolicy) -
 
 
 def _marks(ordered: Sequence[RetentionCandidate[K]], policy: RetentionPolicy) -> set[int]:
-    """Return the first in each interval of rounds: deletions never remove the first, so the choice is stable."""
+    """Return the first that is left in each interval of rounds."""
     first: dict[int, int] = {}
     for i, s in enumerate(ordered):
         if policy.every and s.round >= policy.every:

@@ -121,7 +121,12 @@ def load_settings(
 
 
 def check_address(address: str, folder: Path) -> None:
-    """Raise SettingsError for an address that cannot hold copies: within the run's own folder, or read-only."""
+    """Raise SettingsError for an address with a password, within the run's own folder, or read-only."""
+    if re.search(r"://[^/@]*:[^/]*@", address):
+        raise SettingsError(
+            "archive.address has a password, which logs would show: leave it out, and set it in the environment, such "
+            "as FSSPEC_SFTP_PASSWORD"
+        )
     if address.startswith(("http://", "https://")):
         raise SettingsError(f"{address}: a web address is only read from: name a folder, or such as s3://bucket/runs")
     local = address.removeprefix("file://").removeprefix("local://")

@@ -182,7 +182,10 @@ class Leaderboard:
 
         Raises MalformedError, SignatureError, AdmissionError, RefusedError, TooManyError, LedgerError.
         """
-        b = open_binding(sent, self._run)
+        # Though the caller goes away: what is stored counts here, too.
+        return await asyncio.shield(self._bind(open_binding(sent, self._run)))
+
+    async def _bind(self, b: AccountBinding) -> int:
         async with self._binding:
             self._check(b)
             known = self._bound.get(b.peer)
@@ -202,7 +205,7 @@ class Leaderboard:
         if known is not None and known.encoded == b.encoded:
             return
         if not self._is_admitted(b.peer):
-            raise RefusedError(f"peer {b.peer.short} was never admitted to this run: join it first, then bind")
+            raise RefusedError(f"peer {b.peer.short} is not known here: join this run again, then bind")
         if known is not None and b.precedence <= known.precedence:
             raise RefusedError(f"peer {b.peer.short} has said something newer: sign anew, by a clock that is right")
         account = self._accounts.get(b.account)

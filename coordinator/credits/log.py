@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 5.0
 PAGE_BYTES = 1024 * 1024
-"""Maximum size of an answer, which may exceed it by one certificate: it fits in 4 MiB."""
+"""Maximum size of an answer; a larger certificate is sent alone."""
 
 PAGE_LINES = 5000
 """Lines in one answer, which may exceed it by those of one round: about 1.5 MB as JSON, 2.5 MB at most."""

@@ -6,6 +6,7 @@ same bytes. Announced updates that a round left out are stored when its record i
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -100,6 +101,15 @@ class Receipts:
             kept = [f for f in taken if f[0] != taken[-1][0]]
             taken = kept or [f for f in found if f[0] == taken[-1][0]]
         more = len(found) > len(taken)
+        unsigned = {
+            key: self._receipt(peer, number, what)
+            for number, what in taken
+            if (key := (what.record, what.update)) not in self._signed
+        }
+        if unsigned:  # a signature takes long enough to delay others
+            receipts = list(unsigned.values())
+            signed = await asyncio.to_thread(lambda: [sign(self._owner, r).encoded for r in receipts])
+            self._signed.update(zip(unsigned, zip(receipts, signed, strict=True), strict=True))
         items = tuple(self._item(peer, number, what) for number, what in taken)
         return ReceiptPage(items, taken[-1][0] if more and taken and taken[-1][0] > 0 else None)
 

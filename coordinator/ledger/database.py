@@ -166,7 +166,7 @@ def _remedy(text: str) -> str:
     if "locked" in text:
         return "another coordinator uses this folder: stop it first"
     if "full" in text:
-        return "free some disk space and start again; nothing that was settled is lost"
+        return "free some disk space; what was acknowledged is kept, and the rest is tried again"
     if "unable to open" in text or "readonly" in text:
         return "check that the folder exists and that you may write there"
     return "restore the file from a copy, or move it away: credits are computed again from the chain"

@@ -131,7 +131,7 @@ def _remedy(error: Exception) -> str:
     if isinstance(error, psycopg.errors.LockNotAvailable):
         return "another coordinator of this run writes there: stop it first"
     if isinstance(error, psycopg.errors.DiskFull):
-        return "free some disk space on the server; nothing that was settled is lost"
+        return "free some disk space on the server; what was acknowledged is kept, and the rest is tried again"
     if isinstance(error, psycopg.errors.InsufficientPrivilege):
         return "the user of the URL must own the schema, or may create one in the database"
     if isinstance(error, psycopg.OperationalError):

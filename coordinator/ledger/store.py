@@ -139,7 +139,7 @@ class Ledger(LedgerQueries):
         """Fold in a final round; return False if it is posted already.
 
         `finalization` is the owner's, an envelope. Raises LedgerConflictError if another record of this round is
-        posted, or if the round before is another's parent.
+        posted, or if its parent is not the newest posted record.
         """
         with self._writing():
             fold = self._current()
@@ -172,8 +172,8 @@ class Ledger(LedgerQueries):
         record = fold.record_of(account.round)
         if record != account.record:
             raise LedgerConflictError(
-                f"round {account.round} is settled with record {record.short}, but the chain now says "
-                f"{account.record.short}: a final was reverted. Credits stand as settled; keep {self.where} and find "
+                f"round {account.round} is posted with record {record.short}, but the chain now says "
+                f"{account.record.short}: a final was reverted. Credits stand as they are; keep {self.where} and find "
                 "out who signed two finals with the run's key before going on"
             )
         if self.accounts(after=account.round - 1, limit=1)[0].lines != account.lines:

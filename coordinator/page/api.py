@@ -75,6 +75,9 @@ class PageApi:
     archiver: CheckpointArchiver
     metrics_text: Callable[[], bytes]
     now: Callable[[], float]
+    _peers: tuple[Overview, dict[tuple[str, bool], list[tuple[str, PeerOverview]]]] | None = field(
+        default=None, init=False
+    )
     _charts: tuple[object, dict[str, Any]] | None = field(default=None, init=False)
     _reads: ConcurrencyLimit = field(default_factory=lambda: ConcurrencyLimit(MAX_READS, MAX_READS), init=False)
 
@@ -91,20 +94,29 @@ class PageApi:
 
     async def run(self) -> dict[str, Any]:
         """Return the run in short: model, data, settings, and how to take part."""
-        first = next(iter(self.chain.points()), None)
+        first = self.chain.history.first or next(iter(self.chain.points(0)), None)
         began = first.seen_at if first is not None and first.round == 0 else None
         return run_card(self.spec, None if began is None else round(began), self.published_invite())
 
     def peers(self, sort: str, descending: bool, text: str, offset: int, limit: int) -> dict[str, Any]:
-        every = self.overview().peers
-        wanted = text.casefold()
-        found = [p for p in every if wanted in _searched(p)] if wanted else list(every)
-        if sort != "state":  # the order of an overview
-            found.sort(key=_BY[sort], reverse=descending)
-        elif descending:
-            found.reverse()
+        every, wanted = self._peers_by(sort, descending), text.casefold()
+        found = [p for searched, p in every if wanted in searched]
         page = [json_view.peer(p, self.name_of) for p in found[offset : offset + limit]]
         return {"total": len(every), "matching": len(found), "offset": offset, "peers": page}
+
+    def _peers_by(self, sort: str, descending: bool) -> list[tuple[str, PeerOverview]]:
+        """Return the peers in this order, each with its text for searches: made once for an overview."""
+        o = self.overview()
+        if self._peers is None or self._peers[0] is not o:
+            self._peers = (o, {("state", False): [(_searched(p), p) for p in o.peers]})  # an overview's own order
+        orders = self._peers[1]
+        if (sort, descending) not in orders:
+            every = orders["state", False]
+            orders[sort, descending] = (
+                every[::-1] if sort == "state"
+                else sorted(every, key=lambda found: _BY[sort](found[1]), reverse=descending)
+            )  # fmt: skip
+        return orders[sort, descending]
 
     def peer(self, key: PeerKey) -> dict[str, Any] | None:
         shown = next((p for p in self.overview().peers if p.peer == key), None)
@@ -165,7 +177,7 @@ class PageApi:
         chain = self.chain
         before = min(before, chain.head[0] + 1 if chain.head else 0)
         first = max(0, before - limit)
-        remembered = {int(a.round): a for a in chain.newest(limit + len(chain.open) + 64) if first <= a.round < before}
+        remembered = {int(a.round): a for a in chain.remembered if first <= a.round < before}
         if len(remembered) == before - first:
             found = [remembered[r] for r in range(first, before)]
         else:
@@ -188,8 +200,7 @@ class PageApi:
         return json_view.certificate(found[0], self.name_of)
 
     async def _one(self, number: int) -> RoundCredits | None:
-        chain = self.chain
-        found = next((a for a in chain.newest(len(chain.open) + 64) if a.round == number), None)
+        found = next((a for a in self.chain.remembered if a.round == number), None)
         if found is not None:
             return found
         rows = await self._read(number - 1, 1)

@@ -12,9 +12,9 @@ from coordinator.page.endpoints import ENDPOINTS, ApiEndpoint, Parameter
 
 ABOUT = (
     "Everything that a Cairn coordinator's page shows, as JSON. Read-only; no key is needed. Answers are cached and "
-    "carry an ETag: send it back in If-None-Match. Keys and digests are hexadecimal, credits are "
-    "whole micro-credits (10^9 model FLOPs), times are unix seconds. Read /events (server-sent events, each with the "
-    "newest state) instead of polling."
+    "carry an ETag, except those about credits: send it back in If-None-Match. Keys and digests are hexadecimal, "
+    "credits are whole micro-credits (10^9 model FLOPs), times are unix seconds (in /api/credits/rounds milliseconds). "
+    "Read /events (server-sent events, each with the newest state) instead of polling."
 )
 
 _PLAIN = {"text/plain": {"schema": s.TEXT}}

@@ -15,8 +15,10 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
+import grpc.aio
 import pytest
 from google.protobuf import message_factory
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
@@ -30,7 +32,7 @@ from benchmarks.coordinator.__main__ import Server, result, start_load
 from benchmarks.coordinator.swarm import identity, make_spec
 from coordinator.errors import TooManyError
 from coordinator.health import NAME
-from coordinator.interceptor import CALLS_OF_ONE, STREAMS_OF_ONE
+from coordinator.interceptor import CALLS_OF_ONE, STREAMS_OF_ONE, LimitsInterceptor
 from coordinator.limits import ConcurrencyLimit
 from peer.coordinator_client import server_certificate
 from protocol.envelope import seal
@@ -394,6 +396,71 @@ async def test_who_watches_its_health_is_told_that_it_goes(tmp_path):
             seen.append((await watch.read()).status)
             watch.cancel()
         assert seen == [1, 2]
+
+
+class Unread:
+    """A call whose caller sends its request and never reads the answer."""
+
+    def __init__(self, caller: str):
+        self._caller = caller
+        self.written: list[bytes] = []
+        self.ended = Code.OK
+
+    def code(self) -> int:
+        """Return the status as gRPC does."""
+        return self.ended.value[0]  # type: ignore[index]
+
+    def peer(self) -> str:
+        return self._caller
+
+    def add_done_callback(self, callback: object) -> None:
+        pass
+
+    async def read(self) -> bytes:
+        return b""
+
+    async def write(self, sent: bytes) -> None:
+        self.written.append(sent)
+
+    async def abort(self, code: grpc.StatusCode, message: str) -> None:
+        self.ended = code
+
+
+async def guarded(guard: LimitsInterceptor, method: str, work):
+    """Return the method with its limits."""
+
+    async def found(_):
+        return grpc.unary_unary_rpc_method_handler(work, bytes, bytes)
+
+    handler = await guard.intercept_service(found, SimpleNamespace(method=f"/{NAME}/{method}"))
+    return handler.stream_stream
+
+
+async def test_those_who_never_read_take_the_places_of_their_own_network_only():
+    async def answered(request: bytes, context: Unread) -> bytes:
+        return b"answer"
+
+    guard = LimitsInterceptor(lambda *_: None, CALLS_OF_ONE)
+    call = await guarded(guard, "Status", answered)
+    for _ in range(CALLS_OF_ONE):
+        await call(None, Unread("ipv4:10.0.0.1:1"))
+    refused, other = Unread("ipv4:10.0.0.1:1"), Unread("ipv4:10.0.0.2:1")
+    await call(None, refused)
+    await call(None, other)
+    assert (refused.ended, other.ended) == (Code.RESOURCE_EXHAUSTED, Code.OK) and other.written == [b"answer"]
+
+
+async def test_an_error_that_a_method_reports_itself_is_counted():
+    counted: list[str] = []
+
+    async def unknown(request: bytes, context: Unread) -> bytes:
+        await context.abort(Code.NOT_FOUND, "no such service")
+        raise grpc.aio.AbortError
+
+    guard = LimitsInterceptor(lambda method, code, seconds: counted.append(code), CALLS_OF_ONE)
+    with pytest.raises(grpc.aio.AbortError):
+        await (await guarded(guard, "Check", unknown))(None, Unread("unix:a"))
+    assert counted == ["NOT_FOUND"]
 
 
 def test_places_are_bounded_freed_once_and_forgotten():

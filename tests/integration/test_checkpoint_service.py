@@ -96,7 +96,7 @@ async def test_a_full_disk_is_said_once_with_what_it_means_and_the_chain_is_foll
         await until(lambda: len(tries) >= 3, "it has tried three times")
         said = [r.getMessage() for r in caplog.records if "not archived" in r.getMessage()]
         assert len(said) == 1 and "free some disk space" in said[0] and "no round becomes final" in said[0]
-        assert "is full" in o.view.archive_problem and o.view.held_state() == 0
+        assert "the checkpoint of round 5 was not archived" in o.view.archive_problem and o.view.held_state() == 0
         o.node.store.has = lambda d: True
         await until(lambda: o.view.held_state() == 5 and o.view.archive_problem == "", "the newest state is archived")
     finally:

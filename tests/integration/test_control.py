@@ -171,6 +171,24 @@ async def test_a_ban_and_a_rest_keep_their_own_reasons_after_other_orders_and_a_
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("full", [1, 2**20])
+async def test_the_policy_before_a_pending_change_is_in_force_after_a_restart(tmp_path, monkeypatch, full):
+    monkeypatch.setattr("coordinator.directive_file.FULL", full)
+    swarm = FakeSwarm(SPEC)
+    for i in range(8):
+        swarm.chain.add({0: 1, 1: 1 + i})
+    async with running(tmp_path, swarm=swarm) as (coordinator, _):
+        await until(lambda: coordinator.chain.posted and coordinator.chain.posted[0] >= 4, "round 4 is posted")
+        async with client(coordinator) as c:
+            for number, (seconds, first) in enumerate([(600.0, 2), (700.0, 1000)], 1):
+                changes = RoundChanges(patience_seconds=seconds)
+                await c.publish_directive(word(number, changes=changes, from_round=first).encoded)
+        assert coordinator.directives.round_policy.patience_seconds == 600
+    async with running(tmp_path, swarm=swarm) as (coordinator, _):
+        assert coordinator.directives.round_policy.patience_seconds == 600
+
+
+@pytest.mark.asyncio
 async def test_a_rollback_takes_the_ledger_back_once_and_only_to_a_state_that_is_archived(tmp_path):
     swarm = FakeSwarm(SPEC)
     for i in range(8):

@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import grpc
 import grpc.aio
@@ -103,6 +105,17 @@ async def test_who_asks_again_gets_no_second_spec_and_is_informed_of_the_end(tmp
         assert (o.state, o.state_round, o.tokens_per_second, o.archive_problem) == (state(1), 1, 0.0, "")
 
 
+async def test_a_wide_network_has_a_few_times_the_reads_of_one_address(tmp_path, monkeypatch):
+    monkeypatch.setattr(rpc, "READS", Rate(per_second=1e-6, burst=5))
+    request, answered = wire.GetRunRequest(run=bytes(SPEC.run_id)), 0
+    async with running(tmp_path) as (c, _):
+        with pytest.raises(TooManyError):
+            for n in range(50):
+                await c._service.GetRun(request, SimpleNamespace(peer=lambda n=n: f"ipv6:[2001:db8:0:{n:x}00::1]:1"))
+                answered += 1
+    assert answered == 4 * 5
+
+
 async def test_asking_again_gives_the_same_admission_and_later_a_newer_one(tmp_path):
     clock = [time.time()]
     async with running(tmp_path, now=lambda: clock[0]) as (c, _), client(c) as ask:
@@ -135,6 +148,24 @@ async def test_an_admission_that_could_not_be_stored_is_not_remembered(tmp_path,
         await ask.admit(peer(1), "ada")
         stored = await c.ledger.read(lambda ledger: [a.peer for a in ledger.admissions()])
         assert stored == [peer(1).key] and c.admitter.knows(peer(1).key)
+
+
+async def test_an_admission_that_could_not_be_stored_after_its_caller_left_is_not_remembered(tmp_path, monkeypatch):
+    begun, go = threading.Event(), threading.Event()
+
+    def fails(*_: object) -> None:
+        begun.set()
+        go.wait(LIMIT)
+        raise LedgerError("the disk is full")
+
+    monkeypatch.setattr(Ledger, "add_admission", fails)
+    monkeypatch.setattr("coordinator.interceptor.DEADLINE", 0.1)
+    async with running(tmp_path) as (c, _), client(c) as ask:
+        with pytest.raises(CairnError):
+            await ask.admit(peer(1), "ada")
+        await until(begun.is_set, "the write has begun")
+        go.set()
+        await until(lambda: not c.admitter.knows(peer(1).key), "it is not remembered")
 
 
 @pytest.mark.parametrize("offset, says", [(3600, r"3[56]\d\d s ahead of"), (-3600, r"36\d\d s behind")])

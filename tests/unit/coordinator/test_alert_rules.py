@@ -26,7 +26,8 @@ class World:
 
     def __init__(self, hooks=("a",)):
         self.hooks = hooks
-        self.journal = AlertTracker(hooks)
+        self.dropped = 0
+        self.journal = AlertTracker(hooks, on_dropped=self.drop)
         self.time = GOOD.time
         self.round = 50
 
@@ -44,6 +45,9 @@ class World:
             self.round += 1
             seen += self.look(3, **changes)
         return seen
+
+    def drop(self) -> None:
+        self.dropped += 1
 
     def restart(self) -> None:
         self.journal = AlertTracker(self.hooks, json.loads(json.dumps(self.journal.to_json())))
@@ -185,7 +189,7 @@ def test_what_was_not_told_before_a_restart_is_told_after_it():
     world = World(("a", "b"))
     world.look(**BAD["disk"])
     event = world.journal.next_for("a")
-    world.journal.done("a", event, taken=True)
+    world.journal.done("a", event)
     world.restart()
     assert world.journal.next_for("a") is None and world.journal.next_for("b") == event
 
@@ -197,7 +201,7 @@ def test_a_webhook_that_takes_nothing_costs_a_bounded_amount_and_hears_no_old_ne
         world.look(**BAD["disk"])
         world.look()
     waiting = world.journal.to_json()["waiting"]["a"]
-    assert len(waiting) == MAX_WAITING and world.journal.lost == 200 - MAX_WAITING
+    assert len(waiting) == MAX_WAITING and world.dropped == 200 - MAX_WAITING
     world.look(seconds=KEEP_SECONDS + 2000)
     assert all(e["time"] > world.time - KEEP_SECONDS for e in world.journal.to_json()["waiting"]["a"])
     assert [back_off(n) for n in (1, 2, 5, 50)] == [1, 2, 16, 300]

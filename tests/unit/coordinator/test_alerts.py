@@ -17,7 +17,7 @@ from cairn.main import main
 from coordinator.alerts import watcher
 from coordinator.alerts.config import AlertConfig, AlertConfigError, Webhook, load_config
 from coordinator.alerts.tracker import AlertEvent, back_off
-from coordinator.alerts.webhooks import WebhookError, payload, plain, post
+from coordinator.alerts.webhooks import WebhookError, payload, post, unlinked
 from protocol.ids import Digest
 from protocol.message_codec import KeySigner
 from protocol.messages import Directive
@@ -296,7 +296,8 @@ def test_what_strangers_chose_makes_no_links_mentions_or_markup():
     event = replace(EVENT, message="<!channel> @everyone [x](http://evil) *b* `c` &lt; \x1b[2J\n" + "x" * 1000)
     text = json.loads(payload(event, "run", "http://page/"))["text"]
     assert not set("<>@*`&[]\n\x1b") & set(text) and len(text) < 700
-    assert plain("ada 3.1, 5%") == "ada 3.1, 5%"
+    assert unlinked("ada 3.1, 5%") == "ada 3.1, 5%"
+    assert unlinked("https://evil.example WWW.evil.example") == "https'evil.example 'evil.example"
 
 
 def test_the_configuration_is_read_strictly(tmp_path, monkeypatch):

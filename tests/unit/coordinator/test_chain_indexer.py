@@ -20,7 +20,7 @@ from coordinator.ledger_thread import LedgerThread
 from protocol.ids import Round
 from protocol.ledger.credits import CreditRule, credits_of, sum_credits
 from protocol.message_codec import KeySigner
-from protocol.messages import Directive, Finalization, Rollback
+from protocol.messages import Directive, Finalization, Rollback, Verdict
 from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer, state
 from tests.support.specs import OWNER
 from tests.support.waiting import ended
@@ -54,7 +54,8 @@ async def following(swarm, tmp_path, now=lambda: 1000.0, waited=monotonic, first
     indexed = Indexed(swarm, ledger, now, waited, passes.release)
     if first is not None:
         await first(indexed)
-    await indexed.indexer.start()
+    await indexed.indexer.read_ledger()
+    indexed.indexer.start()
     await ended(passes.acquire())
 
     async def until(done):
@@ -175,7 +176,51 @@ async def test_a_lost_ledger_is_made_again_from_the_chain_and_its_finals(tmp_pat
         assert swarm.finals == [swarm.finals[0]] * len(swarm.finals)
 
 
-async def test_a_final_that_contradicts_the_ledger_is_said_loudly_and_nothing_is_settled(tmp_path):
+async def test_an_open_round_is_folded_once(tmp_path, monkeypatch):
+    folded = []
+
+    def counted(certificate, rule):
+        folded.append(certificate.digest)
+        return credits_of(certificate, rule)
+
+    monkeypatch.setattr("coordinator.chain_indexer.credits_of", counted)
+    swarm = FakeSwarm(SPEC)
+    async with following(swarm, tmp_path) as (f, until):
+        for _ in range(3):
+            rounds(swarm, 1)
+            await until(lambda: f.head and f.head[1] == swarm.head)
+    assert len(folded) == 3
+
+
+async def test_the_times_of_a_branch_that_lost_are_forgotten(tmp_path):
+    swarm, clock = FakeSwarm(SPEC), [1000.0]
+    async with following(swarm, tmp_path, lambda: clock[0]) as (f, until):
+        rounds(swarm, 1)
+        await until(lambda: len(f.first_seen) == 1)
+        lost, other = swarm.head, swarm.chain.fork(0)
+        other.add({5: 800}, attempt=1)
+        clock[0] += 1
+        swarm.turn_to(other)
+        await until(lambda: len(f.first_seen) == 2)
+        for _ in range(DEPTH):
+            clock[0] += 1
+            rounds(swarm, 1)
+            await until(lambda: f.head and f.head[1] == swarm.head)
+        await until(lambda: f.posted)
+        assert lost not in f.first_seen and swarm.head in f.first_seen
+
+
+async def test_a_verdict_outlives_the_ledger_that_is_made_again(tmp_path):
+    swarm = FakeSwarm(HOLDING)
+    rounds(swarm, DEPTH + 6)
+    record = swarm.chain.certificates[-2].digest
+    verdict = Verdict(record, peer(1).key, "too much")
+    async with following(swarm, tmp_path, first=lambda f: f.indexer.note_verdicts([verdict])) as (f, until):
+        await until(lambda: f.posted and f.posted[0] == 5)
+        assert f.verdicts == (verdict,)
+
+
+async def test_a_final_that_contradicts_the_ledger_is_said_loudly_and_nothing_is_settled(tmp_path, caplog):
     swarm = FakeSwarm(SPEC)
     async with following(swarm, tmp_path) as (f, until):
         rounds(swarm, DEPTH + 1)
@@ -187,7 +232,7 @@ async def test_a_final_that_contradicts_the_ledger_is_said_loudly_and_nothing_is
         swarm.finals.append(KeySigner(OWNER).sign(Finalization(SPEC.run_id, Round(0), record.digest)))
         rounds(swarm, 3)
         await until(lambda: f.problem)
-        assert "another coordinator" in f.problem
+        assert "contradicts the ledger" in f.problem and "another coordinator" in caplog.text
         assert f.settled == before
 
 
@@ -205,7 +250,7 @@ async def test_a_chain_that_does_not_lead_on_from_the_ledger_is_waited_for(tmp_p
         await until(lambda: not f.problem)
 
 
-async def test_a_view_that_gives_no_chain_settles_nothing(tmp_path):
+async def test_a_view_that_gives_no_chain_settles_nothing(tmp_path, caplog):
     swarm = FakeSwarm(SPEC)
     async with following(swarm, tmp_path) as (f, until):
         whole = swarm.certificates_after
@@ -217,7 +262,7 @@ async def test_a_view_that_gives_no_chain_settles_nothing(tmp_path):
         swarm.certificates_after = holes
         rounds(swarm, DEPTH + 2)
         await until(lambda: f.problem)
-        assert "not a chain" in f.problem and f.posted is None
+        assert "not a chain" in caplog.text and f.posted is None
 
 
 async def test_the_times_of_rounds_survive_a_restart(tmp_path):
@@ -396,14 +441,14 @@ async def test_a_key_whose_admission_was_forgotten_is_judged_by_the_admission_in
         assert [v.peer for v in f.verdicts] == [peer(1).key]
 
 
-async def test_updates_are_judged_after_a_failed_write_and_by_the_time_before_it(tmp_path, monkeypatch):
+async def test_updates_are_judged_after_a_failed_write_and_by_the_time_before_it(tmp_path, monkeypatch, caplog):
     spec = make_spec(credit={"hold_rounds": 9, "max_teraflops_per_second": 1})
     swarm, clock, failed, add = FakeSwarm(spec), [10_000.0], [], Ledger.add_verdicts
 
     def full_once(ledger, round_, verdicts):
         if not failed:
             failed.append(round_)
-            raise LedgerError("the disk is full")
+            raise LedgerError("the disk of /runs is full")
         add(ledger, round_, verdicts)
 
     swarm.round({0: 600})
@@ -412,7 +457,7 @@ async def test_updates_are_judged_after_a_failed_write_and_by_the_time_before_it
         monkeypatch.setattr(Ledger, "add_verdicts", full_once)
         swarm.round({0: 600, 1: 900_000_000 // spec.data.window})
         await until(lambda: f.problem)
-        assert "the disk is full" in f.problem
+        assert "the disk of /runs is full" in caplog.text and "/runs" not in f.problem  # anybody reads it
         clock[0] += 3000
         swarm.changed()
         await until(lambda: f.head and f.head[1] == swarm.head)

@@ -86,6 +86,7 @@ async def test_a_state_that_the_chain_does_not_name_is_never_signed_and_is_said(
     world.posted = 6
     async with Kept(world) as keeper:
         await until(lambda: "is not the one that the chain names" in keeper.problem)
+        assert str(world.folder) not in keeper.problem  # anybody reads it
         assert world.newest_final() is None
         assert dict((n, v) for n, _, v in keeper.gauges())["cairn_archive_problem"] == 1
 
@@ -165,6 +166,7 @@ async def test_an_address_that_fails_is_said_once_tried_again_and_holds_up_nothi
         await until(lambda: keeper._counts["copies_failed"] >= 2)
         assert "checkpoints are not copied" in keeper.problem and "the local ones are whole" in keeper.problem
         assert sum("are not copied" in r.message for r in caplog.records) == 1
+        assert str(blocked) in caplog.text and str(blocked) not in keeper.problem  # anybody reads it
         world.add(10)
         world.posted = 11
         await until(lambda: all(a.final for a in world.archive.all()))  # signing goes on meanwhile
@@ -173,7 +175,7 @@ async def test_an_address_that_fails_is_said_once_tried_again_and_holds_up_nothi
     assert len(list((blocked / "there").glob("round-*/cairn.json"))) == 2
 
 
-async def test_an_address_that_refuses_to_delete_takes_copies_nonetheless(world: CheckpointWorld, monkeypatch):
+async def test_an_address_that_refuses_to_delete_takes_copies_nonetheless(world: CheckpointWorld, monkeypatch, caplog):
     world.final(5)
     copied = []
 
@@ -191,7 +193,29 @@ async def test_an_address_that_refuses_to_delete_takes_copies_nonetheless(world:
     async with Kept(world, archive={"address": str(world.folder / "copies")}) as keeper:
         await until(lambda: not keeper.to_copy())
         assert copied == sorted({*copied, 5})
-        assert "access denied" in keeper.problem
+        assert "checkpoints are not copied" in keeper.problem and "access denied" in caplog.text
+
+
+async def test_a_state_that_the_policy_excluded_is_offered_again_once_it_is_evaluated(
+    world: CheckpointWorld, monkeypatch
+):
+    made, skipped, offered = world.final(5), asyncio.Event(), []
+
+    async def answers(module, job, on_row, **limits):
+        if module.endswith("evaluation_job"):
+            await skipped.wait()
+            on_row({"loss": 3.0, "windows": 4, "seconds": 1.0, "device": "cpu"})
+            return
+        on_row({"present": []})
+        offered.extend(job["folders"])
+        if job["folders"]:
+            on_row({"copied" if skipped.is_set() else "skipped": str(made.state), "bytes": 1})
+            skipped.set()
+
+    monkeypatch.setattr(keeping, "run_job", answers)
+    async with Kept(world, archive={"address": str(world.folder / "copies")}, evaluation={"every": 1}) as keeper:
+        await until(lambda: keeper.checkpoints()[0]["copied"])
+    assert offered == [str(made.folder)] * 2
 
 
 async def test_an_upload_that_is_killed_names_nothing_whole_and_the_next_one_ends_it(world: CheckpointWorld):
@@ -331,7 +355,8 @@ async def test_rounds_between_are_skipped_and_failures_are_tried_twice(world: Ch
     async with Kept(world, evaluation={"every": 10}) as keeper:
         await until(lambda: len(asked) == 2)
         await asyncio.sleep(0.2)
-        assert len(asked) == 2 and "memory ran out; the next one is tried" in keeper.problem
+        assert len(asked) == 2 and "was not evaluated (see the log); the next one is tried" in keeper.problem
+        assert "memory ran out" in caplog.text and "memory ran out" not in keeper.problem
         for r, many in ((5, 3), (10, 3), (15, 4), (20, 4)):
             world.add(r)
             await until(lambda many=many: len(asked) == many)
@@ -408,7 +433,7 @@ async def test_after_a_rollback_no_evaluation_of_a_later_round_counts(world: Che
 
 
 async def test_an_evaluation_that_a_full_disk_did_not_take_is_written_when_it_has_space(
-    world: CheckpointWorld, monkeypatch
+    world: CheckpointWorld, monkeypatch, caplog
 ):
     async def measures(module, job, heard, **limits):
         heard({"loss": 3.0, "windows": 4, "seconds": 1.0, "device": "cpu"})
@@ -423,7 +448,8 @@ async def test_an_evaluation_that_a_full_disk_did_not_take_is_written_when_it_ha
         m.setattr(LineFile, "rewrite", full)
         kept = Kept(world, evaluation={"every": 10})
         async with kept as keeper:
-            await until(lambda: "no space left" in keeper.problem)
+            await until(lambda: "evaluation: failed, see the coordinator's log" in keeper.problem)
+            assert "no space left" in caplog.text
             m.undo()
             await until(lambda: keeper.problem == "")
     assert EvaluationLog(world.folder / "run").newest() == world.evaluations.newest() is not None

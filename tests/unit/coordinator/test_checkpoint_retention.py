@@ -139,3 +139,7 @@ def test_copies_do_not_go_where_they_would_be_taken_for_the_archive(tmp_path):
             check_address(address, tmp_path / "run")
     with pytest.raises(SettingsError, match="only read from"):
         check_address("https://example.org/x", tmp_path)
+    check_address("sftp://cairn@host/x", tmp_path)
+    with pytest.raises(SettingsError, match="has a password") as e:
+        check_address("sftp://cairn:s3cret@host/x", tmp_path)
+    assert "s3cret" not in str(e.value)

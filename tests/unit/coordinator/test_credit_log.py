@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,18 +17,19 @@ from coordinator.credits.receipts import Receipts, why_not
 from coordinator.errors import LedgerConflictError, LedgerError, RefusedError, TooManyError
 from coordinator.history import RoundHistory
 from coordinator.indexed_chain import IndexedChain
-from coordinator.ledger import Ledger
+from coordinator.ledger import BindingRow, Ledger
 from coordinator.ledger_thread import LedgerThread
 from coordinator.swarm import AnnouncedUpdate
 from protocol.errors import AdmissionError, MalformedError
 from protocol.ids import Digest, PeerKey
 from protocol.ledger.credits import CreditRule, credits_of
-from protocol.ledger.statements import open_receipt
+from protocol.ledger.statements import open_receipt, sign
 from protocol.message_codec import KeySigner
 from protocol.messages import Directive, UpdateHeader, Verdict
 from tests.support.bindings import bind
 from tests.support.coordinator_fakes import FakeSwarm, make_spec, peer, state
 from tests.support.specs import OWNER, digest, identity
+from tests.support.waiting import LIMIT, until
 
 HOLD = 2
 SPEC = make_spec(credit={"hold_rounds": HOLD, "flops_per_parameter_token": 1000})
@@ -420,6 +422,41 @@ async def test_a_binding_whose_write_failed_is_written_when_it_comes_again(ledge
         assert len(await w.ledger.run(lambda ledger: ledger.bindings())) == 1
 
 
+async def test_receipts_are_signed_beside_the_event_loop(ledger_place, monkeypatch):
+    signing: list[threading.Thread] = []
+
+    def noted(*given):
+        signing.append(threading.current_thread())
+        return sign(*given)
+
+    monkeypatch.setattr("coordinator.credits.receipts.sign", noted)
+    async with made(ledger_place) as w:
+        for windows in (40, 50):
+            await w.post({1: windows})
+        for _ in range(2):  # each is signed once
+            assert len((await w.receipts(1)).items) == 2
+    assert len(signing) == 2 and threading.current_thread() not in signing
+
+
+async def test_a_binding_whose_caller_goes_away_counts_when_it_is_stored(ledger_place, monkeypatch):
+    begun, go, add = threading.Event(), threading.Event(), Ledger.add_binding
+
+    def slow(ledger: Ledger, row: BindingRow) -> None:
+        begun.set()
+        go.wait(LIMIT)
+        add(ledger, row)
+
+    async with made(ledger_place) as w:
+        monkeypatch.setattr(Ledger, "add_binding", slow)
+        word = bind(peer(1), identity("ada"), SPEC.run_id, int(w.clock[0]), "ada").encoded
+        caller = asyncio.create_task(w.board.bind(word))
+        await until(begun.is_set, "the binding is being stored")
+        caller.cancel()
+        await asyncio.gather(caller, return_exceptions=True)
+        go.set()
+        await until(lambda: w.board.of(peer(1).key).account == identity("ada").key, "the binding counts")
+
+
 async def test_what_is_voided_while_recent_credits_are_read_is_taken_out_once(ledger_place):
     async with made(ledger_place) as w:
         await w.post({1: 40})
@@ -493,7 +530,7 @@ async def test_a_binding_that_is_not_good_is_refused(ledger_place, monkeypatch):
             await w.board.bind(bind(peer(1), bob, SPEC.run_id, now - 5, "bob").encoded)
         with pytest.raises(RefusedError, match="clock is 5000 s ahead"):
             await w.board.bind(bind(peer(1), bob, SPEC.run_id, now + 5000, "bob").encoded)
-        with pytest.raises(RefusedError, match="never admitted"):
+        with pytest.raises(RefusedError, match="not known here"):
             await w.board.bind(bind(identity("stranger"), ada, SPEC.run_id, now, "ada").encoded)
         from protocol.ledger.statements import BindAccount, BindPeer, sign
 

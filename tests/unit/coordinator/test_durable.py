@@ -6,6 +6,7 @@ import resource
 
 import pytest
 
+from coordinator import durable
 from coordinator.durable import LineFile
 
 
@@ -20,3 +21,12 @@ def test_a_disk_that_takes_a_part_of_the_lines_is_an_error_and_the_torn_line_is_
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     file.append([b"z"])
     assert file.read(1000) == [b"x" * 60, b"y" * 39, b"z"]
+
+
+def test_a_file_that_the_first_line_makes_is_in_its_folder_after_a_power_cut(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(durable, "sync", synced.append)
+    file = LineFile(tmp_path / "lines")
+    file.append([b"x"])
+    file.append([b"y"])
+    assert synced == [tmp_path]

@@ -413,6 +413,17 @@ def test_only_a_model_is_ever_replaced_and_only_by_force(world: World, tmp_path:
     assert (tmp_path / "work" / "years.txt").read_text() == "of it" and (archived / "cairn.json").exists()
 
 
+def test_each_file_of_a_draft_is_on_disk_before_it_takes_the_name(tmp_path: Path, monkeypatch):
+    from coordinator.export import new_folder
+
+    synced = []
+    monkeypatch.setattr("coordinator.durable.sync", lambda path: synced.append((path.name, out.exists())))
+    out = tmp_path / "out"
+    with new_folder(out, 1, force=False) as draft:
+        (draft / "adapter").write_text("as a library writes it")
+    assert ("adapter", False) in synced
+
+
 def test_a_disk_without_room_is_named_before_anything_is_written(world: World, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**6))
     assert "make room" in refused("export", world.archive(4), tmp_path / "out")

@@ -83,7 +83,7 @@ def test_another_record_for_a_settled_round_is_refused_loudly(ledger):
     first = credits_of(chain.add({0: 10}), RULE)
     other = credits_of(ChainMaker(SPEC).add({0: 10}, attempt=1), RULE)
     ledger.post(first)
-    with pytest.raises(LedgerConflictError, match="settled with record"):
+    with pytest.raises(LedgerConflictError, match="posted with record"):
         ledger.post(other)
     assert ledger.last() == (0, first.record)
 

@@ -162,6 +162,21 @@ async def test_too_much_that_waits_is_refused(thread: LedgerThread):
     await asyncio.gather(*waiting)
 
 
+async def test_the_jobs_of_callers_that_are_gone_count_until_they_are_done(thread: LedgerThread):
+    held = Held(thread)
+    await held.begun()
+    for _ in range(2):
+        gone = [asyncio.ensure_future(thread.run(lambda _: None)) for _ in range(MAX_WAITING // 2)]
+        await asyncio.sleep(0)
+        for task in gone:
+            task.cancel()
+        await asyncio.gather(*gone, return_exceptions=True)
+    last = asyncio.ensure_future(thread.run(lambda _: None))
+    await held.release()
+    with pytest.raises(TooManyError):
+        await last
+
+
 async def test_a_caller_that_is_gone_leaves_the_work_to_be_done(thread: LedgerThread):
     held = Held(thread)
     gone = asyncio.ensure_future(thread.run(lambda db: db.add_admission(admitted(1))))

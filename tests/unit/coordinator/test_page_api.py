@@ -27,6 +27,7 @@ from coordinator.errors import TooManyError
 from coordinator.limits import ConcurrencyLimit
 from coordinator.page import downloads, json_view, openapi, pictures, response_limits, schemas
 from coordinator.page.answers import MAX_KEPT, AnswerCache, EncodedBody
+from coordinator.page.api import _BY, _searched
 from coordinator.page.app import make_app
 from coordinator.page.credit_routes import CREDIT_ENDPOINTS
 from coordinator.page.endpoints import ENDPOINTS, SORTS, ApiEndpoint
@@ -593,6 +594,23 @@ async def serving(source):
     transport = httpx.ASGITransport(app=make_app(source))
     async with httpx.AsyncClient(transport=transport, base_url="http://x") as get:
         yield get
+
+
+def test_peers_are_made_searchable_and_sorted_once_for_an_overview(world, monkeypatch):
+    searched, read = [], []
+
+    def noted(p):
+        searched.append(p.peer)
+        return _searched(p)
+
+    monkeypatch.setattr("coordinator.page.api._searched", noted)
+    monkeypatch.setitem(_BY, "credits", lambda p: read.append(p.peer) or p.settled)
+    page = replace(world.coordinator.api)
+    shown = world.coordinator.overview()
+    page.overview = lambda: shown
+    for text in ("h200", "a100", ""):
+        page.peers("credits", True, text, 0, 10)
+    assert len(searched) == len(read) == len(shown.peers) > 0
 
 
 async def test_metrics_are_made_once_for_many_requests(world, monkeypatch):

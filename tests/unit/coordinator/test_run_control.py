@@ -86,8 +86,9 @@ class World:
 async def running(folder):
     w = World(folder)
     await w.ledger.open(folder / "ledger.sqlite", SPEC)
+    await w.indexer.read_ledger()
     await w.control.start()
-    await w.indexer.start()
+    w.indexer.start()
     await until(lambda: w.chain.posted is not None and w.chain.posted[0] == 4)
     try:
         yield w
