@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import async_timeout
 import base58
 
 from peer.channel import (
@@ -160,7 +161,8 @@ class LoopSwarm:
                 await asyncio.sleep(0.02)
 
         try:
-            await asyncio.wait_for(fetch(), deadline_seconds)
+            async with async_timeout.timeout(deadline_seconds):
+                await fetch()
         except asyncio.TimeoutError:
             raise BlobFetchError(digest, f"not in {deadline_seconds:g} s", {}) from None
 

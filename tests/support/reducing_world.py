@@ -9,6 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import async_timeout
+
 from peer.errors import PeerError
 from peer.node.round_blob_fetcher import RoundBlobFetcher
 from peer.node.shard_reducer import ShardReducer
@@ -88,7 +90,8 @@ class Source:
         self.most_at_once = max(self.most_at_once, self.at_once)
         try:
             if self.gate is not None:
-                await asyncio.wait_for(self.gate.wait(), deadline_seconds)
+                async with async_timeout.timeout(deadline_seconds):
+                    await self.gate.wait()
             await asyncio.sleep(0)
             if digest in self.silent or digest not in self.blobs:
                 raise PeerError("nobody gives it")

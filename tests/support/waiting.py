@@ -11,6 +11,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar, cast
 
+import async_timeout
+
 T = TypeVar("T")
 
 LIMIT = 480.0
@@ -55,7 +57,8 @@ def wait_until(predicate: Callable[[], T], what: str = "", *, seconds: float = L
 
 async def ended(awaitable: Awaitable[T], seconds: float = LIMIT) -> T:
     """Return the result of `awaitable`. Raise TimeoutError when it has not ended within `seconds`."""
-    return await asyncio.wait_for(awaitable, seconds)
+    async with async_timeout.timeout(seconds):
+        return await awaitable
 
 
 def _missed(what: str, seconds: float, seen: object) -> str:
