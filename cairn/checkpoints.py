@@ -99,7 +99,7 @@ def _find_checkpoint(path: Path, spec_file: Path | None, run: RunId | None) -> F
         if holds and not (path / SPECS[1]).is_file():
             # A volunteer's copy of the last state may be older than its store: the owner has continued the run since.
             with contextlib.suppress(ExportError):
-                held = _newest_held(_run_above(path / "store"), path)
+                held = _newest_held(_Run(path, given.spec) if given else _run_above(path / "store"), path)
                 found = max(found, held, key=lambda f: f.origin.round or 0)
     elif path.is_file():
         found = _of_file(path, given or _run_above(path))

@@ -14,6 +14,7 @@ from coordinator.errors import RefusedError, UnknownRunError
 from coordinator.ledger import AdmissionRow, Ledger
 from coordinator.ledger_thread import LedgerThread
 from coordinator.limits import WIDER
+from coordinator.tasks import finish
 from protocol.checks import bounded
 from protocol.envelope import open_envelope
 from protocol.errors import CairnError, MalformedError
@@ -211,7 +212,7 @@ class Admitter:
                 self._table.take_back(admitted, known, displaced, now)
                 raise
 
-        await asyncio.shield(store())  # the table follows the ledger, though the caller goes away
+        await finish(store())  # the table follows the ledger, though the caller goes away
         return signed
 
     async def _check_work(self, request: AdmissionRequest) -> None:

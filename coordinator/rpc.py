@@ -18,7 +18,7 @@ from coordinator.errors import PortTakenError, UnknownRunError
 from coordinator.health import Health, Reflection
 from coordinator.history import charts
 from coordinator.indexed_chain import IndexedChain
-from coordinator.interceptor import OPEN, LimitsInterceptor
+from coordinator.interceptor import OPEN, STREAMS, LimitsInterceptor
 from coordinator.limits import NetworkLimit, Rate, RateLimit, caller_of
 from coordinator.overview import Overview, PeerOverview
 from coordinator.swarm import SwarmView
@@ -249,7 +249,8 @@ async def start_server(
     Raises PortTakenError.
     """
     guard = LimitsInterceptor(counted, MAX_CALLS)
-    server = grpc.aio.server(interceptors=[guard], options=OPTIONS, maximum_concurrent_rpcs=OPEN * MAX_CALLS)
+    most = OPEN * (MAX_CALLS + STREAMS)
+    server = grpc.aio.server(interceptors=[guard], options=OPTIONS, maximum_concurrent_rpcs=most)
     stubs.add_CoordinatorServicer_to_server(service, server)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(Reflection(), server)

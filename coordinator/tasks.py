@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 RETRY_SECONDS = 5.0
 
@@ -22,6 +25,21 @@ async def wait_at_most(event: asyncio.Event, seconds: float) -> None:
         await event.wait()
     finally:
         timer.cancel()
+
+
+async def finish(work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`, which goes on though the caller is cancelled. Then its failure is logged."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(_log_failure)
+        raise
+
+
+def _log_failure(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.warning("after its caller was gone, a call failed: %s", error)
 
 
 async def supervise(name: str, work: Callable[[], Awaitable[None]]) -> None:

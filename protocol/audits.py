@@ -54,7 +54,7 @@ _DRAWS = 2**64
 class AuditRule:
     """The run's rates, in millionths, and how many keys are drawn.
 
-    A rate is that of an update of mean size by a key that did as much in each round that counts as stake. None is
+    A rate is that of an update of mean weight by a key that did as much in each round that counts as stake. None is
     below a third of it. A loss check costs the same for every update, so large ones are checked more often.
     """
 
@@ -107,14 +107,14 @@ def due_audits(certificate: Certificate, stakes: Mapping[PeerKey, int], rule: Au
     A loss check only chooses what is replayed, so none is due beside a replay.
     """
     digest, record = certificate.digest, certificate.record.body
-    # Claims beyond the weight are paid in later rounds: they are audited now, or never.
-    sizes = [max(u.body.windows, weighed) for u, weighed in zip(record.updates, record.weighed, strict=True)]
     due = []
-    for update, size in zip(record.updates, sizes, strict=True):
+    for update, weighed in zip(record.updates, record.weighed, strict=True):
+        # Claims beyond the weight are paid in later rounds: they are audited now, or never.
+        size = max(update.body.windows, weighed)
         draw = int.from_bytes(sha256(b"cairn/v1/audit", digest, update.author)[:8], "little")
         stake = stakes.get(update.author, 0)
         for check in BY_STRENGTH:
-            if _is_due(draw, rule.rate(check, size), size, stake, len(sizes), sum(sizes)):
+            if _is_due(draw, rule.rate(check, size), size, stake, len(record.updates), record.windows):
                 drawn = draw_auditors(digest, update.digest, update.author, stakes, rule)
                 due.append(UpdateAudit(update.digest, update.author, check, drawn))
                 break
@@ -124,7 +124,7 @@ def due_audits(certificate: Certificate, stakes: Mapping[PeerKey, int], rule: Au
 def _is_due(draw: int, rate: int, size: int, stake: int, updates: int, windows: int) -> bool:
     if not stake or not rate:
         return rate > 0
-    # rate * (size * STAKE_ROUNDS / stake) * (size / mean size), and no less than rate / 3
+    # rate * (size * STAKE_ROUNDS / stake) * (size / mean weight), and no less than rate / 3
     over = size * STAKE_ROUNDS * size * updates
     return draw * 3 * MILLION < rate * _DRAWS or draw * MILLION * stake * windows < rate * over * _DRAWS
 

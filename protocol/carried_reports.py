@@ -68,7 +68,7 @@ class CarriedReports:
         self._hold_rounds = hold_rounds
         self._rule = rule
         self._stakes_at = stakes_at
-        self._found: dict[tuple[Digest, Digest], _AuditedUpdate | None] = {}
+        self._found: dict[tuple[Digest, Digest], _AuditedUpdate] = {}
 
     def report_refusal(self, report: Signed[WorkReport]) -> str | None:
         """Return why the next record may not carry a report; None when it may."""
@@ -148,9 +148,10 @@ class CarriedReports:
 
     def _named(self, record: Digest, update: Digest) -> _AuditedUpdate | None:
         name = record, update
-        if name not in self._found:
-            self._found[name] = self._find(record, update)
-        return self._found[name]
+        found = self._found.get(name) or self._find(record, update)
+        if found is not None:  # anybody may name updates that do not exist
+            self._found[name] = found
+        return found
 
     def _find(self, record: Digest, update: Digest) -> _AuditedUpdate | None:
         newer: list[RoundRecord] = []

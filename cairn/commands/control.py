@@ -279,7 +279,8 @@ def parse_setting(text: str) -> tuple[str, Any]:
         raise CairnError(f"{text[:60]!r}: write FIELD=VALUE, FIELD one of {', '.join(kinds)}")
     if value == "spec":
         return name, None
-    size = parse_size(value) if kinds[name] is int else None
+    has_unit = not value.replace("_", "").replace(".", "").isdigit()
+    size = parse_size(value) if kinds[name] is int and has_unit else None
     try:
         return name, kinds[name](value.replace("_", "")) if size is None else size
     except ValueError:

@@ -14,6 +14,7 @@ from coordinator.indexed_chain import IndexedChain
 from coordinator.ledger import BindingRow, Ledger
 from coordinator.ledger_thread import LedgerThread
 from coordinator.names import ChosenNames
+from coordinator.tasks import finish
 from protocol.errors import ProtocolError
 from protocol.ids import PeerKey, RunId
 from protocol.ledger.credits import PeerBalances
@@ -182,8 +183,9 @@ class Leaderboard:
 
         Raises MalformedError, SignatureError, AdmissionError, RefusedError, TooManyError, LedgerError.
         """
-        # Though the caller goes away: what is stored counts here, too.
-        return await asyncio.shield(self._bind(open_binding(sent, self._run)))
+        b = open_binding(sent, self._run)
+        self._check(b)
+        return await finish(self._bind(b))  # a stored binding counts here, though the caller goes away
 
     async def _bind(self, b: AccountBinding) -> int:
         async with self._binding:

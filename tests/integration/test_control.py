@@ -372,6 +372,8 @@ def test_changes_that_make_no_spec_are_refused_before_they_are_signed():
     )
     with pytest.raises(CairnError, match="FIELD=VALUE"):
         parse_setting("heartbeat_seconds=1")
+    with pytest.raises(CairnError, match="'2.5' is not a number"):
+        parse_setting("max_members=2.5")
     assert issubclass(RefusedError, CairnError)
 
 

@@ -270,7 +270,10 @@ def jury(certificate: bytes, header: bytes, stakes: dict[bytes, int], seats: int
 
 
 def due_checks(certificate: bytes, updates: Sequence[tuple[bytes, int, int]]) -> list[str | None]:
-    """Return the check that is due for each update (author, size, stake) (docs/audits.md, Who is audited)."""
+    """Return the check that is due for each update (docs/audits.md, Who is audited).
+
+    `updates`: author, claimed windows, which are the weighed ones, and stake.
+    """
     everything = sum(size for _, size, _ in updates)
     found = []
     for author, size, stake in updates:
