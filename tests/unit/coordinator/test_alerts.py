@@ -207,6 +207,7 @@ async def test_a_webhook_that_fails_is_asked_again_and_one_that_never_will_is_no
             quick.free = 10**12
             await gone.hears(("disk", "fired"), ("disk", "resolved"))
             await slow.hears(*[("disk", "fired")] * 3, ("disk", "resolved"))
+            await until(lambda: len(results) == 6, "every answer is counted")
     assert sorted(results) == ["delivered"] * 3 + ["dropped"] + ["failed"] * 2
 
 
