@@ -29,8 +29,8 @@ from protocol.messages import AuditCheck
 from protocol.stake import STAKE_ROUNDS
 
 HOLD_ROUNDS = 12
-DECISION_ROUNDS = 3
-"""Rounds from an update to the decision about it: reports of auditors, then of jurors, each carried by a record."""
+DECISION_ROUNDS = 4
+"""Rounds from an update to the decision about it: the draw, then reports of auditors and of jurors in records."""
 STAKE = float(STAKE_ROUNDS)
 """The stake of a peer that is no newcomer: rounds of updates like this one."""
 

@@ -317,12 +317,18 @@ def _has_rebase(audited: AuditedUpdate, check: AuditCheck) -> bool:
 async def make_check(node: Node, audited: AuditedUpdate, check: AuditCheck, process: AuditProcess) -> RepeatedCheck:
     """Fetch what a check needs, make it, and read the chain's reports. Raises CairnError if it cannot be made."""
     certificate, update = audited.certificate, audited.update
+    seed = node.chain.audit_seed(certificate.digest, update)
+    if check == "loss" and seed is None:
+        raise CairnError(
+            f"no record follows round {certificate.record.body.round} yet, and that record draws the windows of a loss "
+            "check: try again after the next round"
+        )
     _require_kept(node, audited, check)
     _say("fetching what the check needs: a checkpoint, the rounds after it, and the update")
     try:
         node.audit_jobs.files.allow_for(STRANGERS_BYTES)
         await node.audit_jobs.begin(node.network)
-        job = await node.audit_jobs.job(certificate, update.digest, check)
+        job = await node.audit_jobs.job(certificate, update.digest, check, seed)
     except (CairnError, asyncio.TimeoutError) as e:
         reason = str(e) or "no member gave it in time"
         raise CairnError(

@@ -1,8 +1,9 @@
-"""The draw of audits: the updates of a record to audit, and the auditors. A pure function of certificate and stakes.
+"""The draw of audits: the updates of a record to audit, and the auditors. A pure function of seeds and stakes.
 
-The certificate digest is the only randomness. It is fixed only after every update of the record was committed to. So no
-peer knows, while it trains, whether its update will be audited, by whom or on which windows (`audit_windows`). Integers
-only, so that all peers get the same.
+Seeds are the only randomness (`RecordNode.seed`): no author of a record can choose one. That of the record's child is
+known only after every update was committed to. So no peer knows, while it trains, whether its update will be audited,
+by whom or on which windows (`audit_windows`). An update that is audited whatever is drawn need not wait for the child:
+the record's own seed draws its auditors. Integers only, so that all peers get the same.
 
 Stakes are those at the record's parent, as at a fork. A key without any is always audited. For the others the rate
 rises with the size of the update and falls with the author's stake, which is work that no verdict has voided.
@@ -15,10 +16,10 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from protocol.ids import Digest, PeerKey, sha256
-from protocol.messages import AuditCheck, Certificate
+from protocol.messages import AuditCheck, RoundRecord, Signed, UpdateHeader
 from protocol.stake import STAKE_ROUNDS
 
 MILLION = 1_000_000
@@ -101,63 +102,117 @@ class UpdateAudit:
     auditors: tuple[PeerKey, ...]
 
 
-def due_audits(certificate: Certificate, stakes: Mapping[PeerKey, int], rule: AuditRule) -> tuple[UpdateAudit, ...]:
-    """Return the audits of a record that are due, in the order of its updates.
+class AuditSeeds(NamedTuple):
+    """The seeds that draw the audits of a record: its own, and that of the record after it, None before it comes."""
 
-    A loss check only chooses what is replayed, so none is due beside a replay.
+    own: bytes
+    following: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Rates:
+    """The rule of a record: of `updates` updates that weigh `windows` together."""
+
+    rule: AuditRule
+    stakes: Mapping[PeerKey, int]
+    updates: int
+    windows: int
+
+    @classmethod
+    def of(cls, record: RoundRecord, stakes: Mapping[PeerKey, int], rule: AuditRule) -> _Rates:
+        return cls(rule, stakes, len(record.updates), record.windows)
+
+    def due(self, draw: int, author: PeerKey, size: int) -> AuditCheck | None:
+        """Return the strongest check of an update that a draw makes due."""
+        stake, over = self.stakes.get(author, 0), size * STAKE_ROUNDS * size * self.updates
+        for check in BY_STRENGTH:
+            rate = self.rule.rate(check, size)
+            if not stake or not rate:
+                is_due = rate > 0
+            else:
+                # rate * (size * STAKE_ROUNDS / stake) * (size / mean weight), and no less than rate / 3
+                is_due = draw * 3 * MILLION < rate * _DRAWS or draw * MILLION * stake * self.windows < (
+                    rate * over * _DRAWS
+                )
+            if is_due:
+                return check
+        return None
+
+    def is_always_due(self, author: PeerKey, size: int) -> bool:
+        """Return whether the strongest check of an update is due whatever is drawn."""
+        always = self.due(_DRAWS - 1, author, size)
+        return always is not None and always == self.due(0, author, size)
+
+
+def _size(update: Signed[UpdateHeader], weighed: int) -> int:
+    """Return the windows that an update is audited by: claims beyond its weight are paid in later rounds."""
+    return max(update.body.windows, weighed)
+
+
+def audit_seed(
+    update: Signed[UpdateHeader], record: RoundRecord, seeds: AuditSeeds, stakes: Mapping[PeerKey, int], rule: AuditRule
+) -> bytes | None:
+    """Return the seed that draws the audit of an update of a record; None before the record that draws it comes.
+
+    `rule`: the run's, not a raised one.
     """
-    digest, record = certificate.digest, certificate.record.body
+    size = _size(update, record.weighed[record.contributors.index(update.author)])
+    return seeds.own if _Rates.of(record, stakes, rule).is_always_due(update.author, size) else seeds.following
+
+
+def due_audits(
+    record: RoundRecord, seeds: AuditSeeds, stakes: Mapping[PeerKey, int], rule: AuditRule, convicted: int = 0
+) -> tuple[UpdateAudit, ...]:
+    """Return the audits of a record that are due and drawn already, in the order of its updates.
+
+    A loss check only chooses what is replayed, so none is due beside a replay. `convicted`: as in `AuditRule.raised`.
+    """
+    usual = _Rates.of(record, stakes, rule)
+    rates = replace(usual, rule=rule.raised(convicted, sum(stakes.values())))
     due = []
     for update, weighed in zip(record.updates, record.weighed, strict=True):
-        # Claims beyond the weight are paid in later rounds: they are audited now, or never.
-        size = max(update.body.windows, weighed)
-        draw = int.from_bytes(sha256(b"cairn/v1/audit", digest, update.author)[:8], "little")
-        stake = stakes.get(update.author, 0)
-        for check in BY_STRENGTH:
-            if _is_due(draw, rule.rate(check, size), size, stake, len(record.updates), record.windows):
-                drawn = draw_auditors(digest, update.digest, update.author, stakes, rule)
-                due.append(UpdateAudit(update.digest, update.author, check, drawn))
-                break
+        author, size = update.author, _size(update, weighed)
+        seed = seeds.own if usual.is_always_due(author, size) else seeds.following
+        if seed is None:
+            continue
+        draw = int.from_bytes(sha256(b"cairn/v1/audit", seed, author)[:8], "little")
+        if (check := rates.due(draw, author, size)) is not None:
+            due.append(UpdateAudit(update.digest, author, check, draw_auditors(seed, author, stakes, rule)))
     return tuple(due)
 
 
-def _is_due(draw: int, rate: int, size: int, stake: int, updates: int, windows: int) -> bool:
-    if not stake or not rate:
-        return rate > 0
-    # rate * (size * STAKE_ROUNDS / stake) * (size / mean weight), and no less than rate / 3
-    over = size * STAKE_ROUNDS * size * updates
-    return draw * 3 * MILLION < rate * _DRAWS or draw * MILLION * stake * windows < rate * over * _DRAWS
-
-
-def draw_auditors(
-    certificate: Digest, update: Digest, author: PeerKey, stakes: Mapping[PeerKey, int], rule: AuditRule
-) -> tuple[PeerKey, ...]:
+def draw_auditors(seed: bytes, author: PeerKey, stakes: Mapping[PeerKey, int], rule: AuditRule) -> tuple[PeerKey, ...]:
     """Return the keys that may report on an update, in the order of the draw. The owner may always, and is not drawn.
 
     Each update of a record has auditors, also one that is not due: what a loss check finds strange is replayed.
     """
-    return draw_by_stake(b"cairn/v1/auditors" + certificate + update, stakes, rule.auditors, {author})
+    return draw_by_stake(b"cairn/v1/auditors" + seed + author, stakes, rule.auditors, {author})
 
 
-def first_auditors(certificate: Certificate, stakes: Mapping[PeerKey, int]) -> dict[Digest, PeerKey]:
-    """Return the first auditor of each update (header digest), as `draw_auditors` draws it, in O(log n) for each."""
+def first_auditors(
+    record: RoundRecord, seeds: AuditSeeds, stakes: Mapping[PeerKey, int], rule: AuditRule
+) -> dict[Digest, PeerKey]:
+    """Return the first auditor of each update (header digest), as `draw_auditors` draws it, in O(log n) for each.
+
+    Without those whose auditors are not drawn yet.
+    """
+    usual = _Rates.of(record, stakes, rule)
     keys = sorted(key for key in stakes if stakes[key] > 0)
     sums = list(accumulate(stakes[key] for key in keys))
     found: dict[Digest, PeerKey] = {}
-    for update in certificate.record.body.updates:
+    for update, weighed in zip(record.updates, record.weighed, strict=True):
+        seed = seeds.own if usual.is_always_due(update.author, _size(update, weighed)) else seeds.following
         own = max(0, stakes.get(update.author, 0))
         left = sums[-1] - own if sums else 0
-        if left > 0:
-            at = _drawn(b"cairn/v1/auditors" + certificate.digest + update.digest, 0) % left
+        if left > 0 and seed is not None:
+            at = _drawn(b"cairn/v1/auditors" + seed + update.author, 0) % left
             if own and at >= sums[bisect_left(keys, update.author)] - own:
                 at += own  # its author is passed over
             found[update.digest] = keys[bisect_right(sums, at)]
     return found
 
 
-def draw_jury(
-    certificate: Digest, update: Digest, stakes: Mapping[PeerKey, int], rule: AuditRule
-) -> dict[PeerKey, int]:
+def draw_jury(seed: bytes, author: PeerKey, stakes: Mapping[PeerKey, int], rule: AuditRule) -> dict[PeerKey, int]:
     """Return the keys that confirm or refute what the auditors of an update say, and the votes of each.
 
     If no more than `rule.jury` keys have stake, all of them are the jury, and their votes are their stake. Otherwise
@@ -170,8 +225,8 @@ def draw_jury(
     keys = sorted(key for key in stakes if stakes[key] > 0)
     if len(keys) <= rule.jury:
         return {key: stakes[key] for key in keys}
-    sums, seed = list(accumulate(stakes[key] for key in keys)), b"cairn/v1/jury" + certificate + update
-    return dict(Counter(keys[bisect_right(sums, _drawn(seed, seat) % sums[-1])] for seat in range(rule.jury)))
+    sums, name = list(accumulate(stakes[key] for key in keys)), b"cairn/v1/jury" + seed + author
+    return dict(Counter(keys[bisect_right(sums, _drawn(name, seat) % sums[-1])] for seat in range(rule.jury)))
 
 
 def draw_by_stake(

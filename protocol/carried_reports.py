@@ -1,9 +1,10 @@
 """The work reports and decisions that a record may carry, by what its branch carries already. Pure.
 
-A record carries a report while the update's credit is pending: up to `hold_rounds` rounds after its own. The last
-quarter of these is for juries: an accusation that nobody could answer would cost its authors nothing. Each is by a key
-that was drawn for it, or the owner, and a branch carries one of a key, update and check. A record states the decisions
-that follow, no others, as it states weights: so credit can be folded from certificates alone.
+A record carries a report while the update's credit is pending: up to `hold_rounds` rounds after its own, once its
+auditors are drawn (`audits`). The last quarter is for juries: an accusation that nobody could answer would cost its
+authors nothing. Each is by a key that was drawn for it, or the owner, and a
+branch carries one of a key, update and check. A record states the decisions that follow, no others, as it states
+weights: so credit can be folded from certificates alone.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 
-from protocol.audits import AuditRule
+from protocol.audits import AuditRule, AuditSeeds, audit_seed
 from protocol.ids import Digest, PeerKey
 from protocol.messages import AuditCheck, AuditDecision, Certificate, RoundRecord, Signed, UpdateHeader, WorkReport
 from protocol.record_node import RecordNode
@@ -21,7 +22,7 @@ from protocol.report_rule import ACCUSERS, accusers, decide, drawn_reporters
 
 StakesAt = Callable[[RecordNode], Mapping[PeerKey, int]]
 
-NOTHING_PENDING = "it is about no update whose credit is pending here"
+NOTHING_PENDING = "it is about no update that is audited here"
 
 
 @dataclass
@@ -29,11 +30,13 @@ class _AuditedUpdate:
     """An update that reports are about, those drawn for it with the owner, and what the branch carries on it."""
 
     certificate: Certificate
+    seed: bytes
+    """The one that drew its audit."""
     update: Signed[UpdateHeader]
     stakes: Mapping[PeerKey, int]
     rule: AuditRule
     age: int
-    """Rounds from its own to that of the next record: 1 in the first that may carry a report on it."""
+    """Rounds from its own to that of the next record."""
     reports: list[Signed[WorkReport]] = field(default_factory=list)
     is_decided: bool = False
 
@@ -43,7 +46,7 @@ class _AuditedUpdate:
 
     @cached_property
     def _drawn(self) -> tuple[set[PeerKey], dict[PeerKey, int]]:
-        return drawn_reporters(self.certificate, self.update, self.stakes, self.rule)
+        return drawn_reporters(self.seed, self.update, self.stakes, self.rule)
 
     @property
     def auditors(self) -> set[PeerKey]:
@@ -69,6 +72,11 @@ class CarriedReports:
         self._rule = rule
         self._stakes_at = stakes_at
         self._found: dict[tuple[Digest, Digest], _AuditedUpdate] = {}
+
+    def audit_seed(self, record: Digest, update: Digest) -> bytes | None:
+        """Return the seed that drew the audit of an update; None if this branch has drawn none, or it has settled."""
+        audited = self._named(record, update)
+        return None if audited is None else audited.seed
 
     def report_refusal(self, report: Signed[WorkReport]) -> str | None:
         """Return why the next record may not carry a report; None when it may."""
@@ -106,7 +114,8 @@ class CarriedReports:
             audited = self._audited(new[0])
             if audited is not None and not audited.is_decided:
                 reports_so_far = [*audited.reports, *new]
-                found.append(decide(audited.certificate, audited.update, reports_so_far, audited.stakes, self._rule))
+                about = audited.certificate, audited.seed, audited.update
+                found.append(decide(*about, reports_so_far, audited.stakes, self._rule))
         return tuple(sorted((d for d in found if d is not None), key=lambda d: (d.record, d.author)))
 
     @cached_property
@@ -155,6 +164,7 @@ class CarriedReports:
 
     def _find(self, record: Digest, update: Digest) -> _AuditedUpdate | None:
         newer: list[RoundRecord] = []
+        following: bytes | None = None
         for node in self._branch:
             if node.certificate is None or node.parent is None:
                 return None
@@ -164,10 +174,14 @@ class CarriedReports:
                 if header is None:
                     return None
                 stakes = self._stakes_at(node.parent)
-                audited = _AuditedUpdate(node.certificate, header, stakes, self._rule, len(newer) + 1)
+                seed = audit_seed(header, body, AuditSeeds(node.seed, following), stakes, self._rule)
+                if seed is None:
+                    return None
+                audited = _AuditedUpdate(node.certificate, seed, header, stakes, self._rule, len(newer) + 1)
                 for later in reversed(newer):
                     audited.reports += [r for r in later.reports if r.body.update == update and r.body.record == record]
                     audited.is_decided |= any((d.record, d.author) == (record, header.author) for d in later.decisions)
                 return audited
             newer.append(body)
+            following = node.seed
         return None

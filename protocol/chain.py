@@ -34,7 +34,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from protocol.audits import AuditRule
+from protocol.audits import AuditRule, AuditSeeds, audit_seed
 from protocol.carried_reports import CarriedReports
 from protocol.directives import ActiveDirectives, starts_rollback_branch
 from protocol.errors import ChainError, FinalizedConflict, UnknownParent
@@ -240,6 +240,27 @@ class Chain:
     def directives(self, record: Digest) -> ActiveDirectives:
         """Return the directives in force in the round after a record."""
         return self._node(record).directives
+
+    def seed(self, record: Digest) -> bytes:
+        """Return the seed (32 bytes) of the draws after a record: see `RecordNode.seed`. Raises ChainError."""
+        return self._node(record).seed
+
+    def audit_seeds(self, record: Digest, child: Digest | None = None) -> AuditSeeds:
+        """Return the seeds of the audits of a record. `child`: the record after it; else the one on the head's path.
+
+        Raises ChainError.
+        """
+        node = self._node(record)
+        after = self._main_chain.get(node.height + 1) if child is None else self._node(child)
+        return AuditSeeds(node.seed, after.seed if after is not None and after.parent is node else None)
+
+    def audit_seed(self, record: Digest, update: Signed[UpdateHeader]) -> bytes | None:
+        """Return the seed that draws the audit of an update of a record on the head's path; None before it comes.
+
+        Raises ChainError.
+        """
+        body = self.certificate(record).record.body
+        return audit_seed(update, body, self.audit_seeds(record), self.stakes(body.parent), self.limits.audit)
 
     def is_ancestor(self, ancestor: Digest, record: Digest) -> bool:
         """Return whether `ancestor` is the record or comes before it; False if either is not in the tree."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from protocol import vrf
 from protocol.ed25519_points import WEAK_POINTS
 from protocol.errors import IdentityError, SignatureError
 from protocol.ids import PeerKey
@@ -25,6 +26,10 @@ class Identity:
     def sign(self, message: bytes) -> bytes:
         """64 bytes; deterministic (RFC 8032)."""
         return self._private.sign(message)
+
+    def prove(self, alpha: bytes) -> bytes:
+        """Return the proof of the key's verifiable random output for an input (`vrf`); deterministic."""
+        return vrf.prove(self._seed, alpha)
 
     @property
     def seed(self) -> bytes:

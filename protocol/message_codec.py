@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from google.protobuf.message import Message
 
+from protocol import vrf
 from protocol.checks import ascending, bounded, check_canonical, finite, parsed, rate, text
 from protocol.directive_codec import MAX_DIRECTIVE_ENVELOPE, MAX_EPOCH, decode_directive, encode_directive
 from protocol.envelope import MAX_ENVELOPE, claimed_author, claimed_kind, open_envelope, seal
@@ -89,6 +90,7 @@ def _encode_record(b: RoundRecord) -> Message:
             wire.AuditDecision(record=d.record, author=d.author, convicted=d.convicted, refuted=d.refuted)
             for d in b.decisions
         ],
+        proof=b.proof,
     )  # fmt: skip
 
 
@@ -164,6 +166,8 @@ def _decode_record(payload: bytes, decoder: MessageDecoder) -> RoundRecord:
     for u in updates:
         if (u.body.run, u.body.round, u.body.parent, u.body.base_state) != (run, number, parent, base):
             raise MalformedError("a record lists an update of another run, round, parent or base")
+        if u.body.epoch != updates[0].body.epoch:
+            raise MalformedError("a record lists updates of two epochs")
     if len({u.body.blob for u in updates}) < len(updates):
         raise MalformedError("a record lists one blob twice")
     directive = decoder.decode(m.directive, Directive) if m.directive else None
@@ -173,7 +177,7 @@ def _decode_record(payload: bytes, decoder: MessageDecoder) -> RoundRecord:
     attempt = bounded("attempt", m.attempt, MAX_ATTEMPT)
     return RoundRecord(
         run, number, parent, base, attempt, updates, directive, weights, _decode_reports(m, decoder),
-        _decode_decisions(m),
+        _decode_decisions(m), bytes(m.proof),
     )  # fmt: skip
 
 
@@ -327,8 +331,15 @@ class KeySigner:
         self.key = identity.key
 
     def sign(self, body: T) -> Signed[T]:
-        """Return the signed body, rounded as on the wire. Raises MalformedError for a body that others would refuse."""
+        """Return the signed body, rounded as on the wire, and a record with its proof.
+
+        Raises MalformedError for a body that others would refuse.
+        """
         kind = KINDS[type(body)]
+        if isinstance(body, RoundRecord):
+            if not body.updates:
+                raise MalformedError("a record lists at least one update")
+            body = replace(body, proof=self._identity.prove(body.draw_input))
         e = seal(self._identity, kind.name, kind.encode(body).SerializeToString(deterministic=True))
         if len(e.encoded) > kind.limit:
             raise MalformedError(f"a {kind.name} message of {len(e.encoded)} bytes: at most {kind.limit} are accepted")
@@ -397,6 +408,10 @@ class MessageDecoder:
             raise MalformedError(f"a {kind.name} message of another run ({decoded.run.short})")
         if body in (Admission, Finalization) and envelope.author != self.owner:
             raise AdmissionError(f"a {kind.name} message that is not signed by the run's owner")
+        if body is RoundRecord:
+            if envelope.author not in decoded.contributors:  # before its proof costs anything
+                raise MalformedError("a record by a peer who has no update in it")
+            vrf.verify(envelope.author, decoded.draw_input, decoded.proof)
         if body is UpdateHeader or (body is Heartbeat and decoded.admission):
             self.decode_admission(decoded.admission, envelope.author)
         signed = Signed(decoded, envelope.author, envelope.digest, envelope.encoded)

@@ -208,6 +208,14 @@ class RoundRecord:
     """Work reports, ascending by record, update, author, check; each is in one record of a branch."""
     decisions: tuple[AuditDecision, ...] = ()
     """The decisions that follow from these reports and those before, ascending by record and author."""
+    proof: bytes = b""
+    """Of its author's verifiable random output for this round (`draw_input`): the signer adds it."""
+
+    @property
+    def draw_input(self) -> bytes:
+        """The input of `proof`. It has nothing that the author chooses, so its author has one output in a round."""
+        epoch = self.updates[0].body.epoch
+        return b"cairn/v1/draw" + self.run + self.round.to_bytes(8, "little") + epoch.to_bytes(8, "little")
 
     @property
     def contributors(self) -> tuple[PeerKey, ...]:

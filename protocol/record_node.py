@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
+from protocol import vrf
 from protocol.audit_penalties import AuditPenalties
 from protocol.directives import ActiveDirectives
-from protocol.ids import Digest, PeerKey
+from protocol.ids import Digest, PeerKey, sha256
 from protocol.ledger.verdicts import VerdictWalk
-from protocol.messages import Certificate
+from protocol.messages import Certificate, RoundRecord
 from protocol.update_weights import AuthorHistory
 
 SNAPSHOT_EVERY = 32
@@ -23,7 +24,7 @@ class RecordNode:
 
     __slots__ = (
         "digest", "parent", "height", "weight", "certificate", "contributors", "histories", "is_snapshot",
-        "children", "size", "directives", "weighed", "announced", "latest", "penalties",
+        "children", "size", "directives", "weighed", "announced", "latest", "penalties", "seed",
     )  # fmt: skip
 
     def __init__(
@@ -51,6 +52,11 @@ class RecordNode:
         self.size = 0
         """Bytes of the certificate."""
         self.directives = ActiveDirectives()
+        self.seed = first_seed(digest)
+        """The seed of the next round's turns and committees, and of the audits of this record's parent.
+
+        It is made of the outputs of all authors up to here, which they cannot choose (`vrf`).
+        """
         self.penalties = AuditPenalties()
         """The penalties in force in the round that follows."""
         self.weighed: dict[PeerKey, int] = {}
@@ -65,6 +71,7 @@ class RecordNode:
         if parent is not None and certificate is not None:
             record = certificate.record
             self.height = parent.height + 1
+            self.seed = next_seed(parent.seed, record.body)
             self.weight = parent.weight + record.body.windows
             self.contributors = len(record.body.updates)
             self.size = len(record.encoded) + sum(len(v.encoded) for v in certificate.votes)
@@ -184,6 +191,16 @@ class RecordNode:
         self.make_snapshot()
         self.parent = self.certificate = None
         self.size = 0
+
+
+def first_seed(genesis: Digest) -> bytes:
+    """Return the seed after the genesis."""
+    return sha256(b"cairn/v1/seed", genesis)
+
+
+def next_seed(before: bytes, record: RoundRecord) -> bytes:
+    """Return the seed after a record, from the one after its parent."""
+    return sha256(b"cairn/v1/seed", before, vrf.output(record.proof))
 
 
 def note_message(latest: dict[PeerKey, int], key: PeerKey, end: int) -> None:

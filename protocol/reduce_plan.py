@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from protocol.blob_sizes import blob_size, mean_size
-from protocol.ids import Digest, PeerKey, sha256
+from protocol.ids import PeerKey, sha256
 from protocol.merkle import chunk_count
 from protocol.messages import MAX_SHARDS, Certificate, RoundRecord
 from protocol.spec import RunSpec
@@ -26,15 +26,15 @@ def shard_count(contributors: int, update_size: int) -> int:
 
 
 def committees(
-    parent: Digest, attempt: int, contributors: Iterable[PeerKey], shards: int, committee: int
+    seed: bytes, attempt: int, contributors: Iterable[PeerKey], shards: int, committee: int
 ) -> tuple[tuple[PeerKey, ...], ...]:
     """Return the committee of each shard, by ascending key: `committee` contributors, or all if there are fewer.
 
-    Contributors sit in the order of SHA-256 of parent, attempt and key, and shards are dealt round the table. So
-    nobody has more than its share of the work: `committee` shards if there are as many shards as contributors. Each
+    Contributors sit in the order of SHA-256 of seed (the parent's), attempt and key; shards are dealt round the table.
+    So nobody has more than its share of the work: `committee` shards if there are as many shards as contributors. Each
     attempt draws new committees, so that one that cannot agree does not stop the round for ever.
     """
-    place = b"cairn/v1/committee" + parent + attempt.to_bytes(4, "big")
+    place = b"cairn/v1/committee" + seed + attempt.to_bytes(4, "big")
     seated = sorted(contributors, key=lambda key: sha256(place, key))
     committee = min(committee, len(seated))
     return tuple(
@@ -78,10 +78,10 @@ class ReducePlan:
             return None
         return f"it is certified with {found} shards of the mean, and should be with {wanted}"
 
-    def committees(self, record: RoundRecord) -> tuple[tuple[PeerKey, ...], ...]:
-        """Return the committee of each shard of a record's mean."""
+    def committees(self, seed: bytes, record: RoundRecord) -> tuple[tuple[PeerKey, ...], ...]:
+        """Return the committee of each shard of a record's mean. `seed`: of its parent (`Chain.seed`)."""
         keys = record.contributors
-        return committees(record.parent, record.attempt, keys, self.shard_count(len(keys)), self.committee)
+        return committees(seed, record.attempt, keys, self.shard_count(len(keys)), self.committee)
 
 
 GATHER = ReducePlan()

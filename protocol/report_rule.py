@@ -2,7 +2,7 @@
 
 Two failed replays by different auditors accuse. More than half of a jury's votes convict, with failed replays of
 their own; as many with passed ones acquit. All keys with stake are the jury, and vote with it; of more than 64 keys, 64
-seats are drawn by the certificate digest. Loss checks choose what is replayed and decide nothing. A replay that says
+seats are drawn. Loss checks choose what is replayed and decide nothing. A replay that says
 the opposite of what a jury decided costs its author the stake: that keeps auditors honest.
 """
 
@@ -19,13 +19,16 @@ ACCUSERS = 2
 
 
 def drawn_reporters(
-    certificate: Certificate, update: Signed[UpdateHeader], stakes: Mapping[PeerKey, int], rule: AuditRule
+    seed: bytes, update: Signed[UpdateHeader], stakes: Mapping[PeerKey, int], rule: AuditRule
 ) -> tuple[set[PeerKey], dict[PeerKey, int]]:
-    """Return the auditors of an update of a record, with the owner, and its jury with their votes."""
-    record, author = certificate.digest, update.author
+    """Return the auditors of an update, with the owner, and its jury with their votes.
+
+    `seed`: the one that drew its audit.
+    """
+    author = update.author
     owner = set() if rule.owner is None else {rule.owner}
-    auditors = {*draw_auditors(record, update.digest, author, stakes, rule), *owner} - {author}
-    return auditors, draw_jury(record, update.digest, stakes, rule)
+    auditors = {*draw_auditors(seed, author, stakes, rule), *owner} - {author}
+    return auditors, draw_jury(seed, author, stakes, rule)
 
 
 def accusers(reports: Iterable[Signed[WorkReport]], auditors: set[PeerKey]) -> set[PeerKey]:
@@ -44,6 +47,7 @@ def _replays(reports: Iterable[Signed[WorkReport]], drawn: set[PeerKey]) -> dict
 
 def decide(
     certificate: Certificate,
+    seed: bytes,
     update: Signed[UpdateHeader],
     reports: Iterable[Signed[WorkReport]],
     stakes: Mapping[PeerKey, int],
@@ -52,10 +56,11 @@ def decide(
     """Return the decision about an update of a record; None while there is none.
 
     `reports` are in the order in which the chain carries them: of one key and check the first counts. Only those on
-    this update count, by its auditors, its jury and the owner. `stakes` are those at the record's parent.
+    this update count, by its auditors, its jury and the owner. `stakes` are those at the record's parent, `seed`
+    is the one that drew the update's audit.
     """
     digest, author = certificate.digest, update.author
-    auditors, jury = drawn_reporters(certificate, update, stakes, rule)
+    auditors, jury = drawn_reporters(seed, update, stakes, rule)
     name = digest, certificate.record.body.round, update.digest
     on_update = [r for r in reports if (r.body.record, r.body.round, r.body.update) == name]
     if len(accusers(on_update, auditors)) < ACCUSERS:

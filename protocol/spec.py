@@ -461,16 +461,21 @@ class CreditSpec(Section):
     )
 
 
+MIN_AUDITED_ROUNDS = 4
+"""The least `credit.hold_rounds` in which auditors are drawn, accuse, and a jury has a round to itself."""
+
+
 class AuditSpec(Section):
     """Audits of updates (docs/audits.md)."""
 
     replayable: bool = Field(
         default=False,
         description="updates depend on public values alone, so that any peer can train one again and compare; it needs "
-        'codec.kind = "sign", codec.beta = 0, round.exchange = "gather", and a model without dropout or other chance',
+        'codec.kind = "sign", codec.beta = 0, round.exchange = "gather", credit.hold_rounds of 4 or more, and a model '
+        "without dropout or other chance",
     )
 
-    def remedy(self, codec: CodecSpec, rounds: RoundSpec, model: Mapping[str, Any]) -> str:
+    def remedy(self, codec: CodecSpec, rounds: RoundSpec, credit: CreditSpec, model: Mapping[str, Any]) -> str:
         """Return what to set, if updates would depend on what only their author has; empty if all is well.
 
         `model`: the model's config.
@@ -479,6 +484,7 @@ class AuditSpec(Section):
             'codec.kind = "sign"': codec.kind == "sign",
             "codec.beta = 0": codec.beta == 0,
             'round.exchange = "gather"': rounds.exchange == "gather",
+            f"credit.hold_rounds of {MIN_AUDITED_ROUNDS} or more": credit.hold_rounds >= MIN_AUDITED_ROUNDS,
         } | {f"model.{name} = 0": False for name in _random_fields(model)}
         if not self.replayable or all(needed.values()):
             return ""
@@ -534,7 +540,7 @@ class RunSpec(Section):
             raise ValueError("data.train holds less than one window of tokens")
         if self.inner.schedule.kind != "constant" and not self.inner.schedule.total_tokens:
             raise ValueError('inner.schedule.total_tokens must be set, or inner.schedule.kind = "constant"')
-        if remedy := self.audit.remedy(self.codec, self.round, self.model.config):
+        if remedy := self.audit.remedy(self.codec, self.round, self.credit, self.model.config):
             raise ValueError(f"audit.replayable needs {remedy}")
         return self
 

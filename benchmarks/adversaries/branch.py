@@ -70,7 +70,10 @@ class Branch:
         convicted = {d.author for d in decisions if d.convicted}
         listed = tuple(sorted((u for u in updates if u.author not in convicted), key=lambda u: u.author))
         weights = chain.weights(parent, listed)
-        body = RoundRecord(self.run, Round(self.round), parent, STATE, 0, listed, None, weights, ordered, decisions)
+        proof = sha256(b"proof", parent, listed[0].author)  # stands for one: another in each run and round
+        body = RoundRecord(
+            self.run, Round(self.round), parent, STATE, 0, listed, None, weights, ordered, decisions, proof
+        )  # fmt: skip
         names = [*(u.digest for u in listed), *(r.digest for r in ordered)]
         record = _signed(body, listed[0].author, parent, *names)
         votes = (_signed(Vote(self.run, body.round, record.digest), u.author, record.digest, u.author) for u in listed)

@@ -115,7 +115,8 @@ class Swarm:
         world.apply(self.state, contributions)
         self.flats.append(world.flat(self.state))
         self.sent.append({u.author: blobs[u.author] for u in body.updates})
-        self._audit(certificate)
+        if certificate.record.body.parent in self.held:
+            self._audit(self.held[certificate.record.body.parent].certificate, certificate)
 
     def _blobs(self, now: int, accepted: int) -> dict[PeerKey, bytes]:
         """Return the update of each peer that may contribute."""
@@ -199,21 +200,26 @@ class Swarm:
 
     # -- audits ------------------------------------------------------------------------------------------------
 
-    def _audit(self, certificate: Certificate) -> None:
-        """Make the checks that a record asks for, as `protocol.rounds.work_auditor` does."""
+    def _audit(self, certificate: Certificate, newest: Certificate) -> None:
+        """Make the checks of a record that the newest draws, and those that the newest's reports ask for.
+
+        `protocol.rounds.work_auditor` does the same, and does not wait with updates that are always audited.
+        """
         branch, rule, stakes = self.branch, self.scenario.defences.rule, self.branch.stakes(certificate)
-        following = branch.chain.reports_after(certificate.digest)
-        raised = rule.raised(following.convicted_stake, sum(stakes.values()))
-        due = {audit.update: audit.check for audit in due_audits(certificate, stakes, raised)}
+        convicted = branch.chain.reports_after(certificate.digest).convicted_stake
+        following, seeds = branch.chain.reports_after(newest.digest), branch.chain.audit_seeds(certificate.digest)
+        due = {
+            audit.update: audit.check for audit in due_audits(certificate.record.body, seeds, stakes, rule, convicted)
+        }
         for update in certificate.record.body.updates:
             check = due.get(update.digest)
-            for auditor in draw_auditors(certificate.digest, update.digest, update.author, stakes, rule)[:1]:
+            for auditor in draw_auditors(self._audit_seed(certificate, update), update.author, stakes, rule)[:1]:
                 passed = check == "replay" or self._screened(update.author, auditor)
                 if check == "loss":
                     passed = self._check(certificate, update, auditor, "loss") and passed
                 if check == "replay" or (not passed and rule.replay_rate):
                     self._check(certificate, update, auditor, "replay")
-        for report in certificate.record.body.reports:
+        for report in newest.record.body.reports:
             if report.body.check != "replay" or report.body.passed:
                 continue
             about = self.held[report.body.record].certificate
@@ -222,13 +228,19 @@ class Swarm:
                 if key in self.keys and key != update.author:
                     self._check(about, update, key, "replay")
 
+    def _audit_seed(self, record: Certificate, update: Signed[UpdateHeader]) -> bytes:
+        seed = self.branch.chain.audit_seed(record.digest, update)
+        if seed is None:
+            raise AssertionError("a loss check of a record that none follows")
+        return seed
+
     def _screened(self, author: PeerKey, by: PeerKey) -> bool:
-        """Screen an update of the newest record as the product does. Return whether it passed."""
+        """Screen an update of the record before the newest as the product does. Return whether it passed."""
         if not self.scenario.defences.screens or by in self.hostile:
             return True
-        began, of_round = process_time(), self.sent[-1]
+        began, of_round = process_time(), self.sent[-2]
         updates = [of_round[author], *(blob for key, blob in of_round.items() if key != author)]
-        earlier = [list(self.sent[-1 - back].values()) for back in SCREENED_BACK if back < len(self.sent)]
+        earlier = [list(self.sent[-2 - back].values()) for back in SCREENED_BACK if 1 + back < len(self.sent)]
         scores = compare_blobs(self.world.codec, self.world.profile.vocabulary, updates, earlier, self.chooser)
         self.seconds["screens"] += process_time() - began
         return all(s.value >= s.threshold for s in scores)
@@ -251,7 +263,9 @@ class Swarm:
             else:
                 mine = next((u for u in held.certificate.record.body.updates if u.author == by), None)
                 own = None if mine is None else (_claim(mine), held.blobs[by])
-                found = self.judge.loss_checked(held.state, held.certificate.digest, claim, blob, own)
+                found = self.judge.loss_checked(
+                    held.state, self._audit_seed(held.certificate, update), claim, blob, own
+                )
             held.scores[update.author, check] = found
         failed = any(s.value < s.threshold for s in found)
         # A failed check costs twice: the auditor's own update is measured, or the other precision replayed. A loss

@@ -154,12 +154,12 @@ class Judge:
         return scores
 
     def loss_checked(
-        self, state: State, record: Digest, claim: ClaimedUpdate, blob: bytes, own: tuple[ClaimedUpdate, bytes] | None
+        self, state: State, seed: bytes, claim: ClaimedUpdate, blob: bytes, own: tuple[ClaimedUpdate, bytes] | None
     ) -> tuple[Score, ...]:
         """Return the scores of a loss check. `own`: the auditor's update of the record."""
         self.backend.outer.base = {n: self.backend.outer.offload.place(t) for n, t in state.items()}
         self.backend.inner.in_bf16 = False
-        check = LossCheck(self.world.spec, record, self.backend, self.world.reader)
+        check = LossCheck(self.world.spec, seed, self.backend, self.world.reader)
         return check.scores(claim, blob, own)
 
 

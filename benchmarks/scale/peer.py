@@ -80,7 +80,7 @@ class Peer:
             match action:
                 case do.Broadcast(message):
                     if isinstance(message.body, RoundRecord):
-                        world.shadows.slate(message)
+                        world.shadows.slate(message, self.machine.chain.seed(message.body.parent))
                     world.links.broadcast(self.index, message)
                     world.shadows.follow(self, message)
                 case do.Send(to, messages, certificates):

@@ -79,18 +79,21 @@ class Shadows:
         weights = b.chain.weights(b.parent, updates)
         body = RoundRecord(self._world.run, b.number, b.parent, b.state, 0, updates, weights=weights)
         record = self._signers[index].sign(body)
-        self.slate(record)
+        self.slate(record, b.chain.seed(b.parent))
         self._world.links.broadcast(index, record)
 
-    def slate(self, record: Signed[RoundRecord]) -> None:
-        """Let the committee members of a proposed record fetch their slices, make their shards and attest them."""
+    def slate(self, record: Signed[RoundRecord], seed: bytes) -> None:
+        """Let the committee members of a proposed record fetch their slices, make their shards and attest them.
+
+        `seed`: of its parent.
+        """
         world = self._world
         shape, clock = world.shape, world.clock
         if shape.exchange == "gather" or record.digest in self._proposals:
             return
         self._proposals.add(record.digest)
         duties: dict[int, list[int]] = {}
-        for part, committee in enumerate(shape.policy.exchange.committees(record.body)):
+        for part, committee in enumerate(shape.policy.exchange.committees(seed, record.body)):
             for key in committee:
                 if key in self._number:
                     duties.setdefault(self._number[key], []).append(part)

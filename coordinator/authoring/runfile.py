@@ -164,7 +164,7 @@ class RunFile(Section):
         is_text = self.data.conversations is None and self.data.prepared is None  # else fewer tokens count: see RunSpec
         if is_text and self.round.max_update_tokens < step:
             raise ValueError(f"round.max_update_tokens: must allow one inner step, batch * window = {step} tokens")
-        if remedy := self.audit.remedy(self.codec, self.round, self.model.config):
+        if remedy := self.audit.remedy(self.codec, self.round, self.credit, self.model.config):
             raise ValueError(f"audit.replayable: needs {remedy}")
         return self
 

@@ -45,8 +45,10 @@ def _audit(job: AuditJob, spec: RunSpec, device: torch.device) -> tuple[Score, .
     )
     announced = files.update(job.update.blob)
     if job.check == "loss":
+        if job.audit_seed is None:
+            raise AuditError("a loss check needs the seed that draws its windows")
         own = None if job.own is None else (job.own, files.update(job.own.blob))
-        return LossCheck(spec, job.certificate, backend, reader).scores(job.update, announced, own)
+        return LossCheck(spec, job.audit_seed, backend, reader).scores(job.update, announced, own)
 
     def replayed(backend: SingleProcessBackend) -> Replayed:
         found = replay(spec, backend, reader, files, job.update, job.start.accepted_windows, job.rebase)

@@ -83,7 +83,7 @@ class Rebase:
 
 @dataclass(frozen=True, slots=True)
 class AuditJob:
-    """One check of one update. `certificate`: the digest of the record that lists it.
+    """One check of one update. `audit_seed`: draws the windows of a loss check (`Chain.audit_seed`).
 
     `start`: the state that a loss check measures from, or that a replay begins with. `rebase`: for a replay, the record
     between the author's first step and its last; None when it trained on one state. `own`: for a loss check, the
@@ -93,7 +93,7 @@ class AuditJob:
 
     check: AuditCheck
     spec_path: Path
-    certificate: DigestField
+    audit_seed: DigestField | None
     update: ClaimedUpdate
     start: StateFiles
     rebase: Rebase | None = None

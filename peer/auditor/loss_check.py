@@ -22,7 +22,6 @@ from peer.errors import UncheckableUpdate
 from peer.training.data import WindowReader
 from peer.training.single_process import SingleProcessBackend
 from protocol.audit_windows import ComparedWindows, compared_windows
-from protocol.ids import Digest
 from protocol.messages import MAX_SCORE, Score
 from protocol.spec import RunSpec
 
@@ -75,7 +74,8 @@ class LossCheck:
     """Loss checks of updates of one record. The backend's base is the state before that record."""
 
     spec: RunSpec
-    certificate: Digest
+    audit_seed: bytes
+    """It draws the windows that are compared."""
     backend: SingleProcessBackend
     reader: WindowReader
 
@@ -104,6 +104,6 @@ class LossCheck:
 
     def _windows(self, update: ClaimedUpdate) -> ComparedWindows:
         return compared_windows(
-            self.certificate, update.author, update.first_window, update.windows,
+            self.audit_seed, update.author, update.first_window, update.windows,
             self.spec.seed, self.reader.total,
         )  # fmt: skip

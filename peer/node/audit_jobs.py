@@ -84,12 +84,18 @@ class AuditJobs:
         return held if len(held) <= most else self._chooser.sample(held, most)
 
     async def job(
-        self, certificate: Certificate, update: Digest, check: AuditCheck, *, own: PeerKey | None = None
+        self,
+        certificate: Certificate,
+        update: Digest,
+        check: AuditCheck,
+        seed: bytes | None,
+        *,
+        own: PeerKey | None = None,
     ) -> AuditJob:
         """Return the job of a check of an update of a record, with all that it needs in the store.
 
-        `own`: the author of an update of the same record that a loss check may measure beside it, if the store has it.
-        Raise CairnError, and TimeoutError.
+        `seed`: of the record's audits, which a replay does not need. `own`: the author of an update of the same record
+        that a loss check may measure beside it, if the store has it. Raise CairnError, and TimeoutError.
         """
         chain, audited = self.chain, _update_of(certificate, update)
         path = chain.path(chain.root, certificate.digest)
@@ -118,7 +124,7 @@ class AuditJobs:
         return AuditJob(
             check=check,
             spec_path=spec_file(self.options.folder),
-            certificate=certificate.digest,
+            audit_seed=None if seed is None else Digest(seed),
             update=_claimed(audited, await self.updates.ensure(header.blob, [audited.author, *body.contributors])),
             start=StateFiles(checkpoint, start.state, rounds, before.base_state, chain.weight(before.parent)),
             rebase=rebase,

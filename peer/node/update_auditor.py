@@ -162,8 +162,7 @@ class UpdateAuditor:
 
         Of each kind the newest round comes first. A conviction takes an auditor's replay, then another's, then those of
         a jury, one after the other. If there is more to do than time for it, and the oldest came first, all would begin
-        too late for that. In a round the certificate digest draws the order: an author must not be able to choose a key
-        that comes last.
+        too late for that. In a round the seed of its audits draws the order: an author must not be able to come last.
         """
         action, certificate = waiting.action, waiting.action.certificate
         if action.is_accused:
@@ -174,7 +173,7 @@ class UpdateAuditor:
             kind = 2
         else:
             kind = {"screen": 3, "loss": 4, "replay": 5}[action.check]
-        return kind, -certificate.record.body.round, sha256(certificate.digest, action.update)
+        return kind, -certificate.record.body.round, sha256(action.seed, _author(action))
 
     @property
     def waiting(self) -> int:
@@ -206,7 +205,7 @@ class UpdateAuditor:
         if action.check == "screen":
             return self.jobs.screen(action.certificate, action.update)
         own = self.me if action.check == "loss" else None
-        return await self.jobs.job(action.certificate, action.update, action.check, own=own)
+        return await self.jobs.job(action.certificate, action.update, action.check, action.seed, own=own)
 
     def _obsolete(self, action: AuditUpdate) -> str | None:
         """Return why no record would carry a report on an update, or nothing would follow from it."""
@@ -249,6 +248,10 @@ _CHECKS = {"screen": "screen", "loss": "loss check", "replay": "replay"}
 
 def _key(action: AuditUpdate) -> tuple[Digest, Digest, UpdateCheck]:
     return action.certificate.digest, action.update, action.check
+
+
+def _author(action: AuditUpdate) -> PeerKey:
+    return next(u.author for u in _updates(action) if u.digest == action.update)
 
 
 def _updates(action: AuditUpdate) -> tuple[Signed[UpdateHeader], ...]:

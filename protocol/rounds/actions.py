@@ -228,6 +228,8 @@ class AuditUpdate:
     certificate: Certificate
     update: Digest
     check: UpdateCheck
+    seed: bytes
+    """The one that drew the update's audit: it also draws the windows of a loss check."""
     is_accused: bool = False
     """An auditor has reported that the update failed a replay."""
 

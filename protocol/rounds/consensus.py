@@ -462,7 +462,8 @@ class Consensus:
         room = 0
         while round_.last_vote is None and room < len(silent) and quorum(sound + room + 1) <= sound:
             room += 1
-        kept = set(sorted(silent, key=lambda a: sha256(round_.parent, a))[:room])  # others in each round
+        seed = self._context.chain.seed(round_.parent)
+        kept = set(sorted(silent, key=lambda a: sha256(seed, a))[:room])  # others in each round
         return [h for h in listed if h.author not in silent or h.author in kept]
 
     def _answers(self, round_: RoundState, exchange: Exchange, author: PeerKey, attempt: int) -> bool:

@@ -107,7 +107,8 @@ class ReducedExchange(Exchange):
         if added is None:
             return
         record = added.record
-        self._tallies[record.digest] = ShardTally(self._context.policy.exchange.committees(record.body))
+        seed = self._context.chain.seed(record.body.parent)
+        self._tallies[record.digest] = ShardTally(self._context.policy.exchange.committees(seed, record.body))
         for author, attestations in list(self._early.items()):
             for key in [key for key in attestations if key[0] == record.digest]:
                 attestation = attestations.pop(key)

@@ -38,9 +38,20 @@ class ReportPool:
         return True
 
     def prune(self) -> None:
-        """Drop what no record after the head may carry: it is carried, late, or of another branch."""
-        following = self._chain.reports_after(self._chain.head)
-        self._reports = {p: r for p, r in self._reports.items() if following.report_refusal(r) is None}
+        """Drop what no record after the head may carry: it is carried, late, or of another branch.
+
+        Our own stay as long as their record may come back to the head's branch: nobody else has them then.
+        """
+        chain = self._chain
+        following, oldest = chain.reports_after(chain.head), chain.height(chain.head) - chain.limits.stake.hold_rounds
+
+        def is_kept(report: Signed[WorkReport]) -> bool:
+            record = report.body.record
+            if report.author == self._me and record in chain and chain.height(record) > oldest:
+                return True
+            return following.report_refusal(report) is None
+
+        self._reports = {p: r for p, r in self._reports.items() if is_kept(r)}
 
     def by(self, key: PeerKey) -> list[Signed[WorkReport]]:
         """Return the reports of a key."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
+from math import log
+from types import MappingProxyType
 
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey, Round, sha256
@@ -25,14 +27,25 @@ STRANGER_SHARE = 8
 
 
 def proposer_order(
-    parent: Digest, authors: Iterable[PeerKey], staked: Collection[PeerKey] = (), recent: Collection[PeerKey] = ()
+    seed: bytes,
+    authors: Iterable[PeerKey],
+    stakes: Mapping[PeerKey, int] = MappingProxyType({}),
+    recent: Collection[PeerKey] = (),
 ) -> tuple[PeerKey, ...]:
-    """Return the order in which authors propose after a record.
+    """Return the order in which authors propose after a record, whose seed this is.
 
-    Those with stake come first, then recent contributors, then the others; each group ascends by SHA-256 of the parent
-    and the key.
+    Those with stake come first, and the first turn is drawn by stake: stake that is divided over many keys gains none.
+    Then recent contributors come, then the others. The order of two authors does not depend on who else there is, since
+    peers may hold other updates (weighted rendezvous hashing: Thaler and Ravishankar 1998). Peers whose logarithms
+    round differently may see another order, about once in 10^15 turns, and it decides nothing by itself.
     """
-    return tuple(sorted(authors, key=lambda a: (a not in staked, a not in recent, sha256(parent, a))))
+
+    def place(author: PeerKey) -> tuple[bool, bool, float]:
+        drawn = (int.from_bytes(sha256(b"cairn/v1/turn", seed, author)[:8], "little") >> 11) + 0.5
+        stake = stakes.get(author, 0)
+        return stake <= 0, stake <= 0 and author not in recent, -log(drawn / 2**53) / max(1, stake)
+
+    return tuple(sorted(authors, key=place))
 
 
 class Proposal:
@@ -129,7 +142,8 @@ class RoundState:
         self._holds = holds
         recent = (record for record in islice(chain.ancestors(parent), RECENT_RECORDS) if record != chain.root)
         self._recent = frozenset(a for record in recent for a in chain.certificate(record).record.body.contributors)
-        self._staked = frozenset(chain.stakes(parent))
+        self._stakes = chain.stakes(parent)
+        self._seed = chain.seed(parent)
         self._order: tuple[PeerKey, ...] | None = None
         self._record_bytes = 0
         self._jumped: tuple[int, float] | None = None
@@ -269,7 +283,7 @@ class RoundState:
         """
         if self._order is None:
             ready = (h.author for h in self.candidates() if h.author in self.first_hand and self._holds(h.body.blob))
-            self._order = proposer_order(self.parent, ready, self._staked, self._recent)
+            self._order = proposer_order(self._seed, ready, self._stakes, self._recent)
         return self._order
 
     def contradicting_state(self) -> Digest | None:
@@ -475,10 +489,14 @@ class RoundState:
     def jump(self, author: PeerKey, attempt: int, now: float) -> None:
         """Move to a later attempt because a record names it: so peers consider the same record at the same time.
 
-        One author can do so only once in a full rotation of turns. Otherwise an author that always skips to its own
-        turn would be the only one to propose.
+        The turn under way has first half of its time: otherwise an author could propose in every round, and know the
+        draws of all. One author can move us only once in a full rotation of turns.
         """
-        if self.announced_at is None or not max(0, self.attempt(now)) < attempt <= self.attempt(now) + MAX_JUMP:
+        current = self.attempt(now)
+        if self.announced_at is None or not 0 <= current < attempt <= current + MAX_JUMP:
+            return
+        base, since = self._jumped or (0, self.starts_at)
+        if since is None or now < since + (current - base + 0.5) * self.policy.propose_seconds:
             return
         if author not in self.headers:
             return

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, pairwise
 
-from protocol.audits import SCREENED_UPDATES, UpdateCheck, due_audits, first_auditors
+from protocol.audits import SCREENED_UPDATES, AuditSeeds, UpdateCheck, due_audits, first_auditors
 from protocol.bounded import BoundedDict
 from protocol.carried_reports import CarriedReports
 from protocol.ids import Digest, PeerKey
@@ -46,6 +46,8 @@ class _Asked:
 
     accuser: PeerKey | None = None
     is_accused: bool = False
+    seed: bytes = b""
+    """The one that drew the update's audit. On another branch it is another."""
     attempts: int = 1
     again_at: int | None = None
     """The round in which to request it again, after an attempt that failed."""
@@ -59,7 +61,7 @@ class WorkAuditor:
         self._reporter = reporter
         self._asked: BoundedDict[tuple[Digest, Digest, UpdateCheck], _Asked] = BoundedDict(MAX_ASKED)
         self._seen: set[Digest] = set()
-        """Records of the branch whose checks were requested, as far as reports on them may still be carried."""
+        """Records of the branch that have drawn checks, as far as reports of these may still be carried."""
         self._contradicted: BoundedDict[PeerKey, None] = BoundedDict(MAX_CONTRADICTED)
         """Accusers of an update that passed our own replay: their word alone starts no other one here."""
 
@@ -107,64 +109,70 @@ class WorkAuditor:
         if self._reporter is None or context.is_resting:
             return
         me = self._reporter.key
-        for report in context.reports.by(me):
-            context.emit(Broadcast(report))
         following = chain.reports_after(parent)
-        for record in self._unseen(parent):
-            self._request_checks(record, following)
+        for report in context.reports.by(me):
+            if following.report_refusal(report) is None:
+                context.emit(Broadcast(report))
+        for record, child in self._unseen(parent):
+            self._request_checks(record, child, following)
         self._request_again(parent, following)
 
-    def _unseen(self, parent: Digest) -> Iterator[Digest]:
-        """Yield the records up to `parent`, newest first, whose checks have not been requested; not too many."""
+    def _unseen(self, parent: Digest) -> Iterator[tuple[Digest, Digest | None]]:
+        """Yield the records up to `parent`, newest first, with checks that have not been requested; not too many.
+
+        Each comes with the record after it, which draws most of its audits; None for `parent`.
+        """
         chain, updates = self._context.chain, 0
         branch = [r for r in islice(chain.ancestors(parent), chain.limits.stake.hold_rounds) if r != chain.root]
         self._seen.intersection_update(branch)
         oldest = chain.height(parent) - chain.limits.stake.hold_rounds
         for name in [n for n in self._asked if n[0] not in chain or chain.height(n[0]) < oldest]:
             del self._asked[name]
-        for record in branch:
-            if record not in self._seen:
+        if branch:
+            yield branch[0], None
+        for child, record in pairwise(branch):
+            if child not in self._seen:
                 updates += len(chain.certificate(record).record.body.updates)
-                if updates > UPDATES_AT_ONCE and record != parent:
+                if updates > UPDATES_AT_ONCE and child != parent:
                     return
-                self._seen.add(record)
-                yield record
+                self._seen.add(child)
+                yield record, child
 
-    def _request_checks(self, record: Digest, following: CarriedReports) -> None:
+    def _request_checks(self, record: Digest, child: Digest | None, following: CarriedReports) -> None:
         """Request the checks of a record that are due and ours, and those that its reports have us make."""
-        chain = self._context.chain
-        certificate, rule = chain.certificate(record), chain.limits.audit
-        me, stakes = (
-            None if self._reporter is None else self._reporter.key,
-            chain.stakes(certificate.record.body.parent),
-        )
+        chain, me = self._context.chain, None if self._reporter is None else self._reporter.key
+        body, rule = chain.certificate(record).record.body, chain.limits.audit
+        seeds = AuditSeeds(chain.seed(record), None if child is None else chain.seed(child))
+        stakes = chain.stakes(body.parent)
         convicted = chain.reports_after(record).convicted_stake  # of the record's own branch: the same at any time
-        due = due_audits(certificate, stakes, rule.raised(convicted, sum(stakes.values())))
+        due = due_audits(body, seeds, stakes, rule, convicted)
         replayed = set[Digest]()
         for audit in due:
             if me in audit.auditors[:1] or (me == rule.owner and me != audit.author):
                 self._ask(following, record, audit.update, audit.check, _Asked())
                 replayed.update({audit.update} if audit.check == "replay" else ())
-        self._request_screens(record, following, replayed)
-        for report in certificate.record.body.reports:
+        self._request_screens(record, seeds, following, replayed)
+        for report in body.reports:
             self._follow(report, following)
 
-    def _request_screens(self, record: Digest, following: CarriedReports, replayed: Collection[Digest]) -> None:
+    def _request_screens(
+        self, record: Digest, seeds: AuditSeeds, following: CarriedReports, replayed: Collection[Digest]
+    ) -> None:
         """Request the screens of a record's updates that are ours to make, except of those that we replay anyway.
 
         A peer that does not train holds no updates, and so makes no screens.
         """
         chain = self._context.chain
-        certificate, rule = chain.certificate(record), chain.limits.audit
-        updates, stakes = certificate.record.body.updates, chain.stakes(certificate.record.body.parent)
+        body, rule = chain.certificate(record).record.body, chain.limits.audit
+        updates, stakes = body.updates, chain.stakes(body.parent)
         me = None if self._reporter is None else self._reporter.key
         if self._context.observer or len(updates) < SCREENED_UPDATES or not rule.replay_rate:
             return
-        first = first_auditors(certificate, stakes)
+        first = first_auditors(body, seeds, stakes, rule)
         for update in updates:
             if update.author == me or update.digest in replayed:
                 continue
-            if me in (rule.owner, first.get(update.digest)):
+            if update.digest in first and me in (rule.owner, first[update.digest]):
                 self._ask(following, record, update.digest, "screen", _Asked())
 
     def _request_again(self, parent: Digest, following: CarriedReports) -> None:
@@ -192,6 +200,13 @@ class WorkAuditor:
         if event.record not in chain or self._reporter is None:
             return
         following = chain.reports_after(chain.head)
+        asked = self._asked.get((event.record, event.update, event.check))
+        if (
+            event.check == "loss"
+            and asked is not None
+            and asked.seed != following.audit_seed(event.record, event.update)
+        ):
+            return  # it compared windows that this branch has not drawn
         if event.check == "screen":
             if any(s.value < s.threshold for s in event.scores):
                 self._ask(following, event.record, event.update, "replay", _Asked())
@@ -200,7 +215,6 @@ class WorkAuditor:
         report = self._reporter.sign(
             WorkReport(context.run, number, event.record, event.update, event.check, event.scores)
         )
-        asked = self._asked.get((event.record, event.update, event.check))
         if asked is not None and asked.accuser is not None and report.body.passed:
             self._contradicted[asked.accuser] = None
         self._follow(report, following)
@@ -221,10 +235,14 @@ class WorkAuditor:
         """Request a check that was not requested before, if a record may still carry its report.
 
         An accusation requests again a check that has no report yet: it then comes before others, and at once after
-        failures.
+        failures. So does a branch on which a loss check compares other windows.
         """
-        old = self._asked.get((record, update, check))
-        is_raised = old is not None and asked.is_accused and not old.is_accused
+        seed = following.audit_seed(record, update)
+        if seed is None:
+            return
+        old, asked = self._asked.get((record, update, check)), replace(asked, seed=seed)
+        is_drawn_anew = old is not None and check == "loss" and old.seed != seed
+        is_raised = is_drawn_anew or (old is not None and asked.is_accused and not old.is_accused)
         is_due = old is None or (is_raised and not self._has_report(record, update, check))
         if is_due and self._is_wanted(following, record, update, check):
             self._request(record, update, check, asked)
@@ -249,7 +267,7 @@ class WorkAuditor:
     def _request(self, record: Digest, update: Digest, check: UpdateCheck, asked: _Asked) -> None:
         self._asked[record, update, check] = asked
         self._context.emit(
-            AuditUpdate(self._context.chain.certificate(record), update, check, is_accused=asked.is_accused)
+            AuditUpdate(self._context.chain.certificate(record), update, check, asked.seed, is_accused=asked.is_accused)
         )
 
     def sizes(self) -> dict[str, tuple[int, int]]:

@@ -111,7 +111,7 @@ def check_parts(world: World) -> None:
         body = certificate.record.body
         if not certificate.shards or not any(world.by_key[v.author].honest for v in certificate.votes):
             continue
-        for part, committee in enumerate(world.policy.exchange.committees(body)):
+        for part, committee in enumerate(world.policy.exchange.committees(world.seed_after(body.parent), body)):
             if 2 * sum(not world.by_key[k].honest for k in committee) > len(committee):
                 continue
             where = f"round {body.round}, record {certificate.record.digest.short}, part {part}"

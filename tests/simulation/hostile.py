@@ -151,7 +151,7 @@ class TwoMinded(Recorder):
         record = self.seen.get(body.record) if isinstance(body, Vote | ShardAttestation) else None
         if record is None or isinstance(body, Vote) and body.shards_digest is None:
             return message
-        committees, lies = self.world.policy.exchange.committees(record), {}
+        committees, lies = self.world.policy.exchange.committees(self.world.seed_after(record.parent), record), {}
         for part, seated in enumerate(committees):
             if 2 * sum(isinstance(self.world.by_key[key], TwoMinded) for key in seated) > len(seated):
                 lies[part] = lie(ShardAttestation(self.world.run, body.round, body.record, part, None))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from protocol.ids import PeerKey
+from protocol.stake import StakeRule
 from tests.simulation.attackers import Attacker, Deserter, FrontRunner, Make, SiblingMaker, SoloCertifier
 from tests.simulation.checkers import (
     Broken,
@@ -31,6 +32,8 @@ class Siege:
         share_of_lost_checks: float = 0.0, **policy,
     ):  # fmt: skip
         peers = honest + len(attackers)
+        if audits:
+            policy = {"stake": StakeRule(hold_rounds=5)} | policy  # the draw of auditors takes one of them
         self.world = World(
             seed, peers, Weather(delay=0.03, jitter=0.01), policy=policy_for(peers, **policy), audits=audits,
             share_of_lost_checks=share_of_lost_checks,

@@ -9,6 +9,7 @@ from protocol.chain import Chain, genesis_digest
 from protocol.ids import Digest, PeerKey, RunId, sha256
 from protocol.merkle import CHUNK
 from protocol.messages import Certificate, Finalization
+from protocol.record_node import first_seed, next_seed
 from protocol.reduce_plan import ReducePlan
 from protocol.rounds.actions import Notice
 from protocol.rounds.blobs import applied_blobs
@@ -76,6 +77,7 @@ class World:
         """Updates that were not trained as they claim: a check of them finds it out."""
         self.records: dict[Digest, Certificate] = {}
         """Every record that anybody certified, by the name that the chain gives it."""
+        self._seeds = {self.genesis: first_seed(self.genesis)}
         self.wrong_states: set[Digest] = set()
         """States that drifted devices computed, and the states that came of them."""
         self.announced_at: dict[Digest, float] = {}
@@ -104,6 +106,17 @@ class World:
         """Live honest nodes that train."""
         banned = self.owner.body.banned
         return [n for n in self.nodes if n.honest and n.alive and not n.observer and n.key not in banned]
+
+    def seed_after(self, record: Digest) -> bytes:
+        """Return the seed of the draws after a record, or after the genesis."""
+        path = []
+        while record not in self._seeds:
+            path.append(record)
+            record = self.records[record].record.body.parent
+        for name in reversed(path):
+            body = self.records[name].record.body
+            self._seeds[name] = next_seed(self._seeds[body.parent], body)
+        return self._seeds[path[0] if path else record]
 
     def rolled_back(self, height: int) -> None:
         """Record that the owner has rolled the run back from this height."""

@@ -25,7 +25,7 @@ from tests.support.local_trainer import loaded, train, update
 from tests.support.trainer_world import BATCH, World, accepted_round, apply, peer_key
 
 CPU = torch.device("cpu")
-CERTIFICATE = Digest(sha256(b"certificate"))
+SEED = Digest(sha256(b"c"))
 AUTHOR, OTHER = 1, 2
 STEPS, EARLY = 24, 6
 """Steps of each update of the second round, and those of them before the rebase."""
@@ -55,7 +55,7 @@ class Audited:
         return AuditJob(
             check="loss" if check == "loss" else "replay",
             spec_path=start.spec_path,
-            certificate=CERTIFICATE,
+            audit_seed=SEED,
             update=claimed(made, of, blob),
             start=at_genesis if has_rebase else after,
             rebase=Rebase(self.first, self.states[1], self.accepted) if has_rebase else None,

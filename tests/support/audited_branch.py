@@ -10,7 +10,7 @@ from protocol.stake import StakeRule
 from tests.simulation.signer import FakeSigner, certificate
 from tests.support.empty_chain import KEYS, OWNER, RUN, STATE
 
-HOLD, WINDOWS = 4, 10
+HOLD, WINDOWS = 5, 10
 LIAR = KEYS[0]
 OTHERS = KEYS[1:]
 
@@ -23,6 +23,19 @@ class Branch:
         self.chain = Chain(RUN, STATE, limits)
         for _ in range(hold + 3 if rounds is None else rounds):
             self.add()
+
+    @property
+    def audited(self) -> Certificate:
+        """The newest record whose audits are drawn: the one before the head."""
+        return self.chain.certificate(self.chain.parent(self.chain.head))
+
+    def auditors(self, record: Certificate, author: PeerKey = LIAR) -> tuple[PeerKey, ...]:
+        """Return the auditors that are drawn for an update of a record."""
+        chain = self.chain
+        stakes = chain.stakes(record.record.body.parent)
+        seed = chain.audit_seed(record.digest, update_of(record, author))
+        assert seed is not None
+        return draw_auditors(seed, author, stakes, chain.limits.audit)
 
     def record(self, *reports: Signed[WorkReport], without: PeerKey | None = None, decisions=None) -> Certificate:
         """Return the next record: of all that may be listed, with these reports and what follows from them."""
@@ -63,9 +76,8 @@ def report(
 
 def accused(branch: Branch) -> tuple[Certificate, list[PeerKey], list[PeerKey]]:
     """Return a record whose update by LIAR two auditors accuse in the next one; these two, and the others."""
-    record = branch.chain.certificate(branch.chain.head)
-    update, stakes = update_of(record), branch.chain.stakes(record.record.body.parent)
-    drawn = draw_auditors(record.digest, update.digest, LIAR, stakes, branch.chain.limits.audit)
+    record = branch.audited
+    drawn = branch.auditors(record)
     made = branch.add(*(report(record, key) for key in drawn[:2]))
     assert made.record.body.decisions == () and len(made.record.body.reports) == 2
     return record, list(drawn[:2]), [key for key in OTHERS if key not in drawn[:2]]

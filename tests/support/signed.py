@@ -110,6 +110,7 @@ def wire_header(peer: Identity = PEERS[1], **changes: Any) -> wire.UpdateHeader:
 
 def wire_record(headers: list[bytes], **changes: Any) -> wire.RoundRecord:
     m = wire.RoundRecord(run=RUN, round=3, parent=digest("parent"), base_state=digest("state"), updates=headers)
+    m.proof = PEERS[0].prove(RECORD.body.draw_input)
     for field, value in changes.items():
         setattr(m, field, value)
     return m

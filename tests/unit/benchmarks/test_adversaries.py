@@ -38,6 +38,7 @@ def updates(branch: Branch) -> list[Signed[UpdateHeader]]:
 def test_two_auditors_and_the_jury_convict_and_all_pending_credit_is_void():
     branch, liar = a_branch(), KEYS[0]
     first = branch.add(updates(branch), [])
+    branch.add(updates(branch), [])
     update = next(u for u in first.record.body.updates if u.author == liar)
     accusers = [k for k in KEYS if k != liar]
     told = [branch.report(first, update, key, "replay", FAILED) for key in accusers]
@@ -46,15 +47,16 @@ def test_two_auditors_and_the_jury_convict_and_all_pending_credit_is_void():
     (decision,) = second.record.body.decisions
     assert decision.author == liar and decision.convicted and not decision.refuted
     assert liar not in second.record.body.contributors and branch.chain.is_barred(liar, branch.head)
-    assert branch.voided == {(0, liar)}
+    assert branch.voided == {(0, liar), (1, liar)}
 
 
 def test_reports_that_pass_convict_nobody_and_credit_settles():
     branch = a_branch()
     for _ in range(HOLD_ROUNDS + 2):
-        made = branch.add(updates(branch), [])
-        reports = []
-        for audit in due_audits(made, branch.stakes(made), branch.chain.limits.audit):
+        before, newest, reports = branch.chain.head, branch.add(updates(branch), []), []
+        made = newest if before == branch.chain.root else branch.chain.certificate(before)
+        seeds, rule = branch.chain.audit_seeds(made.digest), branch.chain.limits.audit
+        for audit in due_audits(made.record.body, seeds, branch.stakes(made), rule):
             update = next(u for u in made.record.body.updates if u.digest == audit.update)
             reports += [branch.report(made, update, audit.auditors[0], "loss", PASSED)]
     assert not branch.voided and not any(branch.chain.is_barred(k, branch.head) for k in KEYS)

@@ -21,7 +21,7 @@ from benchmarks.audit_gain import (
     gains,
     show,
 )
-from protocol.audits import AuditRule, due_audits
+from protocol.audits import AuditRule, AuditSeeds, due_audits
 from protocol.chain import genesis_digest
 from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.ledger.credits import CreditRule, credits_of
@@ -86,7 +86,8 @@ class Run:
         for cheats in range(1, ROUNDS + 1):
             stakes: Mapping[PeerKey, int] = STAKE.stakes(self.node)
             made = self.round()
-            for audit in due_audits(made, stakes, self.rule):
+            seeds = AuditSeeds(made.digest, made.digest)  # it stands for both
+            for audit in due_audits(made.record.body, seeds, stakes, self.rule):
                 chance = cheat.by_replay if audit.check == "replay" else cheat.by_loss * cheat.by_replay
                 if audit.author == CHEATER and rng.random() < chance:
                     due.setdefault(cheats + DECISION_ROUNDS, made.digest)
@@ -130,8 +131,8 @@ def test_the_chance_of_an_audit_is_that_of_the_draw(weight, rule):
     count = 1000
     made, stakes = run.round(), STAKE.stakes(run.node)
     for n in range(count):
-        drawn = replace(made, record=replace(made.record, digest=Digest(sha256(b"draw", n.to_bytes(4, "little")))))
-        for audit in due_audits(drawn, stakes, rule):
+        seed = sha256(b"draw", n.to_bytes(4, "little"))
+        for audit in due_audits(made.record.body, AuditSeeds(seed, seed), stakes, rule):
             if audit.author == CHEATER:
                 found["loss"] += 1  # one draw decides about both: where a replay is due, a loss check would be
                 found["replay"] += audit.check == "replay"

@@ -42,7 +42,8 @@ from tests.support.waiting import ended
 
 FIELDS: dict[str, Any] = {"genesis": {"digest": state(0).hex(), "size": 524_288}}
 SPEC = make_spec(**FIELDS)
-REPLAYABLE = make_spec(**FIELDS, audit={"replayable": True}, codec={"kind": "sign", "beta": 0.0})
+HELD = {"credit": {"hold_rounds": 12}}
+REPLAYABLE = make_spec(**FIELDS, **HELD, audit={"replayable": True}, codec={"kind": "sign", "beta": 0.0})
 AUTHOR = peer(2)
 GOOD = (Score("scale", 0.99, 0.8), Score("signs", 0.994, 0.97))
 BAD = (Score("scale", 0.99, 0.8), Score("signs", 0.503, 0.97))
@@ -93,7 +94,7 @@ class World:
     async def _begin(self, network: Any) -> None:
         """Hold the data already."""
 
-    async def _job(self, certificate: Certificate, update: Any, check: AuditCheck) -> Any:
+    async def _job(self, certificate: Certificate, update: Any, check: AuditCheck, seed: bytes | None) -> Any:
         if self.problem is not None:
             raise self.problem
         return SimpleNamespace(device="cpu")

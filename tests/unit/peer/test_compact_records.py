@@ -56,7 +56,7 @@ def test_a_record_is_put_together_to_the_byte_and_opened_as_ever():
     sent = brief_of()
     parsed = parse_compact_record(sent)
     assert is_compact_record(sent) and not is_compact_record(RECORD.encoded) and parsed.author == RECORD.author
-    assert len(sent) < len(RECORD.encoded) / 10
+    assert len(sent) < len(RECORD.encoded) / 8
     assert parsed.reconstruct(SENT) == RECORD.encoded
     assert decoder().decode(parsed.reconstruct(SENT), RoundRecord) == RECORD
 

@@ -20,7 +20,7 @@ from peer.node.state_fetcher import StateFetcher
 from peer.node.update_auditor import SCREENS_TOGETHER, UpdateAuditor
 from protocol.audits import UpdateCheck
 from protocol.chain import Chain
-from protocol.ids import Digest, PeerKey
+from protocol.ids import Digest, PeerKey, sha256
 from protocol.rounds.actions import AuditUpdate
 from protocol.rounds.events import AuditNotMade, UpdateAudited
 from protocol.rounds.policy import RoundPolicy
@@ -60,6 +60,10 @@ class Process:
 
     async def close(self) -> None:
         self.closed += 1
+
+
+def seed_of(round_: int) -> bytes:
+    return sha256(b"seed", bytes([round_]))
 
 
 class World:
@@ -143,13 +147,15 @@ class World:
     ) -> AuditUpdate:
         certificate = self.made.certificates[round_]
         update = next(u for u in certificate.record.body.updates if u.author == peer(author).key)
-        action = AuditUpdate(certificate, update.digest, check, is_accused=is_accused)
+        action = AuditUpdate(certificate, update.digest, check, seed_of(round_), is_accused=is_accused)
         self.auditor.audit(action)
         return action
 
     def rounds_asked(self) -> list[tuple[str, int]]:
-        by_record = {c.digest: c.record.body.round for c in self.made.certificates}
-        return [(job.check, by_record[job.certificate]) for job in self.process.asked]
+        rounds = {
+            (u.author, u.body.first_window): u.body.round for c in self.made.certificates for u in c.record.body.updates
+        }
+        return [(job.check, rounds[job.update.author, job.update.first_window]) for job in self.process.asked]
 
     async def done(self, count: int) -> None:
         counts = self.auditor.counts
@@ -181,7 +187,7 @@ async def test_a_replay_is_made_with_all_files_up_to_its_state_and_reported(tmp_
         await w.done(1)
         (job,) = w.process.asked
         header = next(u for u in action.certificate.record.body.updates if u.digest == action.update)
-        assert (job.check, job.certificate, job.rebase, job.own) == ("replay", action.certificate.digest, None, None)
+        assert (job.check, job.audit_seed, job.rebase, job.own) == ("replay", action.seed, None, None)
         assert (job.update.author, job.update.first_window, job.update.end_window) == (peer(2).key, 16, 24)
         assert job.update.blob == w.path(header.body.blob)
         assert job.start.checkpoint == w.path(w.spec.genesis.name)
@@ -296,7 +302,8 @@ async def test_checks_that_no_record_would_carry_are_not_made(tmp_path, caplog):
         w.ask(0)
         await w.done(1)
         other = w.made.fork(6)
-        left = AuditUpdate(other.add({1: 4, 2: 4}), w.made.certificates[6].record.body.updates[0].digest, "loss")
+        branch = other.add({1: 4, 2: 4})
+        left = AuditUpdate(branch, branch.record.body.updates[0].digest, "loss", seed_of(6))
         w.auditor.audit(left)
         await w.done(2)
         assert not w.process.asked and not w.posted
@@ -325,7 +332,7 @@ async def test_what_is_accused_comes_first_then_loss_checks_then_replays_and_the
 
 
 async def test_replays_of_keys_without_stake_come_after_accused_updates_and_before_all_else(tmp_path):
-    async with world(tmp_path, 5, fields={"credit": {"hold_rounds": 3}}) as w:
+    async with world(tmp_path, 5, fields={"credit": {"hold_rounds": 4}}) as w:
         w.process.gate.clear()
         w.ask(4, "loss", author=1)
         await until(lambda: w.process.asked, "the first is being made")
@@ -367,7 +374,7 @@ async def test_under_overload_newcomers_are_replayed_while_a_conviction_is_still
 
 async def test_an_author_cannot_choose_a_key_that_is_replayed_last(tmp_path):
     newcomers = tuple(range(3, 9))
-    async with world(tmp_path, 4, fields={"credit": {"hold_rounds": 3}}) as w:
+    async with world(tmp_path, 4, fields={"credit": {"hold_rounds": 4}}) as w:
         w.process.gate.clear()
         w.ask(3, "loss", author=1)
         await until(lambda: w.process.asked, "the first is being made")

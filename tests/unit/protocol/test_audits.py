@@ -1,4 +1,4 @@
-"""The draw of audits: the same for all, by stake, and unknown before the record is certified."""
+"""The draw of audits: the same for all, by stake, and unknown before the next record is proposed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from protocol.assignment import windows_of
 from protocol.audit_windows import QUARTERS, compared_windows
-from protocol.audits import WINDOWS_COMPARED, AuditRule, draw_auditors, draw_by_stake, draw_jury, due_audits
+from protocol.audits import (
+    WINDOWS_COMPARED,
+    AuditRule,
+    AuditSeeds,
+    audit_seed,
+    draw_auditors,
+    draw_by_stake,
+    draw_jury,
+    due_audits,
+)
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.messages import AuditCheck
 from protocol.stake import STAKE_ROUNDS
@@ -23,9 +32,17 @@ STAKES = st.dictionaries(st.sampled_from(EIGHT), st.integers(0, 10**12))
 DIGESTS = st.binary(min_size=32, max_size=32).map(Digest)
 
 
+def seed(name: object) -> bytes:
+    return sha256(f"seed {name}".encode())
+
+
+def seeds(name: object) -> AuditSeeds:
+    return AuditSeeds(seed(name), seed(name))
+
+
 def share_due(windows: Mapping[PeerKey, int], stakes: Mapping[PeerKey, int], of: PeerKey, *checks: AuditCheck) -> float:
     """Return in how many of 1,000 records one of these checks, or any, of a key's update is due."""
-    found = (due_audits(certificate(n, windows), stakes, RULE) for n in range(1000))
+    found = (due_audits(certificate(n, windows).record.body, seeds(n), stakes, RULE) for n in range(1000))
     return sum(a.author == of and (not checks or a.check in checks) for audits in found for a in audits) / 1000
 
 
@@ -62,22 +79,35 @@ def test_large_updates_are_checked_more_often_for_the_same_share_of_the_work():
 @given(st.dictionaries(st.sampled_from(EIGHT), st.integers(1, 10**9), min_size=1), STAKES, st.integers())
 def test_who_has_no_stake_is_always_audited(windows, stakes, name):
     record = certificate(name, windows)
-    due = {audit.author: audit for audit in due_audits(record, stakes, RULE)}
+    due = {audit.author: audit for audit in due_audits(record.record.body, seeds(name), stakes, RULE)}
     assert {author for author in windows if not stakes.get(author)} <= due.keys()
     for author, audit in due.items():
         assert stakes.get(author) or audit.check == "replay"
-        assert audit.auditors == draw_auditors(record.digest, audit.update, author, stakes, RULE)
-    assert not due_audits(record, stakes, AuditRule(loss_rate=0, replay_rate=0))
+        assert audit.auditors == draw_auditors(seed(name), author, stakes, RULE)
+    assert not due_audits(record.record.body, seeds(name), stakes, AuditRule(loss_rate=0, replay_rate=0))
 
 
-@given(DIGESTS, DIGESTS, st.sampled_from(EIGHT), STAKES)
-def test_auditors_and_jury_have_stake(record, update, author, stakes):
-    auditors = draw_auditors(record, update, author, stakes, RULE)
+def test_what_is_always_audited_is_drawn_by_its_own_record_and_the_rest_by_the_next():
+    authors, stakes = EIGHT[:4], dict.fromkeys(EIGHT[:3], 64 * 100)
+    record = certificate(0, dict.fromkeys(authors, 100) | {authors[0]: 6400}).record.body
+    own, both = AuditSeeds(seed("own"), None), AuditSeeds(seed("own"), seed("next"))
+    by = {u.author: audit_seed(u, record, both, stakes, RULE) for u in record.updates}
+    assert by == dict.fromkeys(authors[1:3], seed("next")) | {authors[0]: seed("own"), authors[3]: seed("own")}
+    at_once = {a.author: a for a in due_audits(record, own, stakes, RULE)}
+    assert at_once.keys() == {authors[0], authors[3]}
+    assert all(a.auditors == draw_auditors(seed("own"), k, stakes, RULE) for k, a in at_once.items())
+    later = {a.author: a for a in due_audits(record, both, stakes, RULE, convicted=10**9)}
+    assert at_once.items() <= later.items()
+
+
+@given(DIGESTS, st.sampled_from(EIGHT), STAKES)
+def test_auditors_and_jury_have_stake(drawn, author, stakes):
+    auditors = draw_auditors(drawn, author, stakes, RULE)
     able = {k for k, stake in stakes.items() if stake}
     assert len(set(auditors)) == len(auditors) == min(RULE.auditors, len(able - {author}))
     assert set(auditors) <= able - {author}
-    assert draw_jury(record, update, stakes, RULE) == {k: stakes[k] for k in able}  # of so few keys, all
-    some = draw_jury(record, update, stakes, AuditRule(jury=3))
+    assert draw_jury(drawn, author, stakes, RULE) == {k: stakes[k] for k in able}  # of so few keys, all
+    some = draw_jury(drawn, author, stakes, AuditRule(jury=3))
     assert set(some) <= able and (len(able) <= 3 or sum(some.values()) == 3)
 
 
@@ -87,7 +117,7 @@ def test_few_keys_have_no_more_of_a_jury_than_their_share_of_the_stake():
     stakes = rich | {key(n): 1000 for n in range(255)}
     shares = []
     for n in range(300):
-        jury = draw_jury(Digest(sha256(b"record %d" % n)), Digest(sha256(b"update")), stakes, RULE)
+        jury = draw_jury(seed(n), key(0), stakes, RULE)
         assert sum(jury.values()) == 64
         shares.append(sum(jury.get(k, 0) for k in rich) / 64)
     assert 0.18 < sum(shares) / len(shares) < 0.22 and max(shares) < 0.5
@@ -100,7 +130,7 @@ def test_an_update_is_audited_by_what_it_claims_though_it_weighs_less():
         made = certificate(n, dict.fromkeys(authors, 100) | {authors[0]: 6400})
         weighed = tuple(200 if u.author == authors[0] else 100 for u in made.record.body.updates)
         body = replace(made.record.body, weights=weighed)
-        due = due_audits(replace(made, record=replace(made.record, body=body)), stakes, RULE)
+        due = due_audits(body, seeds(n), stakes, RULE)
         assert any(a.author == authors[0] and a.check == "replay" for a in due)
 
 
@@ -108,10 +138,12 @@ def test_the_claims_of_others_lower_no_rate():
     authors, stakes = EIGHT[:4], dict.fromkeys(EIGHT[:3], 64 * 100)
     for n in range(100):
         made = certificate(n, dict.fromkeys(authors, 100))
-        claims = certificate(n, dict.fromkeys(authors, 100) | {authors[3]: 6400})  # the digest is the same
+        claims = certificate(n, dict.fromkeys(authors, 100) | {authors[3]: 6400})
         body = replace(claims.record.body, weights=(100, 100, 100, 100))
         claims = replace(claims, record=replace(claims.record, body=body))
-        usual, beside = ({a.author: a.check for a in due_audits(c, stakes, RULE)} for c in (made, claims))
+        usual, beside = (
+            {a.author: a.check for a in due_audits(c.record.body, seeds(n), stakes, RULE)} for c in (made, claims)
+        )
         assert usual == beside and authors[3] in usual
 
 
@@ -135,6 +167,6 @@ def test_compared_windows_are_claimed_ones_of_each_quarter_and_others(record, fi
     assert len(drawn.unclaimed) == min(WINDOWS_COMPARED, len(free))
 
 
-def test_another_certificate_draws_other_windows():
-    one, two = (compared_windows(certificate(n, {EIGHT[0]: 1}).digest, EIGHT[0], 0, 4000, 7, 10**6) for n in "ab")
+def test_another_seed_draws_other_windows():
+    one, two = (compared_windows(seed(n), EIGHT[0], 0, 4000, 7, 10**6) for n in "ab")
     assert one.claimed != two.claimed and one.unclaimed != two.unclaimed

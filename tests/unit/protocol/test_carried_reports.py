@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from protocol.audits import draw_auditors
 from protocol.errors import ChainError
 from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.ledger.credits import CreditRule, credits_of
@@ -34,6 +33,23 @@ def refusal(branch: Branch, made: Certificate) -> str:
     with pytest.raises(ChainError) as found:
         branch.chain.add(made)
     return str(found.value)
+
+
+def test_an_update_has_no_auditors_before_the_record_that_draws_them():
+    branch = Branch(40)  # so that no update of these is always audited
+    chain, newest = branch.chain, branch.chain.certificate(branch.chain.head)
+    assert chain.audit_seed(newest.digest, update_of(newest)) is None
+    assert "no update that is audited" in refusal(branch, branch.record(report(newest, OWNER.key), decisions=()))
+    branch.add()
+    assert chain.audit_seed(newest.digest, update_of(newest)) == chain.seed(chain.head)
+    assert branch.add(report(newest, OWNER.key)).record.body.reports
+
+
+def test_auditors_of_what_is_always_audited_are_drawn_at_once():
+    branch = Branch(1 + HOLD)  # the first record is all stake
+    chain, newest = branch.chain, branch.chain.certificate(branch.chain.head)
+    assert chain.audit_seed(newest.digest, update_of(newest)) == chain.seed(chain.head)
+    assert branch.add(report(newest, OWNER.key)).record.body.reports
 
 
 def test_reports_by_most_of_the_stake_convict_and_the_convicted_lose_everything(branch):
@@ -74,14 +90,14 @@ def test_half_of_the_stake_decides_nothing_and_more_acquits_and_takes_the_accuse
 
 def test_reports_that_are_late_foreign_repeated_or_by_others_are_refused(branch):
     chain = branch.chain
-    record = chain.certificate(chain.head)
+    record = branch.audited
     assert "two accusations" in refusal(branch, branch.record(*(report(record, key) for key in OTHERS), decisions=()))
     record, accusers, jurors = accused(branch)
     cases = {
         "an earlier record carries": report(record, accusers[0], passed=True),
         "was not drawn": report(record, PeerKey(sha256(b"a stranger"))),
         "its author is the update's": report(record, LIAR, passed=True),
-        "no update whose credit is pending": report(chain.certificate(chain.main_chain_at(2)), OTHERS[0]),
+        "no update that is audited": report(chain.certificate(chain.main_chain_at(2)), OTHERS[0]),
     }
     for reason, told in cases.items():
         assert reason in refusal(branch, branch.record(told, decisions=()))
@@ -92,25 +108,25 @@ def test_reports_that_are_late_foreign_repeated_or_by_others_are_refused(branch)
         replace(right, record=Digest(sha256(b"other"))),
     ):
         made = branch.record(FakeSigner(jurors[0]).sign(changed), decisions=())
-        assert "no update whose credit is pending" in refusal(branch, made)
+        assert "no update that is audited" in refusal(branch, made)
     branch.add(*(report(record, key) for key in jurors))
     late = report(record, accusers[0], check="loss")
     assert "has decided" in refusal(branch, branch.record(late, decisions=()))
 
 
 def test_a_report_is_carried_until_its_update_settles(branch):
-    record = branch.chain.certificate(branch.chain.head)
-    for _ in range(HOLD - 1):
+    record = branch.audited
+    for _ in range(HOLD - 2):
         branch.add()
     late = report(record, OWNER.key)
     assert "too late for a jury" in refusal(branch, branch.record(late, decisions=()))
     branch.add(report(record, OWNER.key, check="loss"))
-    assert "is pending" in refusal(branch, branch.record(late, decisions=()))
+    assert "no update that is audited" in refusal(branch, branch.record(late, decisions=()))
 
 
 def test_a_jury_may_answer_to_the_end(branch):
     record, _, jurors = accused(branch)
-    for _ in range(HOLD - 2):
+    for _ in range(HOLD - 3):
         branch.add()
     assert branch.add(*(report(record, key) for key in jurors)).record.body.decisions
 
@@ -123,8 +139,8 @@ def test_the_reports_of_keys_without_stake_cost_no_draw(branch, monkeypatch):
         return drawn_reporters(*arguments)
 
     monkeypatch.setattr("protocol.carried_reports.drawn_reporters", drawn)
-    chain, pool = branch.chain, ReportPool(OTHERS[4], branch.chain)
-    record = chain.certificate(chain.head)
+    pool = ReportPool(OTHERS[4], branch.chain)
+    record = branch.audited
     for n in range(20):
         assert not pool.add(report(record, PeerKey(sha256(b"a stranger", bytes([n])))))
     assert not draws
@@ -135,9 +151,8 @@ def test_the_reports_of_keys_without_stake_cost_no_draw(branch, monkeypatch):
 def test_reports_that_decide_go_before_others(branch, monkeypatch):
     monkeypatch.setattr(report_pool, "MAX_REPORTS", 2)
     chain, pool = branch.chain, ReportPool(OTHERS[4], branch.chain)
-    record = chain.certificate(chain.head)
-    stakes = chain.stakes(record.record.body.parent)
-    drawn = draw_auditors(record.digest, update_of(record).digest, LIAR, stakes, chain.limits.audit)
+    record = branch.audited
+    drawn = branch.auditors(record)
     others = [report(record, key, check="loss") for key in drawn]
     accusations = [report(record, key) for key in (drawn[2], OWNER.key)]
     for told in (*others, report(record, drawn[0], passed=True), *accusations):
@@ -176,12 +191,11 @@ def test_a_full_pool_makes_room_for_who_has_few_reports_and_they_go_first(branch
     monkeypatch.setattr(report_pool, "MAX_POOLED", 6)
     monkeypatch.setattr(report_pool, "MAX_REPORTS", 2)
     chain, pool = branch.chain, ReportPool(OTHERS[4], branch.chain)
-    records = [chain.certificate(chain.main_chain_at(chain.height(chain.head) - n)) for n in range(HOLD)]
+    records = [chain.certificate(chain.main_chain_at(chain.height(chain.head) - n)) for n in range(1, HOLD)]
     by_owner = [report(r, OWNER.key, check=check) for r in records for check in ("replay", "loss")]
     assert [pool.add(told) for told in by_owner] == 6 * [True] + 2 * [False]
     assert not pool.add(by_owner[0]) and not pool.add(report(records[0], PeerKey(sha256(b"a stranger"))))
-    stakes = chain.stakes(records[0].record.body.parent)
-    drawn = draw_auditors(records[0].digest, update_of(records[0]).digest, LIAR, stakes, chain.limits.audit)
+    drawn = branch.auditors(records[0])
     assert pool.add(report(records[0], drawn[0])) and len(pool.by(OWNER.key)) == 5
     included, decisions = pool.to_include(chain.head)
     assert {r.author for r in included} == {OWNER.key, drawn[0]} and decisions == ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -80,8 +81,10 @@ def test_a_record_lists_each_author_once_in_order(headers: list[bytes]):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"round": Round(4)}, {"parent": digest("other")}, {"base_state": digest("other")}, {"run": OTHER_RUN}]
-)
+    "changes",
+    [{"round": Round(4)}, {"parent": digest("other")}, {"base_state": digest("other")}, {"run": OTHER_RUN},
+     {"epoch": 1}],
+)  # fmt: skip
 def test_a_record_lists_updates_of_its_own_round_alone(changes: dict[str, Any]):
     odd = header(PEERS[2], **changes)
     with pytest.raises(MalformedError):
@@ -95,6 +98,21 @@ def test_an_impossible_record_is_malformed(changes: dict[str, Any]):
     decoder().decode(raw(PEERS[0], "round-record", wire_record(SENT)), RoundRecord)
     with pytest.raises(MalformedError):
         decoder().decode(raw(PEERS[0], "round-record", wire_record(SENT, **changes)), RoundRecord)
+
+
+@pytest.mark.parametrize("proof", [b"", bytes(80), PEERS[1].prove(RECORD.body.draw_input), PEERS[0].prove(b"other")])
+def test_a_record_without_its_authors_proof_is_refused(proof: bytes):
+    decoder().decode(raw(PEERS[0], "round-record", wire_record(SENT)), RoundRecord)
+    with pytest.raises(SignatureError, match="proof"):
+        decoder().decode(raw(PEERS[0], "round-record", wire_record(SENT, proof=proof)), RoundRecord)
+
+
+def test_nothing_that_its_author_chooses_changes_the_output_of_a_record():
+    body = RECORD.body
+    tried = replace(body, attempt=body.attempt + 1, updates=body.updates[:1], parent=digest("other"), weights=(1,))
+    assert tried.draw_input == body.draw_input != replace(body, round=Round(4)).draw_input
+    signed = KeySigner(PEERS[0]).sign(tried)
+    assert signed.digest != RECORD.digest and signed.body.proof == KeySigner(PEERS[0]).sign(body).body.proof
 
 
 # -- certificates ---------------------------------------------------------------------------------------------

@@ -18,19 +18,17 @@ from tests.support.audited import RUN, certificate, key
 OWNER, LIAR = key("owner"), key("liar")
 RULE = AuditRule(jury=5, owner=OWNER)
 STAKES = {LIAR: 100} | {key(n): 100 + n for n in range(12)}
-# A record whose draw of five jurors has neither the author nor one of the auditors.
-RECORD = next(
-    record
-    for record in (certificate(n, {LIAR: 10, key(0): 10}) for n in range(1000))
-    for update in record.record.body.updates
-    if update.author == LIAR
-    and not {LIAR, *draw_auditors(record.digest, update.digest, LIAR, STAKES, RULE)}
-    & {*(seats := draw_jury(record.digest, update.digest, STAKES, RULE))}
+RECORD = certificate(0, {LIAR: 10, key(0): 10})
+UPDATE = next(u for u in RECORD.record.body.updates if u.author == LIAR)
+# A seed whose draw of five jurors has neither the author nor one of the auditors.
+SEED = next(
+    seed
+    for seed in (sha256(b"seed %d" % n) for n in range(1000))
+    if not {LIAR, *draw_auditors(seed, LIAR, STAKES, RULE)} & {*(seats := draw_jury(seed, LIAR, STAKES, RULE))}
     and len(seats) == RULE.jury
 )
-UPDATE = next(u for u in RECORD.record.body.updates if u.author == LIAR)
-AUDITORS = draw_auditors(RECORD.digest, UPDATE.digest, LIAR, STAKES, RULE)
-JURY = tuple(draw_jury(RECORD.digest, UPDATE.digest, STAKES, RULE))
+AUDITORS = draw_auditors(SEED, LIAR, STAKES, RULE)
+JURY = tuple(draw_jury(SEED, LIAR, STAKES, RULE))
 OUTSIDER = next(k for k in STAKES if k not in (*AUDITORS, *JURY, LIAR))
 
 
@@ -50,7 +48,7 @@ def fine(by: Iterable[PeerKey], check: AuditCheck = "replay") -> list[Signed[Wor
 
 
 def decided(*reports: Iterable[Signed[WorkReport]]) -> AuditDecision | None:
-    return decide(RECORD, UPDATE, [r for some in reports for r in some], STAKES, RULE)
+    return decide(RECORD, SEED, UPDATE, [r for some in reports for r in some], STAKES, RULE)
 
 
 def convicted(*refuted: PeerKey) -> AuditDecision:
@@ -93,9 +91,11 @@ def test_the_first_report_of_a_key_counts():
 def test_in_a_small_swarm_all_with_stake_are_the_jury_and_the_author_has_no_say():
     rule, few = replace(RULE, jury=64), {LIAR: 100, key(0): 100, key(1): 101}
     both = [key(0), key(1)]
-    assert decide(RECORD, UPDATE, failed(both), few, rule) == convicted()
-    assert decide(RECORD, UPDATE, [*failed(both), *fine([LIAR])], few, rule) == convicted()
-    assert decide(RECORD, UPDATE, failed(both), few | {LIAR: 201}, rule) is None  # half of all stake is no majority
+    assert decide(RECORD, SEED, UPDATE, failed(both), few, rule) == convicted()
+    assert decide(RECORD, SEED, UPDATE, [*failed(both), *fine([LIAR])], few, rule) == convicted()
+    assert (
+        decide(RECORD, SEED, UPDATE, failed(both), few | {LIAR: 201}, rule) is None
+    )  # half of all stake is no majority
 
 
 REPORTS = st.lists(
@@ -123,7 +123,7 @@ def test_less_than_half_of_the_stake_decides_nothing_of_a_small_swarm(reports, c
     rule = replace(RULE, jury=64)
     theirs = [r for r in reports if r.author in coalition] + [report(k, passed=lie) for k in sorted(coalition)]
     honest = [report(k, passed=not lie) for k in STAKES if k not in coalition and k != LIAR]
-    outcome = decide(RECORD, UPDATE, [*theirs, *honest], STAKES, rule)
+    outcome = decide(RECORD, SEED, UPDATE, [*theirs, *honest], STAKES, rule)
     assert outcome is None or outcome.convicted is lie
 
 

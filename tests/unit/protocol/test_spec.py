@@ -133,6 +133,11 @@ def problems(**changes: Any) -> list[str]:
     return explain(caught.value, "run.toml").splitlines()
 
 
+def test_a_replayable_run_holds_credit_for_as_long_as_a_conviction_takes():
+    (line,) = problems(codec={"kind": "sign", "beta": 0}, audit={"replayable": True}, credit={"hold_rounds": 3})
+    assert "credit.hold_rounds of 4 or more" in line
+
+
 REPLAYABLE = {"codec": {"kind": "sign", "beta": 0}, "audit": {"replayable": True}}
 DROPOUT = {
     "config": TINY_LLAMA | {"resid_pdrop": 0.1, "attention_dropout": 0.0, "inner": {"router_jitter_noise": 0.01}},

@@ -13,6 +13,7 @@ from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from protocol.rounds.machine import RoundMachine
 from protocol.rounds.policy import LocalStatus, RoundPolicy
+from protocol.rounds.round_state import proposer_order
 from tests.simulation.signer import FakeSigner, certificate
 from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, STATE, Bench, blob_of
 
@@ -163,7 +164,7 @@ def test_another_record_gets_the_vote_only_after_a_pause():
     b.beat(OTHERS[1])
     b.announce()
     b.hold(theirs, third)
-    ranks = sorted((ME, OTHERS[0], OTHERS[1]), key=lambda key: sha256(b.chain.genesis, key))
+    ranks = proposer_order(b.chain.seed(b.chain.genesis), (ME, OTHERS[0], OTHERS[1]))
     turns = [i for i in range(9, 15) if ranks[i % 3] != ME]
     first, later = (b.record(ranks[i % 3], [b.mine, theirs, third], attempt=i) for i in turns[-2:])
     b.step(ev.MessageReceived(first), 20.0)
@@ -447,14 +448,25 @@ def test_an_auditor_that_catches_up_checks_records_once_it_has_joined_the_newest
     b = Bench(observer=True, reporter=owner, policy=policy, alone=False)
     first = certificate(b.record(OTHERS[0], [b.header(OTHERS[0])]), OTHERS[:1])
     b.step(ev.CertificateReceived(first, OTHERS[0]))
-    assert b.chain.head == first.digest and not b.of(do.AuditUpdate)
-    b.step(ev.Tick(), 10.0)
-    h = b.header(OTHERS[0], 20, b"1", round=Round(1), parent=first.digest, first_window=10, end_window=20)
-    body = RoundRecord(RUN, Round(1), first.digest, STATE, 0, (h,))
-    second = certificate(FakeSigner(OTHERS[0]).sign(body), OTHERS[:1])
-    b.step(ev.CertificateReceived(second, OTHERS[0]))
+    made = [first]
+    for n in (1, 2):
+        assert b.chain.head == made[-1].digest and not b.of(do.AuditUpdate)
+        if n == 2:
+            b.step(ev.Tick(), 10.0)
+        h = b.header(
+            OTHERS[0],
+            20,
+            b"%d" % n,
+            round=Round(n),
+            parent=made[-1].digest,
+            first_window=10 * n,
+            end_window=10 * n + 10,
+        )
+        body = RoundRecord(RUN, Round(n), made[-1].digest, STATE, 0, (h,))
+        made.append(certificate(FakeSigner(OTHERS[0]).sign(body), OTHERS[:1]))
+        b.step(ev.CertificateReceived(made[-1], OTHERS[0]))
     assert [(a.certificate.digest, a.check) for a in b.of(do.AuditUpdate)] == [
-        (made.digest, "replay") for made in (second, first)
+        (record.digest, "replay") for record in reversed(made)
     ]
 
 

@@ -14,7 +14,7 @@ from protocol.rounds import actions as do
 from protocol.rounds import events as ev
 from protocol.rounds.future_messages import FutureMessages
 from protocol.rounds.reduced_exchange import ReducedExchange
-from protocol.rounds.round_state import RECORDS_PER_AUTHOR
+from protocol.rounds.round_state import RECORDS_PER_AUTHOR, proposer_order
 from tests.simulation.signer import FakeSigner, certificate
 from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, Bench, blob_of
 
@@ -50,7 +50,7 @@ class Reducing(Bench):
         mine = [p for p in self.proposed() if p.body.attempt == attempt]
         if mine and by is None:
             return mine[0]
-        ranks = sorted((ME, *self.others), key=lambda key: sha256(self.chain.genesis, key))
+        ranks = proposer_order(self.chain.seed(self.chain.genesis), (ME, *self.others))
         by = by or ranks[attempt % len(ranks)]
         record = self.record(by, headers or [self.mine, *self.headers], attempt)
         self.step(ev.MessageReceived(record))
@@ -80,6 +80,11 @@ class Reducing(Bench):
             if action.record.digest == record.digest:
                 blob = shard_blob(action.shard) if blobs is None else blobs[action.shard]
                 self.step(ev.ShardReduced(record.digest, action.shard, blob))
+
+
+def committees(chain, record):
+    """Return the committee of each shard of a proposed record's mean."""
+    return THREE.exchange.committees(chain.seed(record.body.parent), record.body)
 
 
 def test_a_lone_peer_reduces_its_own_update():
@@ -167,7 +172,7 @@ def test_votes_without_shards_do_not_count():
 
 def test_attestations_and_votes_that_come_before_the_proposal_count():
     b = Reducing()
-    ranks = sorted((ME, *b.others), key=lambda key: sha256(b.chain.genesis, key))
+    ranks = proposer_order(b.chain.seed(b.chain.genesis), (ME, *b.others))
     attempt = next(i for i in range(3, 9) if ranks[i % 3] != ME)
     record = b.record(ranks[attempt % 3], [b.mine, *b.headers], attempt)
     shards = tuple(shard_blob(i) for i in range(3))
@@ -188,8 +193,8 @@ def test_an_author_whose_slices_most_of_a_committee_cannot_get_is_left_out_of_th
     b = Reducing(3)
     record = b.propose()
     lost = OTHERS[2]
-    committees = THREE.exchange.committees(record.body)
-    i, committee = next((i, c) for i, c in enumerate(committees) if ME in c and lost in c)
+    seats = committees(b.chain, record)
+    i, committee = next((i, c) for i, c in enumerate(seats) if ME in c and lost in c)
     b.step(ev.ShardUnavailable(record.digest, i, (lost,)))
     (attestation,) = [m for m in b.all_said(ShardAttestation) if m.body.shard == i]
     assert attestation.body.missing == (lost,) and attestation.body.blob is None
@@ -206,7 +211,7 @@ def test_an_author_whose_slices_most_of_a_committee_cannot_get_is_left_out_of_th
 def test_one_attestation_of_a_committee_blames_nobody():
     b = Reducing(3)
     record = b.propose()
-    for i, committee in enumerate(THREE.exchange.committees(record.body)):
+    for i, committee in enumerate(committees(b.chain, record)):
         liar = next(k for k in committee if k != ME)
         b.attest(liar, record, i, lacking=[k for k in sorted((ME, *b.others)) if k != liar])
     assert not b.of(do.CancelReduce) and not [r for r in b.all_of(do.Notice) if r.kind == "withheld"]
@@ -247,7 +252,7 @@ def test_who_signs_two_digests_of_a_shard_is_reported_and_only_the_first_counts(
 def test_attestations_of_those_without_a_seat_do_not_count():
     b = Reducing(5)
     record = b.propose()
-    for i, committee in enumerate(THREE.exchange.committees(record.body)):
+    for i, committee in enumerate(committees(b.chain, record)):
         for key in (*b.others, *OTHERS[10:14]):
             if key not in committee:
                 b.attest(key, record, i, blob=shard_blob(i, b"lie"))
@@ -399,7 +404,7 @@ def test_who_does_not_take_part_hears_whom_committees_cannot_get_and_follows_wha
         b.step(ev.MessageReceived(h))
     proposal = b.record(OTHERS[0], [huge, *headers])
     b.step(ev.MessageReceived(proposal))
-    where, committee = next((i, c) for i, c in enumerate(THREE.exchange.committees(proposal.body)) if OTHERS[3] in c)
+    where, committee = next((i, c) for i, c in enumerate(committees(b.chain, proposal)) if OTHERS[3] in c)
     for key in committee:
         if key != OTHERS[3]:
             attestation = ShardAttestation(RUN, proposal.body.round, proposal.digest, where, None, (OTHERS[3],))
@@ -451,7 +456,7 @@ def test_a_branch_that_nobody_gave_is_asked_for_again_and_is_the_head_when_it_is
 def test_a_shard_of_a_record_that_its_author_pushed_out_can_fail():
     """An author pushes out its own current record by four others, while the node is still missing an update for it."""
     b = Reducing(3)
-    author = next(key for key in sorted((ME, *b.others), key=lambda key: sha256(b.chain.genesis, key)) if key != ME)
+    author = next(key for key in proposer_order(b.chain.seed(b.chain.genesis), (ME, *b.others)) if key != ME)
     record = b.record(author, [b.mine, *b.headers], 0)
     b.step(ev.MessageReceived(record))
     while not (asked := [a for a in b.all_of(do.ReduceShard) if a.record.digest == record.digest]):

@@ -11,12 +11,13 @@ from protocol.errors import ChainError
 from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.messages import RoundRecord, UpdateHeader, Vote
 from protocol.rounds import events as ev
-from protocol.rounds.round_state import MIN_STRANGERS
+from protocol.rounds.round_state import MIN_STRANGERS, proposer_order
 from tests.simulation.checkers import check_account, check_counted_once, disagreement
 from tests.simulation.network import Weather
 from tests.simulation.node import Node
 from tests.simulation.signer import FakeSigner, certificate
 from tests.simulation.world import World, policy_for
+from tests.support.empty_chain import KEYS
 from tests.support.long_cases import long_cases
 from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, STATE, Bench, blob_of
 
@@ -95,6 +96,27 @@ def test_authors_of_two_headers_lose_their_own_updates_and_stop_nobody(honest, l
         sum(not keys.isdisjoint(r.contributors) for r in rounds) <= len(rounds) * 0.4
     )  # those that they certify alone
     assert all(len(r.contributors) >= honest - 1 for r in rounds if keys.isdisjoint(r.contributors))
+
+
+# -- the order of turns ---------------------------------------------------------------------------------------
+
+
+def test_stake_that_is_divided_over_many_keys_gains_no_turns():
+    rich, many = KEYS[0], [PeerKey(sha256(b"one of many", bytes([i]))) for i in range(50)]
+    stakes = {rich: 500} | dict.fromkeys(many, 10)
+    orders = [proposer_order(sha256(b"seed %d" % n), stakes, stakes) for n in range(1000)]
+    assert 0.45 < sum(order[0] == rich for order in orders) / 1000 < 0.55
+
+
+def test_the_order_of_two_does_not_depend_on_who_else_there_is():
+    stakes = {key: i for i, key in enumerate(KEYS)}  # the first has none
+    for n in range(20):
+        seed = sha256(b"seed %d" % n)
+        order = proposer_order(seed, KEYS, stakes, KEYS[:1])
+        assert order[-1] == KEYS[0]
+        for left_out in KEYS:
+            fewer = [key for key in KEYS if key != left_out]
+            assert proposer_order(seed, fewer, stakes) == tuple(key for key in order if key != left_out)
 
 
 # -- turns ---------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
-from protocol.audits import AuditRule, UpdateCheck, draw_auditors, due_audits, first_auditors
+from protocol.audits import AuditRule, UpdateCheck, audit_seed, draw_auditors, due_audits, first_auditors
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.messages import Certificate, Score, Signed, WorkReport
 from protocol.rounds.actions import AuditUpdate
@@ -49,15 +49,15 @@ class Auditor:
 
 
 def drawn(branch: Branch, record: Certificate, author: PeerKey) -> tuple[PeerKey, ...]:
-    stakes = branch.chain.stakes(record.record.body.parent)
-    return draw_auditors(record.digest, update_of(record, author).digest, author, stakes, branch.chain.limits.audit)
+    return branch.auditors(record, author)
 
 
 def follows(branch: Branch, auditor: Auditor, me: PeerKey, accuser: PeerKey) -> bool:
     """Return whether an accusation by a key, of an update that both audit, has this peer replay it."""
     auditor.asked.clear()
     for _ in range(50):
-        record = branch.add()
+        branch.add()
+        record = branch.audited
         for author in OTHERS:
             if {me, accuser} <= set(drawn(branch, record, author)):
                 auditor.work.receive(report(record, accuser, author=author))
@@ -66,32 +66,32 @@ def follows(branch: Branch, auditor: Auditor, me: PeerKey, accuser: PeerKey) -> 
 
 
 def asked_after(branch: Branch, me: PeerKey) -> set[tuple[Digest, str]]:
-    """Return what a key is to check of the newest record, by update; screens are left out."""
+    """Return what a key is to check of the newest record that is audited, by update; screens are left out."""
     return {(a.update, a.check) for a in requested_after(branch, me) if a.check != "screen"}
 
 
 def screened_after(branch: Branch, me: PeerKey) -> set[PeerKey]:
-    """Return the authors whose updates of the newest record a key is to screen."""
+    """Return the authors whose updates of the newest record that is audited a key is to screen."""
     return {author_of(a) for a in requested_after(branch, me) if a.check == "screen"}
 
 
 def requested_after(branch: Branch, me: PeerKey) -> list[AuditUpdate]:
-    """Return the checks of the newest record that a peer requests which starts now."""
+    """Return the checks of the newest record that is audited that a peer requests which starts now."""
     auditor = Auditor(branch, me)
     auditor.work.round_begun(branch.chain.head)
-    return [a for a in auditor.asked if a.certificate.digest == branch.chain.head]
+    return [a for a in auditor.asked if a.certificate.digest == branch.audited.digest]
 
 
-def due(
-    branch: Branch, *, drawn_first: PeerKey | None = None, rule: AuditRule | None = None
-) -> set[tuple[Digest, str]]:
-    """Return the checks of the newest record that are due; with a key only those of which it is the first auditor.
+def due(branch: Branch, *, drawn_first: PeerKey | None = None, convicted: int = 0) -> set[tuple[Digest, str]]:
+    """Return the due checks of the newest record that is audited; with a key those of which it is the first auditor.
 
-    `rule`: the chain's if there is none.
+    `convicted`: the stake of those convicted lately.
     """
-    record = branch.chain.certificate(branch.chain.head)
+    record = branch.audited
     stakes = branch.chain.stakes(record.record.body.parent)
-    audits = due_audits(record, stakes, rule or branch.chain.limits.audit)
+    audits = due_audits(
+        record.record.body, branch.chain.audit_seeds(record.digest), stakes, branch.chain.limits.audit, convicted
+    )
     chosen = [a for a in audits if drawn_first is None or a.auditors[:1] == (drawn_first,)]
     return {(a.update, a.check) for a in chosen}
 
@@ -109,7 +109,8 @@ def test_the_owner_makes_all_checks_that_are_due_and_others_those_that_they_are_
 def test_each_update_is_screened_by_its_first_auditor_and_by_the_owner_unless_they_replay_it():
     branch, replayed_any = Branch(), False
     for _ in range(20):
-        record = branch.add()
+        branch.add()
+        record = branch.audited
         by = {key: screened_after(branch, key) for key in KEYS}
         for author in KEYS:
             update = update_of(record, author).digest
@@ -145,12 +146,14 @@ def test_an_auditor_that_does_not_train_holds_no_updates_and_screens_none():
 def test_the_first_auditors_of_all_updates_are_those_that_are_drawn_one_by_one():
     branch = Branch()
     for _ in range(20):
-        record = branch.add()
+        branch.add()
+        record, seeds = branch.audited, branch.chain.audit_seeds(branch.audited.digest)
         stakes = branch.chain.stakes(record.record.body.parent)
         for some in (stakes, {k: 1 for k in KEYS[:1]}, {KEYS[0]: 5, KEYS[3]: 1, OWNER.key: 7, OTHERS[1]: 0}, {}):
-            first = first_auditors(record, some)
+            first = first_auditors(record.record.body, seeds, some, AuditRule())
             for u in record.record.body.updates:
-                expected = draw_auditors(record.digest, u.digest, u.author, some, AuditRule())[:1]
+                seed = audit_seed(u, record.record.body, seeds, some, AuditRule()) or b""
+                expected = draw_auditors(seed, u.author, some, AuditRule())[:1]
                 assert expected == ((first[u.digest],) if u.digest in first else ())
 
 
@@ -163,6 +166,53 @@ def test_a_check_is_not_repeated_when_the_chain_leaves_its_record_and_returns():
     auditor.requested()  # of one record more, which is no longer too old
     auditor.work.round_begun(branch.chain.head)
     assert not auditor.requested()
+
+
+def test_another_child_draws_the_audits_of_a_record_anew():
+    found = 0
+    for rounds in range(20, 30):
+        branch = Branch(rounds)
+        record, auditor = branch.chain.certificate(branch.chain.head), Auditor(branch, OWNER.key)
+        one, other = branch.record(), branch.record(without=KEYS[0])
+        assert one.record.author != other.record.author
+        for child in (one, other):
+            branch.chain.add(child)
+            auditor.requested()
+            auditor.work.round_begun(child.digest)
+        asked = {(a.update, a.check) for a in auditor.requested() if a.certificate is record and a.check == "loss"}
+        stakes = branch.chain.stakes(record.record.body.parent)
+        due = due_audits(
+            record.record.body, branch.chain.audit_seeds(record.digest, other.digest), stakes, branch.chain.limits.audit
+        )
+        assert {(a.update, a.check) for a in due if a.check == "loss"} == asked
+        found += len(asked)
+    assert found > 5
+
+
+def test_what_a_loss_check_measured_on_windows_of_another_branch_is_not_reported():
+    wanted = None
+    for rounds in range(20, 40):
+        branch = Branch(rounds)
+        auditor, chain = Auditor(branch, OWNER.key), branch.chain
+        one, other = branch.record(), branch.record(without=KEYS[0])
+        chain.add(one)
+        auditor.work.round_begun(chain.head)
+        asked = (a for a in auditor.requested() if a.certificate.digest == one.record.body.parent)
+        if (wanted := next((a for a in asked if a.check == "loss"), None)) is not None:
+            break
+    assert wanted is not None and chain.add(other)
+    answer = UpdateAudited(
+        wanted.certificate.digest, wanted.update, "loss", (Score("gain", 9.0, 3.0), Score("quarter", 9.0, 1.0))
+    )
+    chain.quarantine(one.digest)
+    assert chain.head == other.digest
+    auditor.work.answered(answer)
+    assert not auditor.reports.by(OWNER.key)
+    chain.release(one.digest)
+    chain.quarantine(other.digest)
+    assert chain.head == one.digest
+    auditor.work.answered(answer)
+    assert len(auditor.reports.by(OWNER.key)) == 1
 
 
 def test_a_record_of_few_updates_is_not_screened(monkeypatch):
@@ -185,7 +235,7 @@ def test_the_owner_does_not_check_its_own_updates():
 
 def test_the_owner_replays_what_one_auditor_accuses():
     branch = Branch()
-    record = branch.chain.certificate(branch.chain.head)
+    record = branch.audited
     auditor = Auditor(branch, OWNER.key)
     auditor.work.receive(report(record, drawn(branch, record, LIAR)[0]))
     assert [(a.update, a.check) for a in auditor.asked] == [(update_of(record).digest, "replay")]
@@ -212,7 +262,7 @@ def test_a_key_has_a_say_while_it_has_stake_or_work_that_may_become_stake():
 
 def test_an_accuser_who_was_wrong_is_not_followed_again():
     branch = Branch()
-    record = branch.chain.certificate(branch.chain.head)
+    record = branch.audited
     accuser, me, _ = drawn(branch, record, update_of(record).author)
     auditor = Auditor(branch, me)
     auditor.work.receive(report(record, accuser))
@@ -236,7 +286,7 @@ def test_a_reporter_who_said_that_an_update_passes_is_still_followed_when_it_doe
 
 def test_nobody_checks_an_update_of_an_author_who_is_convicted_already():
     branch = Branch()
-    earlier = branch.chain.certificate(branch.chain.head)
+    earlier = branch.audited
     first, me, _ = drawn(branch, earlier, LIAR)
     for is_convicted in (False, True):
         auditor = Auditor(branch, me)
@@ -256,13 +306,13 @@ def test_after_a_conviction_all_make_more_checks_until_it_is_as_old_as_credit_se
     counts = list[int]()
     for n in range(2 * HOLD):
         branch.add()
-        stakes = branch.chain.stakes(branch.chain.certificate(branch.chain.head).record.body.parent)
-        following = branch.chain.reports_after(branch.chain.head)
+        stakes = branch.chain.stakes(branch.audited.record.body.parent)
+        following = branch.chain.reports_after(branch.audited.digest)
         raised = branch.chain.limits.audit.raised(following.convicted_stake, sum(stakes.values()))
-        assert (raised.replay_rate == 4 * 30_000) is (n < HOLD - 1)
-        assert asked_after(branch, OWNER.key) == due(branch, rule=raised)
-        counts.append(len(due(branch, rule=raised)))
-    assert sum(counts[: HOLD - 1]) > sum(counts[HOLD - 1 :])
+        assert (raised.replay_rate == 4 * 30_000) is (n < HOLD)
+        assert asked_after(branch, OWNER.key) == due(branch, convicted=following.convicted_stake)
+        counts.append(len(due(branch, convicted=following.convicted_stake)))
+    assert sum(counts[:HOLD]) > sum(counts[HOLD:])
 
 
 def first_auditor(branch: Branch, record: Certificate) -> PeerKey:
@@ -284,10 +334,11 @@ def attempts(branch: Branch, auditor: Auditor, wanted: AuditUpdate, rounds: int)
 def test_an_accusation_requests_a_check_at_once_that_could_not_be_made():
     branch = Branch()
     auditor = Auditor(branch, OWNER.key)
-    wanted, record = None, branch.chain.certificate(branch.chain.head)
+    wanted, record = None, branch.audited
     while wanted is None:
-        record = branch.add()
-        auditor.work.round_begun(record.digest)
+        branch.add()
+        record = branch.audited
+        auditor.work.round_begun(branch.chain.head)
         due_now = (a for a in auditor.requested() if a.certificate.digest == record.digest)
         wanted = next((a for a in due_now if a.check == "replay"), None)
     auditor.fail(wanted)
@@ -300,9 +351,9 @@ def test_an_accusation_requests_a_check_at_once_that_could_not_be_made():
 
 def test_a_check_that_could_not_be_made_is_requested_again_more_and_more_rarely():
     branch = Branch(hold=64)
-    record = branch.chain.certificate(branch.chain.head)
+    record = branch.audited
     auditor = Auditor(branch, first_auditor(branch, record))
-    auditor.work.round_begun(record.digest)
+    auditor.work.round_begun(branch.chain.head)
     wanted = next(a for a in auditor.requested() if a.certificate is record and a.check == "replay")
     auditor.fail(wanted)
     again = attempts(branch, auditor, wanted, 40)
@@ -311,9 +362,9 @@ def test_a_check_that_could_not_be_made_is_requested_again_more_and_more_rarely(
 
 def test_a_check_is_not_requested_again_when_no_record_would_carry_its_report():
     branch = Branch()
-    record = branch.chain.certificate(branch.chain.head)
+    record = branch.audited
     auditor = Auditor(branch, first_auditor(branch, record))
-    auditor.work.round_begun(record.digest)
+    auditor.work.round_begun(branch.chain.head)
     wanted = next(a for a in auditor.requested() if a.certificate is record and a.check == "replay")
     auditor.fail(wanted)
     assert attempts(branch, auditor, wanted, 12) == [1]  # three rounds after, no jury would have the time to answer
@@ -349,12 +400,14 @@ def author_of(action: AuditUpdate) -> PeerKey:
 
 def test_who_starts_again_requests_the_checks_of_all_records_whose_reports_may_still_be_carried():
     branch = Branch()
-    records = [branch.add() for _ in range(HOLD + 2)]
+    records = [branch.add() for _ in range(HOLD + 2)][:-1]  # nothing has drawn the newest's audits yet
     due: dict[PeerKey, set[tuple[int, PeerKey, UpdateCheck]]] = {key: set() for key in KEYS}
-    for record in records[-HOLD:]:
+    for record in records[1 - HOLD :]:
         stakes = branch.chain.stakes(record.record.body.parent)
-        for audit in due_audits(record, stakes, branch.chain.limits.audit):
-            if audit.check != "replay" or record is not records[-HOLD]:  # too late for a jury
+        for audit in due_audits(
+            record.record.body, branch.chain.audit_seeds(record.digest), stakes, branch.chain.limits.audit
+        ):
+            if audit.check != "replay" or record is not records[1 - HOLD]:  # too late for a jury
                 due[audit.auditors[0]].add((record.record.body.round, audit.author, audit.check))
     assert any(len({round_ for round_, _, _ in each}) > 1 for each in due.values())
     assert {key: checks_by(branch, key) for key in KEYS} == due
@@ -362,7 +415,7 @@ def test_who_starts_again_requests_the_checks_of_all_records_whose_reports_may_s
 
 def test_who_starts_again_does_not_repeat_what_records_carry_of_it():
     branch = Branch()
-    record = branch.chain.certificate(branch.chain.head)
+    record = branch.audited
     me, author = first_auditor(branch, record), update_of(record).author
     number = record.record.body.round
 
@@ -377,7 +430,7 @@ def test_who_starts_again_does_not_repeat_what_records_carry_of_it():
 
 def test_a_failed_loss_check_that_a_record_carries_has_its_author_replay_the_update_after_a_start():
     branch = Branch()
-    record = branch.chain.certificate(branch.chain.head)
+    record = branch.audited
     _, second, _ = drawn(branch, record, update_of(record).author)  # no check of it is due for this one
     branch.add(report(record, second, check="loss"))
     auditor = Auditor(branch, second)
