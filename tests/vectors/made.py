@@ -14,8 +14,9 @@ import torch
 from google.protobuf.message import Message
 from torch import Tensor
 
+from protocol import vrf
 from protocol.assignment import windows_of
-from protocol.audits import AuditRule, draw_auditors, draw_by_stake, draw_jury, due_audits
+from protocol.audits import AuditRule, AuditSeeds, draw_auditors, draw_by_stake, draw_jury, due_audits
 from protocol.chain import Chain, ChainLimits, genesis_digest
 from protocol.codec import Codec, make_codec
 from protocol.codec.bits import pack
@@ -57,6 +58,7 @@ from protocol.messages import (
 )
 from protocol.outer import Contribution, apply
 from protocol.rebase_rule import rebase_refusal
+from protocol.record_node import RecordNode
 from protocol.reduce import Reduction, apply_reduced
 from protocol.reduce_plan import ReducePlan, committees, shard_count
 from protocol.rounds.round_state import proposer_order
@@ -185,9 +187,11 @@ def header(peer: Identity, parent: Digest, round: int, **changes: Any) -> Signed
     return KeySigner(peer).sign(dataclasses.replace(body, **changes))
 
 
-def certified(round: int, parent: Digest, shards: Sequence[Digest] = ()) -> Certificate:
-    headers = tuple(header(p, parent, round) for p in PEERS[:3])
-    record = KeySigner(PEERS[1]).sign(RoundRecord(RUN, Round(round), parent, digest(f"state {round}"), 2, headers))
+def certified(
+    round: int, parent: Digest, shards: Sequence[Digest] = (), *, author: Identity = PEERS[1], epoch: int = 0
+) -> Certificate:
+    headers = tuple(header(p, parent, round, epoch=epoch) for p in PEERS[:3])
+    record = KeySigner(author).sign(RoundRecord(RUN, Round(round), parent, digest(f"state {round}"), 2, headers))
     vote = Vote(RUN, Round(round), record.digest, shards_digest(shards))
     return Certificate(record, tuple(KeySigner(p).sign(vote) for p in PEERS[:3]), tuple(shards))
 
@@ -368,6 +372,23 @@ def _refused_lists() -> Iterator[tuple[str, str, bytes]]:
         m.ClearField("decisions")
         m.MergeFrom(wire.RoundRecord(**changes))
         yield "round-record", why, seal(PEERS[1], "round-record", m.SerializeToString(deterministic=True)).encoded
+    lone = RoundRecord(RUN, Round(3), digest("parent"), digest("state 3"), 0, (header(PEERS[1], digest("parent"), 3),))
+    own, later = PEERS[1].prove(lone.draw_input), dataclasses.replace(lone, round=Round(4))
+    for why, proof in {
+        "no proof": b"",
+        "a bit of the proof is another": own[:79] + bytes([own[79] ^ 1]),
+        "the proof of another peer": PEERS[0].prove(lone.draw_input),
+        "the proof of another round": PEERS[1].prove(later.draw_input),
+    }.items():
+        m = wire.RoundRecord.FromString(wire.Envelope.FromString(KeySigner(PEERS[1]).sign(lone).encoded).payload)
+        m.proof = proof
+        yield "round-record", why, seal(PEERS[1], "round-record", m.SerializeToString(deterministic=True)).encoded
+    two = tuple(header(p, digest("parent"), 3, epoch=i) for i, p in enumerate(PEERS[:2]))
+    yield (
+        "round-record",
+        "updates of two epochs",
+        KeySigner(PEERS[1]).sign(dataclasses.replace(lone, updates=two)).encoded,
+    )
     for why, weights in {
         "weights that are what the updates claim": (10, 10, 10),
         "a weight of 0": (10, 0, 10),
@@ -397,6 +418,7 @@ def chain() -> dict[str, Any]:
         "run": RUN.hex(),
         "owner": OWNER.key.hex(),
         "genesis": genesis_digest(RUN).hex(),
+        "genesis_seed": RecordNode(genesis_digest(RUN)).seed.hex(),
         "certificates": [
             {
                 "round": c.record.body.round,
@@ -405,9 +427,11 @@ def chain() -> dict[str, Any]:
                 "shards": [s.hex() for s in c.shards],
                 "shards_digest": (shards_digest(c.shards) or b"").hex(),
                 "certificate_digest": c.digest.hex(),
+                "proof": c.record.body.proof.hex(),
+                "seed": node.seed.hex(),
                 "bytes": encode_certificate(c).hex(),
             }
-            for c in (FIRST, SECOND)
+            for c, node in _nodes([FIRST, SECOND])
         ],
         "refused": [
             {"why": "votes are not in ascending order", "bytes": descending.SerializeToString().hex()},
@@ -415,6 +439,118 @@ def chain() -> dict[str, Any]:
             {"why": "votes name shards that the certificate does not have", "bytes": without.SerializeToString().hex()},
         ],
     }
+
+
+def _nodes(branch: Sequence[Certificate]) -> Iterator[tuple[Certificate, RecordNode]]:
+    """Yield each certificate of a branch, from round 0 on, with its place in the tree."""
+    node = RecordNode(genesis_digest(RUN))
+    for c in branch:
+        node = RecordNode(c.digest, node, c)
+        yield c, node
+
+
+# -- verifiable random outputs and seeds ----------------------------------------------------------------------
+
+RFC_INPUTS = [
+    ("9d61b19deffd5a60ba844af492ec2cc44449c5697b326919703bac031cae7f60", ""),
+    ("4ccd089b28ff96da9db6c346ec114e0f5b8a319f35aba624da8cf6ed4fb8a6fb", "72"),
+    ("c5aa8df43f9f837bedb7442f31dcb7b166d38535076f094b85ce3a2e0b4458f7", "af82"),
+]
+"""Secret seeds and inputs of RFC 9381's examples 16, 17 and 18."""
+
+FORGED = [
+    (
+        "Gamma has a part of order 2",
+        "3d4017c3e843895a92b70aa74d1b7ebc9c982ccf2ec4968cc0cd55f12af4660c",
+        "faeae32c7d23bd6f62e613aeefb961b0151e7cff16b0cfba6f542312b7512a6c563e7cbd04415820"
+        "ff4811716a1f42d948666f221c4e80964a47027719d12f62fe16d2134a7e45a7271e5b21f9411d02",
+    ),
+    (
+        "the key has a part of order 2",
+        "b0bfe83c17bc76a56d48f558b2e481436367d330d13b69733f32aa0ed50b99f3",
+        "b9143a18db5c5aec83634688b6e2beba40f59c8555a51073045613182e329049fc94619bfd79612e"
+        "68f9c365d8fd9a10e3738f612d098f4d60be3a11e04402dd5645f18011a07021663bfbe669995301",
+    ),
+    (
+        "the key and Gamma are the neutral point",
+        "0100000000000000000000000000000000000000000000000000000000000000",
+        "0100000000000000000000000000000000000000000000000000000000000000c5a7b8fff2925873"
+        "7efe1b06c52d236be803000000000000000000000000000000000000000000000000000000000000",
+    ),
+]
+"""Keys and proofs for the input 72 that satisfy the equations of RFC 9381, with points outside the prime-order group.
+
+They would give a key a second output. They are written down, since the code that refuses them cannot make them.
+"""
+
+
+def verifiable_draws() -> dict[str, Any]:
+    draws = [(PEERS[0], 0, 0), (PEERS[1], 0, 0), (PEERS[1], 1, 0), (PEERS[1], 2**40, 3)]
+    authors = [(PEERS[0], 0), (PEERS[2], 0), (PEERS[1], 0), (PEERS[1], 1)]
+    branch: list[Certificate] = []
+    for number, (author, epoch) in enumerate(authors):
+        parent = branch[-1].digest if branch else genesis_digest(RUN)
+        branch.append(certified(number, parent, author=author, epoch=epoch))
+    return {
+        "run": RUN.hex(),
+        "rfc9381": [
+            {
+                "secret_seed": seed, "key": Identity(bytes.fromhex(seed)).key.hex(), "input": alpha,
+                "proof": vrf.prove(bytes.fromhex(seed), bytes.fromhex(alpha)).hex(),
+            }
+            for seed, alpha in RFC_INPUTS
+        ],
+        "draws": [
+            {
+                "secret_seed": peer.seed.hex(), "key": peer.key.hex(), "round": round, "epoch": epoch,
+                "input": _draw_input(round, epoch).hex(), "proof": peer.prove(_draw_input(round, epoch)).hex(),
+                "output": vrf.output(peer.prove(_draw_input(round, epoch))).hex(),
+            }
+            for peer, round, epoch in draws
+        ],
+        "refused": [
+            {"why": why, "key": key.hex(), "input": alpha.hex(), "proof": proof.hex(), "solves_equations": solves}
+            for why, key, alpha, proof, solves in _refused_proofs()
+        ],
+        "seeds": {
+            "genesis": genesis_digest(RUN).hex(),
+            "genesis_seed": RecordNode(genesis_digest(RUN)).seed.hex(),
+            "records": [
+                {
+                    "author": c.record.author.hex(), "round": c.record.body.round,
+                    "epoch": c.record.body.updates[0].body.epoch, "proof": c.record.body.proof.hex(),
+                    "output": vrf.output(c.record.body.proof).hex(), "seed": node.seed.hex(),
+                }
+                for c, node in _nodes(branch)
+            ],
+        },
+    }  # fmt: skip
+
+
+def _draw_input(round: int, epoch: int) -> bytes:
+    headers = (header(PEERS[1], digest("parent"), round, epoch=epoch),)
+    return RoundRecord(RUN, Round(round), digest("parent"), digest(f"state {round}"), 0, headers).draw_input
+
+
+def _refused_proofs() -> Iterator[tuple[str, bytes, bytes, bytes, bool]]:
+    """Yield reason, key, input and proof of what must be refused, and whether the equations of RFC 9381 hold."""
+    peer, alpha = PEERS[1], _draw_input(1, 0)
+    key, good = peer.key, peer.prove(alpha)
+    gamma, c, s = good[:32], good[32:48], good[48:]
+    for why, at in {"Gamma": 0, "c": 32, "s": 48}.items():
+        yield f"a bit of {why} is another", key, alpha, good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :], False
+    yield "the sign of Gamma is another", key, alpha, gamma[:31] + bytes([gamma[31] ^ 128]) + c + s, False
+    yield "Gamma is that of another input", key, alpha, peer.prove(_draw_input(2, 0))[:32] + c + s, False
+    raised = (int.from_bytes(s, "little") + 2**252 + 27742317777372353535851937790883648493).to_bytes(32, "little")
+    yield "s is not below the group's order", key, alpha, gamma + c + raised, True
+    yield "another key", PEERS[0].key, alpha, good, False
+    yield "another round", key, _draw_input(2, 0), good, False
+    yield "another epoch", key, _draw_input(1, 1), good, False
+    yield "a byte is missing", key, alpha, good[:-1], False
+    yield "a byte follows", key, alpha, good + b"\0", False
+    yield "no proof", key, alpha, b"", False
+    for why, forged, proof in FORGED:
+        yield why, bytes.fromhex(forged), b"\x72", bytes.fromhex(proof), True
 
 
 # -- rounds ---------------------------------------------------------------------------------------------------
@@ -434,7 +570,7 @@ def is_rebase(batch: int | None, continues: bool, windows: list[int]) -> bool:
 
 def rounds() -> dict[str, Any]:
     keys = [identity(f"contributor {i}").key for i in range(7)]
-    parents = [digest("parent"), digest("another parent")]
+    seeds = [digest("seed"), digest("another seed")]
     plan = ReducePlan("auto", committee=3, update_size=1_000_000, mean_size=5_400_000)
     sizes = (1, CHUNK, CHUNK + 1, 10 * CHUNK, 5000 * CHUNK)
     return {
@@ -442,19 +578,22 @@ def rounds() -> dict[str, Any]:
         "quorum": {str(n): quorum(n) for n in (1, 2, 3, 4, 5, 6, 7, 9, 10, 100, 4096)},
         "proposers": [
             {
-                "parent": p.hex(), "staked": staked, "recent": recent,
+                "seed": seed.hex(), "stakes": stakes, "recent": recent,
                 "order": [
-                    k.hex() for k in proposer_order(p, keys, [keys[i] for i in staked], [keys[i] for i in recent])
+                    k.hex() for k in proposer_order(
+                        seed, keys, dict(zip(keys, stakes, strict=True)), [keys[i] for i in recent]
+                    )
                 ],
             }
-            for p in parents for staked, recent in (([], []), ([2, 5], [0, 3, 5]))
+            for seed in seeds
+            for stakes, recent in (([0] * 7, []), ([0, 0, 5, 0, 0, 9, 0], [0, 3, 5]), ([1, 2, 4, 8, 16, 32, 10**9], []))
         ],
         "committees": [
             {
-                "parent": parents[0].hex(), "attempt": attempt, "contributors": n, "shards": shards, "committee": size,
+                "seed": seeds[0].hex(), "attempt": attempt, "contributors": n, "shards": shards, "committee": size,
                 "members": [
                     [keys.index(k) for k in members]
-                    for members in committees(parents[0], attempt, keys[:n], shards, size)
+                    for members in committees(seeds[0], attempt, keys[:n], shards, size)
                 ],
             }
             for attempt, n, shards, size in ((0, 7, 7, 3), (1, 7, 7, 3), (256, 7, 3, 3), (0, 2, 2, 3), (0, 1, 1, 3))
@@ -496,17 +635,16 @@ def _due(name: int, windows: Sequence[int]) -> dict[str, Any]:
     rounds = (0, 64, 64, 9)
     stakes = {key: n * r for key, n, r in zip(authors, windows, rounds, strict=True)}
     made = audited_certificate(f"{name} {windows}", dict(zip(authors, windows, strict=True)))
-    due = {audit.author: audit for audit in due_audits(made, stakes, AuditRule())}
-    drawn = [(made.digest, u.digest, stakes, AuditRule()) for u in made.record.body.updates]
+    seed = sha256(f"seed {name} {windows}".encode())
+    due = {audit.author: audit for audit in due_audits(made.record.body, AuditSeeds(seed, seed), stakes, AuditRule())}
     return {
-        "certificate": made.digest.hex(), "authors": [key.hex() for key in authors],
-        "headers": [u.digest.hex() for u in made.record.body.updates], "windows": list(windows),
+        "seed": seed.hex(), "authors": [key.hex() for key in authors],
+        "windows": list(windows),
         "stakes": list(stakes.values()),
         "checks": [due[key].check if key in due else None for key in authors],
-        "auditors": [[authors.index(k) for k in draw_auditors(c, u, key, s, r)]
-                     for key, (c, u, s, r) in zip(authors, drawn, strict=True)],
-        "jury": [_votes(authors, draw_jury(*args)) for args in drawn],
-        "small_jury": [_votes(authors, draw_jury(c, u, s, AuditRule(jury=2))) for c, u, s, _ in drawn],
+        "auditors": [[authors.index(k) for k in draw_auditors(seed, key, stakes, AuditRule())] for key in authors],
+        "jury": [_votes(authors, draw_jury(seed, key, stakes, AuditRule())) for key in authors],
+        "small_jury": [_votes(authors, draw_jury(seed, key, stakes, AuditRule(jury=2))) for key in authors],
     }  # fmt: skip
 
 
@@ -881,6 +1019,7 @@ VECTORS: dict[str, Callable[[], dict[str, Any]]] = {
     "messages.json": messages,
     "wire.json": wire_forms,
     "chain.json": chain,
+    "vrf.json": verifiable_draws,
     "rounds.json": rounds,
     "weighing.json": weighing,
     "audits.json": audits,

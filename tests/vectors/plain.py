@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import re
 import struct
 from collections.abc import Sequence
@@ -215,20 +216,132 @@ def read_invite(text: str) -> dict[str, Any]:
     }
 
 
+# -- verifiable random outputs and seeds (docs/wire.md, Order and chance; RFC 9381 and 8032) -----------------------
+
+Point = tuple[int, int, int, int]
+"""A point (x, y) of the curve -x² + y² = 1 + d x² y² as X, Y, Z, T: x = X / Z, y = Y / Z, T = x y Z."""
+
+_P = 2**255 - 19
+_D = -121665 * pow(121666, -1, _P) % _P
+_Q = 2**252 + 27742317777372353535851937790883648493
+"""The prime order of the group; the curve has eight times as many points."""
+
+_ZERO: Point = (0, 1, 1, 0)
+_SUITE = b"\x03"
+
+
+def _add(a: Point, b: Point) -> Point:
+    u, v = (a[1] - a[0]) * (b[1] - b[0]) % _P, (a[1] + a[0]) * (b[1] + b[0]) % _P
+    w, z = 2 * _D * a[3] * b[3] % _P, 2 * a[2] * b[2] % _P
+    e, f, g, h = v - u, z - w, z + w, v + u
+    return e * f % _P, g * h % _P, f * g % _P, e * h % _P
+
+
+def _times(n: int, a: Point) -> Point:
+    found = _ZERO
+    for bit in bin(n)[2:]:
+        found = _add(found, found)
+        if bit == "1":
+            found = _add(found, a)
+    return found
+
+
+def encode_point(a: Point) -> bytes:
+    x, y = (n * pow(a[2], -1, _P) % _P for n in a[:2])
+    return (y | (x & 1) << 255).to_bytes(32, "little")
+
+
+def decode_point(data: bytes) -> Point | None:
+    """Return the point that has this encoding (RFC 8032, 5.1.3); None without one. A point has only one encoding."""
+    number = int.from_bytes(data, "little")
+    sign, y = divmod(number, 2**255)
+    square = (y * y - 1) * pow(_D * y * y + 1, -1, _P) % _P
+    x = pow(square, (_P + 3) // 8, _P)
+    if x * x % _P != square:
+        x = x * pow(2, (_P - 1) // 4, _P) % _P
+    if len(data) != 32 or y >= _P or x * x % _P != square or (x == 0 and sign):
+        return None
+    x = x if x & 1 == sign else _P - x
+    return x, y, 1, x * y % _P
+
+
+def has_prime_order(a: Point) -> bool:
+    return encode_point(_times(_Q, a)) == encode_point(_ZERO) != encode_point(a)
+
+
+def _base() -> Point:
+    found = decode_point((4 * pow(5, -1, _P) % _P).to_bytes(32, "little"))
+    assert found is not None
+    return found
+
+
+def _hash_to_curve(key: bytes, alpha: bytes) -> Point:
+    """Return the point of an input (RFC 9381, 5.4.1.1): the first try that is one, times the cofactor."""
+    tries = (_SUITE + b"\1" + key + alpha + bytes([counter]) + b"\0" for counter in range(256))
+    points = (decode_point(hashlib.sha512(each).digest()[:32]) for each in tries)
+    return next(_times(8, point) for point in points if point is not None)
+
+
+def solves_vrf_equations(key: bytes, alpha: bytes, proof: bytes) -> bool:
+    """Return whether the equations of RFC 9381, 5.3, hold. That is not enough: points may have parts of small order."""
+    y, gamma = decode_point(key), decode_point(proof[:32])
+    if y is None or gamma is None or len(proof) != 80:
+        return False
+    h, c, s = _hash_to_curve(key, alpha), int.from_bytes(proof[32:48], "little"), int.from_bytes(proof[48:], "little")
+    u = _add(_times(s, _base()), _times(8 * _Q - c, y))
+    v = _add(_times(s, h), _times(8 * _Q - c, gamma))
+    points = b"".join(map(encode_point, (y, h, gamma, u, v)))
+    return hashlib.sha512(_SUITE + b"\2" + points + b"\0").digest()[:16] == proof[32:48]
+
+
+def verify_proof(key: bytes, alpha: bytes, proof: bytes) -> bool:
+    """Return whether a proof is the key's for an input, of which a key has one output."""
+    y, gamma = decode_point(key), decode_point(proof[:32])
+    in_group = y is not None and gamma is not None and has_prime_order(y) and has_prime_order(gamma)
+    return in_group and int.from_bytes(proof[48:], "little") < _Q and solves_vrf_equations(key, alpha, proof)
+
+
+def rfc9381_hash(proof: bytes) -> bytes:
+    """Return the output that RFC 9381, 5.2, has for a proof; Cairn's is `draw_output`."""
+    gamma = decode_point(proof[:32])
+    assert gamma is not None
+    return hashlib.sha512(_SUITE + b"\3" + encode_point(_times(8, gamma)) + b"\0").digest()
+
+
+def draw_input(run: bytes, round_: int, epoch: int) -> bytes:
+    return b"cairn/v1/draw" + run + struct.pack("<QQ", round_, epoch)
+
+
+def draw_output(proof: bytes) -> bytes:
+    return sha256(b"cairn/v1/vrf-output", proof[:32])
+
+
+def genesis_seed(genesis: bytes) -> bytes:
+    return sha256(b"cairn/v1/seed", genesis)
+
+
+def next_seed(seed: bytes, proof: bytes) -> bytes:
+    """Return the seed of a record with this proof, after a record with this seed."""
+    return sha256(b"cairn/v1/seed", seed, draw_output(proof))
+
+
 # -- rounds (docs/wire.md, Order and chance) --------------------------------------------------------------------
 
 
-def proposers(parent: bytes, keys: Sequence[bytes], staked: Sequence[bytes], recent: Sequence[bytes]) -> list[bytes]:
-    """Return the order of the proposers: the staked, then the other recent ones, then the rest."""
-    turns = sorted(keys, key=lambda key: sha256(parent, key))
-    second = [key for key in turns if key in recent and key not in staked]
-    return [
-        *(key for key in turns if key in staked), *second, *(k for k in turns if k not in staked and k not in second)
-    ]  # fmt: skip
+def proposers(seed: bytes, keys: Sequence[bytes], stakes: dict[bytes, int], recent: Sequence[bytes]) -> list[bytes]:
+    """Return the order of the proposers after a record: those with stake, recent contributors, the others."""
+
+    def wait(key: bytes) -> float:
+        t = int.from_bytes(sha256(b"cairn/v1/turn", seed, key)[:8], "little") // 2**11
+        return -math.log((t + 0.5) / 2**53) / max(1, stakes[key])
+
+    staked = [k for k in keys if stakes[k]]
+    then = [k for k in keys if not stakes[k] and k in recent], [k for k in keys if not stakes[k] and k not in recent]
+    return [key for group in (staked, *then) for key in sorted(group, key=wait)]
 
 
-def committees(parent: bytes, attempt: int, keys: Sequence[bytes], shards: int, size: int) -> list[list[bytes]]:
-    table = sorted(keys, key=lambda key: sha256(b"cairn/v1/committee", parent, struct.pack(">I", attempt), key))
+def committees(seed: bytes, attempt: int, keys: Sequence[bytes], shards: int, size: int) -> list[list[bytes]]:
+    table = sorted(keys, key=lambda key: sha256(b"cairn/v1/committee", seed, struct.pack(">I", attempt), key))
     size = min(size, len(table))
     return [sorted(table[s % len(table)] for s in range(i * size, (i + 1) * size)) for i in range(shards)]
 
@@ -255,29 +368,32 @@ def draw_by_stake(seed: bytes, stakes: dict[bytes, int], count: int) -> list[byt
     return drawn
 
 
-def jury(certificate: bytes, header: bytes, stakes: dict[bytes, int], seats: int) -> dict[bytes, int]:
-    """Return the jury of an update, with the votes of each (docs/audits.md, Who audits)."""
+def jury(seed: bytes, author: bytes, stakes: dict[bytes, int], seats: int) -> dict[bytes, int]:
+    """Return the jury of an update, with the votes of each (docs/audits.md, Who audits).
+
+    `seed`: that of the record after the update's own.
+    """
     able = sorted(key for key, stake in stakes.items() if stake)
     if len(able) <= seats:
         return {key: stakes[key] for key in able}
     votes = dict.fromkeys(able, 0)
     for seat in range(seats):
-        number = int.from_bytes(sha256(b"cairn/v1/jury", certificate, header, struct.pack("<I", seat)), "little")
+        number = int.from_bytes(sha256(b"cairn/v1/jury", seed, author, struct.pack("<I", seat)), "little")
         number %= sum(stakes.values())
         ends = [sum(stakes[key] for key in able[: i + 1]) for i in range(len(able))]
         votes[able[next(i for i, end in enumerate(ends) if number < end)]] += 1
     return votes
 
 
-def due_checks(certificate: bytes, updates: Sequence[tuple[bytes, int, int]]) -> list[str | None]:
+def due_checks(seed: bytes, updates: Sequence[tuple[bytes, int, int]]) -> list[str | None]:
     """Return the check that is due for each update (docs/audits.md, Who is audited).
 
-    `updates`: author, claimed windows, which are the weighed ones, and stake.
+    `seed`: that of the record after theirs. `updates`: author, claimed windows, which are the weighed ones, and stake.
     """
     everything = sum(size for _, size, _ in updates)
     found = []
     for author, size, stake in updates:
-        draw = Fraction(int.from_bytes(sha256(b"cairn/v1/audit", certificate, author)[:8], "little"), 2**64)
+        draw = Fraction(int.from_bytes(sha256(b"cairn/v1/audit", seed, author)[:8], "little"), 2**64)
         loss = min(1_000_000, max(150_000, 60_000 * size // 256))
         rates = {"replay": Fraction(3, 100), "loss": Fraction(loss, 1_000_000)}
         over = Fraction(64 * size, stake) * Fraction(len(updates) * size, everything) if stake else 0

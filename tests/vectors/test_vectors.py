@@ -19,16 +19,17 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
 from coordinator.admission import MAX_REQUEST, open_request
+from protocol import vrf
 from protocol.codec import make_codec
 from protocol.compact_record import parse_compact_record
 from protocol.coordinator_address import KIND, MAX_COORDINATOR_ADDRESS_ENVELOPE, open_coordinator_address
-from protocol.errors import CodecError, ProtocolError
+from protocol.errors import CodecError, ProtocolError, SignatureError
 from protocol.ids import PeerKey, RunId
 from protocol.invite import Invite
 from protocol.layout import Layout
 from protocol.ledger.statements import MAX_BINDING, open_bind_peer, open_binding, open_receipt
 from protocol.message_codec import KINDS, MessageDecoder
-from protocol.messages import MAX_CERTIFICATE
+from protocol.messages import MAX_CERTIFICATE, RoundRecord
 from protocol.spec import KIND as SPEC_KIND
 from protocol.spec import MAX_SPEC, CodecSpec, open_spec
 from tests.vectors import plain, plain_codec
@@ -37,7 +38,7 @@ from tests.vectors.made import VECTORS
 from tests.vectors.wire_messages import SCHEMAS, fields_of, message_types
 
 REMEDY = "run `python -m tests.vectors`, and look at the difference"
-MAX_BYTES = 450_000
+MAX_BYTES = 470_000
 
 
 def read(name: str) -> dict[str, Any]:
@@ -124,6 +125,10 @@ def decoder(vectors: dict[str, Any]) -> MessageDecoder:
     return MessageDecoder(RunId.parse(vectors["run"]), PeerKey.parse(vectors["owner"]))
 
 
+def draw_input(record: RoundRecord) -> bytes:
+    return plain.draw_input(record.run, record.round, record.updates[0].body.epoch)
+
+
 def test_the_pre_authentication_encoding():
     case = read("messages")["pae"]
     assert plain.pae(case["kind"], bytes.fromhex(case["payload"])).decode("latin-1") == case["bytes"]
@@ -142,6 +147,8 @@ def test_messages(case: dict[str, Any]):
         return
     signed = decoder(vectors).decode_kind(bytes.fromhex(case["envelope"]), case["kind"])
     assert (signed.author.hex(), signed.digest.hex()) == (case["key"], case["digest"])
+    if isinstance(signed.body, RoundRecord):
+        assert plain.verify_proof(key, draw_input(signed.body), bytes.fromhex(case["fields"]["proof"]))
 
 
 def test_no_kind_is_without_a_vector():
@@ -223,6 +230,8 @@ def test_a_chain_of_certificates():
     run = bytes.fromhex(vectors["run"])
     parent = plain.sha256(b"cairn/v1/genesis", run).hex()
     assert parent == vectors["genesis"]
+    seed = plain.genesis_seed(bytes.fromhex(parent))
+    assert seed.hex() == vectors["genesis_seed"]
     for case in vectors["certificates"]:
         certificate = decoder(vectors).decode_certificate(bytes.fromhex(case["bytes"]))
         record = certificate.record
@@ -234,6 +243,9 @@ def test_a_chain_of_certificates():
         shards = [bytes.fromhex(s) for s in case["shards"]]
         parent = plain.certificate_digest(record.digest, shards).hex()
         assert parent == case["certificate_digest"]
+        assert plain.verify_proof(record.author, draw_input(record.body), bytes.fromhex(case["proof"]))
+        seed = plain.next_seed(seed, bytes.fromhex(case["proof"]))
+        assert (record.body.proof.hex(), seed.hex()) == (case["proof"], case["seed"])
     for case in vectors["refused"]:
         with pytest.raises(ProtocolError):
             decoder(vectors).decode_certificate(bytes.fromhex(case["bytes"]))
@@ -252,6 +264,79 @@ def test_the_spec():
         plain.verify(spec.owner_key, "run-spec", canonical, bytes(64))
 
 
+# -- verifiable random outputs and seeds ------------------------------------------------------------------------------
+
+RFC9381 = [
+    (
+        "8657106690b5526245a92b003bb079ccd1a92130477671f6fc01ad16f26f723f26f8a57ccaed74ee"
+        "1b190bed1f479d9727d2d0f9b005a6e456a35d4fb0daab1268a1b0db10836d9826a528ca76567805",
+        "90cf1df3b703cce59e2a35b925d411164068269d7b2d29f3301c03dd757876ff"
+        "66b71dda49d2de59d03450451af026798e8f81cd2e333de5cdf4f3e140fdd8ae",
+    ),
+    (
+        "f3141cd382dc42909d19ec5110469e4feae18300e94f304590abdced48aed5933bf0864a62558b3e"
+        "d7f2fea45c92a465301b3bbf5e3e54ddf2d935be3b67926da3ef39226bbc355bdc9850112c8f4b02",
+        "eb4440665d3891d668e7e0fcaf587f1b4bd7fbfe99d0eb2211ccec90496310eb"
+        "5e33821bc613efb94db5e5b54c70a848a0bef4553a41befc57663b56373a5031",
+    ),
+    (
+        "9bc0f79119cc5604bf02d23b4caede71393cedfbb191434dd016d30177ccbf8096bb474e53895c36"
+        "2d8628ee9f9ea3c0e52c7a5c691b6c18c9979866568add7a2d41b00b05081ed0f58ee5e31b3a970e",
+        "645427e5d00c62a23fb703732fa5d892940935942101e456ecca7bb217c61c45"
+        "2118fec1219202a0edcf038bb6373241578be7217ba85a2687f7a0310b2df19f",
+    ),
+]
+"""The proofs and outputs of RFC 9381's examples 16, 17 and 18, as the RFC prints them."""
+
+
+def test_the_examples_of_rfc_9381():
+    for case, (proof, output) in zip(read("vrf")["rfc9381"], RFC9381, strict=True):
+        key, alpha = bytes.fromhex(case["key"]), bytes.fromhex(case["input"])
+        assert case["proof"] == proof
+        assert plain.verify_proof(key, alpha, bytes.fromhex(proof))
+        assert plain.rfc9381_hash(bytes.fromhex(proof)).hex() == output
+        vrf.verify(PeerKey(key), alpha, bytes.fromhex(proof))
+
+
+def test_the_outputs_of_keys():
+    vectors = read("vrf")
+    for case in vectors["draws"]:
+        key, alpha, proof = (bytes.fromhex(case[name]) for name in ("key", "input", "proof"))
+        assert plain.draw_input(bytes.fromhex(vectors["run"]), case["round"], case["epoch"]) == alpha
+        assert plain.verify_proof(key, alpha, proof)
+        assert plain.draw_output(proof).hex() == case["output"]
+        vrf.verify(PeerKey(key), alpha, proof)
+
+
+@pytest.mark.parametrize("case", read("vrf")["refused"], ids=lambda c: c["why"])
+def test_proofs_that_are_refused(case: dict[str, Any]):
+    key, alpha, proof = (bytes.fromhex(case[name]) for name in ("key", "input", "proof"))
+    assert plain.solves_vrf_equations(key, alpha, proof) == case["solves_equations"]
+    assert not plain.verify_proof(key, alpha, proof)
+    with pytest.raises(SignatureError):
+        vrf.verify(PeerKey(key), alpha, proof)
+
+
+def test_only_canonical_points_of_the_group_are_read():
+    p = 2**255 - 19
+    for number in (p, p + 1, p + 3, 2**255 - 1, 1 + 2**255, p - 1 + 2**255):
+        assert plain.decode_point(number.to_bytes(32, "little")) is None
+    small = [plain.decode_point(number.to_bytes(32, "little")) for number in (0, 1, p - 1)]
+    assert all(point is not None and not plain.has_prime_order(point) for point in small)
+
+
+def test_seeds_of_a_branch():
+    vectors = read("vrf")
+    run, seeds = bytes.fromhex(vectors["run"]), vectors["seeds"]
+    seed = plain.genesis_seed(bytes.fromhex(seeds["genesis"]))
+    assert seed.hex() == seeds["genesis_seed"]
+    for case in seeds["records"]:
+        alpha, proof = plain.draw_input(run, case["round"], case["epoch"]), bytes.fromhex(case["proof"])
+        assert plain.verify_proof(bytes.fromhex(case["author"]), alpha, proof)
+        seed = plain.next_seed(seed, proof)
+        assert (plain.draw_output(proof).hex(), seed.hex()) == (case["output"], case["seed"])
+
+
 # -- rounds, windows, credits -------------------------------------------------------------------------------------
 
 
@@ -261,11 +346,11 @@ def test_the_order_of_proposers_the_draw_of_committees_and_rebase_windows():
     for n, votes in vectors["quorum"].items():
         assert 3 * votes > 2 * int(n) >= 3 * (votes - 1)
     for case in vectors["proposers"]:
-        first = [[keys[i] for i in case[group]] for group in ("staked", "recent")]
-        assert [k.hex() for k in plain.proposers(bytes.fromhex(case["parent"]), keys, *first)] == case["order"]
+        stakes, recent = dict(zip(keys, case["stakes"], strict=True)), [keys[i] for i in case["recent"]]
+        assert [k.hex() for k in plain.proposers(bytes.fromhex(case["seed"]), keys, stakes, recent)] == case["order"]
     for case in vectors["committees"]:
-        some, parent = keys[: case["contributors"]], bytes.fromhex(case["parent"])
-        drawn = plain.committees(parent, case["attempt"], some, case["shards"], case["committee"])
+        some, seed = keys[: case["contributors"]], bytes.fromhex(case["seed"])
+        drawn = plain.committees(seed, case["attempt"], some, case["shards"], case["committee"])
         assert [[keys.index(k) for k in members] for members in drawn] == case["members"]
     for case in vectors["shard_count"]:
         assert plain.shard_count(case["contributors"], case["update_bytes"]) == case["shards"]
@@ -289,18 +374,18 @@ def test_the_draw_of_auditors():
 
 def test_the_checks_that_are_due_and_who_makes_them():
     for case in read("audits")["due"]:
-        certificate, headers = bytes.fromhex(case["certificate"]), map(bytes.fromhex, case["headers"])
+        seed = bytes.fromhex(case["seed"])
         authors = [bytes.fromhex(key) for key in case["authors"]]
         stakes = dict(zip(authors, case["stakes"], strict=True))
         updates = list(zip(authors, case["windows"], case["stakes"], strict=True))
-        assert plain.due_checks(certificate, updates) == case["checks"]
-        found = zip(authors, headers, case["auditors"], case["jury"], case["small_jury"], strict=True)
-        for author, header, auditors, *juries in found:
+        assert plain.due_checks(seed, updates) == case["checks"]
+        found = zip(authors, case["auditors"], case["jury"], case["small_jury"], strict=True)
+        for author, auditors, *juries in found:
             others = {key: stake for key, stake in stakes.items() if key != author}
-            drawn = plain.draw_by_stake(b"cairn/v1/auditors" + certificate + header, others, 3)
+            drawn = plain.draw_by_stake(b"cairn/v1/auditors" + seed + author, others, 3)
             assert [authors.index(key) for key in drawn] == auditors
             for votes, seats in zip(juries, (64, 2), strict=True):
-                jury = plain.jury(certificate, header, stakes, seats)
+                jury = plain.jury(seed, author, stakes, seats)
                 assert [jury.get(key, 0) for key in authors] == votes
 
 
