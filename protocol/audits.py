@@ -103,9 +103,12 @@ class UpdateAudit:
 
 
 class AuditSeeds(NamedTuple):
-    """The seeds that draw the audits of a record: its own, and that of the record after it, None before it comes."""
+    """The seeds that draw the audits of a record: its own, and that of the record after it.
 
-    own: bytes
+    Audits that a seed of None would draw are left out.
+    """
+
+    own: bytes | None
     following: bytes | None
 
 
@@ -191,20 +194,23 @@ def draw_auditors(seed: bytes, author: PeerKey, stakes: Mapping[PeerKey, int], r
 
 def first_auditors(
     record: RoundRecord, seeds: AuditSeeds, stakes: Mapping[PeerKey, int], rule: AuditRule
-) -> dict[Digest, PeerKey]:
+) -> dict[Digest, PeerKey | None]:
     """Return the first auditor of each update (header digest), as `draw_auditors` draws it, in O(log n) for each.
 
-    Without those whose auditors are not drawn yet.
+    None where nobody but the author has stake. Updates whose auditors these seeds do not draw are left out.
     """
     usual = _Rates.of(record, stakes, rule)
     keys = sorted(key for key in stakes if stakes[key] > 0)
     sums = list(accumulate(stakes[key] for key in keys))
-    found: dict[Digest, PeerKey] = {}
+    found: dict[Digest, PeerKey | None] = {}
     for update, weighed in zip(record.updates, record.weighed, strict=True):
         seed = seeds.own if usual.is_always_due(update.author, _size(update, weighed)) else seeds.following
         own = max(0, stakes.get(update.author, 0))
         left = sums[-1] - own if sums else 0
-        if left > 0 and seed is not None:
+        if seed is None:
+            continue
+        found[update.digest] = None
+        if left > 0:
             at = _drawn(b"cairn/v1/auditors" + seed + update.author, 0) % left
             if own and at >= sums[bisect_left(keys, update.author)] - own:
                 at += own  # its author is passed over

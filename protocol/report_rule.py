@@ -56,8 +56,8 @@ def decide(
     """Return the decision about an update of a record; None while there is none.
 
     `reports` are in the order in which the chain carries them: of one key and check the first counts. Only those on
-    this update count, by its auditors, its jury and the owner. `stakes` are those at the record's parent, `seed`
-    is the one that drew the update's audit.
+    this update count, by its auditors, its jury and the owner. `stakes` are those at the record's parent. `seed` is the
+    one that drew the update's audit.
     """
     digest, author = certificate.digest, update.author
     auditors, jury = drawn_reporters(seed, update, stakes, rule)

@@ -80,7 +80,7 @@ class UpdateAuditor:
 
     def __post_init__(self) -> None:
         self._waiting: list[_Waiting] = []
-        self._present: tuple[Digest, Digest, UpdateCheck] | None = None
+        self._present: tuple[Digest, Digest, UpdateCheck, bytes] | None = None
         """The check that is being made."""
         self._strange: BoundedDict[Digest, None] = BoundedDict(MAX_WAITING)
         """Updates that failed a loss check here."""
@@ -219,7 +219,7 @@ class UpdateAuditor:
         return None
 
     def _report(self, action: AuditUpdate, answer: AuditAnswer) -> None:
-        found = UpdateAudited(action.certificate.digest, action.update, action.check, answer.as_scores)
+        found = UpdateAudited(action.certificate.digest, action.update, action.check, action.seed, answer.as_scores)
         self.counts.made += 1
         passed = all(s.value >= s.threshold for s in found.scores)
         if not passed:
@@ -240,14 +240,15 @@ class UpdateAuditor:
         self.counts.not_made += 1
         log.info("%s: the %s is not made: %s", _name(action), _CHECKS[action.check], reason)
         if may_ask_again:
-            self.post(AuditNotMade(action.certificate.digest, action.update, action.check))
+            self.post(AuditNotMade(action.certificate.digest, action.update, action.check, action.seed))
 
 
 _CHECKS = {"screen": "screen", "loss": "loss check", "replay": "replay"}
 
 
-def _key(action: AuditUpdate) -> tuple[Digest, Digest, UpdateCheck]:
-    return action.certificate.digest, action.update, action.check
+def _key(action: AuditUpdate) -> tuple[Digest, Digest, UpdateCheck, bytes]:
+    # The seed draws the windows of a loss check.
+    return action.certificate.digest, action.update, action.check, action.seed if action.check == "loss" else b""
 
 
 def _author(action: AuditUpdate) -> PeerKey:

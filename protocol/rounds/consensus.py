@@ -206,8 +206,6 @@ class Consensus:
         if proposal is not None and proposal.equivocated and round_.report_once(record.author):
             text = f"peer {record.author.short} proposed two records at once"
             context.notify("warning", "equivocation", text, record.author)
-        if proposal is not None and not proposal.equivocated:
-            round_.jump(record.author, record.body.attempt, context.now)
         exchange.proposals_changed(proposal)
         return self._certified(record.digest)
 
@@ -413,6 +411,7 @@ class Consensus:
     def _propose(self, round_: RoundState, exchange: Exchange) -> Certificate | None:
         context, members = self._context, self._context.members
         round_.skip(lambda a: a != context.me and members.is_unreliable(a, round_.number), context.now)
+        round_.follow_named_attempts(context.now)
         attempt = round_.attempt(context.now)
         following = round_.next_attempt_at(context.now)
         if following is not None:
@@ -500,7 +499,7 @@ class Consensus:
             body = proposal.record.body
             # Anybody can name an attempt that is far off and its own.
             turn = order[body.attempt % len(order)] if order and body.attempt <= reached else None
-            ranked, waits_until = turn == proposal.record.author, proposal.seen + context.policy.propose_seconds / 2
+            ranked, waits_until = turn == proposal.record.author, proposal.seen + 1.5 * context.policy.propose_seconds
             if not ranked and not context.deadlines.due("out of turn", waits_until):
                 continue
             key = (ranked, body.attempt, body.windows, proposal.record.digest)

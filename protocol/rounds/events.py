@@ -117,6 +117,8 @@ class UpdateAudited:
     record: Digest
     update: Digest
     check: UpdateCheck
+    seed: bytes
+    """That of the request."""
     scores: tuple[Score, ...]
 
 
@@ -127,6 +129,7 @@ class AuditNotMade:
     record: Digest
     update: Digest
     check: UpdateCheck
+    seed: bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Work reports that no record carries yet, for the records that this peer proposes."""
+"""Work reports for the records that this peer proposes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,13 @@ class ReportPool:
         In a full pool the key with the most reports makes room for others: it will repeat what is dropped.
         """
         place = report_place(report)
-        if place in self._reports or self._chain.reports_after(self._chain.head).report_refusal(report) is not None:
+        known = self._reports.get(place)
+        if known is not None and (report.author != self._me or known.digest == report.digest):
+            return False  # of its own, a newer one may be of the windows of another branch
+        if self._chain.reports_after(self._chain.head).report_refusal(report) is not None:
             return False
+        if len(self._reports) >= MAX_POOLED:
+            self._drop_refused()
         if len(self._reports) >= MAX_POOLED:
             counts = Counter(r.author for r in self._reports.values())
             author, most = counts.most_common(1)[0]
@@ -52,6 +57,10 @@ class ReportPool:
             return following.report_refusal(report) is None
 
         self._reports = {p: r for p, r in self._reports.items() if is_kept(r)}
+
+    def _drop_refused(self) -> None:
+        following = self._chain.reports_after(self._chain.head)
+        self._reports = {p: r for p, r in self._reports.items() if following.report_refusal(r) is None}
 
     def by(self, key: PeerKey) -> list[Signed[WorkReport]]:
         """Return the reports of a key."""

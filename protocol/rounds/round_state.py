@@ -461,11 +461,12 @@ class RoundState:
         return min(MAX_ATTEMPT, base + int((now - since + 1e-9) / self.policy.propose_seconds))
 
     def next_attempt_at(self, now: float) -> float | None:
-        """Return the time of the next attempt; None before we have announced."""
+        """Return when the attempt may change next; None before we have announced."""
         base, since = self._jumped or (0, self.starts_at)
         if since is None or now < since:
             return since
-        return since + (self.attempt(now) - base + 1) * self.policy.propose_seconds
+        middle = since + (self.attempt(now) - base + 0.5) * self.policy.propose_seconds
+        return middle if now < middle else middle + 0.5 * self.policy.propose_seconds
 
     def begin_attempt(self, attempt: int) -> None:
         """Note that our turn of an attempt has been used."""
@@ -486,24 +487,25 @@ class RoundState:
         order, base = self.proposer_order, 0 if self._jumped is None else self._jumped[0]
         return {order[a % len(order)] for a in range(base, min(before, self.attempt(now), base + len(order))) if order}
 
-    def jump(self, author: PeerKey, attempt: int, now: float) -> None:
-        """Move to a later attempt because a record names it: so peers consider the same record at the same time.
+    def follow_named_attempts(self, now: float) -> None:
+        """Move to the next attempt if a record names a later one: so peers consider the same record at the same time.
 
-        The turn under way has first half of its time: otherwise an author could propose in every round, and know the
-        draws of all. One author can move us only once in a full rotation of turns.
+        The turn under way first has half of its time, and one author can move us only once in a full rotation of turns.
+        Otherwise an author could propose in every round, or choose among the turns of many keys, and so among seeds.
         """
         current = self.attempt(now)
-        if self.announced_at is None or not 0 <= current < attempt <= current + MAX_JUMP:
-            return
         base, since = self._jumped or (0, self.starts_at)
-        if since is None or now < since + (current - base + 0.5) * self.policy.propose_seconds:
+        if current < 0 or since is None or now < since + (current - base + 0.5) * self.policy.propose_seconds - 1e-9:
             return
-        if author not in self.headers:
-            return
-        before = self._jumps.get(author)
-        if before is None or now - before >= len(self.proposer_order) * self.policy.propose_seconds:
-            self._jumps[author] = now
-            self._jumped = (attempt, now)
+        rotation = len(self.proposer_order) * self.policy.propose_seconds
+        for proposal in self.proposals.values():
+            author, named = proposal.record.author, proposal.record.body.attempt
+            before = self._jumps.get(author)
+            is_due = before is None or now - before >= rotation
+            if current < named <= current + MAX_JUMP and author in self.headers and is_due and not proposal.equivocated:
+                self._jumps[author] = now
+                self._jumped = (current + 1, now)
+                return
 
     def sizes(self) -> dict[str, tuple[int, int]]:
         top = self.policy.max_members

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import islice
+from typing import NamedTuple
 
 from protocol.audits import SCREENED_UPDATES, AuditSeeds, UpdateCheck, due_audits, first_auditors
 from protocol.bounded import BoundedDict
@@ -40,14 +41,25 @@ UPDATES_AT_ONCE = 1024
 """Updates of earlier records that are looked at in one round: the draws of many take long."""
 
 
+class _Name(NamedTuple):
+    """A check of an update (header digest) of a record. `seed`: of a loss check alone, whose windows it draws."""
+
+    record: Digest
+    update: Digest
+    check: UpdateCheck
+    seed: bytes
+
+    @classmethod
+    def of(cls, record: Digest, update: Digest, check: UpdateCheck, seed: bytes) -> _Name:
+        return cls(record, update, check, seed if check == "loss" else b"")
+
+
 @dataclass(frozen=True, slots=True)
 class _Asked:
     """A check that was requested. `accuser`: the one on whose word it was. `is_accused`: as in `AuditUpdate`."""
 
     accuser: PeerKey | None = None
     is_accused: bool = False
-    seed: bytes = b""
-    """The one that drew the update's audit. On another branch it is another."""
     attempts: int = 1
     again_at: int | None = None
     """The round in which to request it again, after an attempt that failed."""
@@ -59,7 +71,7 @@ class WorkAuditor:
     def __init__(self, context: Context, reporter: Signer | None):
         self._context = context
         self._reporter = reporter
-        self._asked: BoundedDict[tuple[Digest, Digest, UpdateCheck], _Asked] = BoundedDict(MAX_ASKED)
+        self._asked: BoundedDict[_Name, _Asked] = BoundedDict(MAX_ASKED)
         self._seen: set[Digest] = set()
         """Records of the branch that have drawn checks, as far as reports of these may still be carried."""
         self._contradicted: BoundedDict[PeerKey, None] = BoundedDict(MAX_CONTRADICTED)
@@ -113,36 +125,43 @@ class WorkAuditor:
         for report in context.reports.by(me):
             if following.report_refusal(report) is None:
                 context.emit(Broadcast(report))
-        for record, child in self._unseen(parent):
-            self._request_checks(record, child, following)
+        for record in self._unseen(parent):
+            self._request_checks(record, following)
         self._request_again(parent, following)
 
-    def _unseen(self, parent: Digest) -> Iterator[tuple[Digest, Digest | None]]:
-        """Yield the records up to `parent`, newest first, with checks that have not been requested; not too many.
-
-        Each comes with the record after it, which draws most of its audits; None for `parent`.
-        """
+    def _unseen(self, parent: Digest) -> Iterator[Digest]:
+        """Yield the records up to `parent`, newest first, that draw checks which were not requested; not too many."""
         chain, updates = self._context.chain, 0
         branch = [r for r in islice(chain.ancestors(parent), chain.limits.stake.hold_rounds) if r != chain.root]
         self._seen.intersection_update(branch)
         oldest = chain.height(parent) - chain.limits.stake.hold_rounds
-        for name in [n for n in self._asked if n[0] not in chain or chain.height(n[0]) < oldest]:
+        for name in [n for n in self._asked if n.record not in chain or chain.height(n.record) < oldest]:
             del self._asked[name]
-        if branch:
-            yield branch[0], None
-        for child, record in pairwise(branch):
-            if child not in self._seen:
+        for record in branch:
+            if record not in self._seen:
                 updates += len(chain.certificate(record).record.body.updates)
-                if updates > UPDATES_AT_ONCE and child != parent:
+                if updates > UPDATES_AT_ONCE and record != parent:
                     return
-                self._seen.add(child)
-                yield record, child
+                self._seen.add(record)
+                yield record
 
-    def _request_checks(self, record: Digest, child: Digest | None, following: CarriedReports) -> None:
-        """Request the checks of a record that are due and ours, and those that its reports have us make."""
+    def _request_checks(self, record: Digest, following: CarriedReports) -> None:
+        """Request the checks that are ours of those that a record draws, and those that its reports have us make.
+
+        Its seed draws the audits of its own updates that are always due, and of its parent's the others.
+        """
+        chain, body = self._context.chain, self._context.chain.certificate(record).record.body
+        seed = chain.seed(record)
+        self._request_due(record, AuditSeeds(seed, None), following)
+        if body.parent != chain.root:
+            self._request_due(body.parent, AuditSeeds(None, seed), following)
+        for report in body.reports:
+            self._follow(report, following)
+
+    def _request_due(self, record: Digest, seeds: AuditSeeds, following: CarriedReports) -> None:
+        """Request the checks of a record that these seeds draw, and that are ours."""
         chain, me = self._context.chain, None if self._reporter is None else self._reporter.key
         body, rule = chain.certificate(record).record.body, chain.limits.audit
-        seeds = AuditSeeds(chain.seed(record), None if child is None else chain.seed(child))
         stakes = chain.stakes(body.parent)
         convicted = chain.reports_after(record).convicted_stake  # of the record's own branch: the same at any time
         due = due_audits(body, seeds, stakes, rule, convicted)
@@ -152,8 +171,6 @@ class WorkAuditor:
                 self._ask(following, record, audit.update, audit.check, _Asked())
                 replayed.update({audit.update} if audit.check == "replay" else ())
         self._request_screens(record, seeds, following, replayed)
-        for report in body.reports:
-            self._follow(report, following)
 
     def _request_screens(
         self, record: Digest, seeds: AuditSeeds, following: CarriedReports, replayed: Collection[Digest]
@@ -180,12 +197,13 @@ class WorkAuditor:
         chain = self._context.chain
         number = chain.height(parent)
         due = [n for n, asked in self._asked.items() if asked.again_at is not None and asked.again_at <= number]
-        for record, update, check in due:
-            asked = self._asked[record, update, check]
-            if self._is_wanted(following, record, update, check):
-                self._request(record, update, check, replace(asked, attempts=asked.attempts + 1, again_at=None))
+        for name in due:
+            asked, seed = self._asked[name], following.audit_seed(name.record, name.update)
+            again = replace(asked, again_at=None)
+            if seed is not None and name == _Name.of(*name[:3], seed) and self._is_wanted(following, *name[:3]):
+                self._request(*name[:3], seed, replace(again, attempts=asked.attempts + 1))
             else:
-                self._asked[record, update, check] = replace(asked, again_at=None)
+                self._asked[name] = again
 
     def answered(self, event: UpdateAudited | AuditNotMade) -> None:
         """Follow the driver's answer to a request."""
@@ -200,12 +218,8 @@ class WorkAuditor:
         if event.record not in chain or self._reporter is None:
             return
         following = chain.reports_after(chain.head)
-        asked = self._asked.get((event.record, event.update, event.check))
-        if (
-            event.check == "loss"
-            and asked is not None
-            and asked.seed != following.audit_seed(event.record, event.update)
-        ):
+        asked = self._asked.get(_Name.of(event.record, event.update, event.check, event.seed))
+        if event.check == "loss" and event.seed != following.audit_seed(event.record, event.update):
             return  # it compared windows that this branch has not drawn
         if event.check == "screen":
             if any(s.value < s.threshold for s in event.scores):
@@ -223,7 +237,7 @@ class WorkAuditor:
 
     def _not_made(self, event: AuditNotMade) -> None:
         """Have a check that could not be made requested again later."""
-        name = event.record, event.update, event.check
+        name = _Name.of(event.record, event.update, event.check, event.seed)
         asked, chain = self._asked.get(name), self._context.chain
         if asked is not None and asked.attempts < MAX_ATTEMPTS:
             again_at = chain.height(chain.head) + 2 ** (asked.attempts - 1)
@@ -235,20 +249,19 @@ class WorkAuditor:
         """Request a check that was not requested before, if a record may still carry its report.
 
         An accusation requests again a check that has no report yet: it then comes before others, and at once after
-        failures. So does a branch on which a loss check compares other windows.
+        failures.
         """
         seed = following.audit_seed(record, update)
         if seed is None:
             return
-        old, asked = self._asked.get((record, update, check)), replace(asked, seed=seed)
-        is_drawn_anew = old is not None and check == "loss" and old.seed != seed
-        is_raised = is_drawn_anew or (old is not None and asked.is_accused and not old.is_accused)
+        old = self._asked.get(_Name.of(record, update, check, seed))
+        is_raised = old is not None and asked.is_accused and not old.is_accused
         is_due = old is None or (is_raised and not self._has_report(record, update, check))
         if is_due and self._is_wanted(following, record, update, check):
-            self._request(record, update, check, asked)
+            self._request(record, update, check, seed, asked)
 
     def _has_report(self, record: Digest, update: Digest, check: UpdateCheck) -> bool:
-        """Return whether we have reported what a check measured, and no record carries it yet."""
+        """Return whether we have reported what a check measured, as far as we keep it."""
         own = () if self._reporter is None else self._context.reports.by(self._reporter.key)
         return any((r.body.record, r.body.update, r.body.check) == (record, update, check) for r in own)
 
@@ -264,11 +277,10 @@ class WorkAuditor:
         author = next(u.author for u in chain.certificate(record).record.body.updates if u.digest == update)
         return not chain.is_barred(author, chain.head)
 
-    def _request(self, record: Digest, update: Digest, check: UpdateCheck, asked: _Asked) -> None:
-        self._asked[record, update, check] = asked
-        self._context.emit(
-            AuditUpdate(self._context.chain.certificate(record), update, check, asked.seed, is_accused=asked.is_accused)
-        )
+    def _request(self, record: Digest, update: Digest, check: UpdateCheck, seed: bytes, asked: _Asked) -> None:
+        self._asked[_Name.of(record, update, check, seed)] = asked
+        certificate = self._context.chain.certificate(record)
+        self._context.emit(AuditUpdate(certificate, update, check, seed, is_accused=asked.is_accused))
 
     def sizes(self) -> dict[str, tuple[int, int]]:
         """Return the size and the bound of each container."""

@@ -135,6 +135,18 @@ def test_who_names_its_own_turn_at_once_does_not_come_before_the_one_whose_turn_
     assert voted and voted[0] != early.digest and b.now < POLICY.propose_seconds / 2
 
 
+def test_a_record_of_a_far_attempt_moves_us_by_one_turn_that_has_had_half_of_its_time():
+    """A coalition with many keys could name the turn of the one whose seed it likes."""
+    b, liar, _, theirs, _ = three_announced()
+    b.step(ev.MessageReceived(b.record(liar, [theirs[0]], attempt=14)))
+    moved = []
+    for t in range(1, 40):
+        b.now = t * POLICY.propose_seconds / 40
+        b.step(ev.Tick())
+        moved.append(b.machine.open_round.attempt(b.now))  # type: ignore[union-attr]
+    assert moved[:19] == [0] * 19 and moved[19:] == [1] * 20
+
+
 def test_a_few_with_many_records_do_not_keep_out_the_one_whose_turn_it_is():
     policy = replace(POLICY, max_members=64)
     b = Bench(policy=policy)

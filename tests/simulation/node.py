@@ -247,7 +247,7 @@ class Node:
 
     def audit_update(self, action: do.AuditUpdate) -> None:
         """Make the check in half a second, and tell the truth: fakes fail it. Some first attempts cannot be made."""
-        w, lost = self.world, ev.AuditNotMade(action.certificate.digest, action.update, action.check)
+        w, lost = self.world, ev.AuditNotMade(action.certificate.digest, action.update, action.check, action.seed)
         if lost not in self.attempted and w.lost_checks.random() < w.share_of_lost_checks:
             w.clock.after(AUDIT_SECONDS, self.later, self.incarnation, lost)
         else:
@@ -265,7 +265,7 @@ class Node:
         """Answer a check. Screens pass: they cost less than any other check, and none is relied on."""
         passed = passed or action.check == "screen"
         event = ev.UpdateAudited(
-            action.certificate.digest, action.update, action.check, (Score("work", float(passed), 0.5),)
+            action.certificate.digest, action.update, action.check, action.seed, (Score("work", float(passed), 0.5),)
         )
         self.world.clock.after(AUDIT_SECONDS, self.later, self.incarnation, event)
 

@@ -285,7 +285,7 @@ async def test_the_machine_is_told_of_what_another_attempt_may_find_out_and_of_n
         action = w.ask(2)
         w.process.answers.append(AuditError("the auditor ended with code 1"))
         await w.done(1)
-        assert w.not_made == [AuditNotMade(action.certificate.digest, action.update, "replay")]
+        assert w.not_made == [AuditNotMade(action.certificate.digest, action.update, "replay", action.seed)]
         w.process.answers.append(AuditAnswer((), "the update has too few windows", is_uncheckable=True))
         w.ask(2, "loss")
         await w.done(2)

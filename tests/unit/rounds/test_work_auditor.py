@@ -35,7 +35,9 @@ class Auditor:
         """Answer that each update passed."""
         for action in self.asked:
             self.work.answered(
-                UpdateAudited(action.certificate.digest, action.update, action.check, (Score("signs", 1.0, 0.97),))
+                UpdateAudited(
+                    action.certificate.digest, action.update, action.check, action.seed, (Score("signs", 1.0, 0.97),)
+                )
             )
         self.asked.clear()
 
@@ -45,7 +47,7 @@ class Auditor:
         return asked
 
     def fail(self, action: AuditUpdate) -> None:
-        self.work.answered(AuditNotMade(action.certificate.digest, action.update, action.check))
+        self.work.answered(AuditNotMade(action.certificate.digest, action.update, action.check, action.seed))
 
 
 def drawn(branch: Branch, record: Certificate, author: PeerKey) -> tuple[PeerKey, ...]:
@@ -130,7 +132,7 @@ def test_a_screen_is_not_reported_and_a_failed_one_has_its_update_replayed():
     assert len(screens) > 2
     for action, value in zip(screens, [0.4] + [0.6] * len(screens), strict=False):
         scores = (Score("agreement", value, 0.5),)
-        auditor.work.answered(UpdateAudited(action.certificate.digest, action.update, "screen", scores))
+        auditor.work.answered(UpdateAudited(action.certificate.digest, action.update, "screen", action.seed, scores))
     assert [(a.update, a.check) for a in auditor.requested()] == [(screens[0].update, "replay")]
     assert not auditor.reports.by(OWNER.key)
 
@@ -154,7 +156,14 @@ def test_the_first_auditors_of_all_updates_are_those_that_are_drawn_one_by_one()
             for u in record.record.body.updates:
                 seed = audit_seed(u, record.record.body, seeds, some, AuditRule()) or b""
                 expected = draw_auditors(seed, u.author, some, AuditRule())[:1]
-                assert expected == ((first[u.digest],) if u.digest in first else ())
+                assert expected == ((first[u.digest],) if first[u.digest] else ())
+
+
+def test_the_owner_screens_what_has_no_other_auditor():
+    branch = Branch(20)
+    record = branch.audited
+    first = first_auditors(record.record.body, branch.chain.audit_seeds(record.digest), {LIAR: 5}, AuditRule())
+    assert first[update_of(record).digest] is None and first[update_of(record, OTHERS[0]).digest] == LIAR
 
 
 def test_a_check_is_not_repeated_when_the_chain_leaves_its_record_and_returns():
@@ -202,7 +211,11 @@ def test_what_a_loss_check_measured_on_windows_of_another_branch_is_not_reported
             break
     assert wanted is not None and chain.add(other)
     answer = UpdateAudited(
-        wanted.certificate.digest, wanted.update, "loss", (Score("gain", 9.0, 3.0), Score("quarter", 9.0, 1.0))
+        wanted.certificate.digest,
+        wanted.update,
+        "loss",
+        wanted.seed,
+        (Score("gain", 9.0, 3.0), Score("quarter", 9.0, 1.0)),
     )
     chain.quarantine(one.digest)
     assert chain.head == other.digest
