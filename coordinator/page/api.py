@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ class PageApi:
     name_of: Callable[[PeerKey], str]
     credits: Leaderboard
     archiver: CheckpointArchiver
-    metrics_text: Callable[[], bytes]
+    metrics_text: Callable[[], Awaitable[bytes]]
     now: Callable[[], float]
     _peers: tuple[Overview, dict[tuple[str, bool], list[tuple[str, PeerOverview]]]] | None = field(
         default=None, init=False

@@ -625,7 +625,7 @@ async def test_metrics_are_made_once_for_many_requests(world, monkeypatch):
     monkeypatch.setattr(app, "METRICS_SECONDS", NEVER)
     made = []
 
-    def text() -> bytes:
+    async def text() -> bytes:
         made.append(len(made))
         return b"cairn_round %d\n" % made[-1]
 
