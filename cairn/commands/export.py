@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from cairn.commands.options import FILE, PLACE, invite_or_stdin
-from cairn.number_format import byte_size
+from peer.units import byte_size
 from protocol.errors import CairnError, MalformedError
 
 
