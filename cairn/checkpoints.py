@@ -26,16 +26,18 @@ from coordinator.checkpoints.verification import verify_checkpoint as verify
 from coordinator.export import ExportError, checkpoint_digest, read_layout
 from coordinator.model_card import Origin
 from coordinator.regular_file import read_regular
+from peer.node.chain_store import DIRECTIVE
 from peer.node.snapshot import FILE as STATUS
 from peer.node.snapshot import MAX_SNAPSHOT, parse_snapshot
 from peer.store.blobs import blob_file
+from protocol.directive_codec import MAX_DIRECTIVE_ENVELOPE
 from protocol.envelope import open_envelope
 from protocol.errors import CairnError, MalformedError
 from protocol.ids import Digest, PeerKey, RunId, sha256
 from protocol.invite import Invite
 from protocol.merkle import blob_digest
 from protocol.message_codec import MessageDecoder
-from protocol.messages import MAX_CERTIFICATE, RoundRecord
+from protocol.messages import MAX_CERTIFICATE, Directive, Finalization, RoundRecord
 from protocol.spec import KIND, MAX_SPEC, AdapterSpec, ChatSpec, RunSpec, open_spec, parse_spec
 
 SPECS = ("spec.json", "run/spec.signed", "spec.signed", "store/values/spec", "values/spec")
@@ -72,19 +74,23 @@ class FoundCheckpoint:
     base: Path | None = None
 
 
-def find_checkpoint(path: Path, spec_file: Path | None = None, run: RunId | None = None) -> FoundCheckpoint:
+def find_checkpoint(
+    path: Path, spec_file: Path | None = None, run: RunId | None = None, report: Callable[[str], None] = lambda _: None
+) -> FoundCheckpoint:
     """Return the checkpoint at a path.
 
-    `spec_file` is the run's spec if it is not beside the checkpoint. `run` is the required run. Raises ExportError, and
-    CairnError for a spec.
+    `spec_file` is the run's spec if it is not beside the checkpoint. `run` is the required run. `report` is called with
+    a line for each state that is passed over. Raises ExportError, and CairnError for a spec.
     """
     try:
-        return _find_checkpoint(path, spec_file, run)
+        return _find_checkpoint(path, spec_file, run, report)
     except OSError as e:
         raise ExportError(f"{path}: cannot be read: {e.strerror or e}: {WANTED}") from None
 
 
-def _find_checkpoint(path: Path, spec_file: Path | None, run: RunId | None) -> FoundCheckpoint:
+def _find_checkpoint(
+    path: Path, spec_file: Path | None, run: RunId | None, report: Callable[[str], None]
+) -> FoundCheckpoint:
     if not path.exists():
         raise ExportError(f"{path}: no such file or folder: {WANTED}")
     path = path.resolve()
@@ -92,15 +98,13 @@ def _find_checkpoint(path: Path, spec_file: Path | None, run: RunId | None) -> F
     if spec_file is not None:
         spec = read_spec(spec_file)
         given = _Run(spec_file.resolve().parent, spec)
-    archived = read_manifest(path.parent) if path.name == MODEL else _newest_archived(path)
+    beside = read_manifest(path.parent) if path.name == MODEL else None
+    archived = [beside] if beside is not None else _archived(path)
     holds = (path / "store" / "blobs").is_dir()
-    if archived is not None:
-        found = _of_archived(archived, given)
-        if holds and not (path / SPECS[1]).is_file():
-            # A volunteer's copy of the last state may be older than its store: the owner has continued the run since.
-            with contextlib.suppress(ExportError):
-                held = _newest_held(_Run(path, given.spec) if given else _run_above(path / "store"), path)
-                found = max(found, held, key=lambda f: f.origin.round or 0)
+    if archived and holds and not (path / SPECS[1]).is_file():
+        found = _newest_of_volunteer(path, archived, given, report)
+    elif archived:
+        found = _of_archived(max(archived, key=lambda a: a.round), given)
     elif path.is_file():
         found = _of_file(path, given or _run_above(path))
     elif holds:
@@ -155,14 +159,37 @@ def read_spec(path: Path) -> RunSpec:
         raise ExportError(f"{path}: not a run's spec: {why}: name its spec.json or spec.signed") from None
 
 
-def _newest_archived(folder: Path) -> ArchivedState | None:
-    """Return an archived state, or the newest one of an owner's folder; None if it is neither."""
+def _archived(folder: Path) -> list[ArchivedState]:
+    """Return the archived state in a folder, or those of a run's folder."""
     for place in ([folder], folder.glob("checkpoints/round-*"), folder.glob("round-*")):
         named = (p for p in place if p == folder or ARCHIVED.fullmatch(p.name))
         found = [a for p in named if (a := read_manifest(p)) is not None]
         if found:
-            return max(found, key=lambda a: a.round)
-    return None
+            return found
+    return []
+
+
+def _newest_of_volunteer(
+    folder: Path, copies: list[ArchivedState], given: _Run | None, report: Callable[[str], None]
+) -> FoundCheckpoint:
+    """Return the newest checkpoint of a volunteer that has copies of last states. Raises ExportError.
+
+    The owner may have continued the run since, by a rollback from before a copy: so the epoch counts before the round.
+    """
+    run = _Run(folder, given.spec if given else read_spec(copies[0].folder / SPEC))
+    ages = {c: (run.epoch(c.final, Finalization), c.round) for c in copies}
+    newest = max(copies, key=ages.__getitem__)
+    epoch, of_store = ages[newest][0], run.store_epoch()
+    for copy, (of_copy, _) in ages.items():
+        if of_copy < max(epoch, of_store):
+            report(f"{copy.folder} is passed over: the owner has rolled the run back since. Name it to take it anyway")
+    if epoch < of_store:
+        return _newest_held(run, folder)
+    found = _of_archived(newest, given)
+    if epoch == of_store:
+        with contextlib.suppress(ExportError):
+            found = max(found, _newest_held(run, folder), key=lambda f: f.origin.round or 0)
+    return found
 
 
 def _of_archived(archived: ArchivedState, given: _Run | None) -> FoundCheckpoint:
@@ -279,6 +306,18 @@ class _Run:
             return self._decoder.decode_certificate(data[32:]).record.body
         except (OSError, CairnError):
             return None
+
+    def epoch(self, message: bytes, kind: type[Finalization | Directive]) -> int:
+        """Return the epoch of a message of the owner; 0 if it is missing or damaged."""
+        with contextlib.suppress(CairnError):
+            return self._decoder.decode(message, kind).body.epoch
+        return 0
+
+    def store_epoch(self) -> int:
+        """Return the number of rollbacks that the store knows of."""
+        with contextlib.suppress(OSError):
+            return self.epoch(read_regular(self.store / "values" / DIRECTIVE, MAX_DIRECTIVE_ENVELOPE), Directive)
+        return 0
 
     def origins(self) -> Iterator[Origin]:
         """Yield the states that status file, chain and spec name, newest first."""

@@ -12,13 +12,13 @@ from typing import Any
 
 import click
 
-from cairn.number_format import byte_size
 from cairn.peer_screen import PeerScreen, page_address
 from coordinator.checkpoints.archive import read_manifest
 from coordinator.checkpoints.copies import file_reader
 from coordinator.checkpoints.verification import ReadFile, VerificationError, verify_checkpoint
 from peer.coordinator_client import RunInfo
 from peer.store import Store
+from peer.units import byte_size
 from protocol.errors import CairnError
 from protocol.ids import Digest, RunId
 from protocol.state import state_layout

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cairn.number_format import byte_size
 from cairn.swarm_view import MAX_RETRY_SECONDS, RETRY_SECONDS, ObserverView
 from coordinator.checkpoints.settings import ArchiveTable
 from coordinator.tasks import wait_at_most
 from peer.node.node import Node
 from peer.store import StoreError
+from peer.units import byte_size
 from protocol.errors import CairnError
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Certificate

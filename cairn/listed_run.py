@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import async_timeout
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from cairn.number_format import bar, byte_size, count, percent
+from cairn.number_format import bar, percent
 from cairn.peer_screen import page_address
 from coordinator.authoring.memory import training_memory
+from peer.units import byte_size, count
 from protocol.data_address import public_url
 from protocol.errors import CairnError, MalformedError
 from protocol.ids import RunId

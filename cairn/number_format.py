@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"([0-9][0-9_]{0,18}(?:\.[0-9]{1,12})?(?:[eE][+]?[0-9]{1,2})?)([KMBGT]?)", re.I)
@@ -27,23 +26,6 @@ def parse_volume(text: str) -> int:
     if found is None or found < MIN_VOLUME:
         raise ValueError(f"{text[:40]!r} is not a size of at least 1M: write for example 800M or 50G")
     return found
-
-
-def count(n: float) -> str:
-    """Return a number with a unit: 1234567 as 1.2M."""
-    return _scaled(n, ("", "k", "M", "G", "T"))
-
-
-def byte_size(n: float) -> str:
-    """Return bytes in decimal units: 1234567 as 1.2 MB."""
-    return _scaled(n, (" B", " kB", " MB", " GB", " TB"))
-
-
-def _scaled(n: float, units: Sequence[str]) -> str:
-    step = 0
-    while abs(n) >= 999.5 and step < len(units) - 1:
-        n, step = n / 1000, step + 1
-    return f"{n:.0f}{units[step]}" if step == 0 or abs(n) >= 99.95 else f"{n:.1f}{units[step]}"
 
 
 def credits(micro: int) -> str:

@@ -23,7 +23,6 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from cairn.idle_watch import NOT_KNOWN, IdleFacts
@@ -48,6 +47,10 @@ DAY_MINUTES = 24 * 60
 
 class PeerSettingsError(CairnError):
     """A peer.toml that cannot be used."""
+
+
+class PeerOptionError(PeerSettingsError):
+    """An option in place of a field of peer.toml that cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +183,7 @@ class PeerSettings(BaseModel):
 def read_settings(path: Path, options: Mapping[str, Any]) -> PeerSettings:
     """Return the settings in a file, which need not exist; `options` that are not None override its fields.
 
-    Raises PeerSettingsError, with a line for each mistake: file, line and field; click.UsageError for an option.
+    Raises PeerSettingsError, with a line for each mistake: file, line and field; PeerOptionError for an option.
     """
     tables, text = read_tables(path, PeerSettingsError, "correct it, or remove it") if path.exists() else ({}, "")
     try:
@@ -192,7 +195,7 @@ def read_settings(path: Path, options: Mapping[str, Any]) -> PeerSettings:
         return PeerSettings.model_validate(tables | given)
     except ValidationError as e:
         wrong = ((str(p["loc"][0]).replace("_", "-"), p["msg"].removeprefix("Value error, ")) for p in e.errors())
-        raise click.UsageError("\n".join(f"--{option}: {message}" for option, message in wrong)) from None
+        raise PeerOptionError("\n".join(f"--{option}: {message}" for option, message in wrong)) from None
 
 
 class SettingsFile:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from cairn.number_format import bar, byte_size, count, credits, percent
+from cairn.number_format import bar, credits, percent
 from cairn.status_view import PHASE, ago
+from peer.units import byte_size, count
 
 if TYPE_CHECKING:
     from peer.node.downloads import Download

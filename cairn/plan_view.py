@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from cairn.number_format import byte_size, count
 from coordinator.authoring import measurements
 from coordinator.authoring.plan import (
     ASSUMED_FLOPS,
@@ -15,6 +14,7 @@ from coordinator.authoring.plan import (
     Remedies,
     RunPlan,
 )
+from peer.units import byte_size, count
 from protocol.training_memory import MOST_BYTES
 
 

@@ -11,7 +11,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cairn.number_format import bar, byte_size, count, credits, percent, sparkline
+from cairn.number_format import bar, credits, percent, sparkline
+from peer.units import byte_size, count
 
 HEALTH = {
     "healthy": "bold green", "finished": "bold green", "waiting": "bold", "idle": "bold", "catching up": "bold cyan",

@@ -130,10 +130,10 @@ class Admitter:
 
     def __init__(
         self, spec: RunSpec, owner: Identity, codes: Sequence[str], ledger: LedgerThread, now: Callable[[], float],
-        has_worked: Callable[[PeerKey], bool], works: Callable[[PeerKey], bool],
+        has_credits: Callable[[PeerKey], bool], has_recent_work: Callable[[PeerKey], bool],
         refusal: Callable[[PeerKey], str | None] = lambda peer: None,
     ):  # fmt: skip
-        """Prepare; for `has_worked` and `works` see `AdmissionTable`.
+        """Prepare; for `has_credits` and `has_recent_work` see `AdmissionTable`.
 
         `refusal` returns why the owner excludes a peer (None: no).
         """
@@ -150,7 +150,7 @@ class Admitter:
         self._ledger = ledger
         self._now = now
         self._refusal = refusal
-        self._table = AdmissionTable(has_worked, works)
+        self._table = AdmissionTable(has_credits, has_recent_work)
 
     async def load(self) -> None:
         """Read the stored admissions. Raises LedgerError."""
@@ -159,7 +159,7 @@ class Admitter:
     async def tend(self, seen: Iterable[PeerKey]) -> None:
         """Note the peers that are in the swarm, and forget those that were not for too long. Raises LedgerError."""
         self._table.note_seen(seen, self._now())
-        if gone := self._table.forget(self._now()):
+        if gone := self._table.forget_absent(self._now()):
             await self._ledger.run(lambda ledger: ledger.forget_admissions(gone))
 
     def name_of(self, peer: PeerKey) -> str:

@@ -20,7 +20,7 @@ MAX_ADMISSIONS = 100_000
 UNSEEN_SECONDS = 3600.0
 """A key that was admitted this long ago and never seen in the swarm is forgotten."""
 
-IDLE_SECONDS = 30 * 86_400.0
+ABSENT_SECONDS = 30 * 86_400.0
 """A key without accepted work that was seen this long ago is forgotten."""
 
 MAX_LOOKED_AT = 1000
@@ -33,15 +33,16 @@ NEW_KEYS = 64
 class AdmissionTable:
     """The newest admission of each remembered peer.
 
-    `has_worked` returns whether the chain has work of a peer that was not voided: time alone never removes such a peer.
-    `works` returns whether some of it is of the newest rounds: such a peer is never displaced.
+    `has_credits` returns whether the chain has work of a peer that is not voided: time alone never removes such a peer.
+    `has_recent_work` returns whether some of it is of the newest rounds: such a peer is never displaced.
     """
 
     def __init__(
-        self, has_worked: Callable[[PeerKey], bool], works: Callable[[PeerKey], bool], *, limit: int = MAX_ADMISSIONS
-    ):
-        self._has_worked = has_worked
-        self._works = works
+        self, has_credits: Callable[[PeerKey], bool], has_recent_work: Callable[[PeerKey], bool], *,
+        limit: int = MAX_ADMISSIONS,
+    ):  # fmt: skip
+        self._has_credits = has_credits
+        self._has_recent_work = has_recent_work
         self._limit = limit
         self._rows: dict[PeerKey, AdmissionRow] = {}
         self.names = ChosenNames()
@@ -49,11 +50,11 @@ class AdmissionTable:
 
         # Each peer is in exactly one of these.
         self._unseen: dict[PeerKey, float] = {}
-        """Peers never seen in the swarm, and when they were admitted; the oldest first."""
+        """Peers not seen in the swarm since they were admitted or loaded, and when that was; the oldest first."""
         self._seen: dict[PeerKey, float] = {}
         """When peers were last seen in the swarm; the oldest first."""
-        self._veterans: dict[PeerKey, None] = {}
-        """Peers that were found to have worked when they were not seen any more; the first found first."""
+        self._kept_for_credits: dict[PeerKey, None] = {}
+        """Peers without a time limit until they are seen again; the first found first."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -65,7 +66,7 @@ class AdmissionTable:
         return self._rows.get(peer)
 
     def load(self, rows: Iterable[AdmissionRow], now: float) -> None:
-        """Take over stored admissions: each peer has an hour from now to be seen, or has worked."""
+        """Take over stored admissions: each peer without credits has an hour from now to be seen."""
         for row in sorted(rows, key=lambda row: row.not_before):
             self._put(row)
             self._unseen[row.peer] = now
@@ -114,48 +115,48 @@ class AdmissionTable:
         """Note that these peers are in the swarm."""
         for peer in peers:
             if peer in self._rows:
-                for order in (self._unseen, self._seen, self._veterans):
+                for order in (self._unseen, self._seen, self._kept_for_credits):
                     order.pop(peer, None)
                 self._seen[peer] = now
 
-    def forget(self, now: float) -> list[PeerKey]:
-        """Forget the peers that were not seen for too long and have not worked; return them."""
+    def forget_absent(self, now: float) -> list[PeerKey]:
+        """Forget the peers that were not seen for too long and have no credits; return them."""
         gone: list[PeerKey] = []
-        for order, seconds in ((self._unseen, UNSEEN_SECONDS), (self._seen, IDLE_SECONDS)):
+        for order, seconds in ((self._unseen, UNSEEN_SECONDS), (self._seen, ABSENT_SECONDS)):
             while order and now - order[peer := next(iter(order))] > seconds:
-                gone += [row.peer for row in self._remove_idle(peer)]
+                gone += [row.peer for row in self._forget_unless_credited(peer)]
         return gone
 
     def _displace(self) -> list[AdmissionRow]:
-        """Forget a peer that has not worked: the oldest never seen, else the one seen longest ago.
+        """Forget a peer without credits: the oldest never seen, else the one seen longest ago.
 
-        If all have worked, forget one of which no work is of the newest rounds.
+        If all have credits, forget one of which no work is of the newest rounds.
         """
         for order in (self._unseen, self._seen):
             while order:
-                if gone := self._remove_idle(next(iter(order))):
+                if gone := self._forget_unless_credited(next(iter(order))):
                     return gone
-        for _ in range(min(len(self._veterans), MAX_LOOKED_AT)):
-            peer = next(iter(self._veterans))
-            if not self._works(peer):
+        for _ in range(min(len(self._kept_for_credits), MAX_LOOKED_AT)):
+            peer = next(iter(self._kept_for_credits))
+            if not self._has_recent_work(peer):
                 return [self._forget(peer)]
-            self._veterans[peer] = self._veterans.pop(peer)  # to the end
+            self._kept_for_credits[peer] = self._kept_for_credits.pop(peer)  # to the end
         raise TooManyError(
             f"this run remembers at most {self._limit} peers, and all work: try again in a few hours, or start one of "
             "these again (--home)"
         )
 
-    def _remove_idle(self, peer: PeerKey) -> list[AdmissionRow]:
-        """Forget a peer and return it, or keep it with the veterans if it has worked."""
-        if not self._has_worked(peer):
+    def _forget_unless_credited(self, peer: PeerKey) -> list[AdmissionRow]:
+        """Forget a peer and return it, unless it has credits."""
+        if not self._has_credits(peer):
             return [self._forget(peer)]
         self._unseen.pop(peer, None)
         self._seen.pop(peer, None)
-        self._veterans[peer] = None
+        self._kept_for_credits[peer] = None
         return []
 
     def _forget(self, peer: PeerKey) -> AdmissionRow:
-        for order in (self._unseen, self._seen, self._veterans):
+        for order in (self._unseen, self._seen, self._kept_for_credits):
             order.pop(peer, None)
         self.names.set(peer, "")
         return self._rows.pop(peer)

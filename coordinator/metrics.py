@@ -9,7 +9,7 @@ import asyncio
 import shutil
 import time
 from collections import Counter as CountOf
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,7 +47,7 @@ class MetricSources:
     admitted: Callable[[], int]
     rounds_credited: Callable[[], int]
     alerts: Callable[[], tuple[str, ...]]
-    archive: Callable[[], Sequence[tuple[str, str, float]]]
+    archive: Callable[[], Awaitable[Sequence[tuple[str, str, float]]]]
 
 
 class Metrics:
@@ -83,7 +83,8 @@ class Metrics:
         for result in ("delivered", "failed", "dropped"):
             self._deliveries.labels(result)
         self._traffic = TrafficCounter()
-        registry.register(_Swarm(sources, self._traffic))
+        self._swarm = _Swarm(sources, self._traffic)
+        registry.register(self._swarm)
         ProcessCollector(registry=registry)
         GCCollector(registry=registry)
 
@@ -105,8 +106,9 @@ class Metrics:
     def update(self, o: Overview, now: float) -> None:
         self._traffic.update(o, now)
 
-    def text(self) -> bytes:
+    async def text(self) -> bytes:
         """Return the exposition format."""
+        self._swarm.archive = await self._sources.archive()  # it reads the disk
         return generate_latest(self.registry)
 
     async def watch_loop(self) -> None:
@@ -152,6 +154,7 @@ class _Swarm:
     def __init__(self, sources: MetricSources, traffic: TrafficCounter):
         self._sources = sources
         self._traffic = traffic
+        self.archive: Sequence[tuple[str, str, float]] = ()
 
     def describe(self) -> list[Metric]:
         return []
@@ -180,7 +183,7 @@ class _Swarm:
         ):  # fmt: skip
             if value is not None:
                 yield GaugeMetricFamily(name, what, value=float(value))
-        for name, what, value in s.archive():
+        for name, what, value in self.archive:
             family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             yield family(name.removesuffix("_total"), what, value=value)
         yield CounterMetricFamily("cairn_tokens", "Tokens accepted by the chain.", value=o.tokens)

@@ -17,9 +17,10 @@ import click
 from cairn.commands.group import CommandGroup
 from cairn.commands.options import FILE, home_option, invite_argument, peer_key, via_option
 from cairn.connection import connect, parse_invite
-from cairn.number_format import count, credits
+from cairn.number_format import credits
 from cairn.visibility import anonymous_hint
 from peer.keyfile import load, load_or_make
+from peer.units import count
 from protocol.errors import CairnError, MalformedError
 from protocol.identity import Identity
 from protocol.ids import RunId, b64url, from_b64url

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from cairn.commands.join import disk_option, gpu_memory_option, parallel_option, private_data_option
+from cairn.commands.join import disk_option, gpu_memory_option, open_settings, parallel_option, private_data_option
 from cairn.commands.options import device_option, home_option, invite_argument, via_option
 from cairn.connection import parse_invite
 
@@ -39,10 +39,9 @@ def doctor(
     from cairn.doctor_view import as_plain, lines
     from cairn.examination import Examined, examine
     from cairn.output import Output
-    from cairn.peer_settings import FILE, read_settings
 
     parsed = parse_invite(invite)
-    limit = read_settings(home / FILE, {"gpu_memory": gpu_memory}).gpu_bytes
+    limit = open_settings(home, {"gpu_memory": gpu_memory}).settings.gpu_bytes
     waiting = Console(stderr=True, highlight=False)
     with waiting.status("asking the coordinator") as status:
         examined = Examined(parsed, home, disk, allow_private_data, device, parallel, limit)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import click
 
 from cairn.commands.options import FILE, PLACE, invite_or_stdin
-from cairn.number_format import byte_size
+from peer.units import byte_size
 from protocol.errors import CairnError, MalformedError
 
 
@@ -33,7 +34,7 @@ def export(checkpoint: Path, out: Path, force: bool, spec: Path | None, invite: 
         run = Invite.parse(invite).run if invite is not None else None
     except MalformedError as e:
         raise CairnError(f"--invite: {e}") from None
-    found = find_checkpoint(checkpoint, spec, run)
+    found = find_checkpoint(checkpoint, spec, run, partial(click.echo, err=True))
     what, loads = "model ", f'AutoModelForCausalLM.from_pretrained("{out}")'
     if found.adapter is None:
         if merge:

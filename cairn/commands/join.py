@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -210,11 +210,19 @@ def join_run(options: JoinOptions) -> None:
     if options.anonymous and options.name:
         raise click.UsageError("--anonymous: a peer that is anonymous has no name: leave out --name")
     invite = parse_invite(options.invite)
-    from cairn.peer_settings import FILE, SettingsFile
-
-    settings = SettingsFile(options.home / FILE, {name: getattr(options, name) for name in SETTINGS})
+    settings = open_settings(options.home, {name: getattr(options, name) for name in SETTINGS})
     home = peer_home(options.home, invite.run, anonymous=options.anonymous)
     asyncio.run(_join(replace(options, home=home), invite, settings))
+
+
+def open_settings(home: Path, options: Mapping[str, Any]) -> SettingsFile:
+    """Return the settings in peer.toml, which options override. Raises CairnError, click.UsageError for an option."""
+    from cairn.peer_settings import FILE, PeerOptionError, SettingsFile
+
+    try:
+        return SettingsFile(home / FILE, options)
+    except PeerOptionError as e:
+        raise click.UsageError(str(e)) from None
 
 
 async def _join(options: JoinOptions, invite: Invite, settings: SettingsFile) -> None:

@@ -23,13 +23,14 @@ from cairn.demo.audited_run import write_audited_run
 from cairn.demo.processes import Process, serve, stop_all, wait_for_file
 from cairn.demo.report import Judged, LossPoint, judge, loss_curve, plot
 from cairn.demo.screen import DemoScreen
-from cairn.number_format import count, credits
+from cairn.number_format import credits
 from coordinator.authoring.runfile import load_run
 from coordinator.checkpoints.archive import Archive, ArchivedState
 from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable, SwarmStatus
 from peer.keyfile import load_or_make
 from peer.node.enrollment import run_folder
 from peer.node.snapshot import Snapshot, read_snapshot
+from peer.units import count
 from protocol.errors import CairnError
 from protocol.identity import parse_key_file
 from protocol.ids import PeerKey

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from coordinator.authoring.errors import AuthoringError
-from coordinator.logging_filters import quiet_transformers
+from coordinator.quiet_transformers import quiet_transformers
 from protocol.errors import SpecError
 from protocol.layout import Layout, is_outer_tensor
 

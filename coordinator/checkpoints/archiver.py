@@ -331,15 +331,20 @@ class CheckpointArchiver:
         rows = self.evaluations.rows()[: -MAX_LOSSES - 1 : -1]
         return tuple(math.nan if r.get("loss") is None else float(r["loss"]) for r in rows)
 
-    def gauges(self) -> list[tuple[str, str, float]]:
+    async def gauges(self) -> list[tuple[str, str, float]]:
         """Return name, help and value of each metric of the archive; names that end in _total are counters."""
-        archived = self.archive.all()
+
+        def read() -> tuple[list[ArchivedState], int, int]:
+            archived = self.archive.all()
+            waiting = len(self.to_copy()) if self._settings.archive.address else 0
+            return archived, sum(a.size for a in archived), waiting
+
+        archived, size, waiting = await asyncio.to_thread(read)
         final = [a for a in archived if a.final]
         newest, c = self.validation, self._counts
-        waiting = len(self.to_copy()) if self._settings.archive.address else 0
         found = [
             ("cairn_archive_states", "Archived states.", len(archived)),
-            ("cairn_archive_bytes", "Bytes of archived states.", sum(a.size for a in archived)),
+            ("cairn_archive_bytes", "Bytes of archived states.", size),
             ("cairn_archive_final_round", "Round of the newest final archived state.", final[-1].round if final else 0),
             ("cairn_archive_problem", "1 while archiving, copying or evaluating fails.", bool(self.problem)),
             ("cairn_copies_waiting", "Final states without a copy.", waiting),

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from coordinator.errors import CoordinatorError
-from coordinator.logging_filters import quiet_transformers
+from coordinator.quiet_transformers import quiet_transformers
 from protocol.adapter import build_run_model, load_base
 from protocol.layout import is_outer_tensor
 from protocol.marked_tokens import IGNORED, inputs_of

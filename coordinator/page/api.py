@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ class PageApi:
     name_of: Callable[[PeerKey], str]
     credits: Leaderboard
     archiver: CheckpointArchiver
-    metrics_text: Callable[[], bytes]
+    metrics_text: Callable[[], Awaitable[bytes]]
     now: Callable[[], float]
     _peers: tuple[Overview, dict[tuple[str, bool], list[tuple[str, PeerOverview]]]] | None = field(
         default=None, init=False
@@ -92,7 +92,7 @@ class PageApi:
     def event(self) -> dict[str, Any]:
         return json_view.event(self.overview(), self.now())
 
-    async def run(self) -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:
         """Return the run in short: model, data, settings, and how to take part."""
         first = self.chain.history.first or next(iter(self.chain.points(0)), None)
         began = first.seen_at if first is not None and first.round == 0 else None
@@ -169,7 +169,7 @@ class PageApi:
         final = case.outcome is not None and self.chain.is_final(case.outcome.stated)
         return json_view.audit_case(case, final, self.name_of)
 
-    async def leaderboard(self, by: Grouping, limit: int, after: str) -> list[dict[str, Any]]:
+    def leaderboard(self, by: Grouping, limit: int, after: str) -> list[dict[str, Any]]:
         """Return rows by "peer", "account" or "team", those with most credits first, after the row of a key."""
         return [json_view.credit_summary(c) for c in self.credits.leaderboard(by, limit, after)]
 
@@ -221,7 +221,7 @@ class PageApi:
             account, self.observations.get(account.record), self.chain.is_final(account.round), self.name_of
         )
 
-    async def charts(self) -> dict[str, Any]:
+    def charts(self) -> dict[str, Any]:
         """Return all charts, made once a round."""
         chain = self.chain
         head = chain.head[1] if chain.head else None
@@ -246,7 +246,7 @@ class PageApi:
             self._charts = (key, json_view.charts(charts(points), rounds, validation, marks))
         return self._charts[1]
 
-    async def samples(self, before: int, limit: int) -> list[dict[str, Any]]:
+    def samples(self, before: int, limit: int) -> list[dict[str, Any]]:
         """Return texts of rounds before `before`, the newest round first."""
         return self.archiver.samples(before, limit)
 

@@ -91,7 +91,7 @@ def make_app(source: PageApi, more: Sequence[Route] = ()) -> ASGIApp:
 
     async def metrics(request: Request) -> Response:
         async def make() -> EncodedBody:
-            return EncodedBody.of(source.metrics_text(), "text/plain; version=0.0.4; charset=utf-8")
+            return EncodedBody.of(await source.metrics_text(), "text/plain; version=0.0.4; charset=utf-8")
 
         body = await answers.get("/metrics", METRICS_SECONDS, make)
         assert body is not None

@@ -72,7 +72,7 @@ async def _receipts(log: CreditLog, peer: PeerKey, before: int | None, limit: in
     return {"peer": str(peer), "receipts": [_receipt(i) for i in page.items], "next": page.next}
 
 
-async def _account(log: CreditLog, key: PeerKey) -> dict[str, Any]:
+def _account(log: CreditLog, key: PeerKey) -> dict[str, Any]:
     return json_view.credit_summary(log.leaderboard.of(key)) | {"rounds_total": log.leaderboard.rounds}
 
 

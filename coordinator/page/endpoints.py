@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,10 +76,6 @@ class Parameter:
         return found if self.default is None else found | {"default": self.default}
 
 
-async def _now(value: Any) -> Any:
-    return value
-
-
 def _encoded(value: Any) -> EncodedBody:
     """Return an answer's body. It may be megabytes: call it in a thread."""
     return EncodedBody.of(json_view.encode(value))
@@ -86,7 +83,7 @@ def _encoded(value: Any) -> EncodedBody:
 
 @dataclass(frozen=True, slots=True)
 class ApiEndpoint:
-    """One endpoint: `make` answers from a source (`PageApi`, `CreditLog`) and the parameters' values.
+    """One endpoint: `make` answers, now or awaited, from a source (`PageApi`, `CreditLog`) and the parameters' values.
 
     An answer is kept for `seconds`; 0: it is made for each request.
     """
@@ -94,7 +91,7 @@ class ApiEndpoint:
     path: str
     about: str
     answer: s.Schema
-    make: Callable[..., Awaitable[Any]]
+    make: Callable[..., Any]
     parameters: tuple[Parameter, ...] = ()
     seconds: float = 1.0
     missing: str = ""
@@ -102,6 +99,10 @@ class ApiEndpoint:
 
     def route(self, source: Any, answers: AnswerCache | None = None) -> Route:
         """Return the route; `answers` is needed unless `seconds` is 0."""
+
+        async def value_of(asked: dict[str, Any]) -> Any:
+            value = self.make(source, **asked)
+            return await value if inspect.isawaitable(value) else value
 
         async def answer(request: Request) -> Response:
             try:
@@ -113,12 +114,11 @@ class ApiEndpoint:
                 return PlainTextResponse(f"{e}\n", 400)
             try:
                 if answers is None:
-                    value = await self.make(source, **asked)
-                    body = await asyncio.to_thread(json_view.encode, value)
+                    body = await asyncio.to_thread(json_view.encode, await value_of(asked))
                     return Response(body, 200, {"cache-control": "no-store"}, "application/json")
 
                 async def make() -> EncodedBody | None:
-                    value = await self.make(source, **asked)
+                    value = await value_of(asked)
                     return None if value is None else await asyncio.to_thread(_encoded, value)
 
                 # The head is part of the key: a request after a new round must not get an answer from before it.
@@ -141,7 +141,7 @@ ENDPOINTS: tuple[ApiEndpoint, ...] = (
         "/api/status",
         "The state of the run, the first peers and the newest rounds",
         s.STATUS,
-        lambda source: _now(source.status()),
+        lambda source: source.status(),
         seconds=0.5,
     ),
     ApiEndpoint(
@@ -161,7 +161,7 @@ ENDPOINTS: tuple[ApiEndpoint, ...] = (
         "/api/peers",
         "Peers: sorted, filtered and paged by the server",
         s.of({"total": s.COUNT, "matching": s.COUNT, "offset": s.COUNT, "peers": s.many(s.PEER)}),
-        lambda source, sort, order, q, offset, limit: _now(source.peers(sort, order == "down", q, offset, limit)),
+        lambda source, sort, order, q, offset, limit: source.peers(sort, order == "down", q, offset, limit),
         (
             Parameter("sort", "sort key", "state", choices=SORTS),
             Parameter("order", "ascending or descending", "up", choices=("up", "down")),
@@ -196,7 +196,7 @@ ENDPOINTS: tuple[ApiEndpoint, ...] = (
             description="`newest`: rounds it was in (tokens > 0) or missed (absence says why), newest first; "
             "`audits`: the newest cases about its own updates, decided ones first.",
         ),
-        lambda source, key: _now(source.peer(key)),
+        lambda source, key: source.peer(key),
         (Parameter("key", "the peer's key", key=True, in_path=True),),
         missing="this run knows no such peer",
     ),
@@ -213,7 +213,7 @@ ENDPOINTS: tuple[ApiEndpoint, ...] = (
             },
             description="`total`: decided cases that are kept, the newest 256; `undecided`: at most 25, newest first",
         ),
-        lambda source, offset, limit: _now(source.audits(offset, limit)),
+        lambda source, offset, limit: source.audits(offset, limit),
         (
             Parameter("offset", "number of decided cases to skip", 0, 0, 100_000),
             Parameter("limit", "maximum number of decided cases", 25, 1, 50),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from rich.filesize import decimal
-
 from peer.doctor.findings import DoctorFinding
 from peer.doctor.measured import Device, Trial
 from peer.training.parallel.parallel_dims import USABLE
+from peer.units import byte_size
 
 
 def device_finding(trial: Trial) -> DoctorFinding:
@@ -36,12 +35,12 @@ def memory_finding(trial: Trial, base: int) -> DoctorFinding | None:
         return None
     ranks, of = (1, "a GPU") if device.kind == "cuda" else (device.ranks, "this machine")
     needed = device.needed * ranks
-    has = f"{decimal(device.free)} of {of}'s {decimal(device.whole)} are free"
+    has = f"{byte_size(device.free)} of {of}'s {byte_size(device.whole)} are free"
     if device.limit:
-        has += f", and --gpu-memory lets training take {decimal(device.limit)}"
+        has += f", and --gpu-memory lets training take {byte_size(device.limit)}"
     if device.offloaded:
-        has += f"; {decimal(device.offloaded)} more lie in the machine's memory"
-    found = f"training needs {decimal(needed)} and room for a window ({device.layout}); {has}"
+        has += f"; {byte_size(device.offloaded)} more lie in the machine's memory"
+    found = f"training needs {byte_size(needed)} and room for a window ({device.layout}); {has}"
     if needed > device.whole:
         return DoctorFinding("memory", "no", found, _larger(device))
     if device.limit and needed > device.limit:
@@ -55,7 +54,7 @@ def memory_finding(trial: Trial, base: int) -> DoctorFinding | None:
             return DoctorFinding("memory", "warning", found, f"it may not suffice: {_larger(device)}")
         return DoctorFinding("memory", "ok", found)
     used = used * ranks + (0 if device.offloaded else base // (device.ranks // ranks))
-    found = f"training uses {decimal(used)} ({device.layout}), as measured; {has}"
+    found = f"training uses {byte_size(used)} ({device.layout}), as measured; {has}"
     if used > device.usable:
         return DoctorFinding("memory", "no", found, _larger(device))
     if used > 0.95 * device.usable:

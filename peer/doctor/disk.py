@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.filesize import decimal
-
 from peer.doctor.findings import DoctorFinding
 from peer.node.trainer_files import fetched_shards
+from peer.units import byte_size
 from protocol.codec import make_codec
 from protocol.spec import RunSpec
 from protocol.state import state_layout
@@ -31,13 +30,14 @@ def disk_finding(spec: RunSpec, folder: Path, *, limit: int, used: int, free: in
     """
     data, state = data_bytes(spec, private_data=private_data), state_bytes(spec)
     needed = data + state + make_codec(spec.codec, spec.model.layout).size
-    needs = f"this run needs {decimal(needed)} of disk at least ({decimal(data)} of data, {decimal(state)} for a state)"
+    parts = f"{byte_size(data)} of data, {byte_size(state)} for a state"
+    needs = f"this run needs {byte_size(needed)} of disk at least ({parts})"
     if needed > limit:
-        return DoctorFinding("disk", "no", f"{needs}, and --disk allows {decimal(limit)}", "allow more with --disk")
-    has = f"{needs}, and {decimal(free)} are free where {folder} is"
+        return DoctorFinding("disk", "no", f"{needs}, and --disk allows {byte_size(limit)}", "allow more with --disk")
+    has = f"{needs}, and {byte_size(free)} are free where {folder} is"
     if needed - used > free:
         return DoctorFinding("disk", "no", has, "free some, or name a folder on another disk with --home")
     if limit - used > free:
-        remedy = f"the store may grow to {decimal(limit)}: say less with --disk, or free some"
+        remedy = f"the store may grow to {byte_size(limit)}: say less with --disk, or free some"
         return DoctorFinding("disk", "warning", has, remedy)
     return DoctorFinding("disk", "ok", has)

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rich.filesize import decimal
-
 from peer.doctor.findings import DoctorFinding
 from peer.doctor.measured import DownloadProbe, PresentSwarm, Trial, step_seconds
 from peer.training.sources import CACHE_BYTES
+from peer.units import byte_size
 from protocol.data_address import public_url
 from protocol.ledger.credits import CreditRule
 from protocol.merkle import CHUNK
@@ -169,12 +168,11 @@ def traffic_finding(traffic: Traffic) -> DoctorFinding:
     t = traffic
     members = "one other member" if t.members < 2 else f"{t.members} other members"
     members += "" if t.members else " (nobody is there now)"
-    data = f" (up to {decimal(int(t.data_an_hour))} of it training data)" if t.data_an_hour else ""
+    data = f" (up to {byte_size(t.data_an_hour)} of it training data)" if t.data_an_hour else ""
     found = (
-        f"at first {decimal(t.first)} in; then in a round {decimal(t.exchange)} in and about as much out, with "
-        f"{members}. An hour {decimal(int(t.in_an_hour))} in{data} and {decimal(int(t.out_an_hour))} out, "
-        f"a day {decimal(int(24 * t.in_an_hour))} in and "
-        f"{decimal(int(24 * t.out_an_hour))} out"
+        f"at first {byte_size(t.first)} in; then in a round {byte_size(t.exchange)} in and about as much out, with "
+        f"{members}. An hour {byte_size(t.in_an_hour)} in{data} and {byte_size(t.out_an_hour)} out, "
+        f"a day {byte_size(24 * t.in_an_hour)} in and {byte_size(24 * t.out_an_hour)} out"
     )
     return DoctorFinding("traffic", "note", found)
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from rich.filesize import decimal
-
 from peer.errors import AuditError
 from peer.node.state_fetcher import StateFetcher
 from peer.store import Store
+from peer.units import byte_size
 from protocol.chain import Chain
 from protocol.ids import Digest
 from protocol.spec import RunSpec
@@ -64,8 +63,8 @@ class AuditDisk:
         size = sum(missing.values())
         if size > self.most_bytes:
             raise AuditError(
-                f"it needs {decimal(size)} of files that are not here, more than a checkpoint and the rounds to the "
-                f"next one ({decimal(self.most_bytes)}): it can be made where a newer checkpoint is"
+                f"it needs {byte_size(size)} of files that are not here, more than a checkpoint and the rounds to the "
+                f"next one ({byte_size(self.most_bytes)}): it can be made where a newer checkpoint is"
             )
         self._fetched = {blob: n for blob, n in self._fetched.items() if self._is_on_disk(blob)}
         if size > min(self.room_bytes, self.most_bytes - sum(self._fetched.values())):
@@ -73,8 +72,8 @@ class AuditDisk:
         if size > (room := max(0, self.room_bytes)):
             left = "are left besides what training needs" if self.trains else "are free"
             raise AuditError(
-                f"it needs {decimal(size)} of files that are not here, and {decimal(room)} of this peer's disk {left}: "
-                "allow the peer more of it (--disk), or free some"
+                f"it needs {byte_size(size)} of files that are not here, and {byte_size(room)} of this peer's disk "
+                f"{left}: allow the peer more of it (--disk), or free some"
             )
         self._fetched |= missing
 

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from rich.filesize import decimal
-
 from peer.node.rate_meter import RateMeter
 from peer.store import Store
+from peer.units import byte_size
 from protocol.ids import Digest
 from protocol.merkle import CHUNK
 
@@ -51,7 +50,7 @@ class DownloadTable:
         if blob in self._fetches:  # somebody else fetches it as well
             yield
             return
-        log.info("fetching %s %s (%s)", what, blob.short, decimal(size))
+        log.info("fetching %s %s (%s)", what, blob.short, byte_size(size))
         fetch = self._fetches[blob] = _Fetch(what, size, self._clock())
         before = self._held(blob, size)
         try:
@@ -59,7 +58,7 @@ class DownloadTable:
         finally:
             del self._fetches[blob]
         seconds = max(0.001, self._clock() - fetch.began)
-        speed = decimal(int((size - before) / seconds))
+        speed = byte_size((size - before) / seconds)
         log.info("%s %s is here, after %.1f s (%s/s)", what, blob.short, seconds, speed)
 
     def under_way(self) -> list[Download]:

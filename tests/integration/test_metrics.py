@@ -130,29 +130,33 @@ def test_the_rules_and_the_dashboard_are_well_formed():
         assert all('job="$job"' in t["expr"] for t in p.get("targets", ()))
 
 
-def test_the_times_that_were_observed_of_a_round_are_counted_by_phase(tmp_path):
+async def test_the_times_that_were_observed_of_a_round_are_counted_by_phase(tmp_path):
+    async def no_archive() -> list[tuple[str, str, float]]:
+        return []
+
     metrics = Metrics(
         MetricSources(
             overview=lambda: overview(1, {}), viewers=int, folder=tmp_path, admitted=int, rounds_credited=int,
-            alerts=tuple, archive=list,
+            alerts=tuple, archive=no_archive,
         )
     )  # fmt: skip
     decided = RoundObservation(4, Digest(bytes(32)), 100.0, 130.0, 133.0, 135.0, 2, None, None, (), 0)
     metrics.round_decided(decided)
-    assert times_of(metrics) == {"train": (1, 30), "exchange": (1, 5), "all": (1, 35)}
+    assert await times_of(metrics) == {"train": (1, 30), "exchange": (1, 5), "all": (1, 35)}
     metrics.round_decided(replace(decided, began=None))  # this coordinator did not see it begin
-    assert times_of(metrics) == {"train": (1, 30), "exchange": (2, 10), "all": (1, 35)}
+    assert await times_of(metrics) == {"train": (1, 30), "exchange": (2, 10), "all": (1, 35)}
     metrics.round_decided(replace(decided, began=None, announced=None, proposed=None))  # nor anything before its end
-    assert times_of(metrics) == {"train": (1, 30), "exchange": (2, 10), "all": (1, 35)}
+    assert await times_of(metrics) == {"train": (1, 30), "exchange": (2, 10), "all": (1, 35)}
 
 
-def times_of(metrics: Metrics) -> dict[str, tuple[float, float]]:
+async def times_of(metrics: Metrics) -> dict[str, tuple[float, float]]:
     """Return the number and the sum of the times of each phase."""
+    text = (await metrics.text()).decode()
 
     def values(kind: str) -> dict[str, float]:
         return {
             s.labels["phase"]: s.value
-            for f in text_string_to_metric_families(metrics.text().decode())
+            for f in text_string_to_metric_families(text)
             for s in f.samples
             if s.name == f"cairn_round_duration_seconds_{kind}"
         }

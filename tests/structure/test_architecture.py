@@ -263,6 +263,15 @@ def test_hivemind_is_imported_by_the_transport_of_libp2p_alone():
     assert wrong and not [path for path in wrong if not path.startswith("peer/swarm/libp2p/")]
 
 
+def test_the_terminal_is_known_to_the_command_line_alone():
+    assert not [
+        (s.path, m)
+        for s in sources("protocol", "peer", "coordinator")
+        for m in s.imports
+        if is_of(m, {"click", "rich"})
+    ]
+
+
 def test_nothing_is_pickled_or_evaluated():
     wrong = [(s.path, m) for s in sources() for m in s.imports if is_of(m, NEVER)]
     wrong += [(s.path, c) for s in sources(*PACKAGES) for c in s.calls if c in NEVER_CALLED]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cairn.number_format import SPARKS, byte_size, count, credits, percent, sparkline
+from cairn.number_format import SPARKS, credits, percent, sparkline
+from peer.units import byte_size, count
 from tests.support.credit_texts import CREDIT_TEXTS
 
 

@@ -7,7 +7,6 @@ import logging
 from datetime import datetime, timedelta
 from pathlib import Path
 
-import click
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +14,16 @@ from hypothesis import strategies as st
 from cairn.day_traffic import FILE as TRAFFIC
 from cairn.day_traffic import DayTraffic
 from cairn.peer_schedule import PeerSchedule
-from cairn.peer_settings import FILE, Hours, PeerSettings, PeerSettingsError, SettingsFile, parse_until, read_settings
+from cairn.peer_settings import (
+    FILE,
+    Hours,
+    PeerOptionError,
+    PeerSettings,
+    PeerSettingsError,
+    SettingsFile,
+    parse_until,
+    read_settings,
+)
 from peer.node.rest import RestWish
 from peer.swarm.pace import Paces
 
@@ -101,7 +109,7 @@ def test_a_mistake_in_the_file_is_told_with_its_line(tmp_path: Path, text: str, 
 
 
 def test_a_mistake_in_an_option_is_told_with_its_name(tmp_path: Path):
-    with pytest.raises(click.UsageError, match="^--hours: 'always' is no part of a day"):
+    with pytest.raises(PeerOptionError, match="^--hours: 'always' is no part of a day"):
         read_settings(tmp_path / FILE, {"hours": "always"})
 
 

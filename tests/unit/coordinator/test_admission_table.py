@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.admission_table import IDLE_SECONDS, NEW_KEYS, UNSEEN_SECONDS, AdmissionTable
+from coordinator.admission_table import ABSENT_SECONDS, NEW_KEYS, UNSEEN_SECONDS, AdmissionTable
 from coordinator.errors import TooManyError
 from coordinator.ledger import AdmissionRow
 from coordinator.limits import caller_of
@@ -45,7 +45,7 @@ STEPS = st.one_of(
     st.tuples(st.just("see"), st.integers(0, 30)),
     st.tuples(st.just("work"), st.integers(0, 30)),
     st.tuples(st.just("stop"), st.integers(0, 30)),
-    st.tuples(st.just("wait"), st.sampled_from([1, UNSEEN_SECONDS / 2, UNSEEN_SECONDS, DAY, IDLE_SECONDS])),
+    st.tuples(st.just("wait"), st.sampled_from([1, UNSEEN_SECONDS / 2, UNSEEN_SECONDS, DAY, ABSENT_SECONDS])),
 )
 
 
@@ -75,8 +75,8 @@ def test_a_full_table_displaces_the_oldest_idle_key_and_never_one_that_works(ste
             working.discard(peer)
         elif what == "wait":
             now += value
-            gone = [p for p in idle() if now - active[p][1] > (IDLE_SECONDS if active[p][0] else UNSEEN_SECONDS)]
-            assert sorted(table.forget(now)) == sorted(gone)
+            gone = [p for p in idle() if now - active[p][1] > (ABSENT_SECONDS if active[p][0] else UNSEEN_SECONDS)]
+            assert sorted(table.forget_absent(now)) == sorted(gone)
             for p in gone:
                 del active[p]
         elif peer in active:
@@ -117,7 +117,7 @@ def test_a_flood_from_one_network_adds_a_share_and_newcomers_get_in(addresses: i
             table.note_seen([key(honest)], now)
             honest += 1
         if second % 60 == 0:
-            table.forget(now)
+            table.forget_absent(now)
         largest = max(largest, len(table))
     assert share <= added[0] <= 2 * share and added[1] <= share + 1
     assert all(key(n) in table for n in range(honest))
@@ -173,7 +173,7 @@ def test_an_admission_that_is_taken_back_leaves_all_as_it_was():
     table.take_back(third, None, displaced, 1.0)
     assert key(3) not in table and table.names.shown(key(3)) == key(3).short
     assert table.get(key(1)) is first and table.get(key(2)) is second and len(table) == 2
-    assert sorted(table.forget(UNSEEN_SECONDS + 2)) == sorted([key(1), key(2)])
+    assert sorted(table.forget_absent(UNSEEN_SECONDS + 2)) == sorted([key(1), key(2)])
 
 
 def test_asking_again_does_not_keep_an_unseen_key():
@@ -181,7 +181,7 @@ def test_asking_again_does_not_keep_an_unseen_key():
     table.load([row(1)], 0.0)
     for now in range(0, int(UNSEEN_SECONDS), 60):
         table.add(row(1, f"name {now}"), "203.0.113.7", now)
-    assert table.forget(UNSEEN_SECONDS + 1) == [key(1)]
+    assert table.forget_absent(UNSEEN_SECONDS + 1) == [key(1)]
 
 
 def test_a_name_that_others_have_is_shown_with_the_key():

@@ -9,6 +9,7 @@ import math
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -88,7 +89,16 @@ async def test_a_state_that_the_chain_does_not_name_is_never_signed_and_is_said(
         await until(lambda: "is not the one that the chain names" in keeper.problem)
         assert str(world.folder) not in keeper.problem  # anybody reads it
         assert world.newest_final() is None
-        assert dict((n, v) for n, _, v in keeper.gauges())["cairn_archive_problem"] == 1
+        assert dict((n, v) for n, _, v in await keeper.gauges())["cairn_archive_problem"] == 1
+
+
+async def test_no_gauge_is_read_from_disk_on_the_event_loop(world: CheckpointWorld, monkeypatch: pytest.MonkeyPatch):
+    made, read, threads = world.final(5), world.archive.all, list[threading.Thread]()
+    monkeypatch.setattr(world.archive, "all", lambda: threads.append(threading.current_thread()) or read())
+    keeper = world.keeper(archive={"address": str(world.folder / "copies")})
+    values = {name: value for name, _, value in await keeper.gauges()}
+    assert (values["cairn_archive_bytes"], values["cairn_copies_waiting"]) == (made.size, 1)
+    assert threads and threading.current_thread() not in threads
 
 
 def test_the_newest_final_state_and_an_open_one_outlive_the_policy(world: CheckpointWorld):
@@ -336,7 +346,7 @@ async def test_a_state_that_is_not_finite_is_an_alert_and_no_number(world: Check
             and keeper.validation == (5, None)
             and keeper.validation_points() == []
         )
-        assert math.isnan(dict((n, v) for n, _, v in keeper.gauges())["cairn_validation_loss"])
+        assert math.isnan(dict((n, v) for n, _, v in await keeper.gauges())["cairn_validation_loss"])
         await until(lambda: "the run has diverged" in caplog.text)
 
 

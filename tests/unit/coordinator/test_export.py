@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -28,14 +29,16 @@ from coordinator.authoring.errors import RunChangedError, RunFileError
 from coordinator.authoring.resolve import ResolvedRun, resolve
 from coordinator.authoring.runfile import load_run
 from coordinator.authoring.weights import WeightsError, read, read_headers
-from coordinator.checkpoints.archive import Archive
+from coordinator.checkpoints.archive import MANIFEST, Archive
+from peer.node.chain_store import DIRECTIVE
 from peer.node.snapshot import Snapshot, write_snapshot
 from peer.store import Store
 from protocol.errors import CairnError
-from protocol.ids import Digest, RunId
+from protocol.ids import Digest, Round, RunId
 from protocol.invite import HostPort, Invite
 from protocol.layout import Layout, is_outer_tensor
-from protocol.message_codec import encode_certificate
+from protocol.message_codec import KeySigner, encode_certificate
+from protocol.messages import Directive, Finalization, Rollback
 from protocol.model import build_model, load_state, model_layout, parameters_of, plain_config
 from protocol.spec import RunSpec
 from protocol.state import checkpoint_chunks, state_digest, state_layout, tensors_from_checkpoint
@@ -115,6 +118,15 @@ class World:
         archive = Archive(self.folder / "owner" / "checkpoints", self.spec, spec_envelope=self.run.spec_envelope)
         record = digest(round_)
         return archive.add(path, self.tokenizer, round=round_, state=state, record=record, tokens=1000 * round_).folder
+
+    def copy_to(self, folder: Path, round_: int, epoch: int = 0) -> Path:
+        """Copy a state that is final to where a volunteer keeps a run's last state."""
+        copy = folder / "checkpoints" / f"round-{round_:06d}"
+        shutil.copytree(self.archive(round_), copy)
+        final = KeySigner(OWNER).sign(Finalization(self.spec.run_id, Round(round_ - 1), digest(round_), epoch))
+        manifest = json.loads((copy / MANIFEST).read_text()) | {"final": base64.b64encode(final.encoded).decode()}
+        (copy / MANIFEST).write_text(json.dumps(manifest))
+        return copy
 
     def logits(self, seed: int) -> torch.Tensor:
         model = build_model(self.spec.model.config).eval()
@@ -298,9 +310,30 @@ def test_of_a_volunteer_s_copy_of_a_last_state_and_its_store_the_newer_is_taken(
     world: World, monkeypatch: pytest.MonkeyPatch, copied: int, newest: int
 ):
     folder = world.volunteer(monkeypatch)
-    archived = world.archive(copied)
-    shutil.copytree(archived, folder / "checkpoints" / archived.name)
+    world.copy_to(folder, copied)
     assert find_checkpoint(folder).origin.round == newest
+
+
+def test_of_a_volunteer_s_folder_no_state_is_taken_that_a_rollback_may_have_left(
+    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    folder = world.volunteer(monkeypatch)
+    left = world.copy_to(folder, 10)
+    assert find_checkpoint(folder).origin.round == 10
+    world.copy_to(folder, 8, epoch=1)  # the run ended again, earlier, and this peer was away
+    said: list[str] = []
+    assert find_checkpoint(folder, report=said.append).origin.round == 8
+    assert len(said) == 1 and said[0].startswith(f"{left} is passed over: the owner has rolled the run back since")
+    back = Rollback(2, digest("record"), Round(3), digest("state"))
+    with Store(folder / "store", 10**9) as store:
+        store.write_value(DIRECTIVE, KeySigner(OWNER).sign(Directive(world.spec.run_id, 1, rollback=back)).encoded)
+    done = cairn("export", folder, tmp_path / "out")
+    assert "round 4," in done.stdout and done.stderr.count("passed over") == 2
+    assert find_checkpoint(left).origin.round == 10
+    shutil.rmtree(folder / "store" / "blobs")
+    (folder / "store" / "blobs").mkdir()
+    with pytest.raises(CairnError, match="holds no checkpoint yet"):
+        find_checkpoint(folder)
 
 
 def test_a_file_of_a_volunteer_s_store_is_known_by_its_name(world: World, monkeypatch: pytest.MonkeyPatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import re
 import threading
@@ -27,7 +28,7 @@ from coordinator.errors import TooManyError
 from coordinator.limits import ConcurrencyLimit
 from coordinator.page import downloads, json_view, openapi, pictures, response_limits, schemas
 from coordinator.page.answers import MAX_KEPT, AnswerCache, EncodedBody
-from coordinator.page.api import _BY, _searched
+from coordinator.page.api import _BY, PageApi, _searched
 from coordinator.page.app import make_app
 from coordinator.page.credit_routes import CREDIT_ENDPOINTS
 from coordinator.page.endpoints import ENDPOINTS, SORTS, ApiEndpoint
@@ -299,6 +300,11 @@ def test_what_a_browser_has_is_not_sent_again(get):
         assert first.status_code == 200 and again.status_code == 304 and not again.content
     assert get.get("/static/js/main.js").headers["content-type"].startswith("text/javascript")
     assert get.get("/api/charts").headers["content-encoding"] == "gzip"
+
+
+def test_only_an_answer_that_waits_for_something_is_a_coroutine():
+    waiting = [f for f in vars(PageApi).values() if inspect.iscoroutinefunction(f)]
+    assert waiting and all("await " in inspect.getsource(f) for f in waiting)
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -619,7 +625,7 @@ async def test_metrics_are_made_once_for_many_requests(world, monkeypatch):
     monkeypatch.setattr(app, "METRICS_SECONDS", NEVER)
     made = []
 
-    def text() -> bytes:
+    async def text() -> bytes:
         made.append(len(made))
         return b"cairn_round %d\n" % made[-1]
 

@@ -18,7 +18,6 @@ from pydantic import BaseModel
 
 from cairn.commands.options import parse_count
 from cairn.main import main
-from cairn.number_format import byte_size
 from cairn.plan_view import lines
 from coordinator.authoring import measurements
 from coordinator.authoring.measurements import MEASURED, MeasuredSetting
@@ -33,6 +32,7 @@ from coordinator.authoring.plan import FINE_TUNING_TOKENS, PlanError, PlanInputs
 from coordinator.authoring.runfile import RunFile, load_run
 from coordinator.authoring.template import fill
 from coordinator.authoring.toml_file import tomllib
+from peer.units import byte_size
 from protocol.codec import make_codec
 from protocol.errors import CairnError
 from protocol.layout import BLOCK, Layout

@@ -53,7 +53,7 @@ def test_a_download_is_told_while_it_lasts_and_logged_at_its_beginning_and_end(c
         assert downloads.under_way() == []
     assert [r.message for r in caplog.records] == [
         f"fetching the checkpoint {BLOB.short} (2.6 MB)",
-        f"the checkpoint {BLOB.short} is here, after 5.0 s (524.3 kB/s)",
+        f"the checkpoint {BLOB.short} is here, after 5.0 s (524 kB/s)",
     ]
 
 
