@@ -76,15 +76,19 @@ class Owner:
         files.round_files = round_files
 
     async def has_updates(self, _: object) -> None:
-        """Return once what leads from the newest archived state to the head is here, however busy the machine is."""
+        """Return once what leads from the newest archived state to the members' head is here, however busy the machine.
+
+        The coordinator may follow a record that it has only when they are gone.
+        """
         await until(lambda: all(map(self.node.store.has, self._wanted())), "the coordinator has the newest updates")
 
     def _wanted(self) -> Iterator[Digest]:
-        chain = self.node.chain
-        for record in chain.ancestors(chain.head):
-            if chain.height(record) <= self.archived:
-                return
-            yield from applied_blobs(chain.certificate(record))
+        for chain in [member.chain for member in self.world.nodes.values()]:
+            for record in chain.ancestors(chain.head):
+                if chain.height(record) <= self.archived:
+                    break
+                if record in self.node.chain:
+                    yield from applied_blobs(chain.certificate(record))
 
     @property
     def height(self) -> int:
