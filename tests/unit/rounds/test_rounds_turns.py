@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import takewhile
 
 import pytest
 
+from protocol.audits import AuditRule, AuditSeeds, due_audits
 from protocol.chain import Chain
 from protocol.errors import ChainError
 from protocol.ids import Digest, PeerKey, Round, sha256
@@ -17,6 +20,7 @@ from tests.simulation.network import Weather
 from tests.simulation.node import Node
 from tests.simulation.signer import FakeSigner, certificate
 from tests.simulation.world import World, policy_for
+from tests.support.audited import certificate as certificate_of
 from tests.support.empty_chain import KEYS
 from tests.support.long_cases import long_cases
 from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, STATE, Bench, blob_of
@@ -106,6 +110,49 @@ def test_stake_that_is_divided_over_many_keys_gains_no_turns():
     stakes = {rich: 500} | dict.fromkeys(many, 10)
     orders = [proposer_order(sha256(b"seed %d" % n), stakes, stakes) for n in range(1000)]
     assert 0.45 < sum(order[0] == rich for order in orders) / 1000 < 0.55
+
+
+def turns_and_audits(hostile: int, options: Callable[[bytes, tuple[PeerKey, ...]], Iterable[bytes]]):
+    """Return a coalition's shares of 200 first turns, and of its updates that are audited, among 16 equal keys.
+
+    When the first turn is its own, it takes the seed it likes best of its `options`: by the next turn, then by audits.
+    """
+    keys = [PeerKey(sha256(b"peer", bytes([i]))) for i in range(16)]
+    allies, stakes, seed = set(keys[:hostile]), dict.fromkeys(keys, 64), sha256(b"genesis")
+    record = certificate_of("a record", dict.fromkeys(keys, 1)).record.body
+
+    def audited(by: bytes) -> int:
+        return sum(a.author in allies for a in due_audits(record, AuditSeeds(None, by), stakes, AuditRule()))
+
+    def worth(by: bytes) -> tuple[bool, int]:
+        return proposer_order(by, keys, stakes)[0] in allies, -audited(by)
+
+    turns = audits = 0
+    for _ in range(200):
+        order = proposer_order(seed, keys, stakes)
+        is_theirs = order[0] in allies
+        turns += is_theirs
+        seed = max(options(seed, order), key=worth) if is_theirs else sha256(seed, order[0])
+        audits += audited(seed)
+    return turns / 200, audits / (200 * hostile)
+
+
+def test_a_coalition_has_about_its_share_of_turns_and_audits_and_with_digests_it_had_all_and_none():
+    hostile = 5
+
+    def passes(seed: bytes, order: tuple[PeerKey, ...]) -> list[bytes]:
+        # Of its turns in a row it may pass any: allies are the first keys that are made.
+        allies = {PeerKey(sha256(b"peer", bytes([i]))) for i in range(hostile)}
+        return [sha256(seed, key) for key in takewhile(allies.__contains__, order)]
+
+    turns, audits = turns_and_audits(hostile, passes)
+    assert turns < 1.3 * hostile / 16 and audits > 0.12  # of 0.15
+
+    def tries(seed: bytes, _: object) -> list[bytes]:
+        return [sha256(seed, b"try", bytes([n])) for n in range(24)]
+
+    turns, audits = turns_and_audits(hostile, tries)
+    assert turns > 0.95 and audits < 0.01
 
 
 def test_the_order_of_two_does_not_depend_on_who_else_there_is():
