@@ -2,9 +2,9 @@
 
 A record carries a report while the update's credit is pending: up to `hold_rounds` rounds after its own, once its
 auditors are drawn (`audits`). The last quarter is for juries: an accusation that nobody could answer would cost its
-authors nothing. Each is by a key that was drawn for it, or the owner, and a
-branch carries one of a key, update and check. A record states the decisions that follow, no others, as it states
-weights: so credit can be folded from certificates alone.
+authors nothing. Each is by a key that was drawn for it, or the owner, and a branch carries one of a key, update and
+check. A record states the decisions that follow, no others, as it states weights: so credit can be folded from
+certificates alone.
 """
 
 from __future__ import annotations

@@ -245,13 +245,10 @@ class Chain:
         """Return the seed (32 bytes) of the draws after a record: see `RecordNode.seed`. Raises ChainError."""
         return self._node(record).seed
 
-    def audit_seeds(self, record: Digest, child: Digest | None = None) -> AuditSeeds:
-        """Return the seeds of the audits of a record. `child`: the record after it; else the one on the head's path.
-
-        Raises ChainError.
-        """
+    def audit_seeds(self, record: Digest) -> AuditSeeds:
+        """Return the seeds of the audits of a record on the head's path. Raises ChainError."""
         node = self._node(record)
-        after = self._main_chain.get(node.height + 1) if child is None else self._node(child)
+        after = self._main_chain.get(node.height + 1)
         return AuditSeeds(node.seed, after.seed if after is not None and after.parent is node else None)
 
     def audit_seed(self, record: Digest, update: Signed[UpdateHeader]) -> bytes | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey
@@ -29,10 +30,10 @@ class ReportPool:
         known = self._reports.get(place)
         if known is not None and (report.author != self._me or known.digest == report.digest):
             return False  # of its own, a newer one may be of the windows of another branch
-        if self._chain.reports_after(self._chain.head).report_refusal(report) is not None:
+        if not self._may_be_carried(report):
             return False
         if len(self._reports) >= MAX_POOLED:
-            self._drop_refused()
+            self._keep(self._may_be_carried)
         if len(self._reports) >= MAX_POOLED:
             counts = Counter(r.author for r in self._reports.values())
             author, most = counts.most_common(1)[0]
@@ -48,19 +49,19 @@ class ReportPool:
         Our own stay as long as their record may come back to the head's branch: nobody else has them then.
         """
         chain = self._chain
-        following, oldest = chain.reports_after(chain.head), chain.height(chain.head) - chain.limits.stake.hold_rounds
+        oldest = chain.height(chain.head) - chain.limits.stake.hold_rounds
 
-        def is_kept(report: Signed[WorkReport]) -> bool:
+        def may_return(report: Signed[WorkReport]) -> bool:
             record = report.body.record
-            if report.author == self._me and record in chain and chain.height(record) > oldest:
-                return True
-            return following.report_refusal(report) is None
+            return report.author == self._me and record in chain and chain.height(record) > oldest
 
-        self._reports = {p: r for p, r in self._reports.items() if is_kept(r)}
+        self._keep(lambda report: may_return(report) or self._may_be_carried(report))
 
-    def _drop_refused(self) -> None:
-        following = self._chain.reports_after(self._chain.head)
-        self._reports = {p: r for p, r in self._reports.items() if following.report_refusal(r) is None}
+    def _may_be_carried(self, report: Signed[WorkReport]) -> bool:
+        return self._chain.reports_after(self._chain.head).report_refusal(report) is None
+
+    def _keep(self, is_kept: Callable[[Signed[WorkReport]], bool]) -> None:
+        self._reports = {place: report for place, report in self._reports.items() if is_kept(report)}
 
     def by(self, key: PeerKey) -> list[Signed[WorkReport]]:
         """Return the reports of a key."""

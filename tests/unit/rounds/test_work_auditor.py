@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
-from protocol.audits import AuditRule, UpdateCheck, audit_seed, draw_auditors, due_audits, first_auditors
+from protocol.audits import AuditRule, AuditSeeds, UpdateCheck, audit_seed, draw_auditors, due_audits, first_auditors
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.messages import Certificate, Score, Signed, WorkReport
 from protocol.rounds.actions import AuditUpdate
@@ -191,7 +191,10 @@ def test_another_child_draws_the_audits_of_a_record_anew():
         asked = {(a.update, a.check) for a in auditor.requested() if a.certificate is record and a.check == "loss"}
         stakes = branch.chain.stakes(record.record.body.parent)
         due = due_audits(
-            record.record.body, branch.chain.audit_seeds(record.digest, other.digest), stakes, branch.chain.limits.audit
+            record.record.body,
+            AuditSeeds(branch.chain.seed(record.digest), branch.chain.seed(other.digest)),
+            stakes,
+            branch.chain.limits.audit,
         )
         assert {(a.update, a.check) for a in due if a.check == "loss"} == asked
         found += len(asked)
