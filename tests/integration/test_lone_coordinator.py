@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import logging
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,14 +23,13 @@ from peer.channel import RoundUpdates
 from peer.errors import PeerError
 from peer.node import node
 from peer.node.last_member import serve_coordinator
-from protocol.chain import genesis_digest
-from protocol.ids import Digest
+from protocol.chain import Chain, genesis_digest
 from protocol.messages import Certificate
 from protocol.rounds.blobs import applied_blobs
 from tests.support.node_world import TIMERS, NodeWorld
 from tests.support.specs import identity
 from tests.support.trainer_world import BATCH, WINDOW
-from tests.support.waiting import until
+from tests.support.waiting import NotInTime, until
 
 ROUND = {"target_tokens": 10 * BATCH * WINDOW, "max_update_tokens": 40 * BATCH * WINDOW, **TIMERS}
 NAMES = {identity(name).key: name for name in ("ada", "bob", "cyd")}
@@ -76,19 +77,20 @@ class Owner:
         files.round_files = round_files
 
     async def has_updates(self, _: object) -> None:
-        """Return once what leads from the newest archived state to the members' head is here, however busy the machine.
+        """Return once what leads from the newest archived state to the head is here, however busy the machine is.
 
-        The coordinator may follow a record that it has only when they are gone.
+        Records of the members may be on the way, or followed only after a while. They are waited for, but not for long:
+        a branch that loses is never fetched.
         """
-        await until(lambda: all(map(self.node.store.has, self._wanted())), "the coordinator has the newest updates")
+        members = [member.chain for member in self.world.nodes.values()]
+        with contextlib.suppress(NotInTime):
+            await until(lambda: all(map(self._has, members)), "the coordinator has what members have", seconds=20)
+        await until(lambda: self._has(self.node.chain), "the coordinator has the newest updates")
 
-    def _wanted(self) -> Iterator[Digest]:
-        for chain in [member.chain for member in self.world.nodes.values()]:
-            for record in chain.ancestors(chain.head):
-                if chain.height(record) <= self.archived:
-                    break
-                if record in self.node.chain:
-                    yield from applied_blobs(chain.certificate(record))
+    def _has(self, chain: Chain) -> bool:
+        """Return whether the updates on the way to a chain's head are here, from the newest archived state on."""
+        records = itertools.takewhile(lambda r: chain.height(r) > self.archived, chain.ancestors(chain.head))
+        return all(self.node.store.has(blob) for r in records for blob in applied_blobs(chain.certificate(r)))
 
     @property
     def height(self) -> int:
