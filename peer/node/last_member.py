@@ -24,16 +24,22 @@ class Serving(Protocol):
     @property
     def bytes_up(self) -> int: ...
     def is_alone_with_coordinator(self) -> bool: ...
+    def coordinator_round(self) -> int: ...
 
 
-async def serve_coordinator(network: Serving) -> None:
-    """Return once the coordinator has fetched what it wants from us, or another member is here to give it."""
+async def serve_coordinator(network: Serving, round_: int) -> None:
+    """Return once the coordinator has fetched what it wants from us, or another member is here to give it.
+
+    It asks for updates when it follows their record, so it is quiet before: it must have followed the chain to our
+    `round_`, the one after our head.
+    """
     now = time.monotonic()
     end, sent, quiet_since, said = now + MAX_STAY_SECONDS, network.bytes_up, now, False
     while network.is_alone_with_coordinator() and now < min(end, quiet_since + QUIET_SECONDS):
         await asyncio.sleep(POLL_SECONDS)
         now = time.monotonic()
-        if network.bytes_up - sent > QUIET_BYTES:
+        is_behind = network.coordinator_round() < round_
+        if is_behind or network.bytes_up - sent > QUIET_BYTES:
             sent, quiet_since = network.bytes_up, now
             if not said:
                 said = True

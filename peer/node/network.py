@@ -32,7 +32,7 @@ from peer.swarm.addresses import parse_address
 from peer.swarm.pace import Paces
 from protocol.bounded import BoundedDict
 from protocol.errors import MalformedError
-from protocol.ids import Digest, PeerKey
+from protocol.ids import Digest, PeerKey, Round
 from protocol.messages import Goodbye, Heartbeat, Signed
 from protocol.wire import swarm_pb2 as wire
 
@@ -245,6 +245,12 @@ class Network:
         entries, since = self.peers.entries(), self.clock() - self.membership.spec.round.member_seconds
         others = any(e.is_member and e.last_direct >= since for e in entries.values())
         return not others and not self._coordinator_observers().isdisjoint(entries)
+
+    def coordinator_round(self) -> Round:
+        """Return the round to which the coordinator's observer follows the chain; 0 while it is not here."""
+        entries = self.peers.entries()
+        here = self._coordinator_observers() & entries.keys()
+        return max((entries[key].heartbeat.body.round for key in here), default=Round(0))
 
     def _coordinator_observers(self) -> frozenset[PeerKey]:
         record = self.membership.locator.newest

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
 import logging
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
@@ -21,15 +18,11 @@ from coordinator.checkpoints.archive import Archive
 from coordinator.checkpoints.settings import ArchiveTable
 from peer.channel import RoundUpdates
 from peer.errors import PeerError
-from peer.node import node
-from peer.node.last_member import serve_coordinator
-from protocol.chain import Chain, genesis_digest
+from protocol.chain import genesis_digest
 from protocol.messages import Certificate
-from protocol.rounds.blobs import applied_blobs
 from tests.support.node_world import TIMERS, NodeWorld
 from tests.support.specs import identity
 from tests.support.trainer_world import BATCH, WINDOW
-from tests.support.waiting import NotInTime, until
 
 ROUND = {"target_tokens": 10 * BATCH * WINDOW, "max_update_tokens": 40 * BATCH * WINDOW, **TIMERS}
 NAMES = {identity(name).key: name for name in ("ada", "bob", "cyd")}
@@ -76,22 +69,6 @@ class Owner:
 
         files.round_files = round_files
 
-    async def has_updates(self, _: object) -> None:
-        """Return once what leads from the newest archived state to the head is here, however busy the machine is.
-
-        Records of the members may be on the way, or followed only after a while. They are waited for, but not for long:
-        a branch that loses is never fetched.
-        """
-        members = [member.chain for member in self.world.nodes.values()]
-        with contextlib.suppress(NotInTime):
-            await until(lambda: all(map(self._has, members)), "the coordinator has what members have", seconds=20)
-        await until(lambda: self._has(self.node.chain), "the coordinator has the newest updates")
-
-    def _has(self, chain: Chain) -> bool:
-        """Return whether the updates on the way to a chain's head are here, from the newest archived state on."""
-        records = itertools.takewhile(lambda r: chain.height(r) > self.archived, chain.ancestors(chain.head))
-        return all(self.node.store.has(blob) for r in records for blob in applied_blobs(chain.certificate(r)))
-
     @property
     def height(self) -> int:
         return self.node.chain.height(self.node.chain.head)
@@ -117,8 +94,7 @@ async def deserted(folder: Path, *, proofs: bool = True, **fields: Any) -> Async
             first.miss_proofs()
         await world.until("archived states", lambda: len(first.states) > (not proofs))
         await world.until("rounds after an archived state", lambda: first.height >= first.archived + 2)
-        with patch.object(node, "serve_coordinator", first.has_updates if proofs else serve_coordinator):
-            await world.leave("ada", "bob")
+        await world.leave("ada", "bob")
         assert owner.height > owner.archived
         await owner.stop()
         await world.kill("observer")

@@ -11,13 +11,18 @@ from peer.node import last_member
 from peer.node.last_member import QUIET_BYTES, serve_coordinator
 from tests.support.waiting import ended
 
+ROUND = 7
+"""The round after the last member's head."""
+
 
 class Uplink:
     """Sends as a test says, by the number of looks at it."""
 
-    def __init__(self, sent: Callable[[int], int], alone: Callable[[int], bool] = lambda looks: True):
+    def __init__(
+        self, sent: Callable[[int], int], alone: Callable[[int], bool] = lambda looks: True, followed_after: int = 0
+    ):
         self.looks = 0
-        self._sent, self._alone = sent, alone
+        self._sent, self._alone, self._followed_after = sent, alone, followed_after
 
     @property
     def bytes_up(self) -> int:
@@ -26,6 +31,9 @@ class Uplink:
     def is_alone_with_coordinator(self) -> bool:
         self.looks += 1
         return self._alone(self.looks)
+
+    def coordinator_round(self) -> int:
+        return ROUND if self.looks > self._followed_after else ROUND - 1
 
 
 @pytest.fixture(autouse=True)
@@ -50,9 +58,19 @@ def clock(monkeypatch: pytest.MonkeyPatch):
         (Uplink(lambda looks: QUIET_BYTES * 2 * looks), range(300, 303)),
         (Uplink(lambda looks: QUIET_BYTES * 2 * looks, lambda looks: looks < 50), range(50, 51)),
         (Uplink(lambda looks: 10**9, lambda looks: False), range(1, 2)),
+        (Uplink(lambda looks: 0, followed_after=50), range(70, 73)),
+        (Uplink(lambda looks: 0, followed_after=10**9), range(300, 303)),
     ],
-    ids=["nothing is fetched", "until it is given", "not for ever", "until another is back", "not the last"],
+    ids=[
+        "nothing is fetched",
+        "until it is given",
+        "not for ever",
+        "until another is back",
+        "not the last",
+        "until the record is followed",
+        "not for ever for that",
+    ],  # fmt: skip
 )
 async def test_the_last_member_stays_while_the_coordinator_fetches(uplink: Uplink, looks: range):
-    await ended(serve_coordinator(uplink))
+    await ended(serve_coordinator(uplink, ROUND))
     assert uplink.looks in looks
