@@ -66,11 +66,14 @@ class _AuditedUpdate:
 class CarriedReports:
     """The reports and decisions that a branch carries up to a record, on updates whose credit is pending after it."""
 
-    def __init__(self, parent: RecordNode, hold_rounds: int, rule: AuditRule, stakes_at: StakesAt):
+    def __init__(
+        self, parent: RecordNode, hold_rounds: int, rule: AuditRule, stakes_at: StakesAt, audit_stakes_at: StakesAt
+    ):
+        """`audit_stakes_at` gives the stakes that draw auditors and juries for a record's updates."""
         self._branch = tuple(islice(parent.branch(), hold_rounds))
         self._hold_rounds = hold_rounds
         self._rule = rule
-        self._stakes_at = stakes_at
+        self._stakes_at, self._audit_stakes_at = stakes_at, audit_stakes_at
         self._found: dict[tuple[Digest, Digest], _AuditedUpdate] = {}
 
     def audit_seed(self, record: Digest, update: Digest) -> bytes | None:
@@ -173,7 +176,7 @@ class CarriedReports:
                 header = next((u for u in body.updates if u.digest == update), None)
                 if header is None:
                     return None
-                stakes = self._stakes_at(node.parent)
+                stakes = self._audit_stakes_at(node)
                 seed = audit_seed(header, body, AuditSeeds(node.seed, following), stakes, self._rule)
                 if seed is None:
                     return None

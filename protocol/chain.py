@@ -35,6 +35,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from protocol.audits import AuditRule, AuditSeeds, audit_seed
+from protocol.bounded import BoundedDict
 from protocol.carried_reports import CarriedReports
 from protocol.directives import ActiveDirectives, starts_rollback_branch
 from protocol.errors import ChainError, FinalizedConflict, UnknownParent
@@ -131,6 +132,7 @@ class Chain:
         self._bytes = 0
         self._quarantined: set[Digest] = set()
         self._stakes: OrderedDict[Digest, Mapping[PeerKey, int]] = OrderedDict()
+        self._audit_stakes: BoundedDict[Digest, Mapping[PeerKey, int]] = BoundedDict(MAX_CACHED_STAKES)
         self._reports: tuple[RecordNode, CarriedReports] | None = None
         self._invalid: OrderedDict[Digest, None] = OrderedDict()
         self._dropped_twins: OrderedDict[Digest, None] = OrderedDict()
@@ -191,6 +193,13 @@ class Chain:
     def stakes(self, record: Digest) -> Mapping[PeerKey, int]:
         """Return the stake, in windows, of every key that has some in the round after a record. Raises ChainError."""
         return self._stakes_at(self._node(record))
+
+    def audit_stakes(self, record: Digest) -> Mapping[PeerKey, int]:
+        """Return the stakes that draw auditors and juries for a record's updates. Raises ChainError.
+
+        They are those at its parent (of the root: at itself) of the keys that are present: see `StakeRule.present`.
+        """
+        return self._audit_stakes_at(self._node(record))
 
     def count_backed(self, path: Sequence[Digest]) -> int:
         """Return how many of these records, in order and each the parent of the next, the owner may finalize.
@@ -257,7 +266,7 @@ class Chain:
         Raises ChainError.
         """
         body = self.certificate(record).record.body
-        return audit_seed(update, body, self.audit_seeds(record), self.stakes(body.parent), self.limits.audit)
+        return audit_seed(update, body, self.audit_seeds(record), self.audit_stakes(record), self.limits.audit)
 
     def is_ancestor(self, ancestor: Digest, record: Digest) -> bool:
         """Return whether `ancestor` is the record or comes before it; False if either is not in the tree."""
@@ -740,7 +749,8 @@ class Chain:
     def _reports_after(self, parent: RecordNode) -> CarriedReports:
         # Kept for the newest parent: each report that comes asks for it, and draws are made once.
         if self._reports is None or self._reports[0] is not parent:
-            rules = CarriedReports(parent, self.limits.stake.hold_rounds, self.limits.audit, self._stakes_at)
+            hold = self.limits.stake.hold_rounds
+            rules = CarriedReports(parent, hold, self.limits.audit, self._stakes_at, self._audit_stakes_at)
             self._reports = parent, rules
         return self._reports[1]
 
@@ -751,6 +761,13 @@ class Chain:
         self._stakes[node.digest] = found
         while len(self._stakes) > MAX_CACHED_STAKES + self.limits.max_side_records:
             self._stakes.popitem(last=False)
+        return found
+
+    def _audit_stakes_at(self, node: RecordNode) -> Mapping[PeerKey, int]:
+        found = self._audit_stakes.get(node.digest)
+        if found is None:
+            stakes = self._stakes_at(node.parent or node)
+            found = self._audit_stakes[node.digest] = self.limits.stake.present(stakes, node)
         return found
 
     def _add_votes(self, node: RecordNode, certificate: Certificate) -> None:

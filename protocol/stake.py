@@ -53,6 +53,15 @@ class StakeRule:
             found.pop(key, None)
         return found
 
+    def present(self, stakes: Mapping[PeerKey, int], node: RecordNode) -> dict[PeerKey, int]:
+        """Return the stakes of the keys that contributed in the `hold_rounds` rounds that end with a record.
+
+        Founders count as contributors just before the first round. A key that has left audits nothing and answers no
+        accusation, though it has stake for up to STAKE_ROUNDS more.
+        """
+        oldest = node.height - self.hold_rounds
+        return {key: stake for key, stake in stakes.items() if node.history(key).height > oldest}
+
 
 def is_majority(stakes: Mapping[PeerKey, int], signers: set[PeerKey], others: set[PeerKey]) -> bool | None:
     """Return whether the signers have more stake than the others; None while nobody of either has any.

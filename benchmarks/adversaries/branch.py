@@ -94,8 +94,8 @@ class Branch:
         return _signed(body, by, record.digest, update.digest, by, check.encode())
 
     def stakes(self, record: Certificate) -> Mapping[PeerKey, int]:
-        """Return the stakes that decide about a record's updates: those at its parent."""
-        return self.chain.stakes(record.record.body.parent)
+        """Return the stakes that decide about a record's updates."""
+        return self.chain.audit_stakes(record.digest)
 
 
 def _signed(body, author: PeerKey, *names: bytes) -> Signed:

@@ -1,4 +1,4 @@
-"""`cairn auditor`: a peer that checks others' updates, and trains nothing."""
+"""`cairn auditor`: a peer that checks others' updates for the run's owner, and trains nothing."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from protocol.errors import CairnError, IdentityError
 from protocol.identity import Identity
 
 
-def _owner(_context: click.Context, _parameter: click.Parameter, path: Path | None) -> Identity | None:
+def _owner(_context: click.Context, _parameter: click.Parameter, path: Path) -> Identity:
     """Return the identity in a file of --owner-key. Raises CairnError."""
-    if path is None:
-        return None
     path = path.expanduser()
     try:
         return load(path)
@@ -38,18 +36,18 @@ def _owner(_context: click.Context, _parameter: click.Parameter, path: Path | No
     "owner",
     type=FILE,
     callback=_owner,
+    required=True,
     metavar="FILE",
-    help="Report as the run's owner: owner.key in the run's folder. It needs no stake, and checks all that is due.",
+    help="The key of the run's owner, which signs the reports: owner.key in the run's folder.",
 )
 def auditor(**options: Any) -> None:
-    """Check others' updates in the run that INVITE names, without training, until Ctrl-C.
+    """Check others' updates for the owner of the run that INVITE names, without training, until Ctrl-C.
 
-    The peer of --home reports by its own key, which must have stake: it has trained in the last rounds, or is a
-    founder. It checks what it is drawn for.
+    It makes all checks that are due. A volunteer's peer makes those that it is drawn for while it trains.
 
     \b
     Example, on the coordinator's machine:
       cairn auditor INVITE --home ~/auditor --device cuda:1 \\
           --owner-key ~/.cairn/coordinated/my-run/owner.key
     """
-    join_run(JoinOptions(**options, auditor=True))
+    join_run(JoinOptions(**options))

@@ -30,7 +30,6 @@ from protocol.ids import RunId
 from protocol.invite import Invite
 from protocol.messages import MAX_NAME
 from protocol.quiet_imports import quiet_imports
-from protocol.stake import STAKE_ROUNDS
 
 if TYPE_CHECKING:
     from cairn.peer_screen import PeerScreen
@@ -49,8 +48,6 @@ CREDIT_SECONDS = 15.0
 CREDIT_CALLS = 160.0
 """Maximum requests a second that all members together send for their credits."""
 
-SAY_SECONDS = 1.0
-"""Seconds between two looks at whether an auditor's reports can count."""
 
 SETTINGS = ("hours", "until", "max_upload", "max_download", "max_upload_day", "max_download_day", "gpu_memory",
             "only_when_idle")  # fmt: skip
@@ -168,7 +165,7 @@ def join(**options: Any) -> None:
 class JoinOptions:
     """The options of the command line, and `trainer_command`, which replaces the trainer's (see `NodeOptions`).
 
-    An `auditor` trains nothing; with `owner` it reports by the key of the run's owner.
+    With `owner`, the run's, it trains nothing: it makes checks, and reports by the owner's key.
     """
 
     invite: str
@@ -197,7 +194,6 @@ class JoinOptions:
     gpu_memory: float | None = None
     only_when_idle: bool | None = None
     trainer_command: tuple[str, ...] = ()
-    auditor: bool = False
     owner: Identity | None = None
     anonymous: bool = False
 
@@ -265,7 +261,7 @@ async def _join(options: JoinOptions, invite: Invite, settings: SettingsFile) ->
         threads=options.threads or os.cpu_count() or 1,
         private_data=options.allow_private_data,
         audit_device=options.audit_device,
-        auditor=options.auditor,
+        auditor=options.owner is not None,
         shows_device=not options.anonymous,
         gpu_memory=lambda: settings.settings.gpu_bytes,
         trainer_command=options.trainer_command,
@@ -296,7 +292,7 @@ async def _join(options: JoinOptions, invite: Invite, settings: SettingsFile) ->
             """Tell of the model of a run that is over."""
             from cairn.finished_run import offer_model  # not imported by those who train
 
-            if not options.auditor:
+            if options.owner is None:
                 await offer_model(info, folder, store, options.disk, stopping, screen)
 
         async def take_part() -> bool:
@@ -318,10 +314,10 @@ async def _join(options: JoinOptions, invite: Invite, settings: SettingsFile) ->
             log.info("run %s (%s); this peer is %s%s", membership.spec.name, invite.run.short, key.short,
                      f' "{options.name}"' if options.name else "")  # fmt: skip
             try:
-                if options.auditor:
+                if options.owner is not None:
                     _begin_audits(membership.spec, options.owner)
                 node = build_node(membership, node_options, owner=options.owner, rest=rest, paces=paces)
-                await run_node(node, screen, stopping, schedule.away, auditor=options.auditor)
+                await run_node(node, screen, stopping, schedule.away)
             finally:
                 await membership.close()
             if node.end_of_run.info is not None:
@@ -342,23 +338,17 @@ async def _join(options: JoinOptions, invite: Invite, settings: SettingsFile) ->
         stopping.cancel()
 
 
-async def run_node(
-    node: Node, screen: PeerScreen, stopping: asyncio.Future[Any], away: asyncio.Event, *, auditor: bool
-) -> None:
-    """Run a node until it ends, `stopping` or `away` says so, or an auditor has no say. Raises CairnError."""
+async def run_node(node: Node, screen: PeerScreen, stopping: asyncio.Future[Any], away: asyncio.Event) -> None:
+    """Run a node until it ends, or `stopping` or `away` says so. Raises CairnError."""
     from cairn.joy import tell_joys
 
     leaving = asyncio.ensure_future(away.wait())
     running = asyncio.create_task(node.run())
     joys = asyncio.create_task(tell_joys(lambda: screen.view(node.reporter.latest), node.store))
-    beside = asyncio.create_task(
-        _require_say(node)
-        if auditor
-        else _ask_for_credits(node.membership, screen, lambda: node.reporter.latest.members)
-    )
+    auditor, members = node.trainer is None, lambda: node.reporter.latest.members
+    credits = None if auditor else asyncio.create_task(_ask_for_credits(node.membership, screen, members))
     with screen.showing(lambda: node.reporter.latest):  # drawn by another thread
-        ends = [running, stopping, leaving, *([beside] if auditor else [])]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([running, stopping, leaving], return_when=asyncio.FIRST_COMPLETED)
         leaving.cancel()
         if not running.done():
             node.leave()
@@ -366,8 +356,9 @@ async def run_node(
                 "leaving%s (mostly 10 s, at most a minute)",
                 "" if auditor else ": announcing what is done, saving the rest",
             )
-        beside.cancel()
         joys.cancel()
+        if credits is not None:
+            credits.cancel()
         await running
     from protocol.rounds.departure import BANNED
 
@@ -378,37 +369,18 @@ async def run_node(
     if over.is_awaited:
         after = "; the coordinator does not have the last state: run the same command again later"
     screen.say(f"{end.finished or 'stopped'}: round {end.round}, state {end.state[:16] or 'none'}, {made} made{after}")
-    if auditor and beside.done() and not beside.cancelled():
-        beside.result()
 
 
-def _begin_audits(spec: RunSpec, owner: Identity | None) -> None:
+def _begin_audits(spec: RunSpec, owner: Identity) -> None:
     """Tell the user what an auditor's reports can do here. Raises CairnError if `owner` is not the run's."""
-    if owner is not None and owner.key != spec.owner_key:
+    if owner.key != spec.owner_key:
         raise CairnError(
             f"--owner-key: {owner.key.short} is not the key of this run's owner ({spec.owner_key.short}). The key is "
             "owner.key in the run's folder, which `cairn coordinator serve` prints"
         )
-    log.info("auditing without training; reports are signed by the %s key", "peer's" if owner is None else "owner's")
+    log.info("auditing without training; reports are signed by the owner's key")
     if not spec.audit.replayable:
         log.warning("this run has no replays (audit.replayable is false): its loss checks convict nobody")
-
-
-async def _require_say(node: Node) -> None:
-    """Wait until no report of this auditor can count any more. Then raise CairnError, with what to do.
-
-    The chain may still be arriving, so that has to be the case for as long as a silent peer stays a member.
-    """
-    without_say = 0.0
-    while without_say < node.membership.spec.round.member_seconds:
-        await asyncio.sleep(SAY_SECONDS)
-        without_say = 0.0 if node.machine.has_say else without_say + SAY_SECONDS
-    credit = node.membership.spec.credit
-    raise CairnError(
-        f"{node.membership.identity.key.short} has no stake in this run, so no record carries its reports. A key has "
-        f"stake by work of the last {STAKE_ROUNDS} rounds, once its credit has settled ({credit.hold_rounds} rounds). "
-        "Train with it (`cairn peer join INVITE`); its peer audits as well. The run's owner needs no stake: --owner-key"
-    )
 
 
 def credit_seconds(members: int) -> float:

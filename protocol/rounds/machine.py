@@ -87,7 +87,7 @@ class RoundMachine:
     """One peer's state machine of the protocol. Events and the peer's status come in with `step`; actions come out.
 
     Before the driver serves a blob, it asks `serve_refusal`: the rule of commit-then-reveal is there. Other queries:
-    `next_tick`, `phase`, `chain`, `has_say`, `slices_for`, `retained_blobs`, `summary` and `sizes`.
+    `next_tick`, `phase`, `chain`, `slices_for`, `retained_blobs`, `summary` and `sizes`.
     """
 
     def __init__(
@@ -263,12 +263,6 @@ class RoundMachine:
         if self._applied_at != chain.head:
             self._applied_at, self._applied = chain.head, self._assets | retained(self._context.spec_policy, chain)
         return self._applied
-
-    @property
-    def has_say(self) -> bool:
-        """False when no record of our chain, which may still arrive, lets us report: see `WorkAuditor.has_say`."""
-        chain = self._context.chain
-        return not self._sync.joined or chain.head == chain.root or self._auditor.has_say
 
     def slices_for(self, blob: Digest, member: PeerKey) -> list[ShardDuty]:
         """Return the shards that a member is to make with an update, with each one's proposal and committee."""

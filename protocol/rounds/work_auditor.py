@@ -77,22 +77,6 @@ class WorkAuditor:
         self._contradicted: BoundedDict[PeerKey, None] = BoundedDict(MAX_CONTRADICTED)
         """Accusers of an update that passed our own replay: their word alone starts no other one here."""
 
-    @property
-    def has_say(self) -> bool:
-        """False while no record may carry a report by our key, and none will by the work that it has done.
-
-        Every report of the owner may be carried. Another key needs stake at a record whose credit is pending, or an
-        update in one of these records, which may become stake.
-        """
-        reporter, chain = self._reporter, self._context.chain
-        if reporter is None or reporter.key == chain.limits.audit.owner:
-            return reporter is not None
-        return any(
-            chain.stakes(record).get(reporter.key)
-            or (record != chain.root and reporter.key in chain.certificate(record).record.body.contributors)
-            for record in islice(chain.ancestors(chain.head), chain.limits.stake.hold_rounds)
-        )
-
     def receive(self, report: Signed[WorkReport]) -> None:
         """Take in a report of anybody."""
         context = self._context
@@ -162,7 +146,7 @@ class WorkAuditor:
         """Request the checks of a record that these seeds draw, and that are ours."""
         chain, me = self._context.chain, None if self._reporter is None else self._reporter.key
         body, rule = chain.certificate(record).record.body, chain.limits.audit
-        stakes = chain.stakes(body.parent)
+        stakes = chain.audit_stakes(record)
         convicted = chain.reports_after(record).convicted_stake  # of the record's own branch: the same at any time
         due = due_audits(body, seeds, stakes, rule, convicted)
         replayed = set[Digest]()
@@ -181,7 +165,7 @@ class WorkAuditor:
         """
         chain = self._context.chain
         body, rule = chain.certificate(record).record.body, chain.limits.audit
-        updates, stakes = body.updates, chain.stakes(body.parent)
+        updates, stakes = body.updates, chain.audit_stakes(record)
         me = None if self._reporter is None else self._reporter.key
         if self._context.observer or len(updates) < SCREENED_UPDATES or not rule.replay_rate:
             return

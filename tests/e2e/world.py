@@ -205,16 +205,15 @@ class World:
             "--audit-device", audits, module=module,
         )  # fmt: skip
 
-    def start_auditor(self, name: str, *, owner_key: Path | None = None) -> Process:
-        """Start an auditor without training; with a file of the owner's key it reports as the owner."""
+    def start_auditor(self, name: str, owner_key: Path) -> Process:
+        """Start an auditor with the file of the owner's key."""
         return self._start(name, "auditor", *self.auditor_arguments(name, owner_key))
 
-    def auditor_arguments(self, name: str, owner_key: Path | None = None) -> list[str]:
+    def auditor_arguments(self, name: str, owner_key: Path) -> list[str]:
         """Return the arguments of `cairn auditor`."""
-        owner = [] if owner_key is None else ["--owner-key", str(owner_key)]
         return [
             str(self.invite), "--home", str(self.folder / name), "--name", name, "--threads", "1", "--device", "cpu",
-            "--listen", "/ip4/127.0.0.1/tcp/0", "--plain", *owner,
+            "--listen", "/ip4/127.0.0.1/tcp/0", "--plain", "--owner-key", str(owner_key),
         ]  # fmt: skip
 
     def _start(self, name: str, *arguments: str, module: str = "cairn") -> Process:

@@ -299,7 +299,7 @@ def test_the_owners_auditor_checks_all_that_is_due_and_no_round_waits_for_it():
     due = {
         (c.digest, audit.update, audit.check)
         for c in path[2 : -siege.world.policy.stake.hold_rounds]
-        for audit in due_audits(c.record.body, chain.audit_seeds(c.digest), chain.stakes(c.record.body.parent), rule)
+        for audit in due_audits(c.record.body, chain.audit_seeds(c.digest), chain.audit_stakes(c.digest), rule)
     }
     told = {(r.record, r.update, r.check) for r in reports_of(siege, OWNER.key)}
     assert len(due) > 20 and due <= told

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from protocol.audits import AuditRule, draw_auditors
 from protocol.chain import Chain, ChainLimits
 from protocol.ids import Digest, PeerKey, sha256
@@ -32,19 +34,19 @@ class Branch:
     def auditors(self, record: Certificate, author: PeerKey = LIAR) -> tuple[PeerKey, ...]:
         """Return the auditors that are drawn for an update of a record."""
         chain = self.chain
-        stakes = chain.stakes(record.record.body.parent)
+        stakes = chain.audit_stakes(record.digest)
         seed = chain.audit_seed(record.digest, update_of(record, author))
         assert seed is not None
         return draw_auditors(seed, author, stakes, chain.limits.audit)
 
-    def record(self, *reports: Signed[WorkReport], without: PeerKey | None = None, decisions=None) -> Certificate:
+    def record(self, *reports: Signed[WorkReport], without: Collection[PeerKey] = (), decisions=None) -> Certificate:
         """Return the next record: of all that may be listed, with these reports and what follows from them."""
         chain = self.chain
         parent, number = chain.head, chain.height(chain.head)
         ordered = tuple(sorted(reports, key=lambda r: (r.body.record, r.body.update, r.author, r.body.check)))
         if decisions is None:
             decisions = chain.reports_after(parent).decisions(ordered)
-        left_out = {d.author for d in decisions if d.convicted} | {without}
+        left_out = {d.author for d in decisions if d.convicted}.union(without)
         updates = []
         for key in KEYS:
             if key not in left_out and not chain.is_barred(key, parent):
@@ -55,7 +57,7 @@ class Branch:
         body = RoundRecord(RUN, number, parent, STATE, 0, tuple(updates), None, weights, ordered, decisions)
         return certificate(FakeSigner(updates[0].author).sign(body), [u.author for u in updates])
 
-    def add(self, *reports: Signed[WorkReport], without: PeerKey | None = None) -> Certificate:
+    def add(self, *reports: Signed[WorkReport], without: Collection[PeerKey] = ()) -> Certificate:
         made = self.record(*reports, without=without)
         assert self.chain.add(made) and self.chain.head == made.digest
         return made

@@ -757,7 +757,7 @@ def _tree(
             final = list(islice(chain.ancestors(chain.head), back + 1))[-1]
             signed = Finalization(RUN, Round(chain.height(final) - 1), final, chain.epoch(final))
             chain.add_finalization(FakeSigner(OWNER.key).sign(signed))
-        stakes = chain.stakes(added.digest)
+        stakes, audit_stakes = chain.stakes(added.digest), chain.audit_stakes(added.digest)
         instructions = directive.body if directive is not None else None
         shown.append(
             {
@@ -768,7 +768,8 @@ def _tree(
                 "banned": None if instructions is None else [keys.index(k) for k in instructions.banned],
                 "verdicts": [] if instructions is None else
                     [[made.index(v.record), keys.index(v.peer)] for v in instructions.verdicts],
-                "stakes": [stakes.get(k, 0) for k in keys], "weight": chain.weight(added.digest),
+                "stakes": [stakes.get(k, 0) for k in keys],
+                "audit_stakes": [audit_stakes.get(k, 0) for k in keys], "weight": chain.weight(added.digest),
                 "head": made.index(chain.head),
                 **({} if order != "rollback" else {"rollback": True}),
                 **({} if final is None else {"finalized": made.index(final)}),

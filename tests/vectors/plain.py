@@ -576,6 +576,13 @@ class Tree:
         bans = [self.records[at]["banned"] for at in path if self.records[at]["banned"] is not None]
         return [0 if bans and key in bans[-1] else windows for key, windows in enumerate(found)]
 
+    def audit_stakes(self, node: int) -> list[int]:
+        """Return the stake by which each key is drawn for the updates of a record (docs/audits.md, Who is audited)."""
+        hold, path = self.case["hold_rounds"], self.path(node)
+        present = {key for at in path[-hold:] for key in self.records[at]["authors"]}
+        present.update(self.case["founders"] if len(path) < hold else ())
+        return [stake if key in present else 0 for key, stake in enumerate(self.stakes(self.parents[node]))]
+
     def head(self) -> int:
         return self._best(self.floor)
 

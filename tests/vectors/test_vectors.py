@@ -400,6 +400,7 @@ def test_stake_and_the_fork_choice(case: dict[str, Any]):
     for number, record in enumerate(case["records"], 1):
         assert tree.add(record) == record["weighed"], number
         assert tree.stakes(number) == record["stakes"], number
+        assert tree.audit_stakes(number) == record["audit_stakes"], number
         assert (tree.weight(number), tree.head()) == (record["weight"], record["head"]), number
 
 

@@ -11,7 +11,6 @@ from peer.node.node import Node
 from peer.node.options import NodeOptions
 from peer.node.rest import RestWish
 from peer.store import Store
-from protocol.identity import Identity
 from protocol.message_codec import KeySigner, MessageDecoder
 from protocol.messages import Directive, WorkReport
 from protocol.rounds import events
@@ -46,14 +45,14 @@ class Process:
         """Do nothing: there is no process."""
 
 
-def start_auditor(world: NodeWorld, *, owner: Identity | None, rest: RestWish | None = None) -> tuple[Node, Process]:
+def start_auditor(world: NodeWorld, *, rest: RestWish | None = None) -> tuple[Node, Process]:
     """Start an auditor whose disk is empty."""
     me, home = identity("watcher"), world.folder / "watcher"
     home.mkdir()
     store, decoder = Store(home / "store", 1 << 40), MessageDecoder(world.spec.run_id, OWNER.key)
     ways_in = [address_of(world.key(n)) for n in world.nodes]
     membership = Enrollment(me, world.spec, decoder, store, None, "", admission(world.spec, me).encoded, ways_in)
-    node = world.build(membership, NodeOptions(home, device="cpu", auditor=True), owner=owner, rest=rest)
+    node = world.build(membership, NodeOptions(home, device="cpu", auditor=True), owner=OWNER, rest=rest)
     assert node.auditor is not None
     process = Process()
     node.auditor.process = cast(Any, process)
@@ -72,7 +71,7 @@ async def test_the_owners_auditor_fetches_all_it_needs_reports_by_the_owners_key
         world.start("ada")
         await world.rounds(["ada"], 1)
         rest = RestWish()
-        node, process = start_auditor(world, owner=OWNER, rest=rest)
+        node, process = start_auditor(world, rest=rest)
         await world.until("records carry its reports", lambda: len(reports(world)) >= 4)
         told = reports(world)
         assert {author for _, author in told} == {OWNER.key} and {r.check for r, _ in told} == {"replay"}
@@ -99,19 +98,5 @@ async def test_the_owners_auditor_fetches_all_it_needs_reports_by_the_owners_key
         node.post(events.MessageReceived(KeySigner(OWNER).sign(order)))
         await ended(world.running["watcher"])
         assert "ended by its owner" in node.snapshot().finished and node.snapshot().audits["made"] >= 4
-    finally:
-        await world.close()
-
-
-async def test_an_auditor_whose_key_never_trained_has_no_say(tmp_path):
-    world = NodeWorld(tmp_path, **REPLAYABLE)
-    try:
-        world.start("ada")
-        await world.rounds(["ada"], 2)
-        node, process = start_auditor(world, owner=None)
-        assert node.machine.has_say  # it knows no chain yet
-        await world.until("it knows that it has none", lambda: not node.machine.has_say)
-        assert not process.asked and not reports(world)
-        assert world.nodes["ada"].machine.phase is not Phase.LEFT
     finally:
         await world.close()

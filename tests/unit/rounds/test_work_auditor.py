@@ -13,7 +13,6 @@ from protocol.rounds.actions import AuditUpdate
 from protocol.rounds.events import AuditNotMade, UpdateAudited
 from protocol.rounds.report_pool import ReportPool
 from protocol.rounds.work_auditor import MAX_ATTEMPTS, WorkAuditor
-from protocol.stake import STAKE_ROUNDS
 from tests.simulation.signer import FakeSigner
 from tests.support.audited_branch import HOLD, LIAR, OTHERS, Branch, accused, report, update_of
 from tests.support.empty_chain import KEYS, OWNER, RUN
@@ -90,7 +89,7 @@ def due(branch: Branch, *, drawn_first: PeerKey | None = None, convicted: int = 
     `convicted`: the stake of those convicted lately.
     """
     record = branch.audited
-    stakes = branch.chain.stakes(record.record.body.parent)
+    stakes = branch.chain.audit_stakes(record.digest)
     audits = due_audits(
         record.record.body, branch.chain.audit_seeds(record.digest), stakes, branch.chain.limits.audit, convicted
     )
@@ -150,7 +149,7 @@ def test_the_first_auditors_of_all_updates_are_those_that_are_drawn_one_by_one()
     for _ in range(20):
         branch.add()
         record, seeds = branch.audited, branch.chain.audit_seeds(branch.audited.digest)
-        stakes = branch.chain.stakes(record.record.body.parent)
+        stakes = branch.chain.audit_stakes(record.digest)
         for some in (stakes, {k: 1 for k in KEYS[:1]}, {KEYS[0]: 5, KEYS[3]: 1, OWNER.key: 7, OTHERS[1]: 0}, {}):
             first = first_auditors(record.record.body, seeds, some, AuditRule())
             for u in record.record.body.updates:
@@ -182,14 +181,14 @@ def test_another_child_draws_the_audits_of_a_record_anew():
     for rounds in range(20, 30):
         branch = Branch(rounds)
         record, auditor = branch.chain.certificate(branch.chain.head), Auditor(branch, OWNER.key)
-        one, other = branch.record(), branch.record(without=KEYS[0])
+        one, other = branch.record(), branch.record(without={KEYS[0]})
         assert one.record.author != other.record.author
         for child in (one, other):
             branch.chain.add(child)
             auditor.requested()
             auditor.work.round_begun(child.digest)
         asked = {(a.update, a.check) for a in auditor.requested() if a.certificate is record and a.check == "loss"}
-        stakes = branch.chain.stakes(record.record.body.parent)
+        stakes = branch.chain.audit_stakes(record.digest)
         due = due_audits(
             record.record.body,
             AuditSeeds(branch.chain.seed(record.digest), branch.chain.seed(other.digest)),
@@ -206,7 +205,7 @@ def test_what_a_loss_check_measured_on_windows_of_another_branch_is_not_reported
     for rounds in range(20, 40):
         branch = Branch(rounds)
         auditor, chain = Auditor(branch, OWNER.key), branch.chain
-        one, other = branch.record(), branch.record(without=KEYS[0])
+        one, other = branch.record(), branch.record(without={KEYS[0]})
         chain.add(one)
         auditor.work.round_begun(chain.head)
         asked = (a for a in auditor.requested() if a.certificate.digest == one.record.body.parent)
@@ -257,25 +256,6 @@ def test_the_owner_replays_what_one_auditor_accuses():
     assert [(a.update, a.check) for a in auditor.asked] == [(update_of(record).digest, "replay")]
 
 
-def test_a_key_has_a_say_while_it_has_stake_or_work_that_may_become_stake():
-    """It may report on records whose credit is pending. The owner always has a say."""
-    branch = Branch(0)
-    assert not Auditor(branch, LIAR).work.has_say and Auditor(branch, OWNER.key).work.has_say
-    branch.add()
-    assert Auditor(branch, LIAR).work.has_say, "its work is pending"
-    for _ in range(HOLD):
-        branch.add(without=LIAR)
-    assert Auditor(branch, LIAR).work.has_say, "it has stake"
-    for _ in range(STAKE_ROUNDS - 1):
-        branch.add(without=LIAR)
-    assert branch.chain.stakes(branch.chain.head).get(LIAR)
-    for _ in range(HOLD):
-        branch.add(without=LIAR)
-        assert not branch.chain.stakes(branch.chain.head).get(LIAR)
-        last = Auditor(branch, LIAR).work.has_say
-    assert not last and Auditor(branch, OTHERS[0]).work.has_say and Auditor(branch, OWNER.key).work.has_say
-
-
 def test_an_accuser_who_was_wrong_is_not_followed_again():
     branch = Branch()
     record = branch.audited
@@ -322,7 +302,7 @@ def test_after_a_conviction_all_make_more_checks_until_it_is_as_old_as_credit_se
     counts = list[int]()
     for n in range(2 * HOLD):
         branch.add()
-        stakes = branch.chain.stakes(branch.audited.record.body.parent)
+        stakes = branch.chain.audit_stakes(branch.audited.digest)
         following = branch.chain.reports_after(branch.audited.digest)
         raised = branch.chain.limits.audit.raised(following.convicted_stake, sum(stakes.values()))
         assert (raised.replay_rate == 4 * 30_000) is (n < HOLD)
@@ -419,7 +399,7 @@ def test_who_starts_again_requests_the_checks_of_all_records_whose_reports_may_s
     records = [branch.add() for _ in range(HOLD + 2)][:-1]  # nothing has drawn the newest's audits yet
     due: dict[PeerKey, set[tuple[int, PeerKey, UpdateCheck]]] = {key: set() for key in KEYS}
     for record in records[1 - HOLD :]:
-        stakes = branch.chain.stakes(record.record.body.parent)
+        stakes = branch.chain.audit_stakes(record.digest)
         for audit in due_audits(
             record.record.body, branch.chain.audit_seeds(record.digest), stakes, branch.chain.limits.audit
         ):
