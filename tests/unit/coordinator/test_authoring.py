@@ -370,6 +370,17 @@ def test_replayable_updates_have_no_error_feedback_and_the_summary_says_what_the
     assert [line for line in validate(path) if line.startswith("audits: updates are replayable")]
 
 
+def test_an_owner_is_warned_of_claims_too_large_to_replay(write):
+    audit = (r"\[round\]", "[audit]\nreplayable = true\n[round]")
+    target = load_run(write()).round.target_tokens
+
+    def warnings(most: int) -> list[str]:
+        path = write(audit, (r"target_tokens", f"max_update_tokens = {most}\ntarget_tokens"))
+        return [line for line in validate(path) if line.startswith("warning: one update may claim")]
+
+    assert "2.0 times" in warnings(2 * target)[0] and not warnings(target - 1)
+
+
 @pytest.mark.parametrize("mode, cost", [("open", "no cost"), ("invite", "the code"), ("allow", "only the 2 keys")])
 def test_an_owner_reads_what_an_admission_mode_costs_an_attacker(write, mode, cost):
     keys = ", ".join(f'"{n:064x}"' for n in (1, 2))
