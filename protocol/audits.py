@@ -5,8 +5,9 @@ known only after every update was committed to. So no peer knows, while it train
 by whom or on which windows (`audit_windows`). An update that is audited whatever is drawn need not wait for the child:
 the record's own seed draws its auditors. Integers only, so that all peers get the same.
 
-Stakes are those at the record's parent, as at a fork. A key without any is always audited. For the others the rate
-rises with the size of the update and falls with the author's stake, which is work that no verdict has voided.
+Stakes are those at the record's parent, of the keys that are present (`Chain.audit_stakes`). A key without any is
+always audited. For the others the rate rises with the size of the update and falls with the author's stake, which is
+work that no verdict has voided.
 """
 
 from __future__ import annotations

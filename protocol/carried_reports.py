@@ -66,14 +66,12 @@ class _AuditedUpdate:
 class CarriedReports:
     """The reports and decisions that a branch carries up to a record, on updates whose credit is pending after it."""
 
-    def __init__(
-        self, parent: RecordNode, hold_rounds: int, rule: AuditRule, stakes_at: StakesAt, audit_stakes_at: StakesAt
-    ):
+    def __init__(self, parent: RecordNode, hold_rounds: int, rule: AuditRule, audit_stakes_at: StakesAt):
         """`audit_stakes_at` gives the stakes that draw auditors and juries for a record's updates."""
         self._branch = tuple(islice(parent.branch(), hold_rounds))
         self._hold_rounds = hold_rounds
         self._rule = rule
-        self._stakes_at, self._audit_stakes_at = stakes_at, audit_stakes_at
+        self._audit_stakes_at = audit_stakes_at
         self._found: dict[tuple[Digest, Digest], _AuditedUpdate] = {}
 
     def audit_seed(self, record: Digest, update: Digest) -> bytes | None:
@@ -125,7 +123,7 @@ class CarriedReports:
     def convicted_stake(self) -> int:
         """The stake that keys had until a record of this branch convicted them."""
         return sum(
-            self._stakes_at(node.parent).get(author, 0)
+            self._audit_stakes_at(node).get(author, 0)
             for node in self._branch
             if node.certificate is not None and node.parent is not None
             for author in {d.author for d in node.certificate.record.body.decisions if d.convicted}

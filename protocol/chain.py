@@ -132,7 +132,9 @@ class Chain:
         self._bytes = 0
         self._quarantined: set[Digest] = set()
         self._stakes: OrderedDict[Digest, Mapping[PeerKey, int]] = OrderedDict()
-        self._audit_stakes: BoundedDict[Digest, Mapping[PeerKey, int]] = BoundedDict(MAX_CACHED_STAKES)
+        self._audit_stakes: BoundedDict[Digest, Mapping[PeerKey, int]] = BoundedDict(
+            MAX_CACHED_STAKES + limits.stake.hold_rounds
+        )
         self._reports: tuple[RecordNode, CarriedReports] | None = None
         self._invalid: OrderedDict[Digest, None] = OrderedDict()
         self._dropped_twins: OrderedDict[Digest, None] = OrderedDict()
@@ -195,9 +197,11 @@ class Chain:
         return self._stakes_at(self._node(record))
 
     def audit_stakes(self, record: Digest) -> Mapping[PeerKey, int]:
-        """Return the stakes that draw auditors and juries for a record's updates. Raises ChainError.
+        """Return the stakes that draw audits, auditors and juries for a record's updates. Raises ChainError.
 
-        They are those at its parent (of the root: at itself) of the keys that are present: see `StakeRule.present`.
+        They are those at its parent, of the keys that are present there. A key that has left audits nothing and answers
+        no accusation, though it has stake for up to STAKE_ROUNDS more. Keys that only the record itself lists do not
+        count: its author, who knows its seed, chooses them.
         """
         return self._audit_stakes_at(self._node(record))
 
@@ -232,10 +236,7 @@ class Chain:
         parent, rule, banned = self._node(record).parent, self.limits.stake, self._banned
         if parent is None:
             raise ChainError(f"record {record.short} is where this tree begins: its signers are not in memory")
-        hold = max(1, rule.hold_rounds)
-        earlier = {key for above in islice(parent.branch(), hold) for key in above.weighed}
-        if parent.height < hold:
-            earlier.update(rule.founders)
+        earlier = rule.present(parent)
         decided = is_majority(self._stakes_at(parent), signers - banned, earlier - banned)
         if decided is not None:
             return decided
@@ -749,8 +750,7 @@ class Chain:
     def _reports_after(self, parent: RecordNode) -> CarriedReports:
         # Kept for the newest parent: each report that comes asks for it, and draws are made once.
         if self._reports is None or self._reports[0] is not parent:
-            hold = self.limits.stake.hold_rounds
-            rules = CarriedReports(parent, hold, self.limits.audit, self._stakes_at, self._audit_stakes_at)
+            rules = CarriedReports(parent, self.limits.stake.hold_rounds, self.limits.audit, self._audit_stakes_at)
             self._reports = parent, rules
         return self._reports[1]
 
@@ -766,8 +766,11 @@ class Chain:
     def _audit_stakes_at(self, node: RecordNode) -> Mapping[PeerKey, int]:
         found = self._audit_stakes.get(node.digest)
         if found is None:
-            stakes = self._stakes_at(node.parent or node)
-            found = self._audit_stakes[node.digest] = self.limits.stake.present(stakes, node)
+            if node.parent is None:
+                raise ChainError(f"record {node.digest.short} is where this tree begins")
+            present = self.limits.stake.present(node.parent)
+            found = {key: stake for key, stake in self._stakes_at(node.parent).items() if key in present}
+            self._audit_stakes[node.digest] = found
         return found
 
     def _add_votes(self, node: RecordNode, certificate: Certificate) -> None:

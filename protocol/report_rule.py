@@ -1,9 +1,9 @@
 """The rule by which work reports convict the author of an update, or cost their own authors the stake. Pure.
 
 Two failed replays by different auditors accuse. More than half of a jury's votes convict, with failed replays of
-their own; as many with passed ones acquit. All keys with stake are the jury, and vote with it; of more than 64 keys, 64
-seats are drawn. Loss checks choose what is replayed and decide nothing. A replay that says
-the opposite of what a jury decided costs its author the stake: that keeps auditors honest.
+their own; as many with passed ones acquit. All present keys with stake are the jury, and vote with it; of more than 64
+keys, 64 seats are drawn. Loss checks choose what is replayed and decide nothing. A replay that says the opposite of
+what a jury decided costs its author the stake: that keeps auditors honest.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def decide(
     """Return the decision about an update of a record; None while there is none.
 
     `reports` are in the order in which the chain carries them: of one key and check the first counts. Only those on
-    this update count, by its auditors, its jury and the owner. `stakes` are those at the record's parent. `seed` is the
-    one that drew the update's audit.
+    this update count, by its auditors, its jury and the owner. `stakes` are those of `Chain.audit_stakes`. `seed` is
+    the one that drew the update's audit.
     """
     digest, author = certificate.digest, update.author
     auditors, jury = drawn_reporters(seed, update, stakes, rule)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from protocol.ids import PeerKey, Round
 from protocol.ledger.verdicts import VerdictWalk
@@ -53,14 +54,16 @@ class StakeRule:
             found.pop(key, None)
         return found
 
-    def present(self, stakes: Mapping[PeerKey, int], node: RecordNode) -> dict[PeerKey, int]:
-        """Return the stakes of the keys that contributed in the `hold_rounds` rounds that end with a record.
+    def present(self, node: RecordNode) -> set[PeerKey]:
+        """Return the keys that contributed in the `hold_rounds` rounds (at least one) that end with a record.
 
-        Founders count as contributors just before the first round. A key that has left audits nothing and answers no
-        accusation, though it has stake for up to STAKE_ROUNDS more.
+        Founders count as contributors just before the first round.
         """
-        oldest = node.height - self.hold_rounds
-        return {key: stake for key, stake in stakes.items() if node.history(key).height > oldest}
+        hold = max(1, self.hold_rounds)
+        found = {key for above in islice(node.branch(), hold) for key in above.weighed}
+        if node.height < hold:
+            found.update(self.founders)
+        return found
 
 
 def is_majority(stakes: Mapping[PeerKey, int], signers: set[PeerKey], others: set[PeerKey]) -> bool | None:

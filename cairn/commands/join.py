@@ -48,7 +48,6 @@ CREDIT_SECONDS = 15.0
 CREDIT_CALLS = 160.0
 """Maximum requests a second that all members together send for their credits."""
 
-
 SETTINGS = ("hours", "until", "max_upload", "max_download", "max_upload_day", "max_download_day", "gpu_memory",
             "only_when_idle")  # fmt: skip
 """The options that peer.toml may set as well."""
@@ -345,8 +344,10 @@ async def run_node(node: Node, screen: PeerScreen, stopping: asyncio.Future[Any]
     leaving = asyncio.ensure_future(away.wait())
     running = asyncio.create_task(node.run())
     joys = asyncio.create_task(tell_joys(lambda: screen.view(node.reporter.latest), node.store))
-    auditor, members = node.trainer is None, lambda: node.reporter.latest.members
-    credits = None if auditor else asyncio.create_task(_ask_for_credits(node.membership, screen, members))
+    is_auditor, beside = node.trainer is None, [joys]
+    if not is_auditor:
+        asking = _ask_for_credits(node.membership, screen, lambda: node.reporter.latest.members)
+        beside.append(asyncio.create_task(asking))
     with screen.showing(lambda: node.reporter.latest):  # drawn by another thread
         await asyncio.wait([running, stopping, leaving], return_when=asyncio.FIRST_COMPLETED)
         leaving.cancel()
@@ -354,16 +355,15 @@ async def run_node(node: Node, screen: PeerScreen, stopping: asyncio.Future[Any]
             node.leave()
             log.info(
                 "leaving%s (mostly 10 s, at most a minute)",
-                "" if auditor else ": announcing what is done, saving the rest",
+                "" if is_auditor else ": announcing what is done, saving the rest",
             )
-        joys.cancel()
-        if credits is not None:
-            credits.cancel()
+        for task in beside:
+            task.cancel()
         await running
     from protocol.rounds.departure import BANNED
 
     end = node.snapshot()
-    made = f"{end.audits['made']} checks" if auditor else f"{end.own_updates} updates"
+    made = f"{end.audits['made']} checks" if is_auditor else f"{end.own_updates} updates"
     over = node.end_of_run
     after = "; the same command resumes" if over.info is None and not end.finished.startswith(BANNED) else ""
     if over.is_awaited:

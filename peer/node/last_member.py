@@ -7,6 +7,8 @@ import logging
 import time
 from typing import Protocol
 
+from protocol.ids import Digest
+
 log = logging.getLogger(__name__)
 
 QUIET_SECONDS, QUIET_BYTES = 2.0, 16_384
@@ -15,7 +17,8 @@ QUIET_SECONDS, QUIET_BYTES = 2.0, 16_384
 MAX_STAY_SECONDS = 30.0
 """The longest time that it stays."""
 
-POLL_SECONDS = 0.1
+POLL_SECONDS, ASK_SECONDS = 0.1, 1.0
+"""Seconds between two looks at what was sent, and between two questions to the coordinator."""
 
 
 class Serving(Protocol):
@@ -24,22 +27,22 @@ class Serving(Protocol):
     @property
     def bytes_up(self) -> int: ...
     def is_alone_with_coordinator(self) -> bool: ...
-    def coordinator_round(self) -> int: ...
+    async def coordinator_follows(self, record: Digest) -> bool: ...
 
 
-async def serve_coordinator(network: Serving, round_: int) -> None:
+async def serve_coordinator(network: Serving, head: Digest) -> None:
     """Return once the coordinator has fetched what it wants from us, or another member is here to give it.
 
-    It asks for updates when it follows their record, so it is quiet before: it must have followed the chain to our
-    `round_`, the one after our head.
+    It asks for updates when it follows the chain to their record, so it is quiet before it knows our head. It is asked
+    for that: its heartbeats reach us no more, since we have said goodbye.
     """
     now = time.monotonic()
-    end, sent, quiet_since, said = now + MAX_STAY_SECONDS, network.bytes_up, now, False
+    end, sent, quiet_since, follows, said = now + MAX_STAY_SECONDS, network.bytes_up, now, False, False
     while network.is_alone_with_coordinator() and now < min(end, quiet_since + QUIET_SECONDS):
-        await asyncio.sleep(POLL_SECONDS)
+        follows = follows or await network.coordinator_follows(head)
+        await asyncio.sleep(POLL_SECONDS if follows else ASK_SECONDS)
         now = time.monotonic()
-        is_behind = network.coordinator_round() < round_
-        if is_behind or network.bytes_up - sent > QUIET_BYTES:
+        if not follows or network.bytes_up - sent > QUIET_BYTES:
             sent, quiet_since = network.bytes_up, now
             if not said:
                 said = True

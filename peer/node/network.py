@@ -32,7 +32,7 @@ from peer.swarm.addresses import parse_address
 from peer.swarm.pace import Paces
 from protocol.bounded import BoundedDict
 from protocol.errors import MalformedError
-from protocol.ids import Digest, PeerKey, Round
+from protocol.ids import Digest, PeerKey
 from protocol.messages import Goodbye, Heartbeat, Signed
 from protocol.wire import swarm_pb2 as wire
 
@@ -50,7 +50,7 @@ there may be no third peer that knows both."""
 PRESENCE_SECONDS = 4 * DISCOVER_SECONDS
 """Seconds for which a heartbeat stays in the DHT: some attempts to renew it may fail."""
 
-CHAIN_SECONDS = 15.0
+CHAIN_SECONDS, FOLLOWS_SECONDS = 15.0, 3.0
 MIN_FORGET_SECONDS = 60.0
 MAX_BAD_PROVIDERS = 1024
 
@@ -241,16 +241,13 @@ class Network:
         return self.peers.is_member(key) or key in self._entry_peers or key in self._coordinator_observers()
 
     def is_alone_with_coordinator(self) -> bool:
-        """Return whether the coordinator's observer is here, and no member has been heard from lately."""
-        entries, since = self.peers.entries(), self.clock() - self.membership.spec.round.member_seconds
-        others = any(e.is_member and e.last_direct >= since for e in entries.values())
-        return not others and not self._coordinator_observers().isdisjoint(entries)
+        """Return whether the coordinator's observer is here, and no member that holds updates was heard from lately.
 
-    def coordinator_round(self) -> Round:
-        """Return the round to which the coordinator's observer follows the chain; 0 while it is not here."""
-        entries = self.peers.entries()
-        here = self._coordinator_observers() & entries.keys()
-        return max((entries[key].heartbeat.body.round for key in here), default=Round(0))
+        An auditor's node and a newcomer's hold none: they state no state.
+        """
+        entries, since = self.peers.entries(), self.clock() - self.membership.spec.round.member_seconds
+        others = any(e.is_member and e.heartbeat.body.state and e.last_direct >= since for e in entries.values())
+        return not others and not self._coordinator_observers().isdisjoint(entries)
 
     def _coordinator_observers(self) -> frozenset[PeerKey]:
         record = self.membership.locator.newest
@@ -332,10 +329,25 @@ class Network:
 
     # -- requests --------------------------------------------------------------------------------------------
 
-    async def request_chain(self, to: PeerKey, have: Sequence[Digest]) -> wire.ChainReply:
+    async def request_chain(
+        self, to: PeerKey, have: Sequence[Digest], seconds: float = CHAIN_SECONDS
+    ) -> wire.ChainReply:
         """Return the certificates after the newest of `have` that the peer knows. Raise NETWORK_ERRORS."""
         request = wire.ChainRequest(run=self.membership.spec.run_id, locator=[bytes(d) for d in have])
-        return await self.swarm.request_chain(to, request, timeout=CHAIN_SECONDS)
+        return await self.swarm.request_chain(to, request, timeout=seconds)
+
+    async def coordinator_follows(self, record: Digest) -> bool:
+        """Return whether the coordinator's observer answers that its chain has a record, within FOLLOWS_SECONDS."""
+        for observer in self._coordinator_observers() & self.peers.entries().keys():
+            try:
+                reply = await self.request_chain(observer, [record], FOLLOWS_SECONDS)
+                newer = [self.membership.decoder.decode_certificate(c) for c in reply.certificates[:1]]
+            except NETWORK_ERRORS as e:
+                log.debug("the coordinator did not say what it follows: %s", str(e) or type(e).__name__)
+                continue
+            if all(certificate.record.body.parent == record for certificate in newer):
+                return True
+        return False
 
     async def request_headers(self, sender: PeerKey, names: wire.Packet) -> wire.Packet:
         """Return headers by their names. Raise NETWORK_ERRORS."""

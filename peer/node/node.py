@@ -185,7 +185,7 @@ class Node:
                 saved = await self.trainer.stop()
                 log.info("the trainer has saved its state" if saved else "the trainer left without saving")
                 if self._leaving:
-                    await serve_coordinator(self.network, self.chain.height(self.chain.head))
+                    await serve_coordinator(self.network, self.chain.head)
 
     # -- for the rest of the process -------------------------------------------------------------------------
 

@@ -578,10 +578,11 @@ class Tree:
 
     def audit_stakes(self, node: int) -> list[int]:
         """Return the stake by which each key is drawn for the updates of a record (docs/audits.md, Who is audited)."""
-        hold, path = self.case["hold_rounds"], self.path(node)
+        parent = self.parents[node]
+        hold, path = self.case["hold_rounds"], self.path(parent)
         present = {key for at in path[-hold:] for key in self.records[at]["authors"]}
         present.update(self.case["founders"] if len(path) < hold else ())
-        return [stake if key in present else 0 for key, stake in enumerate(self.stakes(self.parents[node]))]
+        return [stake if key in present else 0 for key, stake in enumerate(self.stakes(parent))]
 
     def head(self) -> int:
         return self._best(self.floor)

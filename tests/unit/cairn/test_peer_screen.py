@@ -160,6 +160,7 @@ class RunningNode:
     def __init__(self) -> None:
         self._over = asyncio.Event()
         self.left = 0
+        self.trainer = object()
         self.membership = SimpleNamespace(client=None, identity=SimpleNamespace(key=KEY))
         self.reporter, self.store = SimpleNamespace(latest=VIEW.node), Values()
         self.end_of_run = SimpleNamespace(info=None, is_awaited=False)
@@ -179,9 +180,7 @@ class RunningNode:
 async def test_it_leaves_in_order_at_its_users_word_and_when_the_days_volume_is_used_up(why, capsys):
     node, stop, away = RunningNode(), asyncio.Event(), asyncio.Event()
     stopping = asyncio.ensure_future(stop.wait())
-    ending = asyncio.ensure_future(
-        join.run_node(cast(Any, node), PeerScreen(plain=True), stopping, away, auditor=False)
-    )
+    ending = asyncio.ensure_future(join.run_node(cast(Any, node), PeerScreen(plain=True), stopping, away))
     await asyncio.sleep(0.05)
     assert not node.left and not ending.done()
     (stop if why == "its user" else away).set()
@@ -198,5 +197,5 @@ async def test_it_leaves_in_order_when_nobody_reads_its_output_any_more(tmp_path
     stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     stopping.set_result(None)
     with stdout_without_reader():
-        await ended(join.run_node(cast(Any, node), screen, stopping, asyncio.Event(), auditor=False))
+        await ended(join.run_node(cast(Any, node), screen, stopping, asyncio.Event()))
     assert node.left == 1 and "leaving: announcing" in (tmp_path / "peer.log").read_text()

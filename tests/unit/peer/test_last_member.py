@@ -9,10 +9,11 @@ import pytest
 
 from peer.node import last_member
 from peer.node.last_member import QUIET_BYTES, serve_coordinator
+from protocol.ids import Digest, sha256
 from tests.support.waiting import ended
 
-ROUND = 7
-"""The round after the last member's head."""
+HEAD = Digest(sha256(b"head"))
+"""The last member's head."""
 
 
 class Uplink:
@@ -32,8 +33,8 @@ class Uplink:
         self.looks += 1
         return self._alone(self.looks)
 
-    def coordinator_round(self) -> int:
-        return ROUND if self.looks > self._followed_after else ROUND - 1
+    async def coordinator_follows(self, record: Digest) -> bool:
+        return record == HEAD and self.looks > self._followed_after
 
 
 @pytest.fixture(autouse=True)
@@ -58,8 +59,8 @@ def clock(monkeypatch: pytest.MonkeyPatch):
         (Uplink(lambda looks: QUIET_BYTES * 2 * looks), range(300, 303)),
         (Uplink(lambda looks: QUIET_BYTES * 2 * looks, lambda looks: looks < 50), range(50, 51)),
         (Uplink(lambda looks: 10**9, lambda looks: False), range(1, 2)),
-        (Uplink(lambda looks: 0, followed_after=50), range(70, 73)),
-        (Uplink(lambda looks: 0, followed_after=10**9), range(300, 303)),
+        (Uplink(lambda looks: 0, followed_after=10), range(30, 33)),
+        (Uplink(lambda looks: 0, followed_after=10**9), range(30, 33)),
     ],
     ids=[
         "nothing is fetched",
@@ -72,5 +73,5 @@ def clock(monkeypatch: pytest.MonkeyPatch):
     ],  # fmt: skip
 )
 async def test_the_last_member_stays_while_the_coordinator_fetches(uplink: Uplink, looks: range):
-    await ended(serve_coordinator(uplink, ROUND))
+    await ended(serve_coordinator(uplink, HEAD))
     assert uplink.looks in looks

@@ -32,7 +32,7 @@ from protocol.message_codec import KeySigner, encode_certificate
 from protocol.messages import Goodbye, Signed
 from protocol.rounds.events import CertificateReceived, MessageReceived
 from protocol.wire import swarm_pb2 as wire
-from tests.support.signed import CERTIFICATE, HEADERS, PEERS, RUN, SPEC, VOTES, decoder, heartbeat, raw, vote
+from tests.support.signed import CERTIFICATE, HEADERS, PEERS, RECORD, RUN, SPEC, VOTES, decoder, heartbeat, raw, vote
 from tests.support.specs import admission, identity
 from tests.support.waiting import LIMIT, ended, until
 
@@ -264,6 +264,7 @@ class FakeSwarm:
         self.found: list[PeerKey] = []
         self.in_dht: list[bytes] = []
         self.fetch_blob: Any = None
+        self.chain: wire.ChainReply | Exception = wire.ChainReply()
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def connect(self, addresses, soon=False) -> list[PeerKey]:
@@ -274,6 +275,11 @@ class FakeSwarm:
 
     async def discover(self) -> list[bytes]:
         return self.in_dht
+
+    async def request_chain(self, to, request, timeout) -> wire.ChainReply:
+        if isinstance(self.chain, Exception):
+            raise self.chain
+        return self.chain
 
     async def send(self, to, packet, seconds) -> None:
         await self.wire(to, packet, seconds)
@@ -293,6 +299,7 @@ class FakeMembership:
         self.addresses: list[str] = []
         self.learnt: list[str] = []
         self.locator = SimpleNamespace(newest=None)
+        self.decoder = decoder()
 
     def learn(self, addresses, own=()) -> None:
         self.learnt = list(addresses)
@@ -393,12 +400,28 @@ async def test_the_last_member_is_alone_with_the_coordinator_and_with_nobody_els
     w.membership.locator.newest = coordinator_address()
     assert not net.is_alone_with_coordinator()
     hear(net, watcher)
-    hear(net, heartbeat(identity("stranger"), admission=b"", round=9))
-    assert net.is_alone_with_coordinator() and net.coordinator_round() == watcher.body.round < 9
-    hear(net, heartbeat(PEERS[1]))
+    hear(net, heartbeat(identity("stranger"), admission=b""))
+    hear(net, heartbeat(PEERS[2]))  # an auditor's node, or a newcomer's: it holds no updates
+    assert net.is_alone_with_coordinator()
+    hear(net, heartbeat(PEERS[1], state=RECORD.digest))
     assert not net.is_alone_with_coordinator()
     w.passed = SPEC.round.member_seconds + 1  # it has lost its power
     assert A in net.peers.keys() and net.is_alone_with_coordinator()
+    await net.stop(0.1)
+
+
+async def test_the_coordinator_is_asked_whether_it_follows_a_record():
+    w = await world()
+    net, swarm, newer = w.network, w.swarms[0], CERTIFICATE.record.body.parent
+    assert not await net.coordinator_follows(newer)  # it is not here
+    w.membership.locator.newest = coordinator_address()
+    hear(net, heartbeat(OBSERVER, admission=b""))
+    swarm.chain = PeerUnreachable("it does not answer")
+    assert not await net.coordinator_follows(newer)
+    swarm.chain = wire.ChainReply(certificates=[encode_certificate(CERTIFICATE)])
+    assert await net.coordinator_follows(newer) and not await net.coordinator_follows(RECORD.digest)
+    swarm.chain = wire.ChainReply()
+    assert await net.coordinator_follows(RECORD.digest)
     await net.stop(0.1)
 
 
