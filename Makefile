@@ -132,7 +132,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Four peers train a small Llama together on this machine: one is killed, one joins late. 4 to 7 minutes on 2 cores.
+# Four peers train a small Llama together on this machine: one is killed, one joins late. 4 to 9 minutes on 2 cores.
 demo: $(STAMP)
 	$(BIN)/cairn demo
 

@@ -74,8 +74,8 @@ def validate(path: Path) -> list[str]:
         if round_.max_update_tokens >= round_.target_tokens:
             lines.append(
                 f"warning: one update may claim {round_.max_update_tokens / round_.target_tokens:.1f} times what all "
-                "peers together train in a round, and nobody can replay that in time to convict a liar (15 minutes or "
-                "four rounds): set round.max_update_tokens near what one machine trains in a round"
+                "peers together train in a round, and nobody can replay that in time to convict a liar: set "
+                "round.max_update_tokens near what one machine trains in a round"
             )
     elif run_file.admission.mode != "allow":
         lines.append(
