@@ -511,8 +511,23 @@ class Consensus:
         body = proposal.record.body
         if proposal.bad or proposal.equivocated or proposal.refused or body.base_state != round_.state:
             return False
-        is_listed = self._context.me in body.contributors
+        is_listed = self._context.me in body.contributors and not self._leaves_out_many(round_, exchange, proposal)
         return is_listed and exchange.is_votable(proposal) and self._may_follow(proposal, set(body.contributors))
+
+    def _leaves_out_many(self, round_: RoundState, exchange: Exchange, proposal: Proposal) -> bool:
+        """Return whether a first attempt leaves out more than a third of the stake that we would list.
+
+        A record needs only most of the stake. So a coalition could leave out nearly half of it in each of its turns,
+        and its own share of the stake would grow. Later attempts may: those left out may not reach the proposers.
+        """
+        body = proposal.record.body
+        if body.attempt:
+            return False
+        stakes = self._context.chain.stakes(body.parent)
+        convicted = {d.author for d in body.decisions if d.convicted}
+        ours = {h.author for h in self._without_surplus_silent(round_, exchange.listable())} - convicted
+        left_out = sum(stakes.get(key, 0) for key in ours.difference(body.contributors))
+        return 3 * left_out > sum(stakes.get(key, 0) for key in ours)
 
     def _may_follow(self, proposal: Proposal, signers: set[PeerKey]) -> bool:
         """Return whether a record that these keys back may be followed now, or voted for if they all voted."""

@@ -349,6 +349,19 @@ class Censor(Attacker):
             super().hear(message)
 
 
+class Omitter(Attacker):
+    """Proposes at once without the first `victims` nodes, but votes for others' records."""
+
+    def __init__(self, *args, victims: int = 1, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.victims = victims
+
+    def hear(self, message: Signed) -> None:
+        victims = {node.key for node in self.world.nodes[: self.victims]}
+        if not (self.betrays and message.author in victims and isinstance(message.body, UpdateHeader | Heartbeat)):
+            super().hear(message)
+
+
 class SybilLister(Attacker):
     """Proposes in each round a record that lists `count` spare keys, whose updates nobody has and which never vote."""
 

@@ -26,6 +26,7 @@ from tests.simulation.attackers import (
     LiesOnce,
     LyingAuditor,
     NeverVotes,
+    Omitter,
     OverClaimer,
     SiblingMaker,
     SoloCertifier,
@@ -157,6 +158,12 @@ def test_private_claims_do_not_end_a_run():
 
 
 # -- pace: less than a third of the stake stops no round ---------------------------------------------------------
+
+
+def test_proposers_cannot_leave_out_much_of_the_stake_in_each_of_their_turns():
+    damage = Siege([partial(Omitter, victims=4)] * 3, honest=6, seconds=240.0).run()
+    check_listed(damage, 0.85)  # 66 to 75% if first attempts may
+    check_pace(damage, usual(9), 1.1)
 
 
 @pytest.mark.parametrize("strategy", [NeverVotes, Withholding, Censor])
