@@ -22,7 +22,6 @@ from peer.node.enrollment import Enrollment
 from peer.node.introducer import Introducer
 from peer.node.message_relay import MessageRelay
 from peer.node.outbox import NETWORK_ERRORS, Outbox
-from peer.node.packet_decoder import MAX_MESSAGES
 from peer.node.peer_table import News, PeerTable
 from peer.node.provider_order import provider_order
 from peer.node.tasks import Tasks
@@ -33,7 +32,7 @@ from peer.swarm.pace import Paces
 from protocol.bounded import BoundedDict
 from protocol.errors import MalformedError
 from protocol.ids import Digest, PeerKey
-from protocol.messages import Goodbye, Heartbeat, Signed
+from protocol.messages import MAX_MESSAGES, Goodbye, Heartbeat, Signed
 from protocol.wire import swarm_pb2 as wire
 
 log = logging.getLogger(__name__)

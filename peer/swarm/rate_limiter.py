@@ -96,11 +96,13 @@ class RateLimiter:
         """Count `size` bytes that are sent to a sender against its limit: small requests with big answers are not free.
 
         With `work` they stand for the cost of checking what arrived, and count against all strangers' volume, too.
+        The debt of that is one burst at most, so that no sender keeps the others out for long.
         """
         now = time.monotonic() if now is None else now
         self._sender(sender, now).volume.charge(size)
         if work and (strangers := self._shared(sender, now)) is not None:
-            strangers.volume.charge(size)
+            shared = strangers.volume
+            shared.charge(min(size, shared.tokens + shared.burst))
 
     def charge_answer(self, sender: PeerKey, size: int, *, now: float | None = None) -> None:
         """Count a large answer of `size` bytes as the sender's own, and against what all strangers are sent."""

@@ -52,7 +52,8 @@ class Member:
         self.requested: list[tuple[Digest, PeerKey]] = []
         self.strangers: set[PeerKey] = set()
         self.swarm: Swarm
-        self.transport = network.host(self.key, limiter=RateLimiter(CallLimits(calls_per_second=20)))
+        self.limiter = RateLimiter(CallLimits(calls_per_second=20), lambda key: key not in self.strangers)
+        self.transport = network.host(self.key, limiter=self.limiter)
 
     async def start(self, *initial: str) -> None:
         handlers = Handlers(
@@ -63,7 +64,7 @@ class Member:
             is_known=lambda key: key not in self.strangers,
         )
         self.swarm = await Swarm.over(
-            self.transport, RateLimiter(), self.key, RUN, store=self.store, handlers=handlers, initial=initial,
+            self.transport, self.limiter, self.key, RUN, store=self.store, handlers=handlers, initial=initial,
             limits=SwarmLimits(
                 streams=StreamLimits(open_seconds=0.02),  # until it is known that somebody cannot be dialled
                 serve=ServeLimits(strangers_bytes_per_second=4 * CHUNK, wait_seconds=0.5),
@@ -103,6 +104,15 @@ async def test_who_is_gone_is_unreachable_and_who_sends_too_much_is_refused(thre
     with pytest.raises(PeerUnreachable):
         await b.swarm.send(c.key, wire.Packet())
     assert await b.swarm.connect(a.swarm.addresses) == [a.key]
+
+
+async def test_a_non_member_s_packet_of_countless_messages_keeps_no_other_out(three: list[Member]):
+    a, b, c = three
+    a.strangers = {b.key, c.key}
+    with pytest.raises(PeerRefused, match="1,000,000 messages"):
+        await b.swarm.send(a.key, wire.Packet(messages=[b""] * 10**6))
+    await c.swarm.send(a.key, wire.Packet(messages=[b"hello"]))
+    assert [sender for sender, _ in a.packets] == [c.key]
 
 
 async def test_blobs_are_fetched_and_requests_that_were_admitted_are_noted(three: list[Member]):
