@@ -360,16 +360,18 @@ class Swarm:
         return reply
 
     async def _take_header_request(self, sender: PeerKey, names: wire.Packet) -> wire.Packet:
+        self._limiter.check_answers(sender)
         reply = self._handlers.on_header_request(names)
-        self._limiter.charge(sender, reply.ByteSize())
+        self._limiter.charge_answer(sender, reply.ByteSize())
         self._count(names, reply)
         return reply
 
     async def _take_coordinator_address_request(
         self, sender: PeerKey, request: wire.CoordinatorAddressRequest
     ) -> wire.CoordinatorAddressReply:
+        self._limiter.check_answers(sender)
         reply = self._handlers.on_coordinator_address_request(request)
-        self._limiter.charge(sender, reply.ByteSize())
+        self._limiter.charge_answer(sender, reply.ByteSize())
         self._count(request, reply)
         return reply
 
