@@ -7,13 +7,12 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
-from peer.node.packet_decoder import MAX_CERTIFICATES
 from peer.store import Store
 from protocol.chain import Chain, ChainLimits, UnknownParent
 from protocol.errors import ChainError, FinalizedConflict, MalformedError, ProtocolError
 from protocol.ids import Digest
 from protocol.message_codec import MessageDecoder, encode_certificate
-from protocol.messages import Certificate, Directive, Finalization, Signed
+from protocol.messages import MAX_CERTIFICATES, Certificate, Directive, Finalization, Signed
 from protocol.spec import RunSpec
 from protocol.wire import swarm_pb2 as wire
 

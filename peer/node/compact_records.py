@@ -122,7 +122,7 @@ class CompactRecords:
 
     def answer(self, request: wire.Packet) -> wire.Packet:
         """Return the requested headers of the records that this node sent. Raise MalformedError."""
-        names = check_header_ids([bytes(n) for n in request.messages])
+        names = check_header_ids(request.messages)
         headers = ChainMap(*(headers for _, headers in self._sent.values()))
         return wire.Packet(messages=[headers[name] for name in dict.fromkeys(names) if name in headers])
 

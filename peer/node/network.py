@@ -22,18 +22,18 @@ from peer.node.enrollment import Enrollment
 from peer.node.introducer import Introducer
 from peer.node.message_relay import MessageRelay
 from peer.node.outbox import NETWORK_ERRORS, Outbox
-from peer.node.packet_decoder import MAX_MESSAGES
 from peer.node.peer_table import News, PeerTable
 from peer.node.provider_order import provider_order
 from peer.node.tasks import Tasks
 from peer.store import StoreError
 from peer.swarm import Handlers, Swarm, SwarmStartError
 from peer.swarm.addresses import parse_address
+from peer.swarm.errors import PeerBusy
 from peer.swarm.pace import Paces
 from protocol.bounded import BoundedDict
 from protocol.errors import MalformedError
 from protocol.ids import Digest, PeerKey
-from protocol.messages import Goodbye, Heartbeat, Signed
+from protocol.messages import MAX_MESSAGES, Goodbye, Heartbeat, Signed
 from protocol.wire import swarm_pb2 as wire
 
 log = logging.getLogger(__name__)
@@ -56,6 +56,9 @@ MAX_BAD_PROVIDERS = 1024
 
 NONMEMBER_SENDS = 8
 """Packets on their way to non-members: anybody can make keys, accept calls, and not answer them."""
+
+BUSY_SECONDS = 2.0
+"""Seconds until a packet is sent again to a peer that was too busy, more or less: its limits refill in this time."""
 
 NONMEMBER_DIALS = 16
 """Number of dials under way above which no newcomer without an admission is dialled. A member is dialled once at a
@@ -321,6 +324,17 @@ class Network:
         self._outbox.broadcast(self.peers.keys(), message)
 
     async def _deliver(self, to: PeerKey, packet: wire.Packet, seconds: float) -> None:
+        """Send a packet, and once more if the peer was too busy. Raise NETWORK_ERRORS when it cannot be reached."""
+        try:
+            await self._send_once(to, packet, seconds)
+        except PeerBusy:
+            await asyncio.sleep(BUSY_SECONDS * self.chance.uniform(0.5, 1.5))  # others were sent away as well
+            try:
+                await self._send_once(to, packet, seconds)
+            except PeerBusy as e:
+                log.info("a packet is dropped: %s", e, extra={"file_only": True})
+
+    async def _send_once(self, to: PeerKey, packet: wire.Packet, seconds: float) -> None:
         if self.is_known(to):
             await self.swarm.send(to, packet, seconds)
         else:

@@ -13,14 +13,20 @@ from protocol.envelope import claimed_kind
 from protocol.errors import MalformedError, ProtocolError
 from protocol.ids import Digest, PeerKey
 from protocol.message_codec import MessageDecoder
-from protocol.messages import CLOCK_TOLERANCE, Certificate, Heartbeat, RoundRecord, Signed, UpdateHeader
+from protocol.messages import (
+    CLOCK_TOLERANCE,
+    MAX_CERTIFICATES,
+    Certificate,
+    Heartbeat,
+    RoundRecord,
+    Signed,
+    UpdateHeader,
+)
 from protocol.rounds.events import CertificateReceived, ChainReceived, MessageReceived
 from protocol.wire import swarm_pb2 as wire
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGES = 2048
-MAX_CERTIFICATES = 256
 MAX_ADDRESS_RECORDS = 4
 """Coordinator address records of one packet that are read: only the newest counts, and an honest peer sends one."""
 
@@ -62,9 +68,6 @@ class PacketDecoder:
 
         A message that breaks the protocol is refused, with the reason in the log.
         """
-        if len(packet.messages) > MAX_MESSAGES or len(packet.certificates) > MAX_CERTIFICATES:
-            self._refuse(sender, "packet", MalformedError("a packet with too many messages"))
-            return
         address_records = 0
         for encoded in packet.messages:
             try:

@@ -27,10 +27,11 @@ class CallLimits:
     bytes_under_way: int = 64 * 1024 * 1024
     handler_seconds: float = 15
     concurrent_strangers: int = 64
+    """For all senders together that are not known as members, like the next three: anybody can make keys."""
+    strangers_calls_per_second: float = 1000
     strangers_bytes_per_second: float = 4 * 1024 * 1024
-    """For all senders together that are not known as members: anybody can make keys."""
     strangers_answer_bytes_per_second: float = 4 * 1024 * 1024
-    """Of large answers to all of them together."""
+    """Of the answers to all of them together."""
     senders: int = 4096
 
 
@@ -43,6 +44,7 @@ class _Sender:
 
 @dataclass(slots=True)
 class _Strangers:
+    calls: TokenBucket
     volume: TokenBucket
     answers: TokenBucket
     busy: int = 0
@@ -69,7 +71,7 @@ class RateLimiter:
             raise TooBusy(f"more than {limits.calls_per_second:.0f} calls a second: slow down")
         if own.volume.tokens < size:
             raise TooBusy(f"more than {limits.bytes_per_second:.0f} bytes a second: slow down")
-        if strangers is not None and strangers.volume.tokens < size:
+        if strangers is not None and (strangers.calls.tokens < 1 or strangers.volume.tokens < size):
             raise TooBusy("strangers send too much: slow down")
         if strangers is not None and strangers.busy >= limits.concurrent_strangers:
             raise TooBusy("too many calls at once: try again")
@@ -77,9 +79,9 @@ class RateLimiter:
             raise TooBusy("too many calls at once: try again")
         if self._busy and self._under_way + size > limits.bytes_under_way:
             raise TooBusy("too many calls at once: try again")
-        own.calls.charge(1)
         counted = [own] if strangers is None else [own, strangers]
         for s in counted:
+            s.calls.charge(1)
             s.volume.charge(size)
             s.busy += 1
         self._busy += 1
@@ -93,24 +95,26 @@ class RateLimiter:
             self._under_way -= size
 
     def charge(self, sender: PeerKey, size: int, *, work: bool = False, now: float | None = None) -> None:
-        """Count `size` bytes that are sent to a sender against its limit: small requests with big answers are not free.
+        """Count `size` bytes against a sender's limit, besides those that it sent.
 
         With `work` they stand for the cost of checking what arrived, and count against all strangers' volume, too.
+        The debt of that is one burst at most, so that no sender keeps the others out for long.
         """
         now = time.monotonic() if now is None else now
         self._sender(sender, now).volume.charge(size)
         if work and (strangers := self._shared(sender, now)) is not None:
-            strangers.volume.charge(size)
+            shared = strangers.volume
+            shared.charge(min(size, shared.tokens + shared.burst))
 
     def charge_answer(self, sender: PeerKey, size: int, *, now: float | None = None) -> None:
-        """Count a large answer of `size` bytes as the sender's own, and against what all strangers are sent."""
+        """Count an answer of `size` bytes as the sender's own, and against what all strangers are sent."""
         now = time.monotonic() if now is None else now
         self._sender(sender, now).volume.charge(size)
         if (strangers := self._shared(sender, now)) is not None:
             strangers.answers.charge(size)
 
     def check_answers(self, sender: PeerKey, *, now: float | None = None) -> None:
-        """Raise TooBusy if the sender is a stranger, and strangers were sent too much: before a large answer."""
+        """Raise TooBusy if the sender is a stranger, and strangers were sent too much: before an answer."""
         strangers = self._shared(sender, time.monotonic() if now is None else now)
         if strangers is not None and strangers.answers.tokens <= 0:
             raise TooBusy("strangers ask for too much: slow down")
@@ -122,11 +126,14 @@ class RateLimiter:
         if self._strangers is None:
             limits = self.limits
             self._strangers = _Strangers(
-                _bucket(limits.strangers_bytes_per_second, now), _bucket(limits.strangers_answer_bytes_per_second, now)
+                _bucket(limits.strangers_calls_per_second, now),
+                _bucket(limits.strangers_bytes_per_second, now),
+                _bucket(limits.strangers_answer_bytes_per_second, now),
             )
-        self._strangers.volume.refill(now)
-        self._strangers.answers.refill(now)
-        return self._strangers
+        shared = self._strangers
+        for bucket in (shared.calls, shared.volume, shared.answers):
+            bucket.refill(now)
+        return shared
 
     def _sender(self, sender: PeerKey, now: float) -> _Sender:
         limits = self.limits

@@ -30,7 +30,7 @@ from protocol.bounded import BoundedDict
 from protocol.errors import MalformedError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, RunId
-from protocol.messages import MAX_ADDRESSES
+from protocol.messages import MAX_ADDRESSES, MAX_CERTIFICATES, MAX_MESSAGES
 from protocol.wire import swarm_pb2 as wire
 
 log = logging.getLogger(__name__)
@@ -335,8 +335,13 @@ class Swarm:
 
     async def _take_packet(self, sender: PeerKey, packet: wire.Packet) -> wire.Ack:
         self._traffic.down += packet.ByteSize()
-        count = len(packet.messages) + len(packet.certificates)
-        self._limiter.charge(sender, MESSAGE_COST * count, work=True)
+        messages, certificates = len(packet.messages), len(packet.certificates)
+        if messages > MAX_MESSAGES or certificates > MAX_CERTIFICATES:
+            raise MalformedError(
+                f"a packet of {messages:,} messages and {certificates:,} certificates: "
+                f"at most {MAX_MESSAGES:,} and {MAX_CERTIFICATES:,} are accepted"
+            )
+        self._limiter.charge(sender, MESSAGE_COST * (messages + certificates), work=True)
         async with AsyncExitStack() as turn:
             if not self._handlers.is_known(sender):
                 await turn.enter_async_context(self._stranger_packets)
@@ -355,16 +360,18 @@ class Swarm:
         return reply
 
     async def _take_header_request(self, sender: PeerKey, names: wire.Packet) -> wire.Packet:
+        self._limiter.check_answers(sender)
         reply = self._handlers.on_header_request(names)
-        self._limiter.charge(sender, reply.ByteSize())
+        self._limiter.charge_answer(sender, reply.ByteSize())
         self._count(names, reply)
         return reply
 
     async def _take_coordinator_address_request(
         self, sender: PeerKey, request: wire.CoordinatorAddressRequest
     ) -> wire.CoordinatorAddressReply:
+        self._limiter.check_answers(sender)
         reply = self._handlers.on_coordinator_address_request(request)
-        self._limiter.charge(sender, reply.ByteSize())
+        self._limiter.charge_answer(sender, reply.ByteSize())
         self._count(request, reply)
         return reply
 

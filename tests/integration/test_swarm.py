@@ -252,3 +252,20 @@ def test_strangers_have_but_a_part_of_the_calls_whatever_keys_they_make():
     with limiter.admit(strangers[2], 10, now=1.2), limiter.admit(member, 500, now=1.2):
         pass
     limiter.check_answers(strangers[4], now=9.0)
+    limiter.charge(strangers[0], 10**9, work=True, now=9.0)
+    with pytest.raises(TooBusy, match="strangers"), limiter.admit(strangers[2], 1, now=11.0):
+        pass
+    with limiter.admit(strangers[2], 1, now=11.1):
+        pass  # the debt was one burst
+
+
+def test_keys_that_are_used_once_share_a_rate_of_calls():
+    member, *strangers = (PeerKey(bytes([n]) * 32) for n in range(8))
+    limiter = RateLimiter(CallLimits(strangers_calls_per_second=3), is_known=lambda key: key == member)
+    for key in strangers[:6]:
+        with limiter.admit(key, 0, now=0.0):
+            pass
+    with pytest.raises(TooBusy, match="strangers"), limiter.admit(strangers[6], 0, now=0.0):
+        pass
+    with limiter.admit(member, 0, now=0.0), limiter.admit(strangers[6], 0, now=0.4):
+        pass

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Awaitable, Callable
 
 import pytest
 import pytest_asyncio
+from google.protobuf.message import Message
 from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
 
@@ -63,15 +65,28 @@ async def test_chain_requests_are_answered(pool, tmp_path):
         assert await b.swarm.request_chain(a.key, wire.ChainRequest(run=RUN)) == a.chain
 
 
-async def test_strangers_are_sent_little_of_the_chain_and_members_what_they_ask_for(tmp_path):
+async def test_strangers_are_sent_little_of_any_answer_and_members_what_they_ask_for(tmp_path):
     limits = SwarmLimits(calls=CallLimits(strangers_answer_bytes_per_second=1))
     async with members(3, tmp_path, limits=limits) as (a, b, c):
-        a.strangers, request = {b.key}, wire.ChainRequest(run=RUN)
-        a.chain = wire.ChainReply(certificates=[b"c" * 1000])
-        assert await b.swarm.request_chain(a.key, request) == a.chain
-        with pytest.raises(PeerRefused, match="strangers ask for too much"):
-            await b.swarm.request_chain(a.key, request)
-        assert await c.swarm.request_chain(a.key, request) == a.chain
+        a.strangers = {b.key}
+        a.chain, headers = wire.ChainReply(certificates=[b"c" * 1000]), wire.Packet(messages=[b"h" * 1000])
+        address = wire.CoordinatorAddressReply(spec=b"s" * 1000)
+        a.on_header_request, a.on_coordinator_address_request = lambda names: headers, lambda request: address
+
+        def ask(by: Member) -> list[Callable[[], Awaitable[Message]]]:
+            return [
+                lambda: by.swarm.request_chain(a.key, wire.ChainRequest(run=RUN)),
+                lambda: by.swarm.request_headers(a.key, wire.Packet()),
+                lambda: by.swarm.request_coordinator_address(a.key, wire.CoordinatorAddressRequest(run=RUN)),
+            ]
+
+        for first in ask(b):
+            a.swarm._limiter._strangers = None  # nothing was sent so far
+            await first()
+            for again in ask(b):
+                with pytest.raises(PeerRefused, match="strangers ask for too much"):
+                    await again()
+        assert [await request() for request in ask(c)] == [a.chain, headers, address]
 
 
 async def test_headers_are_asked_for_by_name_and_given_and_count_against_who_asks(tmp_path):

@@ -25,6 +25,7 @@ from peer.node.round_timings import ExchangeTimes, RoundTimes, RoundTimings
 from peer.node.tasks import Tasks
 from peer.store import StoreError
 from peer.swarm import Handlers, PeerUnreachable, SwarmStartError
+from peer.swarm.errors import PeerBusy
 from protocol.errors import MalformedError
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, Round, short_id
@@ -422,6 +423,30 @@ async def test_the_coordinator_is_asked_whether_it_follows_a_record():
     assert await net.coordinator_follows(newer) and not await net.coordinator_follows(RECORD.digest)
     swarm.chain = wire.ChainReply()
     assert await net.coordinator_follows(RECORD.digest)
+    await net.stop(0.1)
+
+
+@pytest.mark.parametrize("refusals", [1, 2])
+async def test_a_peer_that_was_too_busy_is_sent_the_packet_once_more_and_is_not_unreachable(
+    refusals, monkeypatch, caplog
+):
+    monkeypatch.setattr(network_module, "BUSY_SECONDS", 0.01)
+    caplog.set_level("INFO")
+    net, swarm = await network()
+    tried: list[wire.Packet] = []
+
+    async def send(to, packet, seconds) -> None:
+        tried.append(packet)
+        if len(tried) <= refusals:
+            net.send(A, VOTES[:1])  # queued meanwhile
+            raise PeerBusy(f"peer {to.short} refused: too many calls at once: try again")
+
+    swarm.send = send
+    net.send(A, HEADERS[:1])
+    await net.flush(LIMIT)
+    assert [list(p.messages) for p in tried] == [[HEADERS[0].encoded]] * 2 + [[VOTES[0].encoded] * refusals]
+    assert not net._outbox.failures and "cannot reach" not in caplog.text
+    assert ("a packet is dropped" in caplog.text) == (refusals == 2)
     await net.stop(0.1)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import async_timeout
 import pytest
+from google.protobuf.message import Message
 
 from peer.store import Store
 from peer.swarm import (
@@ -30,7 +31,7 @@ from peer.swarm.transfer import requests
 from peer.swarm.transfer.blob_server import STRANGER_REQUEST, ServeLimits
 from peer.swarm.transfer.frames import BlobOp, BlobRequest, ReplyStatus
 from peer.swarm.transfer.streams import StreamLimits
-from peer.swarm.transport import call_name
+from peer.swarm.transport import Call, call_name
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, RunId
 from protocol.merkle import CHUNK
@@ -51,8 +52,10 @@ class Member:
         self.serve_refusal: Callable[[Digest, PeerKey], str | None] = lambda blob, by: None
         self.requested: list[tuple[Digest, PeerKey]] = []
         self.strangers: set[PeerKey] = set()
+        self.spec = b""
         self.swarm: Swarm
-        self.transport = network.host(self.key, limiter=RateLimiter(CallLimits(calls_per_second=20)))
+        self.limiter = RateLimiter(CallLimits(calls_per_second=20), lambda key: key not in self.strangers)
+        self.transport = network.host(self.key, limiter=self.limiter)
 
     async def start(self, *initial: str) -> None:
         handlers = Handlers(
@@ -61,9 +64,10 @@ class Member:
             serve_refusal=lambda blob, by: self.serve_refusal(blob, by),
             on_blob_requested=lambda blob, by: self.requested.append((blob, by)),
             is_known=lambda key: key not in self.strangers,
+            on_coordinator_address_request=lambda _: wire.CoordinatorAddressReply(spec=self.spec),
         )
         self.swarm = await Swarm.over(
-            self.transport, RateLimiter(), self.key, RUN, store=self.store, handlers=handlers, initial=initial,
+            self.transport, self.limiter, self.key, RUN, store=self.store, handlers=handlers, initial=initial,
             limits=SwarmLimits(
                 streams=StreamLimits(open_seconds=0.02),  # until it is known that somebody cannot be dialled
                 serve=ServeLimits(strangers_bytes_per_second=4 * CHUNK, wait_seconds=0.5),
@@ -103,6 +107,42 @@ async def test_who_is_gone_is_unreachable_and_who_sends_too_much_is_refused(thre
     with pytest.raises(PeerUnreachable):
         await b.swarm.send(c.key, wire.Packet())
     assert await b.swarm.connect(a.swarm.addresses) == [a.key]
+
+
+async def test_a_non_member_s_packet_of_countless_messages_keeps_no_other_out(three: list[Member]):
+    a, b, c = three
+    a.strangers = {b.key, c.key}
+    with pytest.raises(PeerRefused, match="1,000,000 messages"):
+        await b.swarm.send(a.key, wire.Packet(messages=[b""] * 10**6))
+    await c.swarm.send(a.key, wire.Packet(messages=[b"hello"]))
+    assert [sender for sender, _ in a.packets] == [c.key]
+
+
+async def test_twenty_newcomers_at_once_stay_far_below_the_limits_of_non_members(tmp_path: Path):
+    network = MemoryNetwork()
+    a = Member(network, 1, tmp_path)
+    a.spec = bytes(64 * 1024)  # real ones have a tenth
+    await a.start()
+    keys = [Identity(bytes([9, n]) * 16).key for n in range(20)]
+    a.strangers = set(keys)
+
+    async def join(key: PeerKey) -> None:
+        transport = network.host(key)
+
+        async def call(name: Call, request: Message, answer: type[Message]) -> None:
+            await transport.call(a.key, call_name(RUN, name), request, answer)
+
+        await call("coordinator-address", wire.CoordinatorAddressRequest(wants_spec=True), wire.CoordinatorAddressReply)
+        for _ in range(10):
+            await call("packet", wire.Packet(messages=[bytes(1000)]), wire.Ack)
+            await call("chain", wire.ChainRequest(locator=[bytes(1000)]), wire.ChainReply)
+
+    await asyncio.gather(*map(join, keys))
+    shared = a.limiter._strangers
+    assert shared is not None and len(a.packets) == 200
+    assert all(b.tokens > 0.7 * b.burst for b in (shared.calls, shared.volume, shared.answers))
+    await a.swarm.stop()
+    a.store.close()
 
 
 async def test_blobs_are_fetched_and_requests_that_were_admitted_are_noted(three: list[Member]):
