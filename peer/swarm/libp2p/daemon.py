@@ -60,7 +60,7 @@ MAX_DHT_KEYS = 1
 MAX_DHT_STORE = 32 * 1024
 """Bytes of one store in the DHT: hivemind checks all records in it without a pause, a hundred in some 20 ms.
 
-A node that hands over its whole table sends more. It is refused, and the records come when members renew them."""
+A node that hands over its whole table, as hivemind's do, sends more. It is refused: members renew their records."""
 
 STORE_COST = 15
 """Bytes that each byte of a store counts for besides its own. To check a record of 280 bytes takes 0.2 ms of a core.
