@@ -4,4 +4,5 @@
 is repaired by its private attributes, each with the reason.
 """
 
+from peer.swarm.libp2p.daemon import DAEMON_ERRORS
 from peer.swarm.libp2p.transport import START_SECONDS, Libp2pTransport
