@@ -18,8 +18,8 @@ from google.protobuf.message import Message
 
 from peer.store import Store
 from peer.swarm.addresses import announceable, dial_addresses
-from peer.swarm.errors import PacketTooLarge, PeerRefused, PeerUnreachable, SwarmStartError
-from peer.swarm.libp2p import START_SECONDS, Libp2pTransport
+from peer.swarm.errors import PacketTooLarge, PeerRefused, PeerUnreachable, SwarmStartError, short_report
+from peer.swarm.libp2p import DAEMON_ERRORS, START_SECONDS, Libp2pTransport
 from peer.swarm.pace import Paces
 from peer.swarm.rate_limiter import CallLimits, RateLimiter
 from peer.swarm.transfer.blob_server import BlobServer, ServeLimits, ServeRefusal
@@ -199,6 +199,12 @@ class Swarm:
         except asyncio.TimeoutError:
             await self.stop()
             raise SwarmStartError(f"libp2p's daemon did not answer for {START_SECONDS:.0f} s: try again") from None
+        except DAEMON_ERRORS as e:
+            await self.stop()
+            why = short_report(str(e)) or type(e).__name__
+            raise SwarmStartError(
+                f"libp2p's daemon ended during the start, or refused a request: {why}; try again"
+            ) from None
         except BaseException:
             await self.stop()
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
@@ -10,12 +11,13 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from peer.swarm import PeerUnreachable, SwarmStartError
 from peer.swarm.addresses import announceable, dial_addresses, parse_address, quic_beside
-from peer.swarm.libp2p.daemon import start_daemon
+from peer.swarm.libp2p.daemon import Daemon, start_daemon
 from peer.swarm.rate_limiter import CallLimits, RateLimiter, TooBusy
 from protocol.errors import MalformedError
 from protocol.ids import PeerKey
@@ -81,6 +83,16 @@ async def test_a_daemon_that_does_not_come_up_is_an_error_with_its_own_words(tmp
             start_seconds=LIMIT,
         )
     assert list(sockets.iterdir()) == []
+
+
+async def test_a_daemon_that_ends_as_soon_as_it_has_started_is_an_error_too(tmp_path, monkeypatch):
+    async def create(*args: Any, **kwargs: Any) -> Any:
+        raise asyncio.IncompleteReadError(b"", 1)
+
+    monkeypatch.setattr(Daemon, "create", create)
+    with pytest.raises(SwarmStartError, match="did not start, twice"):
+        await start_daemon(identity(1), listen=[], announce=[], folder=tmp_path, limiter=RateLimiter())
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_stopping_leaves_neither_processes_nor_files(tmp_path):

@@ -60,11 +60,14 @@ MAX_DHT_KEYS = 1
 MAX_DHT_STORE = 32 * 1024
 """Bytes of one store in the DHT: hivemind checks all records in it without a pause, a hundred in some 20 ms.
 
-A node that hands over its whole table sends more. It is refused, and the records come when members renew them."""
+A node that hands over its whole table, as hivemind's do, sends more. It is refused: members renew their records."""
 
 STORE_COST = 15
 """Bytes that each byte of a store counts for besides its own. To check a record of 280 bytes takes 0.2 ms of a core.
 A message that takes as long counts for 4 KiB."""
+
+DAEMON_ERRORS = (P2PDaemonError, OSError, asyncio.IncompleteReadError)
+"""hivemind raises these when the daemon refuses a request, or ends in the middle of one."""
 
 START_SECONDS = 60
 STARTS = 2
@@ -267,8 +270,8 @@ async def start_daemon(
         try:
             with reserved(listen) as both:
                 return await _start_once(identity, both, announce, folder, limiter, start_seconds)
-        except (P2PDaemonError, OSError) as e:
-            causes.append(short_report(str(e)))
+        except DAEMON_ERRORS as e:
+            causes.append(short_report(str(e)) or type(e).__name__)
             log.warning("libp2p's daemon did not start: %s", causes[-1])
     raise SwarmStartError(
         f"libp2p's daemon did not start, twice: {causes[-1]}; check that the listen address belongs to this machine, "

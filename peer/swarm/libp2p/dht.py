@@ -21,6 +21,7 @@ from typing import Any, cast
 from google.protobuf.message import DecodeError
 from hivemind.dht.crypto import DHTRecord
 from hivemind.dht.node import DHTNode
+from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import RecordValidatorBase
@@ -153,6 +154,41 @@ def unpack(value: bytes) -> bytes:
     return value[start:]
 
 
+class KnownNodes:
+    """Keeps hivemind's routing table: one id for each key, at most 20 in each of at most 993 buckets, and no spares.
+
+    A ping may state any id, and keys are free. hivemind keeps all ids, and for each new one it may send its whole table
+    of records. No member needs that handover: each stores its own record again about every 15 s (DISCOVER_SECONDS of
+    peer/node/network.py), at the nodes that are then nearest. Readers ask all of these.
+    """
+
+    def __init__(self, protocol: DHTProtocol):
+        self._protocol = protocol
+        self._table = protocol.routing_table
+
+    async def update(self, node_id: DHTID | None, peer: PeerID, responded: bool = True) -> None:
+        """Note that a node called us or answered, or that it did not. Replaces hivemind's `update_routing_table`."""
+        table = self._table
+        held = table.peer_id_to_uid.get(peer)
+        if held is not None and (held != node_id or not responded):
+            self._remove(held, peer)
+        if not responded or node_id is None or table.uid_to_peer_id.get(node_id, peer) != peer:
+            return
+        oldest = table.add_or_update_node(node_id, peer)
+        if node_id in table.buckets[table.get_bucket_index(node_id)].replacement_nodes:
+            self._remove(node_id, peer)  # the bucket is full; when its oldest node is gone, the next caller gets in
+        if oldest is not None:
+            asyncio.create_task(self._protocol.call_ping(oldest[1]))
+
+    def _remove(self, node_id: DHTID, peer: PeerID) -> None:
+        """Remove a node from all buckets: one that hivemind splits leaves an id on the boundary in the wrong half."""
+        for bucket in self._table.buckets:
+            bucket.nodes_to_peer_id.pop(node_id, None)
+            bucket.replacement_nodes.pop(node_id, None)
+            bucket.nodes_requested_for_ping.discard(node_id)
+        del self._table.uid_to_peer_id[node_id], self._table.peer_id_to_uid[peer]
+
+
 class DhtPresence:
     """Our node of the DHT; see `Presence` for the methods."""
 
@@ -175,6 +211,8 @@ class DhtPresence:
             cache_on_store=False,
             cache_refresh_before_expiry=0,
         )
+        protocol: Any = node.protocol
+        protocol.update_routing_table = KnownNodes(protocol).update  # before the first ping is processed
         return cls(node, validator, run, warn)
 
     @property

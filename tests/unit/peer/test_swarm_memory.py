@@ -11,6 +11,7 @@ from typing import Any
 import async_timeout
 import pytest
 from google.protobuf.message import Message
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
 from peer.store import Store
 from peer.swarm import (
@@ -31,7 +32,7 @@ from peer.swarm.transfer import requests
 from peer.swarm.transfer.blob_server import STRANGER_REQUEST, ServeLimits
 from peer.swarm.transfer.frames import BlobOp, BlobRequest, ReplyStatus
 from peer.swarm.transfer.streams import StreamLimits
-from peer.swarm.transport import Call, call_name
+from peer.swarm.transport import Call, StreamHandler, call_name
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, RunId
 from protocol.merkle import CHUNK
@@ -230,6 +231,22 @@ async def test_a_daemon_that_never_answers_is_an_error_and_no_peer_waits_for_eve
     monkeypatch.setattr(member.transport, "join_dht", lambda run, warn: asyncio.sleep(LIMIT))
     with pytest.raises(SwarmStartError, match="did not answer"):
         await member.start()
+    member.store.close()
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionRefusedError("refused"), asyncio.IncompleteReadError(b"", 1), P2PDaemonError("no")]
+)
+async def test_a_daemon_that_ends_while_the_swarm_is_joined_is_an_error_of_the_start(tmp_path, monkeypatch, error):
+    member = Member(MemoryNetwork(), 1, tmp_path)
+
+    async def fail(name: str, handler: StreamHandler) -> None:
+        raise error
+
+    monkeypatch.setattr(member.transport, "accept_streams", fail)
+    with pytest.raises(SwarmStartError, match="try again"):
+        await member.start()
+    assert not member.transport.reachable
     member.store.close()
 
 
