@@ -169,13 +169,18 @@ class Enrollment:
         return self.seconds_left() / 3600
 
     async def renew(self) -> None:
-        """Request a new admission. Raise CairnError when it is not given."""
+        """Request an admission, and take it over once half of the present one's time is over.
+
+        A header that is signed again after a crash must have the same admission: two headers of one round are
+        equivocation. The request is made all the same: the coordinator may refuse. Raise CairnError then.
+        """
         if self.client is None:
             raise PeerError("an observer is not admitted to anything")
         nonce = await self._proof_of_work()
         reply = await self.client.admit(self.identity, self.name, nonce=nonce)
-        self.admission = reply.admission.encoded
-        self.store.write_value(ADMISSION, self.admission)
+        if self.seconds_left() <= self.spec.admission.seconds / 2:
+            self.admission = reply.admission.encoded
+            self.store.write_value(ADMISSION, self.admission)
         self.learn(reply.addresses)
         if (clock := clock_finding(reply.clock_ahead)).verdict != "ok":
             log.warning("%s: %s", clock.found, clock.remedy)

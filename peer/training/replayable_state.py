@@ -7,7 +7,7 @@ The public values are the peer's key, its windows, certified states, and its own
 - When the next record accepts that update, the progress since is moved to the new state, and the moments are kept.
   `rebase_window` marks the place. A step that was under way is dropped, so the place is between two steps.
 - On every other state training starts over, without moments, from the state itself. A missed update is not put back:
-  its windows are trained again.
+  its windows are skipped.
 - There is no error feedback.
 
 `StepLoop` uses one learning rate for each state. An auditor replays all this by the same methods of a backend:
@@ -143,7 +143,7 @@ class ReplayableState(BaseState):
 
     def _take_up(self, move: BaseMove, last: Digest | None) -> None:
         """Keep all that was trained on the same state, in this process or the one before; otherwise start over."""
-        is_same = self.record == move.record and self._exchange.windows.claimed_from == move.next_window
+        is_same = self.record == move.record and self._exchange.windows.claimed_from >= move.next_window
         if self.record is None:
             self._resume(move)
         elif not is_same or not self._is_loaded(self._state):
@@ -153,18 +153,16 @@ class ReplayableState(BaseState):
     def _resume(self, move: BaseMove) -> None:
         """Continue, at the first load, from the saved state if it belongs to the loaded one; otherwise start over."""
         saved, self._saved = self._saved, None
-        windows = saved.windows if saved is not None else WindowAccounting()
-        mine = windows.announced
-        if saved is None or saved.record != move.record or windows.claimed_from != move.next_window:
-            if saved is not None and windows.counter > move.next_window:
+        windows = saved.windows if saved is not None else self._exchange.windows
+        self._exchange.windows, mine = windows, windows.announced
+        if saved is None or saved.record != move.record or windows.claimed_from < move.next_window:
+            self._start_over(move.next_window)
+            if windows.counter > self._exchange.windows.counter:
                 text = "the saved state is of another round: its windows that were not announced are trained again"
                 self._report("info", "saved-state", text)
-            self._start_over(move.next_window)
         elif mine is not None:
-            self._exchange.windows = windows
             self._begin(self._announced_blob(mine))
         elif not self._is_loaded(saved.state):
             self._start_over(move.next_window)
         else:
-            self._exchange.windows = windows
             self._backend.resume(saved, everything=True)

@@ -7,8 +7,9 @@ nothing is ever unpickled.
 
 The undecided update (`update-DIGEST.blob`) and the manifest of its making (`update.json`) are on the disk before its
 header can be signed. A peer that signed two updates for one parent would be reported. The update that a saved state has
-as announced stays as long as that state: if it is missed, nothing else holds its progress. `dropped-DIGEST.bits` are
-the masks of own updates' values that reduced rounds did not transmit.
+as announced stays as long as that state: if it is missed, nothing else holds its progress. In a replayable run
+`update.json` stays when its update is decided: an older saved state does not know where the announced windows end.
+`dropped-DIGEST.bits` are the masks of own updates' values that reduced rounds did not transmit.
 """
 
 from __future__ import annotations
@@ -105,8 +106,8 @@ M = TypeVar("M", bound=_UpdateManifest)
 class SavedFolder:
     """The folder of one trainer's state: of one run, peer and model. Any thread may use it, one at a time per file."""
 
-    def __init__(self, folder: Path, run: RunId, peer: PeerKey, layout: Layout):
-        self.folder, self.run, self.peer, self.layout = folder, run, peer, layout
+    def __init__(self, folder: Path, run: RunId, peer: PeerKey, layout: Layout, *, replayable: bool = False):
+        self.folder, self.run, self.peer, self.layout, self.replayable = folder, run, peer, layout, replayable
         self._needed: frozenset[Path] = frozenset()
         """The update and the masks that the state on disk refers to."""
 
@@ -146,8 +147,11 @@ class SavedFolder:
         saved = manifest and self._state(manifest, self._tensors(manifest))
         self._needed = frozenset(self._files_of(saved)) if saved else frozenset()
         update = self._read(UPDATE_MANIFEST, _UpdateManifest)
-        if update is None or (saved and saved.windows.announced == update.held.windows.announced):
+        mine = update and update.held.windows.announced
+        if update is None or (saved and saved.windows.announced == mine):
             return saved
+        if self.replayable and saved and mine and saved.windows.claimed_from >= mine.end:
+            return saved  # saved after the update was decided
         # The update was made after the state was saved, so it carries that state's feedback and progress.
         empty = SavedState(**vars(update.held), optimizer_steps=0, feedback={}, progress={}, moments={})
         if saved is None:
@@ -240,7 +244,7 @@ class SavedFolder:
 
         `entries`: the feedback's present content. `unsaved`: states that are about to be saved.
         """
-        if undecided is None:
+        if undecided is None and not self.replayable:
             (self.folder / UPDATE_MANIFEST).unlink(missing_ok=True)
         keep = {path for manifest in unsaved for path in self._files_of(manifest)} | self._needed
         keep |= {self._mask_file(e.only) for e in entries.values() if e.only is not None}

@@ -79,7 +79,10 @@ class Trainer:
         # Throughput is in tokens that count; the others of a window are computed all the same.
         self.flops_per_token = None if flops is None else flops * data.window // data.window_tokens
         self.peak_flops = peak_flops(self.backend.devices)
-        self.folder = SavedFolder(start.state_folder, self.spec.run_id, start.identity_key, self.spec.model.layout)
+        self.folder = SavedFolder(
+            start.state_folder, self.spec.run_id, start.identity_key, self.spec.model.layout,
+            replayable=self.spec.audit.replayable,
+        )  # fmt: skip
         batches = _batches(self.spec, start, self.backend, report)
         self.steps = StepLoop(
             self.spec, self.backend, batches, self.exchange, self.gate, times, overlap=start.overlap, report=report

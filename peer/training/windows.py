@@ -1,11 +1,17 @@
 """The count of a peer's windows: which are trained, announced and accepted. Plain numbers, no tensors.
 
-The count never restarts. The chain has accepted the windows below `claimed_from`. Those from there up to `counter` are
-trained: the model, the error feedback or the announced update holds their progress. An update claims as many of them as
-it may, from `claimed_from` on, so each window is claimed once however many rounds were missed.
+The count never restarts. The windows below `claimed_from` are accepted by the chain, or skipped. Those from there up to
+`counter` are trained: the model, the error feedback or the announced update holds their progress. An update claims as
+many of them as it may, from `claimed_from` on, so each window is claimed once however many rounds were missed.
 
-In a replayable run windows whose work was given up are trained again, and `rebase_window` says which were trained on
-the held state (see `replayable_state`).
+In a replayable run no update ends before an earlier one, on whichever branch that was: the fork choice counts a key
+where its windows end last (`protocol.chain`). So windows that were announced are never trained again: those of a missed
+update are skipped. Others whose work was given up are trained again, and `rebase_window` says which were trained on the
+held state (see `replayable_state`). Only a peer whose saved state is lost may end lower.
+
+With error feedback an update may end before an earlier one in two more cases. After a split the peer claims again what
+the other branch has not accepted, and one update may not suffice. Or it restarts from a state that is older than its
+last update.
 """
 
 from __future__ import annotations
@@ -123,6 +129,7 @@ class WindowAccounting:
     def started_over(self, next_window: int) -> WindowAccounting:
         """Return the count when all progress was given up, and the chain has accepted the windows below `next_window`.
 
-        It may be less than the present count.
+        Windows that were announced are skipped, also those that only another branch has accepted.
         """
-        return WindowAccounting(next_window, next_window, rebase_window=next_window)
+        start = max(next_window, self.claimed_from, self.announced.end if self.announced else 0)
+        return WindowAccounting(start, start, rebase_window=start)

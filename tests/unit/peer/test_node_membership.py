@@ -160,6 +160,19 @@ async def test_a_refusal_is_a_refusal_also_with_a_valid_admission(store, client,
         await enter(store, tmp_path)
 
 
+@pytest.mark.parametrize("left, kept", [(0.95, True), (0.55, True), (0.45, False)])
+async def test_a_restart_keeps_the_admission_for_half_of_its_time_and_asks_the_coordinator_all_the_same(
+    store, client, tmp_path, left, kept
+):
+    """The header of an open round is signed again after a crash: with another admission it would be a second one."""
+    client.seconds = int(left * RUN.admission.seconds)  # of an earlier visit
+    before = (await enter(store, tmp_path)).admission
+    client.seconds = RUN.admission.seconds
+    after = await enter(store, tmp_path)
+    assert client.asked == 2 and (after.admission == before) == kept
+    assert store.read_value(ADMISSION) == after.admission
+
+
 async def test_the_first_visit_needs_the_coordinator(store, client, tmp_path):
     client.run = AWAY
     with pytest.raises(CoordinatorUnreachable):
@@ -242,7 +255,7 @@ async def test_a_full_disk_at_a_renewal_costs_no_admission(store, client, tmp_pa
         raise StoreFull("no space left: free some")
 
     monkeypatch.setattr(cast(Any, store), "write_value", full)
-    client.seconds = 90_000
+    m.admission, client.seconds = admission(RUN, ME, not_after=int(time.time()) + 60).encoded, 90_000
     with pytest.raises(StoreFull):
         await m.renew()
     assert m.seconds_left() > 86_400

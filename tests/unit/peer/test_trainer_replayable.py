@@ -106,17 +106,17 @@ def test_updates_over_rounds_with_overlap_misses_and_a_restart_are_those_of_a_re
     swarm.round(3, meanwhile=2)
     swarm.round(2, meanwhile=1)
     swarm.round(1)
-    # Peer 1's update misses its round: its windows are trained again, from the new state.
+    # Peer 1's update misses its round: its windows are skipped.
     train(swarm.peers[1], 2)
     train(swarm.peers[2], 3)
     missed, listed = swarm.announce(1), swarm.announce(2)
     train(swarm.peers[1], 1)
     train(swarm.peers[2], 1)
     swarm.decide((2, listed), missed={1: missed})
-    assert swarm.peers[1].windows.counter == missed.first_window
+    assert swarm.peers[1].windows.counter == missed.end_window
     train(swarm.peers[1], 4)
     again = swarm.announce(1)
-    assert (again.first_window, again.rebase_window) == (missed.first_window, missed.first_window)
+    assert (again.first_window, again.rebase_window) == (missed.end_window, missed.end_window)
     assert swarm.is_replayed(1, again)
     train(swarm.peers[1], 2)
     train(swarm.peers[2], 1)
@@ -192,7 +192,8 @@ def test_a_round_without_an_own_update_costs_what_was_trained(swarm, announced):
     swarm.decide((2, swarm.announce(2)))
     assert trainer.backend.outer.base is not None
     same(trainer.backend.outer.local, trainer.backend.outer.base, atol=0)
-    assert trainer.windows.counter == trainer.windows.claimed_from == trainer.windows.rebase_window == 0
+    start = 2 * BATCH if announced else 0
+    assert trainer.windows.counter == trainer.windows.claimed_from == trainer.windows.rebase_window == start
     assert trainer.backend.inner.moments() == (0, {}) and trainer.windows.announced is None
     ask = MakeUpdate(1, swarm.rounds[0].record, swarm.world.folder / "none")
     assert make_update(trainer, ask) == NothingDone(swarm.rounds[0].record)
@@ -209,13 +210,45 @@ def test_a_load_of_the_same_record_keeps_what_was_trained_and_of_another_does_no
     assert trainer.windows == windows and trainer.backend.inner.moments()[0] == 1
     swarm.decide((1, made))
     train(trainer, 1)
-    assert swarm.is_replayed(1, swarm.announce(1))
+    last = swarm.announce(1)
+    assert swarm.is_replayed(1, last)
     swarm.rounds.pop()
     swarm.next_windows[1], swarm.accepted = 0, 0
     swarm.load(1)  # another branch won
-    assert trainer.windows.counter == 0
+    assert trainer.windows.counter == last.end_window
     train(trainer, 2)
+    windows = trainer.windows
+    swarm.load(1)
+    assert trainer.windows == windows and trainer.backend.inner.moments()[0] == 2
     assert swarm.is_replayed(1, swarm.announce(1))
+
+
+@pytest.mark.parametrize("saved", ["never", "before", "after"])
+def test_an_update_on_another_branch_ends_after_the_missed_one_also_when_the_peer_restarts_between(swarm, saved):
+    """The fork choice counts a key where its windows end last: an earlier end would still count on the old branch."""
+    train(swarm.peers[1], 2)
+    swarm.decide((1, swarm.announce(1)))
+    if saved == "before":
+        swarm.peers[1].checkpointer.save_now()
+    train(swarm.peers[1], 2)
+    missed = swarm.announce(1)
+    train(swarm.peers[2], 1)
+    swarm.decide((2, swarm.announce(2)), missed={1: missed})
+    if saved == "after":
+        swarm.peers[1].checkpointer.save_now()
+    swarm.rounds.clear()
+    swarm.next_windows[1], swarm.accepted = 0, 0
+    if saved == "never":
+        swarm.load(1)
+    else:
+        swarm.join(1)
+    train(swarm.peers[1], 1)
+    swarm.peers[1].checkpointer.save_now()
+    swarm.join(1)
+    train(swarm.peers[1], 1)
+    made, end = swarm.announce(1), missed.end_window
+    assert (made.first_window, made.rebase_window, made.end_window) == (end, end, end + 2 * BATCH)
+    assert swarm.is_replayed(1, made)
 
 
 @pytest.mark.parametrize("restarts", [False, True])
@@ -391,7 +424,7 @@ def test_an_announced_update_that_cannot_be_used_any_more_has_training_start_ove
         file.write_bytes(bytes(swarm.peers[1].base.codec.size))
     swarm.peers[1], heard = born(swarm.world, 1)
     swarm.load(1)
-    assert heard.kinds() == ["lost-update"] and swarm.peers[1].windows.counter == 0
+    assert heard.kinds() == ["lost-update"] and swarm.peers[1].windows.counter == 2 * BATCH
     train(swarm.peers[1], 1)
     assert swarm.is_replayed(1, swarm.announce(1))
 
@@ -404,7 +437,7 @@ def test_an_announced_update_whose_file_disappears_while_training_has_it_start_o
     next(trainer.folder.folder.glob("update-*")).unlink()
     ask = MakeUpdate(0, trainer.base.record, swarm.world.folder / "again")  # type: ignore[arg-type]
     assert make_update(trainer, ask) == NothingDone(ask.parent)
-    assert trainer.windows.counter == 0 and trainer.windows.announced is None
+    assert trainer.windows.counter == 2 * BATCH and trainer.windows.announced is None
     train(trainer, 1)
     made = update(trainer, ask.out)
     assert swarm.is_replayed(1, made)

@@ -137,11 +137,13 @@ def test_what_was_trained_since_an_announcement_is_dropped_when_training_begins_
 
 
 @pytest.mark.parametrize("next_window", [0, 4, 40])
-def test_to_start_over_leaves_nothing_to_claim(next_window):
-    windows = announced_whole(WindowAccounting().trained(4)).trained(4).started_over(next_window)
+def test_to_start_over_leaves_nothing_to_claim_and_skips_what_was_announced(next_window):
+    windows, start = announced_whole(WindowAccounting().trained(4)).trained(4), max(4, next_window)
+    windows = windows.started_over(next_window)
     assert windows.claim(MOST) is None and windows.announced is None
-    assert windows.trained(4).claim(MOST) == (next_window, next_window + 4, 1)
-    assert windows.rebase_window == next_window
+    assert windows.trained(4).claim(MOST) == (start, start + 4, 1)
+    assert windows.rebase_window == start
+    assert windows.trained(4).started_over(0) == windows
 
 
 def test_only_an_announced_update_can_be_rebased():
@@ -150,17 +152,17 @@ def test_only_an_announced_update_can_be_rebased():
 
 
 @given(st.lists(st.sampled_from(["train", "announce", "accept", "miss", "load"]), max_size=60))
-def test_in_a_replayable_run_each_update_claims_all_that_was_trained_since_the_chains_windows(story):
-    windows, chain, has_own = WindowAccounting(), 0, False
+def test_in_a_replayable_run_each_update_claims_all_that_was_trained_after_every_earlier_one(story):
+    windows, chain, newest, has_own = WindowAccounting(), 0, 0, False
     for event in story:
         if event == "train" and windows.room(MOST) >= 4:
             windows = windows.trained(4)
         elif event == "announce" and windows.announced is None and windows.claim(MOST):
             claim, rebase = windows.claim(MOST), windows.rebase_window
-            assert claim is not None and claim[:2] == (chain, windows.counter)
-            assert chain <= rebase <= windows.counter and (rebase == chain or has_own)
-            assert claim[2] == (windows.counter - chain) // 4
-            windows = announced_whole(windows)
+            assert claim is not None and claim[:2] == (newest, windows.counter) and newest >= chain
+            assert newest <= rebase <= windows.counter and (rebase == newest or has_own)
+            assert claim[2] == (windows.counter - newest) // 4
+            windows, newest = announced_whole(windows), windows.counter
         elif event == "accept" and windows.announced:
             chain, has_own = windows.announced.end, True
             windows = windows.rebased()
@@ -169,7 +171,8 @@ def test_in_a_replayable_run_each_update_claims_all_that_was_trained_since_the_c
         elif event == "load":
             chain = max(0, chain - 8)
             windows, has_own = windows.started_over(chain), False
-        assert windows.claimed_from == chain <= windows.rebase_window <= windows.counter <= chain + 2 * MOST
+        covered = windows.announced.first if windows.announced else newest
+        assert covered == windows.claimed_from <= windows.rebase_window <= windows.counter <= newest + MOST
 
 
 # -- schedule --------------------------------------------------------------------------------------------------
