@@ -23,6 +23,7 @@ from protocol.identity import Identity
 from protocol.ids import RunId
 from protocol.invite import Invite
 from protocol.message_codec import MessageDecoder
+from protocol.messages import Admission
 from protocol.proof_of_work import find_proof, is_proof
 from protocol.spec import RunSpec, open_spec
 
@@ -158,18 +159,21 @@ class Enrollment:
 
     def seconds_left(self) -> float:
         """Return the seconds for which the admission is valid by this clock; 0 when there is no valid one."""
+        held = self._held_admission()
+        return 0.0 if held is None else max(0.0, held.not_after - time.time())
+
+    def _held_admission(self) -> Admission | None:
         try:
-            admission = self.decoder.decode_admission(self.admission, self.identity.key)
+            return self.decoder.decode_admission(self.admission, self.identity.key)
         except ProtocolError:
-            return 0.0
-        return max(0.0, admission.not_after - time.time())
+            return None
 
     @property
     def hours_left(self) -> float:
         return self.seconds_left() / 3600
 
     async def renew(self) -> None:
-        """Request an admission, and take it over once half of the present one's time is over.
+        """Request an admission, and take it over once half of the present one's time is over, or with another name.
 
         A header that is signed again after a crash must have the same admission: two headers of one round are
         equivocation. The request is made all the same: the coordinator may refuse. Raise CairnError then.
@@ -178,7 +182,8 @@ class Enrollment:
             raise PeerError("an observer is not admitted to anything")
         nonce = await self._proof_of_work()
         reply = await self.client.admit(self.identity, self.name, nonce=nonce)
-        if self.seconds_left() <= self.spec.admission.seconds / 2:
+        held = self._held_admission()
+        if self.seconds_left() <= self.spec.admission.seconds / 2 or held is None or held.name != self.name:
             self.admission = reply.admission.encoded
             self.store.write_value(ADMISSION, self.admission)
         self.learn(reply.addresses)

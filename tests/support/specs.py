@@ -88,7 +88,9 @@ def tiny_spec(**changes: Any) -> RunSpec:
     return RunSpec.model_validate(spec_fields(**changes))
 
 
-def admission(spec: RunSpec, peer: Identity, *, not_before: int = 0, not_after: int = 2**33) -> Signed[Admission]:
+def admission(
+    spec: RunSpec, peer: Identity, *, not_before: int = 0, not_after: int = 2**33, name: str = ""
+) -> Signed[Admission]:
     """Return the owner's admission of a peer to this run."""
-    body = Admission(spec.run_id, peer.key, not_before, not_after, f"peer {peer.key.short}")
+    body = Admission(spec.run_id, peer.key, not_before, not_after, name or f"peer {peer.key.short}")
     return KeySigner(OWNER).sign(body)

@@ -46,6 +46,7 @@ class Client:
         self.admission: CairnError | None = None
         self.seconds = 86_400
         self.ahead = 0.0
+        self.renamed = ""
         self.asked = 0
         self.closed = False
         self.places: list[Any] = []
@@ -63,7 +64,7 @@ class Client:
         self.nonces.append(nonce)
         if self.admission is not None:
             raise self.admission
-        given = admission(self.spec, who, not_after=int(time.time()) + self.seconds)
+        given = admission(self.spec, who, not_after=int(time.time()) + self.seconds, name=self.renamed)
         return GrantedAdmission(given, ("/ip4/3.3.3.3/tcp/3",), self.ahead)
 
     def moved(self, to) -> None:
@@ -170,7 +171,9 @@ async def test_a_restart_keeps_the_admission_for_half_of_its_time_and_asks_the_c
     client.seconds = RUN.admission.seconds
     after = await enter(store, tmp_path)
     assert client.asked == 2 and (after.admission == before) == kept
-    assert store.read_value(ADMISSION) == after.admission
+    client.renamed = "ada"
+    renamed = await enter(store, tmp_path)
+    assert renamed.admission != after.admission and store.read_value(ADMISSION) == renamed.admission
 
 
 async def test_the_first_visit_needs_the_coordinator(store, client, tmp_path):
