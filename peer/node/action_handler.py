@@ -16,12 +16,14 @@ from peer.node.outbox import NETWORK_ERRORS
 from peer.node.packet_decoder import PacketDecoder
 from peer.node.round_blob_fetcher import RoundBlobFetcher
 from peer.node.shard_reducer import ShardReducer
+from peer.node.status_reporter import store_goodbye
 from peer.node.tasks import Tasks
 from peer.node.trainer_client import LEVELS, TrainerClient
 from peer.node.trainer_files import store_epoch
 from peer.node.update_auditor import UpdateAuditor
 from peer.store import Store
 from protocol.ids import Digest, PeerKey
+from protocol.messages import Goodbye
 from protocol.rounds import actions, events
 
 log = logging.getLogger(__name__)
@@ -62,6 +64,8 @@ class ActionHandler:
             case actions.StoreEpoch(epoch):
                 await asyncio.to_thread(store_epoch, self.store, epoch)
             case actions.Broadcast(message):
+                if isinstance(message.body, Goodbye):
+                    await asyncio.to_thread(store_goodbye, self.store, message.body.sequence)
                 self.network.broadcast(message)
             case actions.Send():
                 self.network.send(action.to, action.messages, action.certificates)

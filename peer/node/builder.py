@@ -30,7 +30,7 @@ from peer.node.shard_reducer import ShardReducer
 from peer.node.slice_relay import SliceRelay
 from peer.node.state_fetcher import StateFetcher
 from peer.node.state_loader import StateLoader
-from peer.node.status_reporter import StatusReporter, local_status
+from peer.node.status_reporter import StatusReporter, last_goodbye, local_status
 from peer.node.tasks import Tasks
 from peer.node.trainer_client import TrainerClient
 from peer.node.trainer_supervisor import TrainerSupervisor
@@ -125,7 +125,7 @@ def build_node(
         store, network, packets, certificates, updates, reducer, directives, trainer, auditor, end, queue, tasks, bus
     )  # fmt: skip
     status = partial(
-        local_status, membership, network, trainer, end, is_peer=not options.observer,
+        local_status, membership, network, trainer, end, goodbye=last_goodbye(store), is_peer=not options.observer,
         shows_device=options.shows_device,
     )  # fmt: skip
     driver = RoundDriver(machine, handler, queue, bus, timings, status=status)

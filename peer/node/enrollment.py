@@ -129,14 +129,17 @@ class Enrollment:
             self.addresses = list(dict.fromkeys(search.addresses))
             if check is not None:
                 await check(self.spec)
-            absent = search.absent
+            absent, found = search.absent, search.found
             if absent is None:
                 try:
                     await self.renew()
                 except COORDINATOR_ABSENT as e:
                     absent = e
+                    if found is None and not self.seconds_left():
+                        log.info("%s. Asking members whether to wait with them", e)
+                        found = await discover_run(invite.run, self.addresses)
             if absent is not None:
-                self._go_on_without(absent, search.found)
+                self._go_on_without(absent, found)
             after_failure.pop_all()
         return self
 
@@ -146,11 +149,13 @@ class Enrollment:
             log.warning("%s. Going on with the admission of an earlier visit (%.1f h left)", absent, self.hours_left)
         elif found is None:
             raise PeerError(
-                f"{absent}. And without the coordinator this peer cannot enter: it has no valid admission left; try "
-                "again when the coordinator is back"
+                f"{absent}. And without the coordinator this peer cannot enter: it has no valid admission, and no "
+                "member answers that it could wait with; try again when the coordinator is back"
             )
         else:
             log.warning("%s. %d members answer: waiting in the swarm until it is back", absent, found.members)
+            if found.coordinator_address is not None:
+                self.locator.accept(found.coordinator_address.encoded)
             self.learn(found.addresses)
 
     async def close(self) -> None:
@@ -182,8 +187,8 @@ class Enrollment:
             raise PeerError("an observer is not admitted to anything")
         nonce = await self._proof_of_work()
         reply = await self.client.admit(self.identity, self.name, nonce=nonce)
-        held = self._held_admission()
-        if self.seconds_left() <= self.spec.admission.seconds / 2 or held is None or held.name != self.name:
+        held, new = self._held_admission(), reply.admission.body
+        if held is None or held.name != new.name or self.seconds_left() <= self.spec.admission.seconds / 2:
             self.admission = reply.admission.encoded
             self.store.write_value(ADMISSION, self.admission)
         self.learn(reply.addresses)

@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from peer.errors import NotInSwarm
@@ -393,12 +393,15 @@ class Network:
                 await self.fetch_blob(digest, size, holders, deadline_seconds=deadline_seconds, chunks=chunks)
             return
         ordered = sorted(holders, key=lambda h: h in self._bad_providers)
+        on_bad = partial(self._note_bad_provider, digest)
         await self.swarm.fetch_blob(
-            digest, size, ordered, deadline_seconds=deadline_seconds, on_bad=self._note_bad_provider, chunks=chunks
+            digest, size, ordered, deadline_seconds=deadline_seconds, on_bad=on_bad, chunks=chunks
         )
 
-    def _note_bad_provider(self, provider: PeerKey, reason: str) -> None:
-        log.warning("%s served wrong bytes and is not asked for this blob again: %s", provider.short, reason)
+    def _note_bad_provider(self, digest: Digest, provider: PeerKey, reason: str) -> None:
+        log.warning(
+            "peer %s is dropped from blob %s: %s; later fetches ask it last", provider.short, digest.short, reason
+        )
         self._bad_providers[provider] = None
 
     async def save_addresses(self) -> None:

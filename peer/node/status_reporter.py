@@ -19,12 +19,34 @@ from peer.node.round_timings import RoundTimings
 from peer.node.snapshot import Snapshot, write_snapshot
 from peer.node.trainer_client import NO_PROGRESS, TrainerClient
 from peer.node.update_auditor import UpdateAuditor
+from peer.store import Store, StoreError
 from protocol.rounds.machine import RoundMachine
 from protocol.rounds.policy import LocalStatus
 
 log = logging.getLogger(__name__)
 
 SNAPSHOT_SECONDS = 1.0
+
+GOODBYE = "goodbye"
+"""Name of the value in the store."""
+
+
+def last_goodbye(store: Store) -> int:
+    """Return the sequence of our last goodbye; 0 when none is stored. Raise StoreError."""
+    text = (store.read_value(GOODBYE) or b"").decode(errors="replace")
+    return int(text) if text.isdigit() else 0
+
+
+def store_goodbye(store: Store, sequence: int) -> None:
+    """Store the sequence of a goodbye. A failure is logged: the peer leaves all the same."""
+    try:
+        store.write_value(GOODBYE, str(sequence).encode())
+    except StoreError as e:
+        log.warning(
+            "the number of the goodbye was not kept: %s. If this machine's clock is set back before the next start, "
+            "others ignore this peer until the clock has passed the present time",
+            e,
+        )
 
 
 def local_status(
@@ -33,15 +55,17 @@ def local_status(
     trainer: TrainerClient | None,
     end: EndOfRun,
     *,
+    goodbye: int,
     is_peer: bool,
     shows_device: bool,
 ) -> LocalStatus:
     """Return the part of our heartbeats that the machine does not know. An observer (`is_peer` False) has no admission.
 
-    `shows_device`: whether they name the kind of our device.
+    `goodbye`: the sequence of our last one. Others ignore heartbeats that are not newer, as they would be if the clock
+    was set back since. `shows_device`: whether they name the kind of our device.
     """
     return LocalStatus(
-        sequence=int(time.time() * 1000),
+        sequence=max(int(time.time() * 1000), goodbye + 1),
         bytes_up=network.bytes_up,
         bytes_down=network.bytes_down,
         addresses=tuple(network.addresses),

@@ -134,6 +134,8 @@ class Swarm:
         self._dials, self._dials_soon = asyncio.Semaphore(DIALS), asyncio.Semaphore(DIALS)
         self._stranger_packets = asyncio.Semaphore(STRANGER_PACKETS)
         self._fetches: set[asyncio.Task[None]] = set()
+        self._entering: set[asyncio.Task[PeerKey | None]] = set()
+        """Dials of the `initial` addresses."""
         self._addresses: list[str] = []
         self.presence: Presence | None = None
         """Our place in the DHT, once it is joined."""
@@ -158,9 +160,9 @@ class Swarm:
         """Listen by libp2p, join the DHT by the `initial` addresses (those of other peers), and accept calls.
 
         `announce` replaces the addresses that the machine sees itself. A private folder for the daemon's sockets is
-        made in `folder` (default: the system's temporary folder). `paces` bound the bytes a second of blobs. It is a
-        warning, not an error, if nobody of `initial` answers: `connect` may be called again at any time. Raises
-        SwarmStartError.
+        made in `folder` (default: the system's temporary folder). `paces` bound the bytes a second of blobs. The start
+        ends at the first answer of `initial`; the other dials go on. It is a warning, not an error, if nobody answers:
+        `connect` may be called again at any time. Raises SwarmStartError.
         """
         limits = limits or SwarmLimits()
         limiter = RateLimiter(limits.calls, handlers.is_known)
@@ -191,7 +193,7 @@ class Swarm:
         try:
             async with async_timeout.timeout(START_SECONDS):  # hivemind waits for ever for a daemon that ends now
                 await self._begin(handlers.on_warning)
-            if initial and not await self.connect(initial):
+            if initial and not await self._enter(initial):
                 handlers.on_warning(
                     "none of the addresses to enter the swarm by answers yet; trying goes on. If it stays so: is this "
                     "machine online, and does a firewall let it out?"
@@ -262,6 +264,32 @@ class Swarm:
         Malformed addresses are skipped. With `soon`, the dials do not queue behind those of other calls.
         """
         dials = self._dials_soon if soon else self._dials
+        found = await asyncio.gather(*(self._dial(peer, at, dials) for peer, at in self._by_peer(addresses).items()))
+        return [peer for peer in found if peer is not None]
+
+    async def _enter(self, addresses: Iterable[str]) -> bool:
+        """Dial the peers at these addresses until one answers, and return whether one does.
+
+        The other dials go on until `stop`. Those of `connect` do not queue behind them.
+        """
+        dials = asyncio.Semaphore(DIALS)
+        self._entering = {asyncio.create_task(self._dial(p, at, dials)) for p, at in self._by_peer(addresses).items()}
+        while self._entering:
+            done, self._entering = await asyncio.wait(self._entering, return_when=asyncio.FIRST_COMPLETED)
+            if any(await asyncio.gather(*done)):
+                for dial in self._entering:
+                    dial.add_done_callback(self._dial_ended)
+                return True
+        return False
+
+    def _dial_ended(self, dial: asyncio.Task[PeerKey | None]) -> None:
+        self._entering.discard(dial)
+        if not dial.cancelled() and (error := dial.exception()) is not None:
+            why = str(error) or type(error).__name__
+            self._handlers.on_warning(f"the dial of a peer to enter the swarm by failed: {why}; others go on")
+
+    def _by_peer(self, addresses: Iterable[str]) -> dict[PeerKey, list[str]]:
+        """Return the addresses to dial of each other peer, without the malformed ones."""
         by_peer: dict[PeerKey, list[str]] = {}
         for text in list(addresses)[:MAX_TO_DIAL]:
             try:
@@ -271,19 +299,19 @@ class Swarm:
                 continue
             if peer != self.key and len(by_peer.setdefault(peer, [])) < 2 * MAX_ADDRESSES:
                 by_peer[peer] += to_dial
+        return by_peer
 
-        async def dial(peer: PeerKey) -> PeerKey | None:
-            async with dials:
-                try:
-                    await self.transport.dial(peer, by_peer[peer], DIAL_SECONDS)
-                except PeerUnreachable as e:
-                    log.debug("%s", e)  # while nobody answers, this is tried each second
-                    return None
-                if self.presence is not None:
-                    await self.presence.meet(peer)
-                return peer
-
-        return [peer for peer in await asyncio.gather(*map(dial, by_peer)) if peer is not None]
+    async def _dial(self, peer: PeerKey, addresses: Sequence[str], dials: asyncio.Semaphore) -> PeerKey | None:
+        """Dial a peer, and return it; None when it does not answer."""
+        async with dials:
+            try:
+                await self.transport.dial(peer, addresses, DIAL_SECONDS)
+            except PeerUnreachable as e:
+                log.debug("%s", e)  # while nobody answers, this is tried each second
+                return None
+            if self.presence is not None:
+                await self.presence.meet(peer)
+            return peer
 
     # -- messages ------------------------------------------------------------------------------------------------
 
@@ -469,9 +497,10 @@ class Swarm:
         if self._stopped:
             return
         self._stopped = True
-        for fetch in self._fetches:  # first: they use the streams and the threads
-            fetch.cancel()
-        await asyncio.gather(*self._fetches, return_exceptions=True)
+        first = {*self._fetches, *self._entering}  # they use the streams, the threads and the transport
+        for task in first:
+            task.cancel()
+        await asyncio.gather(*first, return_exceptions=True)
         self._streams.close()
         if self.presence is not None:
             self.presence.stop()

@@ -7,8 +7,8 @@
 Time is in seconds of any monotonic clock. Nothing here blocks, and every container has a bound (`sizes`). `actions` and
 `events` define each action and event. These rules bind whoever drives the machine:
 
-- The `sequence` of a status is the unix time in milliseconds, because heartbeats of a restarted peer must carry greater
-  numbers than those before.
+- The `sequence` of a status is the unix time in milliseconds, or more. It exceeds that of the last goodbye, even if the
+  clock was set back: others ignore older heartbeats.
 - Only verified messages come in (`MessageDecoder`). The chain gets the stored directive before the stored certificates.
 - The trainer gets `RequestUpdate`, `ApplyRecord`, `SyncState` and `KeepState` in order, and must not train before the
   first `SyncState` is done. docs/trainer.md says what it restores.

@@ -99,7 +99,7 @@ class LocalStatus:
     """The driver's knowledge of this peer: given with each step, published in heartbeats."""
 
     sequence: int = 0
-    """Unix milliseconds: the next heartbeat or goodbye carries at least this number, so it grows across restarts."""
+    """Unix milliseconds, or more, and more than in the last goodbye. The next message carries at least this number."""
 
     bytes_up: int = 0
     bytes_down: int = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from concurrent.futures import Executor
@@ -34,8 +33,6 @@ from peer.swarm.transfer.streams import Stream, StreamPool
 from protocol.errors import MalformedError
 from protocol.ids import Digest, PeerKey
 from protocol.merkle import CHUNK, chunk_size, leaf_hash
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 OnBad = Callable[[PeerKey, str], None]
@@ -143,7 +140,6 @@ class Fetch:
                 self._cancel_all()
             case DropProvider(peer, reason):
                 self._streams.hang_up(peer)
-                log.warning("peer %s is dropped from blob %s: %s", peer.short, self._digest.short, reason)
                 self._on_bad(peer, reason)
             case EndFetch():
                 self._end = action

@@ -133,7 +133,7 @@ async def test_without_the_coordinator_the_admission_of_an_earlier_visit_will_do
 async def test_one_that_has_ended_will_not(store, client, tmp_path, run, admitted):
     await visit(store, seconds=-10)
     client.run, client.admission = run, admitted
-    with pytest.raises(PeerError, match="no valid admission left"):
+    with pytest.raises(PeerError, match="it has no valid admission, and no member"):
         await enter(store, tmp_path)
     assert client.closed
 
@@ -314,9 +314,21 @@ async def test_while_it_is_nowhere_a_newcomer_is_in_without_an_admission(store, 
     assert m.hours_left > 23
 
 
-async def test_who_has_a_valid_admission_asks_nobody_and_goes_on(store, client, members, tmp_path):
+@pytest.mark.parametrize("coordinator_address", [None, word()])
+async def test_a_newcomer_waits_with_members_also_when_it_goes_before_the_admission(
+    store, client, members, tmp_path, caplog, coordinator_address
+):
+    client.admission, client.found = AWAY, found(coordinator_address)
+    m = await enter(store, tmp_path)
+    assert not m.seconds_left() and "waiting in the swarm" in caplog.text
+    assert members == [["/ip4/2.2.2.2/tcp/2", "/ip4/1.1.1.1/tcp/1"]] and m.locator.newest == coordinator_address
+    assert "/ip4/5.5.5.5/tcp/5" in known_addresses(store)
+
+
+@pytest.mark.parametrize("run, admitted", [(AWAY, None), (None, AWAY)])
+async def test_who_has_a_valid_admission_asks_nobody_and_goes_on(store, client, members, tmp_path, run, admitted):
     await visit(store)
-    client.run = AWAY
+    client.run, client.admission = run, admitted
     await enter(store, tmp_path)
     assert members == []
 

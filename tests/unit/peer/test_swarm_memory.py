@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from peer.swarm import (
 )
 from peer.swarm import swarm as swarm_module
 from peer.swarm.rate_limiter import CallLimits, RateLimiter
-from peer.swarm.swarm import CALLS_OUT
+from peer.swarm.swarm import CALLS_OUT, DIALS
 from peer.swarm.transfer import requests
 from peer.swarm.transfer.blob_server import STRANGER_REQUEST, ServeLimits
 from peer.swarm.transfer.frames import BlobOp, BlobRequest, ReplyStatus
@@ -37,8 +37,8 @@ from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey, RunId
 from protocol.merkle import CHUNK
 from protocol.wire import swarm_pb2 as wire
-from tests.support.memory_transport import MemoryNetwork
-from tests.support.waiting import LIMIT, until
+from tests.support.memory_transport import MemoryNetwork, address_of
+from tests.support.waiting import LIMIT, NEVER, until
 
 RUN = RunId(b"r" * 32)
 
@@ -54,6 +54,7 @@ class Member:
         self.requested: list[tuple[Digest, PeerKey]] = []
         self.strangers: set[PeerKey] = set()
         self.spec = b""
+        self.warnings: list[str] = []
         self.swarm: Swarm
         self.limiter = RateLimiter(CallLimits(calls_per_second=20), lambda key: key not in self.strangers)
         self.transport = network.host(self.key, limiter=self.limiter)
@@ -64,6 +65,7 @@ class Member:
             on_chain_request=lambda sender, request: wire.ChainReply(certificates=list(request.locator)),
             serve_refusal=lambda blob, by: self.serve_refusal(blob, by),
             on_blob_requested=lambda blob, by: self.requested.append((blob, by)),
+            on_warning=self.warnings.append,
             is_known=lambda key: key not in self.strangers,
             on_coordinator_address_request=lambda _: wire.CoordinatorAddressReply(spec=self.spec),
         )
@@ -248,6 +250,44 @@ async def test_a_daemon_that_ends_while_the_swarm_is_joined_is_an_error_of_the_s
         await member.start()
     assert not member.transport.reachable
     member.store.close()
+
+
+async def test_a_peer_is_in_at_the_first_answer_while_other_dials_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    network, before = MemoryNetwork(), asyncio.all_tasks()
+    a, b, newcomer = (Member(network, n, tmp_path) for n in (1, 2, 3))
+    for member in (a, b):
+        await member.start()
+    hanging = [Identity(bytes([9, n]) * 16).key for n in range(2 * DIALS)]
+    monkeypatch.setattr(swarm_module, "DIAL_SECONDS", NEVER)
+    async with async_timeout.timeout(LIMIT):
+        await newcomer.start(address_of(a.key), *map(address_of, hanging))
+        assert await newcomer.swarm.connect([address_of(b.key)]) == [b.key], "they are in nobody's way"
+        assert len(asyncio.all_tasks() - before) == len(hanging)
+        for member in (a, b, newcomer):
+            await member.swarm.stop()
+            member.store.close()
+    assert asyncio.all_tasks() == before and not newcomer.warnings
+
+
+async def test_a_dial_that_goes_on_and_fails_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    network, entered = MemoryNetwork(), asyncio.Event()
+    a, b, newcomer = (Member(network, n, tmp_path) for n in (1, 2, 3))
+    await a.start()
+
+    async def dial(peer: PeerKey, addresses: Sequence[str], seconds: float) -> None:
+        if peer == b.key:
+            await entered.wait()
+            raise AssertionError("hivemind is confused")
+
+    monkeypatch.setattr(newcomer.transport, "dial", dial)
+    await newcomer.start(address_of(a.key), address_of(b.key))
+    entered.set()
+    await until(lambda: newcomer.warnings)
+    assert "failed: hivemind is confused" in newcomer.warnings[0]
+    for member in (a, newcomer):
+        await member.swarm.stop()
+    for member in (a, b, newcomer):
+        member.store.close()
 
 
 async def test_non_members_that_wait_for_room_do_not_keep_members_out(three: list[Member]):
