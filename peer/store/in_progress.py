@@ -110,6 +110,11 @@ class InProgressBlob:
         """The number of chunks that are still to come."""
         return self._left
 
+    @property
+    def here(self) -> int:
+        """The number of chunks that are here."""
+        return len(self._have) - self._left
+
     def has(self, index: int) -> bool:
         """Return whether a chunk is here, checked."""
         return 0 <= index < len(self._have) and bool(self._have[index])
