@@ -233,7 +233,7 @@ class BlobStore:
                     path, digest, size, leaves, lock=self._lock, promote=self._promote, chunks=chunks
                 )  # fmt: skip
             except BaseException:
-                if earlier is not None:
+                if earlier is not None and self._partial_file(digest).exists():
                     self._states[digest] = InterruptedBlob(earlier.room)
                 raise
             self._states[digest] = made

@@ -71,13 +71,15 @@ class InProgressBlob:
         missing = self._without_space(chunks)
         with disk(f"making room for blob {digest.short} ({size:,} bytes)"):
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            begun = os.fstat(self._fd).st_size == size
             try:
-                if os.fstat(self._fd).st_size != size:
+                if not begun:
                     os.ftruncate(self._fd, 0)
                 self._make_room(missing)
             except OSError:
                 os.close(self._fd)
-                os.unlink(path)
+                if not begun:  # otherwise chunks of an earlier attempt are in it
+                    os.unlink(path)
                 raise
 
     def _without_space(self, chunks: Collection[int] | None) -> dict[int, int]:

@@ -498,6 +498,33 @@ def test_a_slice_outlives_a_restart_and_is_pruned_unless_it_is_to_be_kept(tmp_pa
         assert store.used_bytes == 0 and list((store.folder / "partial").iterdir()) == []
 
 
+def test_a_full_disk_costs_no_chunk_of_an_interrupted_slice_and_leaves_no_uncounted_file(tmp_path, monkeypatch):
+    data, new = data_of(5 * CHUNK), data_of(2 * CHUNK, 1)
+    digest = blob_digest(data)
+    with Store(tmp_path, BIG) as store:
+        fill(slice_of(store, data, [1, 3]), data, [1, 3])
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with Store(tmp_path, BIG) as store:
+        used = store.used_bytes
+        with monkeypatch.context() as m:
+            m.setattr(in_progress, "reserve", full)
+            for chunks_of in (data, new):
+                with pytest.raises(StoreFull, match="free some disk space"):
+                    slice_of(store, chunks_of, [1])
+        assert store.used_bytes == used and not (tmp_path / "partial" / blob_digest(new).hex()).exists()
+        partial = slice_of(store, data, [1, 3])
+        assert partial.missing([1, 3]) == [] and store.used_bytes == 2 * CHUNK
+        partial.close()
+        with monkeypatch.context() as m:
+            m.setattr(in_progress, "reserve", full)
+            with pytest.raises(StoreFull):
+                store.receive(digest, len(data) - 1, blob_leaves(data))  # the file is of no use for another size
+        assert store.used_bytes == 0 and not partial.path.exists()
+
+
 def test_a_slice_counts_towards_what_the_store_may_use(tmp_path):
     data = data_of(8 * CHUNK)
     with Store(tmp_path, 3 * CHUNK) as store:
