@@ -49,12 +49,17 @@ BlobState = WholeBlob | InterruptedBlob | InProgressBlob
 
 
 class BlobStore:
-    """The blobs of a `Store`, which holds the folder's lock. Thread-safe: one lock guards the state of every blob."""
+    """The blobs of a `Store`, which holds the folder's lock. Thread-safe.
+
+    `_lock` guards the state of every blob. Event loops take it, so it is not held during slow disk work. `_files_lock`
+    is: it is held while files come, move and go, and taken before `_lock`.
+    """
 
     def __init__(self, folder: Path, limit_bytes: int):
         self.folder = folder
         self.limit_bytes = limit_bytes
         self._lock = threading.RLock()
+        self._files_lock = threading.RLock()
         self._states: dict[Digest, BlobState] = {}
         self._leaf_lists: BoundedDict[Digest, bytes] = BoundedDict(LEAF_LISTS)
         self._scan()
@@ -182,13 +187,14 @@ class BlobStore:
 
     def remove(self, digest: Digest) -> None:
         """Remove a blob, whole or in progress. It is no error if there is none."""
-        with self._lock, disk(f"removing blob {digest.short}"):
-            state = self._states.pop(digest, None)
-            if isinstance(state, InProgressBlob):
-                state.retire(whole=False)
+        with self._files_lock, disk(f"removing blob {digest.short}"):
+            with self._lock:
+                state = self._states.pop(digest, None)
+                self._leaf_lists.pop(digest, None)
+                if isinstance(state, InProgressBlob):
+                    state.retire(whole=False)
             self._remove_partial_files(digest)
             if isinstance(state, WholeBlob):
-                self._leaf_lists.pop(digest, None)
                 remove(self._file(digest))
                 remove(_leaf_file(self._file(digest)))
 
@@ -212,31 +218,37 @@ class BlobStore:
         if not 0 <= size <= MAX_BLOB:
             raise MalformedError(f"a blob of {size} bytes: at most {MAX_BLOB} are accepted")
         check_leaves(digest, size, leaves)
-        with self._lock:
-            state = self._states.get(digest)
-            if isinstance(state, WholeBlob):
+        with self._files_lock:
+            earlier = self._states.get(digest)
+            if isinstance(earlier, WholeBlob):
                 return None
-            if isinstance(state, InProgressBlob):
-                if state.size == size or not state.idle:
-                    self._check_room(state.more_room(chunks), digest)
-                    state.share(chunks)
-                    return state
-                state.retire(whole=False)
-            # The new attempt takes over the space of the earlier one.
-            earlier = self._states.pop(digest, None)
+            if isinstance(earlier, InProgressBlob) and (earlier.size == size or not earlier.idle):
+                with self._lock:
+                    self._check_room(earlier.more_room(chunks), digest)
+                    claimed = earlier.claim(chunks)
+                earlier.make_room(claimed)
+                return earlier
+            path = self._partial_file(digest)
+            made = InProgressBlob(path, digest, size, leaves, lock=self._lock, promote=self._promote)
             try:
-                self._check_room(size if chunks is None else sum(chunk_size(size, i) for i in set(chunks)), digest)
-                path = self._partial_file(digest)
+                with self._lock:
+                    # The new attempt takes over the space of the earlier one.
+                    self._states.pop(digest, None)
+                    if isinstance(earlier, InProgressBlob):
+                        earlier.retire(whole=False)
+                    self._check_room(made.more_room(chunks), digest)
+                    self._states[digest] = made
+                    claimed = made.claim(chunks)
                 with disk(f"making room for blob {digest.short}"):
                     write_no_sync(_leaf_file(path), b"".join(leaves), scratch=self.scratch)
-                made = InProgressBlob(
-                    path, digest, size, leaves, lock=self._lock, promote=self._promote, chunks=chunks
-                )  # fmt: skip
+                made.create(claimed)
             except BaseException:
-                if earlier is not None:
-                    self._states[digest] = InterruptedBlob(earlier.room)
+                with self._lock:
+                    self._states.pop(digest, None)
+                    made.retire(whole=False)
+                    if earlier is not None and path.exists():
+                        self._states[digest] = InterruptedBlob(earlier.room)
                 raise
-            self._states[digest] = made
         if isinstance(earlier, InterruptedBlob):
             try:
                 made.recheck(chunks)
@@ -264,16 +276,18 @@ class BlobStore:
         return leaves
 
     def _promote(self, blob: InProgressBlob) -> None:
-        """Move a complete file to the whole blobs. The caller holds the lock."""
-        path = self._file(blob.digest)
-        path.parent.mkdir(exist_ok=True)
-        write_no_sync(_leaf_file(path), b"".join(blob.leaves), scratch=self.scratch)
-        os.rename(blob.path, path)
-        flush_folder(path.parent)
-        self._register(blob.digest, blob.size, blob.leaves)
+        """Move a complete file to the whole blobs. Raises BlobMissing when it was removed, or is whole already."""
+        with self._files_lock:
+            blob.check_kept()
+            path = self._file(blob.digest)
+            path.parent.mkdir(exist_ok=True)
+            write_no_sync(_leaf_file(path), b"".join(blob.leaves), scratch=self.scratch)
+            os.rename(blob.path, path)
+            flush_folder(path.parent)
+            self._register(blob.digest, blob.size, blob.leaves)
 
     def _forget_in_progress(self) -> None:
-        """Close the files of all blobs in progress. The caller holds the lock, and closes the store."""
+        """Close the files of all blobs in progress. The caller holds both locks, and closes the store."""
         for digest, state in list(self._states.items()):
             if isinstance(state, InProgressBlob):
                 del self._states[digest]
@@ -321,12 +335,13 @@ class BlobStore:
 
     def _register(self, digest: Digest, size: int, leaves: Sequence[bytes]) -> None:
         """Note that the whole blob is in its place. The blob in progress ends."""
-        with self._lock, disk(f"keeping blob {digest.short}"):
-            earlier = self._states.get(digest)
-            self._states[digest] = WholeBlob(size)
-            self._leaf_lists.renew(digest, b"".join(leaves))
-            if isinstance(earlier, InProgressBlob):
-                earlier.retire(whole=True)
+        with self._files_lock, disk(f"keeping blob {digest.short}"):
+            with self._lock:
+                earlier = self._states.get(digest)
+                self._states[digest] = WholeBlob(size)
+                self._leaf_lists.renew(digest, b"".join(leaves))
+                if isinstance(earlier, InProgressBlob):
+                    earlier.retire(whole=True)
             if not isinstance(earlier, WholeBlob):
                 self._remove_partial_files(digest)
 
@@ -361,7 +376,7 @@ class BlobStore:
         return raw
 
     def _corrupt(self, digest: Digest, why: str) -> BlobCorrupt:
-        with self._lock:
+        with self._files_lock:
             held = self.has(digest)
             if held:  # otherwise another thread has removed it, and it may be arriving again
                 self.remove(digest)

@@ -34,8 +34,8 @@ class InProgressBlob:
     There is one object per blob, shared by all fetches of it; each of them calls `close` once. The chunks that are here
     can be read for as long as the store keeps the blob, even while nobody fetches it.
 
-    The store's lock guards everything that changes. It is not held while chunks are read or written: these count as
-    `_in_flight`, and the file stays open until none is.
+    The store's lock guards everything that changes. It is not held during slow disk work, which counts as
+    `_in_flight`: the file stays open until none is.
     """
 
     def __init__(
@@ -47,13 +47,8 @@ class InProgressBlob:
         *,
         lock: threading.RLock,
         promote: Callable[[InProgressBlob], None],
-        chunks: Collection[int] | None = None,
     ):
-        """Open the file; `recheck` counts what lies there. `chunks` are those wanted so far; None stands for all.
-
-        `promote` moves the complete file into the store and calls `retire`. Raises MalformedError when the blob has no
-        such chunk, and OSError.
-        """
+        """Begin without a user, room or file. `promote` moves the complete file into the store and calls `retire`."""
         self.digest = digest
         self.size = size
         self.leaves = list(leaves)
@@ -62,38 +57,26 @@ class InProgressBlob:
         self._promote = promote
         self._retired = False
         self._whole = False
-        self._users = 1
+        self._users = 0
         self._in_flight = 0
         self._have = bytearray(chunk_count(size))
         self._left = len(self._have)
         self._wanted: set[int] = set()
         self._room = 0
-        missing = self._without_space(chunks)
-        with disk(f"making room for blob {digest.short} ({size:,} bytes)"):
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                if os.fstat(self._fd).st_size != size:
-                    os.ftruncate(self._fd, 0)
-                self._make_room(missing)
-            except OSError:
-                os.close(self._fd)
-                os.unlink(path)
-                raise
+        self._fd = -1
 
     def _without_space(self, chunks: Collection[int] | None) -> dict[int, int]:
         """Return the chunks of these (None: of all) that have no disk space yet, with their sizes in bytes."""
         named = range(len(self._have)) if chunks is None else chunks
         return {i: chunk_size(self.size, i) for i in named if i not in self._wanted}
 
-    def _make_room(self, chunks: dict[int, int]) -> None:
+    def _reserve(self, fd: int, chunks: dict[int, int]) -> None:
         if len(chunks) == len(self._have):
-            reserve(self._fd, self.size)
+            reserve(fd, self.size)
         else:
-            os.ftruncate(self._fd, self.size)
+            os.ftruncate(fd, self.size)
             for index, size in chunks.items():
-                reserve(self._fd, size, index * CHUNK)
-        self._wanted.update(chunks)
-        self._room += sum(chunks.values())
+                reserve(fd, size, index * CHUNK)
 
     @property
     def idle(self) -> bool:
@@ -102,13 +85,18 @@ class InProgressBlob:
 
     @property
     def room(self) -> int:
-        """Bytes of disk that are reserved for it."""
+        """Bytes of disk that are reserved for it, or about to be."""
         return self._room
 
     @property
     def left(self) -> int:
         """The number of chunks that are still to come."""
         return self._left
+
+    @property
+    def here(self) -> int:
+        """The number of chunks that are here."""
+        return len(self._have) - self._left
 
     def has(self, index: int) -> bool:
         """Return whether a chunk is here, checked."""
@@ -175,31 +163,30 @@ class InProgressBlob:
         """
         if self._whole:
             return
-        self._check_kept()
+        self.check_kept()
         if self._left:
             raise StoreError(f"blob {self.digest.short} is not complete: {self._left} chunks are missing")
         try:
             with self._file(f"finishing blob {self.digest.short}", reopen=False) as fd:
                 os.fsync(fd)
+                self._promote(self)
         except BlobMissing:
             if not self._whole:
                 raise
-        with self._lock, disk(f"finishing blob {self.digest.short}"):
-            if not self._whole:
-                self._check_kept()
-                self._promote(self)
 
     # -- for the store, which holds the lock -------------------------------------------------------------------------
 
     def more_room(self, chunks: Collection[int] | None) -> int:
-        """Return the bytes that `share` would reserve for these chunks. Raises MalformedError (no such chunk)."""
+        """Return the bytes that `claim` would claim for these (None: all). Raises MalformedError (no such chunk)."""
         return sum(self._without_space(chunks).values())
 
-    def share(self, chunks: Collection[int] | None) -> None:
-        """Count one more user, who wants these chunks and will call `close`. Raises StoreError."""
-        with self._file(f"making room for blob {self.digest.short} ({self.size:,} bytes)"):
-            self._make_room(self._without_space(chunks))
-            self._users += 1
+    def claim(self, chunks: Collection[int] | None) -> dict[int, int]:
+        """Count one more user, who wants these chunks and will call `close`. Return those whose space is to reserve."""
+        claimed = self._without_space(chunks)
+        self._wanted.update(claimed)
+        self._room += sum(claimed.values())
+        self._users += 1
+        return claimed
 
     def retire(self, *, whole: bool) -> None:
         """End it for all users: the whole blob is in the store, or the blob was removed."""
@@ -210,7 +197,47 @@ class InProgressBlob:
             self._left = 0
         self._close_if_unused()
 
+    # -- for the store, without the lock -----------------------------------------------------------------------------
+
+    def create(self, claimed: dict[int, int]) -> None:
+        """Make the file, or open that of an earlier attempt, and reserve the space of claimed chunks.
+
+        `recheck` counts what lies there. Raises StoreError: then a file made here is gone, and the store retires it.
+        """
+        with disk(self._making_room):
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            begun = os.fstat(self._fd).st_size == self.size
+            try:
+                if not begun:
+                    os.ftruncate(self._fd, 0)
+                self._reserve(self._fd, claimed)
+            except OSError:
+                if not begun:  # otherwise chunks of an earlier attempt are in it
+                    os.unlink(self.path)
+                raise
+
+    def make_room(self, claimed: dict[int, int]) -> None:
+        """Reserve the space of claimed chunks. Raises StoreError: then the claim and its use are over."""
+        try:
+            with self._file(self._making_room) as fd:
+                self._reserve(fd, claimed)
+        except BaseException:
+            with self._lock:
+                self._wanted.difference_update(claimed)
+                self._room -= sum(claimed.values())
+            self.close()
+            raise
+
+    def check_kept(self) -> None:
+        """Raise BlobMissing when the store has removed it, or holds it whole."""
+        if self._retired:
+            raise BlobMissing(f"blob {self.digest.short} is not wanted any more")
+
     # ----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _making_room(self) -> str:
+        return f"making room for blob {self.digest.short} ({self.size:,} bytes)"
 
     def close(self) -> None:
         """End one use. The chunks stay for the next one; the last one closes the file."""
@@ -226,7 +253,7 @@ class InProgressBlob:
         """
         with disk(doing):
             with self._lock:
-                self._check_kept()
+                self.check_kept()
                 if self._fd < 0:
                     if not reopen:
                         raise BlobMissing(f"blob {self.digest.short} is not wanted any more")
@@ -238,10 +265,6 @@ class InProgressBlob:
                 with self._lock:
                     self._in_flight -= 1
                     self._close_if_unused()
-
-    def _check_kept(self) -> None:
-        if self._retired:
-            raise BlobMissing(f"blob {self.digest.short} is not wanted any more")
 
     def _close_if_unused(self) -> None:
         if self._fd >= 0 and not self._in_flight and (self._retired or self.idle):

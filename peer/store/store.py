@@ -51,7 +51,7 @@ class Store(BlobStore):
 
     def close(self) -> None:
         """Let another process use the store."""
-        with self._lock:
+        with self._files_lock, self._lock:
             self._forget_in_progress()
             if self._lock_fd >= 0:
                 os.close(self._lock_fd)

@@ -103,8 +103,8 @@ class ChunkPicker:
     """The choice of chunks for one fetch.
 
     `missing` are the wanted chunks that are not here; `count` is the number of chunks of the whole blob. `has` says
-    whether a chunk has arrived by another fetch. `latency` gives the recent seconds from a provider's request to its
-    reply, and `loaded_latency` the same with a slow decay (by default `latency`).
+    whether a chunk is here, by this fetch or another, and `here` how many are. `latency` gives the recent seconds from
+    a provider's request to its reply, and `loaded_latency` the same with a slow decay (by default `latency`).
 
     `offset` is any number on which all fetchers of this blob agree, and which differs between blobs. Unless `relayed`,
     providers are asked before they say what they have, and nobody waits for leechers. The first of `peers` counts as a
@@ -121,6 +121,7 @@ class ChunkPicker:
         relayed: bool,
         offset: int = 0,
         has: Callable[[int], bool],
+        here: Callable[[], int],
         latency: Callable[[PeerKey], float] = lambda peer: 0.0,
         loaded_latency: Callable[[PeerKey], float] | None = None,
         chance: random.Random | None = None,
@@ -133,6 +134,8 @@ class ChunkPicker:
         self.relayed = relayed
         self._offset = offset
         self._has = has
+        self._here = here
+        self._noted = float("-inf")  # as many as are `here`, unless one has arrived that is still in `_missing`
         self._latency = latency
         self._loaded_latency = loaded_latency or latency
         self._chance = chance or random.Random()
@@ -164,11 +167,12 @@ class ChunkPicker:
         before, provider.have, provider.kind = provider.have, have, ProviderKind.LEECHER
         new = [i for i in _new_bits(before, have) if i < self._count]
         self._copies.update(new)
-        self._copies.subtract(i for i in _new_bits(have, before) if i < self._count)
+        lost = {i for i in _new_bits(have, before) if i < self._count}
+        self._copies.subtract(lost)
         wanted = [i for i in new if i in self._missing]
-        provider.stack = [i for i in {*provider.stack, *wanted} if _bit(have, i)]
+        provider.stack = [i for i in {*provider.stack, *wanted} if i not in lost]
         self._chance.shuffle(provider.stack)
-        provider.stack.sort(key=lambda i: -self._copies[i])
+        provider.stack.sort(key=self._copies.__getitem__, reverse=True)
         if got := sum(not _bit(provider.claimed, i) for i in wanted):
             self._progress.grown += got
             self._progress.grown_at = now
@@ -234,7 +238,9 @@ class ChunkPicker:
         """Note that a chunk is here, from this provider (None: by another fetch)."""
         if peer is not None:
             self._providers[peer].gave_at = now
-        self._missing.discard(index)
+        if index in self._missing:
+            self._missing.discard(index)
+            self._noted += 1
         self._todo.discard(index)
         for request in self._requests.pop(index, []):
             is_seeder = self._providers[request.peer].kind is ProviderKind.SEEDER
@@ -255,9 +261,12 @@ class ChunkPicker:
         self._offer(index)
 
     def refresh(self, now: float) -> None:
-        """Note the chunks that have arrived by another fetch."""
+        """Note the chunks that have arrived by another fetch. It searches only when more are here than noted."""
+        if (here := self._here()) == self._noted:
+            return
         for index in [i for i in self._missing if self._has(i)]:
             self.received(index, now)
+        self._noted = here  # counted before the search: a chunk that arrives meanwhile is searched for again
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

@@ -66,7 +66,7 @@ class Fetch:
         self._chunks = None if chunks is None else frozenset(chunks)
         self._scheduler = Scheduler(
             me, providers, digest, size, chunks=self._chunks, streams=streams, has=self._has,
-            chance=random.Random(random.getrandbits(64)),
+            here=self._here, chance=random.Random(random.getrandbits(64)),
         )  # fmt: skip
         self._answers: asyncio.Queue[Answer | BaseException] = asyncio.Queue()
         self._tasks: dict[int, asyncio.Task[Any]] = {}
@@ -114,6 +114,9 @@ class Fetch:
 
     def _has(self, index: int) -> bool:
         return self._blob.done() and self._blob.result().has(index)
+
+    def _here(self) -> int:
+        return self._blob.result().here if self._blob.done() else 0
 
     # -- actions -----------------------------------------------------------------------------------------------------
 

@@ -67,7 +67,8 @@ class Scheduler:
     """The decisions of one fetch.
 
     `peers` are the providers, the likeliest first. `size` is the blob's size in bytes that somebody signed for. With
-    `chunks`, only these are fetched. `has` says whether a chunk is in the store. All chance comes from `chance`.
+    `chunks`, only these are fetched. `has` says whether a chunk is in the store, and `here` how many are. All chance
+    comes from `chance`.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Scheduler:
         chunks: Collection[int] | None,
         streams: StreamView,
         has: Callable[[int], bool],
+        here: Callable[[], int],
         chance: random.Random,
     ):
         self._me = me
@@ -87,6 +89,7 @@ class Scheduler:
         self._wanted = chunks
         self._streams = streams
         self._has = has
+        self._here = here
         self._chance = chance
         self._later = deque(Provider(p) for p in _spread(list(dict.fromkeys(peers)), chance))
         """Providers that are considered when those of `_requests` have failed."""
@@ -300,6 +303,7 @@ class Scheduler:
             relayed=count > RELAYED and self._wanted is None,  # other fetchers want other slices
             offset=int.from_bytes(bytes(self._digest)[:4], "big"),
             has=self._has,
+            here=self._here,
             latency=lambda peer: self._streams.latency(peer, priority),
             loaded_latency=lambda peer: self._streams.loaded_latency(peer, priority),
             chance=self._chance,

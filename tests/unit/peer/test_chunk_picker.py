@@ -43,12 +43,17 @@ class Fetcher:
         **options,
     ):
         self.here: set[int] = set()
+        self.looked_for = 0
         slow, once = latency or {}, latency or {} if loaded_latency is None else loaded_latency
         self.picker = ChunkPicker(
-            me, peers, range(COUNT), COUNT, has=self.here.__contains__, latency=lambda p: slow.get(p, 0.0),
-            loaded_latency=lambda p: once.get(p, 0.0),
+            me, peers, range(COUNT), COUNT, has=self.has, here=lambda: len(self.here),
+            latency=lambda p: slow.get(p, 0.0), loaded_latency=lambda p: once.get(p, 0.0),
             **({"relayed": True} | options),
         )  # fmt: skip
+
+    def has(self, index: int) -> bool:
+        self.looked_for += 1
+        return index in self.here
 
     def ask(self, peer: PeerKey, now: float = 0.0, most: int = 1000) -> list[int]:
         """Return all that may be requested from it at once."""
@@ -302,3 +307,37 @@ def test_a_bitmap_that_lies_is_believed_in_nothing_that_could_be_no_chunk():
     assert set(f.ask(B)) <= set(range(COUNT))
     f.picker.update(B, b"", 0.0)  # takes it all back
     assert f.picker.left == COUNT
+
+
+def test_chunks_of_other_fetches_are_searched_for_only_when_one_has_come():
+    f = together([ME, B], [])[ME]
+    share = f.ask(SOURCE, 0.0)
+    f.picker.refresh(0.0)
+    f.looked_for = 0
+    for turn in range(50):  # a slow source gives one of its chunks every 10 idle turns
+        if turn % 10 == 0:
+            f.get(SOURCE, share[turn // 10], turn / 50)
+        f.picker.refresh(turn / 50)
+    assert f.looked_for == 0
+    by_others = set(range(COUNT)) - {*share}
+    f.here |= by_others
+    f.picker.refresh(1.0)
+    assert f.picker.left == len(share) - 5 and f.looked_for == COUNT - 5
+    f.picker.refresh(1.0)
+    assert f.looked_for == COUNT - 5
+
+
+def test_a_chunk_that_comes_during_the_search_for_others_is_noted_by_the_next():
+    f = Fetcher(ME, [SOURCE])
+    f.here.add(0)
+
+    def has(index: int) -> bool:
+        was_here = index in f.here
+        if index == 1:
+            f.here.add(1)
+        return was_here
+
+    f.picker._has = has
+    for left in (COUNT - 1, COUNT - 2):
+        f.picker.refresh(0.0)
+        assert f.picker.left == left

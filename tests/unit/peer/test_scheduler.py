@@ -70,7 +70,7 @@ class Talk:
         self.now = 0.0
         self.scheduler = Scheduler(
             ME, providers, digest, size, chunks=None, streams=Streams(),
-            has=lambda index: False, chance=random.Random(0),
+            has=lambda index: False, here=lambda: 0, chance=random.Random(0),
         )  # fmt: skip
         self.actions: list[Action] = self.scheduler.start(self.now, deadline)
 

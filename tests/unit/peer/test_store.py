@@ -11,12 +11,13 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 
-from peer.store import BlobCorrupt, BlobMissing, Store, StoreBusy, StoreError, StoreFull, in_progress
+from peer.store import BlobCorrupt, BlobMissing, Store, StoreBusy, StoreError, StoreFull, blobs, in_progress
 from protocol.errors import MalformedError
 from protocol.ids import Digest, Round
 from protocol.merkle import CHUNK, blob_digest, blob_leaves, leaf_hash
@@ -251,6 +252,46 @@ def test_what_is_left_from_before_the_start_is_checked_while_others_use_the_stor
         finally:
             may_end.set()
         assert opening.result(LIMIT).missing() == [1]
+
+
+@pytest.mark.parametrize(
+    ("module", "step", "work"),
+    [
+        (blobs, "flush_folder", lambda store, blob: blob.finish()),
+        (blobs, "remove", lambda store, blob: store.remove(blob.digest)),
+        (in_progress, "reserve", lambda store, blob: slice_of(store, data_of(CHUNK + 1, 5), [0, 1])),
+        (in_progress, "reserve", lambda store, blob: slice_of(store, data_of(2 * CHUNK), [0])),
+    ],
+)
+def test_event_loops_wait_for_no_slow_disk_work(store, monkeypatch, module, step: str, work: Callable):
+    slow, other, data = data_of(CHUNK), data_of(2 * CHUNK), data_of(CHUNK + 1, 5)
+    blob = slice_of(store, slow, [0])
+    fill(blob, slow, [0])
+    partial = slice_of(store, other, [1])
+    working, may_end, do = threading.Event(), threading.Event(), getattr(module, step)
+
+    def wait(*args):
+        working.set()
+        assert may_end.wait(LIMIT)
+        do(*args)
+
+    with ThreadPoolExecutor(2) as pool:
+        with monkeypatch.context() as m:
+            m.setattr(module, step, wait)
+            working_on = pool.submit(work, store, blob)
+            try:
+                assert working.wait(LIMIT)
+                pool.submit(partial.close).result(LIMIT)
+                used = pool.submit(lambda: store.used_bytes).result(LIMIT)
+                unreferenced = pool.submit(store.unreferenced, set()).result(LIMIT)
+                if step == "flush_folder":
+                    assert not store.has(blob.digest), "it is not durable yet"
+                    assert blob.read_chunk(0) == slow
+            finally:
+                may_end.set()
+            working_on.result(LIMIT)
+    assert used == store.used_bytes
+    assert blob_digest(data) not in unreferenced
 
 
 def test_wrong_leaves_make_no_room(store):
@@ -496,6 +537,52 @@ def test_a_slice_outlives_a_restart_and_is_pruned_unless_it_is_to_be_kept(tmp_pa
         assert pruned(store, {digest}) == [] and store.in_progress(digest) is partial
         assert pruned(store, set()) == [digest] and store.in_progress(digest) is None
         assert store.used_bytes == 0 and list((store.folder / "partial").iterdir()) == []
+
+
+def test_a_full_disk_costs_no_chunk_of_an_interrupted_slice_and_leaves_no_uncounted_file(tmp_path, monkeypatch):
+    data, new = data_of(5 * CHUNK), data_of(2 * CHUNK, 1)
+    digest = blob_digest(data)
+    with Store(tmp_path, BIG) as store:
+        fill(slice_of(store, data, [1, 3]), data, [1, 3])
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with Store(tmp_path, BIG) as store:
+        used = store.used_bytes
+        with monkeypatch.context() as m:
+            m.setattr(in_progress, "reserve", full)
+            for chunks_of in (data, new):
+                with pytest.raises(StoreFull, match="free some disk space"):
+                    slice_of(store, chunks_of, [1])
+        assert store.used_bytes == used and not (tmp_path / "partial" / blob_digest(new).hex()).exists()
+        partial = slice_of(store, data, [1, 3])
+        assert partial.missing([1, 3]) == [] and store.used_bytes == 2 * CHUNK
+        partial.close()
+        with monkeypatch.context() as m:
+            m.setattr(in_progress, "reserve", full)
+            with pytest.raises(StoreFull):
+                store.receive(digest, len(data) - 1, blob_leaves(data))  # the file is of no use for another size
+        assert store.used_bytes == 0 and not partial.path.exists()
+
+
+def test_a_full_disk_ends_only_the_use_that_needed_more_of_a_slice(store, monkeypatch):
+    data = data_of(4 * CHUNK)
+    partial = slice_of(store, data, [1])
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as m:
+        m.setattr(in_progress, "reserve", full)
+        with pytest.raises(StoreFull):
+            slice_of(store, data, [1, 2])
+    assert store.used_bytes == CHUNK and not partial.idle
+    fill(partial, data, [1])
+    partial.close()
+    assert partial.idle and partial.read_chunk(1) == data[CHUNK : 2 * CHUNK]
+    slice_of(store, data, [2])
+    assert store.used_bytes == 2 * CHUNK
 
 
 def test_a_slice_counts_towards_what_the_store_may_use(tmp_path):
