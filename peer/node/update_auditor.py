@@ -94,7 +94,8 @@ class UpdateAuditor:
         if _key(action) == self._present or (action.check != "loss" and not self.spec.audit.replayable):
             return
         self._waiting = [w for w in self._waiting if _key(w.action) != _key(action)]
-        stakes = self.chain.audit_stakes(action.certificate.digest)
+        record = action.certificate.digest
+        stakes = self.chain.audit_stakes(record) if record in self.chain else {}
         is_new = bool(stakes) and not any(stakes.get(u.author) for u in _updates(action) if u.digest == action.update)
         self._waiting.append(_Waiting(action, is_new))
         alike = [w for w in self._waiting if (w.action.check == "screen") is (action.check == "screen")]

@@ -56,7 +56,8 @@ class RateLimiter:
 
     limits: CallLimits = field(default_factory=CallLimits)
     is_known: Callable[[PeerKey], bool] = lambda sender: True
-    _strangers: _Strangers | None = None
+    strangers: _Strangers | None = None
+    """The use that all strangers made together; None before the first call."""
     _senders: OrderedDict[PeerKey, _Sender] = field(default_factory=OrderedDict)
     _busy: int = 0
     _under_way: int = 0
@@ -123,14 +124,14 @@ class RateLimiter:
         """Return what all strangers share, if the sender is one."""
         if self.is_known(sender):
             return None
-        if self._strangers is None:
+        if self.strangers is None:
             limits = self.limits
-            self._strangers = _Strangers(
+            self.strangers = _Strangers(
                 _bucket(limits.strangers_calls_per_second, now),
                 _bucket(limits.strangers_bytes_per_second, now),
                 _bucket(limits.strangers_answer_bytes_per_second, now),
             )
-        shared = self._strangers
+        shared = self.strangers
         for bucket in (shared.calls, shared.volume, shared.answers):
             bucket.refill(now)
         return shared

@@ -80,7 +80,7 @@ def test_bad_toml_names_the_line(run_file: Path):
 
 
 @pytest.mark.parametrize("text", ["", "hello", "cairn1:abc", "cairn9:abc", invite()[:-3], invite().replace("A", "B")])
-@pytest.mark.parametrize("command", [("peer", "join"), ("auditor",), ("status",)])
+@pytest.mark.parametrize("command", [("peer", "join"), ("status",)])
 def test_what_is_no_invite_is_said_to_be_none(tmp_path: Path, command, text: str):
     assert "invite" in refused(*command, text, env={"CAIRN_HOME": str(tmp_path)})
 
@@ -94,7 +94,7 @@ def test_a_large_swarm_asks_for_its_credits_less_often():
 def test_an_invite_is_read_from_stdin_where_others_cannot_see_it(tmp_path: Path):
     others = (("peer", "pause"), ("peer", "leave"), ("runs",), ("export", "model", "out", "--invite"))
     for command in (
-        ("peer", "join"), ("auditor",), ("peer", "invite"), ("status",), ("watch",), ("account", "show"), *others,
+        ("peer", "join"), ("peer", "invite"), ("status",), ("watch",), ("account", "show"), *others,
     ):  # fmt: skip
         said = refused(*command, "-", env={"CAIRN_HOME": str(tmp_path)}, input="cairn1:abc\n")
         assert "invite" in said and "'-'" not in said
@@ -206,17 +206,17 @@ def test_an_option_out_of_range_is_named(tmp_path: Path, option: str, value: str
     assert option in refused("peer", "join", invite(), "--home", tmp_path, option, value)
 
 
-def test_an_auditor_without_training_reports_by_the_peers_key_or_the_owners(tmp_path: Path, monkeypatch):
+def test_an_auditor_without_training_reports_by_the_owners_key(tmp_path: Path, monkeypatch):
     from peer.keyfile import load_or_make
 
     asked: list[JoinOptions] = []
     monkeypatch.setattr("cairn.commands.auditor.join_run", asked.append)
-    assert cairn("auditor", invite(), "--home", tmp_path, "--device", "cuda:1").returncode == 0
+    assert "--owner-key" in refused("auditor", invite(), "--home", tmp_path)
     key = tmp_path / "owner.key"
     owner = load_or_make(key)
-    assert cairn("auditor", invite(), "--home", tmp_path, "--owner-key", key).returncode == 0
-    assert [o.auditor for o in asked] == [True, True] and asked[0].device == "cuda:1"
-    assert asked[0].owner is None and asked[1].owner is not None and asked[1].owner.key == owner.key
+    options = ("--home", tmp_path, "--device", "cuda:1", "--owner-key", key)
+    assert cairn("auditor", invite(), *options).returncode == 0
+    assert [(o.device, o.owner and o.owner.key) for o in asked] == [("cuda:1", owner.key)]
 
 
 @pytest.mark.parametrize("content", [None, "not a key"])

@@ -141,7 +141,7 @@ async def test_twenty_newcomers_at_once_stay_far_below_the_limits_of_non_members
             await call("chain", wire.ChainRequest(locator=[bytes(1000)]), wire.ChainReply)
 
     await asyncio.gather(*map(join, keys))
-    shared = a.limiter._strangers
+    shared = a.limiter.strangers
     assert shared is not None and len(a.packets) == 200
     assert all(b.tokens > 0.7 * b.burst for b in (shared.calls, shared.volume, shared.answers))
     await a.swarm.stop()
