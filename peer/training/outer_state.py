@@ -257,11 +257,6 @@ class OuterState(OuterOperations):
         anchor = {n: offload.copy(t) for n, t in self.local.items()}
         super().__init__(codec, beta, spec, anchor, SoleRank(), offload, replayable=replayable)
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Replace the base, and move the progress since the anchor onto it. The tensors of `state` become its own."""
-        self.base = dict(state)
-        self.rebase()
-
     def announce(self) -> bytes:
         """Return an update's blob of all progress that was not sent. Raise CodecError when it is not finite."""
         self._gather_progress()
