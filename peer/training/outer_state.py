@@ -72,7 +72,7 @@ class OuterOperations(ABC):
         self.replayable = replayable
         self.offload = offload
         self.base: dict[str, Tensor] | None = None
-        """The replicated state with its outer momentum; None before the first `load`, and after one that failed."""
+        """The replicated state with its outer momentum; None while no state is held."""
         self.anchor = anchor
         self.feedback = {n: offload.zeros(t.shape) for n, t in anchor.items()}
 
@@ -217,7 +217,7 @@ class OuterOperations(ABC):
 
     @torch.no_grad()
     def resume(self, feedback: Mapping[str, Tensor], progress: Mapping[str, Tensor]) -> None:
-        """Restore saved feedback and progress, of which the arguments have the whole; before the first `load`."""
+        """Restore saved feedback and progress, of which the arguments have the whole; before the first `rebase`."""
 
         def resumed(name: str, values: Tensor) -> None:
             self.feedback[name].copy_(self._owned(name, feedback[name]))
