@@ -62,11 +62,16 @@ class Peer:
         self.replica = None if swarm.fleet else Replica(swarm.setting, swarm.lr, optimizer=swarm.inner)
         local = self.replica.tensors if self.replica else swarm.fleet.tensors(number) if swarm.fleet else {}
         self.side = OuterState(local, swarm.codec, swarm.codec_spec.beta, swarm.outer, Offload(swarm.setting.device))
-        self.side.load(swarm.base)
         self.counter = 0
         self.waiting = 0
         self.due = 0.0
         self.back_in = 0
+        self.load(swarm.base)
+
+    def load(self, base: dict[str, Tensor]) -> None:
+        """Continue from this state."""
+        self.side.base = base
+        self.side.rebase()
 
 
 class Cairn(Method):
@@ -178,7 +183,7 @@ class Cairn(Method):
             self._apply_reduced(self.reduction, updates)
         self.accepted += sum(u.windows for u in updates)
         for peer in self.peers:
-            peer.side.load(self.base)
+            peer.load(self.base)
         self._people_come_and_go()
 
     def _apply_reduced(self, by: Reduction, updates: list[Contribution]) -> None:

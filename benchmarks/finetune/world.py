@@ -118,7 +118,8 @@ class FineTuning:
         for name, values in backend.outer.local.items():
             values.copy_(state[name])
             backend.outer.anchor[name].copy_(values)
-        backend.outer.load(state)
+        backend.outer.base = state
+        backend.outer.rebase()
         return backend
 
     def train_step(self, backend: SingleProcessBackend, step: int) -> None:

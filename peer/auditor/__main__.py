@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -80,6 +81,7 @@ def _scores(job: Job) -> tuple[Score, ...]:
     from peer.auditor.audit import audit
     from peer.training.device import choose_device
 
+    gc.collect()  # the model of the job before refers to itself
     device = choose_device(job.device, job.threads)
     if device.type == "cpu":
         os.nice(CPU_NICENESS)  # no more than that, however often

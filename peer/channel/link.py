@@ -21,7 +21,11 @@ from peer.errors import ChannelError, TrainerDied
 log = logging.getLogger(__name__)
 
 SEND_SECONDS = 30.0
-"""Maximum time to send a message. A trainer receives at any time, so a longer wait means that it is stuck."""
+"""Maximum time to send a message.
+
+A trainer at a long request may read nothing, and the socket's buffer takes what comes. If that stays full, the trainer
+is killed.
+"""
 
 _STDERR_LINES = 40
 _STDERR_LINE = 500

@@ -96,12 +96,13 @@ class BaseState(ThreadOwned):
         try:
             return self._folder.read()
         except SavedStateError as e:
-            try:
-                self._folder.quarantine()
-            except OSError as problem:
-                self._report("warning", "saved-state", f"{self._folder.folder} cannot be written to: {problem}")
             text = f"{e}. It was set aside, and training starts from the run's state: what was not announced is lost"
             self._report("warning", "saved-state", text)
+        try:
+            self._folder.quarantine()
+            return self._folder.read()  # of an undecided update: another one for its parent must never be signed
+        except OSError as problem:
+            self._report("warning", "saved-state", f"{self._folder.folder} cannot be written to: {problem}")
             return None
 
     # -- updates -----------------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@
          start     begin               finish            done
 
 One save at a time: while one is written, the next one is put off; a copy that is not being written yet is replaced.
-After a crash at any moment the disk has the old state or the new one: `SavedFolder.publish` is one rename. With several
-ranks each writes its own shard, and `finish_write` is a command to all of them.
+After a crash at any moment the disk has the old state or the new one: `SavedFolder.publish` renames the tensors, then
+the manifest, which commits them. With several ranks each writes its own shard, and `finish_write` is a command to all.
 """
 
 from __future__ import annotations

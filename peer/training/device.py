@@ -47,7 +47,6 @@ def choose_device(name: str, threads: int, gpu_memory: int = 0) -> torch.device:
     if gpu_memory:
         whole = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, gpu_memory / whole), device)
-    torch.set_float32_matmul_precision("high")
     return device
 
 

@@ -23,10 +23,6 @@ class YieldGate:
         self._open.set()
         self._why = Activity.APPLYING
 
-    @property
-    def is_closed(self) -> bool:
-        return not self._open.is_set()
-
     def wait(self, times: TimeBreakdown | None = None) -> None:
         """Block until the gate is open. `times`, the calling thread's, count the wait as the request's activity."""
         if not self._open.is_set():

@@ -192,6 +192,7 @@ class InnerOptimizer:
                 logits.flatten(0, 1).float(), inputs.targets.flatten(), ignore_index=IGNORED, reduction="sum"
             )
             loss.backward()
+            del logits  # between two passes other work needs the memory
             self._yield_hook()
             total += loss.detach()
         norm = nn.utils.clip_grad_norm_(self.parameters.values(), self.spec.clip_norm)

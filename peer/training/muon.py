@@ -73,7 +73,10 @@ class Muon(torch.optim.Optimizer):
 
 
 def stacks(matrices: Iterable[Tensor], most: int) -> Iterator[list[Tensor]]:
-    """Yield the matrices in lists of one shape, with at most `most` elements, or a single matrix."""
+    """Yield the matrices in lists of one shape, with at most `most` elements, or a single matrix; 0: each alone."""
+    if not most:  # by shape, empty ones would share a list, and ranks differ in the order of their shards' shapes
+        yield from ([matrix] for matrix in matrices)
+        return
     begun: dict[torch.Size, list[Tensor]] = {}
     for matrix in matrices:
         some = begun.setdefault(matrix.shape, [])

@@ -72,7 +72,7 @@ class OuterOperations(ABC):
         self.replayable = replayable
         self.offload = offload
         self.base: dict[str, Tensor] | None = None
-        """The replicated state with its outer momentum; None before the first `load`, and after one that failed."""
+        """The replicated state with its outer momentum; None while no state is held."""
         self.anchor = anchor
         self.feedback = {n: offload.zeros(t.shape) for n, t in anchor.items()}
 
@@ -217,7 +217,7 @@ class OuterOperations(ABC):
 
     @torch.no_grad()
     def resume(self, feedback: Mapping[str, Tensor], progress: Mapping[str, Tensor]) -> None:
-        """Restore saved feedback and progress, of which the arguments have the whole; before the first `load`."""
+        """Restore saved feedback and progress, of which the arguments have the whole; before the first `rebase`."""
 
         def resumed(name: str, values: Tensor) -> None:
             self.feedback[name].copy_(self._owned(name, feedback[name]))
@@ -256,11 +256,6 @@ class OuterState(OuterOperations):
         self.local = {t.name: local[t.name] for t in codec.layout.tensors}
         anchor = {n: offload.copy(t) for n, t in self.local.items()}
         super().__init__(codec, beta, spec, anchor, SoleRank(), offload, replayable=replayable)
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Replace the base, and move the progress since the anchor onto it. The tensors of `state` become its own."""
-        self.base = dict(state)
-        self.rebase()
 
     def announce(self) -> bytes:
         """Return an update's blob of all progress that was not sent. Raise CodecError when it is not finite."""

@@ -10,6 +10,11 @@ state again.
 
 On CUDA both threads issue to one stream: an apply's kernels run after those that the step has issued already. On a CPU,
 and with several ranks, which do one thing at a time, the training thread yields meanwhile (see `gate`).
+
+A GPU's memory may not suffice for a round beside a pass. From then on this work is handed over, too (`BetweenPasses`):
+between two passes no activations are held. An update of a replayable run is then made again, since the failure changed
+nothing. A round is not repeated: the base is lost, and the node has a state loaded. Nor is an update with error
+feedback, of which a part has left the feedback: the process ends.
 """
 
 from __future__ import annotations
@@ -17,19 +22,23 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 import torch
 
-from peer.channel import Apply, Failed, FromTrainer, MakeUpdate, Orders, ToTrainer, TrainerEnd, UpdateMade
+from peer.channel import Apply, Failed, FromTrainer, MakeUpdate, Note, Orders, ToTrainer, TrainerEnd, UpdateMade
 from peer.errors import TrainingError
 from peer.training.base_state import BaseMove
-from peer.training.device import memory_for
+from peer.training.device import out_of_memory
 from peer.training.time_breakdown import Activity
 from peer.training.trainer import Trainer
 from protocol.errors import CairnError, CodecError
+
+T = TypeVar("T")
 
 MAX_PENDING = 16
 """Messages that may wait for the training thread; beyond that the channel is not read."""
@@ -52,7 +61,16 @@ class SaveAfterUpdate:
     """An update was made: the state that has it as announced is to be saved."""
 
 
-Message = ToTrainer | SwapBase | BeginAgain | SaveAfterUpdate
+@dataclass(frozen=True, slots=True)
+class BetweenPasses:
+    """Work on the base state for which memory does not suffice beside a pass. `doing`: its name in an error."""
+
+    work: Callable[[], None]
+    activity: Activity
+    doing: str
+
+
+Message = ToTrainer | SwapBase | BeginAgain | SaveAfterUpdate | BetweenPasses
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +91,8 @@ class RequestHandler:
         self._end = end
         self._queue: queue.Queue[Handover | BaseException] = queue.Queue(MAX_PENDING)
         self._thread = threading.Thread(target=self._run, name="requests", daemon=True)
+        self._waits_for_pass = False
+        """True once memory has run out beside a pass."""
 
     def start(self) -> None:
         """Begin to receive."""
@@ -130,42 +150,80 @@ class RequestHandler:
                 case _:
                     settled = self._hand_over(message)  # answers keep their order
 
+    def _make_update(self, trainer: Trainer, ask: MakeUpdate, max_windows: int) -> bool:
+        """Make an update and answer. Return False when there is none."""
+        work, repeats = partial(self._announce, trainer, ask, max_windows), trainer.spec.audit.replayable
+        return self._deal(trainer, Activity.COMPRESSING, "make an update", work, repeats=repeats)
+
+    def _announce(self, trainer: Trainer, ask: MakeUpdate, max_windows: int) -> bool:
+        try:
+            answer = trainer.base.make_update(ask, max_windows)
+        except (CairnError, OSError) as e:
+            self._end.send(Failed("update", str(e), fatal=False))
+            if isinstance(e, CodecError):
+                # The progress is not finite any more, or cannot be compressed: no next try can succeed.
+                raise TrainingError(f"what was learnt cannot be sent: {e}") from None
+            return False
+        self._end.send(answer)
+        return isinstance(answer, UpdateMade)
+
+    def _apply(self, trainer: Trainer, ask: Apply) -> BaseMove | None:
+        """Apply a round and answer. Return None when that failed."""
+        work = partial(self._advance, trainer, ask)
+        try:
+            return self._deal(trainer, Activity.APPLYING, "apply a round", work, repeats=False)
+        except TrainingError as e:
+            self._end.send(Failed("apply", str(e), fatal=False))
+            return None
+
+    def _advance(self, trainer: Trainer, ask: Apply) -> BaseMove | None:
+        answer: FromTrainer
+        move = None
+        try:
+            move = trainer.base.advance(ask)
+            answer = trainer.base.applied(move.record, ask.write_checkpoint)
+        except (CairnError, OSError) as e:
+            answer = Failed("apply", str(e), fatal=False)
+        self._end.send(answer)
+        return move
+
+    def _deal(self, trainer: Trainer, activity: Activity, doing: str, work: Callable[[], T], *, repeats: bool) -> T:
+        """Return the result of `work`, which is done here, or between two passes once memory has run out here.
+
+        `repeats`: what failed here is done again. Otherwise raise TrainingError.
+        """
+        if not self._waits_for_pass:
+            try:
+                with self._owning(trainer, activity):
+                    return work()
+            except torch.OutOfMemoryError:
+                self._waits_for_pass = True
+                text = (
+                    f"memory does not suffice to {doing} beside a step: from now on rounds wait for the end of a pass"
+                )
+                self._end.send(Note("warning", "memory", text))
+                if not repeats:
+                    raise out_of_memory(trainer.backend.device, f"{doing} beside a step") from None
+        # Outside of the handler: the exception's frames hold tensors that are to be freed.
+        result: Future[T] = Future()
+
+        def do() -> None:
+            try:
+                result.set_result(work())
+            except (CairnError, OSError) as e:
+                result.set_exception(e)
+
+        self._hand_over(BetweenPasses(do, activity, doing)).result()
+        return result.result()
+
     @contextlib.contextmanager
-    def _dealing(self, trainer: Trainer, activity: Activity, doing: str) -> Iterator[None]:
+    def _owning(self, trainer: Trainer, activity: Activity) -> Iterator[None]:
         """Own the base state for the block; on a CPU, and with several ranks, the training thread yields meanwhile."""
         yields = trainer.backend.device.type == "cpu" or trainer.backend.is_distributed
         device = trainer.backend.device
         with (
-            memory_for(device, doing),
             trainer.base.owned(),
             trainer.gate.closed(activity) if yields else contextlib.nullcontext(),
             torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext(),
         ):
             yield
-
-    def _make_update(self, trainer: Trainer, ask: MakeUpdate, max_windows: int) -> bool:
-        """Make an update and answer. Return False when there is none."""
-        with self._dealing(trainer, Activity.COMPRESSING, "make an update"):
-            try:
-                answer = trainer.base.make_update(ask, max_windows)
-            except (CairnError, OSError) as e:
-                self._end.send(Failed("update", str(e), fatal=False))
-                if isinstance(e, CodecError):
-                    # The progress is not finite any more, or cannot be compressed: no next try can succeed.
-                    raise TrainingError(f"what was learnt cannot be sent: {e}") from None
-                return False
-            self._end.send(answer)
-            return isinstance(answer, UpdateMade)
-
-    def _apply(self, trainer: Trainer, ask: Apply) -> BaseMove | None:
-        """Apply a round and answer. Return None when that failed."""
-        answer: FromTrainer
-        move = None
-        with self._dealing(trainer, Activity.APPLYING, "apply a round"):
-            try:
-                move = trainer.base.advance(ask)
-                answer = trainer.base.applied(move.record, ask.write_checkpoint)
-            except (CairnError, OSError) as e:
-                answer = Failed("apply", str(e), fatal=False)
-            self._end.send(answer)
-        return move

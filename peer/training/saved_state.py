@@ -176,10 +176,15 @@ class SavedFolder:
         return manifest
 
     def quarantine(self) -> None:
-        """Rename a state that cannot be used; the last one is kept for inspection."""
+        """Rename a state that cannot be used; the last one is kept for inspection. A sound `update.json` stays."""
+        unusable = [self.folder / STATE_MANIFEST, *self._files()]
+        try:
+            self._read(UPDATE_MANIFEST, _UpdateManifest)
+        except SavedStateError:
+            unusable.append(self.folder / UPDATE_MANIFEST)
         for earlier in self.folder.glob("unusable-*"):
             earlier.unlink()
-        for path in (self.folder / STATE_MANIFEST, self.folder / UPDATE_MANIFEST, *self._files()):
+        for path in unusable:
             if path.exists():
                 path.replace(path.with_name(f"unusable-{path.name}"))
 

@@ -1,4 +1,4 @@
-"""The learning rate as a function of the tokens that the chain has accepted: the same for every peer of a round."""
+"""The learning rate as a function of the swarm's tokens: in a replayable run the same for every peer of a round."""
 
 from __future__ import annotations
 

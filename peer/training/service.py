@@ -34,7 +34,15 @@ from peer.training.data import DataError
 from peer.training.device import choose_device, memory_for, out_of_memory
 from peer.training.flops import mfu
 from peer.training.layers import Level
-from peer.training.request_handler import BeginAgain, Handover, Message, RequestHandler, SaveAfterUpdate, SwapBase
+from peer.training.request_handler import (
+    BeginAgain,
+    BetweenPasses,
+    Handover,
+    Message,
+    RequestHandler,
+    SaveAfterUpdate,
+    SwapBase,
+)
 from peer.training.time_breakdown import Activity
 from peer.training.trainer import Trainer
 from protocol.errors import CairnError
@@ -192,6 +200,8 @@ class TrainerService:
 
     def _deal(self, trainer: Trainer, item: Handover) -> None:
         activity = _ACTIVITIES.get(type(item.message), trainer.steps.times.activity)
+        if isinstance(item.message, BetweenPasses):
+            activity = item.message.activity
         with trainer.steps.times.during(activity, time.monotonic):
             self._do(trainer, item.message)
         item.done.set_result(None)
@@ -212,6 +222,10 @@ class TrainerService:
             case SwapBase(move):
                 with memory_for(trainer.backend.device, "go on from a state"), trainer.base.owned():
                     trainer.swap_base(move)
+            case BetweenPasses(work, _, doing):
+                with memory_for(trainer.backend.device, doing), trainer.base.owned():
+                    torch.cuda.empty_cache()
+                    work()
             case Load():
                 self._load(trainer, message)
             case WriteCheckpoint(out):

@@ -9,7 +9,7 @@ all ranks meet for the digest.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -200,8 +200,8 @@ class StateWriter:
 
     def _tensors(self, file: ShardedFile) -> Iterator[TensorToSave]:
         """Yield this process's slices in the file's order: names sort by group, then as in the layout. Collective."""
-        moments = self._inner.moments()[1]
-        for group in sorted({t.name.partition("/")[0] for t in file.layout.tensors}):
+        moments, names = self._inner.moments()[1], {t.name for t in file.layout.tensors}
+        for group in sorted({name.partition("/")[0] for name in names}):
             if group == FEEDBACK:
                 found = iter(self._outer.feedback.items())
             elif group == PROGRESS:
@@ -209,10 +209,14 @@ class StateWriter:
             elif group == POSITION:
                 found = self._outer.owned_of(lambda name: None)
             else:
-                here = {n for n in self._inner.parameters if f"{group}/{n}" in moments}
-                found = self._outer.owned_of(lambda n, g=group: moments[f"{g}/{n}"], here)
+                here = {n for n in self._inner.parameters if f"{group}/{n}" in names}
+                found = self._outer.owned_of(lambda n, g=group: self._moment(moments, f"{g}/{n}"), here)
             for name, tensor in found:
                 yield TensorToSave(f"{group}/{name}", tensor, fresh=group == PROGRESS)
+
+    def _moment(self, held: Mapping[str, Tensor], key: str) -> Tensor:
+        """Return what this process has of a moment: zeros if its parameter has had no gradient."""
+        return held[key] if key in held else torch.zeros_like(self._inner.parameters[key.partition("/")[2]])
 
 
 def _in_memory(saved: TensorToSave) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -13,7 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
+from peer.auditor import __main__ as auditor
 from peer.auditor.__main__ import memory_share
 from peer.auditor.job import AuditAnswer, Job, MeasuredScore, ScreenJob, answer_line, job_line, parse_answer, parse_job
 from peer.errors import AuditError
@@ -88,6 +91,22 @@ async def test_a_screen_is_answered_without_a_model(audited):
     earlier = tuple(u.blob for u in audited.first.updates)
     found = await answer_of(ScreenJob(audited.job().spec_path, blobs, (earlier,)))
     assert [s.name for s in found.scores] == ["agreement", "fresh"] and not found.reason
+
+
+def test_a_job_frees_the_model_of_the_job_before(audited, monkeypatch):
+    def models() -> set[int]:
+        return {id(found) for found in gc.get_objects() if isinstance(found, LlamaForCausalLM)}
+
+    monkeypatch.setattr(auditor, "CPU_NICENESS", 0)  # of this process
+    gc.collect()
+    others = models()
+    gc.disable()
+    try:
+        for check in ("replay", "loss"):
+            assert auditor._scores(audited.job(check))
+        assert len(models() - others) == 1
+    finally:
+        gc.enable()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's choice when memory runs out")

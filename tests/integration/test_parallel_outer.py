@@ -169,7 +169,8 @@ def one_process(name: str, folder: Path) -> tuple[list[str], bytes]:
     _, outer = begin(name)
     of = layout()
     side = OuterState({t.name: torch.zeros(t.shape) for t in of.tensors}, _codec, BETA, outer, Offload(CPU))  # type: ignore[arg-type]
-    side.load(state)
+    side.base = state
+    side.rebase()
 
     def learn(seed: int) -> None:
         for n, change in noise(seed, of).items():

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor
 
+from peer.training.inner_optimizer import ADAMW_MOMENTS
+from peer.training.offload import Offload
 from peer.training.parallel.ownership import BlockOwnership
 from peer.training.parallel.sharded_file import ShardedFile
+from peer.training.saved_state import POSITION
+from peer.training.state_writer import StateWriter
 from protocol.codec import make_codec
 from protocol.ids import PeerKey, sha256
 from protocol.layout import BLOCK, MOMENTUM, REFERENCE_NORMS, Layout, TensorSlice
@@ -24,6 +30,7 @@ from protocol.state import checkpoint_chunks, state_digest, state_layout
 LAYOUT = Layout.of(
     {"a.weight": (96, 100), "b.bias": (70,), "c.weight": (37, 4096), "d": (5,), "e.weight": (300, 300), "f": (4096,)}
 )
+CPU = torch.device("cpu")
 shapes = st.dictionaries(
     st.text("abcdefg", min_size=1, max_size=3), st.integers(1, 5 * BLOCK).map(lambda n: (n,)), min_size=1
 )
@@ -88,11 +95,55 @@ def test_a_file_by_many_ranks_has_the_bytes_and_the_digest_of_one(tmp_path: Path
     os.close(descriptor)
     assert path.read_bytes() == b"".join(checkpoint_chunks(layout, state))
     assert file.digest(reports) == state_digest(layout, state) == blob_digest(path.read_bytes())
-    assert torch.equal(file.read_tensor(path, REFERENCE_NORMS, torch.device("cpu")), state[REFERENCE_NORMS])
+    assert torch.equal(file.read_tensor(path, REFERENCE_NORMS, CPU), state[REFERENCE_NORMS])
     for rank in range(ranks):
-        back = file.read(path, rank, torch.device("cpu"))
+        back = file.read(path, rank, CPU)
         expected = cut(layout, state, owned[rank])
         assert back.keys() == expected.keys() and all(torch.equal(back[n], expected[n]) for n in back)
+
+
+@pytest.mark.parametrize("without", ["b.bias", "f"])
+def test_ranks_save_moments_of_zeros_for_a_parameter_without_gradients(tmp_path: Path, without: str):
+    ranks, values, owned, path = 2, noise(LAYOUT, 1), dealt(LAYOUT, 2), tmp_path / "state"
+    moments = {f"{m}/{n}": v for m in ADAMW_MOMENTS for n, v in noise(LAYOUT, 2).items() if n != without}
+    inner = SimpleNamespace(
+        parameters=values, device=CPU, moments=lambda: (3, moments), moments_of=lambda name: ADAMW_MOMENTS
+    )
+
+    def file_of(layout: Layout) -> ShardedFile:
+        return ShardedFile(layout, owned.within(layout, {t.name: t.name.partition("/")[2] for t in layout.tensors}))
+
+    for rank in range(ranks):
+
+        def owned_of(tensor_of, names=values, parts=owned.parts[rank]):
+            for p in parts:
+                name = LAYOUT.tensors[p.index].name
+                if name in names:
+                    tensor = values[name] if tensor_of(name) is None else tensor_of(name)
+                    yield name, tensor.view(-1)[p.start : p.stop]
+
+        outer = SimpleNamespace(
+            replayable=True, offload=Offload(CPU), file_of=file_of, owned_of=owned_of,
+            group=SimpleNamespace(world=ranks, rank=rank),
+        )  # fmt: skip
+        writer = StateWriter(LAYOUT, inner, outer, lambda: None)  # type: ignore[arg-type]
+        writer.copy_state()
+        writer.start_write(path)
+        writer.wait()
+    saved = load_file(path)
+    assert saved.keys() == {f"{group}/{n}" for group in (POSITION, *ADAMW_MOMENTS) for n in values}
+    for key, tensor in saved.items():
+        group, _, name = key.partition("/")
+        expected = values[name] if group == POSITION else moments.get(key, torch.zeros_like(tensor))
+        assert torch.equal(tensor, expected), key
+
+
+def test_a_file_of_too_few_tensors_is_not_reported():
+    state, file = noise(LAYOUT, 1), ShardedFile(LAYOUT, {0: LAYOUT.full_slices})
+    values = [state[t.name].view(-1) for t in LAYOUT.tensors]
+    for few in (values[:-1], [*values[:-1], values[-1][:-1]]):
+        with pytest.raises(ValueError, match=f"to {file.size} of its file"):
+            file.report(0, few)
 
 
 @settings(max_examples=15, deadline=None)

@@ -73,6 +73,7 @@ LAYOUTS = {
         "pp=2,fsdp=2;recompute",
         "dp=2,fsdp=2,zero=2;adapter;muon",
         "fsdp=4;adapter;recompute;compile",
+        "fsdp=4;adapter;muon;rank=2",  # two ranks have nothing of A
     ],
 }
 TIED = {"dp=2", "tp=2", "fsdp=4"}
@@ -89,7 +90,8 @@ BATCH, STEPS = 5, 3
 
 def adapter_of(layout: str) -> AdapterSettings:
     dtype = next((d for d in ("int8", "nf4") if d in layout), "bfloat16")
-    return AdapterSettings(rank=4, alpha=8, train=["input_layernorm"], dtype=dtype)
+    rank = 2 if "rank=2" in layout else 4
+    return AdapterSettings(rank=rank, alpha=8, train=["input_layernorm"], dtype=dtype)
 
 
 def config(layout: str) -> dict:

@@ -51,6 +51,11 @@ def born(world: World, n: int, parallel: str) -> tuple[Trainer, Heard]:
     return Trainer(replace(world.start(n), parallel=parallel), heard), heard
 
 
+def learning_rate(trainer: Trainer) -> float:
+    backend = trainer.backend
+    return (backend.worker if isinstance(backend, DistributedBackend) else backend).inner.learning_rate
+
+
 def two_layers(monkeypatch) -> None:
     """Give the model two layers, for two stages."""
     plain = trainer_world.plain_config
@@ -130,7 +135,7 @@ def test_peers_of_one_process_and_of_two_by_two_ranks_agree_on_every_bit_and_a_s
         try:
             digest = again.load(load).state_digest
             assert again.windows.counter == 9 * BATCH and "saved-state" not in heard.kinds()
-            assert again.backend.inner.learning_rate == many.backend.inner.learning_rate
+            assert learning_rate(again) == learning_rate(many)
             again.checkpointer.save_now()
             sheet = json.loads((again.folder.folder / STATE_MANIFEST).read_text())
             found.append((digest, load_file(again.folder.folder / sheet["file"])))

@@ -287,14 +287,9 @@ class DistributedInner:
     """The inner side of all ranks. `InnerOptimizer` documents the methods."""
 
     def __init__(self, backend: DistributedBackend, yield_hook: Callable[[], None]):
-        self._worker = backend.worker
         self._do = backend.do
         self._yield_hook = yield_hook
         self.set_rate = partial(backend.do, Command.RATE)
-
-    @property
-    def learning_rate(self) -> float:
-        return self._worker.inner.learning_rate
 
     def forward_backward(self, windows: Tensor, go_on: Callable[[], bool] = lambda: True) -> StepResult | None:
         """Compute a step's gradient. Between two pieces another thread's command may come first."""

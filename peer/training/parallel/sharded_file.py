@@ -60,7 +60,7 @@ class ShardedFile:
 
         `tensors`: the rank's slices, 1-d fp32, in order; each is used before the next one is requested. `file`: a
         descriptor to write the bytes to, at their place. `after` is called with the number of bytes after each piece.
-        Raise OSError.
+        Raise OSError, and ValueError when the tensors are fewer than the rank holds.
         """
         out = bytearray()
         cuts = iter(self._cuts(rank))
@@ -81,6 +81,10 @@ class ShardedFile:
                     write_at(file, data, cut.start)
                 after(len(data))
                 cut, pending = next(cuts, None), bytearray()
+        if cut is not None:
+            raise ValueError(
+                f"rank {rank} has no values for bytes {cut.start + len(pending)} to {cut.stop} of its file"
+            )
         return bytes(out)
 
     def digest(self, reports: Sequence[bytes | memoryview]) -> Digest:

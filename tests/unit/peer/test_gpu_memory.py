@@ -53,6 +53,7 @@ def test_a_device_is_ready_with_its_number_and_the_limit_in_force(gpus, name: st
     assert choose_device(name, 1, 6 * GB) == device and gpus == [(6 / 80, device)]
     choose_device(name, 1, 2 * WHOLE)
     assert gpus[-1] == (1.0, device)
+    assert torch.get_float32_matmul_precision() == "highest"  # an audit that claims fp32 has it
 
 
 def test_a_limit_means_nothing_to_a_cpu(gpus):

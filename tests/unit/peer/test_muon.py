@@ -87,6 +87,7 @@ def test_a_stack_takes_the_steps_of_its_matrices():
 def test_stacks_have_one_shape_and_a_bound():
     some = [torch.empty(shape) for shape in ((4, 8), (8, 4), (4, 8), (4, 8), (4, 8))]
     assert [[tuple(m.shape) for m in s] for s in stacks(some, 70)] == [[(4, 8)] * 2, [(4, 8)] * 2, [(8, 4)]]
-    assert [len(s) for s in stacks(some, 0)] == [1] * 5
+    alone = [*some, torch.empty(0, 8), torch.empty(0, 8)]
+    assert [[id(m) for m in s] for s in stacks(alone, 0)] == [[id(m)] for m in alone]
     assert {id(m) for s in stacks(some, 70) for m in s} == {id(m) for m in some}
     assert not list(stacks([], 70))

@@ -36,7 +36,8 @@ def test_what_training_holds_is_what_was_estimated(optimizer, outer):
     spec = spec_of(optimizer, outer)
     backend = SingleProcessBackend(spec, CPU, lambda: None)
     layout, side = spec.model.layout, backend.outer
-    side.load({t.name: torch.zeros(t.shape) for t in state_layout(layout, spec.outer).tensors})
+    side.base = {t.name: torch.zeros(t.shape) for t in state_layout(layout, spec.outer).tensors}
+    side.rebase()
     step = backend.inner.forward_backward(torch.zeros((4, 17), dtype=torch.int32))
     assert step is not None
     gradients = {n: p.grad for n, p in backend.inner.parameters.items() if p.grad is not None}
@@ -80,7 +81,8 @@ def test_beside_a_gpu_offloaded_tensors_are_pinned_and_give_the_bits_of_a_cpu(mo
         place = Offload(device, enabled)
         local = {t.name: torch.zeros(t.shape, device=device) for t in layout.tensors}
         side = OuterState(local, codec, 0.5, spec.outer, place)
-        side.load({t.name: place.zeros(t.shape) for t in state_layout(layout, spec.outer).tensors})
+        side.base = {t.name: place.zeros(t.shape) for t in state_layout(layout, spec.outer).tensors}
+        side.rebase()
         assert all(t.device.type == "cpu" and t.is_pinned() == enabled for t in side.anchor.values())
         for tensor in local.values():
             tensor.sub_(torch.randn(tensor.shape, generator=made).to(device))

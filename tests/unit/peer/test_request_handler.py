@@ -19,6 +19,7 @@ from peer.channel import (
     Failed,
     Load,
     MakeUpdate,
+    Note,
     NothingDone,
     RoundUpdates,
     Start,
@@ -31,7 +32,15 @@ from peer.errors import ChannelError, TrainingError
 from peer.training.base_state import BaseMove
 from peer.training.gate import YieldGate
 from peer.training.owner import ThreadOwned
-from peer.training.request_handler import BeginAgain, Handover, RequestHandler, SaveAfterUpdate, SwapBase
+from peer.training.request_handler import (
+    BeginAgain,
+    BetweenPasses,
+    Handover,
+    RequestHandler,
+    SaveAfterUpdate,
+    SwapBase,
+)
+from peer.training.service import TrainerService
 from peer.training.time_breakdown import Activity
 from protocol.errors import CodecError
 from protocol.ids import Digest, PeerKey
@@ -89,7 +98,13 @@ class StandIn:
     backend: SimpleNamespace = field(
         default_factory=lambda: SimpleNamespace(device=torch.device("cpu"), is_distributed=False)
     )
-    spec: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(max_update_windows=7))
+    spec: SimpleNamespace = field(
+        default_factory=lambda: SimpleNamespace(max_update_windows=7, audit=SimpleNamespace(replayable=False))
+    )
+
+
+def is_closed(gate: YieldGate) -> bool:
+    return not gate._open.is_set()
 
 
 class Node:
@@ -251,8 +266,8 @@ def test_what_cannot_be_applied_is_told_once_and_leaves_nothing_to_settle(world)
     world.trainer.base.before = spoilt
     world.node.ask(apply_of(0))
     assert world.node.hear() == Failed("apply", "not an update", False)
-    wait_until(lambda: not world.trainer.gate.is_closed, "the gate opens after the answer")
-    assert world.next(0) is None and not world.trainer.gate.is_closed
+    wait_until(lambda: not is_closed(world.trainer.gate), "the gate opens after the answer")
+    assert world.next(0) is None and not is_closed(world.trainer.gate)
 
 
 def test_nothing_to_announce_leaves_nothing_to_save(world):
@@ -265,8 +280,7 @@ def test_nothing_to_announce_leaves_nothing_to_save(world):
 @pytest.mark.parametrize(
     ("ask", "error", "raised"),
     [
-        (apply_of(0), torch.OutOfMemoryError("no room"), TrainingError),
-        (MAKE, torch.OutOfMemoryError("no room"), TrainingError),
+        (MAKE, torch.OutOfMemoryError("no room"), TrainingError),  # a part has left the error feedback
         (MAKE, CodecError("not finite"), TrainingError),
         (apply_of(0), RuntimeError("a bug"), RuntimeError),
     ],
@@ -278,7 +292,89 @@ def test_what_no_next_try_can_mend_ends_the_thread_that_trains(world, ask, error
     world.trainer.base.before = fail
     world.node.ask(ask)
     world.fails(raised)
-    assert not world.trainer.gate.is_closed
+    assert not is_closed(world.trainer.gate)
+
+
+def full_once(world: World) -> None:
+    """Let memory run out at the next call of the base state, and not again."""
+
+    def fail() -> None:
+        world.trainer.base.before = lambda: None
+        raise torch.OutOfMemoryError("no room")
+
+    world.trainer.base.before = fail
+
+
+def does_between_passes(world: World) -> None:
+    """Do as the thread that trains does with the next message."""
+    service = TrainerService(world.end)
+    assert isinstance(message := world.next(LIMIT), BetweenPasses)
+    service._do(world.trainer, message)  # type: ignore[arg-type]
+    world.done()
+
+
+def test_an_update_without_memory_beside_a_pass_is_made_between_passes_as_is_all_after_it(world):
+    world.trainer.spec.audit.replayable = True
+    full_once(world)
+    world.node.ask(MAKE)
+    note = world.node.hear()
+    assert isinstance(note, Note) and note.level == "warning" and "wait for the end of a pass" in note.text
+    assert world.node.silent() and not world.trainer.base.did
+    does_between_passes(world)
+    assert world.node.hear() == MADE and world.next(LIMIT) == SAVE
+    world.done()
+    world.node.ask(apply_of(0))
+    assert world.node.silent()
+    does_between_passes(world)
+    assert world.node.hear() == applied_of(0) and isinstance(world.next(LIMIT), SwapBase)
+    assert world.trainer.base.did == ["make at most 7", "advance 0"]
+
+
+def test_a_round_without_memory_beside_a_pass_needs_a_load_and_the_next_ones_wait(world):
+    full_once(world)
+    world.node.ask(apply_of(0))
+    assert isinstance(world.node.hear(), Note)
+    failed = world.node.hear()
+    assert isinstance(failed, Failed) and failed.what == "apply" and not failed.fatal
+    assert "apply a round beside a step" in failed.reason and world.next(0) is None
+    world.node.ask(LOAD)
+    assert world.next(LIMIT) == LOAD
+    world.done()
+    world.node.ask(apply_of(1))
+    does_between_passes(world)
+    assert world.node.hear() == applied_of(1)
+
+
+def test_what_has_no_memory_between_passes_either_ends_the_trainer(world):
+    world.trainer.spec.audit.replayable = True
+
+    def fail() -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    world.trainer.base.before = fail
+    world.node.ask(MAKE)
+    world.node.hear()
+    with pytest.raises(TrainingError, match="make an update: .*--gpu-memory") as e:
+        does_between_passes(world)
+    world.handovers.pop().done.set_exception(e.value)
+
+
+def test_an_error_between_passes_is_answered_as_beside_one(world):
+    full_once(world)
+    world.node.ask(apply_of(0))
+    world.node.hear(), world.node.hear()
+
+    def spoilt() -> None:
+        raise CodecError("not an update")
+
+    world.trainer.base.before = spoilt
+    world.node.ask(apply_of(1))
+    does_between_passes(world)
+    assert world.node.hear() == Failed("apply", "not an update", False)
+    world.node.ask(MAKE)
+    does_between_passes(world)
+    assert world.node.hear() == Failed("update", "not an update", False)
+    world.fails(TrainingError, "cannot be sent")
 
 
 def test_a_node_that_is_gone_ends_the_thread_that_trains(world):
@@ -288,11 +384,11 @@ def test_a_node_that_is_gone_ends_the_thread_that_trains(world):
 
 def test_a_step_stands_aside_while_a_round_is_applied_and_not_longer(world):
     seen: list[bool] = []
-    world.trainer.base.before = lambda: seen.append(world.trainer.gate.is_closed)
+    world.trainer.base.before = lambda: seen.append(is_closed(world.trainer.gate))
     world.node.ask(apply_of(0))
     world.node.hear()
     assert isinstance(world.next(LIMIT), SwapBase)
-    assert seen == [True] and not world.trainer.gate.is_closed
+    assert seen == [True] and not is_closed(world.trainer.gate)
     world.trainer.gate.wait()  # it returns at once
 
 

@@ -571,6 +571,24 @@ def test_a_damaged_saved_state_is_reported_set_aside_and_training_starts_anew(wo
     assert not heard
 
 
+@pytest.mark.parametrize("replayable", [False, True])
+def test_a_damaged_state_leaves_the_undecided_update(tmp_path, replayable):
+    world = World.make(tmp_path, replayable=replayable)
+    before = loaded(world)
+    train(before, 2)
+    made = update(before, tmp_path / "u")
+    train(before, 1)
+    before.checkpointer.save_now()
+    _flip(next(before.folder.folder.glob("trainer-*.safetensors")))
+    after, heard = born(world)
+    assert heard.kinds() == ["saved-state"] and "set aside" in heard[0][2]
+    after.load(world.load())
+    train(after, 3)
+    again = update(after, tmp_path / "again")
+    assert replace(again, blob_path=made.blob_path) == made
+    assert again.blob_path.read_bytes() == made.blob_path.read_bytes()
+
+
 def test_a_saved_state_of_another_run_or_peer_is_not_used(world):
     trainer = loaded(world)
     train(trainer, 1)
