@@ -40,7 +40,10 @@ class Member:
 
 
 class Penalties:
-    """Peers that failed a round, and the round until which that counts: twice as long each time. Bounded."""
+    """Peers that failed a round, and the round until which that counts. Bounded.
+
+    The next penalty is twice as long, unless this one is forgiven, or has long been over.
+    """
 
     def __init__(self, bound: int):
         self._bound = bound
@@ -53,8 +56,12 @@ class Penalties:
         self._bound = max(self._bound, bound)
 
     def penalise(self, key: PeerKey, number: int) -> None:
-        """Add a penalty from round `number` on: for the next 2, 4, ... 64 rounds."""
-        count = min(MAX_PENALTY, self._penalties.pop(key, (0, 0))[0] + 1)
+        """Add a penalty from round `number` on: for the next 2, 4, ... 64 rounds.
+
+        One doubling is taken back for every 64 rounds since the last penalty ended.
+        """
+        count, until = self._penalties.pop(key, (0, number))
+        count = min(MAX_PENALTY, max(0, count - max(0, number - until) // 2**MAX_PENALTY) + 1)
         self._penalties[key] = (count, number + 2**count)
         while len(self._penalties) > self._bound:
             del self._penalties[next(iter(self._penalties))]
@@ -91,7 +98,8 @@ class Members:
         """Peers that said goodbye, with the sequence of it."""
 
         self.late = Penalties(policy.max_members)
-        """For keeping a round waiting until the deadline: for a while nobody waits for these peers."""
+        """For keeping a round waiting until the deadline: for a while nobody waits for these peers. Nothing clears it
+        but time: a peer that announces in every second round would stall the others."""
 
         self.withheld = Penalties(policy.max_members)
         """For updates that committees could not get or use: our own records do not list these peers for a while."""
@@ -109,8 +117,8 @@ class Members:
         self.equivocated = Penalties(policy.max_members)
         """For announcing two updates in one round. Nothing clears it but time: the proof is signed."""
 
-        self._forgiven_when_listed = (self.late, self.withheld, self.distrusted, self.lagging)
-        self._penalties = (*self._forgiven_when_listed, self.silent, self.equivocated)
+        self._forgiven_when_listed = (self.withheld, self.distrusted, self.lagging)
+        self._penalties = (*self._forgiven_when_listed, self.late, self.silent, self.equivocated)
         self._parent: Digest | None = None
         self._number = 0
         self._counted: dict[PeerKey, int] = {}
