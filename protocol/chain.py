@@ -29,7 +29,6 @@ module checks the rules that depend on the place in the tree.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -131,13 +130,15 @@ class Chain:
         """The path from the root to the head, by height."""
         self._bytes = 0
         self._quarantined: set[Digest] = set()
-        self._stakes: OrderedDict[Digest, Mapping[PeerKey, int]] = OrderedDict()
+        self._stakes: BoundedDict[Digest, Mapping[PeerKey, int]] = BoundedDict(
+            MAX_CACHED_STAKES + limits.max_side_records
+        )
         self._audit_stakes: BoundedDict[Digest, Mapping[PeerKey, int]] = BoundedDict(
             MAX_CACHED_STAKES + limits.stake.hold_rounds
         )
         self._reports: tuple[RecordNode, CarriedReports] | None = None
-        self._invalid: OrderedDict[Digest, None] = OrderedDict()
-        self._dropped_twins: OrderedDict[Digest, None] = OrderedDict()
+        self._invalid: BoundedDict[Digest, None] = BoundedDict(limits.max_side_records)
+        self._dropped_twins: BoundedDict[Digest, None] = BoundedDict(limits.max_side_records)
         """Records that `_drop_lone_twins` dropped: they are ignored until something is built on them."""
         self._newest_directive: Signed[Directive] | None = None
         self._finalization: Signed[Finalization] | None = None
@@ -643,8 +644,6 @@ class Chain:
     def mark_invalid(self, record: Digest) -> None:
         """Drop a record that lists an update which breaks the codec's rules, with all that is built on it, for good."""
         self._invalid[record] = None
-        while len(self._invalid) > self.limits.max_side_records:
-            self._invalid.popitem(last=False)
         node = self._nodes.get(record)
         if node is not None and node is not self._root:
             self._drop(node)
@@ -755,12 +754,10 @@ class Chain:
         return self._reports[1]
 
     def _stakes_at(self, node: RecordNode) -> Mapping[PeerKey, int]:
-        found = self._stakes.pop(node.digest, None)
+        found = self._stakes.get(node.digest)
         if found is None:
             found = self.limits.stake.stakes(node)
-        self._stakes[node.digest] = found
-        while len(self._stakes) > MAX_CACHED_STAKES + self.limits.max_side_records:
-            self._stakes.popitem(last=False)
+        self._stakes.renew(node.digest, found)
         return found
 
     def _audit_stakes_at(self, node: RecordNode) -> Mapping[PeerKey, int]:
@@ -798,8 +795,6 @@ class Chain:
             if not other.children and other is not self._head:
                 self._drop(other)
                 self._dropped_twins[other.digest] = None
-        while len(self._dropped_twins) > self.limits.max_side_records:
-            self._dropped_twins.popitem(last=False)
 
     def _floor(self) -> RecordNode:
         """Return the record from which fork choice starts."""

@@ -101,7 +101,7 @@ class BranchQuarantine:
     # -- release ---------------------------------------------------------------------------------------------
 
     def reconsider(self, is_supported: Callable[[Digest], bool]) -> None:
-        """Release the branches held back that have support now."""
+        """Release the branches held back that have support now: by votes, by what is built on them, or by absence."""
         for branch, entry in self._entries.items():
             held_back = entry.active and entry.unsupported and branch in self._context.chain
             if held_back and is_supported(branch):

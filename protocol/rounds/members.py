@@ -118,7 +118,10 @@ class Members:
         """For announcing two updates in one round. Nothing clears it but time: the proof is signed."""
 
         self._forgiven_when_listed = (self.withheld, self.distrusted, self.lagging)
-        self._penalties = (*self._forgiven_when_listed, self.late, self.silent, self.equivocated)
+        self._penalties = {
+            "late": self.late, "withheld": self.withheld, "distrusted": self.distrusted, "lagging": self.lagging,
+            "silent": self.silent, "equivocated": self.equivocated,
+        }  # fmt: skip
         self._parent: Digest | None = None
         self._number = 0
         self._counted: dict[PeerKey, int] = {}
@@ -130,7 +133,7 @@ class Members:
 
     def adopt_policy(self, policy: RoundPolicy) -> None:
         self._policy = policy
-        for penalties in self._penalties:
+        for penalties in self._penalties.values():
             penalties.grow(policy.max_members)
 
     def dismiss(self, key: PeerKey) -> None:
@@ -267,12 +270,7 @@ class Members:
         return {
             "members": (len(self._members), top),
             "goodbyes": (len(self._gone), top),
-            "late": (len(self.late), top),
-            "withheld": (len(self.withheld), top),
-            "distrusted": (len(self.distrusted), top),
-            "lagging": (len(self.lagging), top),
-            "silent": (len(self.silent), top),
-            "equivocated": (len(self.equivocated), top),
+            **{name: (len(penalties), top) for name, penalties in self._penalties.items()},
             "counted": (len(self._counted), top),
             "announced": (len(self._announced), 2 * top),
         }
