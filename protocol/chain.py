@@ -140,6 +140,8 @@ class Chain:
         self._invalid: BoundedDict[Digest, None] = BoundedDict(limits.max_side_records)
         self._dropped_twins: BoundedDict[Digest, None] = BoundedDict(limits.max_side_records)
         """Records that `_drop_lone_twins` dropped: they are ignored until something is built on them."""
+        self._built_on_twins: BoundedDict[Digest, None] = BoundedDict(limits.max_side_records)
+        """Records that brought such a record back: each does so once, or replays would drop twins without end."""
         self._newest_directive: Signed[Directive] | None = None
         self._finalization: Signed[Finalization] | None = None
         self._pending_finalization: Signed[Finalization] | None = None
@@ -495,8 +497,8 @@ class Chain:
         """
         record, digest = certificate.record, certificate.digest
         body = record.body
-        if (known := self._nodes.get(digest)) is not None:
-            self._add_votes(known, certificate)
+        if digest in self._nodes:
+            self.add_votes(certificate)
             return False
         if digest in self._dropped_twins and not self.is_missing_required_ancestor:
             return False
@@ -506,7 +508,9 @@ class Chain:
             raise ChainError(f"record {digest.short} has, or is built on, an update that broke the codec's rules")
         parent = self._nodes.get(body.parent)
         if parent is None:
-            self._dropped_twins.pop(body.parent, None)  # somebody built on it: it may come again
+            if body.parent in self._dropped_twins and digest not in self._built_on_twins:
+                del self._dropped_twins[body.parent]  # somebody built on it: it may come again
+                self._built_on_twins[digest] = None
             raise UnknownParent(f"the parent {body.parent.short} of record {digest.short} is not known here")
         if body.directive is not None:
             self.add_directive(body.directive)  # it counts, whatever becomes of the record
@@ -540,6 +544,23 @@ class Chain:
             self._choose_head()
         self._enforce_limits()
         return node.digest in self._nodes
+
+    def add_votes(self, certificate: Certificate) -> bool:
+        """Add the votes of a verified certificate, whose record is in the tree. Return whether any of them is new."""
+        node = self._node(certificate.digest)
+        held = node.certificate
+        if held is None:
+            return False
+        votes = {v.author: v for v in (*certificate.votes, *held.votes)}
+        if len(votes) == len(held.votes):
+            return False
+        node.certificate = replace(held, votes=tuple(votes[key] for key in sorted(votes)))
+        if node.latest is not None:
+            for key in votes:
+                note_message(node.latest, key, node.histories[key].end_window)
+        if node.parent is not None and len(node.parent.children) > 1:
+            self._choose_head()
+        return True
 
     def add_finalization(self, finalization: Signed[Finalization]) -> bool:
         """Add a finalization. Return True when it is newer than every other so far.
@@ -769,20 +790,6 @@ class Chain:
             found = {key: stake for key, stake in self._stakes_at(node.parent).items() if key in present}
             self._audit_stakes[node.digest] = found
         return found
-
-    def _add_votes(self, node: RecordNode, certificate: Certificate) -> None:
-        held = node.certificate
-        if held is None:
-            return
-        votes = {v.author: v for v in (*certificate.votes, *held.votes)}
-        if len(votes) == len(held.votes):
-            return
-        node.certificate = replace(held, votes=tuple(votes[key] for key in sorted(votes)))
-        if node.latest is not None:
-            for key in votes:
-                note_message(node.latest, key, node.histories[key].end_window)
-        if node.parent is not None and len(node.parent.children) > 1:
-            self._choose_head()
 
     def _drop_lone_twins(self, node: RecordNode, parent: RecordNode) -> None:
         """Drop other records of the same round that the same author certified alone, and that nothing is built on.

@@ -412,15 +412,21 @@ class RoundMachine:
 
     def _add_certificates(self, certificates: Iterable[Certificate], source: PeerKey | None) -> int:
         """Put certificates into the tree, oldest first; return how many were new."""
-        context, added = self._context, 0
+        context, quarantine, added = self._context, self._sync.quarantine, 0
         for certificate in certificates:
             head = context.chain.head
+            if certificate.digest in context.chain:
+                if context.chain.add_votes(certificate):
+                    quarantine.reconsider(self._is_supported, certificate.digest)
+                continue
+            if source is not None and quarantine.is_forgotten(certificate):
+                continue
             twice, before = conflicting_shards(context.chain, certificate), context.chain.newest_directive
             try:
                 if not context.chain.add(certificate):
-                    self._hold_back_if_unsupported(certificate, head)  # it may have brought votes
                     continue
             except UnknownParent:
+                quarantine.built_on(certificate)
                 # Heartbeats show who has the rest; it is requested in due time.
                 break
             except FinalizedConflict as e:
@@ -455,7 +461,7 @@ class RoundMachine:
         context, sync, record = self._context, self._sync, certificate.digest
         if not sync.joined or record not in context.chain:
             return
-        sync.quarantine.reconsider(self._is_supported)
+        sync.quarantine.reconsider(self._is_supported, record)
         parent = certificate.record.body.parent
         if parent != head or context.chain.is_quarantined(record) or self._is_supported(record):
             return

@@ -11,7 +11,7 @@ from protocol.ids import Digest, Round
 from protocol.messages import Certificate, Rollback
 from protocol.rounds.actions import ApplyRecord, KeepState, RequestUpdate, SyncState
 from protocol.rounds.blobs import BlobRole, applied_blobs
-from protocol.rounds.branch_quarantine import MAX_QUARANTINED, BranchQuarantine
+from protocol.rounds.branch_quarantine import BranchQuarantine
 from protocol.rounds.context import MAX_SYNC_PATH, Context
 from protocol.rounds.events import StateNotKept, SyncFailed, UpdateReady
 from protocol.rounds.retention import is_checkpoint, kept_starts
@@ -469,7 +469,7 @@ class StateSync:
         top = self._context.policy.max_members * self._context.policy.checkpoint_every
         needed = max((len(blobs) for blobs in self._needed.values()), default=0)
         return {
-            "quarantined": (len(self.quarantine), MAX_QUARANTINED),
             "needed": (needed, top),
             "paths": (len(self._needed), REMEMBERED_PATHS),
+            **self.quarantine.sizes(),
         }
