@@ -35,7 +35,6 @@ module checks the rules that depend on the place in the tree.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -137,14 +136,18 @@ class Chain:
         """The path from the root to the head, by height."""
         self._bytes = 0
         self._quarantined: set[Digest] = set()
-        self._stakes: OrderedDict[Digest, Mapping[PeerKey, int]] = OrderedDict()
+        self._stakes: BoundedDict[Digest, Mapping[PeerKey, int]] = BoundedDict(
+            MAX_CACHED_STAKES + limits.max_side_records
+        )
         self._audit_stakes: BoundedDict[Digest, Mapping[PeerKey, int]] = BoundedDict(
             MAX_CACHED_STAKES + limits.stake.hold_rounds
         )
         self._reports: tuple[RecordNode, CarriedReports] | None = None
-        self._invalid: OrderedDict[Digest, None] = OrderedDict()
-        self._dropped_twins: OrderedDict[Digest, None] = OrderedDict()
+        self._invalid: BoundedDict[Digest, None] = BoundedDict(limits.max_side_records)
+        self._dropped_twins: BoundedDict[Digest, None] = BoundedDict(limits.max_side_records)
         """Records that `_drop_lone_twins` dropped: they are ignored until something is built on them."""
+        self._built_on_twins: BoundedDict[Digest, None] = BoundedDict(limits.max_side_records)
+        """Records that brought such a record back: each does so once, or replays would drop twins without end."""
         self._newest_directive: Signed[Directive] | None = None
         self._finalization: Signed[Finalization] | None = None
         self._pending_finalization: Signed[Finalization] | None = None
@@ -500,8 +503,8 @@ class Chain:
         """
         record, digest = certificate.record, certificate.digest
         body = record.body
-        if (known := self._nodes.get(digest)) is not None:
-            self._add_votes(known, certificate)
+        if digest in self._nodes:
+            self.add_votes(certificate)
             return False
         if digest in self._dropped_twins and not self.is_missing_required_ancestor:
             return False
@@ -511,7 +514,9 @@ class Chain:
             raise ChainError(f"record {digest.short} has, or is built on, an update that broke the codec's rules")
         parent = self._nodes.get(body.parent)
         if parent is None:
-            self._dropped_twins.pop(body.parent, None)  # somebody built on it: it may come again
+            if body.parent in self._dropped_twins and digest not in self._built_on_twins:
+                del self._dropped_twins[body.parent]  # somebody built on it: it may come again
+                self._built_on_twins[digest] = None
             raise UnknownParent(f"the parent {body.parent.short} of record {digest.short} is not known here")
         if body.directive is not None:
             self.add_directive(body.directive)  # it counts, whatever becomes of the record
@@ -545,6 +550,23 @@ class Chain:
             self._choose_head()
         self._enforce_limits()
         return node.digest in self._nodes
+
+    def add_votes(self, certificate: Certificate) -> bool:
+        """Add the votes of a verified certificate, whose record is in the tree. Return whether any of them is new."""
+        node = self._node(certificate.digest)
+        held = node.certificate
+        if held is None:
+            return False
+        votes = {v.author: v for v in (*certificate.votes, *held.votes)}
+        if len(votes) == len(held.votes):
+            return False
+        node.certificate = replace(held, votes=tuple(votes[key] for key in sorted(votes)))
+        if node.latest is not None:
+            for key in votes:
+                note_message(node.latest, key, node.histories[key].end_window)
+        if node.parent is not None and len(node.parent.children) > 1:
+            self._choose_head()
+        return True
 
     def add_finalization(self, finalization: Signed[Finalization]) -> bool:
         """Add a finalization. Return True when it is newer than every other so far.
@@ -649,8 +671,6 @@ class Chain:
     def mark_invalid(self, record: Digest) -> None:
         """Drop a record that lists an update which breaks the codec's rules, with all that is built on it, for good."""
         self._invalid[record] = None
-        while len(self._invalid) > self.limits.max_side_records:
-            self._invalid.popitem(last=False)
         node = self._nodes.get(record)
         if node is not None and node is not self._root:
             self._drop(node)
@@ -761,12 +781,10 @@ class Chain:
         return self._reports[1]
 
     def _stakes_at(self, node: RecordNode) -> Mapping[PeerKey, int]:
-        found = self._stakes.pop(node.digest, None)
+        found = self._stakes.get(node.digest)
         if found is None:
             found = self.limits.stake.stakes(node)
-        self._stakes[node.digest] = found
-        while len(self._stakes) > MAX_CACHED_STAKES + self.limits.max_side_records:
-            self._stakes.popitem(last=False)
+        self._stakes.renew(node.digest, found)
         return found
 
     def _audit_stakes_at(self, node: RecordNode) -> Mapping[PeerKey, int]:
@@ -779,20 +797,6 @@ class Chain:
             self._audit_stakes[node.digest] = found
         return found
 
-    def _add_votes(self, node: RecordNode, certificate: Certificate) -> None:
-        held = node.certificate
-        if held is None:
-            return
-        votes = {v.author: v for v in (*certificate.votes, *held.votes)}
-        if len(votes) == len(held.votes):
-            return
-        node.certificate = replace(held, votes=tuple(votes[key] for key in sorted(votes)))
-        if node.latest is not None:
-            for key in votes:
-                note_message(node.latest, key, node.histories[key].end_window)
-        if node.parent is not None and len(node.parent.children) > 1:
-            self._choose_head()
-
     def _drop_lone_twins(self, node: RecordNode, parent: RecordNode) -> None:
         """Drop other records of the same round that the same author certified alone, and that nothing is built on.
 
@@ -804,8 +808,6 @@ class Chain:
             if not other.children and other is not self._head:
                 self._drop(other)
                 self._dropped_twins[other.digest] = None
-        while len(self._dropped_twins) > self.limits.max_side_records:
-            self._dropped_twins.popitem(last=False)
 
     def _floor(self) -> RecordNode:
         """Return the record from which fork choice starts."""

@@ -89,9 +89,6 @@ class AwaitedMembers:
         self._lagged = self._blocker is not None and self._lags(self._blocker)
         if not awaited:
             round_.mark_ready(context.now)
-            for author, header in round_.headers.items():
-                if self._exchange.is_delivered(header):
-                    context.members.late.forgive(author)
         elif late:
             self._penalised = True
             for key in awaited:

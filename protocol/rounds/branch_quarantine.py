@@ -9,13 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from protocol.bounded import BoundedDict
 from protocol.ids import Digest, PeerKey
+from protocol.messages import Certificate
 from protocol.rounds.context import Context
 
 MAX_QUARANTINED = 64
+MAX_FORGOTTEN = 4 * MAX_QUARANTINED
 MAX_EARLY_FAILURES = 2
 """After this number of failed moves, a branch stays quarantined for the full time even if a contributor reappears: each
 attempt can take minutes."""
+
+
+_NEVER_FORGOTTEN: tuple[float, frozenset[PeerKey]] = (0.0, frozenset())
 
 
 @dataclass(slots=True)
@@ -48,6 +54,9 @@ class BranchQuarantine:
     def __init__(self, context: Context):
         self._context = context
         self._entries: dict[Digest, _Entry] = {}
+        self._forgotten: BoundedDict[Digest, tuple[float, frozenset[PeerKey]]] = BoundedDict(MAX_FORGOTTEN)
+        """The branches that gave way to others: the time until which they are not taken again, and who is for them."""
+
         self.tip: Digest | None = None
         """The tip of the branch whose blobs are requested again; None when there is none."""
 
@@ -90,8 +99,33 @@ class BranchQuarantine:
             least = min(entries, key=lambda r: (entries[r].active, entries[r].contributors, entries[r].since))
             active = entries.pop(least).active
             if active and least in context.chain and not context.chain.is_ancestor(least, context.chain.head):
-                context.chain.forget(least)
+                self._forget(least)
         return record in self._entries
+
+    def _forget(self, record: Digest) -> None:
+        context, (_, known) = self._context, self._forgotten.get(record, _NEVER_FORGOTTEN)
+        until = context.now + context.policy.patience_seconds
+        self._forgotten.renew(record, (until, known | context.chain.signers(record)))
+        context.chain.forget(record)
+
+    def is_forgotten(self, certificate: Certificate) -> bool:
+        """Return whether a branch gave way to others less than `patience_seconds` ago, and no other key votes for it.
+
+        If it was taken again at once, replays of a few certificates would displace each other's branches without end.
+        """
+        until, known = self._forgotten.get(certificate.digest, _NEVER_FORGOTTEN)
+        if self._context.now >= until or self._context.chain.is_missing_required_ancestor:
+            return False
+        return known.issuperset(v.author for v in certificate.votes)
+
+    def built_on(self, certificate: Certificate) -> None:
+        """Note a record whose parent is unknown: a forgotten parent is taken again if other keys vote for this one."""
+        parent = certificate.record.body.parent
+        if parent in self._forgotten:
+            _, known = self._forgotten[parent]
+            more = known.union(v.author for v in certificate.votes)
+            if len(known) < len(more) <= 2 * self._context.policy.max_members:
+                self._forgotten[parent] = self._context.now, more
 
     def _absent(self, record: Digest) -> frozenset[PeerKey]:
         members = self._context.members
@@ -100,11 +134,15 @@ class BranchQuarantine:
 
     # -- release ---------------------------------------------------------------------------------------------
 
-    def reconsider(self, is_supported: Callable[[Digest], bool]) -> None:
-        """Release the branches held back that have support now."""
+    def reconsider(self, is_supported: Callable[[Digest], bool], changed: Digest | None = None) -> None:
+        """Release the branches held back that have support now: by votes, by what is built on them, or by absence.
+
+        `changed`: nothing but this record is new, or has new votes, so only the branches up to there are examined.
+        """
+        chain = self._context.chain
         for branch, entry in self._entries.items():
-            held_back = entry.active and entry.unsupported and branch in self._context.chain
-            if held_back and is_supported(branch):
+            held_back = entry.active and entry.unsupported and branch in chain
+            if held_back and (changed is None or chain.is_ancestor(branch, changed)) and is_supported(branch):
                 self._release(branch)
 
     def member_at(self, head: Digest, since: float) -> None:
@@ -196,5 +234,8 @@ class BranchQuarantine:
         member = self._context.members.get(key)
         return member is not None and member.heard - member.since >= self._context.policy.heartbeat_seconds
 
-    def __len__(self) -> int:
-        return len(self._entries)
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        return {
+            "quarantined": (len(self._entries), MAX_QUARANTINED),
+            "forgotten": (len(self._forgotten), MAX_FORGOTTEN),
+        }

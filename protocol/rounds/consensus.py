@@ -626,13 +626,6 @@ class Consensus:
         found.pop(self._context.me, None)
         return tuple(found)[:MAX_HOLDERS]
 
-    def concerns(self, blob: Digest) -> bool:
-        """Return whether a blob is an update of the round, or a shard that somebody made."""
-        round_, exchange = self.round, self.exchange
-        if round_ is None or exchange is None:
-            return False
-        return blob in round_.update_blobs() or bool(exchange.signers_of(blob))
-
     def blobs(self) -> set[Digest]:
         """Return the blobs of the round's updates, and of the shards that somebody attested."""
         round_, exchange = self.round, self.exchange

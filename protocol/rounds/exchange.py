@@ -54,10 +54,6 @@ class Exchange(ABC):
         """Return whether the first proposer waits for the update of this header."""
 
     @abstractmethod
-    def is_delivered(self, header: Signed[UpdateHeader]) -> bool:
-        """Return whether the author of this header did its part in time."""
-
-    @abstractmethod
     def failed_attempts(self, attempt: int) -> int:
         """Return how many attempts failed for want of votes, given the present attempt."""
 

@@ -253,7 +253,7 @@ class RoundMachine:
         head = context.chain.head
         if head != round_.parent and context.chain.is_ancestor(round_.parent, head):
             return None  # decided: a copy comes too late for it, and late members need its updates
-        if not self._consensus.concerns(blob):
+        if blob not in self._consensus.blobs():
             return None  # of an earlier round, whose updates all may have, or a checkpoint
         return f"you have not announced an update in round {round_.number} yet"
 
@@ -314,7 +314,7 @@ class RoundMachine:
             self._receive_heartbeat(message)
         elif isinstance(body, Goodbye) and context.members.goodbye(message):
             self._chain_sync.forget(message.author)
-            self._sync.reconsider(self._is_supported)
+            self._sync.quarantine.reconsider(self._is_supported)
         elif isinstance(body, Finalization):
             self._receive_finalization(message)
         elif isinstance(body, Directive):
@@ -347,7 +347,7 @@ class RoundMachine:
         if context.is_excluded(source) or beat.admission and not context.members.add_heartbeat(message, context.now):
             return
         if (member := context.members.get(source)) is not None:
-            self._sync.member_at(beat.head, member.since)
+            self._sync.quarantine.member_at(beat.head, member.since)
         is_member = source in context.members
         self._chain_sync.claim(source, beat.head, context.chain, context.now, member=is_member)
         round_ = self._consensus.round
@@ -412,15 +412,21 @@ class RoundMachine:
 
     def _add_certificates(self, certificates: Iterable[Certificate], source: PeerKey | None) -> int:
         """Put certificates into the tree, oldest first; return how many were new."""
-        context, added = self._context, 0
+        context, quarantine, added = self._context, self._sync.quarantine, 0
         for certificate in certificates:
             head = context.chain.head
+            if certificate.digest in context.chain:
+                if context.chain.add_votes(certificate):
+                    quarantine.reconsider(self._is_supported, certificate.digest)
+                continue
+            if source is not None and quarantine.is_forgotten(certificate):
+                continue
             twice, before = conflicting_shards(context.chain, certificate), context.chain.newest_directive
             try:
                 if not context.chain.add(certificate):
-                    self._hold_back_if_unsupported(certificate, head)  # it may have brought votes
                     continue
             except UnknownParent:
+                quarantine.built_on(certificate)
                 # Heartbeats show who has the rest; it is requested in due time.
                 break
             except FinalizedConflict as e:
@@ -455,7 +461,7 @@ class RoundMachine:
         context, sync, record = self._context, self._sync, certificate.digest
         if not sync.joined or record not in context.chain:
             return
-        sync.reconsider(self._is_supported)
+        sync.quarantine.reconsider(self._is_supported, record)
         parent = certificate.record.body.parent
         if parent != head or context.chain.is_quarantined(record) or self._is_supported(record):
             return
@@ -516,7 +522,7 @@ class RoundMachine:
         if context.deadlines.due("heartbeat", self._beat_at):
             for key in context.members.expire(context.now):
                 self._chain_sync.forget(key)
-            self._sync.reconsider(self._is_supported)
+            self._sync.quarantine.reconsider(self._is_supported)
             self._beat()
         self._leave_if_due()
         self._departure.stay(self._is_anybody_behind, self._status)

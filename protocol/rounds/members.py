@@ -40,7 +40,10 @@ class Member:
 
 
 class Penalties:
-    """Peers that failed a round, and the round until which that counts: twice as long each time. Bounded."""
+    """Peers that failed a round, and the round until which that counts. Bounded.
+
+    The next penalty is twice as long, unless this one is forgiven, or has long been over.
+    """
 
     def __init__(self, bound: int):
         self._bound = bound
@@ -53,8 +56,12 @@ class Penalties:
         self._bound = max(self._bound, bound)
 
     def penalise(self, key: PeerKey, number: int) -> None:
-        """Add a penalty from round `number` on: for the next 2, 4, ... 64 rounds."""
-        count = min(MAX_PENALTY, self._penalties.pop(key, (0, 0))[0] + 1)
+        """Add a penalty from round `number` on: for the next 2, 4, ... 64 rounds.
+
+        One doubling is taken back for every 64 rounds since the last penalty ended.
+        """
+        count, until = self._penalties.pop(key, (0, number))
+        count = min(MAX_PENALTY, max(0, count - max(0, number - until) // 2**MAX_PENALTY) + 1)
         self._penalties[key] = (count, number + 2**count)
         while len(self._penalties) > self._bound:
             del self._penalties[next(iter(self._penalties))]
@@ -91,7 +98,8 @@ class Members:
         """Peers that said goodbye, with the sequence of it."""
 
         self.late = Penalties(policy.max_members)
-        """For keeping a round waiting until the deadline: for a while nobody waits for these peers."""
+        """For keeping a round waiting until the deadline: for a while nobody waits for these peers. Nothing clears it
+        but time: a peer that announces in every second round would stall the others."""
 
         self.withheld = Penalties(policy.max_members)
         """For updates that committees could not get or use: our own records do not list these peers for a while."""
@@ -109,8 +117,11 @@ class Members:
         self.equivocated = Penalties(policy.max_members)
         """For announcing two updates in one round. Nothing clears it but time: the proof is signed."""
 
-        self._forgiven_when_listed = (self.late, self.withheld, self.distrusted, self.lagging)
-        self._penalties = (*self._forgiven_when_listed, self.silent, self.equivocated)
+        self._forgiven_when_listed = (self.withheld, self.distrusted, self.lagging)
+        self._penalties = {
+            "late": self.late, "withheld": self.withheld, "distrusted": self.distrusted, "lagging": self.lagging,
+            "silent": self.silent, "equivocated": self.equivocated,
+        }  # fmt: skip
         self._parent: Digest | None = None
         self._number = 0
         self._counted: dict[PeerKey, int] = {}
@@ -122,7 +133,7 @@ class Members:
 
     def adopt_policy(self, policy: RoundPolicy) -> None:
         self._policy = policy
-        for penalties in self._penalties:
+        for penalties in self._penalties.values():
             penalties.grow(policy.max_members)
 
     def dismiss(self, key: PeerKey) -> None:
@@ -259,12 +270,7 @@ class Members:
         return {
             "members": (len(self._members), top),
             "goodbyes": (len(self._gone), top),
-            "late": (len(self.late), top),
-            "withheld": (len(self.withheld), top),
-            "distrusted": (len(self.distrusted), top),
-            "lagging": (len(self.lagging), top),
-            "silent": (len(self.silent), top),
-            "equivocated": (len(self.equivocated), top),
+            **{name: (len(penalties), top) for name, penalties in self._penalties.items()},
             "counted": (len(self._counted), top),
             "announced": (len(self._announced), 2 * top),
         }

@@ -86,10 +86,6 @@ class ReducedExchange(Exchange):
         """Return False: an update is fetched only once a proposal lists it."""
         return False
 
-    def is_delivered(self, header: Signed[UpdateHeader]) -> bool:
-        """Return True: the announcement is all that the first proposer waits for."""
-        return True
-
     def failed_attempts(self, attempt: int) -> int:
         """Return the number of abandoned proposals at most: attempts pass while one is worked on."""
         return min(attempt, 1 + self._failed_attempts)

@@ -11,7 +11,7 @@ from protocol.ids import Digest, Round
 from protocol.messages import Certificate, Rollback
 from protocol.rounds.actions import ApplyRecord, KeepState, RequestUpdate, SyncState
 from protocol.rounds.blobs import BlobRole, applied_blobs
-from protocol.rounds.branch_quarantine import MAX_QUARANTINED, BranchQuarantine
+from protocol.rounds.branch_quarantine import BranchQuarantine
 from protocol.rounds.context import MAX_SYNC_PATH, Context
 from protocol.rounds.events import StateNotKept, SyncFailed, UpdateReady
 from protocol.rounds.retention import is_checkpoint, kept_starts
@@ -74,7 +74,7 @@ class StateSync:
 
         self._failures = 0
         self._retry_at = 0.0
-        self._quarantine = BranchQuarantine(context)
+        self.quarantine = BranchQuarantine(context)
         self._waiting: tuple[Digest, float] | None = None
         """The head whose blobs are missing, and the time since which some are."""
 
@@ -120,7 +120,7 @@ class StateSync:
     @property
     def retried_tip(self) -> Digest | None:
         """The tip of the quarantined branch whose blobs are requested again."""
-        tip = self._quarantine.tip
+        tip = self.quarantine.tip
         return tip if tip in self._context.chain else None
 
     def join(self) -> None:
@@ -236,7 +236,7 @@ class StateSync:
         `is_patience_over` as in `BranchQuarantine.advance`.
         """
         context, chain = self._context, self._context.chain
-        self._quarantine.advance(self._is_here, is_patience_over)
+        self.quarantine.advance(self._is_here, is_patience_over)
         head = chain.head
         if context.observer:
             changed = self.applied != head
@@ -364,7 +364,7 @@ class StateSync:
         context.members.late.penalise(author, number)
         text = f"nobody gives {role.describe(record)}: going on without that branch for a while"
         context.notify("warning", "withheld", text, author)
-        self._quarantine.add(record)
+        self.quarantine.add(record)
         self._waiting = None
         return True
 
@@ -453,7 +453,7 @@ class StateSync:
             fork = chain.common_ancestor(good, head)
             culprit = chain.ancestor_at(head, min(chain.height(head), chain.height(fork) + 1)) or head
             tries = MAX_FAILED_MOVES if fork == good else 1
-        if self._failures % tries == 0 and self._quarantine.add(culprit, failed=True):
+        if self._failures % tries == 0 and self.quarantine.add(culprit, failed=True):
             self._waiting = None
             if self.applied is not None:
                 self._retry_at = context.now  # there is a branch to continue on at once
@@ -462,22 +462,14 @@ class StateSync:
 
     def hold_back(self, record: Digest) -> None:
         """Quarantine a record without support, until it has some or patience is over."""
-        self._quarantine.hold_back(record)
+        self.quarantine.hold_back(record)
         self._waiting = None
-
-    def reconsider(self, is_supported: Callable[[Digest], bool]) -> None:
-        """Release the branches held back that have support now: by votes, by what is built on them, or by absence."""
-        self._quarantine.reconsider(is_supported)
-
-    def member_at(self, head: Digest, since: float) -> None:
-        """Note the head of a member that we have heard from since a time."""
-        self._quarantine.member_at(head, since)
 
     def sizes(self) -> dict[str, tuple[int, int]]:
         top = self._context.policy.max_members * self._context.policy.checkpoint_every
         needed = max((len(blobs) for blobs in self._needed.values()), default=0)
         return {
-            "quarantined": (len(self._quarantine), MAX_QUARANTINED),
             "needed": (needed, top),
             "paths": (len(self._needed), REMEMBERED_PATHS),
+            **self.quarantine.sizes(),
         }

@@ -324,6 +324,33 @@ class NeverVotes(Attacker):
             super().broadcast(message)
 
 
+class Staller(Attacker):
+    """Seems to train in every `every`-th round, and never announces there; in the others it is honest.
+
+    The coalition takes turns.
+    """
+
+    def __init__(self, *args, every: int = 2, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.every = every
+
+    def broadcast(self, message) -> None:
+        if self.stalls_with(message):
+            if not isinstance(message.body, Heartbeat):
+                return
+            message = self.signer.sign(replace(message.body, phase="training", windows=5, known_headers=()))
+        super().broadcast(message)
+
+    def send(self, action: do.Send) -> None:
+        super().send(replace(action, messages=tuple(m for m in action.messages if not self.stalls_with(m))))
+
+    def stalls_with(self, message: Signed) -> bool:
+        """Return whether a message is its own, of a round in which it stalls."""
+        body, turn = message.body, self.allies.index(self)
+        mine = message.author == self.key and isinstance(body, Heartbeat | UpdateHeader | RoundRecord | Vote)
+        return self.betrays and mine and (body.round + turn) % self.every == 0
+
+
 class Withholding(Attacker):
     """Announces, and gives its updates to its allies alone."""
 

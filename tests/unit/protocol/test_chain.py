@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 
@@ -624,6 +625,30 @@ def test_a_record_certified_alone_that_another_replaced_is_no_news_until_somebod
     with pytest.raises(UnknownParent):
         chain.add(child)
     assert chain.add(twins[0]) and chain.add(child)
+
+
+def test_replays_of_records_that_one_key_certified_alone_and_of_what_it_built_on_them_are_no_news():
+    chain = new()
+    honest = make(chain.genesis, 0, {i: (0, 9) for i in range(3)})
+    chain.add(honest)
+    chain.add(make(honest.digest, 1, {i: (9, 10) for i in range(3)}))
+    twins = [make(honest.digest, 1, {4: (i, i + 50)}) for i in range(2)]
+    children = [make(t.digest, 2, {4: (60, 70)}) for t in twins]
+    added = 0
+    for made in (children[0], twins[0], children[1], twins[1]) * 100:
+        with suppress(UnknownParent):
+            added += chain.add(made)
+    assert added <= 6
+
+
+def test_new_votes_for_a_record_are_told_from_those_that_are_held():
+    chain = new()
+    claims = {i: (0, 9) for i in range(4)}
+    first, second, both = (make(chain.genesis, 0, claims, votes=v) for v in ((0, 1, 2), (1, 2, 3), range(4)))
+    chain.add(first)
+    assert not chain.add_votes(first)
+    assert chain.add_votes(second) and not chain.add_votes(both)
+    assert len(chain.certificate(first.digest).votes) == 4
 
 
 def test_the_head_is_chosen_again_when_limits_drop_what_others_voted_for():

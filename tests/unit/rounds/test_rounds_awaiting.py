@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from protocol.ids import Digest, PeerKey, Round, sha256
+from protocol.messages import RoundRecord
 from protocol.reduce_plan import GATHER, ReducePlan
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
@@ -15,10 +16,10 @@ from tests.simulation.checkers import check_counted_once
 from tests.simulation.hostile import Poisoner
 from tests.simulation.network import Weather
 from tests.simulation.node import Node
-from tests.simulation.signer import certificate
+from tests.simulation.signer import FakeSigner, certificate
 from tests.simulation.world import REDUCE, World, policy_for
 from tests.support.long_cases import long_cases
-from tests.support.rounds_bench import ME, OTHERS, POLICY, Bench, blob_of
+from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, Bench, blob_of
 from tests.support.second_round import BUSY, LASTED, NEXT, SLOW, Second
 
 AFTER = Digest(sha256(b"after"))
@@ -70,6 +71,17 @@ def test_a_penalty_counts_for_twice_as_many_rounds_each_time_until_it_is_forgive
     assert penalties.applies_to(SLOW, 8) and not penalties.applies_to(SLOW, 9) and not penalties.applies_to(BUSY, 4)
     penalties.forgive(SLOW)
     assert not penalties.applies_to(SLOW, 4)
+
+
+def test_one_doubling_is_taken_back_for_every_64_rounds_after_a_penalty():
+    penalties = Penalties(2)
+    for number in (1, 4, 8 + 63):  # the second one lasts up to round 8
+        penalties.penalise(SLOW, number)
+    assert penalties.applies_to(SLOW, 71 + 8) and not penalties.applies_to(SLOW, 71 + 9)
+    penalties.penalise(SLOW, 79 + 2 * 64)
+    assert penalties.applies_to(SLOW, 207 + 4) and not penalties.applies_to(SLOW, 207 + 5)
+    penalties.penalise(SLOW, 9999)
+    assert penalties.applies_to(SLOW, 9999 + 2) and not penalties.applies_to(SLOW, 9999 + 3)
 
 
 def test_who_falls_silent_is_not_waited_for_two_heartbeats_later():
@@ -141,20 +153,31 @@ def test_what_one_announces_who_was_late_before_counts_for_the_target():
     assert b.of(do.RequestUpdate)
 
 
-def test_who_is_in_an_applied_record_is_forgiven_however_late_it_came():
+def test_who_was_late_is_listed_and_not_awaited_for_two_rounds_and_then_as_anybody():
     b = late_round(OTHERS[2])  # its vote is missing
     assert b.chain.head == b.chain.genesis
-    theirs = b.header(BUSY)
-    b.step(ev.CertificateReceived(certificate(b.record(BUSY, [b.mine, theirs]), [BUSY, ME]), BUSY))
-    b.step(ev.BlobHeld(theirs.body.blob))
-    b.step(ev.StateReached(b.chain.head, NEXT))
-    assert penalised(b, "late") == 1
-    for key in (BUSY, SLOW):
-        b.beat(key, sequence=99, head=b.chain.head, weight=35)
-    b.step(ev.TrainingProgress(25, 1.0, 1.0))
-    b.step(ev.UpdateReady(b.chain.head, 25, 25, 50, 5, blob_of(ME, b"2"), 9, 1.0))
-    awaited = b.machine.summary(b.now).awaited
-    assert BUSY in awaited and SLOW not in awaited
+    theirs = [b.header(BUSY)]
+    b.step(ev.CertificateReceived(certificate(b.record(BUSY, [b.mine, *theirs]), [BUSY, ME]), BUSY))
+    awaited = []
+    for number in range(1, 4):
+        b.step(ev.BlobHeld(theirs[-1].body.blob))
+        parent, state = b.chain.head, Digest(sha256(b"state", bytes([number])))
+        b.step(ev.StateReached(parent, state))
+        for key in (BUSY, SLOW):
+            b.beat(key, sequence=99 + number, head=parent, weight=35)
+        b.step(ev.TrainingProgress(25, 1.0, 1.0))
+        first, label = b.chain.next_window(ME, parent), bytes([number])
+        b.step(ev.UpdateReady(parent, first, first, first + 25, 5, blob_of(ME, label), 9, 1.0))
+        awaited.append(BUSY in b.machine.summary(b.now).awaited)
+        start = b.chain.next_window(BUSY, parent)
+        work = dict(round=Round(number), parent=parent, base_state=state, first_window=start, end_window=start + 10)
+        theirs.append(b.header(BUSY, label=label, **work))
+        updates = tuple(sorted((b.mine, theirs[-1]), key=lambda h: h.author))
+        weights = b.chain.weights(parent, updates)
+        record = FakeSigner(BUSY).sign(RoundRecord(RUN, Round(number), parent, state, 0, updates, weights=weights))
+        b.step(ev.CertificateReceived(certificate(record, [BUSY, ME]), BUSY))
+        assert b.chain.head != parent
+    assert awaited == [False, False, True]
 
 
 def test_a_laggard_that_says_something_else_in_time_was_waited_for_in_vain_all_the_same():

@@ -8,9 +8,11 @@ from protocol.ids import Digest, Round, sha256
 from protocol.messages import Certificate, Finalization, RoundRecord
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
+from protocol.rounds.branch_quarantine import MAX_QUARANTINED
+from protocol.rounds.consensus import Consensus
 from tests.simulation.signer import FakeSigner, certificate
 from tests.support.rounds_bench import OTHERS, POLICY, RUN, STATE
-from tests.support.second_round import Second
+from tests.support.second_round import NEXT, SLOW, Second
 
 RIVALS = tuple(sorted(OTHERS[3:7]))
 """As many as outvote the three of the first record while nobody has stake."""
@@ -169,3 +171,60 @@ def test_a_bad_update_that_is_given_when_it_is_asked_for_again_drops_its_record(
     b.step(ev.BlobInvalid(next(iter(blobs(made))), "chunk 3: a scale that is not finite"))
     assert made.digest not in b.chain and not b.requested
     assert [r for r in b.of(do.Notice) if r.kind == "bad-record"]
+
+
+COALITION = tuple(sorted(OTHERS[7:11]))
+
+
+class Flooded(Second):
+    """All three have announced, and four keys without stake have certified one record more than are held back."""
+
+    def __init__(self):
+        super().__init__()
+        self.announced()
+        self.hold(self.header(SLOW, label=b"2", **self.work(10)))
+        self.flood = [self.sibling(i) for i in range(MAX_QUARANTINED + 1)]
+        for made in self.flood:
+            self.step(ev.CertificateReceived(made, COALITION[0]))
+        assert self.flood[0].digest not in self.chain and self.chain.head == self.first
+
+    def sibling(self, number: int, votes: int = 3) -> Certificate:
+        """Return a record on the head, with the votes of three, or all four, of its contributors."""
+        updates = tuple(self.header(key, label=b"%d" % number, **self.work(0)) for key in COALITION)
+        weights = self.chain.weights(self.first, updates)
+        record = RoundRecord(RUN, Round(1), self.first, NEXT, number, updates, weights=weights)
+        return certificate(FakeSigner(COALITION[0]).sign(record), COALITION[:votes])
+
+
+def test_replays_of_certificates_without_support_are_no_work(monkeypatch):
+    b, asked = Flooded(), []
+    is_supported = Consensus.is_supported
+    monkeypatch.setattr(Consensus, "is_supported", lambda *args: asked.append(args) or is_supported(*args))
+    for i in range(1000):
+        b.step(ev.CertificateReceived(b.flood[i % len(b.flood)], COALITION[0]))
+        assert not b.of(do.StoreCertificate)
+    assert not asked
+
+
+def test_a_branch_that_gave_way_to_others_is_taken_again_for_a_new_vote():
+    b = Flooded()
+    b.step(ev.CertificateReceived(b.sibling(0, votes=4), COALITION[0]))
+    assert b.chain.head == b.flood[0].digest, "it has support now"
+
+
+def test_a_branch_that_gave_way_to_others_is_taken_again_for_a_record_of_others_on_it():
+    b, builder = Flooded(), OTHERS[12]
+    header = b.header(builder, round=Round(2), parent=b.flood[0].digest, base_state=state(2))
+    record = RoundRecord(RUN, Round(2), b.flood[0].digest, state(2), 0, (header,))
+    child, stored = certificate(FakeSigner(builder).sign(record), [builder]), []
+    for made in (child, b.flood[0], child, *b.flood, child, *b.flood):
+        b.step(ev.CertificateReceived(made, builder))
+        stored += [a.certificate for a in b.of(do.StoreCertificate)]
+    assert stored == [b.flood[0], child]
+
+
+def test_a_branch_that_gave_way_to_others_is_taken_again_after_patience():
+    b = Flooded()
+    b.step(ev.Tick(), b.now + PATIENCE)
+    b.step(ev.CertificateReceived(b.flood[0], COALITION[0]))
+    assert b.flood[0].digest in b.chain
