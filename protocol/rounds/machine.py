@@ -422,6 +422,7 @@ class RoundMachine:
             if source is not None and quarantine.is_forgotten(certificate):
                 continue
             twice, before = conflicting_shards(context.chain, certificate), context.chain.newest_directive
+            final = context.chain.finalization
             try:
                 if not context.chain.add(certificate):
                     continue
@@ -445,6 +446,8 @@ class RoundMachine:
             if twice is not None:
                 context.notify("warning", "equivocation", *twice)
             context.emit(StoreCertificate(certificate))
+            if (newest := context.chain.finalization) is not None and newest is not final:
+                context.emit(StoreFinalization(newest))  # its record was awaited
             notify_convictions(context, certificate)
             self._hold_back_if_unsupported(certificate, head)
         self._close_dropped_round()
