@@ -18,7 +18,7 @@ from protocol.wire import swarm_pb2 as wire
 
 log = logging.getLogger(__name__)
 
-FINALIZATION, DIRECTIVE = "finalization", "directive"
+FINALIZATION, PENDING, DIRECTIVE = "finalization", "pending-finalization", "directive"
 """Names of the values in the store."""
 
 MAX_HAVE = 256
@@ -64,6 +64,7 @@ class ChainStore:
             log.warning("%d stored certificates are left out, the first because %s; others have them", left_out, why)
         if rolled_back:
             log.info("%d stored certificates are of branches that cannot win any more", rolled_back)
+        self._restore(PENDING, Finalization, chain.add_finalization)  # last, so that the one in force is in force again
         if loaded:
             log.info("resuming: %d records in the store, round %d", loaded, chain.height(chain.head))
 
@@ -93,8 +94,12 @@ class ChainStore:
                 log.info("%d certificates of branches that lost are removed from the store", gone)
 
     def store_finalization(self, finalization: Signed[Finalization]) -> None:
-        """Write the newest finalization; it is on disk on return. Raise StoreError."""
-        self._store.write_value(FINALIZATION, finalization.encoded)
+        """Write the newest finalization; it is on disk on return. Raise StoreError.
+
+        One whose record is awaited leaves the one in force on the disk: alone, it would rule out no branch.
+        """
+        in_force = self.chain.finalization is finalization
+        self._store.write_value(FINALIZATION if in_force else PENDING, finalization.encoded)
 
     def store_directive(self, directive: Signed[Directive]) -> None:
         """Write the newest directive; it is on disk on return. Raise StoreError."""

@@ -108,7 +108,7 @@ class StoreCertificate:
 
 @dataclass(frozen=True, slots=True)
 class StoreFinalization:
-    """Store the owner's newest finalization."""
+    """Store the owner's newest finalization; while its record is awaited, beside the one in force."""
 
     message: Signed
 

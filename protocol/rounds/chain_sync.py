@@ -1,17 +1,21 @@
-"""The next source of missing certificates: one request at a time, sources in turn, longer pauses after failures."""
+"""The next source of missing certificates: one or two at a time, in turn, with longer pauses after failures."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from protocol.chain import Chain
-from protocol.ids import Digest, PeerKey
+from protocol.ids import Digest, PeerKey, sha256
 from protocol.rounds.deadlines import Deadlines
 
 MAX_PAUSE = 60.0
 
 MAX_STRANGER_CLAIMS = 8
 """Maximum number of claims of non-members (the coordinator's observer is one): anybody can make keys."""
+
+MAX_REQUESTS = 2
+SECOND_SECONDS = 2.0
+"""A second source is asked when the first has not answered for this time: it may be silent on purpose."""
 
 ANSWER_MARGIN_SECONDS = 1e-6
 """Seconds beyond the time for an answer before the request counts as failed."""
@@ -30,10 +34,11 @@ class _Claim:
 
 
 class ChainSync:
-    """The heads that others claim in heartbeats, and the one request for their records that is under way."""
+    """The heads that others claim in heartbeats, and the requests for their records that are under way."""
 
-    def __init__(self, bound: int, heartbeat_seconds: float):
+    def __init__(self, bound: int, heartbeat_seconds: float, me: PeerKey):
         self._bound = bound
+        self._me = me
         self._pause = heartbeat_seconds
         self._grace = min(0.5, heartbeat_seconds / 2)
         """Seconds in which a record that is just being certified reaches us without a request."""
@@ -44,10 +49,11 @@ class ChainSync:
         """Failed requests in a row, and the time until which the source is not asked."""
 
         self._last_asked: dict[PeerKey, float] = {}
-        self.asked: PeerKey | None = None
-        """The peer of the request under way."""
+        self._asked: dict[PeerKey, float] = {}
+        """The peers of the requests under way, and the times of these."""
 
-        self._asked_at = 0.0
+        self._news_at = 0.0
+        """The time of the last answer that brought something."""
 
     def grow(self, bound: int) -> None:
         self._bound = max(self._bound, bound)
@@ -89,8 +95,7 @@ class ChainSync:
         self._claims.pop(source, None)
         self._failures.pop(source, None)
         self._last_asked.pop(source, None)
-        if self.asked == source:
-            self.asked = None
+        self._asked.pop(source, None)
 
     def wanted(self, chain: Chain) -> list[PeerKey]:
         """Return the sources that claim a head that is not in the tree.
@@ -103,48 +108,63 @@ class ChainSync:
 
     def is_ahead(self, chain: Chain) -> bool:
         """Return whether a source that has not failed us claims a head that is not in the tree, or was asked."""
-        return self.asked is not None or any(source not in self._failures for source in self.wanted(chain))
+        return bool(self._asked) or any(source not in self._failures for source in self.wanted(chain))
+
+    @property
+    def may_ask(self) -> bool:
+        """True unless as many requests are under way as may be."""
+        return len(self._asked) < MAX_REQUESTS
 
     def next_request(self, chain: Chain, deadlines: Deadlines, *, eager: bool) -> PeerKey | None:
         """Return the peer to ask now, and mark it as asked: those with stake first, then members, then by turns.
 
-        `eager`: do not wait for records that may arrive without a request.
+        Of these, sources that have failed come last. While the answer of another is late, they are not asked at all:
+        over a slow link, two answers at once may both come too late. `eager`: do not wait for records that may arrive
+        without a request.
         """
-        if self.asked is not None:
-            if not deadlines.due("chain answer", self._asked_at + self._answer_within + ANSWER_MARGIN_SECONDS):
+        for source, since in list(self._asked.items()):
+            if deadlines.due("chain answer", since + self._answer_within + ANSWER_MARGIN_SECONDS):
+                self.failed(source, deadlines.now)
+        wanted = [source for source in self.wanted(chain) if source not in self._asked]
+        if self._asked:
+            if not self.may_ask or not deadlines.due("second source", min(self._asked.values()) + SECOND_SECONDS):
                 return None
-            self.failed(self.asked, deadlines.now)
-        due = [s for s in self.wanted(chain) if deadlines.due("chain request", self._earliest(s, eager))]
+            wanted = [source for source in wanted if source not in self._failures]
+        due = [source for source in wanted if deadlines.due("chain request", self._earliest(source, eager))]
         if not due:
             return None
         stakes = chain.stakes(chain.head)
-        source = min(due, key=lambda s: (s not in stakes, not self._claims[s].member, self._last_asked.get(s, -1.0), s))
+        source = min(due, key=lambda s: self._turn(s, has_stake=s in stakes))
         self.ask(source, deadlines.now)
-        deadlines.register("chain answer", self._asked_at + self._answer_within + ANSWER_MARGIN_SECONDS)
+        deadlines.register("chain answer", deadlines.now + self._answer_within + ANSWER_MARGIN_SECONDS)
         return source
+
+    def _turn(self, source: PeerKey, *, has_stake: bool) -> tuple[bool, bool, bool, float, bytes]:
+        """Return the order of sources. Its last part is each peer's own, so that no key comes first for everybody."""
+        is_member, has_failed = self._claims[source].member, source in self._failures
+        drawn = sha256(self._me, source)
+        return not has_stake, not is_member, has_failed, self._last_asked.get(source, -1.0), drawn
 
     def ask(self, source: PeerKey, now: float) -> None:
         """Mark a request as under way."""
-        self.asked = source
-        self._asked_at = now
+        self._asked[source] = now
         self._last_asked.pop(source, None)
         self._last_asked[source] = now
         while len(self._last_asked) > self._bound:
             del self._last_asked[next(iter(self._last_asked))]
 
     def answered(self, source: PeerKey, *, useful: bool, now: float) -> None:
-        """Note an answer; one that brought nothing new counts as a failure."""
-        if not useful:
+        """Note an answer; one that brought nothing new counts as a failure, unless another's came before it."""
+        asked_at = self._asked.pop(source, now)
+        if useful:
+            self._failures.pop(source, None)
+            self._news_at = now
+        elif asked_at >= self._news_at:
             self.failed(source, now)
-            return
-        self._failures.pop(source, None)
-        if self.asked == source:
-            self.asked = None
 
     def failed(self, source: PeerKey, now: float) -> None:
         """Note that a source gave no answer, or a malformed one: pause twice as long each time."""
-        if self.asked == source:
-            self.asked = None
+        self._asked.pop(source, None)
         count = min(10, self._failures.pop(source, (0, 0.0))[0] + 1)
         self._failures[source] = (count, now + min(MAX_PAUSE, self._pause * 2**count))
         while len(self._failures) > self._bound:
@@ -159,6 +179,7 @@ class ChainSync:
             "claims": (len(self._claims), self._bound),
             "failures": (len(self._failures), self._bound),
             "asked": (len(self._last_asked), self._bound),
+            "requests": (len(self._asked), MAX_REQUESTS),
         }
 
 

@@ -120,7 +120,7 @@ class RoundMachine:
         self._directives = DirectiveGossip(self._context)
         self._departure = Departure(self._context)
         self._rest = RestSteps(self._context, self._sync, self._consensus)
-        self._chain_sync = ChainSync(policy.max_members + 64, policy.heartbeat_seconds)
+        self._chain_sync = ChainSync(policy.max_members + 64, policy.heartbeat_seconds, signer.key)
         self._future = FutureMessages(2 * policy.max_members)
         self._bootstrap = Bootstrap(now, policy.member_seconds)
         self._phase = Phase.OBSERVING if observer else Phase.JOINING
@@ -422,6 +422,7 @@ class RoundMachine:
             if source is not None and quarantine.is_forgotten(certificate):
                 continue
             twice, before = conflicting_shards(context.chain, certificate), context.chain.newest_directive
+            final = context.chain.finalization
             try:
                 if not context.chain.add(certificate):
                     continue
@@ -445,6 +446,8 @@ class RoundMachine:
             if twice is not None:
                 context.notify("warning", "equivocation", *twice)
             context.emit(StoreCertificate(certificate))
+            if (newest := context.chain.finalization) is not None and newest is not final:
+                context.emit(StoreFinalization(newest))  # its record was awaited
             notify_convictions(context, certificate)
             self._hold_back_if_unsupported(certificate, head)
         self._close_dropped_round()
@@ -502,7 +505,7 @@ class RoundMachine:
             self._bootstrap.grew(context.now)
         self._chain_sync.answered(event.source, useful=added > 0 or onwards, now=context.now)
         self._reached_height = reached if onwards else -1
-        if onwards and self._chain_sync.asked is None:
+        if onwards and self._chain_sync.may_ask:
             self._chain_sync.ask(event.source, context.now)
             context.emit(RequestChain(event.source, (last, *context.chain.locator())))
 

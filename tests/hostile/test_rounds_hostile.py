@@ -67,7 +67,7 @@ def test_members_are_asked_before_strangers_however_much_these_claim():
 
 
 def test_a_stranger_that_is_silent_makes_room_for_another():
-    chain, sync = Bench().chain, ChainSync(100, 1.0)
+    chain, sync = Bench().chain, ChainSync(100, 1.0, ME)
     for i in range(MAX_STRANGER_CLAIMS):
         sync.claim(stranger(i), head("x"), chain, 0.0, member=False)
     sync.claim(stranger(99), head("y"), chain, 0.0, member=False)
@@ -77,7 +77,7 @@ def test_a_stranger_that_is_silent_makes_room_for_another():
 
 
 def test_a_stranger_that_was_asked_in_vain_makes_room_for_another():
-    chain, sync = Bench().chain, ChainSync(100, 1.0)
+    chain, sync = Bench().chain, ChainSync(100, 1.0, ME)
     for i in range(MAX_STRANGER_CLAIMS):
         sync.claim(stranger(i), head(f"none {i}"), chain, 0.0, member=False)
     asked = sync.next_request(chain, Deadlines(1.0), eager=False)

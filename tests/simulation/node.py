@@ -74,6 +74,7 @@ class Node:
         # The store: survives crashes.
         self.certificates: list[Certificate] = []
         self.final: Signed[Finalization] | None = None
+        self.pending: Signed[Finalization] | None = None
         self.directive: Signed[Directive] | None = None
         self.blobs: set[Digest] = set()
         self.slices: set[tuple[Digest, int, int]] = set()
@@ -90,6 +91,8 @@ class Node:
         self.alive = True
         self.incarnation += 1
         chain = Chain(w.run, w.genesis_state, w.policy.chain_limits)
+        if self.final is not None:
+            chain.add_finalization(self.final)
         if self.directive is not None:
             chain.add_directive(self.directive)
         for certificate in self.certificates:
@@ -97,8 +100,8 @@ class Node:
                 chain.add(certificate)
             except (UnknownParent, FinalizedConflict):
                 continue
-        if self.final is not None:
-            chain.add_finalization(self.final)
+        if self.pending is not None:
+            chain.add_finalization(self.pending)
         self.trainer = Trainer(
             self.index * 1000 + self.incarnation, self.speed, w.policy.max_update_windows, w.clock.now
         )
@@ -175,7 +178,10 @@ class Node:
                 self.certificates.append(certificate)
                 self.world.certified(self, certificate)
             case do.StoreFinalization(message):
-                self.final = message
+                if self.machine.chain.finalization is message:
+                    self.final = message
+                else:
+                    self.pending = message
             case do.StoreDirective(message):
                 self.directive = message
             case do.StoreEpoch() | do.AcquireTrainer():

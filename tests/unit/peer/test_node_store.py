@@ -18,11 +18,11 @@ from peer.node.snapshot import FILE, Snapshot, read_snapshot, write_snapshot
 from peer.node.trainer_files import fetch_assets, start_message
 from peer.store import Store, StoreError
 from protocol.chain import ChainLimits, genesis_digest
-from protocol.errors import MalformedError
+from protocol.errors import FinalizedConflict, MalformedError
 from protocol.identity import Identity
 from protocol.ids import Digest, Round
 from protocol.message_codec import KeySigner, MessageDecoder, encode_certificate
-from protocol.messages import Finalization
+from protocol.messages import Certificate, Finalization, Signed
 from protocol.rounds.update_fate import UpdateFate
 from protocol.wire import swarm_pb2 as wire
 from tests.support.coordinator_fakes import ChainMaker, make_spec, state
@@ -106,11 +106,32 @@ def test_what_was_kept_is_there_after_a_restart_with_its_final(store):
     log = log_over(store)
     for c in made.certificates:
         log.store(c)
-    record = made.certificates[2].record
-    log.store_finalization(KeySigner(OWNER).sign(Finalization(SPEC.run_id, record.body.round, record.digest)))
+    log.store_finalization(signed_final(made.certificates[2]))
     chain = log_over(store).chain
-    assert chain.head == made.head and chain.finalization is not None
-    assert chain.finalization.body.record == record.digest
+    assert chain.head == made.head and chain.required_ancestor == made.certificates[2].digest
+
+
+def test_a_finalization_in_force_is_so_after_a_restart_though_a_newer_one_awaits_its_record(store):
+    made = maker(7)
+    known, awaited = made.certificates[:6], made.certificates[6]
+    log = log_over(store)
+    for c in known:
+        log.chain.add(c)
+        log.store(c)
+    for final in (signed_final(known[2]), signed_final(awaited)):
+        assert log.chain.add_finalization(final)
+        log.store_finalization(final)
+    chain = log_over(store).chain
+    assert chain.required_ancestor == known[2].digest and chain.head == known[5].digest
+    with pytest.raises(FinalizedConflict):
+        chain.add(made.fork(1).add({3: 1}))
+    assert chain.is_missing_required_ancestor, "the newer one is not forgotten either"
+    chain.add(awaited)
+    assert chain.required_ancestor == awaited.digest
+
+
+def signed_final(certificate: Certificate) -> Signed[Finalization]:
+    return KeySigner(OWNER).sign(Finalization(SPEC.run_id, certificate.record.body.round, certificate.digest))
 
 
 def test_a_damaged_certificate_costs_what_is_built_on_it_and_one_line(store, caplog):

@@ -549,6 +549,7 @@ def test_who_is_on_a_rival_of_what_is_final_is_told_and_asks_for_it_however_ligh
     assert [a.to for a in told.of(do.RequestChain)] == [OTHERS[0]]
     told.step(ev.ChainReceived((final_record,), final, OTHERS[0], False))
     assert told.chain.head == final_record.record.digest
+    assert [a.message for a in told.of(do.StoreFinalization)] == [final], "stored again: it is in force now"
 
 
 def test_a_chain_that_a_banned_peer_began_alone_is_followed_up_to_what_is_final():

@@ -5,12 +5,22 @@ It waits as long as something comes of it, not for ever.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from protocol.rounds.chain_sync import MAX_PATIENCES, Bootstrap
+from protocol.ids import PeerKey
+from protocol.rounds import actions as do
+from protocol.rounds import events as ev
+from protocol.rounds.chain_sync import MAX_PATIENCES, Bootstrap, ChainSync
 from protocol.rounds.deadlines import Deadlines
+from protocol.rounds.phase import Phase
+from tests.simulation.signer import certificate
+from tests.support.rounds_bench import OTHERS, POLICY, STATE, Bench
 
 HEAR, PATIENCE = 4.0, 20.0
+CHAIN_SECONDS = 15.0
+"""The time in which a node expects an answer to a request for the chain."""
 
 
 @pytest.fixture
@@ -55,3 +65,75 @@ def test_it_registers_when_to_look_again(joining: Bootstrap):
     deadlines = Deadlines(101.0)
     assert not joining.is_over(deadlines, ahead=True, equal=False)
     assert sorted(deadlines.pending.values()) == [104.0, 130.0] and deadlines.next_tick == 104.0
+
+
+class Newcomer(Bench):
+    """It joins a swarm, and notes whom it asks for the chain, and when."""
+
+    def __init__(self):
+        self.asked: dict[PeerKey, float] = {}
+        super().__init__(ready=False, alone=False, policy=replace(POLICY, heartbeat_seconds=2, member_seconds=20))
+
+    def step(self, event, now=None):
+        super().step(event, now)
+        self.asked |= {a.to: self.now for a in self.of(do.RequestChain)}
+        return self.actions
+
+
+def test_a_newcomer_joins_with_the_chain_though_the_first_two_whom_it_asks_are_silent():
+    b = Newcomer()
+    made = certificate(b.record(OTHERS[0], [b.header(OTHERS[0])]), [OTHERS[0]])
+    while b.machine.phase == Phase.JOINING:
+        b.step(ev.Tick(), b.now + 0.5)
+        for key in OTHERS[:3]:
+            b.beat(key, sequence=1 + int(2 * b.now), head=made.digest, weight=10)
+        for number, (key, since) in enumerate(list(b.asked.items())):
+            if number == 2:
+                b.step(ev.ChainReceived((made,), None, key, False))
+            elif b.now == since + CHAIN_SECONDS:
+                b.step(ev.ChainUnanswered(key))
+    assert b.chain.head == made.digest and len(b.asked) == 3
+
+
+def sources(me: PeerKey = OTHERS[-1]) -> tuple[Bench, ChainSync]:
+    """Return a member's sources: three others claim a head that it does not know."""
+    b = Bench()
+    sync = ChainSync(100, 1.0, me)
+    for key in OTHERS[:3]:
+        sync.claim(key, STATE, b.chain, 0.0, member=True)
+    return b, sync
+
+
+def test_a_source_that_failed_is_asked_after_the_others_and_beside_no_other():
+    b, sync = sources()
+    first = sync.next_request(b.chain, Deadlines(1.0), eager=False)
+    assert first is not None
+    sync.failed(first, 1.0)
+    second = sync.next_request(b.chain, Deadlines(100.0), eager=False)
+    assert second is not None
+    sync.answered(second, useful=True, now=100.0)
+    third = sync.next_request(b.chain, Deadlines(101.0), eager=False)
+    sync.failed(third or first, 101.0)
+    assert sync.next_request(b.chain, Deadlines(200.0), eager=False) == second
+    assert {first, second, third} == set(OTHERS[:3])
+    assert sync.next_request(b.chain, Deadlines(210.0), eager=False) is None
+    sync.answered(second, useful=True, now=211.0)
+    assert sync.next_request(b.chain, Deadlines(211.0), eager=False) == second
+
+
+def test_who_is_late_with_what_another_has_given_meanwhile_has_not_failed():
+    b, sync = sources()
+    first, second = (sync.next_request(b.chain, Deadlines(at), eager=False) for at in (1.0, 3.0))
+    assert first is not None and second not in (None, first) and not sync.may_ask
+    assert sync.next_request(b.chain, Deadlines(6.0), eager=False) is None, "two at a time"
+    sync.answered(second or first, useful=True, now=6.0)
+    sync.answered(first, useful=False, now=7.0)
+    assert sync.sizes()["failures"][0] == 0
+
+
+def test_keys_that_come_first_in_the_order_of_one_peer_do_not_in_the_order_of_all():
+    first = set()
+    for me in OTHERS[5:25]:
+        b, sync = sources(me)
+        first.add(sync.next_request(b.chain, Deadlines(1.0), eager=False))
+    assert first == set(OTHERS[:3])
