@@ -37,10 +37,14 @@ class FutureMessages:
         self._max_authors = max(self._max_authors, max_authors)
 
     def keep(self, message: RoundMessage, *, trusted: bool) -> None:
-        """Keep a message for later if there is room. `trusted`: its author is no key that anybody can make."""
+        """Keep a message for later if there is room. `trusted`: its author is a member, or the chain knows its work.
+
+        A stranger's header displaces another stranger: its author is admitted, and others' keys cost nothing.
+        """
         mine = self._kept.get(message.author)
         if mine is None:
-            if len(self._kept) >= self._max_authors and not (trusted and self._drop_a_stranger()):
+            displaces = trusted or isinstance(message.body, UpdateHeader)
+            if len(self._kept) >= self._max_authors and not (displaces and self._drop_a_stranger()):
                 return
             mine = self._kept[message.author] = []
         if trusted:

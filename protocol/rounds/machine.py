@@ -332,8 +332,7 @@ class RoundMachine:
             if round_ is not None and body.round == number and parent in (None, round_.parent):
                 self._add_own_certificate(self._consensus.receive(message))
             elif number < body.round <= context.chain.height(context.chain.head) + MAX_ROUNDS_AHEAD:
-                trusted = context.members.has_room_for(message.author) or isinstance(body, UpdateHeader)
-                self._future.keep(message, trusted=trusted)
+                self._future.keep(message, trusted=context.members.has_room_for(message.author))
 
     def _receive_heartbeat(self, message: Signed[Heartbeat]) -> None:
         context, beat, source = self._context, message.body, message.author

@@ -214,7 +214,7 @@ class Members:
         return self.distrusted.applies_to(key, number) or self.is_unreliable(key, number)
 
     def has_room_for(self, key: PeerKey) -> bool:
-        """Return whether messages of a peer deserve room: it is no key that anybody can make."""
+        """Return whether a peer's messages come before strangers': it is a member, or has accepted work or stake."""
         return key == self._me or key in self._members or self._rank(key) > 0
 
     def _rank(self, key: PeerKey) -> int:

@@ -12,7 +12,7 @@ from protocol.rounds.chain_sync import MAX_STRANGER_CLAIMS, ChainSync
 from protocol.rounds.deadlines import Deadlines
 from protocol.rounds.future_messages import MAX_STRANGER_BYTES, FutureMessages
 from protocol.rounds.round_state import MAX_RECORDS, RECORDS_PER_AUTHOR, proposer_order
-from tests.simulation.signer import FakeSigner
+from tests.simulation.signer import FakeSigner, certificate
 from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, Bench
 
 MEMBER = OTHERS[0]
@@ -184,6 +184,30 @@ def test_early_words_of_strangers_make_room_for_those_of_members():
     assert [m.author for m in kept].count(MEMBER) == 1 and len(kept) == 4
     assert early.sizes()["future bytes"][0] == 0
     assert MAX_STRANGER_BYTES < early.sizes()["future bytes"][1]
+
+
+def test_early_headers_of_admitted_strangers_make_room_for_those_of_members():
+    b = Bench()
+    b.beat(MEMBER)
+    theirs = b.header(MEMBER)
+    made = certificate(b.record(MEMBER, [theirs]), [MEMBER])
+    for key in (*(stranger(i) for i in range(3 * POLICY.max_members)), MEMBER):
+        first = 10 if key == MEMBER else 0
+        work = dict(round=Round(1), parent=made.digest, base_state=head("next"), first_window=first, end_window=20)
+        b.step(ev.MessageReceived(b.header(key, label=b"2", **work)))
+    b.step(ev.CertificateReceived(made, MEMBER))
+    b.step(ev.BlobHeld(theirs.body.blob))
+    b.step(ev.StateReached(made.digest, head("next")))
+    round_ = b.machine.open_round
+    assert round_ is not None and round_.number == 1 and MEMBER in round_.headers
+
+
+def test_early_headers_make_room_by_what_keys_without_an_admission_sent():
+    early = FutureMessages(4)
+    for i in range(4):
+        early.keep(vote(stranger(i)), trusted=False)
+    early.keep(Bench().header(stranger(5), round=Round(1)), trusted=False)
+    assert stranger(5) in {m.author for m in early.pop(1)}
 
 
 def vote(by: PeerKey):
