@@ -59,7 +59,7 @@ def _answer(line: bytes) -> AuditAnswer:
         if len(line) > MAX_LINE:
             raise AuditError(f"a job of more than {MAX_LINE} bytes")
         job = parse_job(line)
-        scores = tuple(MeasuredScore(s.name, s.value, s.threshold) for s in _scores(job))
+        scores = tuple(MeasuredScore(s.name, s.value, s.threshold) for s in scores_of(job))
     except (CairnError, OSError, RuntimeError, MemoryError) as e:
         # RuntimeError: torch's, for a device that fails.
         said = " ".join("".join(c if c.isprintable() else " " for c in str(e)).split())[:2000]
@@ -68,7 +68,7 @@ def _answer(line: bytes) -> AuditAnswer:
     return AuditAnswer(scores, "", time.process_time() - began)
 
 
-def _scores(job: Job) -> tuple[Score, ...]:
+def scores_of(job: Job) -> tuple[Score, ...]:
     """Make the check. Raise CairnError, OSError, RuntimeError and MemoryError."""
     module = "peer.auditor.screen" if isinstance(job, ScreenJob) else "peer.auditor.audit"
     if module not in sys.modules:

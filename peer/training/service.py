@@ -203,7 +203,7 @@ class TrainerService:
         if isinstance(item.message, BetweenPasses):
             activity = item.message.activity
         with trainer.steps.times.during(activity, time.monotonic):
-            self._do(trainer, item.message)
+            self.process(trainer, item.message)
         item.done.set_result(None)
         self._send_notes()
         self._progress_due = 0.0
@@ -211,7 +211,8 @@ class TrainerService:
         if isinstance(item.message, SwapBase):
             self.save(trainer, lambda: trainer.checkpointer.step(now=True))
 
-    def _do(self, trainer: Trainer, message: Message) -> None:
+    def process(self, trainer: Trainer, message: Message) -> None:
+        """Do what the other thread hands over."""
         match message:
             case SaveAfterUpdate():
                 # The state has the update as announced: whatever becomes of it, nothing is counted twice.

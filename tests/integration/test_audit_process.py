@@ -103,7 +103,7 @@ def test_a_job_frees_the_model_of_the_job_before(audited, monkeypatch):
     gc.disable()
     try:
         for check in ("replay", "loss"):
-            assert auditor._scores(audited.job(check))
+            assert auditor.scores_of(audited.job(check))
         assert len(models() - others) == 1
     finally:
         gc.enable()

@@ -103,10 +103,6 @@ class StandIn:
     )
 
 
-def is_closed(gate: YieldGate) -> bool:
-    return not gate._open.is_set()
-
-
 class Node:
     """The other end of the channel."""
 
@@ -266,8 +262,8 @@ def test_what_cannot_be_applied_is_told_once_and_leaves_nothing_to_settle(world)
     world.trainer.base.before = spoilt
     world.node.ask(apply_of(0))
     assert world.node.hear() == Failed("apply", "not an update", False)
-    wait_until(lambda: not is_closed(world.trainer.gate), "the gate opens after the answer")
-    assert world.next(0) is None and not is_closed(world.trainer.gate)
+    wait_until(lambda: not world.trainer.gate.is_closed, "the gate opens after the answer")
+    assert world.next(0) is None and not world.trainer.gate.is_closed
 
 
 def test_nothing_to_announce_leaves_nothing_to_save(world):
@@ -292,7 +288,7 @@ def test_what_no_next_try_can_mend_ends_the_thread_that_trains(world, ask, error
     world.trainer.base.before = fail
     world.node.ask(ask)
     world.fails(raised)
-    assert not is_closed(world.trainer.gate)
+    assert not world.trainer.gate.is_closed
 
 
 def full_once(world: World) -> None:
@@ -309,7 +305,7 @@ def does_between_passes(world: World) -> None:
     """Do as the thread that trains does with the next message."""
     service = TrainerService(world.end)
     assert isinstance(message := world.next(LIMIT), BetweenPasses)
-    service._do(world.trainer, message)  # type: ignore[arg-type]
+    service.process(world.trainer, message)  # type: ignore[arg-type]
     world.done()
 
 
@@ -384,11 +380,11 @@ def test_a_node_that_is_gone_ends_the_thread_that_trains(world):
 
 def test_a_step_stands_aside_while_a_round_is_applied_and_not_longer(world):
     seen: list[bool] = []
-    world.trainer.base.before = lambda: seen.append(is_closed(world.trainer.gate))
+    world.trainer.base.before = lambda: seen.append(world.trainer.gate.is_closed)
     world.node.ask(apply_of(0))
     world.node.hear()
     assert isinstance(world.next(LIMIT), SwapBase)
-    assert seen == [True] and not is_closed(world.trainer.gate)
+    assert seen == [True] and not world.trainer.gate.is_closed
     world.trainer.gate.wait()  # it returns at once
 
 

@@ -12,7 +12,7 @@ from peer.training.base_state import BaseState
 from peer.training.replayable_state import ReplayableState
 from peer.training.schedule import factor
 from peer.training.trainer import Trainer
-from protocol.codec.sign import SignCodec
+from protocol.codec import sign
 from protocol.spec import OuterSpec, Schedule
 from tests.support.local_trainer import born, closed, copied, loaded, make_update, same, train, update
 from tests.support.long_cases import long_cases
@@ -305,15 +305,15 @@ def test_an_update_that_cannot_be_written_leaves_the_progress(swarm):
 
 def test_an_update_for_which_memory_ran_out_is_made_again_to_the_bit(swarm, monkeypatch):
     train(swarm.peers[1], 3)
-    encode, calls = SignCodec._encode, []
+    pack, calls = sign.pack, []
 
-    def full(codec: SignCodec, x: torch.Tensor) -> torch.Tensor:
-        calls.append(encoded := encode(codec, x))
+    def full(codes: torch.Tensor, bits: int) -> torch.Tensor:
+        calls.append(packed := pack(codes, bits))
         if len(calls) == 2:
             raise torch.OutOfMemoryError("no room")
-        return encoded
+        return packed
 
-    monkeypatch.setattr(SignCodec, "_encode", full)
+    monkeypatch.setattr(sign, "pack", full)
     with pytest.raises(torch.OutOfMemoryError):
         swarm.announce(1)
     assert swarm.is_replayed(1, swarm.announce(1))
