@@ -12,11 +12,11 @@ Buterin et al. 2020, arXiv 2003.03052). Of one key's messages the one whose wind
 windows never restarts, whichever branch it is on. Heights would not do: a key that left a longer branch would still
 count there. Ties: more keys, then more windows, then the smaller digest.
 
-Limits of that clock. A key whose windows end lower than on the branch that it left still counts there, until they end
-later. Meanwhile a coalition with less than half of the stake may win that branch. In a replayable run an honest
-trainer never ends lower, unless its saved state is lost. With error feedback it may (`peer.training.windows`), above
-all after a split in which it announced more windows than one update may claim. It claims them again, one update after
-the other, so that none is lost.
+Limits of that clock. A key whose windows end lower than on the branch that it left still counts there, until they
+end higher again. Meanwhile a coalition with less than half of the stake may win that branch. In a replayable run an
+honest trainer never ends lower, unless its saved state is lost. With error feedback it may (`peer.training.windows`),
+above all after a split in which it announced more windows than one update may claim. It claims them again, one update
+after the other, so that none is lost.
 
 Finalization and rollback. The head always descends from the record of the newest finalization, or, without one, from
 the record to which the run was rolled back (`required_ancestor`). A finalization whose record has not arrived is

@@ -24,7 +24,7 @@ MAX_UNREACHABLE = 1024
 MAX_SHARDS = 1024
 MAX_MISSING_AUTHORS = 64
 MAX_MESSAGES, MAX_CERTIFICATES = 2048, 256
-"""Messages and certificates of one packet. A chain reply has as many certificates."""
+"""Messages and certificates of one packet. A chain reply has fewer certificates."""
 MAX_CERTIFICATE = MAX_ENVELOPE
 """No certificate is larger. The limits of headers and votes (`message_codec`) let one of MAX_CONTRIBUTORS fit."""
 PHASES = ("joining", "training", "exchanging", "syncing", "observing", "leaving", "paused", "resting")

@@ -164,7 +164,7 @@ def join(**options: Any) -> None:
 class JoinOptions:
     """The options of the command line, and `trainer_command`, which replaces the trainer's (see `NodeOptions`).
 
-    With `owner`, the run's, it trains nothing: it makes checks, and reports by the owner's key.
+    With the run's `owner` the node trains nothing: it makes checks, and reports by the owner's key.
     """
 
     invite: str

@@ -57,8 +57,8 @@ class ActionHandler:
         match action:
             case actions.StoreCertificate(certificate):
                 await asyncio.to_thread(self.certificates.store, certificate)
-            case actions.StoreFinalization(message):
-                await asyncio.to_thread(self.certificates.store_finalization, message)
+            case actions.StoreFinalization(message, awaited):
+                await asyncio.to_thread(self.certificates.store_finalization, message, awaited=awaited)
             case actions.StoreDirective(message):
                 await asyncio.to_thread(self.certificates.store_directive, message)
             case actions.StoreEpoch(epoch):

@@ -93,13 +93,12 @@ class ChainStore:
             if gone:
                 log.info("%d certificates of branches that lost are removed from the store", gone)
 
-    def store_finalization(self, finalization: Signed[Finalization]) -> None:
+    def store_finalization(self, finalization: Signed[Finalization], *, awaited: bool) -> None:
         """Write the newest finalization; it is on disk on return. Raise StoreError.
 
-        One whose record is awaited leaves the one in force on the disk: alone, it would rule out no branch.
+        One whose record is `awaited` leaves the one in force on the disk: alone, it would rule out no branch.
         """
-        in_force = self.chain.finalization is finalization
-        self._store.write_value(FINALIZATION if in_force else PENDING, finalization.encoded)
+        self._store.write_value(PENDING if awaited else FINALIZATION, finalization.encoded)
 
     def store_directive(self, directive: Signed[Directive]) -> None:
         """Write the newest directive; it is on disk on return. Raise StoreError."""

@@ -138,6 +138,8 @@ class Enrollment:
                     if found is None and not self.seconds_left():
                         log.info("%s. Asking members whether to wait with them", e)
                         found = await discover_run(invite.run, self.addresses)
+                        if found is not None and found.coordinator_address is not None:
+                            self.locator.accept(found.coordinator_address.encoded)
             if absent is not None:
                 self._go_on_without(absent, found)
             after_failure.pop_all()
@@ -150,12 +152,10 @@ class Enrollment:
         elif found is None:
             raise PeerError(
                 f"{absent}. And without the coordinator this peer cannot enter: it has no valid admission, and no "
-                "member answers that it could wait with; try again when the coordinator is back"
+                "member answers with which it could wait; try again when the coordinator is back"
             )
         else:
             log.warning("%s. %d members answer: waiting in the swarm until it is back", absent, found.members)
-            if found.coordinator_address is not None:
-                self.locator.accept(found.coordinator_address.encoded)
             self.learn(found.addresses)
 
     async def close(self) -> None:
@@ -178,7 +178,7 @@ class Enrollment:
         return self.seconds_left() / 3600
 
     async def renew(self) -> None:
-        """Request an admission, and take it over once half of the present one's time is over, or with another name.
+        """Request an admission, and adopt it once half of the present one's time is over, or if it has another name.
 
         A header that is signed again after a crash must have the same admission: two headers of one round are
         equivocation. The request is made all the same: the coordinator may refuse. Raise CairnError then.

@@ -7,7 +7,7 @@ import logging
 import time
 from typing import Protocol
 
-from protocol.ids import Digest
+from protocol.messages import Certificate
 
 log = logging.getLogger(__name__)
 
@@ -27,22 +27,22 @@ class Serving(Protocol):
     @property
     def bytes_up(self) -> int: ...
     def is_alone_with_coordinator(self) -> bool: ...
-    async def coordinator_follows(self, record: Digest) -> bool: ...
+    async def coordinator_follows(self, newest: Certificate) -> bool: ...
 
 
-async def serve_coordinator(network: Serving, head: Digest) -> None:
+async def serve_coordinator(network: Serving, newest: Certificate) -> None:
     """Return once the coordinator has fetched what it wants from us, or another member is here to give it.
 
-    It asks for updates when it follows the chain to their record, so it is quiet before it knows our head. It is asked
-    for that: its heartbeats reach us no more, since we have said goodbye.
+    It asks for updates once it follows the chain to their record, so its silence means nothing before it has our newest
+    one. We ask it for that: its heartbeats reach us no more, since we have said goodbye.
     """
     now = time.monotonic()
     end, sent, quiet_since, follows, said = now + MAX_STAY_SECONDS, network.bytes_up, now, False, False
     while network.is_alone_with_coordinator() and now < min(end, quiet_since + QUIET_SECONDS):
-        follows = follows or await network.coordinator_follows(head)
+        before, follows = follows, follows or await network.coordinator_follows(newest)
         await asyncio.sleep(POLL_SECONDS if follows else ASK_SECONDS)
         now = time.monotonic()
-        if not follows or network.bytes_up - sent > QUIET_BYTES:
+        if not before or network.bytes_up - sent > QUIET_BYTES:
             sent, quiet_since = network.bytes_up, now
             if not said:
                 said = True

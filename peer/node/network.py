@@ -33,7 +33,7 @@ from peer.swarm.pace import Paces
 from protocol.bounded import BoundedDict
 from protocol.errors import MalformedError
 from protocol.ids import Digest, PeerKey
-from protocol.messages import MAX_MESSAGES, Goodbye, Heartbeat, Signed
+from protocol.messages import MAX_MESSAGES, Certificate, Goodbye, Heartbeat, Signed
 from protocol.wire import swarm_pb2 as wire
 
 log = logging.getLogger(__name__)
@@ -350,16 +350,16 @@ class Network:
         request = wire.ChainRequest(run=self.membership.spec.run_id, locator=[bytes(d) for d in have])
         return await self.swarm.request_chain(to, request, timeout=seconds)
 
-    async def coordinator_follows(self, record: Digest) -> bool:
-        """Return whether the coordinator's observer answers that its chain has a record, within FOLLOWS_SECONDS."""
+    async def coordinator_follows(self, newest: Certificate) -> bool:
+        """Return whether the coordinator's observer answers, within FOLLOWS_SECONDS, that its chain has a record."""
         for observer in self._coordinator_observers() & self.peers.entries().keys():
             try:
-                reply = await self.request_chain(observer, [record], FOLLOWS_SECONDS)
+                reply = await self.request_chain(observer, [newest.record.body.parent], FOLLOWS_SECONDS)
                 newer = [self.membership.decoder.decode_certificate(c) for c in reply.certificates[:1]]
             except NETWORK_ERRORS as e:
                 log.debug("the coordinator did not say what it follows: %s", str(e) or type(e).__name__)
                 continue
-            if all(certificate.record.body.parent == record for certificate in newer):
+            if any(certificate.digest == newest.digest for certificate in newer):
                 return True
         return False
 

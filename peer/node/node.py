@@ -184,8 +184,8 @@ class Node:
             if self.trainer is not None:
                 saved = await self.trainer.stop()
                 log.info("the trainer has saved its state" if saved else "the trainer left without saving")
-                if self._leaving:
-                    await serve_coordinator(self.network, self.chain.head)
+                if self._leaving and self.chain.head != self.chain.root:
+                    await serve_coordinator(self.network, self.chain.certificate(self.chain.head))
 
     # -- for the rest of the process -------------------------------------------------------------------------
 

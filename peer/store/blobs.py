@@ -52,7 +52,7 @@ class BlobStore:
     """The blobs of a `Store`, which holds the folder's lock. Thread-safe.
 
     `_lock` guards the state of every blob. Event loops take it, so it is not held during slow disk work. `_files_lock`
-    is: it is held while files come, move and go, and taken before `_lock`.
+    is held while files come, move and go, and is taken before `_lock`.
     """
 
     def __init__(self, folder: Path, limit_bytes: int):
@@ -110,12 +110,12 @@ class BlobStore:
         if self.has(digest):
             return digest
         self._check_room(len(data), digest)
-        with disk(f"writing blob {digest.short} ({len(data):,} bytes)"):
+        with self._files_lock, disk(f"writing blob {digest.short} ({len(data):,} bytes)"):
             path = self._file(digest)
             path.parent.mkdir(exist_ok=True)
             write_no_sync(_leaf_file(path), b"".join(leaves), scratch=self.scratch)
             write_durably(path, [data], scratch=self.scratch)
-        self._register(digest, len(data), leaves)
+            self._register(digest, len(data), leaves)
         return digest
 
     def adopt(self, source: Path | str, digest: Digest | None = None) -> Digest:
@@ -137,11 +137,12 @@ class BlobStore:
                     return found
                 self._check_room(size, found)
                 os.fsync(file.fileno())
-            path = self._file(found)
-            path.parent.mkdir(exist_ok=True)
-            write_no_sync(_leaf_file(path), b"".join(leaves), scratch=self.scratch)
-            self._move(source, path)
-        self._register(found, size, leaves)
+            with self._files_lock:
+                path = self._file(found)
+                path.parent.mkdir(exist_ok=True)
+                write_no_sync(_leaf_file(path), b"".join(leaves), scratch=self.scratch)
+                self._move(source, path)
+                self._register(found, size, leaves)
         return found
 
     def leaves(self, digest: Digest) -> list[bytes]:

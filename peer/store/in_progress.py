@@ -181,7 +181,7 @@ class InProgressBlob:
         return sum(self._without_space(chunks).values())
 
     def claim(self, chunks: Collection[int] | None) -> dict[int, int]:
-        """Count one more user, who wants these chunks and will call `close`. Return those whose space is to reserve."""
+        """Count one more user, who wants these chunks and will call `close`. Return those without reserved space."""
         claimed = self._without_space(chunks)
         self._wanted.update(claimed)
         self._room += sum(claimed.values())
@@ -197,7 +197,7 @@ class InProgressBlob:
             self._left = 0
         self._close_if_unused()
 
-    # -- for the store, without the lock -----------------------------------------------------------------------------
+    # -- for the store, which holds `_files_lock` -------------------------------------------------------------------
 
     def create(self, claimed: dict[int, int]) -> None:
         """Make the file, or open that of an earlier attempt, and reserve the space of claimed chunks.

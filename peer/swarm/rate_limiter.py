@@ -43,7 +43,7 @@ class _Sender:
 
 
 @dataclass(slots=True)
-class _Strangers:
+class Strangers:
     calls: TokenBucket
     volume: TokenBucket
     answers: TokenBucket
@@ -56,7 +56,7 @@ class RateLimiter:
 
     limits: CallLimits = field(default_factory=CallLimits)
     is_known: Callable[[PeerKey], bool] = lambda sender: True
-    strangers: _Strangers | None = None
+    strangers: Strangers | None = None
     """The use that all strangers made together; None before the first call."""
     _senders: OrderedDict[PeerKey, _Sender] = field(default_factory=OrderedDict)
     _busy: int = 0
@@ -120,13 +120,13 @@ class RateLimiter:
         if strangers is not None and strangers.answers.tokens <= 0:
             raise TooBusy("strangers ask for too much: slow down")
 
-    def _shared(self, sender: PeerKey, now: float) -> _Strangers | None:
+    def _shared(self, sender: PeerKey, now: float) -> Strangers | None:
         """Return what all strangers share, if the sender is one."""
         if self.is_known(sender):
             return None
         if self.strangers is None:
             limits = self.limits
-            self.strangers = _Strangers(
+            self.strangers = Strangers(
                 _bucket(limits.strangers_calls_per_second, now),
                 _bucket(limits.strangers_bytes_per_second, now),
                 _bucket(limits.strangers_answer_bytes_per_second, now),

@@ -286,7 +286,7 @@ class Swarm:
         self._entering.discard(dial)
         if not dial.cancelled() and (error := dial.exception()) is not None:
             why = str(error) or type(error).__name__
-            self._handlers.on_warning(f"the dial of a peer to enter the swarm by failed: {why}; others go on")
+            self._handlers.on_warning(f"dialling a peer to enter the swarm failed: {why}; the other dials go on")
 
     def _by_peer(self, addresses: Iterable[str]) -> dict[PeerKey, list[str]]:
         """Return the addresses to dial of each other peer, without the malformed ones."""

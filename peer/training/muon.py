@@ -74,7 +74,7 @@ class Muon(torch.optim.Optimizer):
 
 def stacks(matrices: Iterable[Tensor], most: int) -> Iterator[list[Tensor]]:
     """Yield the matrices in lists of one shape, with at most `most` elements, or a single matrix; 0: each alone."""
-    if not most:  # by shape, empty ones would share a list, and ranks differ in the order of their shards' shapes
+    if not most:  # grouped by shape, empty shards would share a list, and each rank would have its own order
         yield from ([matrix] for matrix in matrices)
         return
     begun: dict[torch.Size, list[Tensor]] = {}

@@ -23,7 +23,7 @@ from protocol.spec import RunSpec
 from protocol.training_memory import round_bytes
 
 PIECE = 1 << 24
-"""Elements of a tensor that visit the device at once: 64 MiB of fp32. The codec's batches have 128 MiB."""
+"""Elements of a tensor that visit the device at once: 64 MiB of fp32."""
 
 SHARE = 0.7
 """Share of the machine's available memory that the offloaded tensors may take, with the copies that are saved."""

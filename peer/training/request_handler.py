@@ -13,8 +13,8 @@ and with several ranks, which do one thing at a time, the training thread yields
 
 A GPU's memory may not suffice for a round beside a pass. From then on this work is handed over, too (`BetweenPasses`):
 between two passes no activations are held. An update of a replayable run is then made again, since the failure changed
-nothing. A round is not repeated: the base is lost, and the node has a state loaded. Nor is an update with error
-feedback, of which a part has left the feedback: the process ends.
+nothing. A round is not repeated: the base is lost, and the node has a state loaded. An update with error feedback
+cannot be repeated either, because part of the feedback is gone: the process ends, and the next one knows of it.
 """
 
 from __future__ import annotations
@@ -172,8 +172,8 @@ class RequestHandler:
         work = partial(self._advance, trainer, ask)
         try:
             return self._deal(trainer, Activity.APPLYING, "apply a round", work, repeats=False)
-        except TrainingError as e:
-            self._end.send(Failed("apply", str(e), fatal=False))
+        except TrainingError:
+            self._end.send(Failed("apply", "memory ran out beside a step, and the state is lost", fatal=False))
             return None
 
     def _advance(self, trainer: Trainer, ask: Apply) -> BaseMove | None:
@@ -192,12 +192,13 @@ class RequestHandler:
 
         `repeats`: what failed here is done again. Otherwise raise TrainingError.
         """
-        if not self._waits_for_pass:
+        if not (self._waits_for_pass or trainer.folder.memory_ran_out):
             try:
                 with self._owning(trainer, activity):
                     return work()
             except torch.OutOfMemoryError:
                 self._waits_for_pass = True
+                trainer.folder.note_memory_ran_out()
                 text = (
                     f"memory does not suffice to {doing} beside a step: from now on rounds wait for the end of a pass"
                 )

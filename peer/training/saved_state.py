@@ -38,6 +38,7 @@ from protocol.merkle import CHUNK, blob_digest, leaf_hash, tree_hash
 
 STATE_MANIFEST = "trainer.json"
 UPDATE_MANIFEST = "update.json"
+MEMORY_RAN_OUT = "memory-ran-out"
 FEEDBACK, PROGRESS, POSITION = "feedback", "progress", "position"
 """Groups of tensors. A replayable run saves its parameters themselves (POSITION): a restart must give the same bits."""
 
@@ -110,6 +111,17 @@ class SavedFolder:
         self.folder, self.run, self.peer, self.layout, self.replayable = folder, run, peer, layout, replayable
         self._needed: frozenset[Path] = frozenset()
         """The update and the masks that the state on disk refers to."""
+
+    @property
+    def memory_ran_out(self) -> bool:
+        """True once memory has run out here for a round beside a step, in this process or an earlier one."""
+        return (self.folder / MEMORY_RAN_OUT).exists()
+
+    def note_memory_ran_out(self) -> None:
+        """Note that memory has run out, for the next process. Without the note it runs out there once more."""
+        with contextlib.suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / MEMORY_RAN_OUT).touch()
 
     def next_file(self) -> Path:
         """Return the path for the next state's tensors, which `publish` expects. Raise OSError."""
@@ -200,8 +212,12 @@ class SavedFolder:
         return path
 
     def discard_update(self, name: Digest) -> None:
-        """Remove an update that `keep_update` kept, or began to keep, and that is not announced after all."""
-        for path in (self.folder / UPDATE_MANIFEST, self.update_file(name)):
+        """Remove an update that `keep_update` kept, or began to keep, and that is not announced after all.
+
+        In a replayable run the manifest stays: it may be that of an earlier update, and says where its windows end.
+        """
+        manifest = () if self.replayable else (self.folder / UPDATE_MANIFEST,)
+        for path in (*manifest, self.update_file(name)):
             with contextlib.suppress(OSError):
                 path.unlink()
 

@@ -212,7 +212,7 @@ class TrainerService:
             self.save(trainer, lambda: trainer.checkpointer.step(now=True))
 
     def process(self, trainer: Trainer, message: Message) -> None:
-        """Do what the other thread hands over."""
+        """Do one message that the other thread hands over."""
         match message:
             case SaveAfterUpdate():
                 # The state has the update as announced: whatever becomes of it, nothing is counted twice.

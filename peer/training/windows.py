@@ -110,10 +110,13 @@ class WindowAccounting:
     # -- replayable runs ---------------------------------------------------------------------------------------
 
     def begun_again(self) -> WindowAccounting:
-        """Return the count when training begins again after the announced update, or after all accepted windows."""
+        """Return the count when training begins again after the announced update.
+
+        Raise ValueError when no update is announced.
+        """
         mine = self.announced
         if mine is None:
-            return self.started_over(self.claimed_from)
+            raise ValueError("no update is announced after which training could begin again")
         return replace(self, counter=mine.end, steps=mine.steps, rebase_window=mine.end)
 
     def rebased(self) -> WindowAccounting:

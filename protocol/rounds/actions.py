@@ -108,9 +108,10 @@ class StoreCertificate:
 
 @dataclass(frozen=True, slots=True)
 class StoreFinalization:
-    """Store the owner's newest finalization; while its record is awaited, beside the one in force."""
+    """Store the owner's newest finalization; while its record is `awaited`, beside the one in force."""
 
     message: Signed
+    awaited: bool
 
 
 @dataclass(frozen=True, slots=True)

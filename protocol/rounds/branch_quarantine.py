@@ -21,9 +21,6 @@ MAX_EARLY_FAILURES = 2
 attempt can take minutes."""
 
 
-_NEVER_FORGOTTEN: tuple[float, frozenset[PeerKey]] = (0.0, frozenset())
-
-
 @dataclass(slots=True)
 class _Entry:
     since: float
@@ -103,7 +100,7 @@ class BranchQuarantine:
         return record in self._entries
 
     def _forget(self, record: Digest) -> None:
-        context, (_, known) = self._context, self._forgotten.get(record, _NEVER_FORGOTTEN)
+        context, (_, known) = self._context, self._forgotten.get(record, (0.0, frozenset()))
         until = context.now + context.policy.patience_seconds
         self._forgotten.renew(record, (until, known | context.chain.signers(record)))
         context.chain.forget(record)
@@ -113,10 +110,10 @@ class BranchQuarantine:
 
         If it was taken again at once, replays of a few certificates would displace each other's branches without end.
         """
-        until, known = self._forgotten.get(certificate.digest, _NEVER_FORGOTTEN)
-        if self._context.now >= until or self._context.chain.is_missing_required_ancestor:
+        forgotten = self._forgotten.get(certificate.digest)
+        if forgotten is None or self._context.now >= forgotten[0] or self._context.chain.is_missing_required_ancestor:
             return False
-        return known.issuperset(v.author for v in certificate.votes)
+        return forgotten[1].issuperset(v.author for v in certificate.votes)
 
     def built_on(self, certificate: Certificate) -> None:
         """Note a record whose parent is unknown: a forgotten parent is taken again if other keys vote for this one."""

@@ -511,8 +511,11 @@ class Consensus:
         body = proposal.record.body
         if proposal.bad or proposal.equivocated or proposal.refused or body.base_state != round_.state:
             return False
-        is_listed = self._context.me in body.contributors and not self._leaves_out_many(round_, exchange, proposal)
-        return is_listed and exchange.is_votable(proposal) and self._may_follow(proposal, set(body.contributors))
+        if self._context.me not in body.contributors or not exchange.is_votable(proposal):
+            return False
+        return self._may_follow(proposal, set(body.contributors)) and not self._leaves_out_many(
+            round_, exchange, proposal
+        )
 
     def _leaves_out_many(self, round_: RoundState, exchange: Exchange, proposal: Proposal) -> bool:
         """Return whether a first attempt leaves out more than a third of the stake that we would list.

@@ -39,12 +39,12 @@ class FutureMessages:
     def keep(self, message: RoundMessage, *, trusted: bool) -> None:
         """Keep a message for later if there is room. `trusted`: its author is a member, or the chain knows its work.
 
-        A stranger's header displaces another stranger: its author is admitted, and others' keys cost nothing.
+        A stranger's header displaces a stranger without one: its author is admitted, and other keys cost nothing.
         """
         mine = self._kept.get(message.author)
         if mine is None:
             displaces = trusted or isinstance(message.body, UpdateHeader)
-            if len(self._kept) >= self._max_authors and not (displaces and self._drop_a_stranger()):
+            if len(self._kept) >= self._max_authors and not (displaces and self._drop_a_stranger(any_=trusted)):
                 return
             mine = self._kept[message.author] = []
         if trusted:
@@ -62,13 +62,16 @@ class FutureMessages:
         mine.append(message)
         self._bytes += len(message.encoded)
 
-    def _drop_a_stranger(self) -> bool:
-        if not self._strangers:
+    def _drop_a_stranger(self, *, any_: bool) -> bool:
+        author = next((a for a in self._strangers if any_ or not self._has_header(a)), None)
+        if author is None:
             return False
-        author = next(iter(self._strangers))
         del self._strangers[author]
         self._bytes -= sum(len(m.encoded) for m in self._kept.pop(author, ()))
         return True
+
+    def _has_header(self, author: PeerKey) -> bool:
+        return any(isinstance(m.body, UpdateHeader) for m in self._kept.get(author, ()))
 
     def pop(self, number: int) -> list[RoundMessage]:
         """Return the messages of round `number`, headers first, attestations last; forget those of earlier rounds."""

@@ -357,7 +357,7 @@ class RoundMachine:
         context = self._context
         try:
             if context.chain.add_finalization(message):
-                context.emit(StoreFinalization(message))
+                context.emit(StoreFinalization(message, awaited=context.chain.finalization is not message))
                 self._close_dropped_round()
         except ChainError as e:
             context.notify("error", "final", str(e), message.author)
@@ -446,7 +446,7 @@ class RoundMachine:
                 context.notify("warning", "equivocation", *twice)
             context.emit(StoreCertificate(certificate))
             if (newest := context.chain.finalization) is not None and newest is not final:
-                context.emit(StoreFinalization(newest))  # its record was awaited
+                context.emit(StoreFinalization(newest, awaited=False))
             notify_convictions(context, certificate)
             self._hold_back_if_unsupported(certificate, head)
         self._close_dropped_round()
@@ -596,13 +596,13 @@ class RoundMachine:
             return
         if parent != context.chain.root:
             decided = context.chain.certificate(parent)
-            listed = decided.record.body.updates
-            context.members.note_contributors(u.author for u in listed)
-            for decision in decided.record.body.decisions:
+            body = decided.record.body
+            context.members.note_contributors(body.contributors, on_time_in=None if body.attempt else body.round)
+            for decision in body.decisions:
                 if decision.convicted:
                     context.members.dismiss(decision.author)
             consensus.note_decided(decided)
-            unused = consensus.blobs() - {u.body.blob for u in listed} - set(decided.shards)
+            unused = consensus.blobs() - {u.body.blob for u in body.updates} - set(decided.shards)
             for action in context.blobs.forget(b for b in sorted(unused) if b not in context.own):
                 context.emit(action)
         context.adopt_policy(parent)

@@ -11,6 +11,9 @@ from protocol.rounds.policy import RoundPolicy
 MAX_PENALTY = 6
 """Doublings of a penalty: 2**6 = 64 rounds."""
 
+LAPSE_ROUNDS = 32
+"""Rounds after a penalty that take back one doubling. A peer that stalls whenever it is awaited never has them."""
+
 REPEATERS = 8
 """About this number of members repeat others' messages, once there are more than twice as many. If everybody did, each
 of a thousand would send all of them to all: a thousand times the traffic of one proposer."""
@@ -58,13 +61,21 @@ class Penalties:
     def penalise(self, key: PeerKey, number: int) -> None:
         """Add a penalty from round `number` on: for the next 2, 4, ... 64 rounds.
 
-        One doubling is taken back for every 64 rounds since the last penalty ended.
+        One doubling is taken back for every LAPSE_ROUNDS since the last penalty ended.
         """
         count, until = self._penalties.pop(key, (0, number))
-        count = min(MAX_PENALTY, max(0, count - max(0, number - until) // 2**MAX_PENALTY) + 1)
+        count = min(MAX_PENALTY, max(0, count - max(0, number - until) // LAPSE_ROUNDS) + 1)
         self._penalties[key] = (count, number + 2**count)
         while len(self._penalties) > self._bound:
             del self._penalties[next(iter(self._penalties))]
+
+    def withdraw(self, key: PeerKey, number: int) -> None:
+        """Take back a penalty that was added in round `number`; an earlier one is over then."""
+        count, until = self._penalties.get(key, (0, 0))
+        if count == 1 and until == number + 2:
+            self.forgive(key)
+        elif count and until == number + 2**count:
+            self._penalties[key] = (count - 1, number - 1)
 
     def forgive(self, key: PeerKey) -> None:
         self._penalties.pop(key, None)
@@ -98,8 +109,11 @@ class Members:
         """Peers that said goodbye, with the sequence of it."""
 
         self.late = Penalties(policy.max_members)
-        """For keeping a round waiting until the deadline: for a while nobody waits for these peers. Nothing clears it
-        but time: a peer that announces in every second round would stall the others."""
+        """For keeping a round waiting until the deadline: for a while nobody waits for these peers. Being listed later
+        does not clear it, or else a peer that announces in every second round would stall the others."""
+
+        self.unavailable = Penalties(policy.max_members)
+        """For certified blobs that nobody gave us: for a while we wait for theirs only briefly."""
 
         self.withheld = Penalties(policy.max_members)
         """For updates that committees could not get or use: our own records do not list these peers for a while."""
@@ -117,10 +131,11 @@ class Members:
         self.equivocated = Penalties(policy.max_members)
         """For announcing two updates in one round. Nothing clears it but time: the proof is signed."""
 
-        self._forgiven_when_listed = (self.withheld, self.distrusted, self.lagging)
+        self._forgiven_when_listed = (self.unavailable, self.withheld, self.distrusted, self.lagging)
         self._penalties = {
-            "late": self.late, "withheld": self.withheld, "distrusted": self.distrusted, "lagging": self.lagging,
-            "silent": self.silent, "equivocated": self.equivocated,
+            "late": self.late, "unavailable": self.unavailable, "withheld": self.withheld,
+            "distrusted": self.distrusted, "lagging": self.lagging, "silent": self.silent,
+            "equivocated": self.equivocated,
         }  # fmt: skip
         self._parent: Digest | None = None
         self._number = 0
@@ -198,12 +213,18 @@ class Members:
             self._forget(key)
         return silent
 
-    def note_contributors(self, contributors: Iterable[PeerKey]) -> None:
-        """Note the contributors of the last round: they keep their places, and their penalties are forgiven."""
+    def note_contributors(self, contributors: Iterable[PeerKey], *, on_time_in: int | None = None) -> None:
+        """Note the contributors of the last round: they keep their places, and their penalties are forgiven.
+
+        `on_time_in`: its number, if the first attempt succeeded. Then others had their updates in time, and only we
+        had waited for them in vain.
+        """
         self._established = frozenset(contributors)
         for key in self._established:
             for penalties in self._forgiven_when_listed:
                 penalties.forgive(key)
+            if on_time_in is not None:
+                self.late.withdraw(key, on_time_in)
 
     def is_unreliable(self, key: PeerKey, number: int) -> bool:
         """Return whether round `number` must not depend on a peer's vote."""

@@ -351,7 +351,7 @@ class StateSync:
         # An author that has kept us waiting in vain before gets little time.
         author, number = role.responsible, certificate.record.body.round
         if not context.deadlines.due("missing blobs", since + context.policy.patience_seconds):
-            if not context.members.late.applies_to(author, number):
+            if not context.members.unavailable.applies_to(author, number):
                 return False
         record = certificate.digest
         floor = context.chain.required_ancestor
@@ -361,7 +361,7 @@ class StateSync:
             if context.deadlines.due("unavailable", since + patience):
                 self._report_unavailable(record)
             return False
-        context.members.late.penalise(author, number)
+        context.members.unavailable.penalise(author, number)
         text = f"nobody gives {role.describe(record)}: going on without that branch for a while"
         context.notify("warning", "withheld", text, author)
         self.quarantine.add(record)

@@ -325,14 +325,14 @@ class NeverVotes(Attacker):
 
 
 class Staller(Attacker):
-    """Seems to train in every `every`-th round, and never announces there; in the others it is honest.
+    """Seems to train in one round of each `period`, and never announces there; in the others it is honest.
 
     The coalition takes turns.
     """
 
-    def __init__(self, *args, every: int = 2, **kwargs):
+    def __init__(self, *args, period: int = 2, **kwargs):
         super().__init__(*args, **kwargs)
-        self.every = every
+        self.period = period
 
     def broadcast(self, message) -> None:
         if self.stalls_with(message):
@@ -348,7 +348,7 @@ class Staller(Attacker):
         """Return whether a message is its own, of a round in which it stalls."""
         body, turn = message.body, self.allies.index(self)
         mine = message.author == self.key and isinstance(body, Heartbeat | UpdateHeader | RoundRecord | Vote)
-        return self.betrays and mine and (body.round + turn) % self.every == 0
+        return self.betrays and mine and (body.round + turn) % self.period == 0
 
 
 class Withholding(Attacker):

@@ -224,7 +224,8 @@ def check_words_reached(world: World) -> None:
             first = world.records[after[0]].record.body.directive if after else None
             if after and (first is None or first.body.epoch < back.epoch):
                 raise Broken(f"peer {node.index} is on rounds that the owner has rolled back")
-        for final in (final for other in world.nodes for final in (other.final, other.pending)):
+        finals = [final for other in world.nodes for final in (other.final, other.pending)]
+        for final in finals:
             if final is not None and final.body.epoch == world.owner.body.epoch and final.body.record in world.records:
                 if final.body.record not in world.way_to(at):
                     raise Broken(f"peer {node.index} is not on the way of the owner's final")

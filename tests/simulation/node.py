@@ -177,11 +177,11 @@ class Node:
             case do.StoreCertificate(certificate):
                 self.certificates.append(certificate)
                 self.world.certified(self, certificate)
-            case do.StoreFinalization(message):
-                if self.machine.chain.finalization is message:
-                    self.final = message
-                else:
+            case do.StoreFinalization(message, awaited):
+                if awaited:
                     self.pending = message
+                else:
+                    self.final = message
             case do.StoreDirective(message):
                 self.directive = message
             case do.StoreEpoch() | do.AcquireTrainer():

@@ -176,10 +176,10 @@ def test_less_than_a_third_does_not_slow_rounds_and_keeps_nobody_out(strategy, h
     check_listed(damage, 0.9)
 
 
-@pytest.mark.parametrize("every", [2, *long_cases(3, 8)])
-def test_who_keeps_every_second_round_waiting_is_soon_awaited_no_more(every):
+@pytest.mark.parametrize("period", [2, *long_cases(3, 8)])
+def test_a_key_that_keeps_every_second_round_waiting_is_soon_awaited_no_more(period):
     """Two take turns, so that every round waited three times as long as usual."""
-    damage = Siege([partial(Staller, every=every)] * 2, honest=5, seconds=400.0, exchange_seconds=12.0).run()
+    damage = Siege([partial(Staller, period=period)] * 2, honest=5, seconds=400.0, exchange_seconds=12.0).run()
     check_history(damage)
     check_pace(damage, usual(7), SLOWEST)
     check_listed(damage, 0.9)

@@ -9,11 +9,9 @@ import pytest
 
 from peer.node import last_member
 from peer.node.last_member import QUIET_BYTES, serve_coordinator
-from protocol.ids import Digest, sha256
+from protocol.messages import Certificate
+from tests.support.signed import CERTIFICATE
 from tests.support.waiting import ended
-
-HEAD = Digest(sha256(b"head"))
-"""The last member's head."""
 
 
 class Uplink:
@@ -33,8 +31,8 @@ class Uplink:
         self.looks += 1
         return self._alone(self.looks)
 
-    async def coordinator_follows(self, record: Digest) -> bool:
-        return record == HEAD and self.looks > self._followed_after
+    async def coordinator_follows(self, newest: Certificate) -> bool:
+        return newest is CERTIFICATE and self.looks > self._followed_after
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +57,7 @@ def clock(monkeypatch: pytest.MonkeyPatch):
         (Uplink(lambda looks: QUIET_BYTES * 2 * looks), range(300, 303)),
         (Uplink(lambda looks: QUIET_BYTES * 2 * looks, lambda looks: looks < 50), range(50, 51)),
         (Uplink(lambda looks: 10**9, lambda looks: False), range(1, 2)),
-        (Uplink(lambda looks: 0, followed_after=10), range(30, 33)),
+        (Uplink(lambda looks: 0, followed_after=5), range(26, 29)),
         (Uplink(lambda looks: 0, followed_after=10**9), range(30, 33)),
     ],
     ids=[
@@ -73,5 +71,5 @@ def clock(monkeypatch: pytest.MonkeyPatch):
     ],  # fmt: skip
 )
 async def test_the_last_member_stays_while_the_coordinator_fetches(uplink: Uplink, looks: range):
-    await ended(serve_coordinator(uplink, HEAD))
+    await ended(serve_coordinator(uplink, CERTIFICATE))
     assert uplink.looks in looks

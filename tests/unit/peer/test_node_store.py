@@ -106,7 +106,7 @@ def test_what_was_kept_is_there_after_a_restart_with_its_final(store):
     log = log_over(store)
     for c in made.certificates:
         log.store(c)
-    log.store_finalization(signed_final(made.certificates[2]))
+    log.store_finalization(signed_final(made.certificates[2]), awaited=False)
     chain = log_over(store).chain
     assert chain.head == made.head and chain.required_ancestor == made.certificates[2].digest
 
@@ -118,9 +118,8 @@ def test_a_finalization_in_force_is_so_after_a_restart_though_a_newer_one_awaits
     for c in known:
         log.chain.add(c)
         log.store(c)
-    for final in (signed_final(known[2]), signed_final(awaited)):
-        assert log.chain.add_finalization(final)
-        log.store_finalization(final)
+    log.store_finalization(signed_final(known[2]), awaited=False)
+    log.store_finalization(signed_final(awaited), awaited=True)
     chain = log_over(store).chain
     assert chain.required_ancestor == known[2].digest and chain.head == known[5].digest
     with pytest.raises(FinalizedConflict):

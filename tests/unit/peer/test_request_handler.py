@@ -90,6 +90,16 @@ class StandInBase(ThreadOwned):
 
 
 @dataclass
+class StandInFolder:
+    """The note in the trainer's folder that memory ran out."""
+
+    memory_ran_out: bool = False
+
+    def note_memory_ran_out(self) -> None:
+        self.memory_ran_out = True
+
+
+@dataclass
 class StandIn:
     """The parts of a trainer that the request handler uses."""
 
@@ -98,6 +108,7 @@ class StandIn:
     backend: SimpleNamespace = field(
         default_factory=lambda: SimpleNamespace(device=torch.device("cpu"), is_distributed=False)
     )
+    folder: StandInFolder = field(default_factory=StandInFolder)
     spec: SimpleNamespace = field(
         default_factory=lambda: SimpleNamespace(max_update_windows=7, audit=SimpleNamespace(replayable=False))
     )
@@ -332,7 +343,7 @@ def test_a_round_without_memory_beside_a_pass_needs_a_load_and_the_next_ones_wai
     assert isinstance(world.node.hear(), Note)
     failed = world.node.hear()
     assert isinstance(failed, Failed) and failed.what == "apply" and not failed.fatal
-    assert "apply a round beside a step" in failed.reason and world.next(0) is None
+    assert "memory ran out beside a step" in failed.reason and world.next(0) is None
     world.node.ask(LOAD)
     assert world.next(LIMIT) == LOAD
     world.done()
@@ -341,7 +352,23 @@ def test_a_round_without_memory_beside_a_pass_needs_a_load_and_the_next_ones_wai
     assert world.node.hear() == applied_of(1)
 
 
-def test_what_has_no_memory_between_passes_either_ends_the_trainer(world):
+def test_the_next_process_waits_for_a_pass_at_once(world):
+    full_once(world)
+    world.node.ask(MAKE)
+    world.node.hear()
+    assert world.trainer.folder.memory_ran_out
+    world.fails(TrainingError)
+
+
+def test_a_process_that_knows_of_full_memory_waits_for_a_pass(world):
+    world.trainer.folder.note_memory_ran_out()
+    world.node.ask(apply_of(0))
+    assert world.node.silent()
+    does_between_passes(world)
+    assert world.node.hear() == applied_of(0)
+
+
+def test_a_trainer_ends_when_memory_runs_out_between_passes_too(world):
     world.trainer.spec.audit.replayable = True
 
     def fail() -> None:

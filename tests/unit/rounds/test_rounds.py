@@ -539,7 +539,7 @@ def test_who_is_on_a_rival_of_what_is_final_is_told_and_asks_for_it_however_ligh
     final = owner.sign(Finalization(RUN, Round(0), final_record.record.digest))
     b.step(ev.CertificateReceived(final_record, OTHERS[0]))
     b.step(ev.MessageReceived(final))
-    assert [a.message for a in b.of(do.StoreFinalization)] == [final]
+    assert b.of(do.StoreFinalization) == [do.StoreFinalization(final, awaited=False)]
     b.step(ev.CertificateReceived(rival, OTHERS[1]))
     assert [(a.to, a.messages) for a in b.of(do.Send)] == [(OTHERS[1], (final,))]
     told = Bench()
@@ -549,7 +549,7 @@ def test_who_is_on_a_rival_of_what_is_final_is_told_and_asks_for_it_however_ligh
     assert [a.to for a in told.of(do.RequestChain)] == [OTHERS[0]]
     told.step(ev.ChainReceived((final_record,), final, OTHERS[0], False))
     assert told.chain.head == final_record.record.digest
-    assert [a.message for a in told.of(do.StoreFinalization)] == [final], "stored again: it is in force now"
+    assert told.of(do.StoreFinalization)[-1] == do.StoreFinalization(final, awaited=False), "it is in force now"
 
 
 def test_a_chain_that_a_banned_peer_began_alone_is_followed_up_to_what_is_final():

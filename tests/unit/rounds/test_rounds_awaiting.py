@@ -73,15 +73,28 @@ def test_a_penalty_counts_for_twice_as_many_rounds_each_time_until_it_is_forgive
     assert not penalties.applies_to(SLOW, 4)
 
 
-def test_one_doubling_is_taken_back_for_every_64_rounds_after_a_penalty():
+def test_one_doubling_is_taken_back_for_every_32_rounds_after_a_penalty():
     penalties = Penalties(2)
-    for number in (1, 4, 8 + 63):  # the second one lasts up to round 8
+    for number in (1, 4, 8 + 31):  # the second one lasts up to round 8
         penalties.penalise(SLOW, number)
-    assert penalties.applies_to(SLOW, 71 + 8) and not penalties.applies_to(SLOW, 71 + 9)
-    penalties.penalise(SLOW, 79 + 2 * 64)
-    assert penalties.applies_to(SLOW, 207 + 4) and not penalties.applies_to(SLOW, 207 + 5)
+    assert penalties.applies_to(SLOW, 39 + 8) and not penalties.applies_to(SLOW, 39 + 9)
+    penalties.penalise(SLOW, 47 + 2 * 32)
+    assert penalties.applies_to(SLOW, 111 + 4) and not penalties.applies_to(SLOW, 111 + 5)
     penalties.penalise(SLOW, 9999)
     assert penalties.applies_to(SLOW, 9999 + 2) and not penalties.applies_to(SLOW, 9999 + 3)
+
+
+def test_a_penalty_is_withdrawn_in_its_round_as_if_it_had_not_been_added():
+    penalties = Penalties(2)
+    penalties.penalise(SLOW, 1)
+    penalties.withdraw(SLOW, 2)
+    assert penalties.applies_to(SLOW, 3), "it is of another round"
+    penalties.penalise(SLOW, 5)
+    penalties.withdraw(SLOW, 5)
+    assert not penalties.applies_to(SLOW, 5)
+    penalties.penalise(SLOW, 6)
+    assert penalties.applies_to(SLOW, 6 + 4) and not penalties.applies_to(SLOW, 6 + 5)
+    penalties.withdraw(BUSY, 6)
 
 
 def test_who_falls_silent_is_not_waited_for_two_heartbeats_later():
@@ -153,11 +166,12 @@ def test_what_one_announces_who_was_late_before_counts_for_the_target():
     assert b.of(do.RequestUpdate)
 
 
-def test_who_was_late_is_listed_and_not_awaited_for_two_rounds_and_then_as_anybody():
+@pytest.mark.parametrize("attempt, expected", [(1, [False, False, True]), (0, [True, True, True])])
+def test_a_late_peer_is_not_awaited_for_two_rounds_unless_the_first_attempt_lists_it(attempt, expected):
     b = late_round(OTHERS[2])  # its vote is missing
     assert b.chain.head == b.chain.genesis
     theirs = [b.header(BUSY)]
-    b.step(ev.CertificateReceived(certificate(b.record(BUSY, [b.mine, *theirs]), [BUSY, ME]), BUSY))
+    b.step(ev.CertificateReceived(certificate(b.record(BUSY, [b.mine, *theirs], attempt), [BUSY, ME]), BUSY))
     awaited = []
     for number in range(1, 4):
         b.step(ev.BlobHeld(theirs[-1].body.blob))
@@ -177,7 +191,7 @@ def test_who_was_late_is_listed_and_not_awaited_for_two_rounds_and_then_as_anybo
         record = FakeSigner(BUSY).sign(RoundRecord(RUN, Round(number), parent, state, 0, updates, weights=weights))
         b.step(ev.CertificateReceived(certificate(record, [BUSY, ME]), BUSY))
         assert b.chain.head != parent
-    assert awaited == [False, False, True]
+    assert awaited == expected
 
 
 def test_a_laggard_that_says_something_else_in_time_was_waited_for_in_vain_all_the_same():
