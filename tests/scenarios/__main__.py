@@ -64,7 +64,7 @@ def main() -> int:
         "names", nargs="*", metavar="NAME", help=f"of {', '.join(script.names())}; all if none is given"
     )
     parser.add_argument("--tries", type=int, default=1, metavar="N", help="play each N times (default 1)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all tries and what they found there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keep all tries there, and go on with those that are")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the logs of all processes there, by try")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # processes and hosts are removed, results are kept
@@ -73,26 +73,30 @@ def main() -> int:
     except script.ScriptError as e:
         print(e, file=sys.stderr)
         return 2
-    found = results.begun()
+    found = results.begun(given.json)
+
+    def keep() -> None:
+        found["goals"] = results.judged(found)
+        if given.json:
+            save(given.json, found)
+
     try:
         for scenario in scenarios:
             left_out = why_not(nat=scenario.nat) or None
-            row = results.scenario(scenario.name, scenario.what, left_out)
-            found["scenarios"].append(row)
+            row = results.scenario(found, scenario.name, scenario.what, left_out)
             if left_out:
                 print(f"{scenario.name}: left out: it cannot be played here: {left_out}\n", flush=True)
                 continue
             print(f"{scenario.name}: {scenario.what}", flush=True)
-            for number in range(1, given.tries + 1):
+            for number in range(len(row["tries"]) + 1, given.tries + 1):
                 outcome = play(scenario, given.logs / str(number) if given.logs else None)
-                row["tries"].append(results.tried(outcome))
+                row["tries"].append(results.tried(found, outcome))
+                keep()
                 print(report(outcome) + "\n", flush=True)
                 if not outcome.ok:
                     print(outcome.logs, file=sys.stderr, flush=True)
     finally:
-        found["goals"] = results.judged(found)
-        if given.json:
-            save(given.json, found)
+        keep()
     print(results.show(found))
     return 0 if found["goals"][0]["met"] else 1
 

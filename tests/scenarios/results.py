@@ -5,7 +5,7 @@ JSON keys:
   scenarios: each one of the run, in its order, with
     name; what (must work); left_out (why it cannot be played here, or null)
     tries: all of them, whether they passed or not, each with
-      passed; seconds; rounds; late_ms (of the emulated internet, the most); load (of the machine, at the end)
+      commit; passed; seconds; rounds; late_ms (of the emulated internet, the most); load (of the machine, at the end)
       steps: a list of step, seconds, found (what was measured, in words), ok
       peers: for each, rounds (that it contributed to), windows, up, down (bytes on its link)
   goals: one, that every try passes
@@ -13,9 +13,12 @@ JSON keys:
 
 from __future__ import annotations
 
+import json
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import report
@@ -27,19 +30,26 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 
 
-def begun(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return the results of a run in which nothing was played yet."""
-    return report.header("scenarios", arguments, package="tests") | {"scenarios": [], "goals": []}
+def begun(file: Path | None = None, arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return the results of a run in which nothing was played yet but what a file has, if it is there."""
+    earlier = json.loads(file.read_text())["scenarios"] if file is not None and file.exists() else []
+    return report.header("scenarios", arguments, package="tests") | {"scenarios": earlier, "goals": []}
 
 
-def scenario(name: str, what: str, left_out: str | None) -> dict[str, Any]:
-    """Return the row of a scenario without a try."""
-    return {"name": name, "what": what, "left_out": left_out, "tries": []}
+def scenario(results: dict[str, Any], name: str, what: str, left_out: str | None) -> dict[str, Any]:
+    """Return the row of a scenario: the one that is there, or a new one without a try."""
+    row = next((row for row in results["scenarios"] if row["name"] == name), None)
+    if row is None:
+        row = {"name": name, "tries": []}
+        results["scenarios"].append(row)
+    row |= {"what": what, "left_out": left_out}
+    return row
 
 
-def tried(outcome: Outcome) -> dict[str, Any]:
-    """Return one try."""
+def tried(results: Row, outcome: Outcome) -> dict[str, Any]:
+    """Return one try of a run."""
     return {
+        "commit": results["commit"],
         "passed": outcome.ok,
         "seconds": outcome.seconds,
         "rounds": outcome.rounds,
@@ -80,6 +90,12 @@ def measured(row: Row) -> list[tuple[int, Row]]:
         for step in one["steps"]
         if step["step"].startswith("expect ") or not step["ok"]
     ]
+
+
+def origins(results: Row) -> list[tuple[str, int]]:
+    """Return the commits of the tries, each with the number of its tries, the most first."""
+    tries = [one for row in results["scenarios"] for one in row["tries"]]
+    return Counter((one["commit"] or "unknown")[:8] for one in tries).most_common()
 
 
 def checks() -> list[tuple[script.Scenario, float | None]]:

@@ -89,9 +89,10 @@ def test_a_run_of_scenarios_is_shown_with_every_try(tmp_path: Path, monkeypatch:
     failed = Outcome(scenario, [Done("expect pace | last 3", 2.0, "9.5 s a round", ok=False)], rounds=3, seconds=61.2)
     passed = Outcome(scenario, [Done("start", 1.0, "done")] * (len(scenario.steps) - 1), rounds=12, seconds=84.4)
     passed.steps.append(Done("expect one chain", 1.0, "6 on one chain"))
-    run = results.begun(["--tries", "2"])
-    run["scenarios"] = [results.scenario("nat", scenario.what, None), results.scenario("mixed", "", "no root")]
-    run["scenarios"][0]["tries"] = [results.tried(o) for o in (failed, passed)]
+    run = results.begun(arguments=["--tries", "2"])
+    row = results.scenario(run, "nat", scenario.what, None)
+    results.scenario(run, "mixed", "", "no root")
+    row["tries"] = [results.tried(run, o) for o in (failed, passed)]
     run["goals"] = results.judged(run)
     save(tmp_path / "scenarios.json", run)
     monkeypatch.setattr(pages, "RESULTS", tmp_path)
@@ -103,6 +104,8 @@ def test_a_run_of_scenarios_is_shown_with_every_try(tmp_path: Path, monkeypatch:
     assert "| 1 | expect pace and last 3 | **FAILED:** 9.5 s a round |\n" in page
     assert "| 2 | expect one chain | 6 on one chain |\n" in page
     assert "no figures" not in page
+    again = results.begun(tmp_path / "scenarios.json")
+    assert results.scenario(again, "nat", scenario.what, None)["tries"] == row["tries"]
 
 
 def roomy(scenario: script.Scenario) -> script.Scenario:
