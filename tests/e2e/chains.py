@@ -78,9 +78,13 @@ def _read(spec: RunSpec, store: Path) -> Branch:
     for file in sorted((store / "chain").glob("*-*")):
         certificate = decoder.decode_certificate(file.read_bytes()[32:])
         parents[certificate.digest] = certificate.record.body.parent
-        # Of rounds that were rolled back, or built on such.
-        with suppress(FinalizedConflict, *([UnknownParent] if chain.rollback is not None else [])):
+        try:
             chain.add(certificate)
+        except FinalizedConflict:
+            pass  # a rival of what is final, or of a round that was rolled back
+        except UnknownParent:
+            if chain.rollback is None and certificate.record.body.parent not in parents:
+                raise  # otherwise it is built on such a record
         stored += 1
     path = chain.path(chain.genesis, chain.head)
     return Branch(path, stored, final, longest_side(parents, {c.digest for c in path}))
