@@ -198,10 +198,13 @@ class RequestHandler:
                     return work()
             except torch.OutOfMemoryError:
                 self._waits_for_pass = True
-                trainer.folder.note_memory_ran_out()
                 text = (
                     f"memory does not suffice to {doing} beside a step: from now on rounds wait for the end of a pass"
                 )
+                try:
+                    trainer.folder.note_memory_ran_out()
+                except OSError as e:
+                    text += f", but the next start does not know of it ({e})"
                 self._end.send(Note("warning", "memory", text))
                 if not repeats:
                     raise out_of_memory(trainer.backend.device, f"{doing} beside a step") from None

@@ -118,10 +118,9 @@ class SavedFolder:
         return (self.folder / MEMORY_RAN_OUT).exists()
 
     def note_memory_ran_out(self) -> None:
-        """Note that memory has run out, for the next process. Without the note it runs out there once more."""
-        with contextlib.suppress(OSError):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / MEMORY_RAN_OUT).touch()
+        """Note that memory has run out, for the next process. Raise OSError."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / MEMORY_RAN_OUT).touch()
 
     def next_file(self) -> Path:
         """Return the path for the next state's tensors, which `publish` expects. Raise OSError."""

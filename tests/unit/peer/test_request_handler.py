@@ -360,6 +360,17 @@ def test_the_next_process_waits_for_a_pass_at_once(world):
     world.fails(TrainingError)
 
 
+def test_a_note_that_cannot_be_kept_for_the_next_process_is_told(world):
+    def fail() -> None:
+        raise OSError("the disk is full")
+
+    world.trainer.folder.note_memory_ran_out = fail
+    full_once(world)
+    world.node.ask(MAKE)
+    assert "the next start does not know of it (the disk is full)" in world.node.hear().text
+    world.fails(TrainingError)
+
+
 def test_a_process_that_knows_of_full_memory_waits_for_a_pass(world):
     world.trainer.folder.note_memory_ran_out()
     world.node.ask(apply_of(0))

@@ -571,6 +571,15 @@ def test_a_damaged_saved_state_is_reported_set_aside_and_training_starts_anew(wo
     assert not heard
 
 
+def test_that_memory_ran_out_is_known_after_a_restart(world):
+    trainer = loaded(world)
+    train(trainer, 1)
+    assert not trainer.folder.memory_ran_out
+    trainer.folder.note_memory_ran_out()
+    trainer.checkpointer.save_now()
+    assert born(world)[0].folder.memory_ran_out
+
+
 @pytest.mark.parametrize("replayable", [False, True])
 def test_a_damaged_state_leaves_the_undecided_update(tmp_path, replayable):
     world = World.make(tmp_path, replayable=replayable)

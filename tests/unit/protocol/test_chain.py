@@ -613,12 +613,17 @@ def test_a_key_that_the_owner_has_banned_counts_at_no_fork_before_a_record_says_
     assert chain.head == ours.digest
 
 
-def test_a_record_certified_alone_that_another_replaced_is_no_news_until_somebody_builds_on_it():
+def with_twins() -> tuple[Chain, list[Certificate]]:
+    """Return a chain of two rounds, and two records of the second one that one key certified alone."""
     chain = new()
     honest = make(chain.genesis, 0, {i: (0, 9) for i in range(3)})
     chain.add(honest)
     chain.add(make(honest.digest, 1, {i: (9, 10) for i in range(3)}))
-    twins = [make(honest.digest, 1, {4: (i, i + 50)}) for i in range(2)]
+    return chain, [make(honest.digest, 1, {4: (i, i + 50)}) for i in range(2)]
+
+
+def test_a_record_certified_alone_that_another_replaced_is_no_news_until_somebody_builds_on_it():
+    chain, twins = with_twins()
     assert [chain.add(t) for t in twins] == [True, True]
     assert twins[0].digest not in chain and not chain.add(twins[0]) and twins[1].digest in chain
     child = make(twins[0].digest, 2, {3: (0, 9), 5: (0, 9)})
@@ -628,11 +633,7 @@ def test_a_record_certified_alone_that_another_replaced_is_no_news_until_somebod
 
 
 def test_replays_of_records_that_one_key_certified_alone_and_of_what_it_built_on_them_are_no_news():
-    chain = new()
-    honest = make(chain.genesis, 0, {i: (0, 9) for i in range(3)})
-    chain.add(honest)
-    chain.add(make(honest.digest, 1, {i: (9, 10) for i in range(3)}))
-    twins = [make(honest.digest, 1, {4: (i, i + 50)}) for i in range(2)]
+    chain, twins = with_twins()
     children = [make(t.digest, 2, {4: (60, 70)}) for t in twins]
     added = 0
     for made in (children[0], twins[0], children[1], twins[1]) * 100:
