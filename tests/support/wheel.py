@@ -58,9 +58,8 @@ class Installed:
         return [str(self.folder / "bin" / "cairn"), *map(str, arguments)]
 
     def environment(self, **changes: str) -> dict[str, str]:
-        """Return the variables of a process: this one's, without what leads Python to the checkout."""
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        return kept | {"OMP_NUM_THREADS": "1"} | changes
+        """Return the variables of a process of this environment."""
+        return _without_checkout() | {"OMP_NUM_THREADS": "1"} | changes
 
     def cairn(self, *arguments: str | Path, **environment: str) -> str:
         """Run a command to its end and return its output. An exit code other than 0 is an AssertionError."""
@@ -95,8 +94,15 @@ def install(wheel: Path, folder: Path, hidden: Sequence[str] = ()) -> Installed:
     return made
 
 
+def _without_checkout() -> dict[str, str]:
+    """Return this process's variables without those that lead Python to the checkout."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+
+
 def _pip(*arguments: str, cwd: Path) -> None:
+    # With a checkout on its path, pip 26 takes the wheel's version for installed.
     done = subprocess.run(
-        [sys.executable, "-m", "pip", *arguments], cwd=cwd, capture_output=True, text=True, timeout=280
-    )
+        [sys.executable, "-m", "pip", *arguments], cwd=cwd, env=_without_checkout(), capture_output=True, text=True,
+        timeout=280,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
