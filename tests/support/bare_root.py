@@ -165,7 +165,12 @@ def pip_settings() -> tuple[dict[str, str], dict[str, Path]]:
     folders = {path if path.is_dir() else path.parent for path in named if path.is_absolute() and path.exists()}
     # An index names files beside it.
     folders = {path.parent if path.name == "simple" else path for path in folders}
-    return found, {f"{path}:ro": path for path in folders - {Path("/dev"), CERTIFICATES.parent}}
+    mounts = {f"{path}:ro": path for path in folders - {Path("/dev"), CERTIFICATES.parent}}
+    if CERTIFICATES.exists():
+        # Beside the root's own, which a step that installs ca-certificates makes without those of this machine.
+        found["PIP_CERT"] = f"/run/certificates/{CERTIFICATES.name}"
+        mounts["/run/certificates:ro"] = CERTIFICATES.parent
+    return found, mounts
 
 
 class Roots:
