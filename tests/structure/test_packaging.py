@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 import zipfile
@@ -52,6 +53,13 @@ def test_no_name_but_our_own_is_taken_in_an_environment(wheel: set[str]):
 def test_the_wheel_installs_the_command(wheel: set[str]):
     assert any(name.endswith(".dist-info/entry_points.txt") for name in wheel)
     assert {"cairn/main.py", "cairn/__main__.py"} <= wheel
+
+
+def test_on_windows_the_install_says_where_cairn_runs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(sys, "argv", ["setup.py", "--version"])
+    with pytest.raises(SystemExit, match="does not run on Windows.*WSL2"):
+        runpy.run_path(str(ROOT / "setup.py"))
 
 
 def test_remedies_name_packages_and_not_a_distribution_that_is_on_no_index():
