@@ -6,6 +6,7 @@ another package's, and pip writes the files of one over those of the other. In a
 """
 
 import shutil
+import sys
 from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
@@ -17,6 +18,9 @@ def folders(*names: str) -> list[str]:
     """Return these folders and those in them, as dotted names. Some have files, but no module."""
     return find_namespace_packages(include=[p for name in names for p in (name, f"{name}.*")], exclude=["*__pycache__"])
 
+
+if sys.platform == "win32":  # or pip fails later, at a dependency, with that one's words
+    sys.exit("Cairn does not run on Windows, nor does libp2p's daemon: install it in WSL2 (`wsl --install`)")
 
 # Files that a build before this one left there, and that are gone from the sources, would be in the wheel.
 shutil.rmtree(Path(__file__).parent / "build" / "lib", ignore_errors=True)

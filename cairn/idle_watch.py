@@ -1,7 +1,10 @@
-"""Signs that somebody else uses this machine: programs that compute on its GPUs, and people at its keyboards.
+"""Signs that somebody else uses this machine: programs that compute or draw on its GPUs, and people at its keyboards.
 
 The first come from nvidia-smi, the second from systemd-logind, which counts input on terminals and asks desktops. If
 one of them does not answer, that fact is not known, and no reason to rest.
+
+nvidia-smi has two lists. That of compute programs has all GPUs, but no game. Its monitor of processes has those that
+draw, too. But it refuses under WSL and on old cards, and older drivers show four GPUs there at most.
 
 In a container nvidia-smi may list the host's process ids, which tell nothing of whose they are: our own trainer has
 another one there.
@@ -20,7 +23,11 @@ from pathlib import Path
 import async_timeout
 
 PROGRAMS = ("nvidia-smi", "--query-compute-apps=pid,process_name", "--format=csv,noheader")
+MONITOR = ("nvidia-smi", "pmon", "-c", "1", "-s", "u")
 PEOPLE = ("loginctl", "show-session", "--property=IdleHint")  # without a session: of all together
+
+DRAWING_PERCENT = 10
+"""Least share of a GPU's time with which a program that draws counts: a desktop takes a few percent, a game most."""
 
 ANSWER_SECONDS = 10.0
 MAX_ANSWER = 64 * 1024
@@ -30,14 +37,19 @@ HOST_PROCESSES = "pid:[4026531836]"
 """Name of Linux's first namespace of processes (PROC_PID_INIT_INO), which a container does not have."""
 
 _PROGRAM = re.compile(r"\s*([0-9]{1,10}),\s*(\S.*)")
+_PERCENT = re.compile(r"[0-9]{1,3}")
 
 
 @dataclass(frozen=True, slots=True)
 class IdleFacts:
-    """A program of somebody else on a GPU ("": none), and whether people use the machine. None: not known."""
+    """A program of somebody else on a GPU ("": none), and whether people use the machine. None: not known.
+
+    `sees_games`: programs that draw were among those that were looked at.
+    """
 
     program: str | None = None
     people: bool | None = None
+    sees_games: bool = False
 
     @property
     def reason(self) -> str:
@@ -49,8 +61,13 @@ class IdleFacts:
     @property
     def unknown(self) -> str:
         """The facts that are not known here, for people; "" when all are."""
-        missing = ["programs on the GPU (nvidia-smi does not answer, or lists processes from outside of a container)"]
-        missing *= self.program is None
+        missing = []
+        if self.program is None:
+            missing = [
+                "programs on the GPU (nvidia-smi does not answer, or lists processes from outside of a container)"
+            ]
+        elif not self.sees_games:
+            missing = ["programs that draw, as games do (`nvidia-smi pmon` does not work)"]
         missing += ["people at the keyboard (loginctl does not answer)"] * (self.people is None)
         return " and ".join(missing)
 
@@ -60,11 +77,32 @@ NOT_KNOWN = IdleFacts()
 
 async def idle_facts() -> IdleFacts:
     """Return what is known now. Programs that this process started are not somebody else's."""
-    programs, people = await asyncio.gather(_output(PROGRAMS), _output(PEOPLE))
+    programs, monitored, people = await asyncio.gather(_output(PROGRAMS), _output(MONITOR), _output(PEOPLE))
+    drawing = drawing_programs(monitored or "")
+    listed = None if programs is None else f"{programs}\n{drawing or ''}"
     return IdleFacts(
-        None if programs is None else others_program(programs, os.getpid(), sees_all=_sees_all_processes()),
+        None if listed is None else others_program(listed, os.getpid(), sees_all=_sees_all_processes()),
         {"IdleHint=yes": False, "IdleHint=no": True}.get((people or "").strip()),
+        drawing is not None,
     )
+
+
+def drawing_programs(monitored: str) -> str | None:
+    """Return the programs that draw in the table of nvidia-smi's monitor, as PROGRAMS lists them; None without a table.
+
+    The table's head names its columns, which are not the same in all drivers. A share that is not known is "-" there.
+    """
+    columns: list[str] = []
+    found = ""
+    for line in monitored.splitlines():
+        if line.startswith("#"):
+            columns = columns or line[1:].split()  # the head's second line has units
+        elif columns:
+            row = dict(zip(columns, line.split(maxsplit=len(columns) - 1), strict=False))
+            share = row.get("sm", "")
+            if "G" in row.get("type", "") and _PERCENT.fullmatch(share) and int(share) >= DRAWING_PERCENT:
+                found += f"{row['pid']}, {row.get('command', 'a game')}\n"
+    return found if {"pid", "type", "sm"} <= set(columns) else None
 
 
 def _parent(pid: int) -> int | None:

@@ -9,14 +9,17 @@ import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote, urlsplit
 
 from cairn import ROOT
 from coordinator.extras import DISTRIBUTION
 from protocol.errors import CairnError
+
+if TYPE_CHECKING:
+    from importlib.metadata import Distribution
 
 IMAGE_VARIABLE = "CAIRN_IMAGE"
 """Set in our container images, to the image's name."""
@@ -135,14 +138,16 @@ def installed_commit() -> str:
     return str(vcs.get("commit_id", ""))[:10] if isinstance(vcs, dict) else ""
 
 
-def _package() -> metadata.Distribution | None:
+def _package() -> Distribution | None:
+    from importlib import metadata  # takes 10 ms, which no command's help has to spend
+
     try:
         return metadata.distribution(DISTRIBUTION)
     except metadata.PackageNotFoundError:
         return None
 
 
-def _direct_url(package: metadata.Distribution) -> dict[str, Any] | None:
+def _direct_url(package: Distribution) -> dict[str, Any] | None:
     """Return the record of PEP 610; None without one. Raises CairnError for one that cannot be read."""
     text = package.read_text("direct_url.json")
     try:

@@ -62,6 +62,8 @@ class PeerSchedule:
         self._quiet_from: float | None = None
         """The timer's seconds from which nobody will have used the machine for long enough."""
         self._said = ""
+        self._is_outdated = False
+        """The trainer was started with another limit of its memory: it is to start again."""
         self._end: datetime | None = None
         self._follow(file.settings)
 
@@ -80,8 +82,7 @@ class PeerSchedule:
             if self._file.refresh():
                 log.info("new settings: %s", self._file.settings)
                 self._follow(self._file.settings)
-                if self._file.settings.gpu_memory != gpu_memory:
-                    log.info("gpu_memory counts when training starts again: `cairn peer pause`, `cairn peer resume`")
+                self._is_outdated |= self._file.settings.gpu_memory != gpu_memory
         except PeerSettingsError as e:
             log.warning("the settings stay as they were: %s", e)
         now, seconds = self._clock(), self._timer()
@@ -91,6 +92,8 @@ class PeerSchedule:
         elif not reason and self._file.settings.only_when_idle and self._quiet_from and seconds < self._quiet_from:
             reason = "the machine was in use a moment ago"
         self._rest.want("schedule", reason)
+        self._is_outdated &= not self._rest.is_free
+        self._rest.want("gpu_memory", "a new gpu_memory is set" if self._is_outdated else "")
         self._count(now)
         if self._end is not None and now >= self._end:
             log.info("it is %s: leaving", self._end.isoformat(" ", "minutes"))

@@ -6,7 +6,7 @@
     max_download = "5M"
     max_upload_day = "20G"      # bytes a day; the peer is out of the swarm for the rest of it
     max_download_day = "20G"
-    gpu_memory = 6              # GB that tensors may take on each GPU, from the trainer's next start on
+    gpu_memory = 6              # GB that tensors may take on each GPU; for a new limit the trainer starts again
     only_when_idle = true       # rest while others use the GPU or the keyboard (see `idle_watch`)
 
 It is read again when it changes. The rules of time are pure functions of a wall clock, so they need no care for

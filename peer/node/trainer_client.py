@@ -31,7 +31,7 @@ from peer.node.trainer_files import (
     remove_saved_state,
     start_message,
 )
-from peer.node.trainer_supervisor import TrainerSupervisor
+from peer.node.trainer_supervisor import EXIT_SECONDS, TrainerSupervisor
 from peer.node.usage_log import UsageLog
 from peer.store import Store, StoreError
 from peer.swarm.pace import Pace
@@ -39,14 +39,15 @@ from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey
 from protocol.rounds import events
 from protocol.rounds.actions import ApplyRecord, KeepState, RequestUpdate, SyncState
+from protocol.rounds.rest import HAND_IN_SECONDS, REST_SECONDS
 from protocol.spec import RunSpec
 
 log = logging.getLogger(__name__)
 
 LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
-RELEASE_SECONDS = 3.5
-"""Seconds in which a released trainer has to save, before it is killed: with the time for a last update, five."""
+RELEASE_SECONDS = REST_SECONDS - HAND_IN_SECONDS - EXIT_SECONDS
+"""Seconds in which a released trainer has to save and exit, before it is killed."""
 
 NO_PROGRESS = channel.Progress(0, 0.0, 0.0, False)
 

@@ -28,8 +28,8 @@ BASE_RATE = 50e6
 ANSWER_SECONDS, REPLAY_SECONDS = 900.0, 60.0
 """Seconds that a trainer has for a request, once it has answered those before; each round to replay adds the second."""
 
-EXIT_SECONDS = 2.0
-"""Seconds that `stop` waits for the exit of a process that saved or was killed."""
+EXIT_SECONDS = 1.0
+"""Seconds that `stop` waits for the exit of a process that was killed."""
 
 RESTART_SECONDS = 0.5
 """Seconds before a restart, doubled for each death in a row."""
@@ -170,16 +170,18 @@ class TrainerSupervisor:
         """Have the process save and exit within these seconds, else kill it. Return whether it saved. Idempotent."""
         self.stopping = True
         link = self.link
-        if link is not None and link.running and not self._stopped.done():
+        if link is not None and link.running:
             if self.is_ready:
                 try:
                     async with async_timeout.timeout(seconds):
-                        await link.send(channel.Stop())
-                        await asyncio.shield(self._stopped)
+                        if not self._stopped.done():
+                            await link.send(channel.Stop())
+                            await asyncio.shield(self._stopped)
+                        await self._exited.wait()
                 except (asyncio.TimeoutError, TrainerDied) as e:
-                    log.warning("the trainer did not save in time: %s", str(e) or "no answer")
-            if not self._stopped.done():
-                link.kill()
+                    if not self._stopped.done():
+                        log.warning("the trainer did not save in time: %s", str(e) or "no answer")
+            link.kill()
         if link is not None:
             with contextlib.suppress(asyncio.TimeoutError):
                 async with async_timeout.timeout(EXIT_SECONDS):

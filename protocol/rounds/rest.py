@@ -18,8 +18,11 @@ from protocol.rounds.consensus import Consensus
 from protocol.rounds.context import Context
 from protocol.rounds.state_sync import StateSync
 
+REST_SECONDS = 5.0
+"""The longest time from a request until the devices are free: to hand in, to save, and to end."""
+
 HAND_IN_SECONDS = 1.5
-"""The longest time for the trainer to make the last update. Work that is not handed in is in its saved state."""
+"""The part of it for the trainer to make the last update. Work that is not handed in is in its saved state."""
 
 
 class RestSteps:

@@ -275,8 +275,7 @@ async def start_daemon(
             log.warning("libp2p's daemon did not start: %s", causes[-1])
     raise SwarmStartError(
         f"libp2p's daemon did not start, twice: {causes[-1]}; check that the listen address belongs to this machine, "
-        "that the program may run (on a machine other than Linux x86-64, hivemind must be built from source), and that "
-        "the machine is not overloaded"
+        "that the program may run (hivemind has one for x86-64 and one for ARM), and that the machine is not overloaded"
     )
 
 

@@ -14,11 +14,52 @@ import pytest
 
 from cairn import idle_watch
 from cairn.day_traffic import DayTraffic
-from cairn.idle_watch import IdleFacts, idle_facts, others_program
+from cairn.idle_watch import IdleFacts, drawing_programs, idle_facts, others_program
 from cairn.peer_schedule import QUIET_SECONDS, PeerSchedule
 from cairn.peer_settings import FILE, PeerSettings, SettingsFile
 from peer.node.rest import RestWish
 from peer.swarm.pace import Paces
+
+# Three drivers have printed these: an old one, a server's and a laptop's. (The last was asked for more, with -s um.)
+DESKTOP = """\
+# gpu     pid  type    sm   mem   enc   dec   command
+# Idx       #   C/G     %     %     %     %   name
+    0    4810     G     0     0     0     0   Xorg
+    0    7187     G     0     0     0     0   compiz
+    0   16250     C    83    99     0     0   python
+    1       -     -     -     -     -     -   -
+"""
+SERVER = """\
+# gpu         pid   type     sm    mem    enc    dec    jpg    ofa    command
+# Idx           #    C/G      %      %      %      %      %      %    name
+    0     883875     G      -      -      -      -      -      -    Xorg
+    1          -     -      -      -      -      -      -      -    -
+"""
+LAPTOP = """\
+# gpu         pid   type     sm    mem    enc    dec    jpg    ofa     fb   ccpm    command
+# Idx           #    C/G      %      %      %      %      %      %     MB     MB    name
+    0       1312     G      4      3      -      -      -      -     97      0    Hyprland
+    0       1941   C+G      -      -      -      -      -      -      5      0    voxtype-osd-gtk
+"""
+REFUSED = """\
+The feature is not supported in this configuration
+Not supported on the device(s)
+Failed to process command line
+"""
+# The rows of games are made up, in the forms of these tables.
+GAMES = [
+    (DESKTOP, "    0   31337     G    92    40     0     0   hl2_linux\n", "hl2_linux"),
+    (SERVER, "    0      31337     G     92     40      -      -      -      -    Some game\n", "Some game"),
+    (LAPTOP, "    0      31337   C+G     10     40      -      -      -      -   2048      0    Cyberpunk2077.e\n",
+     "Cyberpunk2077.e"),
+]  # fmt: skip
+
+
+def nvidia_smi(folder: Path, computing: str, monitored: str, *, code: int = 0) -> None:
+    """Write a fake that lists `computing`; its monitor prints `monitored` and ends with this code."""
+    (folder / "monitored").write_text(monitored.replace("\n", "      \n"))  # the last column is filled up
+    script = f"if [ $1 = pmon ]; then cat {folder}/monitored; exit {code}; fi\n{computing}"
+    program(folder, "nvidia-smi", script)
 
 
 def program(folder: Path, name: str, script: str) -> None:
@@ -45,11 +86,41 @@ def child() -> Iterator[int]:
 async def test_a_program_of_somebody_else_is_told_from_our_own(tmp_path, monkeypatch, child):
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     ours = f"echo '{os.getpid()}, python'; echo '{child}, /usr/bin/python3'"
-    program(tmp_path, "nvidia-smi", ours)
-    assert (await idle_facts()).program == ""
-    program(tmp_path, "nvidia-smi", f"{ours}; echo '1, /opt/games/doom'")
+    drawing = LAPTOP + LAPTOP.splitlines(keepends=True)[2].replace("1312", str(child)).replace(" 4 ", "99 ")
+    nvidia_smi(tmp_path, ours, drawing)
+    assert await idle_facts() == IdleFacts("", None, sees_games=True)
+    nvidia_smi(tmp_path, f"{ours}; echo '1, /opt/bin/blender'", drawing)
     facts = await idle_facts()
-    assert facts.program == "doom" and facts.reason == "doom uses the GPU"
+    assert facts.program == "blender" and facts.reason == "blender uses the GPU"
+
+
+@pytest.mark.parametrize(("table", "row", "name"), GAMES, ids=["old", "server", "laptop"])
+async def test_a_game_is_seen_though_it_computes_nothing_and_a_desktop_is_none(tmp_path, monkeypatch, table, row, name):
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    nvidia_smi(tmp_path, "true", table)
+    assert (await idle_facts()).reason == ""
+    nvidia_smi(tmp_path, "true", table + row)
+    assert (await idle_facts()).reason == f"{name} uses the GPU"
+
+
+@pytest.mark.parametrize(("monitored", "code"), [(REFUSED, 255), (REFUSED, 0), ("", 0), (DESKTOP, 9)])
+async def test_where_the_monitor_is_not_supported_programs_that_compute_count(tmp_path, monkeypatch, monitored, code):
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    nvidia_smi(tmp_path, "true", monitored, code=code)
+    facts = await idle_facts()
+    assert facts == IdleFacts("", None) and "programs that draw, as games do" in facts.unknown
+    nvidia_smi(tmp_path, "echo '1, /opt/bin/blender'", monitored, code=code)
+    assert (await idle_facts()).program == "blender"
+
+
+def test_a_program_draws_from_a_tenth_of_the_gpus_time_on():
+    row = SERVER.splitlines(keepends=True)[2]
+    shares = ["9", "10", "100", "-", "[N/A]", "1000"]
+    assert [bool(drawing_programs(SERVER + row.replace("  - ", f" {share} ", 1))) for share in shares] == [
+        False, True, True, False, False, False,
+    ]  # fmt: skip
+    assert drawing_programs("    0   31337   G   92\n") is None
+    assert drawing_programs("# gpu pid type sm command\n0 31337 G 92\n") == "31337, a game\n"
 
 
 async def test_programs_that_hang_fail_or_flood_tell_nothing(tmp_path, monkeypatch):
@@ -104,7 +175,7 @@ def test_facts_count_where_they_are_asked_for():
 async def test_it_trains_again_when_nobody_has_used_the_machine_for_a_while(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("cairn.peer_schedule.FACTS_SECONDS", 0.0)
     (tmp_path / FILE).write_text("only_when_idle = true\n")
-    seconds, facts = 1000.0, IdleFacts("doom", people=None)
+    seconds, facts = 1000.0, IdleFacts("doom", people=None, sees_games=True)
 
     async def ask() -> IdleFacts:
         return facts

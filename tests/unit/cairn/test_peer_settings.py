@@ -164,6 +164,20 @@ def test_a_changed_file_counts_at_once_and_a_wrong_one_not_at_all(tmp_path, capl
     assert w.look() == ""
 
 
+def test_a_new_limit_of_a_gpu_has_the_trainer_start_again(tmp_path):
+    w = Watched(tmp_path, "gpu_memory = 6\n", datetime(2026, 11, 25, 12, 0))
+    w.rest.note_devices(free=False)
+    assert w.look() == ""
+    w.path.write_text("gpu_memory = 5.5\n")
+    assert w.look() == "a new gpu_memory is set" == w.look()
+    w.rest.note_devices(free=True)  # the trainer has ended
+    assert w.look() == ""
+    w.path.write_text("gpu_memory = 7\n")
+    assert w.look() == ""  # none runs: the next one has the limit
+    w.rest.note_devices(free=False)
+    assert w.look() == ""
+
+
 async def test_a_day_has_its_volume_also_after_a_restart_and_the_next_day_another(tmp_path):
     w = Watched(tmp_path, 'max_upload_day = "2M"\nmax_download_day = "3M"\n', datetime(2026, 11, 25, 22, 0))
     stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -15,9 +15,11 @@ from peer.node import trainer_client
 from peer.node.options import NodeOptions
 from peer.node.rest import RestWish
 from peer.node.tasks import Tasks
-from peer.node.trainer_client import TrainerClient
+from peer.node.trainer_client import RELEASE_SECONDS, TrainerClient
+from peer.node.trainer_supervisor import EXIT_SECONDS
 from peer.swarm.pace import Pace
 from protocol.rounds.actions import SyncState
+from protocol.rounds.rest import HAND_IN_SECONDS, REST_SECONDS
 from tests.support.specs import digest, identity, tiny_spec
 from tests.support.waiting import ended, until
 
@@ -31,6 +33,7 @@ class Process:
         self.gpu_memory = gpu_memory
         self.stopping = False
         self.runs = True
+        self.seconds = 0.0
         self.got: list[Any] = []
         self.made.append(self)
 
@@ -42,6 +45,7 @@ class Process:
 
     async def stop(self, seconds: float) -> bool:
         self.stopping = True
+        self.seconds = seconds
         await asyncio.sleep(0.01)
         self.runs = False
         return True
@@ -81,6 +85,14 @@ async def test_a_pause_before_the_last_one_has_ended_leaves_no_process(client):
     client.acquire()
     await until(lambda: len(Process.made) == 3, "a process is started again")
     assert len(running()) == 1 and not client.rest.is_free
+
+
+async def test_the_parts_of_a_rest_fit_in_five_seconds(client):
+    await ended(client.begin(cast(Any, None)))
+    client.release()
+    await until(lambda: client.rest.is_free, "the devices are free")
+    save = Process.made[0].seconds
+    assert save == RELEASE_SECONDS >= 2.0 and HAND_IN_SECONDS + save + EXIT_SECONDS == REST_SECONDS == 5.0
 
 
 async def test_a_rollback_during_a_rest_starts_one_process(client):

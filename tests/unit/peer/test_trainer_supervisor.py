@@ -16,7 +16,7 @@ from peer.errors import TrainerDied
 from peer.node import trainer_supervisor as module
 from peer.node.trainer_supervisor import TrainerSupervisor
 from protocol.ids import Digest, PeerKey
-from tests.support.waiting import LIMIT, NEVER, ended
+from tests.support.waiting import LIMIT, NEVER, ended, until
 
 D, K = Digest(bytes(range(32))), PeerKey(bytes(range(1, 33)))
 
@@ -260,6 +260,20 @@ async def test_stopping_tells_whether_the_trainer_saved(tmp_path):
         assert await ended(world.trainer.stop(0.3)) is False
         await ended(running)
         assert not world.lost
+
+
+async def test_a_trainer_that_has_saved_and_does_not_exit_is_killed(tmp_path):
+    program = 'end.send(Ready("cpu", 1, 1)); end.receive(None); end.send(Stopped(True)); time.sleep(3600)'
+    async with supervised(tmp_path, program) as (world, _):
+        await world.until(lambda: "Ready" in world.names())
+        stopping = asyncio.create_task(world.trainer.stop(NEVER))
+        await world.until(lambda: "Stopped" in world.names())
+        assert not stopping.done()
+        assert await ended(world.trainer.stop(0.1)) is True
+        link = world.trainer.link
+        assert link is not None
+        await until(lambda: not link.running, "it is killed")
+        assert await ended(stopping) is True
 
 
 async def test_stopping_while_the_trainer_starts_does_not_wait_for_it(tmp_path):
