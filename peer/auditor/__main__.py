@@ -25,12 +25,12 @@ from protocol.quiet_imports import quiet_imports
 if TYPE_CHECKING:
     import torch
 
-CPU_NICENESS = 19
-"""Beside a trainer on the same cores, of niceness 10, an audit has an eighth of the time (sched(7): 15 to 110)."""
+CPU_NICENESS = 15
+"""Beside a trainer on the same cores, of niceness 10, an audit has a quarter of the time (sched(7): 36 parts to 110).
+Audits are little work, but with an eighth, reports on newcomers came too late to count."""
 
-SESSION_NICENESS = 10
-"""The same where Linux shares the cores by sessions: a tenth beside one other. At 19 it would have 1.4%, and on a busy
-machine no replay would end in time to count."""
+SESSION_NICENESS = 5
+"""The same where Linux shares the cores by sessions, of which the trainer's has niceness 0 (335 parts to 1,024)."""
 
 FREE_SHARE = 0.1
 """Share of a GPU's memory that an audit leaves to the trainer, beside what is in use."""
