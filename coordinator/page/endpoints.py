@@ -135,6 +135,7 @@ class ApiEndpoint:
 SORTS = ("state", "name", "since", "round", "loss", "speed", "up", "down", "credits", "device", "last_round")
 
 _NUMBER = Parameter("number", "the round's number", in_path=True)
+KEY = Parameter("key", "the peer's key", key=True, in_path=True)
 
 ENDPOINTS: tuple[ApiEndpoint, ...] = (
     ApiEndpoint(
@@ -197,7 +198,7 @@ ENDPOINTS: tuple[ApiEndpoint, ...] = (
             "`audits`: the newest cases about its own updates, decided ones first.",
         ),
         lambda source, key: source.peer(key),
-        (Parameter("key", "the peer's key", key=True, in_path=True),),
+        (KEY,),
         missing="this run knows no such peer",
     ),
     ApiEndpoint(

@@ -15,6 +15,7 @@ from tests.page.log_fakes import FakeLog
 from tests.page.world import EVIL, FRAMED, LIAR, STRANGER, World, audited_world, crowd, peer
 from tests.support.credit_texts import CREDIT_TEXTS
 from tests.support.long_cases import long_cases
+from tests.support.specs import identity
 from tests.support.waiting import wait_until
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install '.[test]'")
@@ -26,6 +27,7 @@ ARGUMENTS = (
     "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync"
 ).split()
+ACCOUNT = identity("ada")
 VIEWS = [
     "",
     "#peers",
@@ -36,7 +38,7 @@ VIEWS = [
     "#join",
     f"#peer/{peer(5).key}",
     "#round/7",
-    f"#account/{peer(0).key}",
+    f"#account/{ACCOUNT.key}",
 ]
 WAIT = 120_000
 """Milliseconds."""
@@ -63,6 +65,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     world.start()
     world.name_peers()
     world.play(12)
+    world.bind(0, ACCOUNT, "the ada lab", "blue")
     yield world
     world.close()
 
@@ -423,6 +426,10 @@ def test_a_peers_own_page_shows_its_rounds_and_receipts_that_can_be_checked(worl
     page.locator("button", has_text="Older").click()
     until(page, "document.querySelectorAll('section tbody tr').length === 21")
     assert "cairn audit ledger" in text(page, "section")
+    for view in (f"peer/{peer(1).key}", f"account/{ACCOUNT.key}"):
+        page.goto(f"{world.url}#{view}")
+        until(page, f"document.querySelector('#view img[src=\"/badge/{view}.svg\"]')?.naturalWidth > 100")
+        assert text(page, ".line code") == f"![credits]({world.url}badge/{view}.svg)"
 
 
 @pytest.mark.parametrize("what", ["record", "another", "receipt"])
