@@ -190,9 +190,9 @@ class PageApi:
         final = case.outcome is not None and self.chain.is_final(case.outcome.stated)
         return json_view.audit_case(case, final, self.name_of)
 
-    def leaderboard(self, by: Grouping, limit: int, after: str) -> list[dict[str, Any]]:
+    def leaderboard(self, by: Grouping, limit: int, after: str, team: str) -> list[dict[str, Any]]:
         """Return rows by "peer", "account" or "team", those with most credits first, after the row of a key."""
-        return [json_view.credit_summary(c) for c in self.credits.leaderboard(by, limit, after)]
+        return [json_view.credit_summary(c) for c in self.credits.leaderboard(by, limit, after, team)]
 
     async def newest_rounds(self, before: int, limit: int) -> dict[str, Any]:
         chain = self.chain

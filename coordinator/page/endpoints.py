@@ -18,6 +18,7 @@ from coordinator.page import schemas as s
 from coordinator.page.answers import AnswerCache, EncodedBody
 from protocol.errors import ProtocolError
 from protocol.ids import PeerKey
+from protocol.ledger.statements import MAX_ACCOUNT_NAME
 
 UNREADABLE = "the ledger cannot be read at this moment: try again\n"
 
@@ -251,11 +252,12 @@ ENDPOINTS: tuple[ApiEndpoint, ...] = (
         "/api/leaderboard",
         "Who has most credits",
         s.many(s.LEADER),
-        lambda source, by, limit, after: source.leaderboard(by, limit, after),
+        lambda source, by, limit, after, team: source.leaderboard(by, limit, after, team),
         (
             Parameter("by", "grouping of the rows", "peer", choices=("peer", "account", "team")),
             Parameter("limit", "maximum number", 25, 1, 100),
             Parameter("after", "continue after the row with this key", "", longest=128),
+            Parameter("team", "only this team, its accounts or their peers", "", longest=MAX_ACCOUNT_NAME),
         ),
         seconds=3,
     ),

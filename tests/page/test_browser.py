@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -27,7 +28,7 @@ ARGUMENTS = (
     "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync"
 ).split()
-ACCOUNT = identity("ada")
+ACCOUNT, TEAM = identity("ada"), "blue/<b>100%</b>üWWWWWWWWWWWWWWWWWWWWW"
 VIEWS = [
     "",
     "#peers",
@@ -39,6 +40,7 @@ VIEWS = [
     f"#peer/{peer(5).key}",
     "#round/7",
     f"#account/{ACCOUNT.key}",
+    f"#team/{quote(TEAM, safe='')}",
 ]
 WAIT = 120_000
 """Milliseconds."""
@@ -65,7 +67,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     world.start()
     world.name_peers()
     world.play(12)
-    world.bind(0, ACCOUNT, "the ada lab", "blue")
+    world.bind(0, ACCOUNT, "the ada lab", TEAM)
     yield world
     world.close()
 
@@ -274,6 +276,23 @@ def test_the_line_to_join_is_copied_and_the_invite_is_drawn(world, tab):
     copied = page.evaluate("navigator.clipboard.readText()")
     assert copied == last.locator("code").inner_text() and copied.startswith("cairn peer join cairn1:")
     until(page, "document.querySelector('.join img').naturalWidth > 0")
+
+
+def test_a_row_of_a_team_leads_to_its_totals_accounts_and_peers(world, tab):
+    page = tab(world, "#leaderboard")
+    page.locator("[data-by=team]").click()
+    page.locator("#view .wide a", has_text=TEAM).click()
+    page.wait_for_selector(".facts")
+    until(page, "document.querySelector('#view .wide tbody').innerText.includes('the ada lab')")
+    assert text(page, "#view h2") == f"Team {TEAM}" and page.locator("#view .wide tbody tr").count() == 1
+    assert page.locator("#tabs [aria-current]").inner_text() == "Leaderboard"
+    shown = page.locator("#view .wide tbody td").all_inner_texts()
+    assert shown[2:3] + shown[-1:] == [page.locator(".facts dd").nth(n).inner_text() for n in (0, 5)]
+    page.locator("[data-by=peer]").click()
+    until(page, "document.querySelector('#view .wide tbody').innerText.includes('ada\t')")
+    for broken in ("%E0%A4", "nobody"):
+        page.goto(f"{world.url}#team/{broken}")
+    until(page, "document.querySelector('#view').innerText.includes('no account of this run names this team')")
 
 
 def test_credits_are_written_as_in_the_terminal(world, tab):

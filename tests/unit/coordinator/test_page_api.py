@@ -60,7 +60,7 @@ def world(tmp_path_factory: pytest.TempPathFactory):
     world.start()
     world.name_peers()
     world.play(ROUNDS)
-    world.bind(5, ACCOUNT, HOSTILE)
+    world.bind(5, ACCOUNT, HOSTILE, "engines")
     yield world
     world.close()
 
@@ -89,7 +89,7 @@ QUESTIONS = {
     "/api/rounds/newest": ["", "?limit=3", "?before=4", "?before=0"],
     "/api/rounds/{number}": ["0", str(ROUNDS - 1)],
     "/api/rounds/{number}/certificate": ["0", str(ROUNDS - 1)],
-    "/api/leaderboard": ["", "?by=account", "?by=team", f"?limit=2&after={peer(1).key}"],
+    "/api/leaderboard": ["", "?by=account", "?by=team", "?by=account&team=engines", f"?limit=2&after={peer(1).key}"],
 }
 
 
@@ -159,6 +159,7 @@ def test_events_are_what_the_document_says(world, get):
         ("/checkpoints/round-000009/model.safetensors", 404), ("/api/nothing", 404),
         ("/badge/peer/abc.svg", 400), (f"/badge/peer/{'A' * 64}.svg", 400), (f"/badge/peer/{'0' * 64}.svg", 404),
         (f"/badge/account/{peer(5).key}.svg", 404), (f"/badge/team/{peer(5).key}.svg", 404),
+        ("/api/leaderboard?team=" + "x" * 41, 400),
     ],
 )  # fmt: skip
 def test_questions_that_make_no_sense_are_answered_with_words(path, code, get):

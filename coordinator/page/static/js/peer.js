@@ -2,9 +2,10 @@
 
 import { ask, askOr, Missing } from "./api.js";
 import { ownCases } from "./audits.js";
-import { el, facts, number, peerLink, roundLink, svg, table } from "./dom.js";
+import { el, facts, number, peerLink, roundLink, svg, table, teamLink } from "./dom.js";
 import { bytes, credits, duration, loss, shortKey, short } from "./format.js";
 import { copyable } from "./join.js";
+import { totals } from "./leaderboard.js";
 import { isAway, phase } from "./peers.js";
 import { checkReceipt, possible } from "./proof.js";
 
@@ -147,8 +148,8 @@ export class Account {
     }
     this.badge ??= this.body.parentElement.appendChild(badge("account", this.key));
     this.body.replaceChildren(
-      el("h2", {}, a.name || `Account ${shortKey(this.key)}`, " ", el("small", {}, a.team ? `team ${a.team}` : "")),
-      facts([["Credits", credits(a.micro_credits_settled)], ["Pending", credits(a.micro_credits_pending)], ["Voided", credits(a.micro_credits_voided ?? 0)], ["A day", a.recent === null ? "–" : credits(a.recent)], ["Tokens", short(a.tokens)], ["Rounds", String(a.rounds)]]),
+      el("h2", {}, a.name || `Account ${shortKey(this.key)}`, " ", a.team ? el("small", {}, "team ", teamLink(a.team)) : ""),
+      totals(a),
       el("dl", { class: "digests" }, el("dt", {}, "Key"), el("dd", {}, el("code", {}, this.key))),
       el("h3", {}, "Its peers"),
       table("Peers of this account", ["Peer"], (a.peers ?? []).map((p) => el("tr", {}, el("td", {}, peerLink({ peer: p })))), "none"),
