@@ -44,6 +44,18 @@ VIEWS = [
 ]
 WAIT = 120_000
 """Milliseconds."""
+ADVICE: dict[str, tuple[str, list[str]]] = {
+    "waiting": ("Be the first: take part.", ["#join"]),
+    "idle": ("Take part, and training goes on from round 7.", ["#join"]),
+    "stalled": ("Volunteers: leave your peers running", ["#peers"]),
+    "split": ("Peers return to the chain by themselves.", []),
+    "catching up": ("Nothing to do: peers train meanwhile.", []),
+    "trouble": ("Nothing to do for volunteers", []),
+    "paused": ("Nothing to do: peers keep their work", []),
+    "finished": ("Take the model with you", ["#model"]),
+    "ended": ("What was trained is kept", ["#model"]),
+}
+"""In each state of docs/page.md but the healthy one: the beginning of the advice, and its links."""
 OWN = "willReadFrequently"
 """The browser's warning about this test's own reading of the pixels."""
 
@@ -132,6 +144,28 @@ def test_it_opens_with_the_state_in_words_and_all_charts_drawn(world, tab):
     assert all(pixels > 500 for pixels in drawn(page))
     assert "newest train" in page.locator(".chart").nth(4).get_attribute("aria-label")
     assert "announced 1.2 s after the record was proposed" in text(page, "#view")
+
+
+def test_each_state_that_asks_something_of_people_comes_with_advice(world, tab):
+    page = tab(world)
+    assert not page.locator("#advice").is_visible(), "it is healthy"
+    shown = page.evaluate(
+        """async (states) => {
+            const { showHeader } = await import('/static/js/header.js');
+            const now = await (await fetch('/api/status')).json();
+            const [said, join] = ['advice', 'take-part'].map((id) => document.getElementById(id));
+            return states.map((health) => {
+                showHeader({ ...now, health, round: 7 });
+                const links = [...said.querySelectorAll('a')].map((a) => a.getAttribute('href'));
+                return [health, said.hidden ? '' : said.textContent, links, join.hidden];
+            });
+        }""",
+        [*ADVICE, "healthy"],
+    )
+    for health, said, links, over in shown:
+        words, expected = ADVICE.get(health, ("", []))
+        assert said.startswith(words) and bool(said) == bool(words) and links == expected, health
+        assert over == (health in ("finished", "ended")), "nobody joins a run that is over"
 
 
 def test_a_chart_without_its_data_says_so_and_not_that_there_is_none(world, tab):
@@ -449,6 +483,23 @@ def test_a_peers_own_page_shows_its_rounds_and_receipts_that_can_be_checked(worl
         page.goto(f"{world.url}#{view}")
         until(page, f"document.querySelector('#view img[src=\"/badge/{view}.svg\"]')?.naturalWidth > 100")
         assert text(page, ".line code") == f"![credits]({world.url}badge/{view}.svg)"
+
+
+def test_a_strip_in_a_peers_view_shows_in_which_of_the_newest_rounds_it_was(world, tab):
+    page = tab(world, f"#peer/{peer(5).key}")
+    page.wait_for_selector(".strip")
+    title, bars = page.evaluate(
+        """() => {
+            const strip = document.querySelector('.strip'), about = (r, name) => r.getAttribute(name);
+            const bars = [...strip.children].map((r) => [about(r, 'class'), Number(about(r, 'height')), r.textContent]);
+            return [about(strip, 'aria-label'), bars];
+        }"""
+    )
+    missed = [said for kind, _, said in bars if kind == "out"]
+    assert title.startswith(f"In {len(bars) - len(missed)} of the newest {len(bars)} rounds, with up to ")
+    assert [said.split(":")[0] for _, _, said in bars] == [f"round {n}" for n in range(len(bars))]
+    assert missed and all(re.search(": announced .* after the record was proposed", said) for said in missed)
+    assert max(high for _, high, _ in bars) == 46 and {high for kind, high, _ in bars if kind == "out"} == {5}
 
 
 @pytest.mark.parametrize("what", ["record", "another", "receipt"])
