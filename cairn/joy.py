@@ -6,9 +6,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Set
 
-from cairn.number_format import credits
 from cairn.peer_view import PeerView
 from peer.store import Store, StoreError
+from protocol.ledger.credit_text import credit_text
 
 ACCEPTED, SETTLED = "accepted", "settled"
 
@@ -45,5 +45,5 @@ def joys(view: PeerView, told: Set[str]) -> Iterator[tuple[str, str]]:
     if SETTLED not in told and earnings is not None and earnings.micro_credits > 0:
         yield (
             SETTLED,
-            f"★ your first credit has settled: {credits(earnings.micro_credits)}. Nobody can take it away now",
+            f"★ your first credit has settled: {credit_text(earnings.micro_credits)}. Nobody can take it away now",
         )

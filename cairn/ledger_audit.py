@@ -14,12 +14,12 @@ from typing import Any
 import click
 
 from cairn.connection import CoordinatorConnection, connect
-from cairn.number_format import credits
 from peer.keyfile import load
 from peer.log_client import BALANCES_PAGE, LogClient
 from protocol.errors import CairnError, MalformedError, ProtocolError
 from protocol.ids import PeerKey, from_b64url
 from protocol.ledger.audit import Auditor, AuditReport, CreditedRounds, Finding
+from protocol.ledger.credit_text import credit_text
 from protocol.ledger.credits import CreditRule, credits_of
 from protocol.ledger.statements import Receipt, open_receipt
 from protocol.message_codec import MessageDecoder
@@ -238,8 +238,8 @@ def _lines(a: AuditResult) -> list[str]:
         f"chain    {sum(a.from_members.values())} certificates from {len(a.from_members)} members"
         + (f", {a.from_coordinator} from the coordinator" if a.from_coordinator else "")
         + f"; {final}",
-        f"credits  {credits(r.issued)} issued: {credits(r.settled)} settled, {credits(r.pending)} pending, "
-        f"{credits(r.voided)} voided; {len(r.balances)} peers",
+        f"credits  {credit_text(r.issued)} issued: {credit_text(r.settled)} settled, {credit_text(r.pending)} pending, "
+        f"{credit_text(r.voided)} voided; {len(r.balances)} peers",
     ]
     lines += [f"note     {w}" for w in a.warnings]
     lines += [f"UNPROVED {d.message}" for d in r.unproved]

@@ -28,20 +28,6 @@ def parse_volume(text: str) -> int:
     return found
 
 
-def credits(micro: int) -> str:
-    """Return micro-credits as credits with three significant digits, as far as a micro-credit has them.
-
-    The run page writes the same (`credits` in format.js). Both count in whole numbers, and so round alike.
-    """
-    unit = 10 ** max(0, len(str(micro)) - 3)
-    kept = (micro + unit // 2) // unit * unit
-    if not kept:
-        return "0"
-    prefix, size = next((p for p in (("T", 18), ("B", 15), ("M", 12), ("k", 9)) if kept >= 10 ** p[1]), ("", 6))
-    digits = min(6, max(0, size + 3 - len(str(kept))))
-    return f"{kept / 10**size:.{digits}f}{prefix}"
-
-
 def bar(share: float, width: int = 12) -> str:
     """Return a bar of `width` characters."""
     full = round(max(0.0, min(1.0, share)) * width)

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from cairn.number_format import bar, credits, percent
+from cairn.number_format import bar, percent
 from cairn.status_view import PHASE, ago
 from peer.units import byte_size, count
+from protocol.ledger.credit_text import credit_text
 
 if TYPE_CHECKING:
     from peer.node.downloads import Download
@@ -176,8 +177,8 @@ def _credits(earnings: PeerEarnings | None) -> Iterator[Text]:
         yield Text("the coordinator has not said yet", style="dim")
         return
     if earnings.rounds:
-        yield Text(f"{credits(earnings.micro_credits)} settled", style="bold")
-        yield Text(f"{credits(earnings.pending)} pending")
+        yield Text(f"{credit_text(earnings.micro_credits)} settled", style="bold")
+        yield Text(f"{credit_text(earnings.pending)} pending")
         yield Text(f"for {earnings.rounds} round{'s' * (earnings.rounds != 1)}", style="dim")
     else:
         yield Text("none yet", style="dim")

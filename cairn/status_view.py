@@ -11,8 +11,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cairn.number_format import bar, credits, percent, sparkline
+from cairn.number_format import bar, percent, sparkline
 from peer.units import byte_size, count
+from protocol.ledger.credit_text import credit_text
 
 HEALTH = {
     "healthy": "bold green", "finished": "bold green", "waiting": "bold", "idle": "bold", "catching up": "bold cyan",
@@ -113,7 +114,7 @@ def peer_table(s: Any, width: int, most: int | None = None) -> RenderableType:
             p.peer.short, "-" if p.name == p.peer.short else p.name, Text(state, style=PHASE.get(p.phase, "")),
             str(p.round), f"{p.loss:.3f}" if p.loss else "-", "-" if quiet else count(p.tokens_per_second),
             *((byte_size(p.bytes_up), byte_size(p.bytes_down)) if wide else ()),
-            credits(p.micro_credits_settled + p.micro_credits_pending), *((p.device,) if wide else ()),
+            credit_text(p.micro_credits_settled + p.micro_credits_pending), *((p.device,) if wide else ()),
         ])  # fmt: skip
     titles = ["peer", "name", "state", "round", "loss", "tokens/s"]
     titles += ["up", "down", "credits", "device"] if wide else ["credits"]

@@ -17,13 +17,13 @@ import click
 from cairn.commands.group import CommandGroup
 from cairn.commands.options import FILE, home_option, invite_argument, peer_key, via_option
 from cairn.connection import connect, parse_invite
-from cairn.number_format import credits
 from cairn.visibility import anonymous_hint
 from peer.keyfile import load, load_or_make
 from peer.units import count
 from protocol.errors import CairnError, MalformedError
 from protocol.identity import Identity
 from protocol.ids import RunId, b64url, from_b64url
+from protocol.ledger.credit_text import credit_text
 from protocol.ledger.statements import BindAccount, BindPeer, open_bind_peer, sign
 
 if TYPE_CHECKING:
@@ -160,9 +160,9 @@ def _print(s: CreditTotals, receipts: Sequence[Receipted]) -> None:
     title = f"{s.kind} {escape(s.name)}" + (f", team {escape(s.team)}" if s.team else "")
     console.print(f"[bold]{title}[/bold]  {s.key}", soft_wrap=True)
     console.print(
-        f"{credits(s.settled)} credits settled, {credits(s.pending)} pending"
-        + (f", {credits(s.voided)} voided" if s.voided else "")
-        + f"; {credits(s.recent)} a day (mean over weeks); {count(s.tokens)} tokens in {s.rounds} rounds",
+        f"{credit_text(s.settled)} credits settled, {credit_text(s.pending)} pending"
+        + (f", {credit_text(s.voided)} voided" if s.voided else "")
+        + f"; {credit_text(s.recent)} a day (mean over weeks); {count(s.tokens)} tokens in {s.rounds} rounds",
         soft_wrap=True,
     )
     if s.account is not None:
@@ -179,7 +179,7 @@ def _print(s: CreditTotals, receipts: Sequence[Receipted]) -> None:
         b = r.word.body
         table.add_row(
             str(b.round), b.peer.short, b.update.short, count(b.tokens) if b.accepted else "-",
-            credits(b.micro_credits) if b.accepted else "-", escape(_status(r, s.rounds_total)),
+            credit_text(b.micro_credits) if b.accepted else "-", escape(_status(r, s.rounds_total)),
         )  # fmt: skip
     console.print(table)
 

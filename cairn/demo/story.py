@@ -23,7 +23,6 @@ from cairn.demo.audited_run import write_audited_run
 from cairn.demo.processes import Process, serve, stop_all, wait_for_file
 from cairn.demo.report import Judged, LossPoint, judge, loss_curve, plot
 from cairn.demo.screen import DemoScreen
-from cairn.number_format import credits
 from coordinator.authoring.runfile import load_run
 from coordinator.checkpoints.archive import Archive, ArchivedState
 from peer.coordinator_client import CoordinatorClient, CoordinatorUnreachable, SwarmStatus
@@ -35,6 +34,7 @@ from protocol.errors import CairnError
 from protocol.identity import parse_key_file
 from protocol.ids import PeerKey
 from protocol.invite import Invite
+from protocol.ledger.credit_text import credit_text
 from protocol.spec import RunSpec
 
 RUN_FILE = ROOT / "examples" / "sotu.toml"
@@ -365,7 +365,7 @@ def _audit_problems(demo: Demo, trail: AuditTrail) -> list[str]:
         elif demo.key(name) not in convicted:
             problems.append(f"{name} lied and was not convicted")
         elif _earned(demo, name):
-            problems.append(f"{name} was convicted and keeps {credits(_earned(demo, name))} credits")
+            problems.append(f"{name} was convicted and keeps {credit_text(_earned(demo, name))} credits")
     for name in demo.living:
         if demo.key(name) in convicted:
             problems.append(f"{name} is honest and was convicted")
@@ -385,7 +385,7 @@ def _audit_table(demo: Demo, trail: AuditTrail) -> Table:
         passed, failed = replays.get(demo.key(name), (0, 0))
         conviction = found.get(demo.key(name))
         verdict = f"convicted in round {conviction.decided_round}: {conviction.measured}" if conviction else "-"
-        table.add_row(name, f"{passed} passed, {failed} failed", verdict, credits(_earned(demo, name)))
+        table.add_row(name, f"{passed} passed, {failed} failed", verdict, credit_text(_earned(demo, name)))
     return table
 
 
@@ -405,9 +405,9 @@ def _print(
                 p.name,
                 snapshot.state[:32] if snapshot else "killed" if p.name == KILLED else p.phase,
                 str(snapshot.round if snapshot else p.round),
-                credits(p.micro_credits_settled),
-                credits(p.micro_credits_pending),
-                credits(p.micro_credits_settled + p.micro_credits_pending),
+                credit_text(p.micro_credits_settled),
+                credit_text(p.micro_credits_pending),
+                credit_text(p.micro_credits_settled + p.micro_credits_pending),
             )
     demo.screen.print(table)
     say(f"held-out loss: {judged.before:.3f} before, {judged.after:.3f} after (must fall by {MARGIN:.2f})")

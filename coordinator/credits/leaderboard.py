@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 from coordinator.errors import RefusedError, TooManyError
@@ -131,7 +132,8 @@ class Leaderboard:
         self._names = ChosenNames()
         self._binding_counts: dict[PeerKey, int] = {}
         self._teams: dict[str, list[PeerKey]] | None = None
-        self._ranked: dict[Grouping, tuple[list[str], dict[str, int]]] = {}
+        self._ranked: dict[Grouping, tuple[list[tuple[str, str]], dict[str, int]]] = {}
+        """The keys of each grouping with their teams, those with most credits first; and the place of each key."""
         self._ranked_for: Mapping[PeerKey, PeerBalances] = {}
         """The balances by which `_ranked` was sorted."""
 
@@ -235,17 +237,21 @@ class Leaderboard:
         """Return the totals of an account or a peer with this key; all zero for a key that is unknown."""
         return self._account_view(key) if key in self._accounts else self._peer_view(key)
 
-    def leaderboard(self, by: Grouping, limit: int, after: str = "") -> list[CreditSummary]:
-        """Return those with most credits first, after the row of a key; none after a key that is unknown."""
+    def leaderboard(self, by: Grouping, limit: int, after: str = "", team: str = "") -> list[CreditSummary]:
+        """Return those with most credits first, after the row of a key; none after a key that is unknown.
+
+        With `team`, only that team, its accounts, or their peers.
+        """
         if self._ranked_for is not self._chain.balances:
             self._ranked, self._ranked_for = {}, self._chain.balances
         if by not in self._ranked:
             views = sorted(self._all(by), key=lambda v: (-(v.settled + v.pending), v.key))
-            keys = [v.key for v in views]
-            self._ranked[by] = (keys, {key: i for i, key in enumerate(keys)})
-        keys, places = self._ranked[by]
-        start = 0 if not after else places.get(after, len(keys)) + 1
-        return [self._view(by, key) for key in keys[start : start + limit]]
+            ranked = [(v.key, v.team) for v in views]
+            self._ranked[by] = (ranked, {key: i for i, (key, _) in enumerate(ranked)})
+        ranked, places = self._ranked[by]
+        start = 0 if not after else places.get(after, len(ranked)) + 1
+        found = (key for key, of in islice(ranked, start, None) if not team or of == team)
+        return [self._view(by, key) for key in islice(found, limit)]
 
     def _all(self, by: Grouping) -> Iterable[CreditSummary]:
         if by == "peer":

@@ -19,7 +19,7 @@ from coordinator.indexed_chain import IndexedChain
 from coordinator.ledger_thread import LedgerThread
 from coordinator.limits import ConcurrencyLimit
 from coordinator.overview import Overview, PeerOverview, RoundOverview, round_overview
-from coordinator.page import json_view
+from coordinator.page import json_view, pictures
 from coordinator.page.feed import Feed
 from coordinator.page.run_card import run_card
 from coordinator.round_observations import RoundObservations
@@ -119,17 +119,10 @@ class PageApi:
         return orders[sort, descending]
 
     def peer(self, key: PeerKey) -> dict[str, Any] | None:
-        shown = next((p for p in self.overview().peers if p.peer == key), None)
-        chain, nothing = self.chain, Balance()
-        settled, pending = chain.settled.get(key, nothing), chain.pending.get(key, nothing)
-        if shown is None:
-            if not settled.rounds + pending.rounds and not chain.audits.of_peer(key):
-                return None
-            shown = PeerOverview(
-                key, self.name_of(key), "gone", None, 0.0, settled.micro_credits, pending.micro_credits,
-                conviction=chain.audits.conviction_of(key),
-            )  # fmt: skip
-        newest = []
+        if (shown := self._peer_overview(key)) is None:
+            return None
+        chain, newest = self.chain, []
+        settled, pending = self._balances(key)
         for account in chain.newest(NEWEST_OF_PEER):
             entry = next((e for e in account.lines if e.peer == key), None)
             seen = self.observations.get(account.record)
@@ -154,6 +147,34 @@ class PageApi:
             "audits": [self._case(c) for c in chain.audits.of_peer(key)[:AUDITS_OF_PEER]],
         }
 
+    def peer_badge(self, key: PeerKey) -> bytes | None:
+        if (shown := self._peer_overview(key)) is None:
+            return None
+        settled, pending = self._balances(key)
+        return pictures.volunteer_badge(self.name_of(key), shown.settled, settled.rounds + pending.rounds)
+
+    def account_badge(self, key: PeerKey) -> bytes | None:
+        found = self.credits.of(key)
+        if found.kind != "account":
+            return None
+        return pictures.volunteer_badge(found.name, found.settled, found.rounds)
+
+    def _peer_overview(self, key: PeerKey) -> PeerOverview | None:
+        """Return a peer of the overview, or one that is gone and of which the chain has rounds or audits."""
+        shown = next((p for p in self.overview().peers if p.peer == key), None)
+        settled, pending = self._balances(key)
+        if shown is None and (settled.rounds or pending.rounds or self.chain.audits.of_peer(key)):
+            return PeerOverview(
+                key, self.name_of(key), "gone", None, 0.0, settled.micro_credits, pending.micro_credits,
+                conviction=self.chain.audits.conviction_of(key),
+            )  # fmt: skip
+        return shown
+
+    def _balances(self, key: PeerKey) -> tuple[Balance, Balance]:
+        """Return a peer's settled and pending balance."""
+        nothing = Balance()
+        return self.chain.settled.get(key, nothing), self.chain.pending.get(key, nothing)
+
     def audits(self, offset: int, limit: int) -> dict[str, Any]:
         """Return decided cases, newest first, and the newest undecided ones."""
         decided, undecided = self.chain.audits.decided, self.chain.audits.undecided
@@ -169,9 +190,9 @@ class PageApi:
         final = case.outcome is not None and self.chain.is_final(case.outcome.stated)
         return json_view.audit_case(case, final, self.name_of)
 
-    def leaderboard(self, by: Grouping, limit: int, after: str) -> list[dict[str, Any]]:
+    def leaderboard(self, by: Grouping, limit: int, after: str, team: str) -> list[dict[str, Any]]:
         """Return rows by "peer", "account" or "team", those with most credits first, after the row of a key."""
-        return [json_view.credit_summary(c) for c in self.credits.leaderboard(by, limit, after)]
+        return [json_view.credit_summary(c) for c in self.credits.leaderboard(by, limit, after, team)]
 
     async def newest_rounds(self, before: int, limit: int) -> dict[str, Any]:
         chain = self.chain

@@ -22,6 +22,7 @@ from coordinator.page import json_view, openapi, pictures
 from coordinator.page.answers import AnswerCache, EncodedBody
 from coordinator.page.api import PageApi
 from coordinator.page.api_docs import api_page
+from coordinator.page.badge_routes import badge_routes
 from coordinator.page.downloads import Downloads
 from coordinator.page.endpoints import ENDPOINTS
 from coordinator.page.response_limits import SlowClientError, paced
@@ -30,8 +31,8 @@ STATIC = Path(__file__).parent / "static"
 REQUESTS_OF_ONE = Rate(30, 200)
 """Requests of one network; a reverse proxy on this machine stands for everybody and is not counted."""
 
-BADGE_SECONDS, INVITE_SECONDS = 30, 10
-"""How long a picture is kept."""
+INVITE_SECONDS = 10
+"""How long the picture of the invite is kept."""
 
 METRICS_SECONDS = 1
 """How long /metrics is kept: it is made on the event loop, which must not work for each of many requests."""
@@ -71,16 +72,6 @@ def make_app(source: PageApi, more: Sequence[Route] = ()) -> ASGIApp:
 
         return answer
 
-    async def badge(request: Request) -> Response:
-        async def make() -> EncodedBody:
-            return EncodedBody.of(pictures.badge(source.overview()), pictures.SVG_TYPE)
-
-        body = await answers.get("/badge.svg", BADGE_SECONDS, make)
-        assert body is not None
-        found = body.answer(request, f"public, max-age={BADGE_SECONDS}")
-        found.headers["cross-origin-resource-policy"] = "cross-origin"  # it is for other pages
-        return found
-
     async def invite(request: Request) -> Response:
         async def make() -> EncodedBody | None:
             found = source.published_invite()
@@ -103,7 +94,7 @@ def make_app(source: PageApi, more: Sequence[Route] = ()) -> ASGIApp:
             Route("/static/{name:path}", static),
             Route("/favicon.svg", always(files["favicon.svg"])),
             Route("/favicon.ico", always(files["favicon.svg"])),
-            Route("/badge.svg", badge),
+            *badge_routes(source, answers),
             Route("/invite.svg", invite),
             Route("/api", always(human)),
             Route("/api/openapi.json", always(spec)),

@@ -18,6 +18,7 @@ from coordinator.page import schemas as s
 from coordinator.page.answers import AnswerCache, EncodedBody
 from protocol.errors import ProtocolError
 from protocol.ids import PeerKey
+from protocol.ledger.statements import MAX_ACCOUNT_NAME
 
 UNREADABLE = "the ledger cannot be read at this moment: try again\n"
 
@@ -135,6 +136,7 @@ class ApiEndpoint:
 SORTS = ("state", "name", "since", "round", "loss", "speed", "up", "down", "credits", "device", "last_round")
 
 _NUMBER = Parameter("number", "the round's number", in_path=True)
+KEY = Parameter("key", "the peer's key", key=True, in_path=True)
 
 ENDPOINTS: tuple[ApiEndpoint, ...] = (
     ApiEndpoint(
@@ -197,7 +199,7 @@ ENDPOINTS: tuple[ApiEndpoint, ...] = (
             "`audits`: the newest cases about its own updates, decided ones first.",
         ),
         lambda source, key: source.peer(key),
-        (Parameter("key", "the peer's key", key=True, in_path=True),),
+        (KEY,),
         missing="this run knows no such peer",
     ),
     ApiEndpoint(
@@ -250,11 +252,12 @@ ENDPOINTS: tuple[ApiEndpoint, ...] = (
         "/api/leaderboard",
         "Who has most credits",
         s.many(s.LEADER),
-        lambda source, by, limit, after: source.leaderboard(by, limit, after),
+        lambda source, by, limit, after, team: source.leaderboard(by, limit, after, team),
         (
             Parameter("by", "grouping of the rows", "peer", choices=("peer", "account", "team")),
             Parameter("limit", "maximum number", 25, 1, 100),
             Parameter("after", "continue after the row with this key", "", longest=128),
+            Parameter("team", "only this team, its accounts or their peers", "", longest=MAX_ACCOUNT_NAME),
         ),
         seconds=3,
     ),

@@ -26,6 +26,20 @@ _OTHERS: dict[str, Any] = {
             "responses": {"200": {"description": "a badge, at most 30 seconds old", "content": _PICTURE}},
         }
     },
+    **{
+        f"/badge/{kind}/{{key}}.svg": {
+            "get": {
+                "summary": f"The name, settled credits and rounds of one {kind} as a picture, for other pages",
+                "parameters": [{"name": "key", "in": "path", "required": True, "schema": s.KEY}],
+                "responses": {
+                    "200": {"description": "a badge, at most 30 seconds old", "content": _PICTURE},
+                    "400": {"description": "a malformed key", "content": _PLAIN},
+                    "404": {"description": f"this run knows no such {kind}", "content": _PLAIN},
+                },
+            }
+        }
+        for kind in ("peer", "account")
+    },
     "/invite.svg": {
         "get": {
             "summary": "The invite of /api/run as a QR code",

@@ -1,4 +1,4 @@
-"""Pictures as SVG: a badge with the run's state, and the invite as a QR code."""
+"""Pictures as SVG: badges with the state of the run or the credits of a volunteer, and the invite as a QR code."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from html import escape
 import segno
 
 from coordinator.overview import Overview
+from protocol.ledger.credit_text import credit_text
 
 SVG_TYPE = "image/svg+xml"
 COLORS = {
@@ -20,14 +21,24 @@ LETTER = 6.1
 """Width of a letter in px; `textLength` makes every font keep it."""
 
 
-def badge(o: Overview) -> bytes:
+def run_badge(o: Overview) -> bytes:
     """Return the run's name, state, progress and peers."""
     said = [o.health]
     if o.total_tokens:
         said.append(f"{min(1.0, o.tokens / o.total_tokens):.0%}")
     if o.health not in ("finished", "ended"):
         said.append(f"{o.training} peer{'' if o.training == 1 else 's'}")
-    name, state = o.name, " · ".join(said)
+    return _badge(o.name, said, COLORS.get(o.health, OTHER))
+
+
+def volunteer_badge(name: str, micro_credits: int, rounds: int) -> bytes:
+    """Return the name of a peer or an account, its settled credits and its rounds."""
+    said = [f"{credit_text(micro_credits)} credits", f"{rounds} round{'' if rounds == 1 else 's'}"]
+    return _badge(name, said, COLORS["healthy"])
+
+
+def _badge(name: str, said: list[str], color: str) -> bytes:
+    state = " · ".join(said)
     left, right = (round(LETTER * len(text)) + 16 for text in (name, state))
 
     def text(at: float, words: str) -> str:
@@ -40,7 +51,7 @@ def badge(o: Overview) -> bytes:
         f"<title>{about}</title>"
         f'<clipPath id="r"><rect width="{left + right}" height="20" rx="3"/></clipPath><g clip-path="url(#r)">'
         f'<rect width="{left}" height="20" fill="#334155"/>'
-        f'<rect x="{left}" width="{right}" height="20" fill="{COLORS.get(o.health, OTHER)}"/></g>'
+        f'<rect x="{left}" width="{right}" height="20" fill="{color}"/></g>'
         '<g fill="#fff" text-anchor="middle" font-family="Verdana,DejaVu Sans,sans-serif" font-size="11">'
         f"{text(left / 2, name)}{text(left + right / 2, state)}</g></svg>"
     ).encode()

@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -15,6 +16,7 @@ from tests.page.log_fakes import FakeLog
 from tests.page.world import EVIL, FRAMED, LIAR, STRANGER, World, audited_world, crowd, peer
 from tests.support.credit_texts import CREDIT_TEXTS
 from tests.support.long_cases import long_cases
+from tests.support.specs import identity
 from tests.support.waiting import wait_until
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install '.[test]'")
@@ -26,6 +28,7 @@ ARGUMENTS = (
     "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync"
 ).split()
+ACCOUNT, TEAM = identity("ada"), "blue/<b>100%</b>üWWWWWWWWWWWWWWWWWWWWW"
 VIEWS = [
     "",
     "#peers",
@@ -36,10 +39,23 @@ VIEWS = [
     "#join",
     f"#peer/{peer(5).key}",
     "#round/7",
-    f"#account/{peer(0).key}",
+    f"#account/{ACCOUNT.key}",
+    f"#team/{quote(TEAM, safe='')}",
 ]
 WAIT = 120_000
 """Milliseconds."""
+ADVICE: dict[str, tuple[str, list[str]]] = {
+    "waiting": ("Be the first: take part.", ["#join"]),
+    "idle": ("Take part, and training goes on from round 7.", ["#join"]),
+    "stalled": ("Volunteers: leave your peers running", ["#peers"]),
+    "split": ("Peers return to the chain by themselves.", []),
+    "catching up": ("Nothing to do: peers train meanwhile.", []),
+    "trouble": ("Nothing to do for volunteers", []),
+    "paused": ("Nothing to do: peers keep their work", []),
+    "finished": ("Take the model with you", ["#model"]),
+    "ended": ("What was trained is kept", ["#model"]),
+}
+"""In each state of docs/page.md but the healthy one: the beginning of the advice, and its links."""
 OWN = "willReadFrequently"
 """The browser's warning about this test's own reading of the pixels."""
 
@@ -63,6 +79,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     world.start()
     world.name_peers()
     world.play(12)
+    world.bind(0, ACCOUNT, "the ada lab", TEAM)
     yield world
     world.close()
 
@@ -127,6 +144,28 @@ def test_it_opens_with_the_state_in_words_and_all_charts_drawn(world, tab):
     assert all(pixels > 500 for pixels in drawn(page))
     assert "newest train" in page.locator(".chart").nth(4).get_attribute("aria-label")
     assert "announced 1.2 s after the record was proposed" in text(page, "#view")
+
+
+def test_each_state_that_asks_something_of_people_comes_with_advice(world, tab):
+    page = tab(world)
+    assert not page.locator("#advice").is_visible(), "it is healthy"
+    shown = page.evaluate(
+        """async (states) => {
+            const { showHeader } = await import('/static/js/header.js');
+            const now = await (await fetch('/api/status')).json();
+            const [said, join] = ['advice', 'take-part'].map((id) => document.getElementById(id));
+            return states.map((health) => {
+                showHeader({ ...now, health, round: 7 });
+                const links = [...said.querySelectorAll('a')].map((a) => a.getAttribute('href'));
+                return [health, said.hidden ? '' : said.textContent, links, join.hidden];
+            });
+        }""",
+        [*ADVICE, "healthy"],
+    )
+    for health, said, links, over in shown:
+        words, expected = ADVICE.get(health, ("", []))
+        assert said.startswith(words) and bool(said) == bool(words) and links == expected, health
+        assert over == (health in ("finished", "ended")), "nobody joins a run that is over"
 
 
 def test_a_chart_without_its_data_says_so_and_not_that_there_is_none(world, tab):
@@ -271,6 +310,23 @@ def test_the_line_to_join_is_copied_and_the_invite_is_drawn(world, tab):
     copied = page.evaluate("navigator.clipboard.readText()")
     assert copied == last.locator("code").inner_text() and copied.startswith("cairn peer join cairn1:")
     until(page, "document.querySelector('.join img').naturalWidth > 0")
+
+
+def test_a_row_of_a_team_leads_to_its_totals_accounts_and_peers(world, tab):
+    page = tab(world, "#leaderboard")
+    page.locator("[data-by=team]").click()
+    page.locator("#view .wide a", has_text=TEAM).click()
+    page.wait_for_selector(".facts")
+    until(page, "document.querySelector('#view .wide tbody').innerText.includes('the ada lab')")
+    assert text(page, "#view h2") == f"Team {TEAM}" and page.locator("#view .wide tbody tr").count() == 1
+    assert page.locator("#tabs [aria-current]").inner_text() == "Leaderboard"
+    shown = page.locator("#view .wide tbody td").all_inner_texts()
+    assert shown[2:3] + shown[-1:] == [page.locator(".facts dd").nth(n).inner_text() for n in (0, 5)]
+    page.locator("[data-by=peer]").click()
+    until(page, "document.querySelector('#view .wide tbody').innerText.includes('ada\t')")
+    for broken in ("%E0%A4", "nobody"):
+        page.goto(f"{world.url}#team/{broken}")
+    until(page, "document.querySelector('#view').innerText.includes('no account of this run names this team')")
 
 
 def test_credits_are_written_as_in_the_terminal(world, tab):
@@ -423,6 +479,27 @@ def test_a_peers_own_page_shows_its_rounds_and_receipts_that_can_be_checked(worl
     page.locator("button", has_text="Older").click()
     until(page, "document.querySelectorAll('section tbody tr').length === 21")
     assert "cairn audit ledger" in text(page, "section")
+    for view in (f"peer/{peer(1).key}", f"account/{ACCOUNT.key}"):
+        page.goto(f"{world.url}#{view}")
+        until(page, f"document.querySelector('#view img[src=\"/badge/{view}.svg\"]')?.naturalWidth > 100")
+        assert text(page, ".line code") == f"![credits]({world.url}badge/{view}.svg)"
+
+
+def test_a_strip_in_a_peers_view_shows_in_which_of_the_newest_rounds_it_was(world, tab):
+    page = tab(world, f"#peer/{peer(5).key}")
+    page.wait_for_selector(".strip")
+    title, bars = page.evaluate(
+        """() => {
+            const strip = document.querySelector('.strip'), about = (r, name) => r.getAttribute(name);
+            const bars = [...strip.children].map((r) => [about(r, 'class'), Number(about(r, 'height')), r.textContent]);
+            return [about(strip, 'aria-label'), bars];
+        }"""
+    )
+    missed = [said for kind, _, said in bars if kind == "out"]
+    assert title.startswith(f"In {len(bars) - len(missed)} of the newest {len(bars)} rounds, with up to ")
+    assert [said.split(":")[0] for _, _, said in bars] == [f"round {n}" for n in range(len(bars))]
+    assert missed and all(re.search(": announced .* after the record was proposed", said) for said in missed)
+    assert max(high for _, high, _ in bars) == 46 and {high for kind, high, _ in bars if kind == "out"} == {5}
 
 
 @pytest.mark.parametrize("what", ["record", "another", "receipt"])

@@ -34,6 +34,7 @@ from protocol.messages import (
     WorkReport,
 )
 from protocol.spec import sign_spec
+from tests.support.bindings import bind
 from tests.support.coordinator_fakes import ChainMaker, FakeSwarm, make_archiver, make_spec, peer, state
 from tests.support.specs import OWNER, spec_fields
 from tests.support.waiting import until
@@ -161,6 +162,12 @@ class World:
         assert self.coordinator is not None
         self.act(self.coordinator.ledger.run(admit))
         self.act(self.coordinator.admitter.load())
+
+    def bind(self, number: int, account: Identity, name: str, team: str = "") -> None:
+        """Let the credits of a peer count for an account."""
+        assert self.coordinator is not None
+        binding = bind(peer(number), account, self.swarm.spec.run_id, int(self.clock()), name, team)
+        self.act(self.coordinator.credits.leaderboard.bind(binding.encoded))
 
     # -- what happens ------------------------------------------------------------------------------------------
 

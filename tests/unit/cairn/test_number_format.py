@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cairn.number_format import SPARKS, credits, percent, sparkline
+from cairn.number_format import SPARKS, percent, sparkline
 from peer.units import byte_size, count
+from protocol.ledger.credit_text import credit_text
 from tests.support.credit_texts import CREDIT_TEXTS
 
 
@@ -34,7 +35,7 @@ def test_all_is_done_only_when_nothing_is_missing(share: float, text: str):
 
 @pytest.mark.parametrize("micro, text", CREDIT_TEXTS.items())
 def test_credits_have_three_digits_and_one_unit(micro, text):
-    assert credits(micro) == text
+    assert credit_text(micro) == text
 
 
 def test_a_sparkline_shows_every_value_as_a_bar_between_the_lowest_and_the_highest():

@@ -75,7 +75,7 @@ VIEWS = {"training": VIEW, "missed": MISSED, "starting": STARTING}
 @pytest.fixture(autouse=True)
 def credits_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the unit of credits: only their place is of interest here."""
-    monkeypatch.setattr("cairn.peer_view.credits", lambda micro: f"{micro / 1e6:.2f}")
+    monkeypatch.setattr("cairn.peer_view.credit_text", lambda micro: f"{micro / 1e6:.2f}")
 
 
 @pytest.mark.parametrize(("width", "name"), GOLDEN)

@@ -397,6 +397,12 @@ async def test_several_peers_are_one_account_and_accounts_are_a_team(ledger_plac
         assert [v.name for v in w.board.leaderboard("account", 10, "")] == ["ada", "bob"]
         (team,) = w.board.leaderboard("team", 10, "")
         assert (team.key, team.pending) == ("engines", view.pending + RULE.micro_credits(20))
+        await w.board.bind(bind(peer(4), identity("eve"), SPEC.run_id, now, "eve").encoded)
+        assert [v.name for v in w.board.leaderboard("account", 1, "", "engines")] == ["ada"]
+        assert [v.name for v in w.board.leaderboard("account", 9, str(ada.key), "engines")] == ["bob"]
+        assert [v.key for v in w.board.leaderboard("peer", 9, "", "engines")] == [str(peer(n).key) for n in (1, 2, 3)]
+        assert w.board.leaderboard("team", 9, "", "engines") == [team]
+        assert w.board.leaderboard("account", 9, "", "nobody's") == []
         # A peer that goes to another account takes what it has earned along; a newer name counts.
         assert await w.board.bind(bind(peer(2), bob, SPEC.run_id, now + 1, "Bob", "").encoded) == 2
         await w.restart()

@@ -39,14 +39,17 @@ from coordinator.peer_registry import PHASES
 from coordinator.service import Coordinator
 from protocol.ids import Digest
 from protocol.invite import HostPort, Invite
+from protocol.ledger.credit_text import credit_text
 from tests.page.log_fakes import FakeLog
 from tests.page.world import World
 from tests.support.coordinator_fakes import PARAMETERS, FakeSwarm, make_spec, overview, peer
 from tests.support.coordinator_service import running
-from tests.support.specs import OWNER
+from tests.support.specs import OWNER, identity
 from tests.support.waiting import LIMIT, NEVER, until
 
 ROUNDS = 9
+ACCOUNT = identity("ada")
+HOSTILE = "<a b='\"'>&]]></svg>"
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +60,7 @@ def world(tmp_path_factory: pytest.TempPathFactory):
     world.start()
     world.name_peers()
     world.play(ROUNDS)
+    world.bind(5, ACCOUNT, HOSTILE, "engines")
     yield world
     world.close()
 
@@ -85,7 +89,7 @@ QUESTIONS = {
     "/api/rounds/newest": ["", "?limit=3", "?before=4", "?before=0"],
     "/api/rounds/{number}": ["0", str(ROUNDS - 1)],
     "/api/rounds/{number}/certificate": ["0", str(ROUNDS - 1)],
-    "/api/leaderboard": ["", "?by=account", "?by=team", f"?limit=2&after={peer(1).key}"],
+    "/api/leaderboard": ["", "?by=account", "?by=team", "?by=account&team=engines", f"?limit=2&after={peer(1).key}"],
 }
 
 
@@ -153,6 +157,9 @@ def test_events_are_what_the_document_says(world, get):
         ("/api/rounds/999/certificate", 404), ("/api/rounds/newest?before=²", 400), ("/api/leaderboard?by=luck", 400),
         ("/checkpoints/round-000005/owner.key", 404), ("/checkpoints/..%2f..%2f/ledger.sqlite", 404),
         ("/checkpoints/round-000009/model.safetensors", 404), ("/api/nothing", 404),
+        ("/badge/peer/abc.svg", 400), (f"/badge/peer/{'A' * 64}.svg", 400), (f"/badge/peer/{'0' * 64}.svg", 404),
+        (f"/badge/account/{peer(5).key}.svg", 404), (f"/badge/team/{peer(5).key}.svg", 404),
+        ("/api/leaderboard?team=" + "x" * 41, 400),
     ],
 )  # fmt: skip
 def test_questions_that_make_no_sense_are_answered_with_words(path, code, get):
@@ -239,8 +246,36 @@ def test_a_badge_is_for_other_pages_and_says_how_the_run_is(get):
     (title,) = ElementTree.fromstring(answer.content).findall("{*}title")
     assert re.fullmatch(r"tiny stories: healthy · \d% · 12 peers", title.text or "")
     o = replace(overview(4, {1: ("training", 0)}), name='<&"', health="ended", total_tokens=0)
-    text = "".join(ElementTree.fromstring(pictures.badge(o)).itertext())
+    text = "".join(ElementTree.fromstring(pictures.run_badge(o)).itertext())
     assert text == '<&": ended<&"ended'
+
+
+def test_a_volunteer_has_a_badge_with_its_credits_and_rounds(get):
+    def title(answer: httpx.Response) -> str:
+        assert answer.headers.get_list("cross-origin-resource-policy") == ["cross-origin"]
+        assert answer.headers["cache-control"] == "public, max-age=30"
+        return ElementTree.fromstring(answer.content).findtext("{*}title") or ""
+
+    shown = get.get(f"/api/peers/{peer(5).key}").json()
+    earned = f"{credit_text(shown['peer']['micro_credits_settled'])} credits · {shown['rounds']} rounds"
+    assert 0 < shown["rounds"] < ROUNDS and title(get.get(f"/badge/peer/{peer(5).key}.svg")) == f"donald: {earned}"
+    assert title(get.get(f"/badge/account/{ACCOUNT.key}.svg")).startswith(f"{HOSTILE}: ")
+    once = pictures.volunteer_badge("ada", 12_345_678, 1)
+    assert "".join(ElementTree.fromstring(once).itertext()) == "ada: 12.3 credits · 1 roundada12.3 credits · 1 round"
+    assert "this run knows no such peer" in get.get(f"/badge/peer/{'0' * 64}.svg").text
+
+
+async def test_badges_are_limited_and_made_once_for_many_requests(world, monkeypatch):
+    from coordinator.limits import Rate
+    from coordinator.page import app
+
+    made, picture = [], pictures.volunteer_badge
+    monkeypatch.setattr(app, "REQUESTS_OF_ONE", Rate(0.1, 3))
+    monkeypatch.setattr(pictures, "volunteer_badge", lambda *about: made.append(about) or picture(*about))
+    transport = httpx.ASGITransport(app=make_app(world.coordinator.api), client=("192.0.2.7", 1))
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as get:
+        codes = [(await get.get(f"/badge/peer/{peer(5).key}.svg")).status_code for _ in range(4)]
+    assert codes == [200, 200, 200, 429] and len(made) == 1
 
 
 def test_after_a_restart_a_peer_is_gone_since_its_last_round(tmp_path):

@@ -28,6 +28,7 @@ export function say(id, text) {
 
 export const number = (text, attributes = {}) => el("td", { class: "n", ...attributes }, text);
 export const peerLink = (p) => el("a", { href: `#peer/${p.peer}`, title: p.peer }, p.name || p.peer.slice(0, 8));
+export const teamLink = (name) => el("a", { href: `#team/${encodeURIComponent(name)}` }, name);
 export const roundLink = (n) => el("a", { href: `#round/${n}` }, String(n));
 
 // A table that scrolls sideways by itself on a phone; `name` is for those who cannot see it.

@@ -23,7 +23,7 @@ export function perplexity(n) {
   return p < 1000 ? p.toPrecision(3) : short(p);
 }
 
-// Credits with three significant digits, as `cairn.number_format.credits` writes them; whole numbers, so that both round alike.
+// Credits with three significant digits, as `credit_text` in protocol/ledger/credit_text.py writes them; whole numbers, so that both round alike.
 export function credits(micro) {
   const unit = 10 ** Math.max(0, String(micro).length - 3);
   const kept = Math.floor((micro + Math.floor(unit / 2)) / unit) * unit;

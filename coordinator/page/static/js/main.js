@@ -15,10 +15,20 @@ import { Round, Rounds } from "./rounds.js";
 const KEY = /^[0-9a-f]{64}$/;
 let view = null, newest = null;
 
+// The name of a team, which may have any characters, from the address; "" where somebody has broken it.
+function teamOf(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return "";
+  }
+}
+
 function make(root) {
   const [name, which = ""] = location.hash.slice(1).split("/");
   if (name === "peer" && KEY.test(which)) return new Peer(root, which);
   if (name === "account" && KEY.test(which)) return new Account(root, which);
+  if (name === "team" && teamOf(which)) return new Leaderboard(root, teamOf(which));
   if (name === "round" && /^[0-9]{1,12}$/.test(which)) return new Round(root, Number(which));
   if (name === "peers") return new Peers(root);
   if (name === "rounds") return new Rounds(root);
@@ -29,7 +39,7 @@ function make(root) {
   return new Overview(root);
 }
 
-const TAB_OF = { peer: "#peers", account: "#leaderboard", round: "#rounds" };
+const TAB_OF = { peer: "#peers", account: "#leaderboard", team: "#leaderboard", round: "#rounds" };
 
 function turn(moved) {
   view?.close();

@@ -2,8 +2,10 @@
 
 import { ask, askOr, Missing } from "./api.js";
 import { ownCases } from "./audits.js";
-import { el, facts, number, peerLink, roundLink, svg, table } from "./dom.js";
+import { el, facts, number, peerLink, roundLink, svg, table, teamLink } from "./dom.js";
 import { bytes, credits, duration, loss, shortKey, short } from "./format.js";
+import { copyable } from "./join.js";
+import { totals } from "./leaderboard.js";
 import { isAway, phase } from "./peers.js";
 import { checkReceipt, possible } from "./proof.js";
 
@@ -69,6 +71,12 @@ function strip(newest) {
   return picture;
 }
 
+// The badge of a peer or an account, with the line of Markdown that embeds it in another page.
+function badge(kind, key) {
+  const path = `/badge/${kind}/${key}.svg`;
+  return el("div", {}, el("h3", {}, "A badge for your own page"), el("p", {}, el("img", { src: path, alt: "The badge", height: "20" })), copyable(`![credits](${location.origin}${path})`));
+}
+
 export class Peer {
   constructor(root, key) {
     this.key = key;
@@ -97,6 +105,7 @@ export class Peer {
       return;
     }
     if (this.closed) return;
+    this.badge ??= this.receipts.box.parentElement.appendChild(badge("peer", this.key));
     const p = found.peer, away = isAway(p), said = JSON.stringify([found.audits, round >= (p.conviction?.barred_until ?? 0)]);
     if (said !== this.said) [this.said, this.cases] = [said, ownCases(found.audits, round)]; // what somebody has unfolded stays so
     const newest = found.newest[0];
@@ -133,13 +142,14 @@ export class Account {
     this.head = s.head;
     const a = await askOr(null, `/api/accounts/${this.key}`);
     if (this.closed) return;
-    if (!a) {
+    if (a?.kind !== "account") {
       this.body.replaceChildren(el("h2", {}, "Account ", el("code", {}, shortKey(this.key))), el("p", {}, "This coordinator knows no such account."));
       return;
     }
+    this.badge ??= this.body.parentElement.appendChild(badge("account", this.key));
     this.body.replaceChildren(
-      el("h2", {}, a.name || `Account ${shortKey(this.key)}`, " ", el("small", {}, a.team ? `team ${a.team}` : "")),
-      facts([["Credits", credits(a.micro_credits_settled)], ["Pending", credits(a.micro_credits_pending)], ["Voided", credits(a.micro_credits_voided ?? 0)], ["A day", a.recent === null ? "–" : credits(a.recent)], ["Tokens", short(a.tokens)], ["Rounds", String(a.rounds)]]),
+      el("h2", {}, a.name || `Account ${shortKey(this.key)}`, " ", a.team ? el("small", {}, "team ", teamLink(a.team)) : ""),
+      totals(a),
       el("dl", { class: "digests" }, el("dt", {}, "Key"), el("dd", {}, el("code", {}, this.key))),
       el("h3", {}, "Its peers"),
       table("Peers of this account", ["Peer"], (a.peers ?? []).map((p) => el("tr", {}, el("td", {}, peerLink({ peer: p })))), "none"),
