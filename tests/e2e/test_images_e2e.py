@@ -134,7 +134,8 @@ def test_systemd_takes_the_units_and_finds_the_first_one_sandboxed(tools: Layers
     script = """
         mkdir -p /opt/cairn/bin /root/.local/bin /run/user/0
         ln -s /bin/true /opt/cairn/bin/cairn && ln -s /bin/true /root/.local/bin/cairn
-        systemd-analyze verify --man=no --recursive-errors=no /deploy/cairn-peer.service
+        systemd-analyze verify --man=no --recursive-errors=no /deploy/cairn-peer.service \
+            /deploy/cairn-preemption.service
         XDG_RUNTIME_DIR=/run/user/0 systemd-analyze --user verify --man=no --recursive-errors=no \
             /deploy/user/cairn-peer.service
         systemd-analyze security --offline=true --no-pager /deploy/cairn-peer.service

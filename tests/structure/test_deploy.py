@@ -171,11 +171,16 @@ def test_a_unit_is_valid_and_starts_what_it_is_named_after(unit: Path, tmp_path:
     ]
     assert parsed(arguments)[0] == command
     assert f"\nTimeoutStopSec={seconds}\n" in unit.read_text()
+    # It wants the program to exist.
+    verify(unit, unit.read_text().replace(program, "/bin/true"), tmp_path)
+
+
+def verify(unit: Path, text: str, tmp_path: Path) -> None:
+    """Have systemd check the text of a unit, if it is here."""
     if not shutil.which("systemd-analyze"):
         pytest.skip("systemd-analyze is not here")
-    # It wants the program to exist.
     copy = tmp_path / unit.name
-    copy.write_text(unit.read_text().replace(program, "/bin/true"))
+    copy.write_text(text)
     command = [
         "systemd-analyze",
         *(["--user"] if "user" in unit.parts else []),
@@ -186,6 +191,15 @@ def test_a_unit_is_valid_and_starts_what_it_is_named_after(unit: Path, tmp_path:
     ]
     done = subprocess.run(command, env={"XDG_RUNTIME_DIR": str(tmp_path)}, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_unit_for_a_notice_is_valid_goes_with_the_peer_and_does_nothing_without_a_hook(tmp_path: Path):
+    unit = DEPLOY / "cairn-preemption.service"
+    text = unit.read_text()
+    hook = re.findall(r"^ConditionFileIsExecutable=(.+)$", text, re.M)
+    assert hook == re.findall(r"^ExecStart=.*'until (\S+);", text, re.M)
+    assert "\nPartOf=cairn-peer.service\n" in text and "\nWantedBy=cairn-peer.service\n" in text
+    verify(unit, text, tmp_path)
 
 
 def test_user_data_for_cloud_init_installs_what_its_unit_starts():
