@@ -18,6 +18,7 @@ import pytest
 from cairn import __version__
 from tests.support.bare_root import OVER_CUDA, Container, Image, Layers, Roots, loopback, why_not
 from tests.support.waiting import wait_until
+from tests.support.wheel import copy_files
 
 ROOT = Path(__file__).resolve().parents[2]
 WHY_NOT = why_not()
@@ -121,6 +122,13 @@ def test_a_run_is_served_joined_left_and_served_again(coordinator: Image, peer: 
             assert page(again, "/api/status")["round"] >= round_
             assert invite.read_text() == before
             assert again.stop(LIMIT) == 0, again.log()
+
+
+def test_the_start_script_installs_and_stops_where_the_doctor_says_no(peer: Image, roots: Roots, tmp_path: Path):
+    copy_files(tmp_path)  # installing leaves files there
+    script = "sh /clone/deploy/start.sh cairn1:none && exit 1; test ! -e /etc/cairn"
+    _, shown = roots.run(peer.layers, ["sh", "-ec", script], {"/clone": tmp_path})
+    assert "Successfully installed cairn-swarm" in shown and "not joined" in shown
 
 
 @pytest.fixture(scope="module")

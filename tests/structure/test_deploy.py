@@ -202,19 +202,123 @@ def test_the_unit_for_a_notice_is_valid_goes_with_the_peer_and_does_nothing_with
     verify(unit, text, tmp_path)
 
 
-def test_user_data_for_cloud_init_installs_what_its_unit_starts():
+class BareMachine:
+    """A folder for the roots of start.sh, with a clone in it, and programs that write down their arguments."""
+
+    PACKAGES = "gcc libc6-dev python3-dev python3-venv"
+    PROGRAMS = {
+        "id": "echo ${USER_ID:-0}",
+        "dpkg": 'for name in "$@"; do [ "$name" = -s ] || [ -e {root}/$name ] || exit 1; done',
+        "apt-get": 'for name in "$@"; do touch {root}/$name; done',
+        "python3": "mkdir -p $3/bin; cp {root}/bin/pip {root}/bin/cairn $3/bin",
+        "pip": "",
+        "cairn": "cat > {root}/asked; echo $CAIRN_HOME >> {root}/asked",
+        "systemctl": "",
+    }
+
+    def __init__(self, root: Path):
+        self.root, self.clone = root, root / "clone"
+        shutil.copytree(DEPLOY, self.clone / "deploy")
+        self.script = self.clone / "deploy" / "start.sh"
+        self.script.write_text(re.sub(r"(?<![\w.])/(?=(?:etc|opt|var)/)", f"{root}/", self.script.read_text()))
+        (root / "bin").mkdir()
+        (root / "etc/systemd/system").mkdir(parents=True)
+        for name, work in self.PROGRAMS.items():
+            lines = ["#!/bin/sh", f'echo "{name} $*" >> {root}/log', f'[ "$FAILS" != {name} ] || exit 1']
+            (root / "bin" / name).write_text("\n".join([*lines, work.replace("{root}", str(root))]) + "\n")
+            (root / "bin" / name).chmod(0o755)
+
+    def start(self, *arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+        (self.root / "log").write_text("")
+        return subprocess.run(
+            ["sh", str(self.script), *arguments], input=stdin, capture_output=True, text=True, timeout=60,
+            env={"PATH": f"{self.root}/bin:/usr/bin:/bin", "FAILS": "", **environment},
+        )  # fmt: skip
+
+    def steps(self) -> list[str]:
+        """Return what the last start called, without looking at the user."""
+        lines = (self.root / "log").read_text().replace(f"{self.root}/", "/").splitlines()
+        return [line for line in lines if line != "id -u"]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> BareMachine:
+    return BareMachine(tmp_path)
+
+
+def test_one_line_installs_checks_and_joins_and_another_does_so_again(machine: BareMachine):
+    root, needed = machine.root, machine.PACKAGES
+    done = machine.start("cairn1:first")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert machine.steps() == [
+        f"dpkg -s {needed}",
+        "apt-get update",
+        f"apt-get -o DPkg::Lock::Timeout=600 install -y --no-install-recommends {needed}",
+        "python3 -m venv /opt/cairn",
+        "pip install --no-cache-dir /clone",
+        "cairn peer doctor -",
+        "systemctl daemon-reload",
+        "systemctl enable --now cairn-peer",
+    ]
+    invite, unit = root / "etc/cairn/invite", root / "etc/systemd/system/cairn-peer.service"
+    assert (root / "asked").read_text() == f"cairn1:first\n{root}/var/lib/cairn\n", "the service's home, not root's"
+    assert invite.read_text() == "cairn1:first\n" and invite.stat().st_mode & 0o777 == 0o600
+    assert unit.read_bytes() == UNITS[0].read_bytes()
+
+    (root / "curl").touch()
+    invite.chmod(0o644)
+    done = machine.start("-", "gcp", stdin="cairn1:second\n")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert machine.steps() == [
+        f"dpkg -s {needed} curl",
+        "systemctl stop cairn-peer",
+        "pip install --no-cache-dir /clone",
+        "cairn peer doctor -",
+        "systemctl daemon-reload",
+        "systemctl enable cairn-preemption",
+        "systemctl enable --now cairn-peer",
+    ]
+    assert invite.read_text() == "cairn1:second\n" and invite.stat().st_mode & 0o777 == 0o600
+    hook = root / "etc/cairn/preempted"
+    assert hook.read_bytes() == (DEPLOY / "preempted/gcp.sh").read_bytes() and hook.stat().st_mode & 0o777 == 0o755
+    assert (unit.parent / "cairn-preemption.service").exists()
+
+
+def test_the_places_of_the_start_script_are_those_of_the_unit():
+    script, unit = (DEPLOY / "start.sh").read_text(), UNITS[0].read_text()
+    assert f"{started(UNITS[0])[0]} peer doctor" in script
+    assert "StandardInput=file:/etc/cairn/invite\n" in unit and "/etc/cairn/invite\n" in script
+    assert "Environment=CAIRN_HOME=%S/cairn " in unit and "CAIRN_HOME=/var/lib/cairn " in script
+
+
+@pytest.mark.parametrize("fails", ["apt-get", "python3", "pip", "cairn"])
+def test_nothing_joins_after_a_step_that_failed(machine: BareMachine, fails: str):
+    done = machine.start("cairn1:first", FAILS=fails)
+    assert done.returncode == 1 and not [step for step in machine.steps() if step.startswith("systemctl")]
+    assert not (machine.root / "etc/cairn/invite").exists()
+    assert ("not joined" in done.stderr) is (fails == "cairn"), "the doctor's line has the remedy"
+
+
+def test_a_start_with_wrong_arguments_or_without_root_does_nothing(machine: BareMachine):
+    for wrong in ((), ("cairn1:first", "azure"), ("cairn1:first", "aws", "gcp"), ("cairn1:first", "")):
+        done = machine.start(*wrong)
+        assert done.returncode == 2 and "INVITE [aws|gcp|file]" in done.stderr and not machine.steps()
+    done = machine.start("cairn1:first", USER_ID="1000")
+    assert done.returncode == 1 and "sudo" in done.stderr and not machine.steps()
+
+
+def test_user_data_for_cloud_init_gives_the_invite_to_the_start_script():
     text = (DEPLOY / "cloud-init.yaml").read_text()
     assert text.startswith("#cloud-config\n")
     data = yaml.safe_load(text)
     assert data.keys() == {"package_update", "packages", "write_files", "runcmd"}
     (script,) = data["runcmd"]
     subprocess.run(["sh", "-n"], input=script, text=True, check=True)
-    stops, clone, venv, install, copy, *_ = map(shlex.split, script.splitlines())
-    assert stops == ["set", "-e"], "nothing is enabled that was not installed"
-    assert started(UNITS[0])[0] == f"{venv[-1]}/bin/cairn" and install[0] == f"{venv[-1]}/bin/pip"
-    assert clone[-1] == install[-1] and (ROOT / Path(copy[1]).relative_to(clone[-1])) == UNITS[0]
+    stops, clone, start = map(shlex.split, script.splitlines())
+    assert stops == ["set", "-e"] and clone[:2] == ["git", "clone"]
     (invite,) = data["write_files"]
-    assert f"StandardInput=file:{invite['path']}" in UNITS[0].read_text() and invite["permissions"] == "0600"
+    assert invite["permissions"] == "0600"
+    assert start == ["sh", f"{clone[-1]}/deploy/start.sh", "-", "<", invite["path"]]
     if shutil.which("cloud-init"):
         command = ["cloud-init", "schema", "--config-file", str(DEPLOY / "cloud-init.yaml")]
         subprocess.run(command, check=True, timeout=60)
