@@ -193,6 +193,13 @@ def verify(unit: Path, text: str, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_users_unit_has_the_part_of_the_sandbox_that_needs_no_rights():
+    """With `NoNewPrivileges` the helper for CUDA's module works only outside, by a +."""
+    names = r"NoNewPrivileges|Restrict[A-Z]\w+|LockPersonality|SystemCall\w+|ExecStartPre"
+    system, user = (set(re.findall(f"^(?:{names})=.+$", unit.read_text(), re.M)) for unit in UNITS[:2])
+    assert system == user and len(user) == 8
+
+
 def test_the_unit_for_a_notice_is_valid_goes_with_the_peer_and_does_nothing_without_a_hook(tmp_path: Path):
     unit = DEPLOY / "cairn-preemption.service"
     text = unit.read_text()
