@@ -5,11 +5,13 @@ No container engine is needed, so this says nothing about images that others mak
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,11 @@ import click
 import pytest
 import yaml
 
+from cairn.day_traffic import FILE as TRAFFIC
 from peer.channel import SAVE_SECONDS
 from peer.node.last_member import MAX_STAY_SECONDS
 from peer.node.node import HARD_STOP_SECONDS
+from peer.node.snapshot import FILE as STATUS
 from tests.support.command_line import invite_on_stdin, parsed  # noqa: F401
 from tests.support.dockerfile import context_names, parse
 
@@ -114,6 +118,21 @@ def test_an_image_runs_cairn_as_a_user_without_rights_and_its_steps_are_shell(fi
     for word, line in (step for stage in stages for step in stage.steps):
         if word == "RUN":
             subprocess.run(["bash", "-n"], input=line, text=True, check=True)
+
+
+@pytest.mark.parametrize("name", [STATUS, TRAFFIC])
+def test_a_peers_container_is_healthy_while_it_writes_its_status_or_waits_for_the_next_day(tmp_path: Path, name: str):
+    image = parse((DOCKER / "peer.Dockerfile").read_text())[-1].words("HEALTHCHECK")
+    assert services(DOCKER / "compose.yaml")["ada"]["healthcheck"]["test"] == image[-1]
+    check = [word.replace("/data", str(tmp_path)) for word in image]
+    written = tmp_path / "runs" / "abab" / name
+    written.parent.mkdir(parents=True)
+    (written.parent / "peer.log").touch()
+    assert subprocess.run(check).returncode == 1
+    written.touch()
+    assert subprocess.run(check).returncode == 0
+    os.utime(written, (time.time() - 180,) * 2)
+    assert subprocess.run(check).returncode == 1
 
 
 @pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
