@@ -135,6 +135,14 @@ def test_a_peers_container_is_healthy_while_it_writes_its_status_or_waits_for_th
     assert subprocess.run(check).returncode == 1
 
 
+def test_the_page_runs_the_peers_image_as_the_readme_does():
+    page = (ROOT / "coordinator/page/static/js/join.js").read_text()
+    (options, command) = re.findall(r'"(docker run .+) cairn-peer (.+)"', page)[0]
+    assert f"{options} \\\n" in (DOCKER / "README.md").read_text()
+    name, chosen = parsed(shlex.split(command))
+    assert (name, chosen["device"]) == ("peer join", "cuda")
+
+
 @pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
 def test_hadolint_finds_nothing_in_an_image(file: Path):
     beside = Path(sys.executable).with_name("hadolint")
