@@ -33,12 +33,12 @@ class DayTraffic:
         except (OSError, MalformedError):
             pass
 
-    def add(self, day: date, up: int, down: int) -> None:
-        """Count bytes on a day, and write the counts if they have changed."""
+    def add(self, day: date, up: int, down: int, *, always: bool = False) -> None:
+        """Count bytes on a day, and write the counts if they have changed, or `always`."""
         name = day.isoformat()
         if name != self._day:
             self._day, self.up, self.down = name, 0, 0
-        elif not up and not down:
+        elif not up and not down and not always:
             return
         self.up, self.down = min(MOST, self.up + up), min(MOST, self.down + down)
         draft = self._path.with_name(f".{FILE}.part")

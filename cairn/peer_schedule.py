@@ -105,7 +105,8 @@ class PeerSchedule:
         gone = (self._paces.up.gone, self._paces.down.gone)
         up, down = (max(0, new - old) for new, old in zip(gone, self._counted, strict=True))
         self._counted = (max(gone[0], self._counted[0]), max(gone[1], self._counted[1]))
-        self._traffic.add(now.date(), up, down)
+        # Out of the swarm it is all that is written, and by it a container's health check knows that the peer lives.
+        self._traffic.add(now.date(), up, down, always=self.away.is_set())
         reason = self._file.settings.reason_to_be_away(self._traffic.up, self._traffic.down)
         if bool(reason) is not self.away.is_set():
             log.info("out of the swarm: %s", reason) if reason else log.info("back: there is traffic to use")

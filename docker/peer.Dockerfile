@@ -24,9 +24,10 @@ ENV PATH=/opt/cairn/bin:$PATH CAIRN_HOME=/data CAIRN_IMAGE=cairn-peer
 USER 10001
 WORKDIR /data
 VOLUME /data
-# A peer needs no open port. It writes its status each second, once it is admitted.
+# A peer needs no open port. Once admitted it writes its status each second. While the day's traffic is used up it is out
+# of the swarm, and writes only that traffic.
 HEALTHCHECK --interval=30s --timeout=10s --start-period=10m --retries=4 \
-    CMD ["sh", "-c", "find /data -name status.json -mmin -2 | grep -q ."]
+    CMD ["sh", "-c", "find /data '(' -name status.json -o -name traffic.json ')' -mmin -2 | grep -q ."]
 # SIGTERM (`docker stop`) leaves in order: announces what is done, saves the rest. Allow it 60 s: --stop-timeout 60.
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["tini", "--", "cairn"]

@@ -310,6 +310,8 @@ def test_the_line_to_join_is_copied_and_the_invite_is_drawn(world, tab):
     copied = page.evaluate("navigator.clipboard.readText()")
     assert copied == last.locator("code").inner_text() and copied.startswith("cairn peer join cairn1:")
     until(page, "document.querySelector('.join img').naturalWidth > 0")
+    _, run = page.locator("details", has_text="Container").locator("code").all_text_contents()
+    assert run.endswith(f" cairn-peer {copied.removeprefix('cairn ')} --device cuda")
 
 
 def test_a_row_of_a_team_leads_to_its_totals_accounts_and_peers(world, tab):

@@ -5,11 +5,13 @@ No container engine is needed, so this says nothing about images that others mak
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,11 @@ import click
 import pytest
 import yaml
 
+from cairn.day_traffic import FILE as TRAFFIC
 from peer.channel import SAVE_SECONDS
 from peer.node.last_member import MAX_STAY_SECONDS
 from peer.node.node import HARD_STOP_SECONDS
+from peer.node.snapshot import FILE as STATUS
 from tests.support.command_line import invite_on_stdin, parsed  # noqa: F401
 from tests.support.dockerfile import context_names, parse
 
@@ -116,6 +120,29 @@ def test_an_image_runs_cairn_as_a_user_without_rights_and_its_steps_are_shell(fi
             subprocess.run(["bash", "-n"], input=line, text=True, check=True)
 
 
+@pytest.mark.parametrize("name", [STATUS, TRAFFIC])
+def test_a_peers_container_is_healthy_while_it_writes_its_status_or_waits_for_the_next_day(tmp_path: Path, name: str):
+    image = parse((DOCKER / "peer.Dockerfile").read_text())[-1].words("HEALTHCHECK")
+    assert services(DOCKER / "compose.yaml")["ada"]["healthcheck"]["test"] == image[-1]
+    check = [word.replace("/data", str(tmp_path)) for word in image]
+    written = tmp_path / "runs" / "abab" / name
+    written.parent.mkdir(parents=True)
+    (written.parent / "peer.log").touch()
+    assert subprocess.run(check).returncode == 1
+    written.touch()
+    assert subprocess.run(check).returncode == 0
+    os.utime(written, (time.time() - 180,) * 2)
+    assert subprocess.run(check).returncode == 1
+
+
+def test_the_page_runs_the_peers_image_as_the_readme_does():
+    page = (ROOT / "coordinator/page/static/js/join.js").read_text()
+    (options, command) = re.findall(r'"(docker run .+) cairn-peer (.+)"', page)[0]
+    assert f"{options} \\\n" in (DOCKER / "README.md").read_text()
+    name, chosen = parsed(shlex.split(command))
+    assert (name, chosen["device"]) == ("peer join", "cuda")
+
+
 @pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
 def test_hadolint_finds_nothing_in_an_image(file: Path):
     beside = Path(sys.executable).with_name("hadolint")
@@ -171,11 +198,16 @@ def test_a_unit_is_valid_and_starts_what_it_is_named_after(unit: Path, tmp_path:
     ]
     assert parsed(arguments)[0] == command
     assert f"\nTimeoutStopSec={seconds}\n" in unit.read_text()
+    # It wants the program to exist.
+    verify(unit, unit.read_text().replace(program, "/bin/true"), tmp_path)
+
+
+def verify(unit: Path, text: str, tmp_path: Path) -> None:
+    """Have systemd check the text of a unit, if it is here."""
     if not shutil.which("systemd-analyze"):
         pytest.skip("systemd-analyze is not here")
-    # It wants the program to exist.
     copy = tmp_path / unit.name
-    copy.write_text(unit.read_text().replace(program, "/bin/true"))
+    copy.write_text(text)
     command = [
         "systemd-analyze",
         *(["--user"] if "user" in unit.parts else []),
@@ -188,19 +220,139 @@ def test_a_unit_is_valid_and_starts_what_it_is_named_after(unit: Path, tmp_path:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_user_data_for_cloud_init_installs_what_its_unit_starts():
+def test_a_users_unit_has_the_part_of_the_sandbox_that_needs_no_rights():
+    """With `NoNewPrivileges` the helper for CUDA's module works only outside, by a +."""
+    names = r"NoNewPrivileges|Restrict[A-Z]\w+|LockPersonality|SystemCall\w+|ExecStartPre"
+    system, user = (set(re.findall(f"^(?:{names})=.+$", unit.read_text(), re.M)) for unit in UNITS[:2])
+    assert system == user and len(user) == 8
+
+
+def test_the_unit_for_a_notice_is_valid_goes_with_the_peer_and_does_nothing_without_a_hook(tmp_path: Path):
+    unit = DEPLOY / "cairn-preemption.service"
+    text = unit.read_text()
+    hook = re.findall(r"^ConditionFileIsExecutable=(.+)$", text, re.M)
+    assert hook == re.findall(r"^ExecStart=.*'until (\S+);", text, re.M)
+    assert "\nPartOf=cairn-peer.service\n" in text and "\nWantedBy=cairn-peer.service\n" in text
+    verify(unit, text, tmp_path)
+
+
+class BareMachine:
+    """A folder for the roots of start.sh, with a clone in it, and programs that write down their arguments."""
+
+    PACKAGES = "gcc libc6-dev python3-dev python3-venv"
+    PROGRAMS = {
+        "id": "echo ${USER_ID:-0}",
+        "dpkg": 'for name in "$@"; do [ "$name" = -s ] || [ -e {root}/$name ] || exit 1; done',
+        "apt-get": 'for name in "$@"; do touch {root}/$name; done',
+        "python3": "mkdir -p $3/bin; cp {root}/bin/pip {root}/bin/cairn $3/bin",
+        "pip": "",
+        "cairn": "cat > {root}/asked; echo $CAIRN_HOME >> {root}/asked",
+        "systemctl": "",
+    }
+
+    def __init__(self, root: Path):
+        self.root, self.clone = root, root / "clone"
+        shutil.copytree(DEPLOY, self.clone / "deploy")
+        self.script = self.clone / "deploy" / "start.sh"
+        self.script.write_text(re.sub(r"(?<![\w.])/(?=(?:etc|opt|var)/)", f"{root}/", self.script.read_text()))
+        (root / "bin").mkdir()
+        (root / "etc/systemd/system").mkdir(parents=True)
+        for name, work in self.PROGRAMS.items():
+            lines = ["#!/bin/sh", f'echo "{name} $*" >> {root}/log', f'[ "$FAILS" != {name} ] || exit 1']
+            (root / "bin" / name).write_text("\n".join([*lines, work.replace("{root}", str(root))]) + "\n")
+            (root / "bin" / name).chmod(0o755)
+
+    def start(self, *arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+        (self.root / "log").write_text("")
+        return subprocess.run(
+            ["sh", str(self.script), *arguments], input=stdin, capture_output=True, text=True, timeout=60,
+            env={"PATH": f"{self.root}/bin:/usr/bin:/bin", "FAILS": "", **environment},
+        )  # fmt: skip
+
+    def steps(self) -> list[str]:
+        """Return what the last start called, without looking at the user."""
+        lines = (self.root / "log").read_text().replace(f"{self.root}/", "/").splitlines()
+        return [line for line in lines if line != "id -u"]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> BareMachine:
+    return BareMachine(tmp_path)
+
+
+def test_one_line_installs_checks_and_joins_and_another_does_so_again(machine: BareMachine):
+    root, needed = machine.root, machine.PACKAGES
+    done = machine.start("cairn1:first")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert machine.steps() == [
+        f"dpkg -s {needed}",
+        "apt-get update",
+        f"apt-get -o DPkg::Lock::Timeout=600 install -y --no-install-recommends {needed}",
+        "python3 -m venv /opt/cairn",
+        "pip install --no-cache-dir /clone",
+        "cairn peer doctor -",
+        "systemctl daemon-reload",
+        "systemctl enable --now cairn-peer",
+    ]
+    invite, unit = root / "etc/cairn/invite", root / "etc/systemd/system/cairn-peer.service"
+    assert (root / "asked").read_text() == f"cairn1:first\n{root}/var/lib/cairn\n", "the service's home, not root's"
+    assert invite.read_text() == "cairn1:first\n" and invite.stat().st_mode & 0o777 == 0o600
+    assert unit.read_bytes() == UNITS[0].read_bytes()
+
+    (root / "curl").touch()
+    invite.chmod(0o644)
+    done = machine.start("-", "gcp", stdin="cairn1:second\n")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert machine.steps() == [
+        f"dpkg -s {needed} curl",
+        "systemctl stop cairn-peer",
+        "pip install --no-cache-dir /clone",
+        "cairn peer doctor -",
+        "systemctl daemon-reload",
+        "systemctl enable cairn-preemption",
+        "systemctl enable --now cairn-peer",
+    ]
+    assert invite.read_text() == "cairn1:second\n" and invite.stat().st_mode & 0o777 == 0o600
+    hook = root / "etc/cairn/preempted"
+    assert hook.read_bytes() == (DEPLOY / "preempted/gcp.sh").read_bytes() and hook.stat().st_mode & 0o777 == 0o755
+    assert (unit.parent / "cairn-preemption.service").exists()
+
+
+def test_the_places_of_the_start_script_are_those_of_the_unit():
+    script, unit = (DEPLOY / "start.sh").read_text(), UNITS[0].read_text()
+    assert f"{started(UNITS[0])[0]} peer doctor" in script
+    assert "StandardInput=file:/etc/cairn/invite\n" in unit and "/etc/cairn/invite\n" in script
+    assert "Environment=CAIRN_HOME=%S/cairn " in unit and "CAIRN_HOME=/var/lib/cairn " in script
+
+
+@pytest.mark.parametrize("fails", ["apt-get", "python3", "pip", "cairn"])
+def test_nothing_joins_after_a_step_that_failed(machine: BareMachine, fails: str):
+    done = machine.start("cairn1:first", FAILS=fails)
+    assert done.returncode == 1 and not [step for step in machine.steps() if step.startswith("systemctl")]
+    assert not (machine.root / "etc/cairn/invite").exists()
+    assert ("not joined" in done.stderr) is (fails == "cairn"), "the doctor's line has the remedy"
+
+
+def test_a_start_with_wrong_arguments_or_without_root_does_nothing(machine: BareMachine):
+    for wrong in ((), ("cairn1:first", "azure"), ("cairn1:first", "aws", "gcp"), ("cairn1:first", "")):
+        done = machine.start(*wrong)
+        assert done.returncode == 2 and "INVITE [aws|gcp|file]" in done.stderr and not machine.steps()
+    done = machine.start("cairn1:first", USER_ID="1000")
+    assert done.returncode == 1 and "sudo" in done.stderr and not machine.steps()
+
+
+def test_user_data_for_cloud_init_gives_the_invite_to_the_start_script():
     text = (DEPLOY / "cloud-init.yaml").read_text()
     assert text.startswith("#cloud-config\n")
     data = yaml.safe_load(text)
     assert data.keys() == {"package_update", "packages", "write_files", "runcmd"}
     (script,) = data["runcmd"]
     subprocess.run(["sh", "-n"], input=script, text=True, check=True)
-    stops, clone, venv, install, copy, *_ = map(shlex.split, script.splitlines())
-    assert stops == ["set", "-e"], "nothing is enabled that was not installed"
-    assert started(UNITS[0])[0] == f"{venv[-1]}/bin/cairn" and install[0] == f"{venv[-1]}/bin/pip"
-    assert clone[-1] == install[-1] and (ROOT / Path(copy[1]).relative_to(clone[-1])) == UNITS[0]
+    stops, clone, start = map(shlex.split, script.splitlines())
+    assert stops == ["set", "-e"] and clone[:2] == ["git", "clone"]
     (invite,) = data["write_files"]
-    assert f"StandardInput=file:{invite['path']}" in UNITS[0].read_text() and invite["permissions"] == "0600"
+    assert invite["permissions"] == "0600"
+    assert start == ["sh", f"{clone[-1]}/deploy/start.sh", "-", "<", invite["path"]]
     if shutil.which("cloud-init"):
         command = ["cloud-init", "schema", "--config-file", str(DEPLOY / "cloud-init.yaml")]
         subprocess.run(command, check=True, timeout=60)

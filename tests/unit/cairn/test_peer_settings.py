@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -207,6 +208,17 @@ async def test_a_day_has_its_volume_also_after_a_restart_and_the_next_day_anothe
     again.look()
     stopping.set_result(None)
     assert not await again.schedule.until_back(stopping)
+
+
+def test_a_peer_that_is_out_of_the_swarm_writes_its_traffic_at_each_look(tmp_path):
+    at, file = datetime(2026, 11, 25, 22, 0), tmp_path / TRAFFIC
+    DayTraffic(tmp_path).add(at.date(), 5_000_000, 0)
+    for settings, writes in (('max_upload_day = "2M"\n', True), ("", False)):
+        w = Watched(tmp_path, settings, at)
+        w.look()
+        os.utime(file, (0, 0))
+        w.look()
+        assert w.schedule.away.is_set() is writes and (file.stat().st_mtime > 0) is writes
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"day": 1, "up": 2, "down": 3}', '{"day": "2026-11-25", "up": -1}'])

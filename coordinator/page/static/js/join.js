@@ -5,11 +5,15 @@ import { el } from "./dom.js";
 import { bytes, short } from "./format.js";
 import { isOver } from "./header.js";
 
+// Name, lines to run, note.
 const PLATFORMS = [
-  ["Linux, x86-64, with an NVIDIA GPU", "pipx install .", "In a clone of Cairn's repository, with Python 3.10 to 3.13."],
-  ["Linux, x86-64, without a GPU", "pipx install --pip-args='--extra-index-url https://download.pytorch.org/whl/cpu' .", "In a clone, too. It leaves out CUDA's gigabytes; a CPU trains slowly."],
-  ["Container", "docker build -t cairn-peer -f docker/peer.Dockerfile .", "In a clone; for NVIDIA GPUs. docker/README.md has the line to run it."],
-  ["Windows", "wsl --install", "Then, in that Linux (WSL2), as on Linux. Nobody has tested this yet."],
+  ["Linux, x86-64, with an NVIDIA GPU", ["pipx install ."], "In a clone of Cairn's repository, with Python 3.10 to 3.13."],
+  ["Linux, x86-64, without a GPU", ["pipx install --pip-args='--extra-index-url https://download.pytorch.org/whl/cpu' ."], "In a clone, too. It leaves out CUDA's gigabytes; a CPU trains slowly."],
+  ["Container", [
+    "docker build -t cairn-peer -f docker/peer.Dockerfile .",
+    "docker run -d --name cairn --gpus all --shm-size 1g --stop-timeout 60 -v cairn:/data cairn-peer peer join INVITE --device cuda",
+  ], "In a clone; for NVIDIA GPUs, with the NVIDIA Container Toolkit. The second line joins, in place of step 2."],
+  ["Windows", ["wsl --install"], "Then, in that Linux (WSL2), as on Linux. Nobody has tested this yet."],
 ];
 
 const WHY_NOT = {
@@ -59,8 +63,9 @@ export class Join {
       this.body.replaceChildren(el("h2", {}, "Take part"), el("p", {}, "This run is over: there is nothing left to train. ", el("a", { href: "#model" }, "Its checkpoints"), " are here."));
       return;
     }
-    const line = copyable(`cairn peer join ${invite ?? "INVITE"}`);
-    const install = PLATFORMS.map(([name, command, note], i) => el("details", { open: i === 0, name: "platform" }, el("summary", {}, name), copyable(command), el("p", { class: "note" }, note)));
+    const invited = (line) => copyable(line.replace("INVITE", invite ?? "INVITE"));
+    const line = invited("cairn peer join INVITE");
+    const install = PLATFORMS.map(([name, lines, note], i) => el("details", { open: i === 0, name: "platform" }, el("summary", {}, name), ...lines.map(invited), el("p", { class: "note" }, note)));
     this.body.replaceChildren(
       el("h2", {}, "Take part"),
       el("p", {}, `A peer of this run trains `, el("a", { href: "#model" }, `a model of ${short(run.model.parameters)} parameters`), ` on windows of data of its own, and exchanges updates with the others after each round. It needs no account and no open port. It first downloads the model (${bytes(run.model.bytes)}), then its data.`),
