@@ -262,9 +262,14 @@ async def _serve(
             task.cancel()
         node.leave()
         await running
-    final = "none yet" if (f := node.chain.finalization) is None else str(f.body.round)
-    round_ = node.chain.height(node.chain.head)
-    click.echo(f"stopped: round {round_}, final up to round {final}; the same command goes on")
+    final = node.chain.finalization
+    click.echo(last_line(node.chain.height(node.chain.head), None if final is None else final.body.round))
+
+
+def last_line(round_: int, final_round: int | None) -> str:
+    """Return the line that a stopped coordinator leaves."""
+    final = "nothing is final yet" if final_round is None else f"final up to round {final_round}"
+    return f"stopped: round {round_}, {final}; the same command goes on"
 
 
 async def _coordinate(

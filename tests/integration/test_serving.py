@@ -15,7 +15,7 @@ import click
 import pytest
 
 from cairn.commands import serve
-from cairn.commands.serve import PRIVATE, ServeOptions, _codes, _public, published_page
+from cairn.commands.serve import PRIVATE, ServeOptions, _codes, _public, last_line, published_page
 from cairn.demo.story import MARK, _clear
 from cairn.files import write_whole
 from cairn.swarm_view import put_blob
@@ -149,6 +149,11 @@ def test_a_blob_is_copied_into_the_store_only_when_it_is_the_one_that_the_run_na
         with pytest.raises(CairnError, match="copying"):
             put_blob(store, blob_digest(b"other"), tmp_path / "missing")
         assert list(store.scratch.iterdir()) == []
+
+
+def test_the_last_line_says_which_rounds_are_final():
+    assert last_line(7, 4) == "stopped: round 7, final up to round 4; the same command goes on"
+    assert last_line(2, None) == "stopped: round 2, nothing is final yet; the same command goes on"
 
 
 def test_two_demos_at_once_do_not_share_a_folder(tmp_path):
