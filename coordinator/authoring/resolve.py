@@ -132,7 +132,7 @@ def check_weights(run_file: RunFile, config: dict[str, Any] | None = None, layou
     from coordinator.authoring.weights import WeightsError, check, other_settings, read_headers
 
     try:
-        found = read_headers(run_file.weights)
+        found = read_headers(run_file.weights, run_file.run.weights)
         if layout is not None:
             check(found, layout)
     except WeightsError as e:

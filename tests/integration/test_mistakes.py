@@ -91,6 +91,7 @@ INVITE = str(Invite(RunId(digest("run")), Digest(digest("tls")), (HostPort("127.
         ("window = 16", "windows = 16", "did you mean window?"),
         ('"llama"', '"lama"', "llama"),
         ('name = "tiny"', 'name = "../../etc"', "run.name: String should match pattern"),
+        ('name = "tiny"', 'name = "tiny"\nweights = "org/gpt-2"', "`hf download org/gpt-2 --local-dir DIR`, then"),
         ('source = "text.txt"', 'source = "nowhere/*.jsonl"', "nowhere/*.jsonl: no file matches this pattern"),
         ('source = "text.txt"', 'source = "chat.jsonl"', "with --field, in a run.toml as data.field"),
         # These were found by `serve` alone.
@@ -129,6 +130,7 @@ SERVE = ("coordinator", "serve", "run.toml")
         (USAGE, ("run", "plan", "--parameters", "10M", "--out", LONG), "file name too long: name another place"),
         (ERROR, ("run", "plan", "--parameters", "10M", "--out", "run.toml"), "--force to write over it"),
         (ERROR, ("run", "init", "--from", "gone", "--out", "i.toml"), "no such folder: name a model's folder"),
+        (ERROR, ("run", "init", "--from", "org/gpt-2", "--out", "i.toml"), "`hf download org/gpt-2 --local-dir DIR`"),
         (ERROR, ("run", "init", "--from", "nothing", "--out", "i.toml"), "name a model's folder, with config.json"),
         (ERROR, ("run", "init", "--from", "adapter", "--out", "i.toml"), "merge it into its model first"),
         (ERROR, ("run", "init", "--from", "pickled", "--out", "i.toml"), "convert it where you trust it"),
