@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from coordinator import durable
-from coordinator.authoring.data_check import check_tokenizer, check_vocabulary, check_windows, passes_warning
+from coordinator.authoring.data_check import check_tokenizer, check_vocabulary, check_windows, data_warnings
 from coordinator.authoring.errors import AuthoringError, DataInputError, RunChangedError, RunFileError
 from coordinator.authoring.prepare import Prepared, load_prepared, prepare
 from coordinator.authoring.runfile import RunFile, differences
@@ -93,7 +93,7 @@ def resolve(
     check_tokenizer(run_file)
     prepared = prepare_data(run_file, workdir / DATA, report, replace=True)
     check_windows(run_file, prepared.manifest)
-    if warning := passes_warning(run_file, prepared.manifest.trained):
+    for warning in data_warnings(run_file, prepared.manifest):
         report(warning)
     model = _model(run_file, prepared)
     genesis, adapter = _genesis(run_file, model, workdir, report)
