@@ -138,6 +138,7 @@ class Coordinator:
         self._builder = OverviewBuilder(
             spec, chain, indexer, directives, self.peers, self.observations, self.admitter.name_of,
             lambda: self._watcher.active, lambda: view.updates_problem, view.resting_state,
+            lambda: self._publisher.problem,
         )  # fmt: skip
         self._metrics = Metrics(MetricSources(
             overview=self.overview, viewers=lambda: len(self.feed), folder=config.folder,
