@@ -256,7 +256,7 @@ async def _serve(
         await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
-            await _coordinate(coordinator, config, spec, [view.keep_archive, kept.run], [running, stopping])
+            await _coordinate(coordinator, config, resolved, [view.keep_archive, kept.run], [running, stopping])
     finally:
         for task in (stopping, starting):
             task.cancel()
@@ -275,7 +275,7 @@ def last_line(round_: int, final_round: int | None) -> str:
 async def _coordinate(
     coordinator: Coordinator,
     config: CoordinatorConfig,
-    spec: RunSpec,
+    resolved: ResolvedRun,
     work: Sequence[Callable[[], Coroutine[Any, Any, None]]],
     ends: list[asyncio.Task[Any]],
 ) -> None:
@@ -283,7 +283,7 @@ async def _coordinate(
     await coordinator.start()
     tasks = [asyncio.create_task(each()) for each in (*work, partial(_keep_invite, coordinator, config))]
     try:
-        _announce(coordinator, spec, config)
+        _announce(coordinator, resolved, config)
         await asyncio.wait([*tasks, *ends], return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             if task.done():
@@ -316,19 +316,29 @@ async def _keep_invite(coordinator: Coordinator, config: CoordinatorConfig) -> N
                 log.warning("the newest members were not written to the invite's file: %s", e)
 
 
-def _announce(coordinator: Coordinator, spec: RunSpec, config: CoordinatorConfig) -> None:
+def _announce(coordinator: Coordinator, resolved: ResolvedRun, config: CoordinatorConfig) -> None:
     """Print the run's addresses for the owner, and write the invite to a file for scripts."""
-    from coordinator.admission import cost_to_attackers
-
     invite = _invite(coordinator, config)
     write_whole(config.folder / "invite", f"{invite}\n", mode=PRIVATE)
-    click.echo(f"run      {spec.name} ({spec.run_id.short}), {spec.model.layout.numel:,} parameters")
-    click.echo(f"admits   {cost_to_attackers(spec.admission)}")
-    click.echo(f"page     {coordinator.page_url}")
-    click.echo(f"folder   {config.folder}  (owner.key in it is the run: keep a copy)")
-    click.echo(f"join     cairn peer join {invite}")
-    click.echo(f"         ({config.folder / 'invite'} always has the newest, with members to enter by)")
-    click.echo("Ctrl-C stops the coordinator; peers go on without it, and it catches up when it is back.")
+    for line in announcement(resolved, config.folder, coordinator.page_url, invite):
+        click.echo(line)
+
+
+def announcement(resolved: ResolvedRun, folder: Path, page: str, invite: Invite) -> list[str]:
+    """Return the lines that tell the owner of a run that is served now."""
+    from coordinator.admission import cost_to_attackers
+
+    spec = resolved.spec
+    return [
+        f"run      {spec.name} ({spec.run_id.short}), {spec.model.layout.numel:,} parameters",
+        *(["begins   here and now: if it was served before, stop, and give that --home"] if resolved.begins else []),
+        f"admits   {cost_to_attackers(spec.admission)}",
+        f"page     {page}",
+        f"folder   {folder}  (owner.key in it is the run: keep a copy)",
+        f"join     cairn peer join {invite}",
+        f"         ({folder / 'invite'} always has the newest, with members to enter by)",
+        "Ctrl-C stops the coordinator; peers go on without it, and it catches up when it is back.",
+    ]
 
 
 def _codes(given: str, folder: Path, spec: RunSpec) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,11 +60,15 @@ class RunModel:
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A run that can be served: its spec, the signed envelope's exact bytes, and the files of its blobs."""
+    """A run that can be served: its spec, the signed envelope's exact bytes, and the files of its blobs.
+
+    `begins`: it has begun now, in a folder that held none.
+    """
 
     spec: RunSpec
     spec_envelope: bytes
     blobs: dict[Digest, Path]
+    begins: bool = field(default=False, compare=False)
 
 
 def resolve(
@@ -106,7 +110,7 @@ def resolve(
     except OSError as e:
         raise AuthoringError(f"{workdir}: cannot be written to: {e.strerror or e}") from None
     report(f"run {spec.run_id.short} ({spec.name}) begins")
-    return ResolvedRun(spec, envelope, prepared.blobs | _weights_of(spec, workdir))
+    return ResolvedRun(spec, envelope, prepared.blobs | _weights_of(spec, workdir), begins=True)
 
 
 def _weights_of(spec: RunSpec, workdir: Path) -> dict[Digest, Path]:
@@ -275,11 +279,11 @@ def model_of(run_file: RunFile, from_data: dict[str, Any]) -> RunModel:
             base = base_file_layout(adapted, adapter)
     except SpecError as e:
         raise SpecError(f"{run_file.path}: {e}") from None
-    for field in ("max_position_embeddings", "n_positions"):
-        most = config.get(field)
+    for name in ("max_position_embeddings", "n_positions"):
+        most = config.get(name)
         if type(most) is int and most < run_file.data.window:
             raise RunFileError(
-                f"{run_file.path}: data.window: {run_file.data.window} tokens do not fit model.{field} = {most}: make "
+                f"{run_file.path}: data.window: {run_file.data.window} tokens do not fit model.{name} = {most}: make "
                 "one smaller or the other larger"
             )
     return RunModel(config, layout, whole, base)

@@ -121,7 +121,8 @@ def test_an_outer_optimizer_with_momentum_has_it_in_the_genesis(write, tmp_path)
 def test_resolving_again_gives_the_same_run_and_the_same_in_another_folder(write, tmp_path):
     path = write()
     first = resolve(load_run(path), tmp_path / "work", OWNER)
-    assert resolve(load_run(path), tmp_path / "work", OWNER) == first
+    again = resolve(load_run(path), tmp_path / "work", OWNER)
+    assert again == first and first.begins and not again.begins
     assert resolve(load_run(path), tmp_path / "other", OWNER).spec.run_id == first.spec.run_id
 
 
