@@ -201,7 +201,7 @@ SERVE = ("coordinator", "serve", "run.toml")
         # models
         (ERROR, ("export", "gone", "out"), "name a run's folder"),
         (ERROR, ("export", "text.txt", "out"), "with --spec"),
-        (ERROR, ("generate", "nothing", "--prompt", "x"), "name a folder like checkpoints/round-000030"),
+        (ERROR, ("generate", "nothing", "--prompt", "x"), "name a run's folder"),
         (USAGE, ("generate", "nothing"), "Missing option '--prompt'"),
         (USAGE, ("generate", "nothing", "--prompt", "x", "--device", "foo"), "write auto, cpu, cuda, or cuda:0"),
         (ERROR, ("checkpoint", "verify", "nothing", INVITE), "not a whole copy of an archived state"),
