@@ -87,7 +87,9 @@ def _keep(_context: click.Context, _parameter: click.Parameter, text: str | None
 )
 @click.option("--webhook", multiple=True, metavar="URL", help="Send alerts there; may be repeated (or alerts.toml).")
 @click.option(
-    "--settings", type=FILE, help="Archive, evaluation, samples: TOML.  [default: coordinator.toml beside RUN_FILE]"
+    "--settings",
+    type=FILE,
+    help="About, archive, evaluation, samples: TOML.  [default: coordinator.toml beside RUN_FILE]",
 )
 @click.option("--archive", metavar="ADDRESS", help="Copy finalized checkpoints there (fsspec).")
 @click.option("--keep", metavar="POLICY", callback=_keep, help="E.g. newest=5,every=100,best=3,bytes=200G.")
@@ -155,6 +157,7 @@ def serve_run(options: ServeOptions) -> None:
             codes=_codes(options.code, folder, resolved.spec),
             ledger=options.ledger,
             alerts=load_config(folder, options.webhook),
+            about=options.settings.about,
         )
         asyncio.run(_serve(options, config, store, owner, resolved))
 
