@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cairn.commands.options import FILE, home_option
+from cairn.commands.options import FILE, check_listen, home_option
 from cairn.files import private_files, write_whole
 from cairn.logs import set_up_logging
 from cairn.stop_signals import stop_on_signals
@@ -139,6 +139,7 @@ def serve_run(options: ServeOptions) -> None:
     _allow_many_files()
     listen, page = _endpoint(options.grpc, "--grpc"), _endpoint(options.page, "--page")
     public, _ = _public(options, listen[1])
+    check_listen([options.swarm], "--swarm")
     run_file = load_run(options.run_file)
     folder = coordinator_folder(options.home, run_file.run.name)
     set_up_logging(folder / "coordinator.log")
