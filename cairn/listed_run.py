@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import async_timeout
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -41,6 +41,7 @@ JOIN = {
 _Text = Annotated[str, Field(max_length=600)]
 _Count = Annotated[int, Field(ge=0, le=2**63)]
 _Number = Annotated[float, Field(allow_inf_nan=False)]
+_M = TypeVar("_M", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,9 @@ class ListedRun:
     loss: float
     peers: int
     page: str
+    description: str = ""
+    contact: str = ""
+    license: str = ""
 
 
 class _Status(BaseModel):
@@ -71,6 +75,22 @@ class _Status(BaseModel):
     tokens_per_second: _Number | _Count
     loss: _Number | _Count | None
     training: _Count
+
+
+class _About(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    description: _Text = ""
+    contact: _Text = ""
+    license: _Text = ""
+
+
+class _Run(BaseModel):
+    """The part of the page's /api/run that is used here."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    about: _About = _About()
 
 
 def page_of(place: str) -> str:
@@ -106,7 +126,7 @@ async def _by_invite(text: str) -> ListedRun:
     training = sum(p.phase in ("training", "exchanging") for p in status.peers)
     return ListedRun(
         coordinator.spec, status.health, status.message, status.round, status.tokens, status.tokens_per_second,
-        status.loss, training, status.page,
+        status.loss, training, status.page, status.description, status.contact, status.license,
     )  # fmt: skip
 
 
@@ -114,22 +134,31 @@ async def _by_page(page: str) -> ListedRun:
     from peer.coordinator_client import CoordinatorRefused
     from peer.log_client import fetch_url
 
-    data = await fetch_url(f"{page}api/status", ())
-    try:
-        read_json(data, "status", MAX_STATUS)
-        s = _Status.model_validate_json(data)
-    except (MalformedError, ValidationError):
-        raise CairnError(f"what answers at {page} is not the page of a run, or of another version of Cairn") from None
+    s = await _answer(page, "status", _Status)
     try:
         spec = open_spec(await fetch_url(f"{page}api/spec.signed", ()), RunId.parse(s.run))
     except CoordinatorRefused:
         raise CairnError(
             f"{page} is of an older version of Cairn, which does not tell of its run: give an invite"
         ) from None
-    health, message = (_printable(text) for text in (s.health, s.message))
+    about = (await _answer(page, "run", _Run)).about
+    health, message, *owners = map(_printable, (s.health, s.message, about.description, about.contact, about.license))
     return ListedRun(
-        spec, health, message, s.round, s.tokens, float(s.tokens_per_second), float(s.loss or 0), s.training, page
-    )
+        spec, health, message, s.round, s.tokens, float(s.tokens_per_second), float(s.loss or 0), s.training, page,
+        *owners,
+    )  # fmt: skip
+
+
+async def _answer(page: str, name: str, kind: type[_M]) -> _M:
+    """Return what a page answers. Raise CairnError."""
+    from peer.log_client import fetch_url
+
+    data = await fetch_url(f"{page}api/{name}", ())
+    try:
+        read_json(data, name, MAX_STATUS)
+        return kind.model_validate_json(data)
+    except (MalformedError, ValidationError):
+        raise CairnError(f"what answers at {page} is not the page of a run, or of another version of Cairn") from None
 
 
 def _printable(text: str) -> str:
@@ -159,13 +188,14 @@ def lines(run: ListedRun) -> list[str]:
         done += f", loss {run.loss:.3f}"
     return [
         f"{spec.name} ({spec.run_id.short})  {run.health}: {run.message}",
+        *([f"  about     {run.description}"] if run.description else []),
         f"  model     {_printable(spec.model.config['model_type'][:40])}, {count(spec.model.layout.numel)} parameters",
         f"  data      {count(tokens)} tokens, {where}; windows of {spec.data.window}",
         f"  progress  {done}, round {run.round}",
         f"  peers     {run.peers} training{speed}",
         f"  enough    a GPU with {byte_size(memory(spec))} of memory (estimated), or a CPU with as much memory",
         f"  join      {JOIN[spec.admission.mode]}",
-        *([f"  page      {run.page}"] if run.page else []),
+        *(f"  {name:<9} {said}" for name in ("license", "contact", "page") if (said := getattr(run, name))),
     ]
 
 
@@ -191,4 +221,7 @@ def as_json(run: ListedRun) -> dict[str, Any]:
         "memory_bytes": memory(spec),
         "admission": spec.admission.mode,
         "page": run.page,
+        "description": run.description,
+        "contact": run.contact,
+        "license": run.license,
     }

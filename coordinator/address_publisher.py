@@ -33,6 +33,8 @@ class AddressPublisher:
     view: SwarmView
     invite: Callable[[], Invite]
     now: Callable[[], float]
+    problem: str = field(default="", init=False)
+    """Why two coordinators contradict each other, for everybody; empty when there is one."""
     _published: Signed[Any] | None = field(default=None, init=False)
     _contradicted: int = field(default=0, init=False)
 
@@ -52,14 +54,14 @@ class AddressPublisher:
         One newer record may be late: of a coordinator that has stopped, whose clock was ahead.
         """
         if newest is None or self._published is None or newest.body.sequence <= self._published.body.sequence:
-            self._contradicted = 0
+            self._contradicted, self.problem = 0, ""
             return
         self._contradicted += 1
+        if self._contradicted >= CONTRADICTED:
+            where = " or ".join(map(str, newest.body.coordinators))
+            self.problem = f"another coordinator with this run's key is at {where}: the two contradict. Stop one"
         if self._contradicted == CONTRADICTED:
-            log.error(
-                "another coordinator with this run's owner.key is at %s: two of them contradict each other. Stop one",
-                " or ".join(map(str, newest.body.coordinators)),
-            )
+            log.error("%s", self.problem)
 
     async def publish_forever(self) -> None:
         """Publish the record every AGAIN_SECONDS."""

@@ -15,7 +15,7 @@ from statistics import median
 from coordinator.audit_docket import MAX_DECIDED
 from coordinator.credits.plausibility import PlausibilityCheck
 from coordinator.directives import DirectiveEffects
-from coordinator.errors import LedgerConflictError
+from coordinator.errors import LedgerConflictError, OtherFinalizationError
 from coordinator.finalizer import Finalizer
 from coordinator.history import RoundHistory
 from coordinator.indexed_chain import MAX_REMEMBERED, IndexedChain
@@ -197,7 +197,9 @@ class ChainIndexer:
             except CairnError as e:
                 # Anybody reads the page, and a ledger's error may name folders, hosts and users.
                 why, problem = str(e), "the coordinator's log says why"
-                if isinstance(e, LedgerConflictError):
+                if isinstance(e, OtherFinalizationError):
+                    problem = why
+                elif isinstance(e, LedgerConflictError):
                     problem = f"it contradicts the ledger, and credits stand as they are: {problem}"
             except Exception as e:  # logged, shown on the page, and tried again
                 log.exception("following the chain failed")

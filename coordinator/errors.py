@@ -25,6 +25,10 @@ class LedgerConflictError(LedgerError):
     """A contradiction between the chain and the posted rounds, which is never ignored."""
 
 
+class OtherFinalizationError(LedgerConflictError):
+    """A finalization that another coordinator signed with the run's key. The text may be shown to everybody."""
+
+
 class RefusedError(CoordinatorError):
     """A well-formed request that is refused: not admitted, wrong code, wrong clock."""
 

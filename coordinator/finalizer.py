@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from time import monotonic
 
-from coordinator.errors import LedgerConflictError
+from coordinator.errors import OtherFinalizationError
 from coordinator.indexed_chain import IndexedChain
 from coordinator.ledger_thread import LedgerThread
 from coordinator.swarm import SwarmView
@@ -113,7 +113,7 @@ class Finalizer:
             self._published = newest.digest
 
     async def check_swarm(self) -> None:
-        """Raise LedgerConflictError if the swarm holds a finalization that contradicts the ledger."""
+        """Raise OtherFinalizationError if the swarm holds a finalization that contradicts the ledger."""
         theirs = self._view.final
         if theirs is None or theirs.body.epoch != self.epoch or not self._chain.is_final(theirs.body.round):
             return
@@ -121,8 +121,8 @@ class Finalizer:
         rows = await self._ledger.run(lambda ledger: ledger.rounds(after=body.round - 1, limit=1))
         if not rows or rows[0].record != body.record:
             ours = rows[0].record.short if rows else "none"
-            raise LedgerConflictError(
-                f"the swarm holds a finalization of round {body.round}, record {body.record.short}, signed with this "
-                f"run's key, but the ledger has posted {ours}: is the key used by another coordinator? Credits stay "
-                "as they are; stop the other one before going on"
+            raise OtherFinalizationError(
+                f"another finalization with this run's key: the swarm holds one of round {body.round}, record "
+                f"{body.record.short}, and the ledger has posted {ours}. Credits stay as they are. Stop the other "
+                "coordinator before going on"
             )

@@ -175,7 +175,7 @@ class _Swarm:
              len(newest.absent) if newest and newest.absent is not None else None),
             ("cairn_peers_diverged", "Peers whose state differs from the chain's.", len(o.diverged)),
             ("cairn_peers_admitted", "Peers that hold or held an admission and are remembered.", s.admitted()),
-            ("cairn_chain_problem", "1 while the chain cannot be followed.", bool(o.problem)),
+            ("cairn_chain_problem", "1 if the chain is not followed, or there are two coordinators.", bool(o.problem)),
             ("cairn_page_viewers", "Open live views of the page.", s.viewers()),
             ("cairn_disk_free_bytes", "Free where the run's folder is.", disk.free),
             ("cairn_disk_size_bytes", "Size of the disk where the run's folder is.", disk.total),

@@ -135,6 +135,8 @@ class OverviewBuilder:
     alerts: Callable[[], tuple[Alert, ...]]
     updates_problem: Callable[[], str]
     resting_state: Callable[[], RestingState | None]
+    rival: Callable[[], str]
+    """Returns the address publisher's problem."""
     _last_rounds: tuple[Digest | None, dict[PeerKey, RoundCredits]] = field(default=(None, {}), init=False)
     _rounds: dict[Digest, RoundOverview] = field(default_factory=dict, init=False)
     _round: int = field(default=-1, init=False)
@@ -184,7 +186,7 @@ class OverviewBuilder:
             settled=sum(b.micro_credits for b in chain.settled.values()),
             pending=sum(b.micro_credits for b in chain.pending.values()),
             final_round=chain.posted[0] if chain.posted else None,
-            problem=self.indexer.problem,
+            problem=self.indexer.problem or self.rival(),
             missing_state=missing,
             next_round_seconds=due if health == "healthy" else None,
             diverged=self._diverged(working),
@@ -234,6 +236,8 @@ class OverviewBuilder:
         chain, spec = self.chain, self.spec
         if problem := self.indexer.problem:
             return "trouble", f"the coordinator cannot follow the chain: {problem}"
+        if problem := self.rival():
+            return "trouble", problem
         if spec.total_tokens and tokens >= spec.total_tokens:
             return (
                 "finished",

@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from coordinator.admission import MAX_REQUEST, Admitter
+from coordinator.checkpoints.settings import AboutTable
 from coordinator.control import RunControl
 from coordinator.credits.log import MAX_CERTIFICATES, CreditLog
 from coordinator.errors import PortTakenError, UnknownRunError
@@ -81,7 +82,7 @@ class CoordinatorService(stubs.CoordinatorServicer):
     def __init__(
         self, spec: RunSpec, spec_envelope: bytes, *, view: SwarmView, chain: IndexedChain, admitter: Admitter,
         control: RunControl, credits: CreditLog, overview: Callable[[], Overview], page_url: Callable[[], str],
-        now: Callable[[], float],
+        now: Callable[[], float], about: AboutTable,
     ):  # fmt: skip
         super().__init__()
         self._spec = spec
@@ -94,6 +95,7 @@ class CoordinatorService(stubs.CoordinatorServicer):
         self._overview = overview
         self._page_url = page_url
         self._now = now
+        self._about = about
         self._status: tuple[Overview, wire.StatusReply] | None = None
         self._thinned: tuple[tuple[Round, Digest] | None, list[float]] | None = None
         self._reads = NetworkLimit(READS)
@@ -151,7 +153,7 @@ class CoordinatorService(stubs.CoordinatorServicer):
             name=o.name, health=o.health, message=o.message, round=o.round, head=o.head, state=o.state,
             state_round=o.state_round, tokens=o.tokens, total_tokens=o.total_tokens,
             tokens_per_second=o.tokens_per_second, loss=o.loss or 0.0, page=self._page_url(), time=int(self._now()),
-            peers=[_peer_status(p) for p in o.peers[:MAX_STATUS_PEERS]],
+            peers=[_peer_status(p) for p in o.peers[:MAX_STATUS_PEERS]], **self._about.model_dump(),
         )  # fmt: skip
         if o.final_round is not None:
             reply.final_round = o.final_round

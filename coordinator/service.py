@@ -20,6 +20,7 @@ from coordinator.alerts.rules import AlertInput
 from coordinator.alerts.watcher import AlertWatcher
 from coordinator.chain_indexer import ChainIndexer
 from coordinator.checkpoints.archiver import CheckpointArchiver
+from coordinator.checkpoints.settings import AboutTable
 from coordinator.control import RunControl
 from coordinator.credits.leaderboard import Leaderboard
 from coordinator.credits.log import CreditLog
@@ -80,6 +81,7 @@ class CoordinatorConfig:
     codes: tuple[str, ...] = ()
     alerts: AlertConfig = AlertConfig()
     ledger: str = ""
+    about: AboutTable = AboutTable()
 
 
 class Coordinator:
@@ -138,6 +140,7 @@ class Coordinator:
         self._builder = OverviewBuilder(
             spec, chain, indexer, directives, self.peers, self.observations, self.admitter.name_of,
             lambda: self._watcher.active, lambda: view.updates_problem, view.resting_state,
+            lambda: self._publisher.problem,
         )  # fmt: skip
         self._metrics = Metrics(MetricSources(
             overview=self.overview, viewers=lambda: len(self.feed), folder=config.folder,
@@ -149,7 +152,7 @@ class Coordinator:
             spec=spec, published_invite=self.published_invite, feed=self.feed, overview=self.overview,
             chain=chain, directives=directives, observations=self.observations, ledger=ledger, view=view,
             name_of=self.admitter.name_of, credits=leaderboard, archiver=archiver, metrics_text=self._metrics.text,
-            now=now,
+            now=now, about=config.about,
         )  # fmt: skip
         app = make_app(self.api, [*credit_routes(self.credits), spec_route(spec_envelope)])
         self._page = PageServer(self._metrics.counting(app))
@@ -157,6 +160,7 @@ class Coordinator:
         self._service = CoordinatorService(
             spec, spec_envelope, view=view, chain=chain, admitter=self.admitter, control=self.control,
             credits=self.credits, overview=self.overview, page_url=lambda: self.page_url, now=now,
+            about=config.about,
         )  # fmt: skip
         self._health = Health()
         self._server: grpc.aio.Server | None = None

@@ -187,6 +187,9 @@ class SwarmStatus:
     """Of peers that are barred, newest first: who, on which measurements, and until which round."""
     time: int = 0
     """Unix seconds by the coordinator's clock; 0 when it does not tell."""
+    description: str = ""
+    contact: str = ""
+    license: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +310,7 @@ class CoordinatorClient:
             tuple(_round(r) for r in m.rounds[:20]), tuple(_number(x) for x in m.losses[:120]),
             tuple(AlertStatus(_text(a.name), a.since, _text(a.message, 600)) for a in m.alerts[:20]),
             tuple(_text(c, 600) for c in m.convictions[:8]), m.time,
+            *(_text(t, 300) for t in (m.description, m.contact, m.license)),
         )  # fmt: skip
 
     async def account(self, peer: PeerKey) -> PeerCredits:

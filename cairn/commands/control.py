@@ -207,7 +207,24 @@ def ban(run: Path, keys: set[PeerKey], home: Path, reason: str) -> None:
         click.echo(f"banning {', '.join(k.short for k in sorted(keys))} at once; {_in_force(status)}")
         return replace(status.body, banned=banned, reason=reason or _reason_to_rest(status))
 
-    _order(open_run(run, home), change)
+    opened = open_run(run, home)
+    if unknown := asyncio.run(_unknown(opened, keys)):
+        named = ", ".join(k.short for k in unknown)
+        click.echo(f"note: the coordinator shows no peer {named}: compare the key with the run's page", err=True)
+    _order(opened, change)
+
+
+async def _unknown(run: OwnedRun, keys: set[PeerKey]) -> list[PeerKey]:
+    """Return those keys with which the coordinator shows no peer; none if it does not answer, or shows only some."""
+    from coordinator.rpc import MAX_STATUS_PEERS
+    from peer.coordinator_client import CoordinatorUnreachable
+
+    async with _client(run) as client:
+        try:
+            shown = {p.peer for p in (await client.status()).peers}
+        except CoordinatorUnreachable:
+            return []  # the order that follows reports it
+    return sorted(keys - shown) if len(shown) < MAX_STATUS_PEERS else []
 
 
 @click.command()
@@ -315,8 +332,9 @@ def rollback(run: Path, round_: int, home: Path, reason: str, yes: bool) -> None
     archived = {a.round: a for a in Archive(opened.folder / "checkpoints", opened.spec).all() if a.round}
     found = archived.get(round_)
     if found is None:
-        there = ", ".join(map(str, archived)) or "none yet"
-        raise CairnError(f"the state of round {round_} is not archived; choose one of these rounds: {there}")
+        there = ", ".join(map(str, archived))
+        which = f"choose one of these rounds: {there}" if there else "no state is yet: there is nothing to go back to"
+        raise CairnError(f"the state of round {round_} is not archived; {which}")
 
     if not yes:
         now = _round_to_leave(asyncio.run(_look(opened)))

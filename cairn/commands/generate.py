@@ -19,7 +19,10 @@ from protocol.errors import CairnError
 @click.option("--seed", type=int, default=0, show_default=True, help="Another one gives another text.")
 @device_option("cpu")
 def generate(checkpoint: Path, prompt: str, tokens: int, temperature: float, seed: int, device: str) -> None:
-    """Let the model in CHECKPOINT (a folder that a coordinator archived) continue a prompt."""
+    """Let the model in CHECKPOINT continue a prompt.
+
+    CHECKPOINT is what `cairn export` takes or makes: a run's folder, an archived state, a file, or a model.
+    """
     click.echo(generate_text(checkpoint, prompt, tokens=tokens, temperature=temperature, seed=seed, device=device))
 
 
@@ -28,21 +31,27 @@ def generate_text(
 ) -> str:
     """Return the prompt and its continuation. With `temperature` 0 each token is the likeliest.
 
-    Raises CairnError when the folder is not an archived checkpoint, the prompt is empty, or there is no such device.
+    Raises CairnError when there is no checkpoint, the prompt is empty, or there is no such device.
     """
     from tokenizers import Tokenizer
 
-    from coordinator.checkpoints.evaluation import continue_prompt, load_archived
+    from cairn.checkpoints import find_checkpoint
+    from coordinator.checkpoints.evaluation import continue_prompt, load_archived, load_checkpoint
     from peer.training.device import choose_device
 
-    if not (checkpoint / "tokenizer.json").is_file():
-        raise CairnError(
-            f"{checkpoint} is not an archived checkpoint: it has no tokenizer.json; "
-            "name a folder like checkpoints/round-000030 of a coordinator"
-        )
-    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    found, file = None, checkpoint / "tokenizer.json"
+    if not (file.is_file() and (checkpoint / "model.safetensors").is_file()):
+        found = find_checkpoint(checkpoint)
+        file = found.tokenizer
+        if found.adapter is not None:
+            raise CairnError(f"{checkpoint} has an adapter, no whole model: `cairn export --merge` makes one")
+    tokenizer = Tokenizer.from_file(str(file))
     ids = tokenizer.encode(prompt).ids
     if not ids:
         raise CairnError("the prompt is empty: write at least one word")
-    model = load_archived(checkpoint, str(choose_device(device, os.cpu_count() or 1)))
+    where = str(choose_device(device, os.cpu_count() or 1))
+    model = (
+        load_archived(checkpoint, where) if found is None
+        else load_checkpoint(found.checkpoint, found.config, found.origin, where)
+    )  # fmt: skip
     return tokenizer.decode(continue_prompt(model, ids, tokens=tokens, temperature=temperature, seed=seed))

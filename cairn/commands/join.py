@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cairn.commands.options import device_name, device_option, home_option, invite_argument, via_option
+from cairn.commands.options import check_listen, device_name, device_option, home_option, invite_argument, via_option
 from cairn.connection import parse_invite
 from cairn.files import private_files
 from cairn.logs import set_up_logging
@@ -248,6 +248,7 @@ async def _join(options: JoinOptions, invite: Invite, settings: SettingsFile) ->
         from peer.store import Store
         from peer.swarm.pace import Paces
 
+    check_listen(options.listen, "--listen")
     node_options = NodeOptions(
         folder=folder,
         listen=options.listen,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,17 @@ def _members(_context: click.Context, _parameter: click.Parameter, addresses: tu
                 param_hint="--via",
             )
     return addresses
+
+
+def check_listen(addresses: Iterable[str], option: str) -> None:
+    """Raise click.BadParameter for what is no address to listen on. Slow: not while options are parsed."""
+    from peer.swarm.addresses import bind_of
+
+    for address in addresses:
+        try:
+            bind_of(address)
+        except MalformedError as e:
+            raise click.BadParameter(f"{e}; write for example /ip4/0.0.0.0/tcp/0", param_hint=option) from None
 
 
 via_option = click.option(

@@ -49,6 +49,7 @@ def prepare(
     from pydantic import ValidationError
 
     from coordinator.authoring.conversations import ConversationTable
+    from coordinator.authoring.data_check import spelled_warning
     from coordinator.authoring.prepare import prepare
     from protocol.spec import explain
 
@@ -83,5 +84,7 @@ def prepare(
         click.echo(f"{name:<11} {part.tokens:,} tokens in {shards} shard{'s' * (shards != 1)}")
     if (packed := m.conversations) is not None:
         click.echo(f"trained     {packed.trained:,} tokens: a window counts as {packed.window_tokens:,}")
+    if warning := spelled_warning(m.spelled, m.documents, m.end_of_text):
+        click.echo(warning, err=True)
     click.echo(f"tokenizer   {m.vocabulary:,} tokens, {m.dtype}")
     click.echo(f'folder      {out}  (in a run.toml beside it: [data] prepared = "{out.absolute().name}")')

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cairn.commands.options import FILE, home_option
+from cairn.commands.options import FILE, check_listen, home_option
 from cairn.files import private_files, write_whole
 from cairn.logs import set_up_logging
 from cairn.stop_signals import stop_on_signals
@@ -87,7 +87,9 @@ def _keep(_context: click.Context, _parameter: click.Parameter, text: str | None
 )
 @click.option("--webhook", multiple=True, metavar="URL", help="Send alerts there; may be repeated (or alerts.toml).")
 @click.option(
-    "--settings", type=FILE, help="Archive, evaluation, samples: TOML.  [default: coordinator.toml beside RUN_FILE]"
+    "--settings",
+    type=FILE,
+    help="About, archive, evaluation, samples: TOML.  [default: coordinator.toml beside RUN_FILE]",
 )
 @click.option("--archive", metavar="ADDRESS", help="Copy finalized checkpoints there (fsspec).")
 @click.option("--keep", metavar="POLICY", callback=_keep, help="E.g. newest=5,every=100,best=3,bytes=200G.")
@@ -137,6 +139,7 @@ def serve_run(options: ServeOptions) -> None:
     _allow_many_files()
     listen, page = _endpoint(options.grpc, "--grpc"), _endpoint(options.page, "--page")
     public, _ = _public(options, listen[1])
+    check_listen([options.swarm], "--swarm")
     run_file = load_run(options.run_file)
     folder = coordinator_folder(options.home, run_file.run.name)
     set_up_logging(folder / "coordinator.log")
@@ -155,6 +158,7 @@ def serve_run(options: ServeOptions) -> None:
             codes=_codes(options.code, folder, resolved.spec),
             ledger=options.ledger,
             alerts=load_config(folder, options.webhook),
+            about=options.settings.about,
         )
         asyncio.run(_serve(options, config, store, owner, resolved))
 
@@ -256,21 +260,26 @@ async def _serve(
         await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
-            await _coordinate(coordinator, config, spec, [view.keep_archive, kept.run], [running, stopping])
+            await _coordinate(coordinator, config, resolved, [view.keep_archive, kept.run], [running, stopping])
     finally:
         for task in (stopping, starting):
             task.cancel()
         node.leave()
         await running
-    final = "none yet" if (f := node.chain.finalization) is None else str(f.body.round)
-    round_ = node.chain.height(node.chain.head)
-    click.echo(f"stopped: round {round_}, final up to round {final}; the same command goes on")
+    final = node.chain.finalization
+    click.echo(last_line(node.chain.height(node.chain.head), None if final is None else final.body.round))
+
+
+def last_line(round_: int, final_round: int | None) -> str:
+    """Return the line that a stopped coordinator leaves."""
+    final = "nothing is final yet" if final_round is None else f"final up to round {final_round}"
+    return f"stopped: round {round_}, {final}; the same command goes on"
 
 
 async def _coordinate(
     coordinator: Coordinator,
     config: CoordinatorConfig,
-    spec: RunSpec,
+    resolved: ResolvedRun,
     work: Sequence[Callable[[], Coroutine[Any, Any, None]]],
     ends: list[asyncio.Task[Any]],
 ) -> None:
@@ -278,7 +287,7 @@ async def _coordinate(
     await coordinator.start()
     tasks = [asyncio.create_task(each()) for each in (*work, partial(_keep_invite, coordinator, config))]
     try:
-        _announce(coordinator, spec, config)
+        _announce(coordinator, resolved, config)
         await asyncio.wait([*tasks, *ends], return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             if task.done():
@@ -311,19 +320,29 @@ async def _keep_invite(coordinator: Coordinator, config: CoordinatorConfig) -> N
                 log.warning("the newest members were not written to the invite's file: %s", e)
 
 
-def _announce(coordinator: Coordinator, spec: RunSpec, config: CoordinatorConfig) -> None:
+def _announce(coordinator: Coordinator, resolved: ResolvedRun, config: CoordinatorConfig) -> None:
     """Print the run's addresses for the owner, and write the invite to a file for scripts."""
-    from coordinator.admission import cost_to_attackers
-
     invite = _invite(coordinator, config)
     write_whole(config.folder / "invite", f"{invite}\n", mode=PRIVATE)
-    click.echo(f"run      {spec.name} ({spec.run_id.short}), {spec.model.layout.numel:,} parameters")
-    click.echo(f"admits   {cost_to_attackers(spec.admission)}")
-    click.echo(f"page     {coordinator.page_url}")
-    click.echo(f"folder   {config.folder}  (owner.key in it is the run: keep a copy)")
-    click.echo(f"join     cairn peer join {invite}")
-    click.echo(f"         ({config.folder / 'invite'} always has the newest, with members to enter by)")
-    click.echo("Ctrl-C stops the coordinator; peers go on without it, and it catches up when it is back.")
+    for line in announcement(resolved, config.folder, coordinator.page_url, invite):
+        click.echo(line)
+
+
+def announcement(resolved: ResolvedRun, folder: Path, page: str, invite: Invite) -> list[str]:
+    """Return the lines that tell the owner of a run that is served now."""
+    from coordinator.admission import cost_to_attackers
+
+    spec = resolved.spec
+    return [
+        f"run      {spec.name} ({spec.run_id.short}), {spec.model.layout.numel:,} parameters",
+        *(["begins   here and now: if it was served before, stop, and give that --home"] if resolved.begins else []),
+        f"admits   {cost_to_attackers(spec.admission)}",
+        f"page     {page}",
+        f"folder   {folder}  (owner.key in it is the run: keep a copy)",
+        f"join     cairn peer join {invite}",
+        f"         ({folder / 'invite'} always has the newest, with members to enter by)",
+        "Ctrl-C stops the coordinator; peers go on without it, and it catches up when it is back.",
+    ]
 
 
 def _codes(given: str, folder: Path, spec: RunSpec) -> tuple[str, ...]:

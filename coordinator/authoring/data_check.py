@@ -71,6 +71,25 @@ def check_windows(run_file: RunFile, manifest: Manifest) -> None:
         )
 
 
+def spelled_warning(spelled: tokens.SpelledToken | None, documents: int, end: str) -> str:
+    """Return a warning if some of these documents spell out a special token, else "". `end` ends a document."""
+    if spelled is None:
+        return ""
+    remedy = "give conversations as messages, with [data.conversations] (`cairn data prepare --window`)"
+    if spelled.text == end:
+        remedy = "give each document a file or a row of its own"
+    return (
+        f"warning: {spelled.documents:,} of {documents:,} documents spell out {spelled.text!r}, which stays text and "
+        f"does not become the tokenizer's special token: {remedy}"
+    )
+
+
+def data_warnings(run_file: RunFile, manifest: Manifest) -> list[str]:
+    """Return the warnings about prepared data."""
+    passes = passes_warning(run_file, manifest.trained)
+    return [w for w in (passes, spelled_warning(manifest.spelled, manifest.documents, manifest.end_of_text)) if w]
+
+
 def passes_warning(run_file: RunFile, trained_on: int) -> str:
     """Return a warning if the planned tokens are many passes over this number of tokens of text, else ""."""
     planned = run_file.run.total_tokens

@@ -97,6 +97,13 @@ class Manifest(Section):
     settings: PrepareSettings
     sources: list[SourceRef]
     conversations: ConversationData | None = None
+    spelled: tokens.SpelledToken | None = None
+    """The special token that most documents spell out."""
+
+    @property
+    def documents(self) -> int:
+        """Documents of both splits."""
+        return self.train.documents + self.validation.documents
 
     @property
     def trained(self) -> int:
@@ -340,6 +347,7 @@ def _manifest(
         settings=settings,
         sources=sources,
         conversations=conversations,
+        spelled=run.most_spelled,
     )
 
 

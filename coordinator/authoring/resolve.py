@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from coordinator import durable
-from coordinator.authoring.data_check import check_tokenizer, check_vocabulary, check_windows, passes_warning
+from coordinator.authoring.data_check import check_tokenizer, check_vocabulary, check_windows, data_warnings
 from coordinator.authoring.errors import AuthoringError, DataInputError, RunChangedError, RunFileError
 from coordinator.authoring.prepare import Prepared, load_prepared, prepare
 from coordinator.authoring.runfile import RunFile, differences
@@ -60,11 +60,15 @@ class RunModel:
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A run that can be served: its spec, the signed envelope's exact bytes, and the files of its blobs."""
+    """A run that can be served: its spec, the signed envelope's exact bytes, and the files of its blobs.
+
+    `begins`: it has begun now, in a folder that held none.
+    """
 
     spec: RunSpec
     spec_envelope: bytes
     blobs: dict[Digest, Path]
+    begins: bool = field(default=False, compare=False)
 
 
 def resolve(
@@ -93,7 +97,7 @@ def resolve(
     check_tokenizer(run_file)
     prepared = prepare_data(run_file, workdir / DATA, report, replace=True)
     check_windows(run_file, prepared.manifest)
-    if warning := passes_warning(run_file, prepared.manifest.trained):
+    for warning in data_warnings(run_file, prepared.manifest):
         report(warning)
     model = _model(run_file, prepared)
     genesis, adapter = _genesis(run_file, model, workdir, report)
@@ -106,7 +110,7 @@ def resolve(
     except OSError as e:
         raise AuthoringError(f"{workdir}: cannot be written to: {e.strerror or e}") from None
     report(f"run {spec.run_id.short} ({spec.name}) begins")
-    return ResolvedRun(spec, envelope, prepared.blobs | _weights_of(spec, workdir))
+    return ResolvedRun(spec, envelope, prepared.blobs | _weights_of(spec, workdir), begins=True)
 
 
 def _weights_of(spec: RunSpec, workdir: Path) -> dict[Digest, Path]:
@@ -132,7 +136,7 @@ def check_weights(run_file: RunFile, config: dict[str, Any] | None = None, layou
     from coordinator.authoring.weights import WeightsError, check, other_settings, read_headers
 
     try:
-        found = read_headers(run_file.weights)
+        found = read_headers(run_file.weights, run_file.run.weights)
         if layout is not None:
             check(found, layout)
     except WeightsError as e:
@@ -275,11 +279,11 @@ def model_of(run_file: RunFile, from_data: dict[str, Any]) -> RunModel:
             base = base_file_layout(adapted, adapter)
     except SpecError as e:
         raise SpecError(f"{run_file.path}: {e}") from None
-    for field in ("max_position_embeddings", "n_positions"):
-        most = config.get(field)
+    for name in ("max_position_embeddings", "n_positions"):
+        most = config.get(name)
         if type(most) is int and most < run_file.data.window:
             raise RunFileError(
-                f"{run_file.path}: data.window: {run_file.data.window} tokens do not fit model.{field} = {most}: make "
+                f"{run_file.path}: data.window: {run_file.data.window} tokens do not fit model.{name} = {most}: make "
                 "one smaller or the other larger"
             )
     return RunModel(config, layout, whole, base)

@@ -10,7 +10,13 @@ from pathlib import Path
 
 from coordinator.admission import cost_to_attackers
 from coordinator.authoring import tokens
-from coordinator.authoring.data_check import check_tokenizer, check_windows, passes_warning
+from coordinator.authoring.data_check import (
+    check_tokenizer,
+    check_windows,
+    data_warnings,
+    passes_warning,
+    spelled_warning,
+)
 from coordinator.authoring.documents import DocumentFile, read_documents
 from coordinator.authoring.errors import DataInputError
 from coordinator.authoring.memory import training_memory
@@ -111,14 +117,12 @@ def _data(run_file: RunFile) -> tuple[int, int, list[str]]:
             return _counted(run_file, prepare_data(run_file, Path(folder), replace=False))
     try:
         sources, held_out = find_documents(data.sources, data.validation, run_file.folder)
-        text = _sample(sources, data.field)
-        others = _sample(held_out, data.field)
+        run = None if run_file.tokenizer is None else tokens.load(run_file.tokenizer, data.end_of_text)
+        text = _sample(sources, data.field, run)
+        others = _sample(held_out, data.field, run)
         if text.complete:
             check_held_out(data.validation_every, text.documents)
-        if run_file.tokenizer is None:
-            vocabulary = data.vocabulary or 0
-        else:
-            vocabulary = tokens.load(run_file.tokenizer, data.end_of_text).size
+        vocabulary = (data.vocabulary or 0) if run is None else run.size
     except DataInputError as e:
         raise DataInputError(f"{run_file.path}: data: {e}") from None
     if not text.size:
@@ -134,6 +138,8 @@ def _data(run_file: RunFile) -> tuple[int, int, list[str]]:
     ]
     if text.complete and (warning := passes_warning(run_file, trained_on)):
         lines.append(warning)
+    if run is not None and (warning := spelled_warning(run.most_spelled, text.documents + others.documents, run.end)):
+        lines.append(warning)
     return vocabulary, data.window, lines
 
 
@@ -145,10 +151,9 @@ def _counted(run_file: RunFile, prepared: Prepared) -> tuple[int, int, list[str]
         sum(windows_in(s.tokens, run_file.data.window) for s in split.shards)
         for split in (manifest.train, manifest.validation)
     )
-    documents = manifest.train.documents + manifest.validation.documents
     lines = [
-        f"data: {train:,} windows to train on, {validation:,} to validate on, from {documents:,} documents; "
-        f"vocabulary {manifest.vocabulary:,}"
+        f"data: {train:,} windows to train on, {validation:,} to validate on, from "
+        f"{manifest.documents:,} documents; vocabulary {manifest.vocabulary:,}"
     ]
     if (packed := manifest.conversations) is not None:
         lines.append(
@@ -156,8 +161,7 @@ def _counted(run_file: RunFile, prepared: Prepared) -> tuple[int, int, list[str]
             f"{packed.window:,}; longer than a window: {packed.dropped:,} left out, {packed.cut:,} cut, "
             f"{packed.split:,} split"
         )
-    if warning := passes_warning(run_file, manifest.trained):
-        lines.append(warning)
+    lines += data_warnings(run_file, manifest)
     return manifest.vocabulary, packed.window_tokens if packed else run_file.data.window, lines
 
 
@@ -170,12 +174,13 @@ class _Text:
     complete: bool
 
 
-def _sample(sources: list[DocumentFile], field: str) -> _Text:
-    """Read the beginnings of files. Raises DataInputError."""
+def _sample(sources: list[DocumentFile], field: str, run: tokens.RunTokenizer | None) -> _Text:
+    """Read the beginnings of files, watched by the tokenizer if there is one already. Raises DataInputError."""
     size, documents, complete = 0, 0, True
     for source in sources:
         segments = read_documents(source, field)
-        for segment in islice(segments, SAMPLED):
+        beginning = islice(segments, SAMPLED)
+        for segment in beginning if run is None else run.watch(beginning):
             size += len(segment.text.encode())
             documents += segment.last
         complete = complete and next(segments, None) is None

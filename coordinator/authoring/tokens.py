@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, tr
 
 from coordinator.authoring.documents import TextSegment
 from coordinator.authoring.errors import DataInputError
-from protocol.spec import MAX_TOKENIZER
+from protocol.spec import MAX_TOKENIZER, Section
 
 END_OF_TEXT = "<|endoftext|>"
 KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>", "[EOS]", "<|eot_id|>")
@@ -24,6 +25,13 @@ BATCH = 1024 * 1024
 """Characters encoded at a time."""
 
 
+class SpelledToken(Section):
+    """A special token that documents of plain text spell out, and their number."""
+
+    text: str
+    documents: int
+
+
 @dataclass(frozen=True)
 class RunTokenizer:
     """A tokenizer, its file's exact bytes, and the token that ends a document."""
@@ -32,6 +40,8 @@ class RunTokenizer:
     file: bytes
     end: str
     end_id: int
+    spelled: Counter[str] = field(default_factory=Counter, compare=False)
+    """Documents in which a special token is spelled out, by its text: they are encoded as text."""
 
     @property
     def size(self) -> int:
@@ -45,13 +55,41 @@ class RunTokenizer:
         """
         batch: list[TextSegment] = []
         size = 0
-        for segment in segments:
+        for segment in self.watch(segments):
             batch.append(segment)
             size += len(segment.text)
             if size >= BATCH:
                 yield from self._encoded(batch)
                 batch, size = [], 0
         yield from self._encoded(batch)
+
+    def watch(self, segments: Iterable[TextSegment]) -> Iterator[TextSegment]:
+        """Yield the segments, and count documents in `spelled`."""
+        found: set[str] = set()
+        for segment in segments:
+            text = segment.text
+            found.update(t for opening, texts in self._openings.items() if opening in text for t in texts if t in text)
+            if segment.last:
+                self.spelled.update(found)
+                found.clear()
+            yield segment
+
+    @property
+    def most_spelled(self) -> SpelledToken | None:
+        """The special token that most documents spell out."""
+        if not self.spelled:
+            return None
+        text = max(self.spelled, key=lambda t: (self.spelled[t], t != self.end, t))
+        return SpelledToken(text=text, documents=self.spelled[text])
+
+    @cached_property
+    def _openings(self) -> dict[str, list[str]]:
+        """The special tokens by their first two characters, few of which occur in ordinary text."""
+        openings: dict[str, list[str]] = {}
+        for token in self.tokenizer.get_added_tokens_decoder().values():
+            if token.special and token.content:
+                openings.setdefault(token.content[:2], []).append(token.content)
+        return openings
 
     def encode_rendered(self, texts: Sequence[str]) -> list[Encoding]:
         """Return the encodings of rendered conversations, in which special tokens are recognised."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,9 @@ MAX_FILES = 10_000
 FLOATS = ("F32", "F16", "BF16")
 MAX_VALUE = 1e6
 """Maximum absolute value of a weight, far above those of any sound model."""
+
+ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+"""A model's name on a hub, which may be a path as well."""
 
 BATCH = 2**24
 """Values checked at a time."""
@@ -51,10 +55,13 @@ class PretrainedWeights:
         return sum(math.prod(shape) for _, shape in self.tensors.values())
 
 
-def read_headers(folder: Path) -> PretrainedWeights:
-    """Read the headers of the files in a folder. Raises WeightsError."""
+def read_headers(folder: Path, named: str = "") -> PretrainedWeights:
+    """Read the headers of the files in a folder; `named` is how a person wrote it. Raises WeightsError."""
     if not folder.is_dir():
-        raise WeightsError(f"{folder}: no such folder: name a model's folder, with {CONFIG} and {MODEL}")
+        name = named or str(folder)
+        hub = ON_HUB.fullmatch(name) and not folder.parent.is_dir()
+        fetch = f". If that is a model on the hub: `hf download {name} --local-dir DIR`, then name DIR" if hub else ""
+        raise WeightsError(f"{folder}: no such folder: name a model's folder, with {CONFIG} and {MODEL}{fetch}")
     if (folder / "adapter_config.json").exists():
         raise WeightsError(f"{folder}: an adapter, not a whole model: merge it into its model first, and save that")
     if not (folder / CONFIG).is_file():

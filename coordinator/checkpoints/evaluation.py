@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,13 @@ import numpy as np
 import torch
 
 from coordinator.errors import CoordinatorError
+from coordinator.export import held_layout
+from coordinator.model_card import Origin
 from coordinator.quiet_transformers import quiet_transformers
 from protocol.adapter import build_run_model, load_base
 from protocol.layout import is_outer_tensor
 from protocol.marked_tokens import IGNORED, inputs_of
-from protocol.model import load_state
+from protocol.model import build_model, load_state, model_layout
 from protocol.packed_sequences import documents_apart
 from protocol.spec import DataSpec, ModelSpec, windows_in
 
@@ -49,6 +51,20 @@ def load_archived(folder: Path, device: str = "cpu") -> torch.nn.Module:
     if missing := sorted(said["missing_keys"]) + strange:
         raise CoordinatorError(f"{folder}: its tensors are not its config's: {', '.join(missing)[:300]}")
     model.to(torch.device(device))
+    return model.eval()
+
+
+def load_checkpoint(
+    checkpoint: Path, config: Mapping[str, Any], origin: Origin, device: str = "cpu"
+) -> torch.nn.Module:
+    """Load the model of a state's file, in evaluation mode. Raises CoordinatorError, and SpecError for the config."""
+    from safetensors.torch import load_file
+
+    model = build_model(config, device=device)
+    layout = model_layout(model)
+    held_layout(checkpoint, layout, origin)
+    state = load_file(checkpoint)
+    load_state(model, {t.name: state[t.name] for t in layout.tensors})
     return model.eval()
 
 

@@ -1,4 +1,4 @@
-"""The settings of checkpoints in coordinator.toml (docs/checkpoints.md); no peer needs them, so the spec has none."""
+"""The settings in coordinator.toml (docs/checkpoints.md): no peer needs them, so the spec has none."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from coordinator.authoring.toml_file import read_tables
 from coordinator.checkpoints.retention import RetentionPolicy
@@ -34,6 +34,15 @@ def parse_bytes(value: Any) -> int:
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
 Count = Annotated[int, Field(ge=0, le=10**9)]
+
+
+def _one_line(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("must be printable text on one line")
+    return text
+
+
+Line = Annotated[str, Field(max_length=300), AfterValidator(_one_line)]
 
 
 class _Table(BaseModel):
@@ -88,8 +97,18 @@ class SamplesTable(_Table):
     seed: Count = 1
 
 
+class AboutTable(_Table):
+    """[about]: the owner's words on the run, for people; nobody signs them."""
+
+    description: Line = ""
+    contact: Line = ""
+    license: Line = ""
+
+
 class CheckpointSettings(_Table):
     """All tables."""
+
+    about: AboutTable = AboutTable()
 
     archive: ArchiveTable = ArchiveTable()
     evaluation: EvaluationTable = EvaluationTable()

@@ -132,7 +132,10 @@ def _spec(sent: bytes, archived: ArchivedState, run: RunId | None, owner: PeerKe
         envelope = open_envelope(sent, KIND, limit=MAX_SPEC + 1024)
         found = RunId(blob_digest(envelope.payload))
         if run is not None and found != run:
-            raise VerificationError(f"a checkpoint of another run: {found.short}, not {run.short} as the invite says")
+            raise VerificationError(
+                f"a checkpoint of another run: {found.short}, not {run.short} as the invite says: give that run's "
+                "invite, or another checkpoint"
+            )
         if owner is not None and envelope.author != owner:
             raise VerificationError(
                 f"a checkpoint of a run of another owner: {str(envelope.author)[:16]}, not {str(owner)[:16]}"

@@ -12,6 +12,7 @@ from typing import Any
 from coordinator.audit_docket import AuditCase
 from coordinator.checkpoints.archive import FILES
 from coordinator.checkpoints.archiver import CheckpointArchiver
+from coordinator.checkpoints.settings import AboutTable
 from coordinator.credits.leaderboard import Grouping, Leaderboard
 from coordinator.directives import DirectiveEffects
 from coordinator.history import charts
@@ -62,6 +63,7 @@ class PageApi:
     """The source of every answer in `coordinator.page.endpoints`; methods return None where there is no such thing."""
 
     spec: RunSpec
+    about: AboutTable
     published_invite: Callable[[], Invite | None]
     feed: Feed
     overview: Callable[[], Overview]
@@ -96,7 +98,7 @@ class PageApi:
         """Return the run in short: model, data, settings, and how to take part."""
         first = self.chain.history.first or next(iter(self.chain.points(0)), None)
         began = first.seen_at if first is not None and first.round == 0 else None
-        return run_card(self.spec, None if began is None else round(began), self.published_invite())
+        return run_card(self.spec, None if began is None else round(began), self.published_invite(), self.about)
 
     def peers(self, sort: str, descending: bool, text: str, offset: int, limit: int) -> dict[str, Any]:
         every, wanted = self._peers_by(sort, descending), text.casefold()

@@ -1,10 +1,11 @@
-"""A run in short, for people who look at it or may join it: from its spec alone."""
+"""A run in short, for people who look at it or may join it: from its spec, and its owner's words about it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from coordinator.checkpoints.settings import AboutTable
 from protocol.invite import Invite
 from protocol.spec import RunSpec
 
@@ -23,13 +24,14 @@ _NAMES = {
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-def run_card(spec: RunSpec, began: float | None, invite: Invite | None) -> dict[str, Any]:
+def run_card(spec: RunSpec, began: float | None, invite: Invite | None, about: AboutTable) -> dict[str, Any]:
     """Return the run as a JSON value; `began` is when its first round was certified, in unix seconds."""
     data = spec.data
     return {
         "name": spec.name,
         "run": str(spec.run_id),
         "owner": spec.owner,
+        "about": about.model_dump(),
         "began": began,
         "total_tokens": spec.total_tokens,
         "model": {

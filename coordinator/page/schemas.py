@@ -223,6 +223,7 @@ RUN = of(
         "name": TEXT,
         "run": DIGEST,
         "owner": KEY,
+        "about": of({"description": TEXT, "contact": TEXT, "license": TEXT}),
         "began": maybe(TIME),
         "total_tokens": COUNT,
         "model": of(
@@ -242,7 +243,8 @@ RUN = of(
         "settings": of({name: _SETTINGS for name in ("inner", "codec", "outer", "round", "audit")}),
         "join": of({"admission": {"enum": ["open", "invite", "allow"]}, "invite": maybe(TEXT), "local": FLAG}),
     },
-    description="From the run spec. `began`: when the first round was certified, if this coordinator saw it. "
+    description="From the run spec, but `about`: the owner's words in coordinator.toml, unsigned. "
+    "`began`: when the first round was certified, if this coordinator saw it. "
     "`settings`: sections of the spec, as docs/runs.md describes them; a directive may have changed `round` since. "
     "`invite`: of an open run only, never with a code; `local`: it leads to the coordinator's own machine only.",
 )

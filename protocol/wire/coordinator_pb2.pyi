@@ -106,7 +106,7 @@ class PeerStatus(_message.Message):
     def __init__(self, peer: _Optional[bytes] = ..., name: _Optional[str] = ..., phase: _Optional[str] = ..., round: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., micro_credits_settled: _Optional[int] = ..., micro_credits_pending: _Optional[int] = ..., head: _Optional[bytes] = ..., seconds_since_heartbeat: _Optional[float] = ..., device: _Optional[str] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("name", "round", "head", "state", "state_round", "tokens", "total_tokens", "tokens_per_second", "loss", "peers", "page", "checkpoint", "checkpoint_round", "final_round", "health", "message", "time", "rounds", "losses", "alerts", "convictions")
+    __slots__ = ("name", "round", "head", "state", "state_round", "tokens", "total_tokens", "tokens_per_second", "loss", "peers", "page", "checkpoint", "checkpoint_round", "final_round", "health", "message", "time", "rounds", "losses", "alerts", "convictions", "description", "contact", "license")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     HEAD_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +128,9 @@ class StatusReply(_message.Message):
     LOSSES_FIELD_NUMBER: _ClassVar[int]
     ALERTS_FIELD_NUMBER: _ClassVar[int]
     CONVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    CONTACT_FIELD_NUMBER: _ClassVar[int]
+    LICENSE_FIELD_NUMBER: _ClassVar[int]
     name: str
     round: int
     head: bytes
@@ -149,7 +152,10 @@ class StatusReply(_message.Message):
     losses: _containers.RepeatedScalarFieldContainer[float]
     alerts: _containers.RepeatedCompositeFieldContainer[AlertStatus]
     convictions: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., round: _Optional[int] = ..., head: _Optional[bytes] = ..., state: _Optional[bytes] = ..., state_round: _Optional[int] = ..., tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., loss: _Optional[float] = ..., peers: _Optional[_Iterable[_Union[PeerStatus, _Mapping]]] = ..., page: _Optional[str] = ..., checkpoint: _Optional[bytes] = ..., checkpoint_round: _Optional[int] = ..., final_round: _Optional[int] = ..., health: _Optional[str] = ..., message: _Optional[str] = ..., time: _Optional[int] = ..., rounds: _Optional[_Iterable[_Union[RoundStatus, _Mapping]]] = ..., losses: _Optional[_Iterable[float]] = ..., alerts: _Optional[_Iterable[_Union[AlertStatus, _Mapping]]] = ..., convictions: _Optional[_Iterable[str]] = ...) -> None: ...
+    description: str
+    contact: str
+    license: str
+    def __init__(self, name: _Optional[str] = ..., round: _Optional[int] = ..., head: _Optional[bytes] = ..., state: _Optional[bytes] = ..., state_round: _Optional[int] = ..., tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., loss: _Optional[float] = ..., peers: _Optional[_Iterable[_Union[PeerStatus, _Mapping]]] = ..., page: _Optional[str] = ..., checkpoint: _Optional[bytes] = ..., checkpoint_round: _Optional[int] = ..., final_round: _Optional[int] = ..., health: _Optional[str] = ..., message: _Optional[str] = ..., time: _Optional[int] = ..., rounds: _Optional[_Iterable[_Union[RoundStatus, _Mapping]]] = ..., losses: _Optional[_Iterable[float]] = ..., alerts: _Optional[_Iterable[_Union[AlertStatus, _Mapping]]] = ..., convictions: _Optional[_Iterable[str]] = ..., description: _Optional[str] = ..., contact: _Optional[str] = ..., license: _Optional[str] = ...) -> None: ...
 
 class RoundStatus(_message.Message):
     __slots__ = ("round", "tokens", "loss", "contributors", "absent", "absent_total", "final")

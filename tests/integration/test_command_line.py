@@ -251,7 +251,10 @@ def test_text_becomes_shards(run_file: Path, tmp_path: Path):
     done = cairn("data", "prepare", tmp_path / "text.txt", "--out", tmp_path / "out", "--vocab", "300")
     assert done.returncode == 0, done.stderr
     assert "tokens in 1 shard\n" in done.stdout and (tmp_path / "out" / "manifest.json").exists()
-    assert '(in a run.toml beside it: [data] prepared = "out")' in done.stdout
+    assert '(in a run.toml beside it: [data] prepared = "out")' in done.stdout and "warning" not in done.stderr
+    (tmp_path / "chat.txt").write_text("one<|endoftext|>two")
+    done = cairn("data", "prepare", tmp_path / "chat.txt", "--out", tmp_path / "chat", "--vocab", "300")
+    assert done.stderr.count("warning: 1 of 1 documents spell out '<|endoftext|>'") == 1
 
 
 def test_generating_from_what_is_no_checkpoint_names_what_is_wanted(tmp_path: Path):

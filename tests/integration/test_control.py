@@ -260,6 +260,20 @@ async def test_two_rollbacks_that_were_ordered_at_once_are_not_both_taken(tmp_pa
 
 
 @pytest.mark.asyncio
+async def test_a_ban_of_a_key_that_no_peer_has_is_ordered_and_pointed_out(tmp_path, monkeypatch):
+    async with running(tmp_path) as (coordinator, swarm):
+        swarm.beat(1)
+        owned = owner_commands.OwnedRun(tmp_path, OWNER, SPEC, coordinator.invite())
+        monkeypatch.setattr(owner_commands, "open_run", lambda *_: owned)
+        monkeypatch.setattr(owner_commands, "SPREAD_SECONDS", 0.0)
+        await until(lambda: coordinator.overview().peers, "the peer is shown", every=0.05)
+        done = await asyncio.to_thread(cairn, "run", "ban", tmp_path, str(peer(1).key), "ab" * 32)
+    assert done.returncode == 0 and coordinator.control.newest is not None
+    assert len(coordinator.control.newest.body.banned) == 2
+    assert "note: the coordinator shows no peer abababab: compare" in done.stderr
+
+
+@pytest.mark.asyncio
 async def test_an_order_that_comes_while_a_rollback_asks_stays_in_force(tmp_path, monkeypatch):
     swarm = FakeSwarm(SPEC)
     for i in range(4):

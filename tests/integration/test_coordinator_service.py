@@ -20,6 +20,7 @@ import pytest
 from cairn.commands import status
 from coordinator import address_publisher, admission, admission_table, interceptor, rpc, service
 from coordinator.admission_table import AdmissionTable
+from coordinator.alerts import rules
 from coordinator.errors import CoordinatorError, LedgerError, PortTakenError, RefusedError, TooManyError
 from coordinator.ledger import Ledger
 from coordinator.limits import ConcurrencyLimit, NetworkLimit, Rate, RateLimit, caller_of, is_loopback
@@ -324,6 +325,21 @@ async def test_it_says_where_it_is_again_and_again_and_anew_only_when_something_
     async with running(tmp_path, swarm=swarm, public=public):
         again = await told(swarm, len(swarm.address_records) + 1)
     assert again.fingerprint != moved.fingerprint and again.sequence > moved.sequence
+
+
+async def test_two_coordinators_with_one_key_are_trouble_that_the_page_and_the_alert_show(tmp_path, monkeypatch):
+    monkeypatch.setattr(address_publisher, "AGAIN_SECONDS", 0.1)
+    swarm = FakeSwarm(SPEC)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    async with running(tmp_path / "one", swarm=swarm) as (one, _):
+        async with running(tmp_path / "two", swarm=swarm) as (two, _):
+            await until(lambda: "another coordinator" in one.overview().message, "it is noticed", every=0.05)
+            shown = one.overview()
+            assert shown.health == "trouble" and f"127.0.0.1:{two.grpc_port}" in shown.message
+            assert "run's key" in (rules.chain({}, one.alert_input()) or "")
+        await until(lambda: one.overview().health != "trouble", "the other has stopped", every=0.05)
+        assert not one.overview().problem
 
 
 async def test_a_client_goes_where_the_owner_says_and_back_to_the_invites_address_when_that_is_old(tmp_path):

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from coordinator.authoring.resolve import resolve
+from coordinator.authoring.runfile import load_run
+from coordinator.checkpoints.archive import Archive
+from peer.keyfile import load_or_make
+from protocol.chain import genesis_digest
 from protocol.ids import Digest, RunId
 from protocol.invite import HostPort, Invite
 from tests.support.command_line import (
@@ -91,6 +97,7 @@ INVITE = str(Invite(RunId(digest("run")), Digest(digest("tls")), (HostPort("127.
         ("window = 16", "windows = 16", "did you mean window?"),
         ('"llama"', '"lama"', "llama"),
         ('name = "tiny"', 'name = "../../etc"', "run.name: String should match pattern"),
+        ('name = "tiny"', 'name = "tiny"\nweights = "org/gpt-2"', "`hf download org/gpt-2 --local-dir DIR`, then"),
         ('source = "text.txt"', 'source = "nowhere/*.jsonl"', "nowhere/*.jsonl: no file matches this pattern"),
         ('source = "text.txt"', 'source = "chat.jsonl"', "with --field, in a run.toml as data.field"),
         # These were found by `serve` alone.
@@ -129,6 +136,7 @@ SERVE = ("coordinator", "serve", "run.toml")
         (USAGE, ("run", "plan", "--parameters", "10M", "--out", LONG), "file name too long: name another place"),
         (ERROR, ("run", "plan", "--parameters", "10M", "--out", "run.toml"), "--force to write over it"),
         (ERROR, ("run", "init", "--from", "gone", "--out", "i.toml"), "no such folder: name a model's folder"),
+        (ERROR, ("run", "init", "--from", "org/gpt-2", "--out", "i.toml"), "`hf download org/gpt-2 --local-dir DIR`"),
         (ERROR, ("run", "init", "--from", "nothing", "--out", "i.toml"), "name a model's folder, with config.json"),
         (ERROR, ("run", "init", "--from", "adapter", "--out", "i.toml"), "merge it into its model first"),
         (ERROR, ("run", "init", "--from", "pickled", "--out", "i.toml"), "convert it where you trust it"),
@@ -152,6 +160,7 @@ SERVE = ("coordinator", "serve", "run.toml")
         # volunteers
         (USAGE, ("peer", "join"), "Missing argument 'INVITE'"),
         (ERROR, ("peer", "join", "http://127.0.0.1:7411"), "copy the whole line that begins with cairn1:"),
+        (ERROR, ("peer", "join", "Kq3xZ0mT8yWc-1vB"), "copy the whole line that begins with cairn1:"),  # the code alone
         (ERROR, ("peer", "join", INVITE[:-4]), "cut off or altered: copy the whole line"),
         (ERROR, ("peer", "join", "cairn2:" + INVITE[7:]), "another version of Cairn: run `cairn peer upgrade`"),
         (USAGE, (*JOIN, "second-half"), "unexpected extra argument"),
@@ -171,6 +180,7 @@ SERVE = ("coordinator", "serve", "run.toml")
         (USAGE, (*JOIN, "--home", "file"), "Directory 'file' is a file"),
         (ERROR, (*JOIN, "--home", "file/home"), "name another folder with --home"),
         (ERROR, (*JOIN, "--home", "/proc/x"), "name another folder with --home"),
+        (USAGE, (*JOIN, "--listen", "127.0.0.1:99"), "--listen: '127.0.0.1:99' is not an address to listen on; write"),
         (USAGE, (*JOIN, "--via", "1.2.3.4"), "want /ip4/192.0.2.1/tcp/4001/p2p/"),
         (ERROR, ("status", INVITE), "is it running, and does a firewall let you through?"),
         (ERROR, ("account", "show", INVITE), "this machine has no peer yet: join the run first"),
@@ -190,6 +200,9 @@ SERVE = ("coordinator", "serve", "run.toml")
         (USAGE, (*SERVE, "--grpc", "7410"), "--grpc: '7410' is not HOST:PORT; write for example 0.0.0.0:7410"),
         (USAGE, (*SERVE, "--public", "http://example.org"), "write a name like run.example.org, or an address"),
         (USAGE, (*SERVE, "--keep", "most"), "write such as newest=5,every=100,best=3,bytes=200G"),
+        (USAGE, (*SERVE, "--swarm", "/ip4/0.0.0.0/tcp/99999"), "--swarm: '/ip4/0.0.0.0/tcp/99999' is not an address"),
+        (ERROR, (*SERVE, "--archive", "nope://x"), "nope://x is not an address: Protocol not known: nope: write"),
+        (ERROR, (*SERVE, "--code", "x"), "admission.mode is 'open', and a code is for \"invite\": leave out"),
         (ERROR, (*SERVE, "--home", "/proc/x"), "name another folder with --home"),
         (USAGE, (*SERVE, "--settings", "gone.toml"), "--settings: gone.toml: no such file"),
         (ERROR, ("coordinator", "test-alert", "run.toml"), "or give --webhook URL"),
@@ -199,7 +212,7 @@ SERVE = ("coordinator", "serve", "run.toml")
         # models
         (ERROR, ("export", "gone", "out"), "name a run's folder"),
         (ERROR, ("export", "text.txt", "out"), "with --spec"),
-        (ERROR, ("generate", "nothing", "--prompt", "x"), "name a folder like checkpoints/round-000030"),
+        (ERROR, ("generate", "nothing", "--prompt", "x"), "name a run's folder"),
         (USAGE, ("generate", "nothing"), "Missing option '--prompt'"),
         (USAGE, ("generate", "nothing", "--prompt", "x", "--device", "foo"), "write auto, cpu, cuda, or cuda:0"),
         (ERROR, ("checkpoint", "verify", "nothing", INVITE), "not a whole copy of an archived state"),
@@ -207,6 +220,33 @@ SERVE = ("coordinator", "serve", "run.toml")
 )
 def test_a_mistake_on_the_command_line(code: int, arguments: tuple[str, ...], remedy: str):
     mistaken(code, arguments, remedy)
+
+
+@pytest.fixture
+def served(folder: Path) -> Path:
+    """Return the folder of a run that has begun, as its owner has it; nobody serves it now."""
+    place = folder / "home" / "coordinated" / "tiny"
+    run = resolve(load_run(folder / "run.toml"), place / "run", load_or_make(place / "owner.key"))
+    invite = replace(Invite.parse(INVITE), run=run.spec.run_id)
+    (place / "invite").write_text(str(invite))
+    genesis, tokenizer = (run.blobs[ref.name] for ref in (run.spec.genesis, run.spec.tokenizer))
+    archive = Archive(place / "checkpoints", run.spec, spec_envelope=run.spec_envelope)
+    record = genesis_digest(run.spec.run_id)
+    archive.add(genesis, tokenizer, round=0, state=run.spec.genesis.name, record=record, tokens=0)
+    return place
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        (("run", "rollback", "run.toml", "7"), "is not archived; no state is yet: there is nothing to go back to"),
+        (("run", "unban", "run.toml", "ab" * 32), "abababab is not banned"),
+        (("export", "SERVED", "out", "--invite", INVITE), "name that run's folder, or leave --invite and --spec away"),
+        (("checkpoint", "verify", "SERVED/checkpoints/round-000000", INVITE), "give that run's invite, or another"),
+    ],
+)
+def test_a_mistake_with_a_run_that_has_begun(served: Path, arguments: tuple[str, ...], remedy: str):
+    mistaken(ERROR, tuple(a.replace("SERVED", str(served)) for a in arguments), remedy)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from cairn.listed_run import ListedRun, ask, lines, page_of
+from coordinator.checkpoints.settings import AboutTable
 from protocol.errors import CairnError
 from tests.support.command_line import (
     cairn,
@@ -43,7 +44,8 @@ def test_what_names_no_page_is_refused_with_the_forms_that_do(place: str):
 
 async def test_a_run_is_the_same_by_invite_and_by_the_address_of_its_page(tmp_path):
     swarm = FakeSwarm(SPEC)
-    async with running(tmp_path, SPEC, swarm) as (coordinator, _):
+    about = AboutTable(description="Old stories", contact="ada@example.org", license="data: CC0")
+    async with running(tmp_path, SPEC, swarm, about=about) as (coordinator, _):
         for _ in range(3):
             swarm.round({0: 600, 1: 700}, loss=3.5)
         await settled(coordinator, 3)
@@ -52,13 +54,17 @@ async def test_a_run_is_the_same_by_invite_and_by_the_address_of_its_page(tmp_pa
         for run in found:
             assert run.spec == SPEC and (run.round, run.tokens) == (3, found[0].tokens) and run.tokens > 0
             assert run.health == found[0].health and run.message and run.page
+            assert (run.description, run.contact, run.license) == ("Old stories", "ada@example.org", "data: CC0")
         said = "\n".join(lines(found[0]))
         for fact in ("parameters", "tokens", "of memory (estimated)", "open to everybody", "round 3", found[0].page):
             assert fact in said
+        for line in ("about     Old stories", "license   data: CC0", "contact   ada@example.org"):
+            assert f"\n  {line}\n" in said
         done = await asyncio.to_thread(cairn, "runs", "--json", places[1], f"127.0.0.1:{free_port()}")
     assert done.returncode == 1 and "does not answer" in done.stderr and "Traceback" not in done.stderr
     (told,) = json.loads(done.stdout)
     assert told["name"] == SPEC.name and told["run"] == str(SPEC.run_id) and told["admission"] == "open"
+    assert (told["description"], told["contact"], told["license"]) == ("Old stories", "ada@example.org", "data: CC0")
     assert told["memory_bytes"] > 14 * told["parameters"] > 0
 
 

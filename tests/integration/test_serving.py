@@ -15,10 +15,11 @@ import click
 import pytest
 
 from cairn.commands import serve
-from cairn.commands.serve import PRIVATE, ServeOptions, _codes, _public, published_page
+from cairn.commands.serve import PRIVATE, ServeOptions, _codes, _public, announcement, last_line, published_page
 from cairn.demo.story import MARK, _clear
 from cairn.files import write_whole
 from cairn.swarm_view import put_blob
+from coordinator.authoring.resolve import ResolvedRun
 from coordinator.checkpoints.settings import CheckpointSettings
 from peer.store import Store
 from protocol.errors import CairnError, MalformedError
@@ -149,6 +150,22 @@ def test_a_blob_is_copied_into_the_store_only_when_it_is_the_one_that_the_run_na
         with pytest.raises(CairnError, match="copying"):
             put_blob(store, blob_digest(b"other"), tmp_path / "missing")
         assert list(store.scratch.iterdir()) == []
+
+
+def test_a_run_that_begins_says_so_to_who_served_it_before_in_another_home(tmp_path):
+    spec = tiny_spec()
+    invite = Invite(spec.run_id, Digest(bytes(32)), (HostPort("127.0.0.1", 1),))
+    first, later = (
+        announcement(ResolvedRun(spec, b"", {}, begins), tmp_path, "http://page/", invite) for begins in (True, False)
+    )
+    (said,) = [line for line in first if line not in later]
+    assert said.startswith("begins ") and "if it was served before" in said and "--home" in said
+    assert f"join     cairn peer join {invite}" in later
+
+
+def test_the_last_line_says_which_rounds_are_final():
+    assert last_line(7, 4) == "stopped: round 7, final up to round 4; the same command goes on"
+    assert last_line(2, None) == "stopped: round 2, nothing is final yet; the same command goes on"
 
 
 def test_two_demos_at_once_do_not_share_a_folder(tmp_path):

@@ -36,7 +36,7 @@ async def test_a_listen_address_that_makes_no_sense_is_an_error_with_an_example(
 async def test_a_port_that_is_taken_is_an_error_with_a_remedy(tmp_path):
     async with members(1, tmp_path) as (a,):
         taken = a.swarm.addresses[0].split("/p2p/")[0]
-        with pytest.raises(SwarmStartError, match="choose another port"):
+        with pytest.raises(SwarmStartError, match=r"choose another port with --listen \(for a coordinator: --swarm"):
             await Member(2, tmp_path).start(listen=[taken])
 
 

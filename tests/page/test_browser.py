@@ -408,6 +408,12 @@ def test_names_of_strangers_are_text(world, tab):
     world.beats()
 
 
+def test_the_owners_words_about_the_run_are_text(world, tab):
+    page = tab(world, "#model")
+    until(page, "document.querySelector('.card')?.innerText.includes('data: CC0')")
+    assert "<b>Stories</b>" in text(page, ".card") and page.locator(".card b").count() == 0
+
+
 @pytest.fixture(scope="module")
 def audited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     world = audited_world(tmp_path_factory.mktemp("audited"))

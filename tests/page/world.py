@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from starlette.routing import Route
 
+from coordinator.checkpoints.settings import AboutTable
 from coordinator.observation_file import ObservationFile
 from coordinator.page.app import make_app
 from coordinator.page.server import PageServer
@@ -55,6 +56,7 @@ NAMES = (
     "radia",
     "leslie",
 )
+ABOUT = AboutTable(description="<b>Stories</b>", contact="ada@example.org", license="data: CC0")
 ROUND_SECONDS = 48.0
 
 ROUND_FIELDS = spec_fields()["round"] | {
@@ -116,8 +118,9 @@ class World:
 
         async def start() -> Coordinator:
             config = CoordinatorConfig(
-                self.folder, listen_host="127.0.0.1", listen_port=0, page_host="127.0.0.1", page_port=self.port
-            )
+                self.folder, listen_host="127.0.0.1", listen_port=0, page_host="127.0.0.1", page_port=self.port,
+                about=ABOUT,
+            )  # fmt: skip
             made = Coordinator(
                 config,
                 spec,

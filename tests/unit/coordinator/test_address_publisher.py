@@ -33,4 +33,9 @@ async def test_two_coordinators_with_one_key_name_each_other_once(caplog: pytest
                 await publisher.announce()
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2
-    assert "owner.key is at here.example:7410" in said[0] and "there.example:7410" in said[1]
+    assert "run's key is at here.example:7410" in said[0] and "there.example:7410" in said[1]
+    assert [one.problem, other.problem] == said[::-1]
+    for _ in range(2):  # the other has stopped
+        clock[0] += 30
+        await one.announce()
+    assert not one.problem

@@ -121,7 +121,8 @@ def test_an_outer_optimizer_with_momentum_has_it_in_the_genesis(write, tmp_path)
 def test_resolving_again_gives_the_same_run_and_the_same_in_another_folder(write, tmp_path):
     path = write()
     first = resolve(load_run(path), tmp_path / "work", OWNER)
-    assert resolve(load_run(path), tmp_path / "work", OWNER) == first
+    again = resolve(load_run(path), tmp_path / "work", OWNER)
+    assert again == first and first.begins and not again.begins
     assert resolve(load_run(path), tmp_path / "other", OWNER).spec.run_id == first.spec.run_id
 
 
@@ -333,6 +334,20 @@ def test_many_passes_over_the_text_are_a_warning_when_the_run_is_planned_and_whe
     resolve(load_run(path), tmp_path / "work", OWNER, said.append)
     assert not said
     assert "warning" not in "\n".join(validate(write((r"total_tokens = 100_000", f"total_tokens = {4 * tokens}"))))
+
+
+def test_special_tokens_spelled_out_are_one_warning_also_of_a_corpus_that_is_only_sampled(write, tmp_path, monkeypatch):
+    path = write((r"documents.jsonl", "*.jsonl"))
+    (tmp_path / "more.jsonl").write_text(json.dumps({"text": "a turn<|endoftext|>and another"}) + "\n")
+    said: list[str] = []
+    run = resolve(load_run(path), tmp_path / "work", OWNER, said.append)
+    counted = validate(path)
+    shutil.copy(run.blobs[run.spec.tokenizer.name], tmp_path / "given.json")
+    monkeypatch.setattr("coordinator.authoring.summary.COUNTED", 0)
+    sampled = validate(write((r"documents.jsonl", "*.jsonl"), (r"vocabulary = 300", 'tokenizer = "given.json"')))
+    for lines in (said, counted, sampled):
+        warning = "warning: 1 of 41 documents spell out '<|endoftext|>'"
+        assert len([line for line in lines if line.startswith(warning)]) == 1
 
 
 def test_a_mistake_mended_before_the_run_began_leaves_no_trace(write, tmp_path):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.checkpoints.retention import RetentionCandidate, RetentionPolicy, evictable, to_delete
-from coordinator.checkpoints.settings import CheckpointSettings, SettingsError, check_address, load_settings
+from coordinator.checkpoints.settings import AboutTable, CheckpointSettings, SettingsError, check_address, load_settings
 from coordinator.errors import CoordinatorError
 from coordinator.json_lines import JsonLines
 
@@ -111,6 +111,8 @@ def test_options_go_over_the_file_and_what_others_read_is_passed_over(tmp_path):
     assert found.archive.policy_of_copies == RetentionPolicy(50)
     assert (found.archive.address, found.evaluation.every) == ("/mnt/b", 20)
     assert load_settings() == CheckpointSettings()
+    file.write_text('[about]\nlicense = "data: CC BY 4.0; model: Apache-2.0"\n')
+    assert load_settings(file).about == AboutTable(license="data: CC BY 4.0; model: Apache-2.0")
 
 
 @pytest.mark.parametrize(
@@ -120,6 +122,12 @@ def test_options_go_over_the_file_and_what_others_read_is_passed_over(tmp_path):
         ("[archiv]\nnewest = 7", None, "archiv"),
         ('[archive]\nbytes = "many"', None, "50G"),
         ("[archive\n", None, "not TOML"),
+        (f'[about]\ndescription = "{"x" * 301}"', None, "about.description.*300"),
+        ('[about]\ncontact = "a\\nb"', None, "about.contact.*printable text on one line"),
+        ('[about]\nlicense = "a\\u001b[31m"', None, "about.license.*printable"),
+        ('[about]\nlicense = "a\\u202eb"', None, "about.license.*printable"),
+        ("[about]\nlicense = 4", None, "about.license"),
+        ('[about]\nowner = "x"', None, "about.owner: is not a setting"),
         ("", "newest", "'newest': write such as"),
         ("", "newest=0", "archive.newest"),
     ],

@@ -18,9 +18,11 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from tokenizers import Tokenizer
 
+from coordinator.authoring.data_check import spelled_warning
 from coordinator.authoring.documents import SEGMENT, find_sources, read_documents
 from coordinator.authoring.errors import DataInputError, RunChangedError
 from coordinator.authoring.prepare import load_prepared, prepare
+from coordinator.authoring.tokens import SpelledToken
 from protocol.merkle import CHUNK, blob_digest, blob_leaves
 
 TEXTS = [f"Document {i}: the quick brown fox jumps over {i * i} lazy dogs.\nIt was été, naïve." for i in range(30)]
@@ -179,6 +181,24 @@ def test_text_that_looks_like_the_end_of_text_is_text(tmp_path):
     made = prepare([str(jsonl(tmp_path / "a.jsonl", texts))], tmp_path / "out", vocabulary=300)
     assert (tokens_of(made, "train") == made.manifest.end_of_text_id).sum() == len(texts)
     assert documents_of(made, "train")[0] == texts[0]
+
+
+def test_documents_that_spell_out_special_tokens_are_counted(tmp_path):
+    trained = prepare([str(jsonl(tmp_path / "a.jsonl"))], tmp_path / "one", vocabulary=300)
+    assert trained.manifest.spelled is None
+    tokenizer = Tokenizer.from_file(str(trained.folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<think>"])
+    tokenizer.save(str(tmp_path / "chat.json"))
+    turn = "<|im_start|>user\nhello<|im_end|>\n"
+    long = "word " * (SEGMENT // 4) + turn  # in the second segment
+    texts = [turn * 3, "plain", "a < b |> c", long, "<|im_start|>"]
+    again = prepare([str(jsonl(tmp_path / "b.jsonl", texts))], tmp_path / "two", tokenizer=tmp_path / "chat.json")
+    assert again.manifest.spelled == SpelledToken(text="<|im_start|>", documents=3)
+    warning = spelled_warning(again.manifest.spelled, again.manifest.documents, "<|endoftext|>")
+    assert "3 of 5 documents" in warning and "'<|im_start|>'" in warning and "[data.conversations]" in warning
+    joined = jsonl(tmp_path / "c.jsonl", ["one<|endoftext|>two"])
+    ended = prepare([str(joined)], tmp_path / "three", vocabulary=300).manifest
+    assert "a row of its own" in spelled_warning(ended.spelled, ended.documents, ended.end_of_text)
 
 
 def test_a_vocabulary_above_65536_gets_uint32(tmp_path):

@@ -275,6 +275,19 @@ def test_of_an_owner_s_folder_the_newest_archived_state_is_taken(world: World, t
     assert find_checkpoint(tmp_path / "owner" / "checkpoints").origin.round == 10
 
 
+def test_text_is_generated_from_all_that_is_exported_and_from_the_export(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    places = [world.archive(4), tmp_path / "owner", world.volunteer(monkeypatch), tmp_path / "out"]
+    export(places[0], places[-1])
+    said = set()
+    for place in places:
+        done = cairn("generate", place, "--prompt", "The quick", "--tokens", "8", "--temperature", "0")
+        assert done.returncode == 0, done.stderr
+        said.add(done.stdout)
+    assert len(said) == 1 and said.pop().startswith("The quick")
+
+
 def test_an_archived_state_that_was_copied_elsewhere_still_says_its_run(world: World, tmp_path: Path):
     shutil.copytree(world.archive(4), tmp_path / "else" / "where" / "copy")
     found = find_checkpoint(tmp_path / "else" / "where" / "copy")

@@ -24,6 +24,7 @@ from uvicorn.server import ServerState
 
 from coordinator.alerts.tracker import Alert
 from coordinator.checkpoints.archive import MANIFEST
+from coordinator.checkpoints.settings import AboutTable
 from coordinator.errors import TooManyError
 from coordinator.limits import ConcurrencyLimit
 from coordinator.page import downloads, json_view, openapi, pictures, response_limits, schemas
@@ -208,6 +209,7 @@ def test_the_run_is_shown_in_short_with_an_invite_that_has_no_code(world, get):
         "type": "llama", "parameters": PARAMETERS, "bytes": spec.genesis.size, "layers": 2, "width": 32, "heads": 2,
         "context": 64, "vocabulary": 256,
     }  # fmt: skip
+    assert run["about"] == {"description": "<b>Stories</b>", "contact": "ada@example.org", "license": "data: CC0"}
     assert run["data"]["tokens"] == 10_000 and run["data"]["windows"] == spec.data.train_windows
     assert run["settings"]["inner"]["lr"] == spec.inner.lr and run["owner"] == str(OWNER.key) and run["began"]
     assert run["join"]["local"] and run["join"]["admission"] == "open"
@@ -231,7 +233,8 @@ def test_models_whose_config_has_other_names_are_shown_too():
     spec = make_spec()
     config = {"model_type": "gpt2" * 99, "n_layer": 12, "n_embd": 768, "n_head": True, "vocab_size": "many"}
     invite = Invite(spec.run_id, Digest(bytes(32)), (HostPort("run.example.org", 7410),))
-    card = run_card(spec.model_copy(update={"model": spec.model.model_copy(update={"config": config})}), None, invite)
+    shown = spec.model_copy(update={"model": spec.model.model_copy(update={"config": config})})
+    card = run_card(shown, None, invite, AboutTable())
     jsonschema.validate(card, schemas.RUN)
     assert card["join"] == {"admission": "open", "invite": str(invite), "local": False}
     sizes = [card["model"][name] for name in ("layers", "width", "heads", "context", "vocabulary")]

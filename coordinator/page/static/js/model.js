@@ -41,6 +41,7 @@ function card(run, tokens) {
       ["Audits", audit.replayable ? "any peer can train an update again and compare" : "updates are not replayable"],
     ])),
     el("section", {}, el("h3", {}, "Run"), list([
+      ["About", run.about.description || null], ["License", run.about.license || null], ["Contact", run.about.contact || null],
       ["Owner's key", el("code", {}, run.owner)], ["Run id", el("code", {}, run.run)],
       ["First round", run.began === null ? null : `ended ${moment(run.began)}`],
       ["Who takes part", { open: "anybody", invite: "by invite", allow: "the keys on its owner's list" }[run.join.admission]],
@@ -53,7 +54,7 @@ export class Model {
     this.samples = el("div");
     this.checkpoints = el("div");
     root.append(el("h2", {}, "What is trained"), this.card,
-      el("p", { class: "note" }, "From the run spec, which the owner signed and nobody can change. A directive can change rounds."),
+      el("p", { class: "note" }, "From the run spec, which the owner signed and nobody can change, except about, license and contact. A directive can change rounds."),
       el("h2", {}, "What it writes"), this.samples, el("h2", {}, "Checkpoints"), this.checkpoints,
       el("p", { class: "note" }, "A checkpoint loads with ", el("code", {}, "AutoModelForCausalLM.from_pretrained"), "; ", el("code", {}, "cairn export"),
         " makes a folder without the outer optimizer's momentum. The state digest is the digest of model.safetensors: the chain vouches for it."));
