@@ -200,9 +200,9 @@ class Consensus:
             self._receive_header(u, listed=u.author != record.author)
             if u.author == context.me:
                 context.own.made(u.body.blob, round_.parent, round_.number)
-        proposal = round_.add_record(record, context.now, exchange.missing_for(record.body), context.blobs.is_invalid)
-        if proposal is not None:
-            proposal.refused = is_refused
+        proposal = round_.add_record(
+            record, context.now, exchange.missing_for(record.body), context.blobs.is_invalid, refused=is_refused
+        )
         if proposal is not None and proposal.equivocated and round_.report_once(record.author):
             text = f"peer {record.author.short} proposed two records at once"
             context.notify("warning", "equivocation", text, record.author)

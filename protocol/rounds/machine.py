@@ -159,7 +159,7 @@ class RoundMachine:
         context.begin_step(now)
         self._status = status or self._status
         context.own.recall(context.chain)
-        self._sync.began_at = context.chain.head
+        self._sync.begin()
         self._departure.begin()
         self._directives.notify_pause(None, context.directive)
         self._bootstrap.begin(now, 0.0 if alone else 2 * context.policy.heartbeat_seconds)

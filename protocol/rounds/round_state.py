@@ -53,7 +53,7 @@ class Proposal:
 
     __slots__ = ("record", "seen", "blobs", "missing", "bad", "equivocated", "refused")
 
-    def __init__(self, record: Signed[RoundRecord], seen: float, missing: set[Digest], bad: bool):
+    def __init__(self, record: Signed[RoundRecord], seen: float, missing: set[Digest], *, bad: bool, refused: bool):
         self.record = record
         self.seen = seen
         """The time of its arrival."""
@@ -68,7 +68,7 @@ class Proposal:
         self.equivocated = False
         """Its author signed another one of the same attempt."""
 
-        self.refused = False
+        self.refused = refused
         """It lists a header that contradicts what was received before: it gets no vote of ours."""
 
 
@@ -335,7 +335,13 @@ class RoundState:
     # -- proposals and votes ---------------------------------------------------------------------------------
 
     def add_record(
-        self, record: Signed[RoundRecord], now: float, missing: set[Digest], is_invalid: Callable[[Digest], bool]
+        self,
+        record: Signed[RoundRecord],
+        now: float,
+        missing: set[Digest],
+        is_invalid: Callable[[Digest], bool],
+        *,
+        refused: bool,
     ) -> Proposal | None:
         """Add a valid record of this round. Return None when it is known, or there is no room."""
         if record.digest in self.proposals:
@@ -351,7 +357,8 @@ class RoundState:
             return None
         if evicted is not None:
             self._forget_record(evicted)
-        proposal = Proposal(record, now, missing, any(is_invalid(u.body.blob) for u in record.body.updates))
+        bad = any(is_invalid(u.body.blob) for u in record.body.updates)
+        proposal = Proposal(record, now, missing, bad=bad, refused=refused)
         for other in by_author:
             if other.record.body.attempt == record.body.attempt and other.record.digest in self.proposals:
                 other.equivocated = proposal.equivocated = True

@@ -198,6 +198,48 @@ def test_the_round_machine_and_the_chain_know_no_tensors():
     assert not wrong
 
 
+def foreign_writes(tree: ast.Module) -> list[str]:
+    """Return the attributes that a file writes of others than `self`, unless another class of the file declares them.
+
+    So a container may change its entries, whose class stands beside it.
+    """
+    fields: dict[str, set[str]] = {}
+    for owner in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        fields[owner.name] = {
+            node.target.id
+            for node in owner.body
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        } | {node.attr for node in ast.walk(owner) if isinstance(node, ast.Attribute) and dotted(node.value) == "self"}
+    found = []
+    for part in tree.body:
+        others = set().union(*(of for name, of in fields.items() if name != getattr(part, "name", "")))
+        for node in ast.walk(part):
+            is_write = isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load)
+            if is_write and dotted(node.value) != "self" and node.attr not in others:
+                found.append(ast.unparse(node))
+    return found
+
+
+def test_no_part_of_the_round_machine_writes_the_fields_of_another():
+    assert {s.path: w for s in sources("protocol/rounds") if (w := foreign_writes(s.tree))} == {}
+
+
+def test_every_write_of_a_foreign_field_is_seen_and_no_other():
+    text = """
+class Entry:
+    until: float
+    def __init__(self): self.seen = 0
+class Part:
+    def f(self, context, entry):
+        self.now = entry.until = entry.seen = 1
+        context.observer, self._sync.began = True, 2
+        context.now += 1
+        del entry.other
+"""
+    writes = ["context.observer", "self._sync.began", "context.now", "entry.other"]
+    assert sorted(foreign_writes(ast.parse(text))) == sorted(writes)
+
+
 def test_the_codec_and_the_outer_step_know_no_network():
     wrong = [
         (s.path, m)
