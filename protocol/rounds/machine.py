@@ -87,7 +87,8 @@ class RoundMachine:
     """One peer's state machine of the protocol. Events and the peer's status come in with `step`; actions come out.
 
     Before the driver serves a blob, it asks `serve_refusal`: the rule of commit-then-reveal is there. Other queries:
-    `next_tick`, `phase`, `chain`, `slices_for`, `retained_blobs`, `summary` and `sizes`.
+    `next_tick`, `phase`, `chain`, `open_round`, `slices_for`, `retained_blobs`, `summary` and `sizes`. `introduction`
+    gives the heartbeat for the time before `start`.
     """
 
     def __init__(
@@ -228,7 +229,7 @@ class RoundMachine:
 
     @property
     def open_round(self) -> RoundState | None:
-        """The undecided round: to be read only, for tests and for finding bugs."""
+        """The undecided round: to be read only, for tests, benchmarks and for finding bugs."""
         return self._consensus.round
 
     def serve_refusal(self, blob: Digest, requester: PeerKey) -> str | None:

@@ -293,11 +293,11 @@ def test_others_receive_the_goodbye_of_a_leaver_whose_round_is_undecided(exchang
     while leaver.machine.phase != "exchanging" if leaver.alive else True:
         world.clock.run_until(world.clock.now + 0.1)
     began = world.clock.now
-    undecided = leaver.machine.open_round
+    undecided = leaver.machine.summary(began).head
     leaver.step(ev.Leave())
     world.clock.at(began + HARD_STOP_SECONDS, leaver.crash)
     world.clock.run_until(began + HARD_STOP_SECONDS - 1.0)
     assert leaver.done and leaver.finished_at <= began + ReducedExchange.leave_seconds
-    assert leaver.machine.open_round is undecided
+    assert leaver.machine.summary(world.clock.now).head == undecided
     for other in world.nodes[1:]:
         assert leaver.key not in [m.key for m in other.machine.summary(world.clock.now).members]
