@@ -211,7 +211,7 @@ class Consensus:
 
     def _receive_vote(self, vote: Signed[Vote]) -> Certificate | None:
         round_, exchange = self.round, self.exchange
-        if round_ is None or exchange is None or (vote.body.shards_digest is not None) is not exchange.has_shards:
+        if round_ is None or exchange is None or not exchange.accepts(vote):
             return None
         if not round_.add_vote(vote, self._context.members.has_room_for):
             return None
@@ -239,25 +239,15 @@ class Consensus:
         return certificate
 
     def note_decided(self, certificate: Certificate) -> None:
-        """Penalise those that let an attempt of the decided round fail in silence; forgive the voters of its record.
-
-        An author failed a proposal that listed it if it voted for nothing in `propose_seconds`, and the round was
-        decided without it. It failed its turn if it neither proposed nor voted. In reduced rounds attempts also pass
-        while shards are made, so nothing follows from them.
-        """
-        context, round_, body = self._context, self.round, certificate.record.body
+        """Penalise those that let an attempt of the decided round fail in silence; forgive the voters of its record."""
+        context, round_, exchange, body = self._context, self.round, self.exchange, certificate.record.body
         self._note_fate(certificate)
         silent = context.members.silent
         for vote in certificate.votes:
             silent.forgive(vote.author)
-        if round_ is None or body.parent != round_.parent or certificate.shards or body.attempt == 0:
+        if round_ is None or exchange is None or body.parent != round_.parent or body.attempt == 0:
             return
-        due = context.now - context.policy.propose_seconds
-        proposers = {p.record.author for p in round_.proposals.values()}
-        failed = {a for p in round_.proposals.values() if p.seen <= due for a in p.record.body.contributors}
-        failed -= set(body.contributors)
-        failed |= round_.expired_turns(body.attempt, context.now) - proposers
-        for author in sorted(failed - round_.votes.keys() - {context.me}):
+        for author in sorted(exchange.silent_authors(body) - {context.me}):
             silent.penalise(author, round_.number)
             text = f"peer {author.short} neither proposed nor voted: rounds do not depend on it for a while"
             context.notify("info", "silent", text, author)

@@ -62,10 +62,9 @@ from protocol.rounds.context import Context
 from protocol.rounds.conviction_notices import notify_convictions
 from protocol.rounds.departure import Departure
 from protocol.rounds.directive_gossip import DirectiveGossip
-from protocol.rounds.exchange import ShardDuty
+from protocol.rounds.exchange import Exchange, ShardDuty
 from protocol.rounds.faults import blob_invalid, conflicting_shards
 from protocol.rounds.future_messages import MAX_ROUNDS_AHEAD, FutureMessages
-from protocol.rounds.gathered_exchange import GatheredExchange
 from protocol.rounds.header_repair import known_headers, pass_on_headers
 from protocol.rounds.phase import InvariantError, Phase, check_transition, phase_of
 from protocol.rounds.policy import LocalStatus, RoundPolicy
@@ -302,7 +301,7 @@ class RoundMachine:
         """
         if isinstance(event, ev.Leave):
             exchange = self._consensus.exchange
-            self._departure.leave(GatheredExchange.leave_seconds if exchange is None else exchange.leave_seconds)
+            self._departure.leave(Exchange.leave_seconds if exchange is None else exchange.leave_seconds)
         elif not self._departure.is_leaving and not self._departure.is_over and self._rest.follow(event):
             self._requested_for = ()
             self._beat()  # it tells the others whether to wait for us

@@ -198,6 +198,12 @@ def test_the_round_machine_and_the_chain_know_no_tensors():
     assert not wrong
 
 
+def test_only_the_decision_of_a_round_knows_the_kinds_of_exchange():
+    kinds = {"protocol.rounds.gathered_exchange", "protocol.rounds.reduced_exchange"}
+    knowing = {s.path for s in sources("protocol") for m in s.imports if is_of(m, kinds)}
+    assert knowing == {"protocol/rounds/consensus.py"}
+
+
 def foreign_writes(tree: ast.Module) -> list[str]:
     """Return the attributes that a file writes of others than `self`, unless another class of the file declares them.
 
