@@ -119,6 +119,10 @@ class _Request:
     tries: int
     retry: float
 
+    def is_due(self, deadlines: Deadlines) -> bool:
+        """Return whether the time of the next try has come."""
+        return deadlines.due("blob retry", self.retry)
+
 
 class BlobTracker:
     """The blobs that one machine holds, has requested, or knows to be invalid.
@@ -191,7 +195,7 @@ class BlobTracker:
         self,
         needed: Mapping[Digest, BlobRole],
         holders: Callable[[Digest, BlobRole], tuple[PeerKey, ...]],
-        now: float,
+        deadlines: Deadlines,
     ) -> list[Action]:
         """Return the actions that request what is needed and not held, and drop requests that are not needed."""
         actions: list[Action] = []
@@ -206,8 +210,8 @@ class BlobTracker:
             if request is None:
                 if len(self._requests) >= self._bound:
                     break
-                request = self._requests[blob] = _Request(False, 0, now)
-            if not request.under_way and request.retry <= now:
+                request = self._requests[blob] = _Request(False, 0, deadlines.now)
+            if not request.under_way and request.is_due(deadlines):
                 request.under_way = True
                 self._retries.discard(blob)
                 actions.append(role.fetch(blob, holders(blob, role)))
@@ -215,8 +219,8 @@ class BlobTracker:
 
     def is_retry_due(self, deadlines: Deadlines) -> bool:
         """Return whether some blob is to be requested again now."""
-        waiting = [self._requests[blob].retry for blob in self._retries if blob in self._requests]
-        return any([deadlines.due("blob retry", retry) for retry in waiting])  # a list: each deadline is registered
+        waiting = [self._requests[blob] for blob in self._retries if blob in self._requests]
+        return any([request.is_due(deadlines) for request in waiting])  # a list: each deadline is registered
 
     def sizes(self) -> dict[str, tuple[int, int]]:
         return {

@@ -123,7 +123,7 @@ class ChainSync:
         without a request.
         """
         for source, since in list(self._asked.items()):
-            if deadlines.due("chain answer", since + self._answer_within + ANSWER_MARGIN_SECONDS):
+            if self._is_late(since, deadlines):
                 self.failed(source, deadlines.now)
         wanted = [source for source in self.wanted(chain) if source not in self._asked]
         if self._asked:
@@ -136,8 +136,12 @@ class ChainSync:
         stakes = chain.stakes(chain.head)
         source = min(due, key=lambda s: self._turn(s, has_stake=s in stakes))
         self.ask(source, deadlines.now)
-        deadlines.register("chain answer", deadlines.now + self._answer_within + ANSWER_MARGIN_SECONDS)
+        self._is_late(deadlines.now, deadlines)  # registers the deadline
         return source
+
+    def _is_late(self, asked_at: float, deadlines: Deadlines) -> bool:
+        """Return whether the time for the answer to a request is over."""
+        return deadlines.due("chain answer", asked_at + self._answer_within + ANSWER_MARGIN_SECONDS)
 
     def _turn(self, source: PeerKey, *, has_stake: bool) -> tuple[bool, bool, bool, float, bytes]:
         """Return the order of sources. Its last part is each peer's own, so that no key comes first for everybody."""

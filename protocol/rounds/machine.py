@@ -631,7 +631,7 @@ class RoundMachine:
             return
         self._requested_for = key
         needed = sync.needed() | consensus.needed() | sync.needed_again()
-        for action in context.blobs.request(needed, consensus.holders, context.now):
+        for action in context.blobs.request(needed, consensus.holders, context.deadlines):
             context.emit(action)
 
     def _request_chain(self) -> None:

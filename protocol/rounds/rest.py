@@ -82,7 +82,7 @@ class RestSteps:
             return False
         self._consensus.stop_exchange()
         self._consensus.abandon()
-        for action in context.blobs.request({}, self._consensus.holders, context.now):
+        for action in context.blobs.request({}, self._consensus.holders, context.deadlines):
             context.emit(action)
         context.observe()
         self._sync.start_over(has_trainer=False)

@@ -18,6 +18,9 @@ MAX_RECORDS = 64
 MAX_RECORD_BYTES = 128 * 1024 * 1024
 VOTES_PER_AUTHOR = 4
 MAX_JUMP = 1024
+ROUNDING_SECONDS = 1e-9
+"""A boundary of a turn counts as reached when it is less than this away: times are rounded."""
+
 RECENT_RECORDS = 8
 """Number of records before a round whose contributors take the first turns to propose."""
 
@@ -460,20 +463,27 @@ class RoundState:
         late = self.announced_at + self.policy.exchange_seconds
         return late if self.ready_at is None else min(self.ready_at, late)
 
-    def attempt(self, now: float) -> int:
-        """Return the attempt whose time it is; -1 before the first."""
+    def _turn(self, now: float) -> tuple[int, float, float] | None:
+        """Return the attempt whose time it is, and the middle and the end of that time; None before the first."""
         base, since = self._jumped or (0, self.starts_at)
         if since is None or now < since:
-            return -1
-        return min(MAX_ATTEMPT, base + int((now - since + 1e-9) / self.policy.propose_seconds))
+            return None
+        seconds = self.policy.propose_seconds
+        attempt = min(MAX_ATTEMPT, base + int((now - since + ROUNDING_SECONDS) / seconds))
+        middle = since + (attempt - base + 0.5) * seconds
+        return attempt, middle, middle + 0.5 * seconds
+
+    def attempt(self, now: float) -> int:
+        """Return the attempt whose time it is; -1 before the first."""
+        turn = self._turn(now)
+        return -1 if turn is None else turn[0]
 
     def next_attempt_at(self, now: float) -> float | None:
         """Return when the attempt may change next; None before we have announced."""
-        base, since = self._jumped or (0, self.starts_at)
-        if since is None or now < since:
-            return since
-        middle = since + (self.attempt(now) - base + 0.5) * self.policy.propose_seconds
-        return middle if now < middle else middle + 0.5 * self.policy.propose_seconds
+        if (turn := self._turn(now)) is None:
+            return self.starts_at
+        _, middle, end = turn
+        return middle if now < middle else end
 
     def begin_attempt(self, attempt: int) -> None:
         """Note that our turn of an attempt has been used."""
@@ -500,9 +510,10 @@ class RoundState:
         The turn under way first has half of its time, and one author can move us only once in a full rotation of turns.
         Otherwise an author could propose in every round, or choose among the turns of many keys, and so among seeds.
         """
-        current = self.attempt(now)
-        base, since = self._jumped or (0, self.starts_at)
-        if current < 0 or since is None or now < since + (current - base + 0.5) * self.policy.propose_seconds - 1e-9:
+        if (turn := self._turn(now)) is None:
+            return
+        current, middle, _ = turn
+        if now < middle - ROUNDING_SECONDS:
             return
         rotation = len(self.proposer_order) * self.policy.propose_seconds
         for proposal in self.proposals.values():

@@ -345,7 +345,7 @@ class StateSync:
         if self._waiting is None or self._waiting[0] != head:
             self._waiting = (head, context.now if self._waiting is None else self._waiting[1])
         since = self._waiting[1]
-        if not context.deadlines.due("blobs", since + 2 * context.policy.heartbeat_seconds):
+        if not self._has_waited_for_blobs(since):
             return False
         applied = ((certificate, *item) for certificate in path for item in applied_blobs(certificate).items())
         missing = ((certificate, role) for certificate, blob, role in applied if not context.blobs.holds(blob))
@@ -372,12 +372,16 @@ class StateSync:
         self._waiting = None
         return True
 
+    def _has_waited_for_blobs(self, since: float) -> bool:
+        """Return whether blobs have been missing for so long that another way is examined."""
+        return self._context.deadlines.due("blobs", since + 2 * self._context.policy.heartbeat_seconds)
+
     def _step_meanwhile(self) -> bool:
         """Apply the next record of our own branch, if it has one, while the head cannot be reached yet."""
         context, chain, applied = self._context, self._context.chain, self.applied
         if applied is None or self._waiting is None:
             return False
-        if not context.deadlines.due("blobs", self._waiting[1] + 2 * context.policy.heartbeat_seconds):
+        if not self._has_waited_for_blobs(self._waiting[1]):
             return False
         tip = chain.best_descendant(applied)
         if tip == applied:

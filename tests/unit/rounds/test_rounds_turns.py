@@ -228,6 +228,22 @@ def test_an_author_has_a_turn_only_once_its_update_is_held():
     assert set(round_.proposer_order) == {ME, OTHERS[0]}
 
 
+@pytest.mark.parametrize("seconds", [0.1, 0.3, 10.0])
+def test_a_turn_ends_when_it_was_said_to(seconds: float):
+    chain = Chain(RUN, STATE, POLICY.chain_limits)
+    round_ = RoundState(replace(POLICY, propose_seconds=seconds), chain, chain.genesis, STATE, 0.0)
+    assert round_.next_attempt_at(0.0) is None and round_.attempt(0.0) == -1
+    round_.mark_announced(1.1)
+    round_.mark_ready(1.7)
+    assert round_.next_attempt_at(1.2) == 1.7 and round_.attempt(1.2) == -1
+    now = 1.7
+    for attempt in range(200):
+        middle = round_.next_attempt_at(now)
+        assert middle is not None and middle == pytest.approx(now + seconds / 2)
+        now = round_.next_attempt_at(middle) or 0.0
+        assert round_.attempt(now - 1e-6) == attempt and round_.attempt(now) == attempt + 1
+
+
 # -- one header and one blob an author and round ---------------------------------------------------------------
 
 
