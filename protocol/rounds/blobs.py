@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from protocol.bounded import BoundedDict
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Certificate, RoundRecord, Signed, UpdateHeader
 from protocol.rounds.actions import Action, CancelFetch, FetchBlob, FetchShard
@@ -133,15 +133,15 @@ class BlobTracker:
     def __init__(self, bound: int, retry_seconds: float):
         self._bound = bound
         self._retry = retry_seconds
-        self._held: OrderedDict[Digest, None] = OrderedDict()
-        self._invalid: OrderedDict[Digest, None] = OrderedDict()
+        self._held: BoundedDict[Digest, None] = BoundedDict(bound)
+        self._invalid: BoundedDict[Digest, None] = BoundedDict(bound)
         self._requests: dict[Digest, _Request] = {}
         self._retries: set[Digest] = set()
         """Those of `_requests` that wait for another try: few, and examined in every step."""
 
     def grow(self, bound: int) -> None:
         """Make room when the owner admits more members: a round must fit in whole."""
-        self._bound = max(self._bound, bound)
+        self._bound = self._held.limit = self._invalid.limit = max(self._bound, bound)
 
     def holds(self, blob: Digest) -> bool:
         """Return whether the store has the blob and it passed every check."""
@@ -152,17 +152,12 @@ class BlobTracker:
 
     def hold(self, blob: Digest) -> None:
         self._requests.pop(blob, None)
-        self._held[blob] = None
-        self._held.move_to_end(blob)
-        while len(self._held) > self._bound:
-            self._held.popitem(last=False)
+        self._held.renew(blob, None)
 
     def reject(self, blob: Digest) -> None:
         self._requests.pop(blob, None)
         self._held.pop(blob, None)
         self._invalid[blob] = None
-        while len(self._invalid) > self._bound:
-            self._invalid.popitem(last=False)
 
     def unavailable(self, blob: Digest, now: float) -> None:
         """Plan another try for a blob that nobody gave, after twice the pause each time."""

@@ -8,6 +8,7 @@ from itertools import islice
 from math import log
 from types import MappingProxyType
 
+from protocol.bounded import BoundedDict
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.messages import MAX_ATTEMPT, RoundRecord, Signed, UpdateHeader, Vote
@@ -124,7 +125,7 @@ class RoundState:
         """Authors whose blob broke the codec's rules, and banned ones."""
 
         self.proposals: dict[Digest, Proposal] = {}
-        self.votes: dict[PeerKey, dict[Digest, Signed[Vote]]] = {}
+        self.votes: dict[PeerKey, BoundedDict[Digest, Signed[Vote]]] = {}
         self.first_header_at: float | None = None
         self.announced_at: float | None = None
         """The time of our own announcement."""
@@ -416,14 +417,11 @@ class RoundState:
                 return False
             if len(self.votes) >= 2 * self.policy.max_members:
                 return False
-            mine = self.votes[vote.author] = {}
-        if (old := mine.get(vote.body.record)) is not None:
-            if old.body.shards_digest == vote.body.shards_digest:
-                return False
-            del mine[vote.body.record]
-        if len(mine) >= VOTES_PER_AUTHOR:
-            del mine[next(iter(mine))]
-        mine[vote.body.record] = vote
+            mine = self.votes[vote.author] = BoundedDict(VOTES_PER_AUTHOR)
+        old = mine.get(vote.body.record)
+        if old is not None and old.body.shards_digest == vote.body.shards_digest:
+            return False
+        mine.renew(vote.body.record, vote)
         return True
 
     def votes_for(self, record: Signed[RoundRecord], shards: Digest | None = None) -> list[Signed[Vote]]:

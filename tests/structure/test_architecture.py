@@ -204,10 +204,17 @@ def test_only_the_decision_of_a_round_knows_the_kinds_of_exchange():
     assert knowing == {"protocol/rounds/consensus.py"}
 
 
+def test_a_container_with_a_bound_evicts_in_one_way():
+    """See `BoundedDict`: two containers beside it are bounded by bytes too, which they count as an entry goes."""
+    by_hand = ("popitem(last=False)", "[next(iter(", "pop(next(iter(")
+    found = {s.path for s in sources("protocol") if any(way in s.text for way in by_hand)}
+    assert found == {"protocol/bounded.py", "protocol/message_codec.py", "protocol/rounds/reduced_exchange.py"}
+
+
 def foreign_writes(tree: ast.Module) -> list[str]:
     """Return the attributes that a file writes of others than `self`, unless another class of the file declares them.
 
-    So a container may change its entries, whose class stands beside it.
+    So a container may change its entries, whose class stands beside it, and the owner of a `BoundedDict` its limit.
     """
     fields: dict[str, set[str]] = {}
     for owner in (node for node in tree.body if isinstance(node, ast.ClassDef)):
@@ -218,7 +225,7 @@ def foreign_writes(tree: ast.Module) -> list[str]:
         } | {node.attr for node in ast.walk(owner) if isinstance(node, ast.Attribute) and dotted(node.value) == "self"}
     found = []
     for part in tree.body:
-        others = set().union(*(of for name, of in fields.items() if name != getattr(part, "name", "")))
+        others = {"limit"}.union(*(of for name, of in fields.items() if name != getattr(part, "name", "")))
         for node in ast.walk(part):
             is_write = isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load)
             if is_write and dotted(node.value) != "self" and node.attr not in others:
