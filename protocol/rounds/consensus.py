@@ -34,6 +34,9 @@ from protocol.stake import is_majority
 MAX_REPEATED_VOTES = 64
 MAX_HOLDERS = 8
 
+MAX_LEAVE_SECONDS = max(GatheredExchange.leave_seconds, ReducedExchange.leave_seconds)
+"""The longest time that a leaver waits for its last round, of any kind: then it says goodbye."""
+
 
 class Consensus:
     """One peer's part in deciding the open round: the one that follows the record of the trainer's state.

@@ -12,7 +12,9 @@ from protocol.messages import Certificate, Directive, Goodbye, RoundRecord
 from protocol.reduce_plan import GATHER
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
+from protocol.rounds.consensus import MAX_LEAVE_SECONDS
 from protocol.rounds.departure import MAX_STAY_SECONDS, QUIET_BYTES, QUIET_SECONDS
+from protocol.rounds.exchange import Exchange
 from protocol.rounds.gathered_exchange import GatheredExchange
 from protocol.rounds.policy import LocalStatus
 from protocol.rounds.reduced_exchange import ReducedExchange
@@ -280,6 +282,11 @@ class SilentWithholder(Withholder):
     def broadcast(self, message):
         if not isinstance(message.body, RoundRecord):
             super().broadcast(message)
+
+
+def test_a_node_ends_only_after_the_goodbye_of_any_kind_of_round_was_due():
+    kinds = Exchange.__subclasses__()
+    assert kinds and all(kind.leave_seconds <= MAX_LEAVE_SECONDS < HARD_STOP_SECONDS for kind in kinds)
 
 
 @pytest.mark.parametrize("exchange", [GATHER, REDUCE])
