@@ -264,6 +264,19 @@ def test_the_codec_and_the_outer_step_know_no_network():
     assert not wrong
 
 
+def test_the_scheduler_of_a_fetch_is_a_step_function():
+    """It draws from a generator that its driver gives: of `random` it uses the type alone."""
+    names = ("actions", "chunk_picker", "chunk_stage", "congestion", "frames", "requests", "scheduler")
+    pure = {f"peer.swarm.transfer.{name}" for name in names}
+    steps = [s for s in sources("peer") if s.path.removesuffix(".py").replace("/", ".") in pure]
+    assert len(steps) == len(names)
+    for source in steps:
+        beyond = [m for m in source.imports if is_of(m, {"peer"}) and not is_of(m, pure)]
+        world = [m for m in source.imports if is_of(m, WORLD - {"random"})]
+        drawn = [c for c in source.calls if c.startswith("random.")]
+        assert not [*beyond, *world, *drawn], source.path
+
+
 def _modules_after(statement: str) -> set[str]:
     code = f"{statement}\nimport sys\nprint('\\n'.join(sys.modules))"
     done = subprocess.run(
