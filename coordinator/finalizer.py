@@ -45,6 +45,10 @@ class Finalizer:
         self.epoch = 0
         """Rollbacks on the branch that is followed: finalizations name it."""
 
+    def switch_epoch(self, epoch: int) -> None:
+        """Follow the branch of this number of rollbacks."""
+        self.epoch = epoch
+
     def restore(self, encoded: bytes | None) -> None:
         """Continue from the newest finalization in the ledger (an envelope; None: there is none)."""
         self._newest = self._decoder.decode(encoded, Finalization) if encoded else None

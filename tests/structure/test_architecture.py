@@ -233,8 +233,9 @@ def foreign_writes(tree: ast.Module) -> list[str]:
     return found
 
 
-def test_no_part_of_the_round_machine_writes_the_fields_of_another():
-    assert {s.path: w for s in sources("protocol/rounds") if (w := foreign_writes(s.tree))} == {}
+def test_no_part_of_the_round_machine_or_the_node_writes_the_fields_of_another():
+    parts = sources("protocol/rounds", "peer/node")
+    assert {s.path: w for s in parts if (w := foreign_writes(s.tree))} == {}
 
 
 def test_every_write_of_a_foreign_field_is_seen_and_no_other():
