@@ -12,7 +12,7 @@ from coordinator.swarm import RestingState
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Heartbeat, Signed, quorum
-from protocol.spec import RunSpec
+from protocol.spec import RunSpec, is_total_reached
 
 
 class RestingStateClaims:
@@ -34,7 +34,7 @@ class RestingStateClaims:
     @property
     def is_finished(self) -> bool:
         """Return whether the chain has accepted what the run wanted."""
-        return 0 < self._spec.total_tokens <= self.tokens
+        return is_total_reached(self._spec.total_tokens, self.tokens)
 
     @property
     def rests(self) -> bool:

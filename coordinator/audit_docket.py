@@ -75,7 +75,8 @@ class RecentRounds:
 class AuditDocket:
     """The cases of one run. Only `IndexedChain` changes it."""
 
-    def __init__(self, hold_rounds: int):
+    def __init__(self, rule: AuditRule, hold_rounds: int):
+        self._rule = rule
         self._hold_rounds = hold_rounds
         self._final: tuple[AuditCase, ...] = ()
         self._reports: list[CarriedReport] = []
@@ -153,7 +154,7 @@ class AuditDocket:
     ) -> tuple[AuditPenalties, AuditCase]:  # fmt: skip
         """Return the penalties after a decision, and its case, whose reports are taken out of `by_update`."""
         decision = stated.decision
-        after = penalties.after(decision, stated.stated, AuditRule().bar_rounds)
+        after = penalties.after(decision, stated.stated, self._rule.bar_rounds)
         reports = tuple(by_update.pop((decision.record, decision.author), ()))
         until = after.of(decision.author).barred_until if decision.convicted else Round(0)
         case = AuditCase(stated.round, decision.record, stated.update, decision.author, reports, stated, until)

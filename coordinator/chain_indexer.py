@@ -97,7 +97,7 @@ class ChainIndexer:
     async def switch_epoch(self, epoch: int) -> None:
         """Follow the branch of this number of rollbacks: what is signed from now on names it."""
         async with self._moving:
-            self._finalizer.epoch = epoch
+            self._finalizer.switch_epoch(epoch)
         self._wake.set()
 
     async def rollback(self, rollback: Rollback) -> bool:

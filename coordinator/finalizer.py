@@ -18,7 +18,7 @@ from protocol.ids import Digest, Round
 from protocol.ledger.credits import RoundCredits
 from protocol.message_codec import KeySigner, MessageDecoder
 from protocol.messages import Finalization, Signed
-from protocol.spec import RunSpec
+from protocol.spec import RunSpec, is_total_reached
 
 
 class Finalizer:
@@ -44,6 +44,10 @@ class Finalizer:
         self._published: Digest | None = None
         self.epoch = 0
         """Rollbacks on the branch that is followed: finalizations name it."""
+
+    def switch_epoch(self, epoch: int) -> None:
+        """Follow the branch of this number of rollbacks."""
+        self.epoch = epoch
 
     def restore(self, encoded: bytes | None) -> None:
         """Continue from the newest finalization in the ledger (an envelope; None: there is none)."""
@@ -80,11 +84,13 @@ class Finalizer:
 
     def _ends_run(self, accounts: Sequence[RoundCredits]) -> bool:
         """Return whether these rounds end the run, so that nothing is built on them unless the owner resumes it."""
-        total, directive = self._spec.total_tokens, self._view.directive
+        directive = self._view.directive
         at_head = bool(accounts) and accounts[-1].record == self._view.head
         if directive is not None and directive.body.run_status == "ended":
             return at_head
-        return at_head and 0 < total <= self._chain.history.tokens + sum(a.tokens for a in accounts)
+        return at_head and is_total_reached(
+            self._spec.total_tokens, self._chain.history.tokens + sum(a.tokens for a in accounts)
+        )
 
     def sign(self, round_: Round, record: Digest) -> Signed[Finalization]:
         """Return the finalization of a record: the swarm's if it names this record, else one signed here."""

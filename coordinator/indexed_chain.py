@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from coordinator.audit_docket import AuditDocket, RecentRounds
 from coordinator.history import RoundHistory, RoundPoint
 from coordinator.ledger import CarriedReport, StatedDecision
+from protocol.audits import AuditRule
 from protocol.ids import Digest, PeerKey, Round
 from protocol.ledger.credits import Balance, PeerBalances, RoundCredits, sum_credits
 
@@ -21,7 +22,7 @@ MAX_REMEMBERED = 64
 class IndexedChain:
     """The chain of one run: posted rounds are final and in the ledger, open ones are beyond them."""
 
-    def __init__(self, hold_rounds: int = MAX_REMEMBERED):
+    def __init__(self, audit: AuditRule, hold_rounds: int = MAX_REMEMBERED):
         """Begin empty; `hold_rounds` is the run's (spec: `credit.hold_rounds`), at most MAX_REMEMBERED."""
         self.posted: tuple[Round, Digest] | None = None
         """The newest final round and its record."""
@@ -47,7 +48,7 @@ class IndexedChain:
         self.pending: Mapping[PeerKey, Balance] = {}
         """Credits of each peer in open rounds, and in posted rounds within the hold."""
 
-        self.audits = AuditDocket(hold_rounds)
+        self.audits = AuditDocket(audit, hold_rounds)
         """The reports and decisions of audits, of posted and open rounds."""
 
     @property

@@ -21,7 +21,7 @@ from protocol.chain import genesis_digest
 from protocol.ids import Digest, PeerKey
 from protocol.ledger.credits import Balance, RoundCredits
 from protocol.messages import Heartbeat
-from protocol.spec import RunSpec
+from protocol.spec import RunSpec, is_total_reached
 
 NEWEST = 20
 MAX_ASKED = 8
@@ -156,7 +156,7 @@ class OverviewBuilder:
             self._moved_at = now  # nobody can be late
         points = chain.points(last=16)
         tokens = points[-1].tokens if points else 0
-        goes_on = bool(working) and not 0 < spec.total_tokens <= tokens
+        goes_on = bool(working) and not is_total_reached(spec.total_tokens, tokens)
         rate = tokens_per_second(points, now) if self.indexer.caught_up and goes_on else 0.0
         loss = points[-1].loss if points else None
         due = self._next_round(working, head[1] if head else genesis_digest(self.spec.run_id), now)
@@ -238,7 +238,7 @@ class OverviewBuilder:
             return "trouble", f"the coordinator cannot follow the chain: {problem}"
         if problem := self.rival():
             return "trouble", problem
-        if spec.total_tokens and tokens >= spec.total_tokens:
+        if is_total_reached(spec.total_tokens, tokens):
             return (
                 "finished",
                 f"all {amount(spec.total_tokens)} tokens are trained, in {training} rounds, loss {loss:.2f}",

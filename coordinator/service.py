@@ -48,6 +48,7 @@ from coordinator.round_observations import RoundObservations
 from coordinator.rpc import CoordinatorService, start_server
 from coordinator.swarm import SwarmView
 from coordinator.tasks import supervise, wait_at_most
+from protocol.audits import AuditRule
 from protocol.identity import Identity
 from protocol.ids import Digest, RunId
 from protocol.invite import MAX_SWARM_ADDRESSES, HostPort, Invite, one_per_peer_first
@@ -107,7 +108,7 @@ class Coordinator:
         self._credit_news = asyncio.Event()
         self.ledger = ledger = LedgerThread()
 
-        self.chain = chain = IndexedChain(spec.credit.hold_rounds)
+        self.chain = chain = IndexedChain(AuditRule.of(spec), spec.credit.hold_rounds)
         self.directives = directives = DirectiveEffects(spec.round, chain)
         self.observations = RoundObservations(self._member_seconds, now)
         self._observation_file = ObservationFile(config.folder / OBSERVATIONS_FILE)

@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple
 
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.messages import AuditCheck, RoundRecord, Signed, UpdateHeader
+from protocol.spec import RunSpec
 from protocol.stake import STAKE_ROUNDS
 
 MILLION = 1_000_000
@@ -72,6 +73,11 @@ class AuditRule:
     """Rounds for which the first conviction bars a key."""
     owner: PeerKey | None = None
     """The run's owner: it may report on any update."""
+
+    @classmethod
+    def of(cls, spec: RunSpec) -> AuditRule:
+        """Return the rule of a run."""
+        return cls(owner=spec.owner_key)
 
     def raised(self, convicted: int, total: int) -> AuditRule:
         """Return the rule for a branch whose newest records convict keys that had this stake, beside the stake of all.

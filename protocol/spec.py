@@ -341,6 +341,11 @@ def windows_in(tokens: int, window: int) -> int:
     return max(0, (tokens - 1) // window)
 
 
+def is_total_reached(total: int, accepted: int) -> bool:
+    """Return whether a run has accepted its total, both in tokens or both in windows. A total of 0 is never reached."""
+    return 0 < total <= accepted
+
+
 class Schedule(Section):
     """Learning rate as a factor of `lr`, a function of the tokens that the chain has accepted."""
 

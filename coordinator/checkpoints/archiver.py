@@ -27,7 +27,7 @@ from protocol.errors import CairnError
 from protocol.ids import Digest, Round
 from protocol.message_codec import MessageDecoder, encode_certificate
 from protocol.messages import Certificate, Finalization, Rollback, Signed
-from protocol.spec import RunSpec
+from protocol.spec import RunSpec, is_total_reached
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ class CheckpointArchiver:
             return None
         last = max((r for r in done.values() if r < newest.round), default=None)
         far = last is None or newest.round - last >= self._settings.evaluation.every
-        ends = 0 < self._spec.total_tokens <= newest.tokens
+        ends = is_total_reached(self._spec.total_tokens, newest.tokens)
         return newest if far or ends else None
 
     async def _evaluate(self) -> None:

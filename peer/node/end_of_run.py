@@ -21,6 +21,7 @@ from protocol.ids import Digest
 from protocol.rounds.departure import MAX_STAY_SECONDS
 from protocol.rounds.machine import RoundMachine
 from protocol.rounds.summary import Summary
+from protocol.spec import is_total_reached
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class EndOfRun:
         chain, spec = self.machine.chain, self.membership.spec
         directive = chain.newest_directive
         ended = directive is not None and directive.body.run_status == "ended"
-        finished = 0 < spec.total_tokens <= chain.weight(chain.head) * spec.data.window_tokens
+        finished = is_total_reached(spec.total_tokens, chain.weight(chain.head) * spec.data.window_tokens)
         return chain.head != chain.genesis and (ended or finished)
 
     async def run(self, ask_members: Callable[[], Awaitable[None]], leave: Callable[[str], None]) -> None:

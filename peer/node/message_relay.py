@@ -108,6 +108,10 @@ class MessageRelay:
         self._unreachable: tuple[int, ...] = ()
         self._unreachable_due = 0.0
 
+    def note_own(self, heartbeat: Signed[Heartbeat]) -> None:
+        """Note our newest heartbeat."""
+        self.own_heartbeat = heartbeat
+
     @property
     def selector(self) -> RelaySelector:
         """The relays by the newest heartbeats. Computed once in a heartbeat interval, not for each of many messages."""

@@ -312,7 +312,7 @@ class Network:
     def broadcast(self, message: Signed) -> None:
         """Queue our message for all peers; while no peer is known, for the entry peers."""
         if isinstance(message.body, Heartbeat):
-            self.relay.own_heartbeat = message
+            self.relay.note_own(message)
         self._compact.note(message)
         self._outbox.broadcast(self.peers.keys() or self._entry_peers, message)
 

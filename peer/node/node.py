@@ -30,12 +30,13 @@ from peer.store import Store
 from protocol.chain import Chain
 from protocol.ids import Digest
 from protocol.rounds import events
+from protocol.rounds.consensus import MAX_LEAVE_SECONDS
 from protocol.rounds.machine import RoundMachine
 
 log = logging.getLogger(__name__)
 
-HARD_STOP_SECONDS = 10.0
-"""Seconds after `leave` when the node ends even if its machine has not: the machine says goodbye within 6 s."""
+HARD_STOP_SECONDS = MAX_LEAVE_SECONDS + 4.0
+"""Seconds after `leave` when the node ends even if its machine has not said goodbye, which is late by then."""
 
 
 @dataclass(eq=False)

@@ -62,6 +62,10 @@ class RoundBlobFetcher:
     def apply_policy(self, policy: RoundPolicy) -> None:
         self.deadline_seconds = policy.exchange_seconds
 
+    def allow(self, seconds: float) -> None:
+        """Let a blob of the open round take at least this time, until the next policy."""
+        self.deadline_seconds = max(self.deadline_seconds, seconds)
+
     def fetch(self, blob: Digest, size: int, holders: Iterable[PeerKey], blob_format: BlobFormat | None = None) -> None:
         """Start to fetch a blob, from the likeliest holders first. Do nothing when it is being fetched already."""
         if blob not in self._tasks:

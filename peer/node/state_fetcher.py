@@ -61,8 +61,7 @@ class StateFetcher:
     def allow_for(self, bytes_per_second: float) -> None:
         """Raise the deadlines of checkpoints and updates to what a network of this speed needs."""
         self.checkpoint_seconds = max(self.checkpoint_seconds, self.checkpoint_bytes / bytes_per_second)
-        at_once = AT_ONCE * self.updates.codec.size / bytes_per_second
-        self.updates.deadline_seconds = max(self.updates.deadline_seconds, at_once)
+        self.updates.allow(AT_ONCE * self.updates.codec.size / bytes_per_second)
 
     def starts(self, path: Sequence[Certificate], kept: Sequence[int]) -> Iterator[StateStart]:
         """Yield the states on a path to start from, best first: the newest in our store, then those that members keep.

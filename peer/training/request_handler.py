@@ -139,8 +139,8 @@ class RequestHandler:
                 case MakeUpdate():
                     settled.result()
                     saved.result()  # the state to be saved has the update before, not this one
-                    is_made = self._make_update(trainer, message, max_windows)
-                    if trainer.base.is_begin_due:
+                    is_made, is_begin_due = self._make_update(trainer, message, max_windows)
+                    if is_begin_due:
                         settled = self._hand_over(BeginAgain())
                     if is_made:
                         saved = self._hand_over(SaveAfterUpdate())
@@ -150,22 +150,23 @@ class RequestHandler:
                 case _:
                     settled = self._hand_over(message)  # answers keep their order
 
-    def _make_update(self, trainer: Trainer, ask: MakeUpdate, max_windows: int) -> bool:
-        """Make an update and answer. Return False when there is none."""
+    def _make_update(self, trainer: Trainer, ask: MakeUpdate, max_windows: int) -> tuple[bool, bool]:
+        """Make an update and answer. Return whether there is one, and whether training begins again after it."""
         work, repeats = partial(self._announce, trainer, ask, max_windows), trainer.spec.audit.replayable
         return self._deal(trainer, Activity.COMPRESSING, "make an update", work, repeats=repeats)
 
-    def _announce(self, trainer: Trainer, ask: MakeUpdate, max_windows: int) -> bool:
+    def _announce(self, trainer: Trainer, ask: MakeUpdate, max_windows: int) -> tuple[bool, bool]:
+        base = trainer.base
         try:
-            answer = trainer.base.make_update(ask, max_windows)
+            answer = base.make_update(ask, max_windows)
         except (CairnError, OSError) as e:
             self._end.send(Failed("update", str(e), fatal=False))
             if isinstance(e, CodecError):
                 # The progress is not finite any more, or cannot be compressed: no next try can succeed.
                 raise TrainingError(f"what was learnt cannot be sent: {e}") from None
-            return False
+            return False, base.is_begin_due
         self._end.send(answer)
-        return isinstance(answer, UpdateMade)
+        return isinstance(answer, UpdateMade), base.is_begin_due
 
     def _apply(self, trainer: Trainer, ask: Apply) -> BaseMove | None:
         """Apply a round and answer. Return None when that failed."""

@@ -23,6 +23,7 @@ from protocol.errors import LedgerRuleError
 from protocol.ids import Digest, PeerKey, Round, RunId
 from protocol.ledger.credits import CreditLine, CreditRule, LineStatus, PeerBalances, RoundCredits
 from protocol.messages import Rollback
+from protocol.spec import is_total_reached
 
 
 @dataclass(slots=True)
@@ -115,7 +116,7 @@ class CreditFold:
     @property
     def is_complete(self) -> bool:
         """Return whether the branch has the run's tokens."""
-        return 0 < self.rule.total_tokens <= self.tokens
+        return is_total_reached(self.rule.total_tokens, self.tokens)
 
     @property
     def pending(self) -> Sequence[PendingRound]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from protocol.bounded import BoundedDict
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Certificate, RoundRecord, Signed, UpdateHeader
 from protocol.rounds.actions import Action, CancelFetch, FetchBlob, FetchShard
@@ -119,6 +119,10 @@ class _Request:
     tries: int
     retry: float
 
+    def is_due(self, deadlines: Deadlines) -> bool:
+        """Return whether the time of the next try has come."""
+        return deadlines.due("blob retry", self.retry)
+
 
 class BlobTracker:
     """The blobs that one machine holds, has requested, or knows to be invalid.
@@ -129,15 +133,15 @@ class BlobTracker:
     def __init__(self, bound: int, retry_seconds: float):
         self._bound = bound
         self._retry = retry_seconds
-        self._held: OrderedDict[Digest, None] = OrderedDict()
-        self._invalid: OrderedDict[Digest, None] = OrderedDict()
+        self._held: BoundedDict[Digest, None] = BoundedDict(bound)
+        self._invalid: BoundedDict[Digest, None] = BoundedDict(bound)
         self._requests: dict[Digest, _Request] = {}
         self._retries: set[Digest] = set()
         """Those of `_requests` that wait for another try: few, and examined in every step."""
 
     def grow(self, bound: int) -> None:
         """Make room when the owner admits more members: a round must fit in whole."""
-        self._bound = max(self._bound, bound)
+        self._bound = self._held.limit = self._invalid.limit = max(self._bound, bound)
 
     def holds(self, blob: Digest) -> bool:
         """Return whether the store has the blob and it passed every check."""
@@ -148,17 +152,12 @@ class BlobTracker:
 
     def hold(self, blob: Digest) -> None:
         self._requests.pop(blob, None)
-        self._held[blob] = None
-        self._held.move_to_end(blob)
-        while len(self._held) > self._bound:
-            self._held.popitem(last=False)
+        self._held.renew(blob, None)
 
     def reject(self, blob: Digest) -> None:
         self._requests.pop(blob, None)
         self._held.pop(blob, None)
         self._invalid[blob] = None
-        while len(self._invalid) > self._bound:
-            self._invalid.popitem(last=False)
 
     def unavailable(self, blob: Digest, now: float) -> None:
         """Plan another try for a blob that nobody gave, after twice the pause each time."""
@@ -191,7 +190,7 @@ class BlobTracker:
         self,
         needed: Mapping[Digest, BlobRole],
         holders: Callable[[Digest, BlobRole], tuple[PeerKey, ...]],
-        now: float,
+        deadlines: Deadlines,
     ) -> list[Action]:
         """Return the actions that request what is needed and not held, and drop requests that are not needed."""
         actions: list[Action] = []
@@ -206,8 +205,8 @@ class BlobTracker:
             if request is None:
                 if len(self._requests) >= self._bound:
                     break
-                request = self._requests[blob] = _Request(False, 0, now)
-            if not request.under_way and request.retry <= now:
+                request = self._requests[blob] = _Request(False, 0, deadlines.now)
+            if not request.under_way and request.is_due(deadlines):
                 request.under_way = True
                 self._retries.discard(blob)
                 actions.append(role.fetch(blob, holders(blob, role)))
@@ -215,8 +214,8 @@ class BlobTracker:
 
     def is_retry_due(self, deadlines: Deadlines) -> bool:
         """Return whether some blob is to be requested again now."""
-        waiting = [self._requests[blob].retry for blob in self._retries if blob in self._requests]
-        return any([deadlines.due("blob retry", retry) for retry in waiting])  # a list: each deadline is registered
+        waiting = [self._requests[blob] for blob in self._retries if blob in self._requests]
+        return any([request.is_due(deadlines) for request in waiting])  # a list: each deadline is registered
 
     def sizes(self) -> dict[str, tuple[int, int]]:
         return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from protocol.bounded import BoundedDict
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey, sha256
 from protocol.rounds.deadlines import Deadlines
@@ -45,10 +46,10 @@ class ChainSync:
 
         self._answer_within = max(30.0, 10 * heartbeat_seconds)
         self._claims: dict[PeerKey, _Claim] = {}
-        self._failures: dict[PeerKey, tuple[int, float]] = {}
+        self._failures: BoundedDict[PeerKey, tuple[int, float]] = BoundedDict(bound)
         """Failed requests in a row, and the time until which the source is not asked."""
 
-        self._last_asked: dict[PeerKey, float] = {}
+        self._last_asked: BoundedDict[PeerKey, float] = BoundedDict(bound)
         self._asked: dict[PeerKey, float] = {}
         """The peers of the requests under way, and the times of these."""
 
@@ -56,7 +57,7 @@ class ChainSync:
         """The time of the last answer that brought something."""
 
     def grow(self, bound: int) -> None:
-        self._bound = max(self._bound, bound)
+        self._bound = self._failures.limit = self._last_asked.limit = max(self._bound, bound)
 
     def claim(self, source: PeerKey, head: Digest, chain: Chain, now: float, *, member: bool) -> None:
         """Note the head that a peer claims, as long as the head is not in the tree."""
@@ -123,7 +124,7 @@ class ChainSync:
         without a request.
         """
         for source, since in list(self._asked.items()):
-            if deadlines.due("chain answer", since + self._answer_within + ANSWER_MARGIN_SECONDS):
+            if self._is_late(since, deadlines):
                 self.failed(source, deadlines.now)
         wanted = [source for source in self.wanted(chain) if source not in self._asked]
         if self._asked:
@@ -136,8 +137,12 @@ class ChainSync:
         stakes = chain.stakes(chain.head)
         source = min(due, key=lambda s: self._turn(s, has_stake=s in stakes))
         self.ask(source, deadlines.now)
-        deadlines.register("chain answer", deadlines.now + self._answer_within + ANSWER_MARGIN_SECONDS)
+        self._is_late(deadlines.now, deadlines)  # registers the deadline
         return source
+
+    def _is_late(self, asked_at: float, deadlines: Deadlines) -> bool:
+        """Return whether the time for the answer to a request is over."""
+        return deadlines.due("chain answer", asked_at + self._answer_within + ANSWER_MARGIN_SECONDS)
 
     def _turn(self, source: PeerKey, *, has_stake: bool) -> tuple[bool, bool, bool, float, bytes]:
         """Return the order of sources. Its last part is each peer's own, so that no key comes first for everybody."""
@@ -148,10 +153,7 @@ class ChainSync:
     def ask(self, source: PeerKey, now: float) -> None:
         """Mark a request as under way."""
         self._asked[source] = now
-        self._last_asked.pop(source, None)
-        self._last_asked[source] = now
-        while len(self._last_asked) > self._bound:
-            del self._last_asked[next(iter(self._last_asked))]
+        self._last_asked.renew(source, now)
 
     def answered(self, source: PeerKey, *, useful: bool, now: float) -> None:
         """Note an answer; one that brought nothing new counts as a failure, unless another's came before it."""
@@ -165,10 +167,8 @@ class ChainSync:
     def failed(self, source: PeerKey, now: float) -> None:
         """Note that a source gave no answer, or a malformed one: pause twice as long each time."""
         self._asked.pop(source, None)
-        count = min(10, self._failures.pop(source, (0, 0.0))[0] + 1)
-        self._failures[source] = (count, now + min(MAX_PAUSE, self._pause * 2**count))
-        while len(self._failures) > self._bound:
-            del self._failures[next(iter(self._failures))]
+        count = min(10, self._failures.get(source, (0, 0.0))[0] + 1)
+        self._failures.renew(source, (count, now + min(MAX_PAUSE, self._pause * 2**count)))
 
     def _earliest(self, source: PeerKey, eager: bool) -> float:
         since = 0.0 if eager else self._claims[source].since + self._grace

@@ -34,6 +34,9 @@ from protocol.stake import is_majority
 MAX_REPEATED_VOTES = 64
 MAX_HOLDERS = 8
 
+MAX_LEAVE_SECONDS = max(GatheredExchange.leave_seconds, ReducedExchange.leave_seconds)
+"""The longest time that a leaver waits for its last round, of any kind: then it says goodbye."""
+
 
 class Consensus:
     """One peer's part in deciding the open round: the one that follows the record of the trainer's state.
@@ -200,9 +203,9 @@ class Consensus:
             self._receive_header(u, listed=u.author != record.author)
             if u.author == context.me:
                 context.own.made(u.body.blob, round_.parent, round_.number)
-        proposal = round_.add_record(record, context.now, exchange.missing_for(record.body), context.blobs.is_invalid)
-        if proposal is not None:
-            proposal.refused = is_refused
+        proposal = round_.add_record(
+            record, context.now, exchange.missing_for(record.body), context.blobs.is_invalid, refused=is_refused
+        )
         if proposal is not None and proposal.equivocated and round_.report_once(record.author):
             text = f"peer {record.author.short} proposed two records at once"
             context.notify("warning", "equivocation", text, record.author)
@@ -211,7 +214,7 @@ class Consensus:
 
     def _receive_vote(self, vote: Signed[Vote]) -> Certificate | None:
         round_, exchange = self.round, self.exchange
-        if round_ is None or exchange is None or (vote.body.shards_digest is not None) is not exchange.has_shards:
+        if round_ is None or exchange is None or not exchange.accepts(vote):
             return None
         if not round_.add_vote(vote, self._context.members.has_room_for):
             return None
@@ -239,25 +242,15 @@ class Consensus:
         return certificate
 
     def note_decided(self, certificate: Certificate) -> None:
-        """Penalise those that let an attempt of the decided round fail in silence; forgive the voters of its record.
-
-        An author failed a proposal that listed it if it voted for nothing in `propose_seconds`, and the round was
-        decided without it. It failed its turn if it neither proposed nor voted. In reduced rounds attempts also pass
-        while shards are made, so nothing follows from them.
-        """
-        context, round_, body = self._context, self.round, certificate.record.body
+        """Penalise those that let an attempt of the decided round fail in silence; forgive the voters of its record."""
+        context, round_, exchange, body = self._context, self.round, self.exchange, certificate.record.body
         self._note_fate(certificate)
         silent = context.members.silent
         for vote in certificate.votes:
             silent.forgive(vote.author)
-        if round_ is None or body.parent != round_.parent or certificate.shards or body.attempt == 0:
+        if round_ is None or exchange is None or body.parent != round_.parent or body.attempt == 0:
             return
-        due = context.now - context.policy.propose_seconds
-        proposers = {p.record.author for p in round_.proposals.values()}
-        failed = {a for p in round_.proposals.values() if p.seen <= due for a in p.record.body.contributors}
-        failed -= set(body.contributors)
-        failed |= round_.expired_turns(body.attempt, context.now) - proposers
-        for author in sorted(failed - round_.votes.keys() - {context.me}):
+        for author in sorted(exchange.silent_authors(body) - {context.me}):
             silent.penalise(author, round_.number)
             text = f"peer {author.short} neither proposed nor voted: rounds do not depend on it for a while"
             context.notify("info", "silent", text, author)

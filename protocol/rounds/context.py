@@ -89,6 +89,18 @@ class Context:
         self.deadlines.begin(now)
         self.actions = []
 
+    def begin_rest(self) -> None:
+        """Note that the user wants the devices for a while."""
+        self.is_resting = True
+
+    def observe(self) -> None:
+        """Note that the rest of this peer leaves nothing to decide: from now on it only follows."""
+        self.observer = True
+
+    def end_rest(self) -> None:
+        """Note that the user gives the devices back: this peer trains again."""
+        self.is_resting = self.observer = False
+
     def adopt_policy(self, parent: Digest) -> None:
         """Adopt the policy of the round after this record."""
         self.policy = self.spec_policy.under(self.chain.directives(parent).changes)

@@ -9,6 +9,7 @@ from protocol.rounds.actions import Broadcast, Finished, RunCompleted
 from protocol.rounds.context import Context
 from protocol.rounds.directive_gossip import because
 from protocol.rounds.policy import LocalStatus
+from protocol.spec import is_total_reached
 
 QUIET_SECONDS, QUIET_BYTES = 5.0, 200_000
 """After the run's last round a peer stays until it has sent less than this in that time, and nobody is behind."""
@@ -106,7 +107,7 @@ class Departure:
     def reached_total(self, weight: int) -> None:
         """Complete the run when this weight is its total."""
         total = self._context.policy.total_windows
-        if total and weight >= total and not self.is_over:
+        if is_total_reached(total, weight) and not self.is_over:
             self._reached_total = True
             self._complete(f"the run has reached its {total} windows")
 

@@ -7,6 +7,7 @@ stops when the run has ended or it is banned itself, and ignores the messages of
 
 from __future__ import annotations
 
+from protocol.bounded import BoundedDict
 from protocol.errors import ChainError
 from protocol.ids import PeerKey
 from protocol.messages import Directive, Heartbeat, Signed
@@ -22,7 +23,7 @@ class DirectiveGossip:
 
     def __init__(self, context: Context):
         self._context = context
-        self._due: dict[PeerKey, float] = {}
+        self._due: BoundedDict[PeerKey, float] = BoundedDict(2 * context.policy.max_members)
         """The time at which we send our directive to a peer that knows another one."""
 
     def accept(self, directive: Signed[Directive], source: PeerKey | None) -> bool:
@@ -65,8 +66,7 @@ class DirectiveGossip:
             return
         due = self._due.get(source)
         if due is None:
-            while len(self._due) >= 2 * context.policy.max_members:
-                del self._due[next(iter(self._due))]
+            self._due.limit = 2 * context.policy.max_members
             self._due[source] = context.now + context.policy.heartbeat_seconds
         elif due <= context.now and (
             len(members) <= MAX_ALL_REPEAT or members.is_my_turn(directive.digest, beat.sequence)

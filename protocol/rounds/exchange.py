@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 
 from protocol.ids import Digest, PeerKey
-from protocol.messages import RoundRecord, ShardAttestation, Signed, UpdateHeader
+from protocol.messages import RoundRecord, ShardAttestation, Signed, UpdateHeader, Vote
 from protocol.rounds.blobs import BlobRole
 from protocol.rounds.context import Context
 from protocol.rounds.round_state import Proposal, RoundState
@@ -30,10 +30,8 @@ class Exchange(ABC):
     The methods for shards do nothing here.
     """
 
-    leave_seconds: float
+    leave_seconds = 3.0
     """The longest time that a leaver waits for its last round."""
-
-    has_shards = False
 
     def __init__(self, context: Context, round_: RoundState):
         self._context = context
@@ -67,6 +65,14 @@ class Exchange(ABC):
     @abstractmethod
     def is_votable(self, proposal: Proposal) -> bool:
         """Return whether our vote may go to a proposal, or will once its shards are made."""
+
+    def accepts(self, vote: Signed[Vote]) -> bool:
+        """Return whether a vote is one of this kind of round: it names shards only in a round that has some."""
+        return vote.body.shards_digest is None
+
+    @abstractmethod
+    def silent_authors(self, decided: RoundRecord) -> set[PeerKey]:
+        """Return the authors that let an attempt before the decided one fail in silence."""
 
     @property
     def is_occupied(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protocol.ids import Digest
+from protocol.ids import Digest, PeerKey
 from protocol.messages import RoundRecord, Signed, UpdateHeader
 from protocol.rounds.actions import Broadcast
 from protocol.rounds.blobs import BlobRole, UpdateBlob
@@ -12,8 +12,6 @@ from protocol.rounds.round_state import Proposal
 
 class GatheredExchange(Exchange):
     """The exchange of one gathered round."""
-
-    leave_seconds = 3.0
 
     def listable(self) -> list[Signed[UpdateHeader]]:
         """Return the candidates whose blobs are held."""
@@ -51,6 +49,20 @@ class GatheredExchange(Exchange):
     def is_votable(self, proposal: Proposal) -> bool:
         """Return whether all its updates are held."""
         return not proposal.missing
+
+    def silent_authors(self, decided: RoundRecord) -> set[PeerKey]:
+        """Return the authors that voted for nothing, and let their turn pass or a proposal that listed them fail.
+
+        A proposal has failed when it had `propose_seconds`, and the round was decided without the author. A turn has
+        failed when it is over without a proposal.
+        """
+        context, round_ = self._context, self._round
+        due = context.now - context.policy.propose_seconds
+        proposers = {p.record.author for p in round_.proposals.values()}
+        failed = {a for p in round_.proposals.values() if p.seen <= due for a in p.record.body.contributors}
+        failed -= set(decided.contributors)
+        failed |= round_.expired_turns(decided.attempt, context.now) - proposers
+        return failed - round_.votes.keys()
 
     def choose(self, best: Best) -> Proposal | None:
         """Return the best proposal; for `propose_seconds` after a vote, none."""

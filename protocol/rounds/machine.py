@@ -62,10 +62,9 @@ from protocol.rounds.context import Context
 from protocol.rounds.conviction_notices import notify_convictions
 from protocol.rounds.departure import Departure
 from protocol.rounds.directive_gossip import DirectiveGossip
-from protocol.rounds.exchange import ShardDuty
+from protocol.rounds.exchange import Exchange, ShardDuty
 from protocol.rounds.faults import blob_invalid, conflicting_shards
 from protocol.rounds.future_messages import MAX_ROUNDS_AHEAD, FutureMessages
-from protocol.rounds.gathered_exchange import GatheredExchange
 from protocol.rounds.header_repair import known_headers, pass_on_headers
 from protocol.rounds.phase import InvariantError, Phase, check_transition, phase_of
 from protocol.rounds.policy import LocalStatus, RoundPolicy
@@ -87,7 +86,8 @@ class RoundMachine:
     """One peer's state machine of the protocol. Events and the peer's status come in with `step`; actions come out.
 
     Before the driver serves a blob, it asks `serve_refusal`: the rule of commit-then-reveal is there. Other queries:
-    `next_tick`, `phase`, `chain`, `slices_for`, `retained_blobs`, `summary` and `sizes`.
+    `next_tick`, `phase`, `chain`, `open_round`, `slices_for`, `retained_blobs`, `summary` and `sizes`. `introduction`
+    gives the heartbeat for the time before `start`.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class RoundMachine:
         context.begin_step(now)
         self._status = status or self._status
         context.own.recall(context.chain)
-        self._sync.began_at = context.chain.head
+        self._sync.begin()
         self._departure.begin()
         self._directives.notify_pause(None, context.directive)
         self._bootstrap.begin(now, 0.0 if alone else 2 * context.policy.heartbeat_seconds)
@@ -228,7 +228,7 @@ class RoundMachine:
 
     @property
     def open_round(self) -> RoundState | None:
-        """The undecided round: to be read only, for tests and for finding bugs."""
+        """The undecided round: to be read only, for tests, benchmarks and for finding bugs."""
         return self._consensus.round
 
     def serve_refusal(self, blob: Digest, requester: PeerKey) -> str | None:
@@ -301,7 +301,7 @@ class RoundMachine:
         """
         if isinstance(event, ev.Leave):
             exchange = self._consensus.exchange
-            self._departure.leave(GatheredExchange.leave_seconds if exchange is None else exchange.leave_seconds)
+            self._departure.leave(Exchange.leave_seconds if exchange is None else exchange.leave_seconds)
         elif not self._departure.is_leaving and not self._departure.is_over and self._rest.follow(event):
             self._requested_for = ()
             self._beat()  # it tells the others whether to wait for us
@@ -631,7 +631,7 @@ class RoundMachine:
             return
         self._requested_for = key
         needed = sync.needed() | consensus.needed() | sync.needed_again()
-        for action in context.blobs.request(needed, consensus.holders, context.now):
+        for action in context.blobs.request(needed, consensus.holders, context.deadlines):
             context.emit(action)
 
     def _request_chain(self) -> None:

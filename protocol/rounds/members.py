@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
+from protocol.bounded import BoundedDict
 from protocol.ids import Digest, PeerKey
 from protocol.messages import Goodbye, Heartbeat, Signed
 from protocol.rounds.policy import RoundPolicy
@@ -49,25 +50,22 @@ class Penalties:
     """
 
     def __init__(self, bound: int):
-        self._bound = bound
-        self._penalties: dict[PeerKey, tuple[int, int]] = {}
+        self._penalties: BoundedDict[PeerKey, tuple[int, int]] = BoundedDict(bound)
 
     def __len__(self) -> int:
         return len(self._penalties)
 
     def grow(self, bound: int) -> None:
-        self._bound = max(self._bound, bound)
+        self._penalties.limit = max(self._penalties.limit, bound)
 
     def penalise(self, key: PeerKey, number: int) -> None:
         """Add a penalty from round `number` on: for the next 2, 4, ... 64 rounds.
 
         One doubling is taken back for every LAPSE_ROUNDS since the last penalty ended.
         """
-        count, until = self._penalties.pop(key, (0, number))
+        count, until = self._penalties.get(key, (0, number))
         count = min(MAX_PENALTY, max(0, count - max(0, number - until) // LAPSE_ROUNDS) + 1)
-        self._penalties[key] = (count, number + 2**count)
-        while len(self._penalties) > self._bound:
-            del self._penalties[next(iter(self._penalties))]
+        self._penalties.renew(key, (count, number + 2**count))
 
     def withdraw(self, key: PeerKey, number: int) -> None:
         """Take back a penalty that was added in round `number`; an earlier one is over then."""
@@ -105,7 +103,7 @@ class Members:
         self._established: frozenset[PeerKey] = frozenset()
         """Contributors of the last round."""
 
-        self._gone: dict[PeerKey, int] = {}
+        self._gone: BoundedDict[PeerKey, int] = BoundedDict(policy.max_members)
         """Peers that said goodbye, with the sequence of it."""
 
         self.late = Penalties(policy.max_members)
@@ -148,6 +146,7 @@ class Members:
 
     def adopt_policy(self, policy: RoundPolicy) -> None:
         self._policy = policy
+        self._gone.limit = policy.max_members
         for penalties in self._penalties.values():
             penalties.grow(policy.max_members)
 
@@ -199,8 +198,6 @@ class Members:
             return False
         self._forget(message.author)
         self._gone[message.author] = message.body.sequence
-        while len(self._gone) > self._policy.max_members:
-            del self._gone[next(iter(self._gone))]
         return True
 
     def has_left(self, key: PeerKey) -> bool:

@@ -6,10 +6,10 @@ exactly when that update is neither on the chain of the trainer's state nor stil
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from protocol.bounded import BoundedDict
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey
 
@@ -32,7 +32,7 @@ class OwnUpdates:
 
     def __init__(self, me: PeerKey):
         self._me = me
-        self._updates: OrderedDict[Digest, _OwnUpdate] = OrderedDict()
+        self._updates: BoundedDict[Digest, _OwnUpdate] = BoundedDict(MAX_OWN_UPDATES)
         self._moving: dict[Digest, bool] = {}
         """Of the move under way: whether the feedback holds each update's content afterwards."""
 
@@ -40,8 +40,6 @@ class OwnUpdates:
         """Note that the trainer took an update's content out of its feedback for the round after `parent`."""
         if blob not in self._updates:
             self._updates[blob] = _OwnUpdate(parent, height, False)
-            while len(self._updates) > MAX_OWN_UPDATES:
-                self._updates.popitem(last=False)
 
     def forget_all(self) -> None:
         """Forget all updates: the trainer starts from scratch, so nothing of them returns to its feedback."""

@@ -61,7 +61,7 @@ class RoundPolicy:
             exchange=ReducePlan.of(spec),
             window_tokens=window,
             stake=stake_rule(spec),
-            audit=AuditRule(owner=PeerKey.parse(spec.owner)),
+            audit=AuditRule.of(spec),
             replay_batch=spec.inner.batch if spec.audit.replayable else None,
         )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from protocol.ids import Digest, PeerKey
-from protocol.messages import MAX_MISSING_AUTHORS, RoundRecord, ShardAttestation, Signed, UpdateHeader
+from protocol.messages import MAX_MISSING_AUTHORS, RoundRecord, ShardAttestation, Signed, UpdateHeader, Vote
 from protocol.rounds.actions import Broadcast, CancelReduce, ReduceShard
 from protocol.rounds.blobs import BlobRole, ShardBlob
 from protocol.rounds.context import Context
@@ -27,8 +27,6 @@ class ReducedExchange(Exchange):
 
     leave_seconds = 6.0
     """Longer than in a gathered round: an update is fetched only once a proposal lists it."""
-
-    has_shards = True
 
     def __init__(self, context: Context, round_: RoundState):
         super().__init__(context, round_)
@@ -118,6 +116,13 @@ class ReducedExchange(Exchange):
         """Return whether work on a proposal can start: nothing is known yet that makes it fail."""
         hindered = any(a in self._unavailable and a != self._context.me for a in proposal.record.body.contributors)
         return proposal.record.digest not in self._abandoned and not hindered and self._is_open(proposal)
+
+    def accepts(self, vote: Signed[Vote]) -> bool:
+        return vote.body.shards_digest is not None
+
+    def silent_authors(self, decided: RoundRecord) -> set[PeerKey]:
+        """Return nobody: attempts also pass while shards are made, so nothing follows from them."""
+        return set()
 
     @property
     def is_occupied(self) -> bool:

@@ -50,7 +50,7 @@ class RestSteps:
         context = self._context
         if context.is_resting or context.observer:
             return False
-        context.is_resting = True
+        context.begin_rest()
         self._until = context.now + HAND_IN_SECONDS
         return True
 
@@ -58,13 +58,13 @@ class RestSteps:
         context = self._context
         if not context.is_resting:
             return False
-        context.is_resting = False
+        if context.observer:
+            self._consensus.stop_exchange()
+            self._consensus.abandon()
+        # Otherwise the round of our last update is still open. Its header stands: a second one would contradict it.
+        context.end_rest()
         if self._is_released:
-            if context.observer:
-                self._consensus.stop_exchange()
-                self._consensus.abandon()
-            # Otherwise the round of our last update is still open. Its header stands: a second one would contradict it.
-            self._is_released = context.observer = False
+            self._is_released = False
             self._sync.start_over(has_trainer=True)
             context.emit(AcquireTrainer())
         return True
@@ -85,9 +85,9 @@ class RestSteps:
             return False
         self._consensus.stop_exchange()
         self._consensus.abandon()
-        for action in context.blobs.request({}, self._consensus.holders, context.now):
+        for action in context.blobs.request({}, self._consensus.holders, context.deadlines):
             context.emit(action)
-        context.observer = True
+        context.observe()
         self._sync.start_over(has_trainer=False)
         return True
 

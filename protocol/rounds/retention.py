@@ -9,6 +9,7 @@ from protocol.ids import Digest
 from protocol.messages import Certificate
 from protocol.rounds.blobs import applied_blobs
 from protocol.rounds.policy import RoundPolicy
+from protocol.spec import is_total_reached
 
 
 def is_checkpoint(policy: RoundPolicy, height: int, weight: int) -> bool:
@@ -16,7 +17,7 @@ def is_checkpoint(policy: RoundPolicy, height: int, weight: int) -> bool:
 
     That is each `checkpoint_every`-th state, and the last one of a run. The genesis is an asset of the run.
     """
-    last = bool(policy.total_windows) and weight >= policy.total_windows
+    last = is_total_reached(policy.total_windows, weight)
     return height > 0 and (height % policy.checkpoint_every == 0 or last)
 
 

@@ -8,6 +8,7 @@ from itertools import islice
 from math import log
 from types import MappingProxyType
 
+from protocol.bounded import BoundedDict
 from protocol.chain import Chain
 from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.messages import MAX_ATTEMPT, RoundRecord, Signed, UpdateHeader, Vote
@@ -18,6 +19,9 @@ MAX_RECORDS = 64
 MAX_RECORD_BYTES = 128 * 1024 * 1024
 VOTES_PER_AUTHOR = 4
 MAX_JUMP = 1024
+ROUNDING_SECONDS = 1e-9
+"""A boundary of a turn counts as reached when it is less than this away: times are rounded."""
+
 RECENT_RECORDS = 8
 """Number of records before a round whose contributors take the first turns to propose."""
 
@@ -53,7 +57,7 @@ class Proposal:
 
     __slots__ = ("record", "seen", "blobs", "missing", "bad", "equivocated", "refused")
 
-    def __init__(self, record: Signed[RoundRecord], seen: float, missing: set[Digest], bad: bool):
+    def __init__(self, record: Signed[RoundRecord], seen: float, missing: set[Digest], *, bad: bool, refused: bool):
         self.record = record
         self.seen = seen
         """The time of its arrival."""
@@ -68,7 +72,7 @@ class Proposal:
         self.equivocated = False
         """Its author signed another one of the same attempt."""
 
-        self.refused = False
+        self.refused = refused
         """It lists a header that contradicts what was received before: it gets no vote of ours."""
 
 
@@ -121,7 +125,7 @@ class RoundState:
         """Authors whose blob broke the codec's rules, and banned ones."""
 
         self.proposals: dict[Digest, Proposal] = {}
-        self.votes: dict[PeerKey, dict[Digest, Signed[Vote]]] = {}
+        self.votes: dict[PeerKey, BoundedDict[Digest, Signed[Vote]]] = {}
         self.first_header_at: float | None = None
         self.announced_at: float | None = None
         """The time of our own announcement."""
@@ -335,7 +339,13 @@ class RoundState:
     # -- proposals and votes ---------------------------------------------------------------------------------
 
     def add_record(
-        self, record: Signed[RoundRecord], now: float, missing: set[Digest], is_invalid: Callable[[Digest], bool]
+        self,
+        record: Signed[RoundRecord],
+        now: float,
+        missing: set[Digest],
+        is_invalid: Callable[[Digest], bool],
+        *,
+        refused: bool,
     ) -> Proposal | None:
         """Add a valid record of this round. Return None when it is known, or there is no room."""
         if record.digest in self.proposals:
@@ -351,7 +361,8 @@ class RoundState:
             return None
         if evicted is not None:
             self._forget_record(evicted)
-        proposal = Proposal(record, now, missing, any(is_invalid(u.body.blob) for u in record.body.updates))
+        bad = any(is_invalid(u.body.blob) for u in record.body.updates)
+        proposal = Proposal(record, now, missing, bad=bad, refused=refused)
         for other in by_author:
             if other.record.body.attempt == record.body.attempt and other.record.digest in self.proposals:
                 other.equivocated = proposal.equivocated = True
@@ -406,14 +417,11 @@ class RoundState:
                 return False
             if len(self.votes) >= 2 * self.policy.max_members:
                 return False
-            mine = self.votes[vote.author] = {}
-        if (old := mine.get(vote.body.record)) is not None:
-            if old.body.shards_digest == vote.body.shards_digest:
-                return False
-            del mine[vote.body.record]
-        if len(mine) >= VOTES_PER_AUTHOR:
-            del mine[next(iter(mine))]
-        mine[vote.body.record] = vote
+            mine = self.votes[vote.author] = BoundedDict(VOTES_PER_AUTHOR)
+        old = mine.get(vote.body.record)
+        if old is not None and old.body.shards_digest == vote.body.shards_digest:
+            return False
+        mine.renew(vote.body.record, vote)
         return True
 
     def votes_for(self, record: Signed[RoundRecord], shards: Digest | None = None) -> list[Signed[Vote]]:
@@ -453,20 +461,27 @@ class RoundState:
         late = self.announced_at + self.policy.exchange_seconds
         return late if self.ready_at is None else min(self.ready_at, late)
 
-    def attempt(self, now: float) -> int:
-        """Return the attempt whose time it is; -1 before the first."""
+    def _turn(self, now: float) -> tuple[int, float, float] | None:
+        """Return the attempt whose time it is, and the middle and the end of that time; None before the first."""
         base, since = self._jumped or (0, self.starts_at)
         if since is None or now < since:
-            return -1
-        return min(MAX_ATTEMPT, base + int((now - since + 1e-9) / self.policy.propose_seconds))
+            return None
+        seconds = self.policy.propose_seconds
+        attempt = min(MAX_ATTEMPT, base + int((now - since + ROUNDING_SECONDS) / seconds))
+        middle = since + (attempt - base + 0.5) * seconds
+        return attempt, middle, middle + 0.5 * seconds
+
+    def attempt(self, now: float) -> int:
+        """Return the attempt whose time it is; -1 before the first."""
+        turn = self._turn(now)
+        return -1 if turn is None else turn[0]
 
     def next_attempt_at(self, now: float) -> float | None:
         """Return when the attempt may change next; None before we have announced."""
-        base, since = self._jumped or (0, self.starts_at)
-        if since is None or now < since:
-            return since
-        middle = since + (self.attempt(now) - base + 0.5) * self.policy.propose_seconds
-        return middle if now < middle else middle + 0.5 * self.policy.propose_seconds
+        if (turn := self._turn(now)) is None:
+            return self.starts_at
+        _, middle, end = turn
+        return middle if now < middle else end
 
     def begin_attempt(self, attempt: int) -> None:
         """Note that our turn of an attempt has been used."""
@@ -493,9 +508,10 @@ class RoundState:
         The turn under way first has half of its time, and one author can move us only once in a full rotation of turns.
         Otherwise an author could propose in every round, or choose among the turns of many keys, and so among seeds.
         """
-        current = self.attempt(now)
-        base, since = self._jumped or (0, self.starts_at)
-        if current < 0 or since is None or now < since + (current - base + 0.5) * self.policy.propose_seconds - 1e-9:
+        if (turn := self._turn(now)) is None:
+            return
+        current, middle, _ = turn
+        if now < middle - ROUNDING_SECONDS:
             return
         rotation = len(self.proposer_order) * self.policy.propose_seconds
         for proposal in self.proposals.values():

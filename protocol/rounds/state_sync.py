@@ -69,7 +69,7 @@ class StateSync:
         self._last_good: Digest | None = None
         """The last record whose state was reached."""
 
-        self.began_at: Digest | None = None
+        self._began_at: Digest | None = None
         """The chain's head at the start, until a state is reached: the trainer's saved state may be of its branch."""
 
         self._failures = 0
@@ -122,6 +122,10 @@ class StateSync:
         """The tip of the quarantined branch whose blobs are requested again."""
         tip = self.quarantine.tip
         return tip if tip in self._context.chain else None
+
+    def begin(self) -> None:
+        """Start: until a state is reached, the trainer's saved state may be of the branch of the chain's head."""
+        self._began_at = self._context.chain.head
 
     def join(self) -> None:
         """Note that the time of joining is over: the trainer may be moved."""
@@ -205,7 +209,7 @@ class StateSync:
 
     def rolled_back(self) -> None:
         """Leave the record of the trainer's state, or the one that it moves to, if the owner has rolled it back."""
-        places = (self.applied, self.sync_target, self._making, self._last_good, self.began_at)
+        places = (self.applied, self.sync_target, self._making, self._last_good, self._began_at)
         if any(record is not None and record not in self._context.chain for record in places):
             self.reset = True
         if self.sync_target is not None and self.sync_target not in self._context.chain:
@@ -341,7 +345,7 @@ class StateSync:
         if self._waiting is None or self._waiting[0] != head:
             self._waiting = (head, context.now if self._waiting is None else self._waiting[1])
         since = self._waiting[1]
-        if not context.deadlines.due("blobs", since + 2 * context.policy.heartbeat_seconds):
+        if not self._has_waited_for_blobs(since):
             return False
         applied = ((certificate, *item) for certificate in path for item in applied_blobs(certificate).items())
         missing = ((certificate, role) for certificate, blob, role in applied if not context.blobs.holds(blob))
@@ -368,12 +372,16 @@ class StateSync:
         self._waiting = None
         return True
 
+    def _has_waited_for_blobs(self, since: float) -> bool:
+        """Return whether blobs have been missing for so long that another way is examined."""
+        return self._context.deadlines.due("blobs", since + 2 * self._context.policy.heartbeat_seconds)
+
     def _step_meanwhile(self) -> bool:
         """Apply the next record of our own branch, if it has one, while the head cannot be reached yet."""
         context, chain, applied = self._context, self._context.chain, self.applied
         if applied is None or self._waiting is None:
             return False
-        if not context.deadlines.due("blobs", self._waiting[1] + 2 * context.policy.heartbeat_seconds):
+        if not self._has_waited_for_blobs(self._waiting[1]):
             return False
         tip = chain.best_descendant(applied)
         if tip == applied:
@@ -415,7 +423,7 @@ class StateSync:
             self._waiting = None  # otherwise it was a step on our own branch, and the head is still awaited
         self.reset = self.reset and record not in self._context.chain
         self.applied = self._last_good = record
-        self.began_at = None
+        self._began_at = None
         self.state = state
         self._context.own.moved()
         return True

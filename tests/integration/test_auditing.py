@@ -33,6 +33,7 @@ from peer.coordinator_client import CoordinatorRefused
 from peer.keyfile import load_or_make
 from peer.log_client import LogClient
 from peer.swarm.errors import PeerRefused, PeerUnreachable
+from protocol.audits import AuditRule
 from protocol.chain import Chain, UnknownParent
 from protocol.errors import MalformedError
 from protocol.ids import Digest, PeerKey, Round
@@ -111,7 +112,7 @@ class World:
         self.ledger = LedgerThread()
         await self.ledger.open(self.folder / "ledger.sqlite", SPEC, lambda: self.clock[0])
         now = self.now
-        self.indexed = IndexedChain()
+        self.indexed = IndexedChain(AuditRule.of(SPEC))
         self.board = Leaderboard(SPEC.run_id, self.ledger, self.indexed, lambda k: k.short, lambda k: True, now)
         self.log = CreditLog(
             self.ledger, self.swarm, self.indexed, Receipts(SPEC, OWNER, self.swarm, self.ledger, now), self.board,

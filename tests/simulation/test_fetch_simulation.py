@@ -15,11 +15,11 @@ import pytest
 
 from peer.store import InProgressBlob
 from peer.swarm.errors import BlobFetchError
-from peer.swarm.transfer.actions import Action, Answer, EndFetch, RequestChunk
+from peer.swarm.transfer.actions import Action, Answer, EndFetch, Priority, RequestChunk
 from peer.swarm.transfer.chunk_stage import PROVED_EARLY
 from peer.swarm.transfer.frames import BlobOp, BlobReply, BlobRequest, Lost
 from peer.swarm.transfer.scheduler import Scheduler
-from peer.swarm.transfer.streams import EARLY_BLOBS, HELD, Priority
+from peer.swarm.transfer.streams import EARLY_BLOBS, HELD
 from protocol.ids import PeerKey
 from protocol.merkle import CHUNK
 from tests.support.fetch_world import MBIT, Host, SlowDisk, World, simulated

@@ -198,6 +198,62 @@ def test_the_round_machine_and_the_chain_know_no_tensors():
     assert not wrong
 
 
+def test_only_the_decision_of_a_round_knows_the_kinds_of_exchange():
+    kinds = {"protocol.rounds.gathered_exchange", "protocol.rounds.reduced_exchange"}
+    knowing = {s.path for s in sources("protocol") for m in s.imports if is_of(m, kinds)}
+    assert knowing == {"protocol/rounds/consensus.py"}
+
+
+def test_a_container_with_a_bound_evicts_in_one_way():
+    """See `BoundedDict`: two containers beside it are bounded by bytes too, which they count as an entry goes."""
+    by_hand = ("popitem(last=False)", "[next(iter(", "pop(next(iter(")
+    found = {s.path for s in sources("protocol") if any(way in s.text for way in by_hand)}
+    assert found == {"protocol/bounded.py", "protocol/message_codec.py", "protocol/rounds/reduced_exchange.py"}
+
+
+def foreign_writes(tree: ast.Module) -> list[str]:
+    """Return the attributes that a file writes of others than `self`, unless another class of the file declares them.
+
+    So a container may change its entries, whose class stands beside it, and the owner of a `BoundedDict` its limit.
+    """
+    fields: dict[str, set[str]] = {}
+    for owner in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        fields[owner.name] = {
+            node.target.id
+            for node in owner.body
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        } | {node.attr for node in ast.walk(owner) if isinstance(node, ast.Attribute) and dotted(node.value) == "self"}
+    found = []
+    for part in tree.body:
+        others = {"limit"}.union(*(of for name, of in fields.items() if name != getattr(part, "name", "")))
+        for node in ast.walk(part):
+            is_write = isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load)
+            if is_write and dotted(node.value) != "self" and node.attr not in others:
+                found.append(ast.unparse(node))
+    return found
+
+
+def test_no_part_of_the_round_machine_or_the_node_writes_the_fields_of_another():
+    parts = sources("protocol/rounds", "peer/node")
+    assert {s.path: w for s in parts if (w := foreign_writes(s.tree))} == {}
+
+
+def test_every_write_of_a_foreign_field_is_seen_and_no_other():
+    text = """
+class Entry:
+    until: float
+    def __init__(self): self.seen = 0
+class Part:
+    def f(self, context, entry):
+        self.now = entry.until = entry.seen = 1
+        context.observer, self._sync.began = True, 2
+        context.now += 1
+        del entry.other
+"""
+    writes = ["context.observer", "self._sync.began", "context.now", "entry.other"]
+    assert sorted(foreign_writes(ast.parse(text))) == sorted(writes)
+
+
 def test_the_codec_and_the_outer_step_know_no_network():
     wrong = [
         (s.path, m)
@@ -207,6 +263,19 @@ def test_the_codec_and_the_outer_step_know_no_network():
         if is_of(m, {"protocol.rounds", "protocol.chain", "protocol.envelope", "protocol.wire", "protocol.invite"})
     ]
     assert not wrong
+
+
+def test_the_scheduler_of_a_fetch_is_a_step_function():
+    """It draws from a generator that its driver gives: of `random` it uses the type alone."""
+    names = ("actions", "chunk_picker", "chunk_stage", "congestion", "frames", "requests", "scheduler")
+    pure = {f"peer.swarm.transfer.{name}" for name in names}
+    steps = [s for s in sources("peer") if s.path.removesuffix(".py").replace("/", ".") in pure]
+    assert len(steps) == len(names)
+    for source in steps:
+        beyond = [m for m in source.imports if is_of(m, {"peer"}) and not is_of(m, pure)]
+        world = [m for m in source.imports if is_of(m, WORLD - {"random"})]
+        drawn = [c for c in source.calls if c.startswith("random.")]
+        assert not [*beyond, *world, *drawn], source.path
 
 
 def _modules_after(statement: str) -> set[str]:

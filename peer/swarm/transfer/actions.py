@@ -14,6 +14,14 @@ from peer.swarm.transfer.frames import BlobOp
 from protocol.ids import PeerKey
 
 
+class Priority(enum.Enum):
+    """Requests of one priority share a stream: small ones need not queue behind big ones."""
+
+    SMALL = "chunks of small blobs"
+    BULK = "chunks of big blobs"
+    QUERY = "sizes, leaf hashes and bitmaps"
+
+
 class ChunkCheck(enum.Enum):
     """The outcome of writing a chunk to the store."""
 

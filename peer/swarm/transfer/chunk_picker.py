@@ -124,7 +124,7 @@ class ChunkPicker:
         here: Callable[[], int],
         latency: Callable[[PeerKey], float] = lambda peer: 0.0,
         loaded_latency: Callable[[PeerKey], float] | None = None,
-        chance: random.Random | None = None,
+        chance: random.Random,
     ):
         self._me = me
         self._count = count
@@ -138,7 +138,7 @@ class ChunkPicker:
         self._noted = float("-inf")  # as many as are `here`, unless one has arrived that is still in `_missing`
         self._latency = latency
         self._loaded_latency = loaded_latency or latency
-        self._chance = chance or random.Random()
+        self._chance = chance
         self._providers = {p: _Holdings(ProviderKind.UNKNOWN if relayed else ProviderKind.SEEDER) for p in peers}
         for first in list(self._providers.values())[:1]:
             first.kind = ProviderKind.SEEDER

@@ -6,12 +6,11 @@ import enum
 from math import inf
 from typing import Protocol
 
-from peer.swarm.transfer.actions import CancelRequest, ChunkCheck, RequestChunk, RequestSlot
+from peer.swarm.transfer.actions import CancelRequest, ChunkCheck, Priority, RequestChunk, RequestSlot
 from peer.swarm.transfer.chunk_picker import ChunkPicker
 from peer.swarm.transfer.congestion import FIRST
 from peer.swarm.transfer.frames import BITS_PER_PAGE, BlobOp, BlobReply, Lost, ReplyStatus
 from peer.swarm.transfer.requests import BITMAP_SECONDS, Pause, Provider, ProviderActivity, Query, Requests
-from peer.swarm.transfer.streams import Priority
 from protocol.ids import PeerKey
 
 ACTIVE = 8

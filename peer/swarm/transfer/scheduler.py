@@ -22,12 +22,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from peer.swarm.transfer.actions import Action, Answer, EndFetch, OpenBlob, ReserveEarly
+from peer.swarm.transfer.actions import Action, Answer, EndFetch, OpenBlob, Priority, ReserveEarly
 from peer.swarm.transfer.chunk_picker import ChunkPicker
 from peer.swarm.transfer.chunk_stage import ACTIVE, ChunkStage, StageEnd, StreamView
 from peer.swarm.transfer.frames import BlobOp, leaf_pages
 from peer.swarm.transfer.requests import Provider, Query, Requests
-from peer.swarm.transfer.streams import Priority
 from protocol.ids import Digest, PeerKey
 from protocol.merkle import chunk_count
 

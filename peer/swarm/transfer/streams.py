@@ -8,7 +8,6 @@ other side. A stream that breaks is a value, `Lost`, for everything that was req
 from __future__ import annotations
 
 import asyncio
-import enum
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -18,6 +17,7 @@ import async_timeout
 
 from peer.swarm.errors import PeerUnreachable
 from peer.swarm.pace import Pace
+from peer.swarm.transfer.actions import Priority
 from peer.swarm.transfer.congestion import CongestionController, SentMark
 from peer.swarm.transfer.frames import (
     CLIENT_IDLE_SECONDS,
@@ -66,14 +66,6 @@ HELD = 2
 
 ATTEMPTS = 3
 """Streams opened for one slot, if each ends before the slot is there."""
-
-
-class Priority(enum.Enum):
-    """Requests of one priority share a stream: small ones need not queue behind big ones."""
-
-    SMALL = "chunks of small blobs"
-    BULK = "chunks of big blobs"
-    QUERY = "sizes, leaf hashes and bitmaps"
 
 
 def _expected(priority: Priority) -> int:

@@ -17,6 +17,7 @@ from coordinator.history import RoundPoint, charts, tokens_per_second
 from coordinator.indexed_chain import IndexedChain
 from coordinator.ledger import AdmissionRow, Ledger
 from coordinator.ledger_thread import LedgerThread
+from protocol.audits import AuditRule
 from protocol.ids import Round
 from protocol.ledger.credits import CreditRule, credits_of, sum_credits
 from protocol.message_codec import KeySigner
@@ -34,7 +35,7 @@ class Indexed:
     """A chain that an indexer keeps up to date, with what else tests read."""
 
     def __init__(self, swarm, ledger, now, waited, on_pass):
-        self.chain = IndexedChain()
+        self.chain = IndexedChain(AuditRule.of(swarm.spec))
         self.finalizer = Finalizer(swarm.spec, OWNER, swarm, ledger, self.chain, time=waited)
         directives = DirectiveEffects(swarm.spec.round, self.chain)
         self.indexer = ChainIndexer(

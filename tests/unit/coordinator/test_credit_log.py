@@ -20,6 +20,7 @@ from coordinator.indexed_chain import IndexedChain
 from coordinator.ledger import BindingRow, Ledger
 from coordinator.ledger_thread import LedgerThread
 from coordinator.swarm import AnnouncedUpdate
+from protocol.audits import AuditRule
 from protocol.errors import AdmissionError, MalformedError
 from protocol.ids import Digest, PeerKey
 from protocol.ledger.credits import CreditRule, credits_of
@@ -60,7 +61,7 @@ class World:
     async def open(self) -> None:
         self.ledger = LedgerThread()
         await self.ledger.open(self.place, SPEC, self.now)
-        self.chain = IndexedChain()
+        self.chain = IndexedChain(AuditRule.of(SPEC))
         self.receipts_made = Receipts(SPEC, OWNER, self.swarm, self.ledger, self.now)
         self.board = self.leaderboard()
         self.log = CreditLog(self.ledger, self.swarm, self.chain, self.receipts_made, self.board, asyncio.Event())

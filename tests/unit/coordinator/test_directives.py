@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from coordinator.directives import MARK_KINDS, DirectiveEffects, RunMark
 from coordinator.indexed_chain import IndexedChain
+from protocol.audits import AuditRule
 from protocol.ids import Digest, Round
 from protocol.messages import Directive, Rollback
 from tests.support.coordinator_fakes import make_spec, peer
@@ -13,7 +14,7 @@ from tests.support.coordinator_fakes import make_spec, peer
 
 def test_pauses_resumptions_rollbacks_and_the_end_are_marked_and_nothing_else_is():
     spec = make_spec()
-    effects = DirectiveEffects(spec.round, IndexedChain())
+    effects = DirectiveEffects(spec.round, IndexedChain(AuditRule.of(spec)))
     paused = Directive(spec.run_id, 10_000, "paused", 9, "the data are checked")
     banned = replace(paused, sequence=20_000, banned=(peer(1).key,))
     resumed = replace(banned, sequence=30_000, run_status="running", since=30, reason="")

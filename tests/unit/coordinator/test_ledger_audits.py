@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from coordinator.credits.receipts import void_reason
+from coordinator.indexed_chain import IndexedChain
 from coordinator.ledger import Ledger
+from protocol.audits import AuditRule
 from protocol.ids import Round
 from protocol.ledger.credits import CreditRule, credits_of
 from protocol.message_codec import KeySigner
@@ -74,6 +76,14 @@ def test_a_conviction_is_read_back_with_its_reports_and_the_credit_that_it_voids
     for _ in range(8):
         story.round({n: 100 for n in (1, 2, 3)})
     assert len(story.reports()) == 3, "reports behind a decision are kept"
+
+
+@pytest.mark.parametrize("rounds", [64, 5])
+def test_a_conviction_bars_for_as_long_as_the_rule_of_the_run_says(story, rounds: int):
+    story.convict()
+    chain = IndexedChain(AuditRule(bar_rounds=rounds), SPEC.credit.hold_rounds)
+    chain.restore_audits(story.ledger.decisions(), [])
+    assert [case.barred_until for case in chain.audits.decided] == [2 + 1 + rounds]
 
 
 def test_a_line_names_the_conviction_or_the_verdict_that_voids_it(story):

@@ -16,6 +16,7 @@ from coordinator.errors import LedgerError
 from coordinator.finalizer import Finalizer
 from coordinator.indexed_chain import IndexedChain
 from coordinator.ledger_thread import LedgerThread
+from protocol.audits import AuditRule
 from protocol.ids import Round
 from protocol.message_codec import KeySigner, MessageDecoder
 from protocol.messages import Directive, Rollback
@@ -36,7 +37,7 @@ class World:
         swarm.blobs.add(state(3))
         self.ledger = LedgerThread()
         self.rolled_back: list[Rollback] = []
-        self.chain = IndexedChain()
+        self.chain = IndexedChain(AuditRule.of(SPEC))
         self.finalizer = Finalizer(SPEC, OWNER, swarm, self.ledger, self.chain)
         effects = DirectiveEffects(SPEC.round, self.chain)
         self.indexer = ChainIndexer(

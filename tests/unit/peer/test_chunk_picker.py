@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import pytest
@@ -48,7 +49,7 @@ class Fetcher:
         self.picker = ChunkPicker(
             me, peers, range(COUNT), COUNT, has=self.has, here=lambda: len(self.here),
             latency=lambda p: slow.get(p, 0.0), loaded_latency=lambda p: once.get(p, 0.0),
-            **({"relayed": True} | options),
+            **({"relayed": True, "chance": random.Random(0)} | options),
         )  # fmt: skip
 
     def has(self, index: int) -> bool:

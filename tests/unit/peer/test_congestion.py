@@ -11,9 +11,10 @@ from unittest.mock import Mock
 
 import pytest
 
+from peer.swarm.transfer.actions import Priority
 from peer.swarm.transfer.congestion import BASE_SECONDS, FIRST, LEAST, MOST, CongestionController
 from peer.swarm.transfer.frames import BlobOp, BlobReply, BlobRequest, ReplyStatus
-from peer.swarm.transfer.streams import Priority, StreamPool
+from peer.swarm.transfer.streams import StreamPool
 from peer.swarm.transport import ByteCount
 from protocol.ids import Digest, PeerKey
 from protocol.merkle import CHUNK

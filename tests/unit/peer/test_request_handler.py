@@ -70,7 +70,12 @@ class StandInBase(ThreadOwned):
         self.did: list[str] = []
         self.before: Callable[[], None] = lambda: None
         self.answer: UpdateMade | NothingDone = MADE
-        self.is_begin_due = False
+        self.begins_again = False
+
+    @property
+    def is_begin_due(self) -> bool:
+        self.assert_owner()
+        return self.begins_again
 
     def advance(self, ask: Apply) -> BaseMove:
         self.assert_owner()
@@ -239,7 +244,7 @@ def test_an_update_waits_for_what_is_to_be_saved_of_the_last_one(world):
 
 @pytest.mark.parametrize("answer", [MADE, NothingDone(D)])
 def test_in_a_replayable_run_training_begins_again_before_anything_is_saved_or_the_base_moves(world, answer):
-    world.trainer.base.is_begin_due, world.trainer.base.answer = True, answer
+    world.trainer.base.begins_again, world.trainer.base.answer = True, answer
     world.node.ask(MAKE, apply_of(0))
     assert world.node.hear() == answer
     assert world.next(LIMIT) == BeginAgain()

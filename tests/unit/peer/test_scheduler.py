@@ -17,6 +17,7 @@ from peer.swarm.transfer.actions import (
     DropProvider,
     EndFetch,
     OpenBlob,
+    Priority,
     QueryProvider,
     RequestChunk,
     RequestSlot,
@@ -25,7 +26,6 @@ from peer.swarm.transfer.actions import (
 from peer.swarm.transfer.chunk_stage import ACTIVE, EARLY, UNPROVED
 from peer.swarm.transfer.frames import BlobOp, BlobReply, Lost, ReplyStatus, encode_size, refusal
 from peer.swarm.transfer.scheduler import HEDGE_SECONDS, PROVIDERS, STALL_SECONDS, Scheduler
-from peer.swarm.transfer.streams import Priority
 from protocol.identity import Identity
 from protocol.ids import Digest, PeerKey
 from protocol.merkle import CHUNK, blob_digest, blob_leaves

@@ -27,6 +27,7 @@ from protocol.spec import (
     MAX_SPEC,
     RunSpec,
     explain,
+    is_total_reached,
     open_spec,
     parse_spec,
     sign_spec,
@@ -402,6 +403,12 @@ def test_every_window_has_its_last_target_within_the_shard(tokens: int, window: 
     count = windows_in(tokens, window)
     assert count * window + 1 <= max(tokens, 1)  # the last target of the last window
     assert (count + 1) * window + 1 > tokens  # one window more would not fit
+
+
+@given(total=st.integers(0, 10**6), window=st.integers(8, 4096), weight=st.integers(0, 10**5))
+def test_a_run_reaches_its_total_in_windows_and_in_tokens_at_once(total: int, window: int, weight: int):
+    assert is_total_reached(-(-total // window), weight) == is_total_reached(total, weight * window)
+    assert is_total_reached(total, total) == (total > 0) and not is_total_reached(total + 1, total)
 
 
 def test_values_of_a_spec_never_change():

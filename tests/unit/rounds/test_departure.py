@@ -12,7 +12,9 @@ from protocol.messages import Certificate, Directive, Goodbye, RoundRecord
 from protocol.reduce_plan import GATHER
 from protocol.rounds import actions as do
 from protocol.rounds import events as ev
+from protocol.rounds.consensus import MAX_LEAVE_SECONDS
 from protocol.rounds.departure import MAX_STAY_SECONDS, QUIET_BYTES, QUIET_SECONDS
+from protocol.rounds.exchange import Exchange
 from protocol.rounds.gathered_exchange import GatheredExchange
 from protocol.rounds.policy import LocalStatus
 from protocol.rounds.reduced_exchange import ReducedExchange
@@ -282,6 +284,11 @@ class SilentWithholder(Withholder):
             super().broadcast(message)
 
 
+def test_a_node_ends_only_after_the_goodbye_of_any_kind_of_round_was_due():
+    kinds = Exchange.__subclasses__()
+    assert kinds and all(kind.leave_seconds <= MAX_LEAVE_SECONDS < HARD_STOP_SECONDS for kind in kinds)
+
+
 @pytest.mark.parametrize("exchange", [GATHER, REDUCE])
 def test_others_receive_the_goodbye_of_a_leaver_whose_round_is_undecided(exchange):
     """Through the product's driver, which ends when the machine has finished, or at its hard stop."""
@@ -293,11 +300,11 @@ def test_others_receive_the_goodbye_of_a_leaver_whose_round_is_undecided(exchang
     while leaver.machine.phase != "exchanging" if leaver.alive else True:
         world.clock.run_until(world.clock.now + 0.1)
     began = world.clock.now
-    undecided = leaver.machine.open_round
+    undecided = leaver.machine.summary(began).head
     leaver.step(ev.Leave())
     world.clock.at(began + HARD_STOP_SECONDS, leaver.crash)
     world.clock.run_until(began + HARD_STOP_SECONDS - 1.0)
     assert leaver.done and leaver.finished_at <= began + ReducedExchange.leave_seconds
-    assert leaver.machine.open_round is undecided
+    assert leaver.machine.summary(world.clock.now).head == undecided
     for other in world.nodes[1:]:
         assert leaver.key not in [m.key for m in other.machine.summary(world.clock.now).members]

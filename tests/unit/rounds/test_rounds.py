@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,11 @@ from protocol.rounds.policy import LocalStatus, RoundPolicy
 from protocol.rounds.round_state import proposer_order
 from tests.simulation.signer import FakeSigner, certificate
 from tests.support.rounds_bench import ME, OTHERS, POLICY, RUN, STATE, Bench, blob_of
+
+
+def test_the_machine_lists_each_query():
+    queries = {name for name in vars(RoundMachine) if not name.startswith("_")} - {"start", "step"}
+    assert queries <= set(re.findall(r"`(\w+)`", RoundMachine.__doc__ or ""))
 
 
 def test_a_lone_peer_certifies_its_own_update_without_a_timer():

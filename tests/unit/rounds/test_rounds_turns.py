@@ -14,7 +14,7 @@ from protocol.errors import ChainError
 from protocol.ids import Digest, PeerKey, Round, sha256
 from protocol.messages import RoundRecord, UpdateHeader, Vote
 from protocol.rounds import events as ev
-from protocol.rounds.round_state import MIN_STRANGERS, proposer_order
+from protocol.rounds.round_state import MIN_STRANGERS, RoundState, proposer_order
 from tests.simulation.checkers import check_account, check_counted_once, disagreement
 from tests.simulation.network import Weather
 from tests.simulation.node import Node
@@ -177,14 +177,13 @@ def test_headers_that_a_record_lists_and_nobody_has_win_nothing_for_its_author()
     theirs = b.header(OTHERS[0])
     b.hold(theirs)
     record = b.record(OTHERS[0], [b.mine, theirs, *(b.header(key) for key in sybils)])
-    assert b.machine.open_round is not None
     b = Bench(policy=replace(POLICY, max_members=200))
     b.beat(OTHERS[0])
     b.announce()
     b.step(ev.MessageReceived(record))
     round_ = b.machine.open_round
     assert round_ is not None and set(b.machine.summary(0).awaited) == {OTHERS[0]}
-    assert len(round_.headers) == 2 + 200 // 8
+    assert len(b.machine.summary(0).headers) == 2 + 200 // 8
     b.step(ev.BlobHeld(theirs.body.blob))
     assert set(round_.proposer_order) == {ME, OTHERS[0]}
 
@@ -195,8 +194,8 @@ def test_strangers_fill_no_more_than_their_share_of_the_headers():
         b.step(ev.MessageReceived(b.header(PeerKey(sha256(b"stranger", bytes([i]))))))
     b.beat(OTHERS[0])
     b.step(ev.MessageReceived(b.header(OTHERS[0])))
-    round_ = b.machine.open_round
-    assert round_ is not None and len(round_.headers) == MIN_STRANGERS + 1 and OTHERS[0] in round_.headers
+    authors = [h.author for h in b.machine.summary(0).headers]
+    assert len(authors) == MIN_STRANGERS + 1 and OTHERS[0] in authors
 
 
 def test_contributors_of_recent_records_have_the_first_turns():
@@ -227,6 +226,22 @@ def test_an_author_has_a_turn_only_once_its_update_is_held():
     assert round_ is not None and round_.proposer_order == (ME,)
     b.step(ev.BlobHeld(theirs.body.blob))
     assert set(round_.proposer_order) == {ME, OTHERS[0]}
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.3, 10.0])
+def test_a_turn_ends_when_it_was_said_to(seconds: float):
+    chain = Chain(RUN, STATE, POLICY.chain_limits)
+    round_ = RoundState(replace(POLICY, propose_seconds=seconds), chain, chain.genesis, STATE, 0.0)
+    assert round_.next_attempt_at(0.0) is None and round_.attempt(0.0) == -1
+    round_.mark_announced(1.1)
+    round_.mark_ready(1.7)
+    assert round_.next_attempt_at(1.2) == 1.7 and round_.attempt(1.2) == -1
+    now = 1.7
+    for attempt in range(200):
+        middle = round_.next_attempt_at(now)
+        assert middle is not None and middle == pytest.approx(now + seconds / 2)
+        now = round_.next_attempt_at(middle) or 0.0
+        assert round_.attempt(now - 1e-6) == attempt and round_.attempt(now) == attempt + 1
 
 
 # -- one header and one blob an author and round ---------------------------------------------------------------
@@ -292,8 +307,7 @@ def test_a_copy_of_a_blob_that_another_announced_before_is_refused():
     b = announced(OTHERS[0], OTHERS[1])
     theirs, copy = b.header(OTHERS[0]), b.header(OTHERS[1], blob=blob_of(OTHERS[0]))
     b.hold(theirs, copy)
-    round_ = b.machine.open_round
-    assert round_ is not None and set(round_.headers) == {ME, OTHERS[0]}
+    assert {h.author for h in b.machine.summary(0).headers} == {ME, OTHERS[0]}
     record = b.record(OTHERS[1], [b.mine, copy])
     b.step(ev.MessageReceived(record))
     assert record.digest not in votes_until(b, 40.0)
@@ -306,8 +320,8 @@ def test_a_claim_that_only_a_record_lists_gives_way_to_one_that_came_by_itself()
     b.step(ev.MessageReceived(record))
     b.hold(theirs)
     b.step(ev.BlobHeld(third.body.blob))
-    round_ = b.machine.open_round
-    assert round_ is not None and OTHERS[0] in round_.headers and OTHERS[1] not in round_.headers
+    authors = {h.author for h in b.machine.summary(0).headers}
+    assert OTHERS[0] in authors and OTHERS[1] not in authors
     assert record.digest not in votes_until(b, 40.0)
 
 
@@ -321,7 +335,8 @@ def test_a_record_that_lists_one_blob_twice_is_no_record():
 
 
 def test_the_peers_that_are_reported_in_a_round_are_bounded_and_each_is_once():
-    round_ = Bench().machine.open_round
+    chain = Chain(RUN, STATE, POLICY.chain_limits)
+    round_ = RoundState(POLICY, chain, chain.genesis, STATE, 0.0)
     keys = [PeerKey(sha256(b"copier", bytes([i]))) for i in range(4 * POLICY.max_members)]
     reported = [key for key in keys + keys if round_.report_once(key)]
     assert reported == keys[: 2 * POLICY.max_members]
