@@ -84,7 +84,7 @@ def _close_to_others(path: Path, fd: int, info: os.stat_result) -> None:
         ) from None
     log.warning(
         "others could read the key file %s (mode %04o): it is 0600 again; if anybody may have copied it, move it away "
-        "and start anew", path, stat.S_IMODE(info.st_mode),
+        "and start again with a new key", path, stat.S_IMODE(info.st_mode),
     )  # fmt: skip
 
 

@@ -102,7 +102,7 @@ class RoundBlobFetcher:
     def _log_failure(self, blob: Digest, reason: str) -> None:
         count = self._failures.failed(time.monotonic())
         if count == 1:
-            log.info("blob %s did not come: %s", blob.short, reason)
+            log.info("the request for blob %s failed: %s", blob.short, reason)
         elif count:
             log.info("%d more requests for blobs failed; the last: blob %s: %s", count, blob.short, reason)
 

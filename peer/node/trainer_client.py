@@ -130,7 +130,7 @@ class TrainerClient:
     # -- a rest ----------------------------------------------------------------------------------------------
 
     def hold(self, holds: bool) -> None:
-        """Have no more steps begin, and the one under way dropped; or (`holds` False) have steps begin again.
+        """Start no step and drop the current one; if not `holds`, allow steps again.
 
         In the second case a process is started, if `begin` started none because there was a reason to rest.
         """

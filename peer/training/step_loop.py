@@ -81,7 +81,7 @@ class StepLoop(ThreadOwned):
         return self._exchange.holds_state and windows.room(self._orders.max_update_windows) >= self._spec.inner.batch
 
     def set_orders(self, orders: Orders) -> None:
-        """Put orders in force. With `rests` the step that is under way is dropped, too."""
+        """Apply new orders; with `rests`, also drop the current step."""
         self.assert_owner()
         self._orders = orders
 

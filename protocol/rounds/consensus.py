@@ -239,7 +239,7 @@ class Consensus:
         return certificate
 
     def note_decided(self, certificate: Certificate) -> None:
-        """Penalise those that let an attempt of the decided round fail in silence; forgive the voters of its record.
+        """Penalise peers whose silence made an attempt fail; forgive those that voted for the decided record.
 
         An author failed a proposal that listed it if it voted for nothing in `propose_seconds`, and the round was
         decided without it. It failed its turn if it neither proposed nor voted. In reduced rounds attempts also pass
