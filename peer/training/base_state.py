@@ -96,7 +96,8 @@ class BaseState(ThreadOwned):
         try:
             return self._folder.read()
         except SavedStateError as e:
-            text = f"{e}. It is set aside, and training starts from the run's state: what was not announced is lost"
+            text = f"{e}. Its files are renamed unusable-*, and training starts from the run's state: "
+            text += "what was not announced is lost"
             self._report("warning", "saved-state", text)
         try:
             self._folder.quarantine()

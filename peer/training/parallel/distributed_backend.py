@@ -210,7 +210,7 @@ class DistributedBackend:
                 return why
             time.sleep(0.02)
         return (
-            f"the {self.dims.world} ranks do not hear each other ({' '.join(str(error).split())[:300]}): "
+            f"the {self.dims.world} ranks get no answers from each other ({' '.join(str(error).split())[:300]}): "
             "one of them hangs, or is slower than the others by minutes"
         )
 
