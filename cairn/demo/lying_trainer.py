@@ -70,7 +70,7 @@ LIES: dict[str, type[NoiseSteps] | type[HalfTheSteps]] = {"noise": NoiseSteps, "
 
 
 def deceive(trainer: Trainer, lie: str) -> Trainer:
-    """Replace the inner steps of a trainer by those of a lie, and return the trainer. Raise TrainingError."""
+    """Replace the inner steps of a trainer by those of a lie, and return the trainer. Raises TrainingError."""
     inner = trainer.backend.inner
     if not isinstance(inner, InnerOptimizer):
         raise TrainingError("a lying trainer is one process on one device")

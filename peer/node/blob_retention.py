@@ -53,7 +53,7 @@ class BlobRetention:
     async def prune(self, among: Collection[Digest] | None = None) -> list[Digest]:
         """Remove the blobs that nobody needs, partial ones included, and return them. `among`: of these alone.
 
-        They are selected at once; blobs that arrive later stay. Raise StoreError.
+        They are selected at once; blobs that arrive later stay. Raises StoreError.
         """
         kept = {*assets(self.spec), *self._states, *self._new_updates, *self._protected, *self.retained()}
         gone = self.store.unreferenced(kept)

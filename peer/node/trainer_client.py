@@ -99,7 +99,7 @@ class TrainerClient:
         """Own updates that were made, and that rounds left out."""
 
     async def begin(self, network: Network) -> None:
-        """Fetch what the trainer needs, and start it. Raise CairnError."""
+        """Fetch what the trainer needs, and start it. Raises CairnError."""
         folder = self.options.folder
         await fetch_assets(self.spec, self.store, network, private_data=self.options.private_data)
         self._start = start_message(self.spec, self.store, self.me, self.options)
@@ -176,7 +176,7 @@ class TrainerClient:
         self.post(events.TrainingProgress(0, 0.0, 0.0))
 
     async def send(self, message: channel.ToTrainer) -> None:
-        """Send a message to the present trainer. Raise TrainerDied."""
+        """Send a message to the present trainer. Raises TrainerDied."""
         if self._changing is not None:
             await asyncio.wait([self._changing])
         await self._launched.wait()  # a rest drops what waits here

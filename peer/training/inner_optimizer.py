@@ -139,7 +139,7 @@ class InnerOptimizer:
         The loss is the sum over the trained tokens, divided by their number in the step.
 
         No parameter changes. `go_on` is called between two pieces; when it returns False, the step is dropped and the
-        result is None. The parameters may be moved meanwhile (a rebase): the gradient is then of both places. Raise
+        result is None. The parameters may be moved meanwhile (a rebase): the gradient is then of both places. Raises
         TrainingError when memory does not suffice for a single window, even with `recompute` where that is allowed.
         """
         if self._on_cpu:
@@ -208,7 +208,7 @@ class InnerOptimizer:
     def window_losses(self, windows: Tensor) -> Tensor:
         """Return each window's mean loss in nats per trained token: fp32 [windows], on the CPU. No parameter changes.
 
-        `windows`: tokens [windows, window + 1]. Raise torch.OutOfMemoryError when one window does not fit.
+        `windows`: tokens [windows, window + 1]. Raises torch.OutOfMemoryError when one window does not fit.
         """
         piece = max(1, PIECE_TOKENS // (windows.shape[1] - 1)) if self._on_cpu else self.spec.batch
         while True:

@@ -102,7 +102,7 @@ class RequestHandler:
     def next(self, seconds: float | None) -> Handover | None:
         """Return the next message for the training thread; None when none came in time (`None`: wait for one).
 
-        Raise ChannelError when the node has closed the channel, and whatever else ended this object's thread.
+        Raises ChannelError when the node has closed the channel, and whatever else ended this object's thread.
         """
         try:
             item = self._queue.get(block=seconds != 0, timeout=seconds)

@@ -170,7 +170,7 @@ class RoundMachine:
     def step(self, event: ev.Event, now: float, status: LocalStatus | None = None) -> list[Action]:
         """Return the actions that follow from an event at time `now`, which never decreases.
 
-        `status`: None where nothing changed. Raise `InvariantError` when the machine contradicts itself: a bug.
+        `status`: None where nothing changed. Raises `InvariantError` when the machine contradicts itself: a bug.
         """
         context = self._context
         context.begin_step(now)
