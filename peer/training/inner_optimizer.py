@@ -44,13 +44,12 @@ A step of 16 windows of 128 tokens (0.9M parameters, one core) took 243 ms in on
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of a step: mean loss of its tokens (nats), the gradient's norm before clipping, finite or not.
+    """The result of a step: mean loss of its tokens (nats), and whether it and the gradient are finite.
 
     A step whose loss or gradient is not finite changes no parameter.
     """
 
     loss: float
-    gradient_norm: float
     is_finite: bool
 
 
@@ -197,7 +196,7 @@ class InnerOptimizer:
             total += loss.detach()
         norm = nn.utils.clip_grad_norm_(self.parameters.values(), self.spec.clip_norm)
         loss_value, norm_value = torch.stack([total, norm.to(total)]).tolist()  # the step's one wait for the device
-        return StepResult(loss_value, norm_value, math.isfinite(loss_value) and math.isfinite(norm_value))
+        return StepResult(loss_value, math.isfinite(loss_value) and math.isfinite(norm_value))
 
     def _logits(self, inputs: ModelInputs) -> Tensor:
         apart = packed_sequences.documents_apart(inputs.positions is not None)
